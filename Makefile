@@ -1,0 +1,50 @@
+# Two commands are all the set-up there is: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test soak check format setup clean
+
+help:
+	@echo "make demo    install what is needed, then show trimtab at work on this machine"
+	@echo "make test    install what is needed, then run the tests"
+	@echo "make check   ruff, mypy --strict and the floor test"
+	@echo "make soak    the slow tests alone"
+	@echo "make setup   only install (into $(VENV))"
+	@echo "make format  let ruff rewrite the source"
+	@echo "make clean   remove $(VENV) and caches"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "trimtab needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing (a minute or two the first time; torch is large)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)
+	@$(BIN)/trimtab detect
+
+test: $(READY)
+	@$(BIN)/python -m pytest -n auto -m 'not slow'
+
+soak: $(READY)
+	@$(BIN)/python -m pytest -m slow
+
+check: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_floors.py
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

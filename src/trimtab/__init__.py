@@ -1,0 +1,58 @@
+"""Fits any PyTorch training job to whatever GPUs there are.
+
+    >>> import trimtab
+    >>> cluster = trimtab.cluster("4xA100-40GB")
+    >>> cluster.nodes[0].devices[0].memory_bytes
+    42412802048
+
+Every name here is loaded when it is first used, so that importing trimtab costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from trimtab.api import cluster, detect, explain
+    from trimtab.errors import TrimtabError
+    from trimtab.spec import Cluster, Device, Finding, Link, Node
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "Finding",
+    "Link",
+    "Node",
+    "TrimtabError",
+    "__version__",
+    "cluster",
+    "detect",
+    "explain",
+]
+
+_HOMES = {
+    "Cluster": "trimtab.spec",
+    "Device": "trimtab.spec",
+    "Finding": "trimtab.spec",
+    "Link": "trimtab.spec",
+    "Node": "trimtab.spec",
+    "TrimtabError": "trimtab.errors",
+    "cluster": "trimtab.api",
+    "detect": "trimtab.api",
+    "explain": "trimtab.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that holds it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

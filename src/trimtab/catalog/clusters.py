@@ -1,0 +1,184 @@
+"""A Cluster without the hardware: `4xA100-40GB`, `2x8xH100`, `2xRTX3090+1xRTX4090`, or a file of ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from trimtab.catalog.describe import has_bf16, row_peaks, row_vendor
+from trimtab.catalog.lookup import typed
+from trimtab.catalog.tables import DeviceRow, fabrics, links
+from trimtab.errors import BrokenFile, WrongUse
+from trimtab.spec import Cluster, Device, Link, Node
+
+MOST_DEVICES = 16384
+"""Larger clusters than this are typing errors."""
+
+_COUNT = re.compile(r"\s*(\d+)\s*[xX*\u00d7]\s*(?=\S)")
+_FORMS = "Forms: H200, 4xA100-40GB, 2x8xH100 (2 nodes of 8), 2xRTX3090+1xRTX4090, or a detect file."
+
+
+def stated(text: str) -> Cluster:
+    """The cluster that an `--on` string or file describes.
+
+    >>> [len(node.devices) for node in stated("2x8xH100").nodes]
+    [8, 8]
+    """
+    if not text.strip():
+        raise WrongUse("--on ''", found="it is empty", cure=_FORMS)
+    if _names_a_file(text):
+        return from_file(Path(text))
+    given = f"--on {text}"
+    parts = [_part(one, given) for one in text.split("+")]
+    total = sum(max(nodes, 1) * count for nodes, count, _, _ in parts)
+    if total > MOST_DEVICES:
+        raise WrongUse(
+            given,
+            found=f"that is {total} devices, and the most is {MOST_DEVICES}",
+            cure="Name fewer.",
+        )
+    # Parts without a node count share one node: 2xRTX3090+1xRTX4090 is one machine with three cards.
+    shared = [row for nodes, count, row, _ in parts if not nodes for row in [row] * count]
+    layouts = ([shared] if shared else []) + [
+        [row] * count for nodes, count, row, _ in parts for _ in range(nodes)
+    ]
+    return _cluster(layouts, given, notes=[note for *_, note in parts if note])
+
+
+def from_file(path: Path) -> Cluster:
+    """The cluster in a file that `trimtab detect --json` wrote."""
+    try:
+        text = path.read_bytes()
+    except IsADirectoryError:
+        found = "it is a folder"
+    except FileNotFoundError:
+        found = "there is no such file"
+    except OSError as error:
+        found = f"it cannot be read ({error.strerror})"
+    else:
+        return Cluster.from_json(text, origin=f"--on {path}")
+    raise BrokenFile(f"--on {path}", found=found, cure="Write one with: trimtab detect --json > FILE")
+
+
+def _names_a_file(text: str) -> bool:
+    return text.endswith(".json") or "/" in text or Path(text).is_file()
+
+
+def _part(text: str, given: str) -> tuple[int, int, DeviceRow, str]:
+    """Node count (0 where none was said), device count, row and note of one part between plus signs."""
+    counts: list[int] = []
+    rest = text
+    while (match := _COUNT.match(rest)) and len(counts) < 3:  # noqa: PLR2004 - one more than is legal
+        counts.append(int(match.group(1)))
+        rest = rest[match.end() :]
+    if not rest.strip():
+        raise WrongUse(given, found="a part between plus signs is empty", cure=_FORMS)
+    if len(counts) > 2:  # noqa: PLR2004 - nodes x devices
+        raise WrongUse(given, found=f"{text.strip()} has more than two counts", cure=_FORMS)
+    if 0 in counts:
+        raise WrongUse(
+            given, found="the count is 0", cure=f"Ask for at least one, as in 1x{rest.strip()}."
+        )
+    row, note = typed(rest.strip(), given=given)
+    nodes, count = (counts if len(counts) == 2 else [0, *counts, 1])[:2]  # noqa: PLR2004
+    return nodes, count, row, note
+
+
+def _cluster(layouts: list[list[DeviceRow]], given: str, notes: list[str]) -> Cluster:
+    nodes = tuple(
+        Node(
+            name=f"node{index}",
+            devices=tuple(row_device(row, position, given) for position, row in enumerate(rows)),
+            sources={"name": f"stated: {given}", "devices": f"stated: {given}"},
+        )
+        for index, rows in enumerate(layouts)
+    )
+    joined = [link for index, rows in enumerate(layouts) for link in _node_links(rows, index)]
+    if len(layouts) > 1:
+        joined.append(network_link({row.name for rows in layouts for row in rows}))
+    return Cluster(nodes=nodes, links=tuple(joined), notes=tuple(dict.fromkeys(notes)))
+
+
+def row_device(row: DeviceRow, index: int, given: str) -> Device:
+    """A device as its catalogue row describes it."""
+    seen = f"catalogued: {row.name}"
+    usable = seen if row.usable_gib is not None else f"derived: 0.98 of {row.memory_gb:g} GiB as sold"
+    known = {
+        "vendor": seen,
+        "compute_capability": seen,
+        "bf16": seen,
+        "peaks": seen,
+        "bandwidth_bytes_per_s": seen,
+        "multiprocessors": seen if row.multiprocessors else None,
+        "pcie_generation": seen,
+        "memory_bytes": usable,
+        "name": f"stated: {given}",
+        "model": f"stated: {given}",
+        "index": f"stated: {given}",
+    }
+    return Device(
+        index=index,
+        name=row.drivers[0],
+        model=row.name,
+        vendor=row_vendor(row),
+        memory_bytes=row.usable_bytes,
+        compute_capability=row.compute_capability,
+        bf16=has_bf16(row.compute_capability),
+        peaks=row_peaks(row),
+        bandwidth_bytes_per_s=row.bandwidth_gbs * 1e9,
+        multiprocessors=row.multiprocessors,
+        pcie_generation=row.pcie,
+        sources={key: source for key, source in known.items() if source},
+    )
+
+
+def _node_links(rows: list[DeviceRow], node: int) -> list[Link]:
+    """How the devices of a stated node reach each other.
+
+    Boards with a switch (SXM, OAM) join all devices at full speed. A bridge joins one pair and is bought apart, and
+    unlike cards share only the PCIe bus: for those the bus is assumed.
+    """
+    if len(rows) < 2:  # noqa: PLR2004 - two ends
+        return []
+    everyone = tuple(range(len(rows)))
+    first = rows[0]
+    alike = all(row.name == first.name for row in rows)
+    on_board = alike and not first.link.startswith("PCIe") and not _is_bridge(first)
+    if on_board:
+        return [
+            Link(
+                kind=first.link,
+                node=node,
+                devices=everyone,
+                bandwidth_bytes_per_s=first.link_gbs * 1e9,
+                source=f"catalogued: {first.name}",
+            )
+        ]
+    kind = f"PCIe{min(row.pcie for row in rows)} x16"
+    return [
+        Link(
+            kind=kind,
+            node=node,
+            devices=everyone,
+            bandwidth_bytes_per_s=links()[kind].gbs * 1e9,
+            source="assumed: no NVLink bridge, since none was named",
+        )
+    ]
+
+
+def _is_bridge(row: DeviceRow) -> bool:
+    # Turing's NVLink2 is a bridge too: the card has two links, a V100 six.
+    return "bridge" in row.link or (row.link == "NVLink2" and row.link_gbs < links()["NVLink2"].gbs)
+
+
+def network_link(models: set[str]) -> Link:
+    """The link between nodes: the usual fabric of such nodes, or a network of unknown speed."""
+    for fabric in fabrics():
+        if models <= set(fabric.devices):
+            return Link(
+                kind="network",
+                node=None,
+                bandwidth_bytes_per_s=fabric.gbs * 1e9,
+                source=f"assumed: {fabric.source}",
+            )
+    return Link(kind="network", node=None, source="assumed: nodes are joined somehow")

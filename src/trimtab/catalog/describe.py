@@ -1,0 +1,105 @@
+"""Turns what is known of a device into a Device: from its row, or by a rule from its own properties."""
+
+from __future__ import annotations
+
+import re
+
+from trimtab.catalog.tables import DeviceRow
+from trimtab.spec import Peaks, Vendor
+
+FLOP_PER_CLOCK = {
+    "7.0": 1024,
+    "7.5": 1024,
+    "8.0": 2048,
+    "8.6": 1024,
+    "8.9": 1024,
+    "9.0": 4096,
+    "10.0": 8192,
+    "10.3": 8192,
+    "12.0": 1024,
+}
+"""Dense fp16 operations per clock and multiprocessor with fp32 accumulation, by compute capability.
+Times multiprocessors and the specified clock it gives the catalogue's figure within 1.2 % on every row
+marked A. GeForce parts run at half of it, and so do the L40 and the A10G, which have rows of their own."""
+
+CORES_PER_MULTIPROCESSOR = {"7": 64, "7.5": 64, "8.0": 64, "8": 128, "9": 128, "10": 128, "12": 128}
+"""fp32 lanes per multiprocessor, by compute capability, exact before major."""
+
+FIRST_BF16_MAJOR = 8
+"""Ampere. Older devices emulate bf16: PyTorch then says it is supported, and it is slow."""
+FIRST_FP8 = (8, 9)
+"""Ada."""
+
+
+def capability(text: str) -> tuple[int, int] | None:
+    """NVIDIA's compute capability as numbers; None for an AMD name.
+
+    >>> capability("8.6"), capability("gfx942")
+    ((8, 6), None)
+    """
+    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+    return (int(match.group(1)), int(match.group(2))) if match else None
+
+
+def has_bf16(compute_capability: str) -> bool:
+    """Whether bf16 runs on the hardware: from sm_80 up, and on every AMD Instinct in the catalogue."""
+    numbers = capability(compute_capability)
+    return numbers is None or numbers[0] >= FIRST_BF16_MAJOR
+
+
+def cores_per_multiprocessor(compute_capability: str) -> int | None:
+    """fp32 lanes per multiprocessor; None for a generation that is not known."""
+    major = compute_capability.split(".")[0]
+    table = CORES_PER_MULTIPROCESSOR
+    return table.get(compute_capability, table.get(major))
+
+
+def row_peaks(row: DeviceRow) -> Peaks:
+    """The catalogue's TFLOP/s as operations per second."""
+    rates = {key: getattr(row, key) for key in Peaks.__struct_fields__}
+    return Peaks(**{key: rate * 1e12 if rate else None for key, rate in rates.items()})
+
+
+def row_vendor(row: DeviceRow) -> Vendor:
+    """Who made it."""
+    return Vendor(row.vendor)
+
+
+def derived_peaks(
+    name: str, compute_capability: str, multiprocessors: int, clock_hz: float
+) -> Peaks | None:
+    """Peaks of an NVIDIA device that the catalogue lacks, from its own properties.
+
+    multiprocessors x clock x FLOP_PER_CLOCK, halved for a GeForce; bf16 equals fp16 from sm_80, tf32 is half
+    of it (on a GeForce that equals fp32), fp8 twice it from sm_89. None for a generation with no known rate. The
+    clock a driver reports is the highest, not the specified one: 8 % above it on an H100, 23 % on an
+    RTX 4090, so the peaks come out too high by as much.
+
+    >>> derived_peaks("NVIDIA H100", "9.0", 132, 1.83e9).bf16 / 1e12
+    989.4297600000001
+    """
+    rate, lanes = FLOP_PER_CLOCK.get(compute_capability), cores_per_multiprocessor(compute_capability)
+    numbers = capability(compute_capability)
+    if rate is None or lanes is None or numbers is None:
+        return None
+    half = "geforce" in name.lower()
+    fp16 = multiprocessors * clock_hz * rate / (2 if half else 1)
+    ampere = numbers[0] >= FIRST_BF16_MAJOR
+    return Peaks(
+        fp32=multiprocessors * clock_hz * lanes * 2,
+        tf32=fp16 / 2 if ampere else None,
+        fp16=fp16,
+        bf16=fp16 if ampere else None,
+        fp8=fp16 * 2 if numbers >= FIRST_FP8 else None,
+    )
+
+
+def derived_bandwidth(bus_width_bits: int, memory_clock_hz: float) -> float:
+    """Memory bandwidth from bus width and memory clock, two transfers a clock.
+
+    The driver's memory clock already carries the factors of GDDR6X and HBM3e, so one rule does.
+
+    >>> round(derived_bandwidth(384, 10501e6) / 1e9), round(derived_bandwidth(5120, 1593e6) / 1e9)
+    (1008, 2039)
+    """
+    return bus_width_bits / 8 * memory_clock_hz * 2

@@ -1,0 +1,85 @@
+"""The errors a user can meet, each in three parts: what was given, what was found, what to do.
+
+    TrimtabError            1   our bug, when nothing more precise applies
+    |- WrongUse             2   a flag, a name, a file or a value that cannot be meant
+    |  |- UnknownName       2   no such device, word or key; the nearest are listed
+    |  `- BrokenFile        2   a file of ours that cannot be read
+    |- NothingFits          3   no configuration fits; the nearest that would is named
+    |- JobFailed            4   the job's own code raised
+    `- EnvironmentFault     5   a driver, a variable or a machine that is not in order
+
+The number is the exit code of the command line.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class TrimtabError(Exception):
+    """What was given, what was found, and what to do about it."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, given: str, *, found: str, cure: str) -> None:
+        super().__init__(given, found, cure)
+        self.given = given
+        self.found = found
+        self.cure = cure
+
+    def __str__(self) -> str:
+        return f"{self.given}: {self.found}. {self.cure}"
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _rebuild, (type(self), self.given, self.found, self.cure)
+
+
+def _rebuild(cls: type[TrimtabError], given: str, found: str, cure: str) -> TrimtabError:
+    return cls(given, found=found, cure=cure)
+
+
+class WrongUse(TrimtabError, ValueError):  # noqa: N818 - the names read as sentences in `raise`
+    """A flag, a name, a file or a value that cannot be meant."""
+
+    exit_code = 2
+
+
+class UnknownName(WrongUse, LookupError):
+    """A name that nothing here has; the nearest known ones are in `found`."""
+
+
+class BrokenFile(WrongUse):
+    """A file that should hold one of our nouns and does not."""
+
+
+class NothingFits(TrimtabError):  # noqa: N818
+    """No configuration fits; the nearest thing that would is in `cure`."""
+
+    exit_code = 3
+
+
+class JobFailed(TrimtabError):  # noqa: N818
+    """The user's own job raised."""
+
+    exit_code = 4
+
+
+class EnvironmentFault(TrimtabError):  # noqa: N818
+    """The machine, its drivers or its variables are not in order."""
+
+    exit_code = 5
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 4) -> list[str]:
+    """The known names that look most like the one given, best first.
+
+    >>> nearest("H1000", ["H100", "H200", "T4"])
+    ['H100', 'H200']
+    """
+    by_lower = {one.lower(): one for one in known}
+    found = get_close_matches(name.lower(), list(by_lower), n=count, cutoff=0.5)
+    return [by_lower[one] for one in found]

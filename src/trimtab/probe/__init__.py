@@ -1,0 +1,1 @@
+"""Reads the machine: devices, host, scheduler, versions. Every fact comes with its source."""

@@ -1,0 +1,241 @@
+"""detect: the hardware that this process may use, as scheduler, cgroups, CUDA_VISIBLE_DEVICES and MIG leave it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.catalog.clusters import network_link
+from trimtab.probe import fallback, host, nvml, scheduler, versions
+from trimtab.probe.links import device_links
+from trimtab.probe.seen import SeenDevice, device
+from trimtab.probe.visible import HIDES_ALL, VARIABLE, Visible, visible
+from trimtab.probe.world import World, here
+from trimtab.spec import Cluster, Device, Finding, Link, Node, Scheduler, Severity
+from trimtab.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from trimtab.probe.nvml import NvmlReading
+
+TENANT_BYTES = 256 * MIB
+"""Another process below this holds little more than a context."""
+CAPPED_SHARE = 0.95
+"""A power limit below this share of the default slows the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The devices of this node, whoever reported them."""
+
+    visible: Visible
+    reading: NvmlReading
+    driver: str | None = None
+    driver_source: str = "NVML"
+    hidden: int = 0
+    """Devices that exist and are not visible to this process."""
+
+
+def detect(world: World | None = None) -> Cluster:
+    """What this process may use. Never raises for a machine in disorder: that is told in `findings`."""
+    world = world or here()
+    schedule, schedule_findings = scheduler.read(world.env)
+    found = _devices(world)
+    devices, device_findings = _described(found.visible.devices)
+    limits = host.read(world, schedule)
+    node = Node(
+        name=world.host("name") or "localhost",
+        devices=devices,
+        cpu_cores=limits.cpu_cores,
+        cpu_cores_total=limits.cpu_cores_total,
+        ram_bytes=limits.ram_bytes,
+        ram_free_bytes=limits.ram_free_bytes,
+        shm_bytes=limits.shm_bytes,
+        sources=limits.sources | {"devices": _devices_source(devices)},
+    )
+    software = versions.read(world, found.driver, found.reading.driver_cuda, found.driver_source)
+    links = device_links(list(found.visible.devices), found.reading)
+    nodes, links, node_notes = _all_nodes(node, links, schedule)
+    return Cluster(
+        nodes=nodes,
+        links=links,
+        scheduler=schedule,
+        versions=software,
+        notes=(*_notes(found), *node_notes),
+        findings=(
+            *found.reading.findings,
+            *found.visible.findings,
+            *_driverless(world, found),
+            *versions.misfits(software, devices),
+            *schedule_findings,
+            *_fewer_than_granted(devices, schedule),
+            *device_findings,
+        ),
+    )
+
+
+def _devices_source(devices: tuple[Device, ...]) -> str:
+    return devices[0].sources["name"] if devices else "detected: none found"
+
+
+def _devices(world: World) -> Found:
+    """Devices from the first of NVML, nvidia-smi and torch that answers."""
+    reading = nvml.read(world)
+    seen, driver, source = reading.devices, reading.driver, "NVML"
+    if reading.absent and _looks_nvidia(world):
+        seen, driver = fallback.from_nvidia_smi(world)
+        source = "nvidia-smi"
+    if not seen and _torch_may_know(world, reading):
+        # torch has applied the variables itself.
+        own = fallback.from_torch(world)
+        if own:
+            return Found(visible=Visible(devices=own), reading=reading, driver_source="torch")
+    shown = visible(seen, world.env, mig_parents=reading.mig_parents, driver=driver)
+    usable = [one for one in seen if one.key not in reading.mig_parents]
+    return Found(
+        visible=shown,
+        reading=reading,
+        driver=driver,
+        driver_source=source,
+        hidden=len(usable) - len(shown.devices),
+    )
+
+
+def _looks_nvidia(world: World) -> bool:
+    """Whether an NVIDIA driver is loaded: cheaper to ask than starting nvidia-smi in vain."""
+    return bool(world.read("/proc/driver/nvidia/version")) or "nvidiactl" in world.names("/dev")
+
+
+def _torch_may_know(world: World, reading: NvmlReading) -> bool:
+    """Whether to start torch, which takes seconds: only where a device exists that nobody else described."""
+    if world.env.get(VARIABLE, "0").strip() in HIDES_ALL:
+        return False
+    amd = "kfd" in world.names("/dev")
+    return amd or (bool(reading.absent) and _looks_nvidia(world))
+
+
+def _described(seen: tuple[SeenDevice, ...]) -> tuple[tuple[Device, ...], list[Finding]]:
+    devices, findings = [], []
+    for index, one in enumerate(seen):
+        described, odd = device(one, index)
+        devices.append(described)
+        findings += [*odd, *_tenants(described), *_capped(described)]
+    return tuple(devices), findings
+
+
+def _tenants(one: Device) -> list[Finding]:
+    """Other processes that hold memory on a device."""
+    heavy = [p for p in one.processes or () if p.used_bytes is None or p.used_bytes > TENANT_BYTES]
+    if not heavy:
+        return []
+    held = [p.used_bytes for p in heavy if p.used_bytes is not None]
+    amount = format_bytes(sum(held)) if held else "memory"
+    listed = ", ".join(f"{p.name or 'process'} (pid {p.pid})" for p in heavy[:4])
+    return [
+        Finding(
+            severity=Severity.WARNING,
+            what=f"Another job holds {amount} of GPU {one.index}.",
+            evidence=listed,
+            cause="The GPU is shared, or an earlier run was not ended.",
+            cure="Plan with what is free, which is what trimtab does; or end the other process.",
+        )
+    ]
+
+
+def _capped(one: Device) -> list[Finding]:
+    limit, default = one.power_limit_w, one.power_default_w
+    if not limit or not default or limit >= default * CAPPED_SHARE:
+        return []
+    return [
+        Finding(
+            severity=Severity.WARNING,
+            what=f"GPU {one.index} is capped at {limit:.0f} W of {default:.0f} W.",
+            evidence=f"power limit {limit:.0f} W, default {default:.0f} W",
+            cause="Somebody set a power limit; peak rates are not reached under it.",
+            cure=f"Leave it, or ask an administrator for `nvidia-smi -pl {default:.0f}`.",
+        )
+    ]
+
+
+def _notes(found: Found) -> tuple[str, ...]:
+    notes = list(found.visible.notes)
+    if found.hidden > 0 and found.visible.devices and not found.visible.findings:
+        notes.append(f"{found.hidden} more on this node, not visible to this process.")
+    return tuple(notes)
+
+
+def _driverless(world: World, found: Found) -> list[Finding]:
+    """A GPU on the PCI bus that nobody could describe."""
+    if found.visible.devices or found.hidden or found.reading.findings:
+        return []
+    if world.env.get(VARIABLE, "0").strip() in HIDES_ALL:
+        return []
+    on_bus = [one for one in host.pci_accelerators(world) if one.endswith("NVIDIA")]
+    if not on_bus:
+        return []
+    return [
+        Finding(
+            severity=Severity.ERROR,
+            what=f"{len(on_bus)} NVIDIA GPU{'s' * (len(on_bus) > 1)} on the PCI bus, and no driver for it.",
+            evidence=on_bus[0],
+            cause=f"The NVIDIA driver is not installed, or not given to this container ({found.reading.absent}).",
+            cure="Install the NVIDIA driver; in a container, start it with --gpus all.",
+        )
+    ]
+
+
+def _fewer_than_granted(devices: tuple[Device, ...], schedule: Scheduler) -> list[Finding]:
+    granted = schedule.gpus_on_node
+    if granted is None or len(devices) >= granted:
+        return []
+    return [
+        Finding(
+            severity=Severity.WARNING,
+            what=f"Slurm granted {granted} GPUs on this node, and {len(devices)} can be used.",
+            evidence=f"SLURM_GPUS_ON_NODE={granted}",
+            cause="CUDA_VISIBLE_DEVICES hides some, this step asked for fewer, or a GPU is broken.",
+            cure="Check CUDA_VISIBLE_DEVICES, and the --gpus options of srun.",
+        )
+    ]
+
+
+def _all_nodes(
+    node: Node, links: tuple[Link, ...], schedule: Scheduler
+) -> tuple[tuple[Node, ...], tuple[Link, ...], tuple[str, ...]]:
+    """This node, and its fellows in the allocation, which are taken to be like it."""
+    count = schedule.num_nodes or 1
+    if count == 1:
+        return (node,), links, ()
+    others = [name for name in schedule.node_names if name.split(".")[0] != node.name.split(".")[0]]
+    others += [f"{node.name}+{number}" for number in range(len(others) + 1, count)]
+    ground = f"assumed: like {node.name}, by {schedule.sources['num_nodes'].partition(': ')[2]}"
+    fellows = [_fellow(node, name, ground) for name in others[: count - 1]]
+    copies = [
+        _copied(link, number + 1, ground) for number in range(len(fellows)) for link in links
+    ]
+    models = {one.model or one.name for one in node.devices}
+    note = f"{count} nodes were granted; only {node.name} was looked at, and the others are taken to be like it."
+    return (node, *fellows), (*links, *copies, network_link(models)), (note,)
+
+
+def _fellow(node: Node, name: str, ground: str) -> Node:
+    devices = tuple(
+        one.replace(
+            uuid=None,
+            bus_id=None,
+            processes=None,
+            free_bytes=None,
+            sources={
+                field: ground
+                for field in one.sources
+                if field not in ("uuid", "bus_id", "processes", "free_bytes")
+            },
+        )
+        for one in node.devices
+    )
+    sources = dict.fromkeys((key for key in node.sources if key != "ram_free_bytes"), ground)
+    return node.replace(name=name, devices=devices, ram_free_bytes=None, sources=sources)
+
+
+def _copied(link: Link, node: int, ground: str) -> Link:
+    """The same link in another node."""
+    return link.replace(node=node, source=ground)

@@ -1,0 +1,300 @@
+"""Devices and their links as NVML reports them.
+
+Covers NVIDIA GPUs and MIG slices. Does not apply CUDA_VISIBLE_DEVICES: NVML shows every GPU of the host or
+container, in PCI order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimtab.catalog.describe import cores_per_multiprocessor
+from trimtab.probe.seen import SeenDevice
+from trimtab.probe.world import (
+    NVML_LIBRARY_NOT_FOUND,
+    NVML_NO_PYTHON_PACKAGE,
+    NvmlFault,
+    World,
+)
+from trimtab.spec import DeviceProcess, Finding, Severity, Slice
+
+MEMORY_V2 = 0x2000028
+"""nvmlMemory_v2: tells what the driver keeps for itself apart from what processes use."""
+CLOCK_SM, CLOCK_MEMORY = 1, 2
+MOST_NVLINKS = 18
+REMOTE_IS_SWITCH = 2
+
+ABSENT = (NVML_LIBRARY_NOT_FOUND, NVML_NO_PYTHON_PACKAGE)
+"""NVML is not here, which says nothing about the machine."""
+NO_PERMISSION = 4
+GONE = (1, 15, 16)
+"""Uninitialised, lost, waiting for a reset: no further answer is worth having."""
+
+CURES = {
+    8: ("The GPU's power cables are not all attached.", "Ask whoever runs the machine."),
+    9: ("The NVIDIA kernel module is not loaded.", "Run `sudo modprobe nvidia`, or install the driver."),
+    15: (
+        "The GPU fell off the bus: overheating, power or a hardware fault.",
+        "Reboot the node, or leave this GPU out with CUDA_VISIBLE_DEVICES. If it returns, have it replaced.",
+    ),
+    16: ("The GPU waits for a reset.", "Ask an administrator to run `nvidia-smi --gpu-reset -i N`, or reboot."),
+    18: (
+        "The driver was updated while the old kernel module stayed loaded.",
+        "Reboot, or unload and load the nvidia kernel modules.",
+    ),
+}
+"""Cause and cure by NVML's return code."""
+DEFAULT_CURE = (
+    "The driver answered with an error.",
+    "Run `nvidia-smi`: if it fails too, the driver needs a restart or the node a reboot.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvLinks:
+    """The live NVLinks of one GPU."""
+
+    version: int | None
+    to_switch: int
+    """How many lead to a switch, which joins all GPUs of the board."""
+    to_peer: dict[str, int] = field(default_factory=dict)
+    """How many lead straight to a GPU, by its PCI address."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmlReading:
+    """All that NVML said."""
+
+    absent: str = ""
+    """Why NVML could not be asked at all; empty when it answered."""
+    devices: tuple[SeenDevice, ...] = ()
+    """In PCI order, each GPU that is cut into MIG slices followed by them."""
+    mig_parents: frozenset[str] = frozenset()
+    """Keys of GPUs that only their slices can be used of."""
+    nvlinks: dict[str, NvLinks] = field(default_factory=dict)
+    ancestors: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Level of the nearest common point on the PCI tree, by pair of keys."""
+    driver: str | None = None
+    driver_cuda: str | None = None
+    findings: tuple[Finding, ...] = ()
+
+
+def read(world: World) -> NvmlReading:
+    """Ask NVML everything; a GPU that fails half way is left out, with a finding."""
+    try:
+        world.nvml("nvmlInit")
+    except NvmlFault as fault:
+        if fault.code in ABSENT:
+            return NvmlReading(absent=fault.text)
+        return NvmlReading(absent=fault.text, findings=(_fault_finding("NVML", fault),))
+    try:
+        count = int(world.nvml("nvmlDeviceGetCount"))
+    except NvmlFault as fault:
+        return NvmlReading(absent=fault.text, findings=(_fault_finding("NVML", fault),))
+    devices: list[SeenDevice] = []
+    findings: list[Finding] = []
+    parents: set[str] = set()
+    for number in range(count):
+        key = f"gpu{number}"
+        try:
+            whole = _device(world, key)
+            slices = _slices(world, whole)
+        except NvmlFault as fault:
+            # A cgroup hides the other jobs' GPUs this way: they are none of our business.
+            if fault.code != NO_PERMISSION:
+                findings.append(_fault_finding(f"GPU {number}", fault))
+            continue
+        devices += [whole, *slices]
+        if slices:
+            parents.add(key)
+    whole_keys = [one.key for one in devices if "/" not in one.key]
+    reading = NvmlReading(
+        devices=tuple(devices),
+        mig_parents=frozenset(parents),
+        driver=_may(world, "nvmlSystemGetDriverVersion"),
+        driver_cuda=_cuda(_may(world, "nvmlSystemGetCudaDriverVersion_v2")),
+        findings=tuple(findings),
+    )
+    try:
+        return replace(
+            reading,
+            nvlinks={key: links for key in whole_keys if (links := _nvlinks(world, key))},
+            ancestors=_ancestors(world, whole_keys),
+        )
+    except NvmlFault as fault:
+        # A GPU that is lost between two questions: what was read of the others stands.
+        lost = (*reading.findings, _fault_finding("A GPU", fault))
+        return replace(reading, findings=lost)
+
+
+def _may(world: World, function: str, *args: Any) -> Any:
+    """An answer that may be missing: None where the driver does not tell, for whatever reason.
+
+    A GPU that is gone is another matter, and raises.
+    """
+    try:
+        return world.nvml(function, *args)
+    except NvmlFault as fault:
+        if fault.code in GONE:
+            raise
+        return None
+
+
+def _fault_finding(subject: str, fault: NvmlFault) -> Finding:
+    cause, cure = CURES.get(fault.code, DEFAULT_CURE)
+    return Finding(
+        severity=Severity.ERROR,
+        what=f"{subject} does not answer.",
+        evidence=f"NVML: {fault.text} (code {fault.code})",
+        cause=cause,
+        cure=cure,
+    )
+
+
+def _cuda(number: int | None) -> str | None:
+    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _device(world: World, key: str) -> SeenDevice:
+    memory = _memory(world, key)
+    capability = _may(world, "nvmlDeviceGetCudaComputeCapability", key)
+    text = f"{capability[0]}.{capability[1]}" if capability else None
+    cores = _may(world, "nvmlDeviceGetNumGpuCores", key)
+    lanes = cores_per_multiprocessor(text) if text else None
+    ecc = _may(world, "nvmlDeviceGetEccMode", key)
+    pci = _may(world, "nvmlDeviceGetPciInfo", key)
+    return SeenDevice(
+        key=key,
+        source="NVML",
+        name=str(world.nvml("nvmlDeviceGetName", key)),
+        memory_bytes=memory["usable"],
+        free_bytes=memory["free"],
+        uuid=_may(world, "nvmlDeviceGetUUID", key),
+        compute_capability=text,
+        multiprocessors=cores // lanes if cores and lanes else None,
+        clock_hz=_scaled(_may(world, "nvmlDeviceGetMaxClockInfo", key, CLOCK_SM), 1e6),
+        memory_clock_hz=_scaled(_may(world, "nvmlDeviceGetMaxClockInfo", key, CLOCK_MEMORY), 1e6),
+        bus_width_bits=_may(world, "nvmlDeviceGetMemoryBusWidth", key),
+        power_limit_w=_scaled(_may(world, "nvmlDeviceGetPowerManagementLimit", key), 1e-3),
+        power_default_w=_scaled(_may(world, "nvmlDeviceGetPowerManagementDefaultLimit", key), 1e-3),
+        ecc=bool(ecc[0]) if ecc else None,
+        bus_id=pci["busId"] if pci else None,
+        pcie_generation=_may(world, "nvmlDeviceGetMaxPcieLinkGeneration", key),
+        pcie_width=_may(world, "nvmlDeviceGetMaxPcieLinkWidth", key),
+        numa_node=_may(world, "nvmlDeviceGetNumaNodeId", key),
+        processes=_processes(world, key),
+    )
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if not value else value * factor
+
+
+def _memory(world: World, key: str) -> dict[str, int]:
+    """What processes can use and what is free; the driver's own share is taken off where it is told."""
+    memory = _may(world, "nvmlDeviceGetMemoryInfo", key, MEMORY_V2)
+    if memory is None:
+        memory = world.nvml("nvmlDeviceGetMemoryInfo", key)
+    usable = memory["total"] - memory.get("reserved", 0)
+    return {"usable": usable, "free": min(memory["free"], usable)}
+
+
+def _processes(world: World, key: str) -> tuple[DeviceProcess, ...] | None:
+    """Other processes on a device, each once."""
+    lists = [
+        _may(world, "nvmlDeviceGetComputeRunningProcesses", key),
+        _may(world, "nvmlDeviceGetGraphicsRunningProcesses", key),
+    ]
+    if all(one is None for one in lists):
+        return None
+    mine = world.host("pid")
+    found = {one["pid"]: one for listed in lists for one in listed or () if one["pid"] != mine}
+    return tuple(
+        DeviceProcess(
+            pid=pid,
+            used_bytes=one.get("usedGpuMemory"),
+            name=world.host(f"process:{pid}"),
+        )
+        for pid, one in sorted(found.items())
+    )
+
+
+def _slices(world: World, parent: SeenDevice) -> list[SeenDevice]:
+    """The MIG slices of a GPU; none where MIG is off or unknown to the device."""
+    mode = _may(world, "nvmlDeviceGetMigMode", parent.key)
+    if not mode or not mode[0]:
+        return []
+    most = _may(world, "nvmlDeviceGetMaxMigDeviceCount", parent.key) or 0
+    slices = []
+    for number in range(most):
+        key = f"{parent.key}/mig{number}"
+        uuid = _may(world, "nvmlDeviceGetUUID", key)
+        if uuid is not None:
+            slices.append(_slice(world, parent, key, uuid))
+    return slices
+
+
+def _slice(world: World, parent: SeenDevice, key: str, uuid: str) -> SeenDevice:
+    memory = _memory(world, key)
+    shape = _may(world, "nvmlDeviceGetAttributes_v2", key) or {}
+    gpu_instance = _may(world, "nvmlDeviceGetGpuInstanceId", key)
+    compute_instance = _may(world, "nvmlDeviceGetComputeInstanceId", key)
+    multiprocessors = shape.get("multiprocessorCount")
+    share = multiprocessors / parent.multiprocessors if multiprocessors and parent.multiprocessors else 1
+    name = str(_may(world, "nvmlDeviceGetName", key) or parent.name)
+    slices, size = shape.get("gpuInstanceSliceCount"), shape.get("memorySizeMB")
+    profile = name.rpartition(" MIG ")[2] if " MIG " in name else f"{slices}g.{round(size / 1024)}gb"
+    return SeenDevice(
+        key=key,
+        source="NVML",
+        name=parent.name,
+        memory_bytes=memory["usable"],
+        free_bytes=memory["free"],
+        uuid=uuid,
+        legacy_mig_name=f"MIG-{parent.uuid}/{gpu_instance}/{compute_instance}",
+        compute_capability=parent.compute_capability,
+        multiprocessors=multiprocessors,
+        clock_hz=parent.clock_hz,
+        memory_clock_hz=parent.memory_clock_hz,
+        bus_width_bits=parent.bus_width_bits,
+        ecc=parent.ecc,
+        bus_id=parent.bus_id,
+        pcie_generation=parent.pcie_generation,
+        pcie_width=parent.pcie_width,
+        numa_node=parent.numa_node,
+        processes=_processes(world, key),
+        slice=Slice(profile=profile, parent=parent.uuid or parent.key, sm_share=min(share, 1.0)),
+        parent_memory_bytes=parent.memory_bytes,
+    )
+
+
+def _nvlinks(world: World, key: str) -> NvLinks | None:
+    """The live NVLinks of a GPU; None where it has none."""
+    version, to_switch = None, 0
+    to_peer: dict[str, int] = {}
+    for number in range(MOST_NVLINKS):
+        try:
+            if not world.nvml("nvmlDeviceGetNvLinkState", key, number):
+                continue
+        except NvmlFault:
+            # A GPU without NVLink, or past its last link.
+            break
+        version = _may(world, "nvmlDeviceGetNvLinkVersion", key, number) or version
+        remote = _may(world, "nvmlDeviceGetNvLinkRemoteDeviceType", key, number)
+        pci = _may(world, "nvmlDeviceGetNvLinkRemotePciInfo", key, number)
+        if remote == REMOTE_IS_SWITCH:
+            to_switch += 1
+        elif pci:
+            to_peer[pci["busId"]] = to_peer.get(pci["busId"], 0) + 1
+    if not to_switch and not to_peer:
+        return None
+    return NvLinks(version=version, to_switch=to_switch, to_peer=to_peer)
+
+
+def _ancestors(world: World, keys: list[str]) -> dict[tuple[str, str], int]:
+    pairs = [(one, two) for index, one in enumerate(keys) for two in keys[index + 1 :]]
+    found = {
+        pair: _may(world, "nvmlDeviceGetTopologyCommonAncestor", *pair) for pair in pairs
+    }
+    return {pair: level for pair, level in found.items() if level is not None}

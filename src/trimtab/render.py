@@ -1,0 +1,325 @@
+"""Values as people read them on a terminal. Returns rich renderables; prints nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.units import format_bandwidth, format_bytes, format_flops, format_gib
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from trimtab.catalog.tables import DeviceRow
+    from trimtab.catalog.words import Word
+    from trimtab.errors import TrimtabError
+    from trimtab.spec import Cluster, Device, Finding, Link, Node, Scheduler, Versions
+
+SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "bold red"}
+UNKNOWN = "-"
+
+
+def cluster(found: Cluster, *, heading: str) -> RenderableType:
+    """What detect found: devices, links, host, scheduler, versions and notes."""
+    groups = _alike(found.nodes)
+    parts: list[RenderableType] = [Text.assemble((heading, "bold"), f": {count(found)}"), Text()]
+    for nodes in groups:
+        if len(found.nodes) > 1:
+            parts.append(Text(f"{_names(nodes)}{', each' * (len(nodes) > 1)}:", style="bold"))
+        if nodes[0].devices:
+            parts += [Padding(devices(nodes[0].devices), (0, 0, 1, 1), expand=False)]
+    parts.append(Padding(_surroundings(found, groups), (0, 0, 0, 1), expand=False))
+    parts += [_indented("note", note, "cyan") for note in _notes(found)]
+    return Group(*parts)
+
+
+def _notes(found: Cluster) -> list[str]:
+    elsewhere = "Other hardware is described with --on, as in --on 4xA100-40GB."
+    return [*found.notes, *([] if found.devices else [elsewhere])]
+
+
+def count(found: Cluster) -> str:
+    """How many nodes and devices, in words."""
+    nodes, total = len(found.nodes), len(found.devices)
+    gpus = f"{total} GPU{'s' * (total > 1)}" if total else "no GPU"
+    return f"{nodes} node{'s' * (nodes > 1)}, {gpus}"
+
+
+def _alike(nodes: tuple[Node, ...]) -> list[list[Node]]:
+    """Nodes in groups that would print the same."""
+    groups: list[list[Node]] = []
+    for node in nodes:
+        if groups and _printed(groups[-1][0]) == _printed(node):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return groups
+
+
+def _printed(node: Node) -> Any:
+    rows = [(one.name, one.memory_bytes, one.free_bytes, one.power_limit_w) for one in node.devices]
+    return (rows, node.cpu_cores, node.ram_bytes)
+
+
+def _names(nodes: list[Node]) -> str:
+    if len(nodes) <= 2:  # noqa: PLR2004 - a short list is spelt out
+        return ", ".join(node.name for node in nodes)
+    return f"{nodes[0].name} to {nodes[-1].name} ({len(nodes)} nodes)"
+
+
+def devices(listed: tuple[Device, ...]) -> Table:
+    """One line a device, or a run of devices alike; columns without a known value are left out."""
+    columns: list[tuple[str, Any]] = [
+        ("GPU", lambda one: str(one.index)),
+        ("name", _device_name),
+        ("GiB", lambda one: format_gib(one.memory_bytes)),
+        ("free", lambda one: None if one.free_bytes is None else format_gib(one.free_bytes)),
+        ("sm", lambda one: one.compute_capability),
+        ("bf16", lambda one: None if one.bf16 is None else "yes" if one.bf16 else "no"),
+        ("dense peak", _peak),
+        ("bandwidth", lambda one: _maybe(format_bandwidth, one.bandwidth_bytes_per_s)),
+        ("power", lambda one: None if one.power_limit_w is None else f"{one.power_limit_w:.0f} W"),
+    ]
+    table = _table()
+    rows = _merged([[cell(one) for _, cell in columns] for one in listed])
+    used = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    for index in used:
+        left = columns[index][0] == "name"
+        table.add_column(
+            columns[index][0],
+            justify="left" if left else "right",
+            no_wrap=not left,
+            overflow="fold",
+            header_style="dim",
+        )
+    for row in rows:
+        table.add_row(*(escape(row[index] or UNKNOWN) for index in used))
+    return table
+
+
+def _merged(rows: list[list[str | None]]) -> list[list[str | None]]:
+    """Neighbouring rows that differ in their first cell only, as one row for "0-7"."""
+    kept: list[list[str | None]] = []
+    for row in rows:
+        if kept and kept[-1][1:] == row[1:]:
+            kept[-1][0] = f"{str(kept[-1][0]).partition('-')[0]}-{row[0]}"
+        else:
+            kept.append(list(row))
+    return kept
+
+
+def _device_name(one: Device) -> str:
+    return f"{one.name} MIG {one.slice.profile}" if one.slice else one.name
+
+
+def _peak(one: Device) -> str | None:
+    """The best 16-bit rate, with a mark where it is derived rather than catalogued."""
+    rate = one.peaks.bf16 or one.peaks.fp16
+    if rate is None:
+        return None
+    derived = one.sources.get("peaks", "").startswith("derived")
+    return f"{'~' * derived}{format_flops(rate)}"
+
+
+def _maybe(formatted: Any, value: float | None) -> str | None:
+    return None if value is None else str(formatted(value))
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+
+
+def _surroundings(found: Cluster, groups: list[list[Node]]) -> Table:
+    table = _table()
+    table.show_header = False
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows: list[tuple[str, str]] = [("links", one) for one in _links(found.links, len(found.nodes))]
+    rows += [("host", one) for nodes in groups if (one := _host(nodes[0]))]
+    rows += [("scheduler", _scheduler(found.scheduler))] if _stands(found) else []
+    rows += [("versions", one)] if (one := _versions(found.versions)) else []
+    last = None
+    for name, text in rows:
+        table.add_row("" if name == last else name, escape(text))
+        last = name
+    return table
+
+
+def _stands(found: Cluster) -> bool:
+    """Whether this cluster was looked at, rather than stated."""
+    return found.versions.python is not None
+
+
+def _links(links: tuple[Link, ...], num_nodes: int) -> list[str]:
+    within = [link for link in links if link.node == 0]
+    lines = [f"{_ends(link)}: {link.kind}{_speed(link)}" for link in within[:8]]
+    if len(within) > len(lines):
+        lines.append(f"and {len(within) - len(lines)} more pairs; --json has them all")
+    if num_nodes > 1 and lines:
+        lines[-1] += " (in each node alike)" if len(links) > len(within) else ""
+    lines += [f"between nodes: {link.kind}{_speed(link)}" for link in links if link.node is None]
+    return lines
+
+
+def _ends(link: Link) -> str:
+    if len(link.devices) > 2:  # noqa: PLR2004 - more than a pair
+        return f"any two of the {len(link.devices)} GPUs"
+    return f"GPU {link.devices[0]} and {link.devices[1]}"
+
+
+def _speed(link: Link) -> str:
+    if link.bandwidth_bytes_per_s is None:
+        return " of unknown speed"
+    return f", {format_bandwidth(link.bandwidth_bytes_per_s)} each way"
+
+
+def _host(node: Node) -> str:
+    cores = None
+    if node.cpu_cores is not None:
+        cores = f"{node.cpu_cores} core{'s' * (node.cpu_cores > 1)}"
+        if node.cpu_cores_total and node.cpu_cores_total > node.cpu_cores:
+            cores += f" of {node.cpu_cores_total}"
+    ram = _maybe(format_bytes, node.ram_bytes)
+    free = _maybe(format_bytes, node.ram_free_bytes)
+    memory = f"{ram} RAM ({free} free)" if ram and free else f"{ram} RAM" if ram else None
+    shm = f"{format_bytes(node.shm_bytes)} /dev/shm" if node.shm_bytes else None
+    facts = ", ".join(one for one in (cores, memory, shm) if one)
+    return f"{node.name}: {facts}" if facts else ""
+
+
+def _scheduler(found: Scheduler) -> str:
+    if found.name is None and found.launcher is None:
+        return "none"
+    rank = None
+    if found.rank is not None and found.world_size is not None:
+        rank = f"rank {found.rank} of {found.world_size}"
+    facts = (
+        found.name,
+        f"job {found.job_id}" if found.job_id else None,
+        f"partition {found.partition}" if found.partition else None,
+        f"{found.num_nodes} nodes" if found.num_nodes else None,
+        f"{found.gpus_on_node} GPUs on this node" if found.gpus_on_node is not None else None,
+        found.launcher,
+        rank,
+    )
+    return ", ".join(one for one in facts if one)
+
+
+def _versions(found: Versions) -> str:
+    cuda = f" (CUDA {found.driver_cuda})" if found.driver_cuda else ""
+    built = f" for CUDA {found.torch_cuda}" if found.torch_cuda else ""
+    facts = (
+        f"torch {found.torch}{built}" if found.torch else None,
+        f"driver {found.driver}{cuda}" if found.driver else None,
+        f"NCCL {found.nccl}" if found.nccl else None,
+        f"Python {found.python}" if found.python else None,
+        f"trimtab {found.trimtab}" if found.trimtab else None,
+    )
+    return ", ".join(one for one in facts if one)
+
+
+def sources(found: Cluster) -> Table:
+    """Every known fact with where it comes from."""
+    table = _table()
+    for name in ("fact", "value", "source"):
+        table.add_column(name, header_style="dim", overflow="fold")
+    holders: list[tuple[str, Any]] = [("versions", found.versions), ("scheduler", found.scheduler)]
+    for node in found.nodes:
+        holders.append((node.name, node))
+        holders += [(f"{node.name} GPU {one.index}", one) for one in node.devices]
+    for label, holder in holders:
+        for field, source in holder.sources.items():
+            if field not in ("devices", "name"):
+                value = _short(field, getattr(holder, field))
+                table.add_row(escape(f"{label} {field}"), escape(value), escape(source))
+    for link in found.links:
+        where = "between nodes" if link.node is None else f"{found.nodes[link.node].name} {_ends(link)}"
+        table.add_row(escape(f"link {where}"), escape(f"{link.kind}{_speed(link)}"), escape(link.source))
+    return table
+
+
+def _short(field: str, value: Any) -> str:
+    if field.endswith("_bytes"):
+        return format_bytes(value)
+    if field == "bandwidth_bytes_per_s":
+        return format_bandwidth(value)
+    if field == "clock_hz":
+        return f"{value / 1e6:.0f} MHz"
+    if field == "peaks":
+        rates = ((name, getattr(value, name)) for name in value.__struct_fields__)
+        return ", ".join(f"{name} {format_flops(rate)}" for name, rate in rates if rate)
+    if field == "processes":
+        return f"{len(value)} other" if value else "none"
+    if field == "slice":
+        return f"{value.profile}, {value.sm_share:.3f} of {value.parent}"
+    return str(value)
+
+
+def finding(one: Finding) -> RenderableType:
+    """A finding: what, the evidence, why, and what to do."""
+    style = SEVERITY_STYLE[one.severity.value]
+    return Group(
+        Text.assemble((f"{one.severity.value}: ", style), one.what),
+        _indented("seen", one.evidence, "dim"),
+        _indented("why", one.cause, "dim"),
+        _indented("do", one.cure, "green"),
+    )
+
+
+def _indented(label: str, text: str, style: str) -> RenderableType:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(f"  {label}:", style=style), Text(text))
+    return grid
+
+
+def error(one: TrimtabError) -> RenderableType:
+    """What was given, what was found, what to do."""
+    return Group(
+        Text.assemble(("error: ", "bold red"), one.given),
+        _indented("found", one.found, "dim"),
+        _indented("do", one.cure, "green"),
+    )
+
+
+def word(one: Word) -> RenderableType:
+    """An entry of the glossary."""
+    parts: list[RenderableType] = [Text.assemble((one.name, "bold"), (f"  ({one.kind})", "dim"))]
+    labels = (("what", one.what), ("cost", one.cost), ("when", one.change))
+    parts += [_indented(label, text, "cyan") for label, text in labels if text]
+    parts += [_indented("here", text, "cyan") for text in one.use]
+    if one.see:
+        parts.append(_indented("see", ", ".join(one.see), "dim"))
+    return Group(*parts)
+
+
+def word_list(known: dict[str, Word]) -> RenderableType:
+    """Every word, by kind."""
+    kinds: dict[str, list[str]] = {}
+    for one in known.values():
+        kinds.setdefault(one.kind, []).append(one.name)
+    parts = [_indented(kind, ", ".join(sorted(names)), "cyan") for kind, names in kinds.items()]
+    return Group(Text("trimtab explain WORD, with one of:", style="bold"), *parts)
+
+
+def device_names(rows: tuple[DeviceRow, ...]) -> Table:
+    """Every device of the catalogue, as people type it."""
+    table = _table()
+    for name, right in (("name", False), ("GiB", True), ("16-bit peak", True), ("bandwidth", True)):
+        table.add_column(name, justify="right" if right else "left", header_style="dim")
+    table.add_column("also", header_style="dim", overflow="fold")
+    for row in rows:
+        table.add_row(
+            escape(row.typed[0]),
+            format_gib(row.usable_bytes),
+            format_flops((row.bf16 or row.fp16) * 1e12),
+            format_bandwidth(row.bandwidth_gbs * 1e9),
+            escape(", ".join(row.typed[1:4])),
+        )
+    return table

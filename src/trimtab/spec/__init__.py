@@ -1,0 +1,73 @@
+"""The nouns of trimtab: frozen, validated values that are JSON both ways."""
+
+from trimtab.spec.base import Noun
+from trimtab.spec.estimate import Band, Estimate, Footprint, StepTime
+from trimtab.spec.finding import Finding, Severity
+from trimtab.spec.hardware import (
+    Cluster,
+    Device,
+    DeviceProcess,
+    Link,
+    Node,
+    Peaks,
+    Scheduler,
+    Slice,
+    Vendor,
+    Versions,
+)
+from trimtab.spec.plan import (
+    Candidate,
+    Comparison,
+    Objective,
+    Plan,
+    Policy,
+    Reason,
+    Rejection,
+)
+from trimtab.spec.run import Incident, IncidentKind, Measurement
+from trimtab.spec.setting import (
+    Allocator,
+    Mesh,
+    OptimizerImplementation,
+    Precision,
+    Recompute,
+    Setting,
+    Strategy,
+)
+
+__all__ = [
+    "Allocator",
+    "Band",
+    "Candidate",
+    "Cluster",
+    "Comparison",
+    "Device",
+    "DeviceProcess",
+    "Estimate",
+    "Finding",
+    "Footprint",
+    "Incident",
+    "IncidentKind",
+    "Link",
+    "Measurement",
+    "Mesh",
+    "Node",
+    "Noun",
+    "Objective",
+    "OptimizerImplementation",
+    "Peaks",
+    "Plan",
+    "Policy",
+    "Precision",
+    "Reason",
+    "Recompute",
+    "Rejection",
+    "Scheduler",
+    "Setting",
+    "Severity",
+    "Slice",
+    "Strategy",
+    "StepTime",
+    "Vendor",
+    "Versions",
+]

@@ -1,0 +1,286 @@
+"""The hardware nouns: Device, Link, Node, Cluster, and what surrounds them.
+
+Each of the larger ones has `sources`: for every field that is known, how it is known ("detected: NVML",
+"catalogued: H200 SXM 141GB", "stated: --on 4xA100-40GB").
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from trimtab.spec.base import Noun, bad_sources, below
+from trimtab.spec.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Vendor(StrEnum):
+    """Who made the device."""
+
+    NVIDIA = "nvidia"
+    AMD = "amd"
+
+
+class Peaks(Noun, frozen=True, kw_only=True):
+    """Dense operations per second by dtype, with fp32 accumulation. None: the device has no such path."""
+
+    fp32: float | None = None
+    """Plain fp32, no tensor cores."""
+    tf32: float | None = None
+    """fp32 matrix products on tensor cores."""
+    fp16: float | None = None
+    """fp16 inputs, fp32 accumulation."""
+    bf16: float | None = None
+    """bf16 inputs, fp32 accumulation; None where bf16 is only emulated."""
+    fp8: float | None = None
+    """fp8 inputs; no trimtab precision uses it yet."""
+
+    def faults(self) -> list[str]:
+        """Rates are positive."""
+        return below(1, fp32=self.fp32, tf32=self.tf32, fp16=self.fp16, bf16=self.bf16, fp8=self.fp8)
+
+    def scaled(self, share: float) -> Peaks:
+        """The peaks of a share of the device, such as a MIG slice."""
+        rates = {key: getattr(self, key) for key in self.__struct_fields__}
+        return Peaks(**{key: rate and rate * share for key, rate in rates.items()})
+
+
+class DeviceProcess(Noun, frozen=True, kw_only=True):
+    """Another process that holds memory on a device."""
+
+    pid: int
+    """Process id, as the driver reports it (outside a container it may be another number)."""
+    used_bytes: int | None = None
+    """Device memory it holds; None where the driver will not say."""
+    name: str | None = None
+    """Its command, where this user may see it."""
+
+
+class Slice(Noun, frozen=True, kw_only=True):
+    """A MIG slice: a part of a GPU that acts as a device of its own."""
+
+    profile: str
+    """NVIDIA's name of the slice, such as 3g.20gb."""
+    parent: str
+    """UUID of the GPU it is cut from."""
+    sm_share: float
+    """Its share of the parent's multiprocessors."""
+
+    def faults(self) -> list[str]:
+        """A share lies in (0, 1]."""
+        return [] if 0 < self.sm_share <= 1 else [f"sm_share is {self.sm_share}, not in (0, 1]"]
+
+
+class Device(Noun, frozen=True, kw_only=True):
+    """One accelerator as the framework addresses it: a GPU, a MIG slice, an AMD GCD."""
+
+    index: int
+    """The N of cuda:N for this process."""
+    name: str
+    """What the driver calls it, or the catalogue's name for a stated device."""
+    model: str | None = None
+    """The catalogue row it matches; None for a device the catalogue does not know."""
+    vendor: Vendor = Vendor.NVIDIA
+    memory_bytes: int
+    """What a process can use in all: below the label, because drivers and ECC keep some."""
+    free_bytes: int | None = None
+    """What is free now; None for a stated device."""
+    compute_capability: str | None = None
+    """"9.0" for sm_90; AMD's gfx name for an AMD device."""
+    bf16: bool | None = None
+    """Whether bf16 runs at full speed; emulation does not count."""
+    peaks: Peaks = Peaks()
+    bandwidth_bytes_per_s: float | None = None
+    """Device memory bandwidth, read plus write."""
+    multiprocessors: int | None = None
+    """SMs, or CUs on AMD."""
+    clock_hz: float | None = None
+    """Highest SM clock the driver reports."""
+    power_limit_w: float | None = None
+    """The limit in force; below `power_default_w` the device is capped."""
+    power_default_w: float | None = None
+    ecc: bool | None = None
+    """Whether ECC is on."""
+    uuid: str | None = None
+    bus_id: str | None = None
+    """PCI address."""
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    numa_node: int | None = None
+    slice: Slice | None = None
+    """Set when the device is a MIG slice."""
+    processes: tuple[DeviceProcess, ...] | None = None
+    """Other processes on it; None where the driver will not say."""
+    sources: dict[str, str] = {}
+
+    def faults(self) -> list[str]:
+        """Sizes and counts are possible, and each source names a field."""
+        wrong = below(0, index=self.index, free_bytes=self.free_bytes)
+        wrong += below(
+            1,
+            memory_bytes=self.memory_bytes,
+            multiprocessors=self.multiprocessors,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            clock_hz=self.clock_hz,
+        )
+        if self.free_bytes is not None and self.free_bytes > self.memory_bytes:
+            wrong.append(f"free_bytes {self.free_bytes} is more than memory_bytes {self.memory_bytes}")
+        if not self.name:
+            wrong.append("name is empty")
+        return wrong + bad_sources(self.sources, self.json_fields())
+
+
+class Link(Noun, frozen=True, kw_only=True):
+    """The path between any two of some devices of a node, or between nodes."""
+
+    kind: str
+    """NVLink4, PCIe5 x16, Infinity Fabric, network, ..."""
+    node: int | None
+    """The node whose devices it joins; None for the link between nodes."""
+    devices: tuple[int, ...] = ()
+    """Indices of the devices, each pair of which it joins; empty between nodes."""
+    bandwidth_bytes_per_s: float | None = None
+    """One way, per device."""
+    source: str
+    """How it is known."""
+
+    def faults(self) -> list[str]:
+        """A link within a node joins at least two devices."""
+        wrong = below(1, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
+        if (self.node is None) != (not self.devices):
+            wrong.append("a link has a node and devices, or neither")
+        if self.devices and len(set(self.devices)) < 2:  # noqa: PLR2004 - two ends
+            wrong.append("a link within a node joins two devices or more")
+        return wrong + bad_sources({"source": self.source}, ("source",))
+
+
+class Node(Noun, frozen=True, kw_only=True):
+    """One host with the part of it that this process may use."""
+
+    name: str
+    devices: tuple[Device, ...] = ()
+    cpu_cores: int | None = None
+    """Cores this process may use, after affinity, cgroups and the scheduler."""
+    cpu_cores_total: int | None = None
+    """Cores of the host."""
+    ram_bytes: int | None = None
+    """Memory this process may use, after cgroups and the scheduler."""
+    ram_free_bytes: int | None = None
+    shm_bytes: int | None = None
+    """Size of /dev/shm, which data loader workers share batches through."""
+    sources: dict[str, str] = {}
+
+    def faults(self) -> list[str]:
+        """Counts are possible, and device indices are distinct."""
+        wrong = below(1, cpu_cores=self.cpu_cores, ram_bytes=self.ram_bytes)
+        if len({device.index for device in self.devices}) != len(self.devices):
+            wrong.append("two devices of a node have the same index")
+        return wrong + bad_sources(self.sources, self.json_fields())
+
+
+class Scheduler(Noun, frozen=True, kw_only=True):
+    """Who started this process, and what it was given."""
+
+    name: str | None = None
+    """slurm, kubernetes, or None when nobody schedules this machine."""
+    launcher: str | None = None
+    """torchrun, srun, or 'by hand' where RANK and WORLD_SIZE are set by neither; None for one process."""
+    job_id: str | None = None
+    num_nodes: int | None = None
+    node_names: tuple[str, ...] = ()
+    partition: str | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    gpus_on_node: int | None = None
+    cpus_per_task: int | None = None
+    cpus_on_node: int | None = None
+    memory_bytes: int | None = None
+    """Host memory granted per node."""
+    ends_at_s: float | None = None
+    """When the job's time limit strikes, in seconds since 1970."""
+    restarts: int | None = None
+    sources: dict[str, str] = {}
+
+    def faults(self) -> list[str]:
+        """A rank lies below its world size."""
+        wrong = below(1, world_size=self.world_size, num_nodes=self.num_nodes)
+        wrong += below(0, rank=self.rank, local_rank=self.local_rank)
+        for low, high in (("rank", "world_size"), ("local_rank", "local_world_size")):
+            rank, size = getattr(self, low), getattr(self, high)
+            if rank is not None and size is not None and rank >= size:
+                wrong.append(f"{low} is {rank}, and must be below {high} {size}")
+        return wrong + bad_sources(self.sources, self.json_fields())
+
+
+class Versions(Noun, frozen=True, kw_only=True):
+    """The software that has to fit together."""
+
+    trimtab: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    torch_cuda: str | None = None
+    """The CUDA release torch was built for; None for a CPU build."""
+    torch_hip: str | None = None
+    nccl: str | None = None
+    driver: str | None = None
+    driver_cuda: str | None = None
+    """The newest CUDA release the driver knows."""
+    system: str | None = None
+    sources: dict[str, str] = {}
+
+    def faults(self) -> list[str]:
+        """Each source names a field."""
+        return bad_sources(self.sources, self.json_fields())
+
+
+class Cluster(Noun, frozen=True, kw_only=True):
+    """The nodes this job may use now; one laptop is a cluster of one."""
+
+    derived = ("cpu_cores", "ram_bytes")
+
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...] = ()
+    scheduler: Scheduler = Scheduler()
+    versions: Versions = Versions()
+    notes: tuple[str, ...] = ()
+    """What was taken to be so, and why: 'H100 is taken as the SXM5 card'."""
+    findings: tuple[Finding, ...] = ()
+    """What is not in order; a finding of severity error means the devices cannot be used as they are."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices of all nodes."""
+        return tuple(device for node in self.nodes for device in node.devices)
+
+    @property
+    def cpu_cores(self) -> int | None:
+        """Usable cores over all nodes; None if a node's are unknown."""
+        return _total(node.cpu_cores for node in self.nodes)
+
+    @property
+    def ram_bytes(self) -> int | None:
+        """Usable host memory over all nodes; None if a node's is unknown."""
+        return _total(node.ram_bytes for node in self.nodes)
+
+    def faults(self) -> list[str]:
+        """A cluster has a node, and its links join what exists."""
+        wrong = [] if self.nodes else ["a cluster has at least one node"]
+        for link in self.links:
+            if link.node is None:
+                continue
+            if not 0 <= link.node < len(self.nodes):
+                wrong.append(f"a link names node {link.node}, and there are {len(self.nodes)}")
+                continue
+            known = {device.index for device in self.nodes[link.node].devices}
+            if not set(link.devices) <= known:
+                wrong.append(f"a link of node {link.node} names a device that is not there")
+        return wrong
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    known = list(counts)
+    return None if None in known else sum(count for count in known if count is not None)
