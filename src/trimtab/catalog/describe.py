@@ -76,7 +76,7 @@ def derived_peaks(
     RTX 4090, so the peaks come out too high by as much.
 
     >>> derived_peaks("NVIDIA H100", "9.0", 132, 1.83e9).bf16 / 1e12
-    989.4297600000001
+    989.42976
     """
     rate, lanes = FLOP_PER_CLOCK.get(compute_capability), cores_per_multiprocessor(compute_capability)
     numbers = capability(compute_capability)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
+from math import inf
 from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 import msgspec
@@ -76,7 +77,7 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         >>> from trimtab.spec import Reason
         >>> Reason(subject="gpus", value="1", why="one is enough").fingerprint()
-        'c1c4b5b0d9a0'
+        'b7c28d7d68fe'
         """
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:12]
 
@@ -129,7 +130,7 @@ def below(minimum: float, **values: float | None) -> list[str]:
     return [
         f"{name} is {value}, and must be at least {minimum}"
         for name, value in values.items()
-        if value is not None and not value >= minimum
+        if value is not None and not minimum <= value < inf
     ]
 
 

@@ -1,0 +1,258 @@
+"""Strategies that build every noun, valid by construction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from trimtab import spec
+from trimtab.catalog.words import KINDS, Word
+
+names = st.text(min_size=1, max_size=12)
+counts = st.integers(min_value=0, max_value=2**50)
+positive = st.integers(min_value=1, max_value=2**50)
+rates = st.floats(min_value=1, max_value=1e18)
+seconds = st.floats(min_value=0, max_value=1e9)
+sentences = st.text(min_size=1, max_size=30).filter(lambda text: bool(text.strip()))
+source = st.builds(lambda kind, text: f"{kind}: {text}", st.sampled_from(spec.base.SOURCE_KINDS), names)
+
+
+def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+def sources(cls: type[spec.Noun]) -> st.SearchStrategy[dict[str, str]]:
+    return st.dictionaries(st.sampled_from(cls.json_fields()), source, max_size=4)
+
+
+peaks = st.builds(
+    spec.Peaks, fp32=maybe(rates), tf32=maybe(rates), fp16=maybe(rates), bf16=maybe(rates), fp8=maybe(rates)
+)
+process = st.builds(spec.DeviceProcess, pid=counts, used_bytes=maybe(counts), name=maybe(names))
+mig = st.builds(
+    spec.Slice, profile=names, parent=names, sm_share=st.floats(min_value=0.01, max_value=1)
+)
+
+
+@st.composite
+def devices(draw: st.DrawFn, index: int = 0) -> spec.Device:
+    memory = draw(positive)
+    return spec.Device(
+        index=index,
+        name=draw(names),
+        model=draw(maybe(names)),
+        vendor=draw(st.sampled_from(spec.Vendor)),
+        memory_bytes=memory,
+        free_bytes=draw(maybe(st.integers(0, memory))),
+        compute_capability=draw(maybe(names)),
+        bf16=draw(maybe(st.booleans())),
+        peaks=draw(peaks),
+        bandwidth_bytes_per_s=draw(maybe(rates)),
+        multiprocessors=draw(maybe(positive)),
+        clock_hz=draw(maybe(rates)),
+        power_limit_w=draw(maybe(seconds)),
+        ecc=draw(maybe(st.booleans())),
+        uuid=draw(maybe(names)),
+        slice=draw(maybe(mig)),
+        processes=draw(maybe(st.lists(process, max_size=2).map(tuple))),
+        sources=draw(sources(spec.Device)),
+    )
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> spec.Node:
+    return spec.Node(
+        name=draw(names),
+        devices=tuple(draw(devices(index)) for index in range(draw(st.integers(0, 3)))),
+        cpu_cores=draw(maybe(positive)),
+        ram_bytes=draw(maybe(positive)),
+        ram_free_bytes=draw(maybe(counts)),
+        sources=draw(sources(spec.Node)),
+    )
+
+
+def _link(node: int, devices: tuple[int, ...], kind: str, speed: float | None, where: str) -> spec.Link:
+    return spec.Link(
+        kind=kind, node=node, devices=devices, bandwidth_bytes_per_s=speed, source=where
+    )
+
+
+links = st.builds(_link, st.just(0), st.just((0, 1)), names, maybe(rates), source)
+between = st.builds(
+    spec.Link, kind=names, node=st.none(), bandwidth_bytes_per_s=maybe(rates), source=source
+)
+findings = st.builds(
+    spec.Finding,
+    severity=st.sampled_from(spec.Severity),
+    what=sentences,
+    evidence=sentences,
+    cause=sentences,
+    cure=sentences,
+)
+versions = st.builds(
+    spec.Versions, torch=maybe(names), driver=maybe(names), sources=sources(spec.Versions)
+)
+
+
+@st.composite
+def schedulers(draw: st.DrawFn) -> spec.Scheduler:
+    size = draw(maybe(st.integers(1, 100)))
+    return spec.Scheduler(
+        name=draw(maybe(names)),
+        world_size=size,
+        rank=None if size is None else draw(st.integers(0, size - 1)),
+        node_names=tuple(draw(st.lists(names, max_size=2))),
+        ends_at_s=draw(maybe(seconds)),
+        sources=draw(sources(spec.Scheduler)),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> spec.Cluster:
+    held = tuple(draw(st.lists(nodes(), min_size=1, max_size=2)))
+    joined = [draw(links)] if len(held[0].devices) > 1 else []
+    return spec.Cluster(
+        nodes=held,
+        links=(*joined, draw(between)),
+        scheduler=draw(schedulers()),
+        versions=draw(versions),
+        notes=tuple(draw(st.lists(names, max_size=2))),
+        findings=tuple(draw(st.lists(findings, max_size=1))),
+    )
+
+
+degrees = st.integers(1, 8)
+meshes = st.builds(spec.Mesh, dp_replicate=degrees, dp_shard=degrees, branch=degrees, pp=degrees)
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> spec.Setting:
+    strategy = draw(st.sampled_from(spec.Strategy))
+    mesh = spec.Mesh() if strategy is spec.Strategy.SINGLE else draw(meshes)
+    micro, rounds = draw(st.integers(1, 64)), draw(st.integers(1, 64))
+    whole = micro * rounds * mesh.data_parallel
+    return spec.Setting(
+        strategy=strategy,
+        mesh=mesh,
+        micro_batch=micro,
+        accumulation=rounds,
+        global_batch=whole - draw(st.integers(0, micro * mesh.data_parallel - 1)),
+        precision=draw(st.sampled_from(spec.Precision)),
+        recompute=draw(st.sampled_from(spec.Recompute)),
+        compile=draw(st.booleans()),
+        optimizer=draw(st.sampled_from(spec.OptimizerImplementation)),
+        allocator=draw(st.sampled_from(spec.Allocator)),
+        workers=draw(st.integers(0, 16)),
+    )
+
+
+footprints = st.builds(
+    spec.Footprint, **dict.fromkeys(spec.Footprint.__struct_fields__, counts)
+)
+bands = st.tuples(counts, counts).map(
+    lambda ends: spec.Band(low_bytes=min(ends), high_bytes=max(ends))
+)
+step_times = st.builds(spec.StepTime, compute_s=seconds, communication_s=seconds)
+
+
+@st.composite
+def estimates(draw: st.DrawFn) -> spec.Estimate:
+    allocated, reserved, process_bytes = sorted(draw(st.tuples(counts, counts, counts)))
+    return spec.Estimate(
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        process_bytes=process_bytes,
+        capacity_bytes=draw(maybe(counts)),
+        fits=draw(maybe(st.booleans())),
+        parts=draw(footprints),
+        band=draw(bands),
+        step_s=draw(maybe(seconds)),
+        step_time=draw(maybe(step_times)),
+        assumptions=tuple(draw(st.lists(names, max_size=2))),
+    )
+
+
+policies = st.builds(
+    spec.Policy,
+    objective=st.sampled_from(spec.Objective),
+    memory_share=st.floats(min_value=0.1, max_value=1),
+    deadline_s=maybe(seconds),
+    pins=st.dictionaries(names, st.booleans() | st.integers(0, 99) | names, max_size=2),
+)
+reasons = st.builds(spec.Reason, subject=names, value=names, why=sentences)
+candidates = st.builds(spec.Candidate, setting=settings(), estimate=estimates(), why=names)
+rejections = st.builds(
+    spec.Rejection, why=names, count=st.integers(1, 99), example=maybe(settings())
+)
+comparisons = st.builds(
+    spec.Comparison, gpus=st.integers(1, 99), setting=maybe(settings()), estimate=maybe(estimates())
+)
+plans = st.builds(
+    spec.Plan,
+    job=names,
+    choice=settings(),
+    estimate=estimates(),
+    policy=policies,
+    reasons=st.lists(reasons, max_size=1).map(tuple),
+    runners_up=st.lists(candidates, max_size=1).map(tuple),
+    rejected=st.lists(rejections, max_size=1).map(tuple),
+    comparison=st.lists(comparisons, max_size=1).map(tuple),
+    fingerprints=st.dictionaries(names, names, max_size=2),
+)
+
+
+@st.composite
+def measurements(draw: st.DrawFn) -> spec.Measurement:
+    allocated, reserved = sorted(draw(st.tuples(counts, counts)))
+    return spec.Measurement(
+        job=draw(names),
+        setting=draw(settings()),
+        device=draw(names),
+        versions=draw(versions),
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        step_s=draw(maybe(seconds)),
+    )
+
+
+incidents = st.builds(
+    spec.Incident,
+    kind=st.sampled_from(spec.IncidentKind),
+    at_s=seconds,
+    step=maybe(counts),
+    rank=maybe(counts),
+    why=names,
+    done=names,
+)
+words = st.builds(
+    Word, name=names, kind=st.sampled_from(KINDS), what=names, see=st.lists(names, max_size=2).map(tuple)
+)
+
+NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
+    spec.Peaks: peaks,
+    spec.DeviceProcess: process,
+    spec.Slice: mig,
+    spec.Device: devices(),
+    spec.Node: nodes(),
+    spec.Link: links | between,
+    spec.Finding: findings,
+    spec.Versions: versions,
+    spec.Scheduler: schedulers(),
+    spec.Cluster: clusters(),
+    spec.Mesh: meshes,
+    spec.Setting: settings(),
+    spec.Footprint: footprints,
+    spec.Band: bands,
+    spec.StepTime: step_times,
+    spec.Estimate: estimates(),
+    spec.Policy: policies,
+    spec.Reason: reasons,
+    spec.Candidate: candidates,
+    spec.Rejection: rejections,
+    spec.Comparison: comparisons,
+    spec.Plan: plans,
+    spec.Measurement: measurements(),
+    spec.Incident: incidents,
+    Word: words,
+}

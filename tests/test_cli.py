@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import machines as m
+import pytest
+
+import trimtab
+from trimtab import api, render
+from trimtab.cli.main import app
+from trimtab.probe.detect import detect
+from trimtab.probe.world import replayed
+from trimtab.spec import Cluster
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Done = subprocess.CompletedProcess[str]
+
+
+def trimtab_cli(*args: str, env: dict[str, str] | None = None, columns: int = 80) -> Done:
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("CUDA_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC"))
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "trimtab", *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=clean | {"COLUMNS": str(columns)} | (env or {}),
+    )
+
+
+def test_help_lists_the_verbs_that_work_and_no_others() -> None:
+    done = trimtab_cli("--help")
+    assert done.returncode == 0
+    commands = done.stdout.partition("Commands:")[2].split("\n")
+    assert tuple(line.split()[0] for line in commands if line.strip()) == api.VERBS
+    assert {command.callback.__name__ for command in app.registered_commands if command.callback} == set(
+        api.VERBS
+    )
+
+
+def test_each_verb_is_a_function_of_the_package() -> None:
+    for verb in api.VERBS:
+        assert callable(getattr(trimtab, verb))
+
+
+def test_the_version_is_printed() -> None:
+    assert trimtab_cli("--version").stdout == f"trimtab {trimtab.__version__}\n"
+
+
+def test_detect_works_on_this_machine_and_its_json_is_a_cluster() -> None:
+    done = trimtab_cli("detect", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for key in ("nodes", "links", "cpu_cores", "ram_bytes", "scheduler", "versions"):
+        assert key in found
+    assert Cluster.from_json(done.stdout).nodes[0].cpu_cores == found["cpu_cores"]
+
+
+def test_a_stated_cluster_has_every_key_of_the_contract() -> None:
+    (node,) = json.loads(trimtab_cli("detect", "--on", "4xA100-40GB", "--json").stdout)["nodes"]
+    assert len(node["devices"]) == 4
+    for key in ("name", "memory_bytes", "free_bytes", "compute_capability", "bf16", "sources"):
+        assert key in node["devices"][0]
+
+
+def test_what_detect_writes_on_can_read(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    wrote = trimtab_cli("detect", "--on", "2x8xH100", "--json").stdout
+    file.write_text(wrote, encoding="utf-8")
+    assert trimtab_cli("detect", "--on", str(file), "--json").stdout == wrote
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "code", "said"),
+    [
+        (["detect", "--on", "0xH100"], {}, 2, "the count is 0"),
+        (["detect", "--on", "4xH1000"], {}, 2, "no device is called 'H1000'; the nearest are H100"),
+        (["detect", "--on", ""], {}, 2, "it is empty"),
+        (["detect", "--on", "missing.json"], {}, 2, "there is no such file"),
+        (["detect"], {"CUDA_VISIBLE_DEVICES": "banana"}, 5, "'banana' is"),
+        (["detect"], {"CUDA_VISIBLE_DEVICES": "97"}, 5, "there is no GPU"),
+        (["detect"], {"RANK": "0"}, 5, "RANK is set, but WORLD_SIZE is not."),
+        (["explain", "bf61"], {}, 2, "no such word"),
+        (["detect", "--colour"], {}, 2, "No such option"),
+        (["dtect"], {}, 2, "No such command"),
+        (["detect", "--record", "/nonexistent/x.json"], {}, 2, "it cannot be written"),
+    ],
+)
+def test_a_mistake_gets_a_message_the_right_exit_code_and_no_traceback(
+    args: list[str], env: dict[str, str], code: int, said: str
+) -> None:
+    done = trimtab_cli(*args, env=env)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_an_error_with_json_is_one_json_object_on_stdout() -> None:
+    done = trimtab_cli("detect", "--on", "4xH1000", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert error["exit_code"] == done.returncode == 2
+    assert set(error) == {"given", "found", "cure", "exit_code"}
+
+
+def test_a_finding_with_json_leaves_stdout_pure_json() -> None:
+    done = trimtab_cli("detect", "--json", env={"CUDA_VISIBLE_DEVICES": "banana"})
+    assert done.returncode == 5
+    assert json.loads(done.stdout)["findings"][0]["severity"] == "error"
+    assert "banana" in done.stderr
+
+
+def test_explain_prints_the_entry_and_its_json_has_the_text() -> None:
+    assert "16-bit floating point" in trimtab_cli("explain", "bf16").stdout
+    entry = json.loads(trimtab_cli("explain", "bf16", "--json").stdout)
+    assert entry["text"].startswith(entry["what"])
+
+
+def test_explain_alone_lists_every_word() -> None:
+    listed = trimtab_cli("explain").stdout
+    for word in json.loads(trimtab_cli("explain", "--json").stdout)["words"]:
+        assert word in listed
+
+
+def test_a_recording_can_be_looked_at_again(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    done = trimtab_cli("detect", "--json", "--record", str(file))
+    again = detect(replayed(json.loads(file.read_text(encoding="utf-8"))))
+    assert Cluster.from_json(done.stdout) == again
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["detect"],
+        ["detect", "--on", "2x8xH100", "--sources"],
+        ["detect", "--list"],
+        ["explain"],
+        ["explain", "out-of-memory"],
+    ],
+)
+def test_piped_output_keeps_to_its_width_without_colour_or_trailing_blanks(args: list[str]) -> None:
+    done = trimtab_cli(*args)
+    assert "\x1b" not in done.stdout
+    for line in done.stdout.splitlines():
+        assert len(line) <= 80
+        assert line == line.rstrip()
+
+
+def test_no_color_is_respected_on_a_terminal() -> None:
+    forced = {"FORCE_COLOR": "1"}
+    assert "\x1b[" in trimtab_cli("explain", "bf16", env=forced).stdout
+    plain = trimtab_cli("explain", "bf16", env=forced | {"NO_COLOR": "1"}).stdout
+    assert "\x1b[3" not in plain
+
+
+LOADED = "import sys; from trimtab.cli.main import run\ntry:\n    run()\nfinally:\n    print({0!r} in sys.modules)"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["explain", "bf16"], ["detect"], ["detect", "--on", "H200"]])
+def test_torch_is_not_imported(args: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format("torch"), *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_importing_trimtab_imports_nothing_heavy() -> None:
+    code = "import sys, trimtab; print([m for m in ('torch', 'rich', 'typer', 'msgspec') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_public_names_are_exactly_the_listed_ones() -> None:
+    assert dir(trimtab) == sorted(trimtab.__all__)
+    for name in trimtab.__all__:
+        assert getattr(trimtab, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = trimtab.nonsense
+
+
+def shown(record: dict[str, Any], width: int = 80) -> str:
+    import io
+
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render.cluster(detect(replayed(record)), heading="This machine"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize("name", m.MACHINES)
+def test_every_machine_is_readable_at_80_columns(name: str) -> None:
+    text = shown(m.MACHINES[name]())
+    assert max(len(line) for line in text.splitlines()) <= 80
+    found = detect(replayed(m.MACHINES[name]()))
+    for device in found.devices:
+        assert device.name.split()[-1] in text
+
+
+def test_a_derived_peak_is_marked_on_the_terminal() -> None:
+    unknown = m.rtx4090(name="NVIDIA GeForce RTX 4090 D")
+    assert "~203 TFLOP/s" in shown(m.machine([unknown]))
+
+
+def test_markup_in_a_name_is_shown_inert() -> None:
+    record = m.machine([m.h100(name="[red]NVIDIA[/red]")], host={"name": "[bold]box"})
+    text = shown(record)
+    assert "[red]NVIDIA[/red]" in text
+    assert "[bold]box" in text

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trimtab
+from trimtab.catalog.clusters import stated
+from trimtab.catalog.tables import devices
+from trimtab.errors import BrokenFile, TrimtabError, WrongUse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("H200", [["H200 SXM 141GB"]]),
+        ("4xA100-40GB", [["A100 40GB SXM4"] * 4]),
+        ("4 x A100-40GB", [["A100 40GB SXM4"] * 4]),
+        ("4*A100-40GB", [["A100 40GB SXM4"] * 4]),
+        ("2x4090", [["GeForce RTX 4090"] * 2]),
+        ("2x8xH100", [["H100 SXM5 80GB"] * 8] * 2),
+        ("1x2xT4", [["Tesla T4"] * 2]),
+        ("2xRTX3090+1xRTX4090", [["GeForce RTX 3090"] * 2 + ["GeForce RTX 4090"]]),
+        ("1x8xH100+2x4xA100-80GB", [["H100 SXM5 80GB"] * 8, *[["A100 80GB SXM4"] * 4] * 2]),
+    ],
+)
+def test_an_on_string_gives_its_nodes_and_devices(text: str, layout: list[list[str]]) -> None:
+    cluster = trimtab.cluster(text)
+    assert [[one.model for one in node.devices] for node in cluster.nodes] == layout
+    assert [one.index for one in cluster.nodes[0].devices] == list(range(len(layout[0])))
+
+
+def test_a_stated_device_has_its_facts_from_the_catalogue() -> None:
+    (device,) = stated("A100-40GB").devices
+    assert (device.name, device.bf16) == ("NVIDIA A100-SXM4-40GB", True)
+    assert device.memory_bytes == round(39.49 * 2**30)
+    assert device.free_bytes is None
+    assert device.sources["memory_bytes"] == "catalogued: A100 40GB SXM4"
+    assert device.sources["name"] == "stated: --on A100-40GB"
+
+
+def test_usable_memory_that_nobody_read_is_marked_as_derived() -> None:
+    (device,) = stated("A5000").devices
+    assert device.sources["memory_bytes"] == "derived: 0.98 of 24 GiB as sold"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "speed"),
+    [
+        ("8xH100", "NVLink4", 450e9),
+        ("2xH800", "NVLink4 (cut)", 200e9),
+        ("2xL40S", "PCIe4 x16", 31e9),
+        ("2xA30", "PCIe4 x16", 31e9),
+        ("2x2080Ti", "PCIe3 x16", 16e9),
+        ("2xRTX3090+1xRTX4090", "PCIe4 x16", 31e9),
+        ("1xT4+1xRTX5090", "PCIe3 x16", 16e9),
+    ],
+)
+def test_devices_of_a_stated_node_are_joined_as_such_nodes_are(
+    text: str, kind: str, speed: float
+) -> None:
+    (link,) = stated(text).links
+    assert (link.kind, link.bandwidth_bytes_per_s) == (kind, speed)
+
+
+def test_a_bridge_that_was_not_named_is_not_assumed_and_that_is_said() -> None:
+    (link,) = stated("2xA6000").links
+    assert link.source == "assumed: no NVLink bridge, since none was named"
+
+
+def test_the_network_between_nodes_is_known_only_for_common_makes() -> None:
+    assert stated("2x8xH100").links[-1].bandwidth_bytes_per_s == 50e9
+    unknown = stated("2x8xL40S").links[-1]
+    assert (unknown.node, unknown.bandwidth_bytes_per_s) == (None, None)
+
+
+def test_a_detect_file_gives_the_same_cluster_back(tmp_path: Path) -> None:
+    cluster = stated("2x8xH100")
+    file = tmp_path / "machine.json"
+    file.write_text(cluster.to_json(indent=2), encoding="utf-8")
+    assert stated(str(file)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "it is empty"),
+        ("   ", "it is empty"),
+        ("0xH100", "the count is 0"),
+        ("0x8xH100", "the count is 0"),
+        ("2x0xH100", "the count is 0"),
+        ("4xH1000", "no device is called 'H1000'; the nearest are H100"),
+        ("4x", "no device is called '4x'"),
+        ("+", "a part between plus signs is empty"),
+        ("H100+", "a part between plus signs is empty"),
+        ("1x2x3xH100", "more than two counts"),
+        ("99999xH100", "99999 devices"),
+        ("300x300xH100", "90000 devices"),
+        ("H100x4", "the count stands after the name"),
+        ("-2xH100", "no device is called"),
+        ("2,4xH100", "no device is called"),
+        ("A100", "comes in 2 sizes"),
+    ],
+)
+def test_a_bad_on_string_is_refused_with_what_was_found(text: str, found: str) -> None:
+    with pytest.raises(WrongUse, match=found) as caught:
+        stated(text)
+    assert caught.value.exit_code == 2
+    assert caught.value.cure
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (None, "no such file"),
+        (b"", "not JSON"),
+        (b"\x00\xff\xfe", "not JSON"),
+        (b"{}", "missing required field `nodes`"),
+        (b'{"nodes": [{"name": "a", "devices": [{"index": 0}]}]}', "missing required field `name`"),
+        (b'{"nodes": [{"name": "a"}], "colour": 1}', "unknown field `colour`"),
+    ],
+)
+def test_a_broken_detect_file_is_refused_by_name(
+    tmp_path: Path, content: bytes | None, found: str
+) -> None:
+    file = tmp_path / "machine.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(BrokenFile, match=found) as caught:
+        stated(str(file))
+    assert str(file) in caught.value.given
+
+
+def test_a_folder_is_not_a_detect_file(tmp_path: Path) -> None:
+    with pytest.raises(BrokenFile, match="it is a folder"):
+        stated(f"{tmp_path}/")
+
+
+@given(st.text(max_size=20))
+def test_no_text_breaks_the_reader(text: str) -> None:
+    try:
+        cluster = stated(text)
+    except TrimtabError as error:
+        assert error.exit_code == 2
+    else:
+        assert cluster.devices
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 16), st.sampled_from([name for row in devices() for name in row.typed])
+)
+def test_every_typed_name_works_in_every_form(nodes: int, count: int, name: str) -> None:
+    cluster = stated(f"{nodes}x{count}x{name}")
+    assert [len(node.devices) for node in cluster.nodes] == [count] * nodes

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import machines as m
+import pytest
+
+from trimtab.probe.detect import detect
+from trimtab.probe.world import here, recorded, replayed
+from trimtab.spec import Cluster, Severity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GIB = 2**30
+
+
+def look(record: dict[str, Any]) -> Cluster:
+    return detect(replayed(record))
+
+
+def errors(found: Cluster) -> list[str]:
+    return [one.what for one in found.findings if one.severity is Severity.ERROR]
+
+
+@pytest.mark.parametrize("build", m.MACHINES.values(), ids=m.MACHINES)
+def test_every_machine_is_described_without_error_and_survives_json(
+    build: Callable[[], dict[str, Any]],
+) -> None:
+    found = look(build())
+    assert errors(found) == []
+    assert Cluster.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("build", m.MACHINES.values(), ids=m.MACHINES)
+def test_every_known_fact_of_a_device_and_node_has_a_source(
+    build: Callable[[], dict[str, Any]],
+) -> None:
+    found = look(build())
+    for holder in (*found.nodes, *found.devices, found.versions, found.scheduler):
+        told = {
+            field
+            for field in holder.__struct_fields__
+            if field != "sources" and getattr(holder, field) not in (None, (), {})
+        }
+        assert told <= set(holder.sources) | {"devices"}, type(holder).__name__
+
+
+def test_a_laptop_without_a_gpu_is_a_cluster_of_one_node() -> None:
+    found = look(m.laptop())
+    assert [len(node.devices) for node in found.nodes] == [0]
+    assert (found.cpu_cores, found.ram_bytes) == (8, 16 * GIB)
+    assert found.links == ()
+
+
+def test_the_real_h200_is_read_as_torch_reads_it() -> None:
+    (device,) = look(m.recorded("h200")).devices
+    assert (device.name, device.model) == ("NVIDIA H200", "H200 SXM 141GB")
+    # torch.cuda.mem_get_info() on the same machine gave this total.
+    assert device.memory_bytes == 150109880320
+    assert device.free_bytes == 150109880320
+    assert (device.compute_capability, device.bf16, device.multiprocessors) == ("9.0", True, 132)
+    assert device.peaks.bf16 == pytest.approx(989.4e12)
+    assert (device.power_limit_w, device.ecc, device.pcie_generation) == (700, True, 5)
+
+
+def test_a_t4_has_no_bf16_and_less_than_its_label() -> None:
+    (device,) = look(m.one_t4()).devices
+    assert device.bf16 is False
+    assert device.peaks.bf16 is None
+    assert device.peaks.fp16 == 65e12
+    assert device.memory_bytes == (15360 - 448) * 2**20
+
+
+def test_eight_h100_are_joined_by_nvlink_and_bound_by_their_cgroup() -> None:
+    found = look(m.eight_h100())
+    (link,) = found.links
+    assert (link.kind, link.devices) == ("NVLink4", tuple(range(8)))
+    assert link.bandwidth_bytes_per_s == 450e9
+    assert (found.cpu_cores, found.ram_bytes) == (32, 256 * GIB)
+    assert found.nodes[0].sources["cpu_cores"] == "detected: cgroup /sys/fs/cgroup/kubepods/pod7"
+    assert found.scheduler.name == "kubernetes"
+
+
+def test_the_second_node_of_a_slurm_job_is_assumed_and_said_to_be() -> None:
+    found = look(m.two_by_eight_a100())
+    assert [(node.name, len(node.devices)) for node in found.nodes] == [("gpu07", 8), ("gpu08", 8)]
+    other = found.nodes[1].devices[0]
+    assert other.sources["memory_bytes"] == "assumed: like gpu07, by SLURM_JOB_NUM_NODES"
+    assert (other.uuid, other.free_bytes) == (None, None)
+    assert any("only gpu07 was looked at" in note for note in found.notes)
+    assert found.nodes[0].cpu_cores == 48
+    assert found.nodes[0].ram_bytes == 400 * GIB
+    between = [link for link in found.links if link.node is None]
+    assert between[0].bandwidth_bytes_per_s == 25e9
+    assert (found.scheduler.launcher, found.scheduler.rank) == ("srun", 3)
+
+
+def test_a_mig_slice_has_its_share_of_peak_and_bandwidth() -> None:
+    (device,) = look(m.mig_slice()).devices
+    assert device.slice is not None
+    assert (device.slice.profile, device.multiprocessors) == ("1g.5gb", 14)
+    assert device.peaks.bf16 == pytest.approx(312e12 * 14 / 108)
+    assert device.bandwidth_bytes_per_s == pytest.approx(1555e9 / 8)
+    assert device.memory_bytes == 4864 * 2**20
+
+
+def test_mixed_cards_come_in_cudas_order_with_the_bridge_between_the_right_two() -> None:
+    found = look(m.mixed())
+    assert [one.model for one in found.devices] == [
+        "GeForce RTX 4090",
+        "GeForce RTX 3090",
+        "GeForce RTX 3090",
+    ]
+    kinds = {link.devices: link.kind for link in found.links}
+    assert kinds == {(0, 1): "PCIe4 x16", (0, 2): "PCIe4 x16", (1, 2): "NVLink3"}
+    assert any("CUDA_DEVICE_ORDER" in note for note in found.notes)
+
+
+def test_mixed_cards_keep_the_pci_order_where_it_is_asked_for() -> None:
+    record = m.mixed()
+    record["env"] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert [one.compute_capability for one in look(record).devices] == ["8.6", "8.9", "8.6"]
+
+
+def test_an_unknown_card_is_described_from_its_own_properties_and_marked() -> None:
+    laptop_4090 = m.rtx4090(name="NVIDIA GeForce RTX 4090 Laptop GPU", total_mib=16376, cores=9728)
+    (device,) = look(m.machine([laptop_4090])).devices
+    assert device.model is None
+    assert device.multiprocessors == 76
+    # 76 SMs x 512 per clock (half rate: GeForce) x 3.105 GHz
+    assert device.peaks.bf16 == pytest.approx(76 * 512 * 3.105e9)
+    assert device.sources["peaks"].startswith("derived: 76 multiprocessors at 3.10 GHz")
+    assert device.bandwidth_bytes_per_s == pytest.approx(1008e9, rel=1e-3)
+
+
+def test_a_card_that_shares_a_name_but_not_a_chip_is_not_taken_for_it() -> None:
+    twelve = m.rtx3090(name="NVIDIA GeForce RTX 3080", total_mib=12288, cores=8960)
+    found = look(m.machine([twelve]))
+    assert found.devices[0].model is None
+    assert "70 multiprocessors, and GeForce RTX 3080 10GB has 68" in found.findings[0].evidence
+
+
+def test_a_lost_gpu_is_an_error_with_a_cure_and_the_others_are_still_listed() -> None:
+    lost = m.h100(faults={"nvmlDeviceGetName": (15, "GPU is lost")})
+    found = look(m.machine([m.h100(), lost, m.h100()]))
+    assert len(found.devices) == 2
+    assert errors(found) == ["GPU 1 does not answer."]
+    assert "Reboot the node" in found.findings[0].cure
+
+
+def test_a_gpu_that_is_lost_half_way_does_not_end_detection() -> None:
+    dying = m.h100(faults={"nvmlDeviceGetPowerManagementLimit": (15, "GPU is lost")})
+    found = look(m.machine([m.h100(), dying]))
+    assert len(found.devices) == 1
+    assert errors(found) == ["GPU 1 does not answer."]
+
+
+def test_a_gpu_that_is_lost_while_links_are_read_is_reported() -> None:
+    record = m.machine([m.h100(), m.h100()])
+    record["nvml"]["nvmlDeviceGetTopologyCommonAncestor gpu0 gpu1"] = {"fault": [15, "GPU is lost"]}
+    found = look(record)
+    assert errors(found) == ["A GPU does not answer."]
+    assert len(found.devices) == 2
+
+
+def test_a_fact_the_driver_will_not_tell_stays_unknown() -> None:
+    shy = m.h100(faults={"nvmlDeviceGetPowerManagementLimit": (999, "Unknown Error")})
+    (device,) = look(m.machine([shy])).devices
+    assert device.power_limit_w is None
+    assert "power_limit_w" not in device.sources
+
+
+def test_gpus_of_other_jobs_behind_a_cgroup_are_passed_over() -> None:
+    theirs = m.h100(faults={"nvmlDeviceGetName": (4, "Insufficient Permissions")})
+    found = look(m.machine([m.h100(), theirs]))
+    assert len(found.devices) == 1
+    assert errors(found) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "cure"),
+    [
+        ((18, "Driver/library version mismatch"), "Reboot"),
+        ((9, "Driver Not Loaded"), "modprobe"),
+        ((999, "Unknown Error"), "nvidia-smi"),
+    ],
+)
+def test_a_driver_that_refuses_is_an_error_with_a_cure(fault: tuple[int, str], cure: str) -> None:
+    found = look(m.machine(nvml_fault=fault))
+    assert errors(found) == ["NVML does not answer."]
+    assert cure in found.findings[0].cure
+
+
+def test_another_process_on_the_gpu_is_named_with_what_it_holds() -> None:
+    busy = m.h100(used_mib=20480, processes=[(4242, 100 * 2**20), (77, 20 * GIB)])
+    record = m.machine([busy], host={"process:77": "python3"})
+    found = look(record)
+    (device,) = found.devices
+    assert device.processes is not None
+    assert [one.pid for one in device.processes] == [77]
+    assert found.findings[0].what == "Another job holds 20.0 GiB of GPU 0."
+    assert "python3 (pid 77)" in found.findings[0].evidence
+
+
+def test_a_power_cap_is_a_warning() -> None:
+    found = look(m.machine([m.h100(power_w=400)]))
+    assert found.findings[0].what == "GPU 0 is capped at 400 W of 700 W."
+    assert found.findings[0].severity is Severity.WARNING
+
+
+def test_fewer_gpus_than_slurm_granted_is_a_warning() -> None:
+    env = m.SLURM_TWO_NODES | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    found = look(m.machine([m.a100_40() for _ in range(8)], env=env))
+    assert any("Slurm granted 8 GPUs" in one.what for one in found.findings)
+
+
+SMI_LINE = (
+    "0, GPU-1234, NVIDIA A10, 23028, 22515, 480, 8.6, 150.00, 150.00, Enabled, 00000000:00:1E.0, 4, 16, 1695, "
+    "550.54.15\n"
+)
+SMI_COMMAND = (
+    "nvidia-smi --query-gpu=index,uuid,name,memory.total,memory.free,memory.reserved,compute_cap,power.limit,"
+    "power.default_limit,ecc.mode.current,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,"
+    "driver_version --format=csv,noheader,nounits"
+)
+
+
+def test_nvidia_smi_answers_where_nvml_is_missing() -> None:
+    record = m.machine(
+        None, read={"/proc/driver/nvidia/version": "NVRM version"}, run={SMI_COMMAND: SMI_LINE},
+        torch_cuda="12.8",
+    )
+    found = look(record)
+    (device,) = found.devices
+    assert (device.model, device.ecc, device.power_limit_w) == ("A10", True, 150)
+    assert device.memory_bytes == (23028 - 480) * 2**20
+    assert device.sources["memory_bytes"] == "detected: nvidia-smi"
+    assert found.versions.driver == "550.54.15"
+
+
+def test_torch_answers_where_neither_nvml_nor_nvidia_smi_does() -> None:
+    from trimtab.probe.fallback import _TORCH
+
+    answer = (
+        '[{"name": "AMD Instinct MI300X", "total": 205822885888, "free": 205000000000, "multiprocessors": 304,'
+        ' "capability": "gfx942", "hip": true, "uuid": null}]'
+    )
+    record = m.machine(None, names={"/dev": ["kfd"]}, run={f"python3 -c {_TORCH}": answer})
+    (device,) = look(record).devices
+    assert (device.model, device.vendor, device.bf16) == ("MI300X 192GB", "amd", True)
+    assert device.sources["memory_bytes"] == "detected: torch"
+
+
+def test_a_gpu_on_the_bus_without_a_driver_is_an_error() -> None:
+    record = m.machine(
+        None,
+        names={"/sys/bus/pci/devices": ["0000:01:00.0", "0000:02:00.0"]},
+        read={
+            "/sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de\n",
+            "/sys/bus/pci/devices/0000:01:00.0/class": "0x030200\n",
+            "/sys/bus/pci/devices/0000:02:00.0/vendor": "0x8086\n",
+        },
+    )
+    found = look(record)
+    assert errors(found) == ["1 NVIDIA GPU on the PCI bus, and no driver for it."]
+
+
+def test_a_recording_replays_to_the_same_cluster() -> None:
+    world, record = recorded(here())
+    seen = detect(world)
+    again = look(record)
+    assert again == seen

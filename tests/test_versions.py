@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import doctest
+
+import machines as m
+import pytest
+
+from trimtab.probe import versions
+from trimtab.probe.detect import detect
+from trimtab.probe.world import replayed
+
+
+def whats(record: dict[str, object]) -> list[str]:
+    return [one.what for one in detect(replayed(record)).findings]
+
+
+def test_versions_that_fit_have_nothing_to_say() -> None:
+    assert whats(m.machine([m.h100()])) == []
+
+
+def test_torchs_cuda_release_is_read_without_importing_torch() -> None:
+    found = detect(replayed(m.recorded("h200"))).versions
+    assert (found.torch, found.torch_cuda, found.torch_hip) == ("2.11.0", "13.0", None)
+    assert (found.driver, found.driver_cuda, found.nccl) == ("580.159.04", "13.0", "2.28.9")
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "old"),
+    [
+        ("580.65.06", "13.0", False),
+        ("580.65.05", "13.0", True),
+        ("575.57.08", "13.2", True),
+        ("525.60.13", "12.8", False),
+        ("520.61.05", "12.6", True),
+        ("610.43.02", "13.0", False),
+    ],
+)
+def test_a_driver_too_old_for_torchs_cuda_is_an_error(driver: str, cuda: str, old: bool) -> None:
+    record = m.machine([m.h100()], driver=driver, torch_cuda=cuda)
+    assert any("driver is too old" in what for what in whats(record)) == old
+
+
+def test_the_cure_for_an_old_driver_names_both_ways_out() -> None:
+    found = detect(replayed(m.machine([m.h100()], driver="570.26"))).findings[0]
+    assert found.severity.value == "error"
+    assert "Update the driver to 580.65.06" in found.cure
+    assert "torch built for CUDA 12" in found.cure
+
+
+def test_a_cpu_build_beside_a_gpu_is_a_warning() -> None:
+    record = m.machine([m.h100()], torch="2.13.0+cpu", torch_cuda=None)
+    assert whats(record) == ["torch is a CPU build: it cannot use the GPU here."]
+
+
+def test_no_torch_is_nothing_to_complain_about() -> None:
+    assert whats(m.machine([m.h100()], torch=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "reached"),
+    [
+        ((7, 0), "13.0", False),
+        ((7, 0), "12.6", True),
+        ((7, 5), "13.0", True),
+        ((8, 9), "13.0", True),
+        ((10, 0), "12.6", False),
+        ((10, 3), "12.8", True),
+        ((12, 1), "13.0", True),
+        ((13, 0), "13.0", True),
+        ((13, 0), "12.8", False),
+    ],
+)
+def test_a_device_that_torchs_build_has_no_code_for_is_an_error(
+    capability: tuple[int, int], cuda: str, reached: bool
+) -> None:
+    gpu = m.h100(name="NVIDIA Something", capability=capability)
+    found = whats(m.machine([gpu], torch_cuda=cuda))
+    assert any("carries no code" in what for what in found) != reached
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert doctest.testmod(versions).failed == 0

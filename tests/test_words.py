@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import doctest
+import re
+
+import pytest
+
+import trimtab
+from trimtab import api
+from trimtab.catalog import words as module
+from trimtab.catalog.words import KINDS, Word, word, words
+from trimtab.errors import UnknownName
+from trimtab.spec import Precision, Strategy
+
+ALL_VERBS = (
+    "detect estimate plan apply show revert launch train profile calibrate exam watch doctor report explain"
+).split()
+KNOWN = words(tuple(ALL_VERBS))
+
+KNOBS = [
+    "enable_tf32",
+    "enable_amp",
+    "amp_dtype",
+    "enable_compile",
+    "max_length",
+    "batch_size",
+    "eval_steps",
+    "logging_steps",
+    "eval_iters",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "expandable_segments",
+]
+TERMS = (
+    "device link node cluster fact workload precision global-batch micro-batch accumulation axis mesh strategy "
+    "footprint capacity headroom step-time bound throughput mfu band estimate policy pin candidate reason plan "
+    "fingerprint target patch command job run attempt incident checkpoint measurement calibration finding report"
+).split()
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_every_knob_says_what_it_is_what_it_costs_and_when_to_change_it(name: str) -> None:
+    entry = KNOWN[name]
+    assert entry.kind == "knob"
+    assert entry.what
+    assert entry.cost
+    assert entry.change
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_every_word_of_the_domain_is_explained(name: str) -> None:
+    assert KNOWN[name].text
+
+
+@pytest.mark.parametrize("name", [*Precision, *Strategy])
+def test_every_precision_and_strategy_is_explained(name: str) -> None:
+    assert KNOWN[name].what
+
+
+def test_spellings_are_unique_and_references_lead_somewhere() -> None:
+    spellings = [one for entry in KNOWN.values() for one in (entry.name, *entry.aliases)]
+    assert len(set(spellings)) == len(spellings)
+    for entry in KNOWN.values():
+        assert entry.kind in KINDS
+        assert set(entry.see) <= set(KNOWN)
+        assert entry.text.isascii()
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("bf16", "bf16"),
+        ("BF16", "bf16"),
+        ("bfloat16", "bf16"),
+        ("micro batch", "micro-batch"),
+        ("micro_batch", "micro-batch"),
+        ("oom", "out-of-memory"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments"),
+        ("gradient checkpointing", "recompute"),
+        ("--on", "on"),
+    ],
+)
+def test_a_word_is_found_as_people_type_it(typed: str, name: str) -> None:
+    assert trimtab.explain(typed).name == name
+
+
+def test_nan_is_not_cured_by_fp16() -> None:
+    assert "backwards" in word("amp_dtype", ()).text
+    assert "fp16" in word("nan", ()).text
+
+
+def test_a_word_that_is_not_there_gives_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="no such word; the nearest are .*bf16"):
+        trimtab.explain("bf61")
+
+
+@pytest.mark.parametrize("text", ["", " ", "xyzzyplugh", "\x00"])
+def test_nonsense_is_refused_with_the_way_to_the_list(text: str) -> None:
+    with pytest.raises(UnknownName) as caught:
+        trimtab.explain(text)
+    assert "trimtab explain" in caught.value.cure
+
+
+def test_no_entry_speaks_of_a_verb_that_does_not_work_yet() -> None:
+    for entry in words(api.VERBS).values():
+        named = set(re.findall(r"`trimtab ([a-z]+)", entry.text))
+        assert named <= set(api.VERBS), entry.name
+
+
+def test_a_sentence_about_a_verb_appears_when_the_verb_does() -> None:
+    assert word("mesh", ()).use == ()
+    assert word("mesh", ("plan",)).use == ("`trimtab plan` prints it.",)
+    assert "doctor" not in words(())
+    assert "doctor" in words(("doctor",))
+
+
+def test_the_text_of_an_entry_is_derived_from_its_parts() -> None:
+    entry = Word(name="x", kind="term", what="A.", change="B.", use=("C.",))
+    assert entry.text == "A. B. C."
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert doctest.testmod(module).failed == 0
