@@ -1,7 +1,8 @@
 """Machines to probe without having them.
 
-`recorded("h200")` is a real one: `trimtab detect --record` wrote its file on an NVIDIA H200. The others cannot exist
-where the tests run, so `machine(...)` writes records of the same form from what such machines are known to answer.
+`recorded("h200")` is a real one: `trimtab detect --record` wrote its file on an NVIDIA H200 (the name of its
+cgroup was changed). The others cannot exist where the tests run, so `machine(...)` writes records of the same
+form from what such machines are known to answer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MIB = 2**20
 GIB = 2**30
@@ -92,7 +96,7 @@ def machine(
         for index, gpu in enumerate(gpus):
             nvml |= _gpu_answers(index, gpu, len(gpus))
     cuda_line = f"cuda: Optional[str] = {torch_cuda!r}\nhip: Optional[str] = None\n"
-    facts = {
+    facts: dict[str, Any] = {
         "name": "box",
         "system": "Linux 6.8.0 x86_64",
         "python": "3.12.3",
@@ -195,7 +199,7 @@ def _mig_answers(key: str, gpu: Gpu, mig: Mig) -> dict[str, Any]:
 
 
 def t4(**changes: Any) -> Gpu:
-    facts = {
+    facts: dict[str, Any] = {
         "name": "Tesla T4",
         "total_mib": 15360,
         "reserved_mib": 448,
@@ -212,7 +216,7 @@ def t4(**changes: Any) -> Gpu:
 
 
 def h100(**changes: Any) -> Gpu:
-    facts = {
+    facts: dict[str, Any] = {
         "name": "NVIDIA H100 80GB HBM3",
         "total_mib": 81559,
         "reserved_mib": 472,
@@ -225,7 +229,7 @@ def h100(**changes: Any) -> Gpu:
 
 
 def a100_40(**changes: Any) -> Gpu:
-    facts = {
+    facts: dict[str, Any] = {
         "name": "NVIDIA A100-SXM4-40GB",
         "total_mib": 40960,
         "reserved_mib": 522,
@@ -243,7 +247,7 @@ def a100_40(**changes: Any) -> Gpu:
 
 
 def rtx3090(**changes: Any) -> Gpu:
-    facts = {
+    facts: dict[str, Any] = {
         "name": "NVIDIA GeForce RTX 3090",
         "total_mib": 24576,
         "reserved_mib": 450,
@@ -261,7 +265,7 @@ def rtx3090(**changes: Any) -> Gpu:
 
 
 def rtx4090(**changes: Any) -> Gpu:
-    facts = {
+    facts: dict[str, Any] = {
         "name": "NVIDIA GeForce RTX 4090",
         "total_mib": 24564,
         "reserved_mib": 480,
@@ -310,7 +314,7 @@ SLURM_TWO_NODES = {
 
 
 def laptop() -> dict[str, Any]:
-    facts = {
+    facts: dict[str, Any] = {
         "name": "laptop",
         "cpus": 8,
         "affinity": 8,
@@ -350,7 +354,7 @@ def mixed() -> dict[str, Any]:
     return machine([left, rtx4090(), right])
 
 
-MACHINES = {
+MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
     "laptop": laptop,
     "one T4": one_t4,
     "8xH100": eight_h100,

@@ -30,9 +30,7 @@ peaks = st.builds(
     spec.Peaks, fp32=maybe(rates), tf32=maybe(rates), fp16=maybe(rates), bf16=maybe(rates), fp8=maybe(rates)
 )
 process = st.builds(spec.DeviceProcess, pid=counts, used_bytes=maybe(counts), name=maybe(names))
-mig = st.builds(
-    spec.Slice, profile=names, parent=names, sm_share=st.floats(min_value=0.01, max_value=1)
-)
+mig = st.builds(spec.Slice, profile=names, parent=names, sm_share=st.floats(min_value=0.01, max_value=1))
 
 
 @st.composite
@@ -73,15 +71,11 @@ def nodes(draw: st.DrawFn) -> spec.Node:
 
 
 def _link(node: int, devices: tuple[int, ...], kind: str, speed: float | None, where: str) -> spec.Link:
-    return spec.Link(
-        kind=kind, node=node, devices=devices, bandwidth_bytes_per_s=speed, source=where
-    )
+    return spec.Link(kind=kind, node=node, devices=devices, bandwidth_bytes_per_s=speed, source=where)
 
 
 links = st.builds(_link, st.just(0), st.just((0, 1)), names, maybe(rates), source)
-between = st.builds(
-    spec.Link, kind=names, node=st.none(), bandwidth_bytes_per_s=maybe(rates), source=source
-)
+between = st.builds(spec.Link, kind=names, node=st.none(), bandwidth_bytes_per_s=maybe(rates), source=source)
 findings = st.builds(
     spec.Finding,
     severity=st.sampled_from(spec.Severity),
@@ -90,9 +84,7 @@ findings = st.builds(
     cause=sentences,
     cure=sentences,
 )
-versions = st.builds(
-    spec.Versions, torch=maybe(names), driver=maybe(names), sources=sources(spec.Versions)
-)
+versions = st.builds(spec.Versions, torch=maybe(names), driver=maybe(names), sources=sources(spec.Versions))
 
 
 @st.composite
@@ -147,12 +139,8 @@ def settings(draw: st.DrawFn) -> spec.Setting:
     )
 
 
-footprints = st.builds(
-    spec.Footprint, **dict.fromkeys(spec.Footprint.__struct_fields__, counts)
-)
-bands = st.tuples(counts, counts).map(
-    lambda ends: spec.Band(low_bytes=min(ends), high_bytes=max(ends))
-)
+footprints = st.builds(spec.Footprint, **dict.fromkeys(spec.Footprint.__struct_fields__, counts))
+bands = st.tuples(counts, counts).map(lambda ends: spec.Band(low_bytes=min(ends), high_bytes=max(ends)))
 step_times = st.builds(spec.StepTime, compute_s=seconds, communication_s=seconds)
 
 
@@ -182,9 +170,7 @@ policies = st.builds(
 )
 reasons = st.builds(spec.Reason, subject=names, value=names, why=sentences)
 candidates = st.builds(spec.Candidate, setting=settings(), estimate=estimates(), why=names)
-rejections = st.builds(
-    spec.Rejection, why=names, count=st.integers(1, 99), example=maybe(settings())
-)
+rejections = st.builds(spec.Rejection, why=names, count=st.integers(1, 99), example=maybe(settings()))
 comparisons = st.builds(
     spec.Comparison, gpus=st.integers(1, 99), setting=maybe(settings()), estimate=maybe(estimates())
 )

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-import machines as m
 import pytest
+from rich.console import Console
 
+import machines as m
 import trimtab
 from trimtab import api, render
 from trimtab.cli.main import app
@@ -163,7 +165,9 @@ def test_no_color_is_respected_on_a_terminal() -> None:
     assert "\x1b[3" not in plain
 
 
-LOADED = "import sys; from trimtab.cli.main import run\ntry:\n    run()\nfinally:\n    print({0!r} in sys.modules)"
+LOADED = (
+    "import sys; from trimtab.cli.main import run\ntry:\n    run()\nfinally:\n    print({0!r} in sys.modules)"
+)
 
 
 @pytest.mark.parametrize("args", [["--help"], ["explain", "bf16"], ["detect"], ["detect", "--on", "H200"]])
@@ -179,7 +183,9 @@ def test_torch_is_not_imported(args: list[str]) -> None:
 
 
 def test_importing_trimtab_imports_nothing_heavy() -> None:
-    code = "import sys, trimtab; print([m for m in ('torch', 'rich', 'typer', 'msgspec') if m in sys.modules])"
+    code = (
+        "import sys, trimtab; print([m for m in ('torch', 'rich', 'typer', 'msgspec') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -193,14 +199,10 @@ def test_the_public_names_are_exactly_the_listed_ones() -> None:
 
 
 def shown(record: dict[str, Any], width: int = 80) -> str:
-    import io
-
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=width)
+    file = io.StringIO()
+    console = Console(file=file, width=width)
     console.print(render.cluster(detect(replayed(record)), heading="This machine"))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 @pytest.mark.parametrize("name", m.MACHINES)

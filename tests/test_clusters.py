@@ -61,9 +61,7 @@ def test_usable_memory_that_nobody_read_is_marked_as_derived() -> None:
         ("1xT4+1xRTX5090", "PCIe3 x16", 16e9),
     ],
 )
-def test_devices_of_a_stated_node_are_joined_as_such_nodes_are(
-    text: str, kind: str, speed: float
-) -> None:
+def test_devices_of_a_stated_node_are_joined_as_such_nodes_are(text: str, kind: str, speed: float) -> None:
     (link,) = stated(text).links
     assert (link.kind, link.bandwidth_bytes_per_s) == (kind, speed)
 
@@ -125,9 +123,7 @@ def test_a_bad_on_string_is_refused_with_what_was_found(text: str, found: str) -
         (b'{"nodes": [{"name": "a"}], "colour": 1}', "unknown field `colour`"),
     ],
 )
-def test_a_broken_detect_file_is_refused_by_name(
-    tmp_path: Path, content: bytes | None, found: str
-) -> None:
+def test_a_broken_detect_file_is_refused_by_name(tmp_path: Path, content: bytes | None, found: str) -> None:
     file = tmp_path / "machine.json"
     if content is not None:
         file.write_bytes(content)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import machines as m
 import pytest
 
+import machines as m
 from trimtab.probe.detect import detect
 from trimtab.probe.world import here, recorded, replayed
 from trimtab.spec import Cluster, Severity
@@ -37,7 +37,8 @@ def test_every_known_fact_of_a_device_and_node_has_a_source(
     build: Callable[[], dict[str, Any]],
 ) -> None:
     found = look(build())
-    for holder in (*found.nodes, *found.devices, found.versions, found.scheduler):
+    holders: list[Any] = [*found.nodes, *found.devices, found.versions, found.scheduler]
+    for holder in holders:
         told = {
             field
             for field in holder.__struct_fields__
@@ -216,8 +217,8 @@ def test_fewer_gpus_than_slurm_granted_is_a_warning() -> None:
 
 
 SMI_LINE = (
-    "0, GPU-1234, NVIDIA A10, 23028, 22515, 480, 8.6, 150.00, 150.00, Enabled, 00000000:00:1E.0, 4, 16, 1695, "
-    "550.54.15\n"
+    "0, GPU-1234, NVIDIA A10, 23028, 22515, 480, 8.6, 150.00, 150.00, Enabled, "
+    "00000000:00:1E.0, 4, 16, 1695, 550.54.15\n"
 )
 SMI_COMMAND = (
     "nvidia-smi --query-gpu=index,uuid,name,memory.total,memory.free,memory.reserved,compute_cap,power.limit,"
@@ -228,7 +229,9 @@ SMI_COMMAND = (
 
 def test_nvidia_smi_answers_where_nvml_is_missing() -> None:
     record = m.machine(
-        None, read={"/proc/driver/nvidia/version": "NVRM version"}, run={SMI_COMMAND: SMI_LINE},
+        None,
+        read={"/proc/driver/nvidia/version": "NVRM version"},
+        run={SMI_COMMAND: SMI_LINE},
         torch_cuda="12.8",
     )
     found = look(record)
@@ -243,8 +246,8 @@ def test_torch_answers_where_neither_nvml_nor_nvidia_smi_does() -> None:
     from trimtab.probe.fallback import _TORCH
 
     answer = (
-        '[{"name": "AMD Instinct MI300X", "total": 205822885888, "free": 205000000000, "multiprocessors": 304,'
-        ' "capability": "gfx942", "hip": true, "uuid": null}]'
+        '[{"name": "AMD Instinct MI300X", "total": 205822885888, "free": 205000000000,'
+        ' "multiprocessors": 304, "capability": "gfx942", "hip": true, "uuid": null}]'
     )
     record = m.machine(None, names={"/dev": ["kfd"]}, run={f"python3 -c {_TORCH}": answer})
     (device,) = look(record).devices

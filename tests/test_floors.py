@@ -33,20 +33,15 @@ def imported_rooms(source: str) -> list[tuple[int, str]]:
     """Line and room of every import from trimtab, the ones inside functions included."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            dotted = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "trimtab":
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        dotted = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.module == "trimtab":
             # `from trimtab import __version__` is a constant of the package, not a room.
-            dotted = [f"trimtab.{alias.name}" for alias in node.names if alias.name != "__version__"]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            dotted = [node.module]
-        else:
-            dotted = []
-        found += [
-            (node.lineno, name.split(".")[1])
-            for name in dotted
-            if name.startswith("trimtab.")
-        ]
+            dotted = [f"trimtab.{name}" for name in dotted if name != "__version__"]
+        elif isinstance(node, ast.ImportFrom):
+            dotted = [node.module or ""]
+        found += [(node.lineno, name.split(".")[1]) for name in dotted if name.startswith("trimtab.")]
     return found
 
 
@@ -88,7 +83,9 @@ def test_an_upward_import_is_caught(source: str) -> None:
 
 
 def test_a_sideways_and_a_downward_import_are_allowed() -> None:
-    source = "from trimtab.catalog import lookup\nfrom trimtab.units import GIB\nfrom trimtab import __version__"
+    source = (
+        "from trimtab.catalog import lookup\nfrom trimtab.units import GIB\nfrom trimtab import __version__"
+    )
     assert upward("catalog", source) == []
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import machines as m
 import pytest
 
+import machines as m
 from trimtab.probe import host
 from trimtab.probe.world import replayed
 from trimtab.spec import Scheduler

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nouns import NOUNS
 
+from nouns import NOUNS
 from trimtab import spec
 from trimtab.errors import BrokenFile
 from trimtab.spec import Cluster, Device, Estimate, Footprint, Link, Mesh, Node, Setting, Strategy
@@ -37,9 +37,7 @@ def test_a_noun_survives_json_both_ways(noun: type[spec.Noun], data: st.DataObje
 @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.__name__)
 @settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_a_noun_is_frozen_and_refuses_unknown_keys(
-    noun: type[spec.Noun], data: st.DataObject
-) -> None:
+def test_a_noun_is_frozen_and_refuses_unknown_keys(noun: type[spec.Noun], data: st.DataObject) -> None:
     value = data.draw(NOUNS[noun])
     field = noun.__struct_fields__[0]
     with pytest.raises(AttributeError, match="immutable"):
@@ -70,7 +68,8 @@ def test_the_total_over_nodes_is_unknown_if_one_is() -> None:
 
 
 def _device(**changes: Any) -> Device:
-    return Device(**({"index": 0, "name": "x", "memory_bytes": 10} | changes))
+    plain: dict[str, Any] = {"index": 0, "name": "x", "memory_bytes": 10}
+    return Device(**(plain | changes))
 
 
 @pytest.mark.parametrize(
@@ -137,16 +136,16 @@ def test_a_value_that_cannot_be_is_refused(build: Any, wrong: str) -> None:
     ],
 )
 def test_a_setting_keeps_the_global_batch(changes: dict[str, Any], wrong: str) -> None:
-    good = {
+    good: dict[str, Any] = {
         "strategy": Strategy.DDP,
         "mesh": Mesh(dp_replicate=2),
         "micro_batch": 4,
         "accumulation": 8,
         "global_batch": 64,
     }
-    assert Setting(**good).gpus == 2  # type: ignore[arg-type]
+    assert Setting(**good).gpus == 2
     with pytest.raises(ValueError, match=wrong):
-        Setting(**(good | changes))  # type: ignore[arg-type]
+        Setting(**(good | changes))
 
 
 def test_the_last_micro_batch_may_be_smaller() -> None:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import doctest
 
-import machines as m
 import pytest
 
+import machines as m
 from trimtab.probe import scheduler
 from trimtab.probe.scheduler import node_names
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import doctest
 
-import machines as m
 import pytest
 
+import machines as m
 from trimtab.probe import versions
 from trimtab.probe.detect import detect
 from trimtab.probe.world import replayed

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import machines as m
 import pytest
 
+import machines as m
 from trimtab.probe import nvml
 from trimtab.probe.visible import Visible, visible
 from trimtab.probe.world import replayed
@@ -63,9 +63,7 @@ def test_hiding_every_gpu_is_said() -> None:
         ("0,,1", 1, "'' is neither a number nor a UUID"),
     ],
 )
-def test_an_entry_that_names_nothing_is_an_error_and_ends_the_list(
-    value: str, kept: int, what: str
-) -> None:
+def test_an_entry_that_names_nothing_is_an_error_and_ends_the_list(value: str, kept: int, what: str) -> None:
     shown = see(FOUR, value)
     assert len(shown.devices) == kept
     (finding,) = shown.findings

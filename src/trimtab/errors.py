@@ -48,7 +48,7 @@ class WrongUse(TrimtabError, ValueError):  # noqa: N818 - the names read as sent
     exit_code = 2
 
 
-class UnknownName(WrongUse, LookupError):
+class UnknownName(WrongUse, LookupError):  # noqa: N818
     """A name that nothing here has; the nearest known ones are in `found`."""
 
 

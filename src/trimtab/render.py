@@ -13,12 +13,14 @@ from rich.text import Text
 from trimtab.units import format_bandwidth, format_bytes, format_flops, format_gib
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import RenderableType
 
     from trimtab.catalog.tables import DeviceRow
     from trimtab.catalog.words import Word
     from trimtab.errors import TrimtabError
-    from trimtab.spec import Cluster, Device, Finding, Link, Node, Scheduler, Versions
+    from trimtab.spec import Cluster, Device, Finding, Link, Node, Peaks, Scheduler, Versions
 
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 UNKNOWN = "-"
@@ -243,21 +245,23 @@ def sources(found: Cluster) -> Table:
     return table
 
 
+def _peaks(value: Peaks) -> str:
+    rates = ((name, getattr(value, name)) for name in value.__struct_fields__)
+    return ", ".join(f"{name} {format_flops(rate)}" for name, rate in rates if rate)
+
+
+SHORT: dict[str, Callable[[Any], str]] = {
+    "bandwidth_bytes_per_s": format_bandwidth,
+    "clock_hz": lambda value: f"{value / 1e6:.0f} MHz",
+    "peaks": _peaks,
+    "processes": lambda value: f"{len(value)} other" if value else "none",
+    "slice": lambda value: f"{value.profile}, {value.sm_share:.3f} of {value.parent}",
+}
+"""How a field's value is written in few letters, where str() will not do."""
+
+
 def _short(field: str, value: Any) -> str:
-    if field.endswith("_bytes"):
-        return format_bytes(value)
-    if field == "bandwidth_bytes_per_s":
-        return format_bandwidth(value)
-    if field == "clock_hz":
-        return f"{value / 1e6:.0f} MHz"
-    if field == "peaks":
-        rates = ((name, getattr(value, name)) for name in value.__struct_fields__)
-        return ", ".join(f"{name} {format_flops(rate)}" for name, rate in rates if rate)
-    if field == "processes":
-        return f"{len(value)} other" if value else "none"
-    if field == "slice":
-        return f"{value.profile}, {value.sm_share:.3f} of {value.parent}"
-    return str(value)
+    return (SHORT.get(field) or (format_bytes if field.endswith("_bytes") else str))(value)
 
 
 def finding(one: Finding) -> RenderableType:

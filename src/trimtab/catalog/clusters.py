@@ -76,9 +76,7 @@ def _part(text: str, given: str) -> tuple[int, int, DeviceRow, str]:
     if len(counts) > 2:  # noqa: PLR2004 - nodes x devices
         raise WrongUse(given, found=f"{text.strip()} has more than two counts", cure=_FORMS)
     if 0 in counts:
-        raise WrongUse(
-            given, found="the count is 0", cure=f"Ask for at least one, as in 1x{rest.strip()}."
-        )
+        raise WrongUse(given, found="the count is 0", cure=f"Ask for at least one, as in 1x{rest.strip()}.")
     row, note = typed(rest.strip(), given=given)
     nodes, count = (counts if len(counts) == 2 else [0, *counts, 1])[:2]  # noqa: PLR2004
     return nodes, count, row, note
@@ -135,8 +133,8 @@ def row_device(row: DeviceRow, index: int, given: str) -> Device:
 def _node_links(rows: list[DeviceRow], node: int) -> list[Link]:
     """How the devices of a stated node reach each other.
 
-    Boards with a switch (SXM, OAM) join all devices at full speed. A bridge joins one pair and is bought apart, and
-    unlike cards share only the PCIe bus: for those the bus is assumed.
+    Boards with a switch (SXM, OAM) join all devices at full speed. A bridge joins one pair and is bought
+    apart, and unlike cards share only the PCIe bus: for those the bus is assumed.
     """
     if len(rows) < 2:  # noqa: PLR2004 - two ends
         return []

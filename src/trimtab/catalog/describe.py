@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from trimtab.catalog.tables import DeviceRow
 from trimtab.spec import Peaks, Vendor
+
+if TYPE_CHECKING:
+    from trimtab.catalog.tables import DeviceRow
 
 FLOP_PER_CLOCK = {
     "7.0": 1024,
@@ -49,7 +52,7 @@ def has_bf16(compute_capability: str) -> bool:
 
 def cores_per_multiprocessor(compute_capability: str) -> int | None:
     """fp32 lanes per multiprocessor; None for a generation that is not known."""
-    major = compute_capability.split(".")[0]
+    major = compute_capability.split(".", maxsplit=1)[0]
     table = CORES_PER_MULTIPROCESSOR
     return table.get(compute_capability, table.get(major))
 
@@ -65,14 +68,12 @@ def row_vendor(row: DeviceRow) -> Vendor:
     return Vendor(row.vendor)
 
 
-def derived_peaks(
-    name: str, compute_capability: str, multiprocessors: int, clock_hz: float
-) -> Peaks | None:
+def derived_peaks(name: str, compute_capability: str, multiprocessors: int, clock_hz: float) -> Peaks | None:
     """Peaks of an NVIDIA device that the catalogue lacks, from its own properties.
 
     multiprocessors x clock x FLOP_PER_CLOCK, halved for a GeForce; bf16 equals fp16 from sm_80, tf32 is half
-    of it (on a GeForce that equals fp32), fp8 twice it from sm_89. None for a generation with no known rate. The
-    clock a driver reports is the highest, not the specified one: 8 % above it on an H100, 23 % on an
+    of it (on a GeForce that equals fp32), fp8 twice it from sm_89. None for a generation with no known rate.
+    The clock a driver reports is the highest, not the specified one: 8 % above it on an H100, 23 % on an
     RTX 4090, so the peaks come out too high by as much.
 
     >>> derived_peaks("NVIDIA H100", "9.0", 132, 1.83e9).bf16 / 1e12

@@ -12,9 +12,7 @@ from functools import cache
 from trimtab.catalog.tables import DeviceRow, ambiguous, devices
 from trimtab.errors import UnknownName, WrongUse, nearest
 
-_VENDOR_WORDS = re.compile(
-    r"\b(nvidia|geforce|tesla|quadro|amd|instinct|radeon|generation)\b|\(tm\)|\(r\)"
-)
+_VENDOR_WORDS = re.compile(r"\b(nvidia|geforce|tesla|quadro|amd|instinct|radeon|generation)\b|\(tm\)|\(r\)")
 _PUNCTUATION = re.compile(r"[^a-z0-9]")
 # A size stands on its own: the G of "A100-40G" is a unit, the G of "A10G" is not.
 _SIZE_SUFFIX = re.compile(r"(?<![a-z0-9])(\d+)\s*(gib|gb|g)(?![a-z0-9])")
@@ -40,9 +38,7 @@ def _by_driver() -> dict[str, DeviceRow]:
 @cache
 def _by_typed() -> dict[str, tuple[DeviceRow, str]]:
     """Plain name to the row and the note that goes with that spelling, driver names included."""
-    found = {
-        plain_name(typed): (row, row.taken.get(typed, "")) for row in devices() for typed in row.typed
-    }
+    found = {plain_name(typed): (row, row.taken.get(typed, "")) for row in devices() for typed in row.typed}
     for driver, row in _by_driver().items():
         # "Quadro RTX 6000" and "RTX 6000" have one plain name; the typed one carries the note.
         found.setdefault(driver, (row, ""))

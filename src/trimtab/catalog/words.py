@@ -88,13 +88,9 @@ def word(text: str, verbs: tuple[str, ...]) -> Word:
     'bf16'
     """
     known = words(verbs)
-    by_spelling = {
-        _plain(spelling): one for one in known.values() for spelling in (*one.aliases, one.name)
-    }
+    by_spelling = {_plain(spelling): one for one in known.values() for spelling in (*one.aliases, one.name)}
     if found := by_spelling.get(_plain(text)):
         return found
     close = list(dict.fromkeys(by_spelling[one].name for one in nearest(_plain(text), by_spelling)))
     found_text = f"no such word; the nearest are {', '.join(close)}" if close else "no such word"
-    raise UnknownName(
-        f"explain {text!r}", found=found_text, cure="`trimtab explain` alone lists every word."
-    )
+    raise UnknownName(f"explain {text!r}", found=found_text, cure="`trimtab explain` alone lists every word.")

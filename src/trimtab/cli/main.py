@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json as json_text
 import sys
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -44,7 +44,7 @@ def run() -> NoReturn:
         # The reader of a pipe has seen enough.
         sys.stderr.close()
         sys.exit(0)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the last door: whatever comes here is our bug
         import traceback
 
         traceback.print_exc()
@@ -84,7 +84,7 @@ def _show_error(error: TrimtabError) -> None:
     _print(render.error(error), errors=True)
 
 
-def _version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback
+def _version(wanted: bool) -> None:
     if wanted:
         from trimtab import __version__
 

@@ -1,4 +1,4 @@
-"""detect: the hardware that this process may use, as scheduler, cgroups, CUDA_VISIBLE_DEVICES and MIG leave it."""
+"""detect: the hardware this process may use, as scheduler, cgroups, CUDA_VISIBLE_DEVICES and MIG leave it."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _driverless(world: World, found: Found) -> list[Finding]:
             severity=Severity.ERROR,
             what=f"{len(on_bus)} NVIDIA GPU{'s' * (len(on_bus) > 1)} on the PCI bus, and no driver for it.",
             evidence=on_bus[0],
-            cause=f"The NVIDIA driver is not installed, or not given to this container ({found.reading.absent}).",
+            cause=f"No NVIDIA driver is installed, or given to this container ({found.reading.absent}).",
             cure="Install the NVIDIA driver; in a container, start it with --gpus all.",
         )
     ]
@@ -209,11 +209,11 @@ def _all_nodes(
     others += [f"{node.name}+{number}" for number in range(len(others) + 1, count)]
     ground = f"assumed: like {node.name}, by {schedule.sources['num_nodes'].partition(': ')[2]}"
     fellows = [_fellow(node, name, ground) for name in others[: count - 1]]
-    copies = [
-        _copied(link, number + 1, ground) for number in range(len(fellows)) for link in links
-    ]
+    copies = [_copied(link, number + 1, ground) for number in range(len(fellows)) for link in links]
     models = {one.model or one.name for one in node.devices}
-    note = f"{count} nodes were granted; only {node.name} was looked at, and the others are taken to be like it."
+    note = (
+        f"{count} nodes were granted; only {node.name} was looked at, and the others are taken to be like it."
+    )
     return (node, *fellows), (*links, *copies, network_link(models)), (note,)
 
 

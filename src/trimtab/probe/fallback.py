@@ -50,7 +50,7 @@ def _smi_device(table: dict[str, str]) -> SeenDevice:
         try:
             return float(table[column])
         except ValueError:
-            # "[N/A]", "[Not Supported]"
+            # nvidia-smi writes [N/A] or [Not Supported] there.
             return None
 
     def whole(column: str) -> int | None:

@@ -117,9 +117,7 @@ def _cgroup_folders(world: World, controller: str) -> list[str]:
         else:
             continue
         parts = [part for part in path.split("/") if part]
-        found += [
-            "/".join([root, *parts[:depth]]) for depth in range(len(parts), -1, -1)
-        ]
+        found += ["/".join([root, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
     return found
 
 

@@ -31,16 +31,9 @@ def device_links(seen: list[SeenDevice], reading: NvmlReading, node: int = 0) ->
         return ()
     everyone = range(len(seen))
     paths = {
-        (one, two): _path(seen[one], seen[two], reading)
-        for one in everyone
-        for two in everyone
-        if one < two
+        (one, two): _path(seen[one], seen[two], reading) for one in everyone for two in everyone if one < two
     }
-    groups = (
-        [(tuple(everyone), paths[0, 1])]
-        if len(set(paths.values())) == 1
-        else list(paths.items())
-    )
+    groups = [(tuple(everyone), paths[0, 1])] if len(set(paths.values())) == 1 else list(paths.items())
     return tuple(
         Link(kind=kind, node=node, devices=devices, bandwidth_bytes_per_s=speed, source=source)
         for devices, (kind, speed, source) in groups

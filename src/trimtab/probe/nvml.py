@@ -18,6 +18,7 @@ from trimtab.probe.world import (
     World,
 )
 from trimtab.spec import DeviceProcess, Finding, Severity, Slice
+from trimtab.units import GIB
 
 MEMORY_V2 = 0x2000028
 """nvmlMemory_v2: tells what the driver keeps for itself apart from what processes use."""
@@ -38,7 +39,10 @@ CURES = {
         "The GPU fell off the bus: overheating, power or a hardware fault.",
         "Reboot the node, or leave this GPU out with CUDA_VISIBLE_DEVICES. If it returns, have it replaced.",
     ),
-    16: ("The GPU waits for a reset.", "Ask an administrator to run `nvidia-smi --gpu-reset -i N`, or reboot."),
+    16: (
+        "The GPU waits for a reset.",
+        "Ask an administrator to run `nvidia-smi --gpu-reset -i N`, or reboot.",
+    ),
     18: (
         "The driver was updated while the old kernel module stayed loaded.",
         "Reboot, or unload and load the nvidia kernel modules.",
@@ -243,8 +247,8 @@ def _slice(world: World, parent: SeenDevice, key: str, uuid: str) -> SeenDevice:
     multiprocessors = shape.get("multiprocessorCount")
     share = multiprocessors / parent.multiprocessors if multiprocessors and parent.multiprocessors else 1
     name = str(_may(world, "nvmlDeviceGetName", key) or parent.name)
-    slices, size = shape.get("gpuInstanceSliceCount"), shape.get("memorySizeMB")
-    profile = name.rpartition(" MIG ")[2] if " MIG " in name else f"{slices}g.{round(size / 1024)}gb"
+    slices, gib = shape.get("gpuInstanceSliceCount", "?"), round(memory["usable"] / GIB)
+    profile = name.rpartition(" MIG ")[2] if " MIG " in name else f"{slices}g.{gib}gb"
     return SeenDevice(
         key=key,
         source="NVML",
@@ -294,7 +298,5 @@ def _nvlinks(world: World, key: str) -> NvLinks | None:
 
 def _ancestors(world: World, keys: list[str]) -> dict[tuple[str, str], int]:
     pairs = [(one, two) for index, one in enumerate(keys) for two in keys[index + 1 :]]
-    found = {
-        pair: _may(world, "nvmlDeviceGetTopologyCommonAncestor", *pair) for pair in pairs
-    }
+    found = {pair: _may(world, "nvmlDeviceGetTopologyCommonAncestor", *pair) for pair in pairs}
     return {pair: level for pair, level in found.items() if level is not None}

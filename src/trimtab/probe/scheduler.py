@@ -37,32 +37,21 @@ TORCHRUN = {
 KUBERNETES = {"num_nodes": "PET_NNODES"}
 """Variables by field of Scheduler."""
 
+TABLES = {"slurm": SLURM, "kubernetes": KUBERNETES, "torchrun": TORCHRUN, "by hand": TORCHRUN, "srun": SRUN}
+SIGNS = {"slurm": "SLURM_JOB_ID", "kubernetes": "KUBERNETES_SERVICE_HOST"}
+"""The variable that gives a scheduler away, the first one that is set."""
 TEXT_FIELDS = ("job_id", "partition")
-RANKS = ("rank", "world_size", "local_rank")
+RANKS = ("rank", "world_size", "local_rank", "local_world_size")
 
 
 def read(env: Mapping[str, str]) -> tuple[Scheduler, list[Finding]]:
     """What the variables say, and which of them cannot be."""
-    tables: list[dict[str, str]] = []
-    name = launcher = None
-    if "SLURM_JOB_ID" in env:
-        name = "slurm"
-        tables.append(SLURM)
-    elif "KUBERNETES_SERVICE_HOST" in env:
-        name = "kubernetes"
-        tables.append(KUBERNETES)
-    if "TORCHELASTIC_RUN_ID" in env:
-        launcher = "torchrun"
-    elif "RANK" in env or "WORLD_SIZE" in env:
-        launcher = "by hand"
-    elif name == "slurm" and "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
-        launcher = "srun"
-    if launcher:
-        tables.append(SRUN if launcher == "srun" else TORCHRUN)
+    name, launcher = _name(env), _launcher(env)
+    tables = [table for table in (TABLES.get(name or ""), TABLES.get(launcher or "")) if table]
     values, sources, findings = _values(env, tables)
     findings += _half_set(env, launcher)
     if name:
-        values["name"], sources["name"] = name, f"detected: {_signs(env)}"
+        values["name"], sources["name"] = name, f"detected: {SIGNS[name]}"
     if launcher:
         values["launcher"], sources["launcher"] = launcher, "detected: environment variables"
     if name == "slurm":
@@ -72,12 +61,20 @@ def read(env: Mapping[str, str]) -> tuple[Scheduler, list[Finding]]:
     except ValueError as error:
         findings.append(_contradiction(str(error)))
         kept = {field: value for field, value in values.items() if field not in RANKS}
-        kept.pop("local_world_size", None)
         return Scheduler(**kept, sources={f: s for f, s in sources.items() if f in kept}), findings
 
 
-def _signs(env: Mapping[str, str]) -> str:
-    return "SLURM_JOB_ID" if "SLURM_JOB_ID" in env else "KUBERNETES_SERVICE_HOST"
+def _name(env: Mapping[str, str]) -> str | None:
+    return next((name for name, sign in SIGNS.items() if sign in env), None)
+
+
+def _launcher(env: Mapping[str, str]) -> str | None:
+    if "TORCHELASTIC_RUN_ID" in env:
+        return "torchrun"
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return "by hand"
+    # A batch script has SLURM_PROCID too; only a step has both.
+    return "srun" if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env else None
 
 
 def _values(
@@ -104,9 +101,7 @@ def _values(
     return values, sources, findings
 
 
-def _slurm_memory_and_names(
-    env: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]
-) -> None:
+def _slurm_memory_and_names(env: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> None:
     """Slurm grants memory per node, per CPU or per GPU, in MiB; 0 means all of it."""
     per = {
         "SLURM_MEM_PER_NODE": 1,
@@ -142,9 +137,7 @@ def node_names(listed: str) -> list[str]:
             numbers = range(int(first), int(last or first) + 1)
             # A second pair of brackets, as in rack[1-2]n[1-4], is expanded in turn.
             names += [
-                full
-                for number in numbers
-                for full in node_names(f"{head}{number:0{len(first)}d}{tail}")
+                full for number in numbers for full in node_names(f"{head}{number:0{len(first)}d}{tail}")
             ]
     return names
 

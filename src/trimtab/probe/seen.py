@@ -11,8 +11,8 @@ from trimtab.spec import Device, DeviceProcess, Finding, Peaks, Severity, Slice,
 from trimtab.units import format_bytes
 
 MEMORY_TOLERANCE = 0.12
-"""A device whose memory differs from its row by more than this is another device of the same name; ECC on GDDR
-moves the total by 7 %."""
+"""A device whose memory differs from its row by more than this is another device of the same name; ECC
+on GDDR moves the total by 7 %."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,5 @@ def _unreached(versions: Versions, device: Device) -> Finding | None:
         f"{device.compute_capability}).",
         evidence=f"torch's build for CUDA {versions.torch_cuda} carries {listed}",
         cause="Builds drop old devices, and older builds do not know new ones.",
-        cure="Install the build of torch for CUDA "
-        + ("12.6." if have < min(built) else "13.0 or newer."),
+        cure="Install the build of torch for CUDA " + ("12.6." if have < min(built) else "13.0 or newer."),
     )

@@ -1,8 +1,9 @@
 """Which devices CUDA_VISIBLE_DEVICES leaves to this process, by CUDA's own rules.
 
-CUDA reads the list from the left and stops at the first entry it cannot resolve; an empty list hides every
-GPU; a repeated entry hides them all. Numbers count in CUDA's order, which is fastest first unless
-CUDA_DEVICE_ORDER=PCI_BUS_ID. Before driver R570 a process sees one MIG slice only, and no whole GPU beside it.
+CUDA reads the list from the left and stops at the first entry it cannot resolve; an empty list hides
+every GPU; a repeated entry hides them all. Numbers count in CUDA's order, which is fastest first unless
+CUDA_DEVICE_ORDER=PCI_BUS_ID. Before driver R570 a process sees one MIG slice only, and no whole GPU
+beside it.
 """
 
 from __future__ import annotations
@@ -66,9 +67,7 @@ def visible(
     return Visible(devices=tuple(chosen), notes=tuple(order_notes))
 
 
-def _in_cuda_order(
-    whole: list[SeenDevice], env: Mapping[str, str]
-) -> tuple[list[SeenDevice], list[str]]:
+def _in_cuda_order(whole: list[SeenDevice], env: Mapping[str, str]) -> tuple[list[SeenDevice], list[str]]:
     """GPUs as CUDA counts them. The driver lists them by PCI address; unlike cards are sorted by speed."""
     if env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({one.name for one in whole}) < 2:  # noqa: PLR2004
         return whole, []
@@ -76,8 +75,10 @@ def _in_cuda_order(
     if ordered == whole:
         return whole, []
     return ordered, [
-        "CUDA counts unlike GPUs fastest first, nvidia-smi counts them by PCI address; the order here is "
-        "CUDA's, as far as it can be told. CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
+        (
+            "CUDA counts unlike GPUs fastest first, nvidia-smi counts them by PCI address; the order here is "
+            "CUDA's, as far as it can be told. CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
+        )
     ]
 
 
@@ -135,9 +136,7 @@ def _resolve(
     return None, f"{entry} matches {len(found)} GPUs here" if found else f"no GPU here is {entry}"
 
 
-def _bad_entry(
-    value: str, entry: str, wrong: str, kept: int, whole: list[SeenDevice]
-) -> Finding:
+def _bad_entry(value: str, entry: str, wrong: str, kept: int, whole: list[SeenDevice]) -> Finding:
     known = f"0 to {len(whole) - 1}" if len(whole) > 1 else "0" if whole else ""
     cure = (
         f"Set {VARIABLE} to numbers from {known}, or to UUIDs from `nvidia-smi -L`; or unset it."

@@ -58,7 +58,7 @@ def here() -> World:
         names=_names,
         run=_run,
         nvml=_real_nvml(),
-        host=lambda question: _host(question),
+        host=_host,
     )
 
 

@@ -66,8 +66,8 @@ __all__ = [
     "Setting",
     "Severity",
     "Slice",
-    "Strategy",
     "StepTime",
+    "Strategy",
     "Vendor",
     "Versions",
 ]

@@ -135,10 +135,9 @@ class Setting(Noun, frozen=True, kw_only=True):
             return wrong
         per_round = self.micro_batch * self.data_parallel
         if not per_round * (self.accumulation - 1) < self.global_batch <= per_round * self.accumulation:
-            return [
-                f"micro_batch {self.micro_batch} x accumulation {self.accumulation} x data_parallel "
-                f"{self.data_parallel} does not make global_batch {self.global_batch}"
-            ]
+            product = f"micro_batch {self.micro_batch} x accumulation {self.accumulation}"
+            product += f" x data_parallel {self.data_parallel}"
+            return [f"{product} does not make global_batch {self.global_batch}"]
         if self.strategy is Strategy.SINGLE and self.gpus != 1:
             return [f"strategy single runs on one device, and the mesh has {self.gpus}"]
         return []
