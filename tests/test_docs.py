@@ -1,0 +1,72 @@
+"""The commands in the documentation do what the documentation shows.
+
+A ```console block holds one `$ command` and its output. Blocks marked `h200` show the recorded H200. To take
+over new output, run: TRIMTAB_RECORD=1 .venv/bin/python -m pytest tests/test_docs.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import machines as m
+from test_cli import shown
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"```console(?P<tag> h200)?\n\$ (?P<command>[^\n]+)\n(?P<output>.*?)```", re.DOTALL)
+LINK = re.compile(r"\[[^\]]+\]\(([^)#]+)\)")
+
+
+def real_output(command: str, *, h200: bool) -> str:
+    if h200:
+        return shown(m.recorded("h200")) + "\n"
+    done = subprocess.run(
+        ["bash", "-c", command.replace("trimtab", f"{sys.executable} -m trimtab", 1)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | {"COLUMNS": "80"},
+    )
+    return done.stdout + done.stderr
+
+
+CASES = [
+    pytest.param(page, match, id=f"{page.name}: {match['command']}")
+    for page in PAGES
+    for match in BLOCK.finditer(page.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize(("page", "match"), CASES)
+def test_the_output_in_the_documentation_is_what_the_command_prints(page: Path, match: re.Match[str]) -> None:
+    if "CUDA_VISIBLE_DEVICES" in match["command"] and Path("/dev/nvidiactl").exists():
+        pytest.skip("the page shows a machine without a GPU")
+    real = real_output(match["command"], h200=bool(match["tag"]))
+    if os.environ.get("TRIMTAB_RECORD"):
+        tag = match["tag"] or ""
+        block = f"```console{tag}\n$ {match['command']}\n{real}```"
+        page.write_text(page.read_text(encoding="utf-8").replace(match[0], block), encoding="utf-8")
+        return
+    assert match["output"] == real, f"{page.name} is stale; see the head of {Path(__file__).name}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_link_in_the_documentation_leads_to_a_file(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_the_readme_names_every_verb() -> None:
+    from trimtab import api
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for verb in api.VERBS:
+        assert f"trimtab {verb}" in text
