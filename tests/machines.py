@@ -53,6 +53,7 @@ class Gpu:
     uuid: str = ""
     processes: list[tuple[int, int | None]] = field(default_factory=list)
     nvlink_version: int = 0
+    """NVML's enum, not the generation: 5 is NVLink 3.1, 6 is NVLink 4.0."""
     switch_links: int = 0
     peer_links: dict[int, int] = field(default_factory=dict)
     """Number of straight links, by index of the other GPU."""
@@ -222,7 +223,7 @@ def h100(**changes: Any) -> Gpu:
         "reserved_mib": 472,
         "capability": (9, 0),
         "cores": 16896,
-        "nvlink_version": 4,
+        "nvlink_version": 6,
         "switch_links": 18,
     }
     return Gpu(**(facts | changes))
@@ -240,7 +241,7 @@ def a100_40(**changes: Any) -> Gpu:
         "power_w": 400,
         "default_w": 400,
         "pcie": (4, 16),
-        "nvlink_version": 3,
+        "nvlink_version": 5,
         "switch_links": 12,
     }
     return Gpu(**(facts | changes))
@@ -349,8 +350,8 @@ def mig_slice() -> dict[str, Any]:
 
 def mixed() -> dict[str, Any]:
     """Two RTX 3090 with a bridge, and an RTX 4090 on the PCI bus between them."""
-    left = rtx3090(nvlink_version=3, peer_links={2: 4})
-    right = rtx3090(nvlink_version=3, peer_links={0: 4})
+    left = rtx3090(nvlink_version=5, peer_links={2: 4})
+    right = rtx3090(nvlink_version=5, peer_links={0: 4})
     return machine([left, rtx4090(), right])
 
 

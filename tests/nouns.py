@@ -71,7 +71,14 @@ def nodes(draw: st.DrawFn) -> spec.Node:
 
 
 def _link(node: int, devices: tuple[int, ...], kind: str, speed: float | None, where: str) -> spec.Link:
-    return spec.Link(kind=kind, node=node, devices=devices, bandwidth_bytes_per_s=speed, source=where)
+    return spec.Link(
+        kind=kind,
+        node=node,
+        devices=devices,
+        bandwidth_bytes_per_s=speed,
+        total_bytes_per_s=speed,
+        source=where,
+    )
 
 
 links = st.builds(_link, st.just(0), st.just((0, 1)), names, maybe(rates), source)

@@ -21,7 +21,25 @@ def test_every_row_says_where_it_comes_from_and_how_far_it_was_checked() -> None
         assert set(row.verification) <= VERIFICATIONS
         assert row.verification
     assert all(row.source.startswith("https://") for row in devices())
-    assert len(devices()) == 50
+    assert len(devices()) == 51
+
+
+def test_every_usable_memory_says_where_it_was_seen() -> None:
+    for row in devices():
+        assert bool(row.usable_source) == (row.usable_gib is not None), row.name
+        assert not row.usable_source or "https://" in row.usable_source or len(row.usable_source) > 30
+
+
+def test_the_links_of_a_row_are_those_of_the_link_table() -> None:
+    rows = tables.links()
+    for row in devices():
+        if row.link in rows and row.link.startswith("PCIe"):
+            assert row.link_gbs == rows[row.link].gbs, row.name
+        assert (row.nvlinks is not None) == row.link.startswith("NVLink"), row.name
+        assert row.board is None or rows[row.board].pair_gbs, row.name
+        if row.nvlinks and row.compute_capability != "8.6":
+            rate = rows[row.link[:7]].per_lane_gbs
+            assert row.link_gbs / row.nvlinks == rate, row.name
 
 
 def test_no_name_means_two_devices() -> None:
@@ -56,6 +74,8 @@ def test_multiprocessors_times_clock_times_rate_gives_the_peak(row: DeviceRow) -
         ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("NVIDIA B300 SXM6 AC", "B300 SXM"),
+        ("NVIDIA GH200 480GB", "GH200 96GB"),
+        ("NVIDIA GH200 144G HBM3e", "GH200 144GB"),
         ("AMD Instinct MI300X", "MI300X 192GB"),
     ],
 )
@@ -76,6 +96,8 @@ def test_a_device_is_found_by_what_its_driver_reports(name: str, row: str) -> No
         ("RTX 6000", "Quadro RTX 6000 24GB (Turing)"),
         ("v100_32gb", "V100 SXM2 32GB"),
         ("mi250x", "MI250X (per GCD)"),
+        ("RTX PRO 6000 Blackwell Workstation", "RTX PRO 6000 Blackwell WS"),
+        ("GH200-144GB", "GH200 144GB"),
     ],
 )
 def test_a_device_is_found_by_what_people_type(name: str, row: str) -> None:
@@ -125,7 +147,6 @@ def test_trap_a_name_within_a_name_is_another_device(short: str, longer: str) ->
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA H100",
         "NVIDIA A100",
-        "NVIDIA GH200 144G HBM3e",
         "NVIDIA L20",
         "Tesla K80",
         "",

@@ -214,6 +214,17 @@ def test_every_machine_is_readable_at_80_columns(name: str) -> None:
         assert device.name.split()[-1] in text
 
 
+def test_each_group_of_nodes_shows_its_own_links() -> None:
+    text = trimtab_cli("detect", "--on", "2x8xH100+1x4xA100-40GB", columns=200).stdout
+    assert "node0, node1: any two of the 8 GPUs: NVLink4, 450 GB/s each way (in each node alike)" in text
+    assert "node2: any two of the 4 GPUs: NVLink3, 300 GB/s each way\n" in text
+
+
+def test_straight_links_show_the_pair_and_the_whole() -> None:
+    text = trimtab_cli("detect", "--on", "8xMI300X", columns=200).stdout
+    assert "Infinity Fabric, 64 GB/s each way, 448 GB/s from one to all others" in text
+
+
 def test_a_derived_peak_is_marked_on_the_terminal() -> None:
     unknown = m.rtx4090(name="NVIDIA GeForce RTX 4090 D")
     assert "~203 TFLOP/s" in shown(m.machine([unknown]))

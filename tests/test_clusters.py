@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trimtab
-from trimtab.catalog.clusters import stated
+from trimtab.catalog.clusters import network_link, stated
 from trimtab.catalog.tables import devices
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
 
@@ -68,7 +68,38 @@ def test_devices_of_a_stated_node_are_joined_as_such_nodes_are(text: str, kind: 
 
 def test_a_bridge_that_was_not_named_is_not_assumed_and_that_is_said() -> None:
     (link,) = stated("2xA6000").links
-    assert link.source == "assumed: no NVLink bridge, since none was named"
+    assert link.source == "assumed: no bridge, since none was named"
+    assert stated("2xL40S").links[0].source == "assumed: a slot of PCIe4 x16 for each card"
+
+
+@pytest.mark.parametrize(
+    ("text", "pair", "total"),
+    [
+        ("8xMI300X", 64e9, 448e9),
+        ("2xMI300X", 64e9, 64e9),
+        ("8xMI325X", 64e9, 448e9),
+        ("8xMI355X", 76.5e9, 535.5e9),
+        ("8xMI250X", 50e9, 350e9),
+        ("8xV100-32GB", 25e9, 150e9),
+        ("2xV100-16GB", 25e9, 25e9),
+        ("8xH100", 450e9, 450e9),
+        ("2xMI210", 31e9, 31e9),
+    ],
+)
+def test_a_pair_gets_its_own_links_and_a_device_all_of_them(text: str, pair: float, total: float) -> None:
+    (link,) = stated(text).links
+    assert (link.bandwidth_bytes_per_s, link.total_bytes_per_s) == (pair, total)
+
+
+def test_what_is_assumed_of_a_v100_board_is_said() -> None:
+    cluster = stated("8xV100-SXM2-32GB")
+    assert cluster.links[0].source.startswith("assumed: one NVLink a pair")
+    assert any("V100 boards have no switch" in note for note in cluster.notes)
+    assert stated("V100-SXM2-32GB").notes == ()
+
+
+def test_the_network_of_nodes_without_known_devices_has_no_known_speed() -> None:
+    assert network_link(set()).bandwidth_bytes_per_s is None
 
 
 def test_the_network_between_nodes_is_known_only_for_common_makes() -> None:

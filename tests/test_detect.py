@@ -113,9 +113,95 @@ def test_mixed_cards_come_in_cudas_order_with_the_bridge_between_the_right_two()
         "GeForce RTX 3090",
         "GeForce RTX 3090",
     ]
-    kinds = {link.devices: link.kind for link in found.links}
-    assert kinds == {(0, 1): "PCIe4 x16", (0, 2): "PCIe4 x16", (1, 2): "NVLink3"}
+    kinds = {link.devices: (link.kind, link.bandwidth_bytes_per_s) for link in found.links}
+    bus = ("PCIe4 x16", 31e9)
+    assert kinds == {(0, 1): bus, (0, 2): bus, (1, 2): ("NVLink3", 56.25e9)}
     assert any("CUDA_DEVICE_ORDER" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "answer", "kind", "gbs"),
+    [
+        (m.h100, 6, "NVLink4", 450),
+        # An H100 has been seen to answer with the enum of NVLink 5.
+        (m.h100, 7, "NVLink4", 450),
+        (m.a100_40, 4, "NVLink3", 300),
+        (m.a100_40, 5, "NVLink3", 300),
+    ],
+)
+def test_the_nvlink_version_is_an_enum_that_the_catalogue_corrects(
+    gpu: Callable[..., m.Gpu], answer: int, kind: str, gbs: float
+) -> None:
+    (link,) = look(m.machine([gpu(nvlink_version=answer) for _ in range(2)])).links
+    assert (link.kind, link.bandwidth_bytes_per_s) == (kind, gbs * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("capability", "answer", "kind", "gbs"),
+    [
+        ((9, 0), 7, "NVLink4", 4 * 25),
+        ((8, 6), 5, "NVLink3", 4 * 14.0625),
+        ((8, 0), 5, "NVLink3", 4 * 25),
+        ((7, 0), 3, "NVLink2", 4 * 25),
+        ((10, 0), 7, "NVLink5", 4 * 50),
+        ((13, 0), 8, "NVLink6", None),
+        ((13, 0), 99, "NVLink", None),
+    ],
+)
+def test_links_of_an_unknown_card_go_by_its_chip(
+    capability: tuple[int, int], answer: int, kind: str, gbs: float | None
+) -> None:
+    pair = [
+        m.h100(
+            name="NVIDIA Something",
+            capability=capability,
+            nvlink_version=answer,
+            switch_links=0,
+            peer_links={1 - index: 4},
+        )
+        for index in range(2)
+    ]
+    (link,) = look(m.machine(pair)).links
+    assert (link.kind, link.bandwidth_bytes_per_s) == (kind, None if gbs is None else gbs * 1e9)
+
+
+def test_half_the_links_of_a_bridge_are_half_of_its_rate() -> None:
+    pair = [m.rtx3090(nvlink_version=5, peer_links={1 - index: 2}) for index in range(2)]
+    (link,) = look(m.machine(pair)).links
+    assert link.bandwidth_bytes_per_s == pytest.approx(56.25e9 / 2)
+    assert link.source == "detected: NVML: 2 links straight, each as in GeForce RTX 3090"
+
+
+def test_straight_links_to_every_peer_add_up() -> None:
+    def board(index: int) -> m.Gpu:
+        peers = {other: 2 for other in range(4) if other != index}
+        return m.h100(
+            name="Tesla V100-SXM2-16GB",
+            total_mib=16384,
+            reserved_mib=256,
+            capability=(7, 0),
+            cores=5120,
+            nvlink_version=3,
+            switch_links=0,
+            peer_links=peers,
+        )
+
+    (link,) = look(m.machine([board(index) for index in range(4)])).links
+    assert (link.bandwidth_bytes_per_s, link.total_bytes_per_s) == (50e9, 150e9)
+
+
+@pytest.mark.parametrize(("width", "gbs"), [(16, 31), (8, 15.5), (4, 7.75)])
+def test_a_bus_is_as_fast_detected_as_stated(width: int, gbs: float) -> None:
+    (link,) = look(m.machine([m.rtx4090(pcie=(4, width)) for _ in range(2)])).links
+    assert link.bandwidth_bytes_per_s == gbs * 1e9
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), (None, None)])
+def test_the_numa_node_is_that_of_the_pci_address(text: str | None, node: int | None) -> None:
+    files = {} if text is None else {"/sys/bus/pci/devices/0000:01:00.0/numa_node": text}
+    (device,) = look(m.machine([m.h100()], read=files)).devices
+    assert device.numa_node == node
+    assert device.sources.get("numa_node") == (None if node is None else "detected: /sys/bus/pci/devices")
 
 
 def test_mixed_cards_keep_the_pci_order_where_it_is_asked_for() -> None:

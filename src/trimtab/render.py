@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 UNKNOWN = "-"
+MOST_LINKS = 8
+"""More pairs than this are counted, not listed."""
 
 
 def cluster(found: Cluster, *, heading: str) -> RenderableType:
     """What detect found: devices, links, host, scheduler, versions and notes."""
-    groups = _alike(found.nodes)
+    groups = _alike(found)
     parts: list[RenderableType] = [Text.assemble((heading, "bold"), f": {count(found)}"), Text()]
     for nodes in groups:
         if len(found.nodes) > 1:
@@ -52,11 +54,12 @@ def count(found: Cluster) -> str:
     return f"{nodes} node{'s' * (nodes > 1)}, {gpus}"
 
 
-def _alike(nodes: tuple[Node, ...]) -> list[list[Node]]:
+def _alike(found: Cluster) -> list[list[Node]]:
     """Nodes in groups that would print the same."""
     groups: list[list[Node]] = []
-    for node in nodes:
-        if groups and _printed(groups[-1][0]) == _printed(node):
+    looks = [(_printed(node), _joined(found, index)) for index, node in enumerate(found.nodes)]
+    for index, node in enumerate(found.nodes):
+        if index and looks[index - 1] == looks[index]:
             groups[-1].append(node)
         else:
             groups.append([node])
@@ -66,6 +69,15 @@ def _alike(nodes: tuple[Node, ...]) -> list[list[Node]]:
 def _printed(node: Node) -> Any:
     rows = [(one.name, one.memory_bytes, one.free_bytes, one.power_limit_w) for one in node.devices]
     return (rows, node.cpu_cores, node.ram_bytes)
+
+
+def _joined(found: Cluster, node: int) -> list[str]:
+    """The lines about the links of one node."""
+    within = [link for link in found.links if link.node == node]
+    lines = [f"{_ends(link)}: {link.kind}{_speed(link)}" for link in within[:MOST_LINKS]]
+    if len(within) > len(lines):
+        lines.append(f"and {len(within) - len(lines)} more pairs; --json has them all")
+    return lines
 
 
 def _names(nodes: list[Node]) -> str:
@@ -141,7 +153,7 @@ def _surroundings(found: Cluster, groups: list[list[Node]]) -> Table:
     table.show_header = False
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    rows: list[tuple[str, str]] = [("links", one) for one in _links(found.links, len(found.nodes))]
+    rows: list[tuple[str, str]] = [("links", one) for one in _links(found, groups)]
     rows += [("host", one) for nodes in groups if (one := _host(nodes[0]))]
     rows += [("scheduler", _scheduler(found.scheduler))] if _stands(found) else []
     rows += [("versions", one)] if (one := _versions(found.versions)) else []
@@ -157,14 +169,19 @@ def _stands(found: Cluster) -> bool:
     return found.versions.python is not None
 
 
-def _links(links: tuple[Link, ...], num_nodes: int) -> list[str]:
-    within = [link for link in links if link.node == 0]
-    lines = [f"{_ends(link)}: {link.kind}{_speed(link)}" for link in within[:8]]
-    if len(within) > len(lines):
-        lines.append(f"and {len(within) - len(lines)} more pairs; --json has them all")
-    if num_nodes > 1 and lines:
-        lines[-1] += " (in each node alike)" if len(links) > len(within) else ""
-    lines += [f"between nodes: {link.kind}{_speed(link)}" for link in links if link.node is None]
+def _links(found: Cluster, groups: list[list[Node]]) -> list[str]:
+    """Each group's own links, then the one between nodes."""
+    lines: list[str] = []
+    index = 0
+    for nodes in groups:
+        own = _joined(found, index)
+        index += len(nodes)
+        if len(groups) > 1:
+            own = [f"{_names(nodes)}: {one}" for one in own]
+        if len(nodes) > 1 and own:
+            own[-1] += " (in each node alike)"
+        lines += own
+    lines += [f"between nodes: {link.kind}{_speed(link)}" for link in found.links if link.node is None]
     return lines
 
 
@@ -177,7 +194,11 @@ def _ends(link: Link) -> str:
 def _speed(link: Link) -> str:
     if link.bandwidth_bytes_per_s is None:
         return " of unknown speed"
-    return f", {format_bandwidth(link.bandwidth_bytes_per_s)} each way"
+    speed = f", {format_bandwidth(link.bandwidth_bytes_per_s)} each way"
+    total = link.total_bytes_per_s
+    if total is None or total <= link.bandwidth_bytes_per_s:
+        return speed
+    return f"{speed}, {format_bandwidth(total)} from one to all others"
 
 
 def _host(node: Node) -> str:

@@ -63,6 +63,16 @@ def parse_bytes(text: str) -> int:
     return round(float(number) * _BYTES_PER.get(unit, 1))
 
 
+def parse_whole(text: str) -> int | None:
+    """A whole number from 0 up in plain digits; None for anything else, such as "-1", "\\u00b2" or 30 digits.
+
+    >>> parse_whole(" 12\\n"), parse_whole("\\u00b2"), parse_whole("-1")
+    (12, None, None)
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,18})\s*", text)
+    return int(match.group(1)) if match else None
+
+
 def parse_duration(text: str) -> float:
     """Seconds from what people type.
 

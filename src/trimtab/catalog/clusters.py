@@ -94,6 +94,12 @@ def _cluster(layouts: list[list[DeviceRow]], given: str, notes: list[str]) -> Cl
     joined = [link for index, rows in enumerate(layouts) for link in _node_links(rows, index)]
     if len(layouts) > 1:
         joined.append(network_link({row.name for rows in layouts for row in rows}))
+    notes += [
+        f"{row.name}: taken is {links()[row.board].assumes}"
+        for rows in layouts
+        for row in rows
+        if len(rows) > 1 and row.board and links()[row.board].assumes
+    ]
     return Cluster(nodes=nodes, links=tuple(joined), notes=tuple(dict.fromkeys(notes)))
 
 
@@ -133,8 +139,9 @@ def row_device(row: DeviceRow, index: int, given: str) -> Device:
 def _node_links(rows: list[DeviceRow], node: int) -> list[Link]:
     """How the devices of a stated node reach each other.
 
-    Boards with a switch (SXM, OAM) join all devices at full speed. A bridge joins one pair and is bought
-    apart, and unlike cards share only the PCIe bus: for those the bus is assumed.
+    Boards with a switch (SXM) join all devices at full speed; boards without one (OAM, V100) share a
+    device's links out among its peers. A bridge joins one pair and is bought apart, and unlike cards share
+    only the PCIe bus: for those the bus is assumed.
     """
     if len(rows) < 2:  # noqa: PLR2004 - two ends
         return []
@@ -143,25 +150,41 @@ def _node_links(rows: list[DeviceRow], node: int) -> list[Link]:
     alike = all(row.name == first.name for row in rows)
     on_board = alike and not first.link.startswith("PCIe") and not _is_bridge(first)
     if on_board:
-        return [
-            Link(
-                kind=first.link,
-                node=node,
-                devices=everyone,
-                bandwidth_bytes_per_s=first.link_gbs * 1e9,
-                source=f"catalogued: {first.name}",
-            )
-        ]
-    kind = f"PCIe{min(row.pcie for row in rows)} x16"
+        return [_board_link(first, node, everyone)]
+    generation = min(row.pcie for row in rows)
+    kind = f"PCIe{generation} x16"
+    bridged = alike and _is_bridge(first)
+    ground = "no bridge, since none was named" if bridged else f"a slot of PCIe{generation} x16 for each card"
+    speed = links()[kind].gbs * 1e9
     return [
         Link(
             kind=kind,
             node=node,
             devices=everyone,
-            bandwidth_bytes_per_s=links()[kind].gbs * 1e9,
-            source="assumed: no NVLink bridge, since none was named",
+            bandwidth_bytes_per_s=speed,
+            total_bytes_per_s=speed,
+            source=f"assumed: {ground}",
         )
     ]
+
+
+def _board_link(row: DeviceRow, node: int, devices: tuple[int, ...]) -> Link:
+    """The link of a board full of one device: through its switch, or straight from pair to pair."""
+    board = links()[row.board] if row.board else None
+    total = pair = row.link_gbs * 1e9
+    source = f"catalogued: {row.name}"
+    if board is not None and board.pair_gbs is not None:
+        pair = board.pair_gbs * 1e9
+        total = min(total, pair * (len(devices) - 1))
+        source = f"assumed: {board.assumes}" if board.assumes else source
+    return Link(
+        kind=row.link,
+        node=node,
+        devices=devices,
+        bandwidth_bytes_per_s=pair,
+        total_bytes_per_s=total,
+        source=source,
+    )
 
 
 def _is_bridge(row: DeviceRow) -> bool:
@@ -172,7 +195,7 @@ def _is_bridge(row: DeviceRow) -> bool:
 def network_link(models: set[str]) -> Link:
     """The link between nodes: the usual fabric of such nodes, or a network of unknown speed."""
     for fabric in fabrics():
-        if models <= set(fabric.devices):
+        if models and models <= set(fabric.devices):
             return Link(
                 kind="network",
                 node=None,

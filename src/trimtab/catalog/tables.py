@@ -40,6 +40,7 @@ class DeviceRow(Row, frozen=True, kw_only=True):
     flop_per_clock: int | None = None
     memory_gb: float
     usable_gib: float | None = None
+    usable_source: str = ""
     bandwidth_gbs: float
     fp32: float
     tf32: float | None = None
@@ -48,6 +49,8 @@ class DeviceRow(Row, frozen=True, kw_only=True):
     fp8: float | None = None
     link: str
     link_gbs: float
+    nvlinks: int | None = None
+    board: str | None = None
     pcie: int
     note: str = ""
 
@@ -66,6 +69,7 @@ class LinkRow(Row, frozen=True, kw_only=True):
     gbs: float
     per_lane_gbs: float | None = None
     pair_gbs: float | None = None
+    assumes: str = ""
 
 
 class FabricRow(Row, frozen=True, kw_only=True):

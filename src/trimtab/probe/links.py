@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.catalog.lookup import reported
 from trimtab.catalog.tables import links as link_rows
 from trimtab.spec import Link
 
@@ -21,8 +23,30 @@ LEVELS = {
 }
 """What NVML's levels of the PCI tree mean."""
 
-Path = tuple[str, float | None, str]
-"""Kind, bandwidth one way and source of the path between two devices."""
+GENERATION_BY_CAPABILITY = {
+    "6.0": 1,
+    "7.0": 2,
+    "7.5": 2,
+    "8.0": 3,
+    "8.6": 3,
+    "9.0": 4,
+    "10.0": 5,
+    "10.3": 5,
+}
+"""The NVLink generation that a chip was built with. Drivers misreport it (an H100 has been seen to answer
+5), and the chip cannot be of another generation than its own."""
+
+FULL_WIDTH = 16
+"""Lanes of the PCIe rows."""
+
+
+class Path(NamedTuple):
+    """The path between two devices."""
+
+    kind: str
+    speed: float | None
+    """Bytes per second, one way."""
+    source: str
 
 
 def device_links(seen: list[SeenDevice], reading: NvmlReading, node: int = 0) -> tuple[Link, ...]:
@@ -33,35 +57,75 @@ def device_links(seen: list[SeenDevice], reading: NvmlReading, node: int = 0) ->
     paths = {
         (one, two): _path(seen[one], seen[two], reading) for one in everyone for two in everyone if one < two
     }
-    groups = [(tuple(everyone), paths[0, 1])] if len(set(paths.values())) == 1 else list(paths.items())
+    alike = len(set(paths.values())) == 1
+    groups = [(tuple(everyone), paths[0, 1])] if alike else list(paths.items())
     return tuple(
-        Link(kind=kind, node=node, devices=devices, bandwidth_bytes_per_s=speed, source=source)
-        for devices, (kind, speed, source) in groups
+        Link(
+            kind=path.kind,
+            node=node,
+            devices=devices,
+            bandwidth_bytes_per_s=path.speed,
+            total_bytes_per_s=_total(path, [seen[one] for one in devices], reading),
+            source=path.source,
+        )
+        for devices, path in groups
     )
+
+
+def _total(path: Path, joined: list[SeenDevice], reading: NvmlReading) -> float | None:
+    """What one device sends to all the others: links that run straight to each peer add up."""
+    if path.speed is None:
+        return None
+    nvlinks = reading.nvlinks.get(joined[0].key)
+    straight = path.kind.startswith("NVLink") and nvlinks is not None and not nvlinks.to_switch
+    return path.speed * (len(joined) - 1) if straight else path.speed
 
 
 def _path(one: SeenDevice, two: SeenDevice, reading: NvmlReading) -> Path:
     nvlinks, other = reading.nvlinks.get(one.key), reading.nvlinks.get(two.key)
     if nvlinks and other:
-        lanes = min(nvlinks.to_switch, other.to_switch) or nvlinks.to_peer.get(two.bus_id or "", 0)
-        if lanes:
-            return _nvlink_path(nvlinks, lanes)
+        count = min(nvlinks.to_switch, other.to_switch) or nvlinks.to_peer.get(two.bus_id or "", 0)
+        if count:
+            return _nvlink_path(one, nvlinks, count)
     level = reading.ancestors.get((one.key, two.key))
-    where = f": {LEVELS[level]}" if level in LEVELS else ""
+    source = f"detected: {one.source}" + (f": {LEVELS[level]}" if level in LEVELS else "")
     generation = min(one.pcie_generation or 0, two.pcie_generation or 0)
     width = min(one.pcie_width or 0, two.pcie_width or 0)
     row = link_rows().get(f"PCIe{generation} x16")
-    if not row or not row.per_lane_gbs or not width:
-        return "PCIe", None, f"detected: NVML{where}"
-    speed = round(row.per_lane_gbs * width) * 1e9
-    return f"PCIe{generation} x{width}", speed, f"detected: NVML{where}"
+    if not row or not width:
+        return Path("PCIe", None, source)
+    return Path(f"PCIe{generation} x{width}", row.gbs * 1e9 * width / FULL_WIDTH, source)
 
 
-def _nvlink_path(nvlinks: NvLinks, lanes: int) -> Path:
-    kind = f"NVLink{nvlinks.version}" if nvlinks.version else "NVLink"
-    row = link_rows().get(kind)
+def _nvlink_path(one: SeenDevice, nvlinks: NvLinks, count: int) -> Path:
+    """The rate is that of the card's own row over its links, where it is known: cards of one generation
+    differ. Otherwise it is the generation's.
+    """
+    generation, ground = _generation(one, nvlinks)
     through = "through a switch" if nvlinks.to_switch else "straight"
-    source = f"detected: NVML: {lanes} links {through}"
-    if row is None or row.per_lane_gbs is None:
-        return kind, None, source
-    return kind, row.per_lane_gbs * lanes * 1e9, source
+    source = f"detected: {one.source}: {count} links {through}{ground}"
+    if generation is None:
+        return Path("NVLink", None, source)
+    kind = f"NVLink{generation}"
+    row = reported(one.name)
+    if row and row.nvlinks and row.link.startswith(kind):
+        return Path(kind, row.link_gbs * 1e9 * count / row.nvlinks, f"{source}, each as in {row.name}")
+    chip = f"{kind} on sm_{(one.compute_capability or '').replace('.', '')}"
+    rate = link_rows().get(chip) or link_rows().get(kind)
+    if rate is None or rate.per_lane_gbs is None:
+        return Path(kind, None, source)
+    return Path(kind, rate.per_lane_gbs * 1e9 * count, f"{source}, each as in {rate.name}")
+
+
+def _generation(one: SeenDevice, nvlinks: NvLinks) -> tuple[int | None, str]:
+    """The generation of a card's NVLinks: the catalogue's, the chip's, or the driver's word, in that order."""
+    row = reported(one.name)
+    catalogued = re.match(r"NVLink(\d)", row.link) if row else None
+    if catalogued:
+        known: int | None = int(catalogued.group(1))
+    else:
+        known = GENERATION_BY_CAPABILITY.get(one.compute_capability or "")
+    said = nvlinks.generation
+    if known is None or said in (None, known):
+        return known or said, ""
+    return known, f" (the driver calls them generation {said})"

@@ -18,13 +18,17 @@ from trimtab.probe.world import (
     World,
 )
 from trimtab.spec import DeviceProcess, Finding, Severity, Slice
-from trimtab.units import GIB
+from trimtab.units import GIB, parse_whole
 
 MEMORY_V2 = 0x2000028
 """nvmlMemory_v2: tells what the driver keeps for itself apart from what processes use."""
 CLOCK_SM, CLOCK_MEMORY = 1, 2
-MOST_NVLINKS = 18
+MOST_NVLINKS = 36
 REMOTE_IS_SWITCH = 2
+NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
+"""What nvmlDeviceGetNvLinkVersion answers is an enum (1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0, 6.0), not the
+generation: an A100 and an RTX 3090 answer 5, which is NVLink 3.1. See NVML_NVLINK_VERSION_* in nvml.h and
+https://github.com/open-mpi/hwloc/issues/658."""
 
 ABSENT = (NVML_LIBRARY_NOT_FOUND, NVML_NO_PYTHON_PACKAGE)
 """NVML is not here, which says nothing about the machine."""
@@ -59,7 +63,8 @@ DEFAULT_CURE = (
 class NvLinks:
     """The live NVLinks of one GPU."""
 
-    version: int | None
+    generation: int | None
+    """As the driver says; see `links.py` for whether to believe it."""
     to_switch: int
     """How many lead to a switch, which joins all GPUs of the board."""
     to_peer: dict[str, int] = field(default_factory=dict)
@@ -186,9 +191,19 @@ def _device(world: World, key: str) -> SeenDevice:
         bus_id=pci["busId"] if pci else None,
         pcie_generation=_may(world, "nvmlDeviceGetMaxPcieLinkGeneration", key),
         pcie_width=_may(world, "nvmlDeviceGetMaxPcieLinkWidth", key),
-        numa_node=_may(world, "nvmlDeviceGetNumaNodeId", key),
+        numa_node=_numa_node(world, pci["busId"]) if pci else None,
         processes=_processes(world, key),
     )
+
+
+def _numa_node(world: World, bus_id: str) -> int | None:
+    """The NUMA node that a device hangs on, by its PCI address; the kernel writes -1 where it has none.
+
+    NVML's own answer is another thing: the node that a GPU's memory forms, on machines that share it.
+    """
+    domain, _, rest = bus_id.lower().partition(":")
+    text = world.read(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node")
+    return parse_whole(text or "")
 
 
 def _scaled(value: float | None, factor: float) -> float | None:
@@ -275,7 +290,7 @@ def _slice(world: World, parent: SeenDevice, key: str, uuid: str) -> SeenDevice:
 
 def _nvlinks(world: World, key: str) -> NvLinks | None:
     """The live NVLinks of a GPU; None where it has none."""
-    version, to_switch = None, 0
+    version, to_switch = 0, 0
     to_peer: dict[str, int] = {}
     for number in range(MOST_NVLINKS):
         try:
@@ -293,7 +308,7 @@ def _nvlinks(world: World, key: str) -> NvLinks | None:
             to_peer[pci["busId"]] = to_peer.get(pci["busId"], 0) + 1
     if not to_switch and not to_peer:
         return None
-    return NvLinks(version=version, to_switch=to_switch, to_peer=to_peer)
+    return NvLinks(generation=NVLINK_GENERATIONS.get(version), to_switch=to_switch, to_peer=to_peer)
 
 
 def _ancestors(world: World, keys: list[str]) -> dict[tuple[str, str], int]:

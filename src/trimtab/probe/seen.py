@@ -91,7 +91,7 @@ def device(seen: SeenDevice, index: int) -> tuple[Device, list[Finding]]:
         "bus_id": (seen.bus_id, said),
         "pcie_generation": (seen.pcie_generation, said),
         "pcie_width": (seen.pcie_width, said),
-        "numa_node": (seen.numa_node, said),
+        "numa_node": (seen.numa_node, "detected: /sys/bus/pci/devices"),
         "slice": (seen.slice, said),
         "processes": (seen.processes, said),
     }

@@ -142,13 +142,18 @@ class Link(Noun, frozen=True, kw_only=True):
     devices: tuple[int, ...] = ()
     """Indices of the devices, each pair of which it joins; empty between nodes."""
     bandwidth_bytes_per_s: float | None = None
-    """One way, per device."""
+    """Between any two of its devices, one way; between nodes, one way per device."""
+    total_bytes_per_s: float | None = None
+    """From one device to all the others at once, one way. Through a switch or a bus that is what any pair
+    gets; where links run straight from device to device it is more. None where that is not known."""
     source: str
     """How it is known."""
 
     def faults(self) -> list[str]:
         """A link within a node joins at least two devices."""
-        wrong = below(1, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
+        wrong = below(
+            1, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, total_bytes_per_s=self.total_bytes_per_s
+        )
         if (self.node is None) != (not self.devices):
             wrong.append("a link has a node and devices, or neither")
         if self.devices and len(set(self.devices)) < 2:  # noqa: PLR2004 - two ends
