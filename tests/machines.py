@@ -58,8 +58,19 @@ class Gpu:
     peer_links: dict[int, int] = field(default_factory=dict)
     """Number of straight links, by index of the other GPU."""
     migs: list[Mig] = field(default_factory=list)
+    mig_mode: bool = False
+    """On also without slices."""
     faults: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Functions that answer with an error."""
+
+
+def on_bus(*addresses: str) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """What /sys says where NVIDIA GPUs sit at these PCI addresses: folders and files."""
+    files = {}
+    for address in addresses:
+        files[f"/sys/bus/pci/devices/{address}/vendor"] = "0x10de\n"
+        files[f"/sys/bus/pci/devices/{address}/class"] = "0x030200\n"
+    return {"/sys/bus/pci/devices": list(addresses)}, files
 
 
 def bus_id(index: int) -> str:
@@ -140,7 +151,7 @@ def _gpu_answers(index: int, gpu: Gpu, count: int) -> dict[str, Any]:
         "nvmlDeviceGetComputeRunningProcesses": [
             {"pid": pid, "usedGpuMemory": used} for pid, used in gpu.processes
         ],
-        "nvmlDeviceGetMigMode": [int(bool(gpu.migs))] * 2,
+        "nvmlDeviceGetMigMode": [int(bool(gpu.migs) or gpu.mig_mode)] * 2,
         "nvmlDeviceGetMaxMigDeviceCount": 7,
     }
     if gpu.ecc is not None:

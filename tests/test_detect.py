@@ -274,9 +274,104 @@ def test_gpus_of_other_jobs_behind_a_cgroup_are_passed_over() -> None:
     ],
 )
 def test_a_driver_that_refuses_is_an_error_with_a_cure(fault: tuple[int, str], cure: str) -> None:
-    found = look(m.machine(nvml_fault=fault))
+    names, files = m.on_bus("0000:01:00.0")
+    found = look(m.machine(nvml_fault=fault, names=names, read=files))
     assert errors(found) == ["NVML does not answer."]
     assert cure in found.findings[0].cure
+
+
+def test_a_library_without_driver_and_without_gpu_is_nothing_to_report() -> None:
+    found = look(m.machine(nvml_fault=(9, "Driver Not Loaded")))
+    assert (found.devices, found.findings) == ((), ())
+
+
+@pytest.mark.parametrize("code", [1, 15, 16, 999])
+def test_a_driver_that_will_not_tell_its_version_does_not_end_detection(code: int) -> None:
+    record = m.machine([m.h100()])
+    for function in ("nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion_v2"):
+        record["nvml"][function] = {"fault": [code, "no"]}
+    found = look(record)
+    assert len(found.devices) == 1
+    assert (found.versions.driver, found.versions.driver_cuda) == (None, None)
+
+
+def test_mig_mode_without_slices_leaves_nothing_to_use() -> None:
+    found = look(m.machine([m.a100_40(mig_mode=True), m.a100_40()]))
+    assert [one.bus_id for one in found.devices] == [m.bus_id(1)]
+    assert errors(found) == ["GPU 0 is in MIG mode and has no slices: CUDA cannot use it."]
+    assert "nvidia-smi -i 0 -mig 0" in found.findings[0].cure
+
+
+def test_naming_a_gpu_in_mig_mode_without_slices_is_an_error() -> None:
+    found = look(m.machine([m.a100_40(mig_mode=True)], env={"CUDA_VISIBLE_DEVICES": "0"}))
+    assert found.devices == ()
+    assert any("names a GPU that cannot be used: GPU 0 is in MIG mode" in what for what in errors(found))
+
+
+NO_MEMORY = {
+    f"nvmlDeviceGetMemoryInfo {m.MEMORY_V2}": (3, "Not Supported"),
+    "nvmlDeviceGetMemoryInfo": (3, "Not Supported"),
+}
+
+
+def test_a_device_that_shares_the_hosts_memory_is_kept() -> None:
+    gb10 = m.h100(name="NVIDIA GB10", capability=(12, 1), cores=6144, switch_links=0, faults=NO_MEMORY)
+    found = look(m.machine([gb10]))
+    (device,) = found.devices
+    assert (device.memory_bytes, device.free_bytes) == (512 * GIB, 480 * GIB)
+    assert device.sources["memory_bytes"] == "assumed: shared with the host"
+    assert errors(found) == []
+
+
+def test_a_device_whose_memory_nobody_knows_is_an_error() -> None:
+    found = look(m.machine([m.h100(faults=NO_MEMORY)], host={"ram": None}))
+    assert found.devices == ()
+    assert errors(found) == ["GPU 0 does not answer."]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"total_mib": 0, "reserved_mib": 0},
+        {"total_mib": 10, "reserved_mib": 20},
+        {"name": ""},
+        {"power_w": 0.1},
+    ],
+)
+def test_an_impossible_answer_is_a_finding_and_not_a_crash(changes: dict[str, Any]) -> None:
+    found = look(m.machine([m.h100(), m.h100(**changes)]))
+    assert [one.bus_id for one in found.devices] == [m.bus_id(0)]
+    assert "something impossible" in errors(found)[0]
+
+
+def test_a_pcie_generation_of_0_is_unknown() -> None:
+    (device,) = look(m.machine([m.h100(pcie=(0, 0))])).devices
+    assert (device.pcie_generation, device.pcie_width) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("host", "env", "outside"),
+    [
+        ("gpu07", {}, False),
+        ("gpu08.cluster.example", {}, False),
+        ("login1", {}, True),
+        ("ip-10-0-0-7", {"SLURMD_NODENAME": "gpu07"}, False),
+    ],
+)
+def test_a_host_outside_the_allocation_stands_for_no_node_of_it(
+    host: str, env: dict[str, str], outside: bool
+) -> None:
+    gpus = [m.a100_40() for _ in range(8)]
+    found = look(m.machine(gpus, env=m.SLURM_TWO_NODES | env, host={"name": host}))
+    assert len(found.nodes) == (1 if outside else 2)
+    said = [one for one in found.findings if f"This is {host}" in one.what]
+    assert len(said) == outside
+    # The grant binds the nodes of the job only.
+    assert found.nodes[0].cpu_cores == (64 if outside else 48)
+    if outside:
+        assert said[0].severity is Severity.WARNING
+        assert "srun" in said[0].cure
+        assert found.links[-1].node == 0
 
 
 def test_another_process_on_the_gpu_is_named_with_what_it_holds() -> None:
@@ -298,7 +393,7 @@ def test_a_power_cap_is_a_warning() -> None:
 
 def test_fewer_gpus_than_slurm_granted_is_a_warning() -> None:
     env = m.SLURM_TWO_NODES | {"CUDA_VISIBLE_DEVICES": "0,1"}
-    found = look(m.machine([m.a100_40() for _ in range(8)], env=env))
+    found = look(m.machine([m.a100_40() for _ in range(8)], env=env, host={"name": "gpu07"}))
     assert any("Slurm granted 8 GPUs" in one.what for one in found.findings)
 
 
@@ -326,6 +421,21 @@ def test_nvidia_smi_answers_where_nvml_is_missing() -> None:
     assert device.memory_bytes == (23028 - 480) * 2**20
     assert device.sources["memory_bytes"] == "detected: nvidia-smi"
     assert found.versions.driver == "550.54.15"
+
+
+@pytest.mark.parametrize(
+    ("memory", "kept"), [("[N/A], [N/A], [N/A]", True), ("[Unknown Error], [N/A], [N/A]", False)]
+)
+def test_nvidia_smi_without_memory_means_the_hosts_or_a_finding(memory: str, kept: bool) -> None:
+    record = m.machine(
+        None,
+        read={"/proc/driver/nvidia/version": "NVRM version"},
+        run={SMI_COMMAND: SMI_LINE.replace("23028, 22515, 480", memory).replace("A10", "GB10")},
+        torch_cuda="12.8",
+    )
+    found = look(record)
+    assert [one.memory_bytes for one in found.devices] == [512 * GIB] * kept
+    assert errors(found) == ([] if kept else ["GPU 0 does not tell how much memory it has."])
 
 
 def test_torch_answers_where_neither_nvml_nor_nvidia_smi_does() -> None:

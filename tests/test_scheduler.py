@@ -75,6 +75,21 @@ def test_ranks_set_by_hand_are_taken() -> None:
         ({"RANK": "one", "WORLD_SIZE": "4"}, "RANK is 'one', which is not a number."),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK is '-1', which is not a number."),
         ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "two"}, "SLURM_JOB_NUM_NODES is 'two'"),
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "0"},
+            "SLURM_JOB_NUM_NODES is '0', which is not a count",
+        ),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "0"}, "GROUP_WORLD_SIZE is '0', which is not a count"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', which is not a count"),
+        ({"RANK": "\u00b2", "WORLD_SIZE": "4"}, "RANK is '\u00b2', which is not a number."),
+        ({"RANK": "\u0663", "WORLD_SIZE": "4"}, "RANK is '\u0663', which is not a number."),
+        ({"RANK": "9" * 5000, "WORLD_SIZE": "4"}, "which is not a number."),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "cpu[a-b]"}, "SLURM_JOB_NODELIST cannot be read"),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "cpu[1-2"}, "does not close"),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "cpu[3-1]"}, "'3-1' is no range"),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "cpu[]"}, "is no range"),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "cpu[1-999999999]"}, "more than 65536 nodes"),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "r[1-999]n[1-999]"}, "more than 65536 nodes"),
     ],
 )
 def test_a_half_set_or_wrong_environment_is_an_error_at_once(env: dict[str, str], what: str) -> None:

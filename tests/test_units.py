@@ -28,6 +28,14 @@ def test_sizes_are_read_as_people_write_them(text: str, count: int) -> None:
     assert units.parse_bytes(text) == count
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", 0), (" 12\n", 12), ("", None), ("-1", None), ("1.0", None), ("\u00b2", None), ("9" * 19, None)],
+)
+def test_whole_numbers_are_plain_digits(text: str, number: int | None) -> None:
+    assert units.parse_whole(text) == number
+
+
 def test_a_gb_is_not_a_gib() -> None:
     assert units.parse_bytes("80GB") != units.parse_bytes("80GiB")
     assert units.format_bytes(units.parse_bytes("80GB")) == "74.5 GiB"

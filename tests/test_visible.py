@@ -61,6 +61,10 @@ def test_hiding_every_gpu_is_said() -> None:
         ("GPU-ffff", 0, "no GPU here is GPU-ffff"),
         ("GPU-", 0, "GPU- matches 4 GPUs here"),
         ("0,,1", 1, "'' is neither a number nor a UUID"),
+        ("\u00b2", 0, "'\u00b2' is neither a number nor a UUID"),
+        ("0,\u0663", 1, "'\u0663' is neither a number nor a UUID"),
+        ("9" * 5000, 0, "there is no GPU 9999"),
+        ("-\u00b2", 0, "'-\u00b2' is neither a number nor a UUID"),
     ],
 )
 def test_an_entry_that_names_nothing_is_an_error_and_ends_the_list(value: str, kept: int, what: str) -> None:
@@ -100,6 +104,18 @@ def test_slices_are_chosen_by_uuid_and_by_the_old_form(value: str | None, chosen
 
 def test_an_old_driver_shows_one_slice_and_no_whole_gpu_beside_it() -> None:
     assert keys(see(CUT, None, driver="550.54.15")) == ["gpu0/mig0"]
+
+
+@pytest.mark.parametrize("value", [None, f"{m.MIG_ONE},{m.MIG_TWO}", f"{m.MIG_ONE},1"])
+def test_an_old_driver_leaves_the_first_slice_and_says_so(value: str | None) -> None:
+    shown = see(CUT, value, driver="550.54.15")
+    assert keys(shown) == ["gpu0/mig0"]
+    assert "Driver 550.54.15 shows a process one MIG slice" in shown.notes[-1]
+    assert len(keys(see(CUT, value, driver="570.26"))) > 1
+
+
+def test_a_driver_of_no_known_number_is_taken_for_a_new_one() -> None:
+    assert len(keys(see(CUT, None, driver="R570-custom"))) == 3
 
 
 def test_a_gpu_that_is_cut_cannot_be_named_whole() -> None:

@@ -64,10 +64,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_whole(text: str) -> int | None:
-    """A whole number from 0 up in plain digits; None for anything else, such as "-1", "\\u00b2" or 30 digits.
+    """A whole number from 0 up in plain digits; None for anything else, other scripts' digits included.
 
-    >>> parse_whole(" 12\\n"), parse_whole("\\u00b2"), parse_whole("-1")
-    (12, None, None)
+    >>> parse_whole(" 12 "), parse_whole(chr(0xB2)), parse_whole("-1"), parse_whole("9" * 30)
+    (12, None, None, None)
     """
     match = re.fullmatch(r"\s*([0-9]{1,18})\s*", text)
     return int(match.group(1)) if match else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trimtab.catalog.clusters import network_link
@@ -39,11 +39,15 @@ def detect(world: World | None = None) -> Cluster:
     """What this process may use. Never raises for a machine in disorder: that is told in `findings`."""
     world = world or here()
     schedule, schedule_findings = scheduler.read(world.env)
+    name = world.host("name") or "localhost"
+    outside = _outside(name, world, schedule)
+    # What was granted on other nodes binds nothing here.
+    granted = Scheduler() if outside else schedule
     found = _devices(world)
     devices, device_findings = _described(found.visible.devices)
-    limits = host.read(world, schedule)
+    limits = host.read(world, granted)
     node = Node(
-        name=world.host("name") or "localhost",
+        name=name,
         devices=devices,
         cpu_cores=limits.cpu_cores,
         cpu_cores_total=limits.cpu_cores_total,
@@ -53,8 +57,13 @@ def detect(world: World | None = None) -> Cluster:
         sources=limits.sources | {"devices": _devices_source(devices)},
     )
     software = versions.read(world, found.driver, found.reading.driver_cuda, found.driver_source)
-    links = device_links(list(found.visible.devices), found.reading)
-    nodes, links, node_notes = _all_nodes(node, links, schedule)
+    known = {one.index for one in devices}
+    links = tuple(
+        link
+        for link in device_links(list(found.visible.devices), found.reading)
+        if set(link.devices) <= known
+    )
+    nodes, links, node_notes = _all_nodes(node, links, granted, world)
     return Cluster(
         nodes=nodes,
         links=links,
@@ -67,7 +76,8 @@ def detect(world: World | None = None) -> Cluster:
             *_driverless(world, found),
             *versions.misfits(software, devices),
             *schedule_findings,
-            *_fewer_than_granted(devices, schedule),
+            *outside,
+            *_fewer_than_granted(devices, granted),
             *device_findings,
         ),
     )
@@ -82,7 +92,8 @@ def _devices(world: World) -> Found:
     reading = nvml.read(world)
     seen, driver, source = reading.devices, reading.driver, "NVML"
     if reading.absent and _looks_nvidia(world):
-        seen, driver = fallback.from_nvidia_smi(world)
+        seen, driver, silent = fallback.from_nvidia_smi(world)
+        reading = replace(reading, findings=(*reading.findings, *silent))
         source = "nvidia-smi"
     if not seen and _torch_may_know(world, reading):
         # torch has applied the variables itself.
@@ -116,10 +127,24 @@ def _torch_may_know(world: World, reading: NvmlReading) -> bool:
 def _described(seen: tuple[SeenDevice, ...]) -> tuple[tuple[Device, ...], list[Finding]]:
     devices, findings = [], []
     for index, one in enumerate(seen):
-        described, odd = device(one, index)
+        try:
+            described, odd = device(one, index)
+        except ValueError as error:
+            findings.append(_impossible(one, str(error)))
+            continue
         devices.append(described)
         findings += [*odd, *_tenants(described), *_capped(described)]
     return tuple(devices), findings
+
+
+def _impossible(one: SeenDevice, wrong: str) -> Finding:
+    return Finding(
+        severity=Severity.ERROR,
+        what=f"{one.source} says something impossible of {one.name or one.key}.",
+        evidence=wrong,
+        cause="The driver answered with nonsense, as broken devices and some virtual ones do.",
+        cure="Run `nvidia-smi -q`; if it is wrong there too, restart the driver or the node.",
+    )
 
 
 def _tenants(one: Device) -> list[Finding]:
@@ -198,14 +223,39 @@ def _fewer_than_granted(devices: tuple[Device, ...], schedule: Scheduler) -> lis
     ]
 
 
+def _outside(name: str, world: World, schedule: Scheduler) -> list[Finding]:
+    """This host is none of the job's nodes: a login node under salloc."""
+    listed = schedule.node_names
+    if not listed or _own_name(name, world, schedule) is not None:
+        return []
+    more = ", ..." if len(listed) > 2 else ""  # noqa: PLR2004 - two are enough to recognise them
+    return [
+        Finding(
+            severity=Severity.WARNING,
+            what=f"This is {name}, which is not one of the {len(listed)} nodes of Slurm job "
+            f"{schedule.job_id or '?'}: nothing is known of those.",
+            evidence=f"SLURM_JOB_NODELIST names {', '.join(listed[:2])}{more}",
+            cause="salloc leaves the shell on the host it was called on.",
+            cure="Run `srun --ntasks=1 trimtab detect` to look at a node of the job.",
+        )
+    ]
+
+
+def _own_name(name: str, world: World, schedule: Scheduler) -> str | None:
+    """What the node list calls this host, whose own name may be another; None where it is not in it."""
+    own = {one.partition(".")[0] for one in (name, world.env.get("SLURMD_NODENAME", ""))}
+    return next((one for one in schedule.node_names if one.partition(".")[0] in own), None)
+
+
 def _all_nodes(
-    node: Node, links: tuple[Link, ...], schedule: Scheduler
+    node: Node, links: tuple[Link, ...], schedule: Scheduler, world: World
 ) -> tuple[tuple[Node, ...], tuple[Link, ...], tuple[str, ...]]:
     """This node, and its fellows in the allocation, which are taken to be like it."""
     count = schedule.num_nodes or 1
     if count == 1:
         return (node,), links, ()
-    others = [name for name in schedule.node_names if name.split(".")[0] != node.name.split(".")[0]]
+    own = _own_name(node.name, world, schedule)
+    others = [name for name in schedule.node_names if name != own]
     others += [f"{node.name}+{number}" for number in range(len(others) + 1, count)]
     ground = f"assumed: like {node.name}, by {schedule.sources['num_nodes'].partition(': ')[2]}"
     fellows = [_fellow(node, name, ground) for name in others[: count - 1]]

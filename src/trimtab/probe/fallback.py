@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from trimtab.probe.seen import SeenDevice
-from trimtab.spec import Vendor
+from trimtab.probe.seen import SeenDevice, shared_memory
+from trimtab.spec import Finding, Severity, Vendor
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
@@ -35,17 +35,35 @@ print(json.dumps(seen))
 """
 
 
-def from_nvidia_smi(world: World) -> tuple[tuple[SeenDevice, ...], str | None]:
+NOT_TOLD = ("[N/A]", "[Not Supported]", "N/A")
+"""What nvidia-smi prints for a column that a device does not have."""
+
+
+def from_nvidia_smi(world: World) -> tuple[tuple[SeenDevice, ...], str | None, tuple[Finding, ...]]:
     """Devices and driver version as nvidia-smi prints them; none where it is missing."""
     text = world.run(_QUERY)
     rows = [line.split(", ") for line in (text or "").strip().splitlines()]
     names = _COLUMNS.split(",")
     tables = [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
-    devices = tuple(_smi_device(table) for table in tables)
-    return devices, (tables[0]["driver_version"] if tables else None)
+    devices = [(table, _smi_device(world, table)) for table in tables]
+    findings = tuple(_silent(table) for table, one in devices if one is None)
+    driver = tables[0]["driver_version"] if tables else None
+    return tuple(one for _, one in devices if one is not None), driver, findings
 
 
-def _smi_device(table: dict[str, str]) -> SeenDevice:
+def _silent(table: dict[str, str]) -> Finding:
+    return Finding(
+        severity=Severity.ERROR,
+        what=f"GPU {table['index']} does not tell how much memory it has.",
+        evidence=f"nvidia-smi: memory.total is {table['memory.total']}",
+        cause="The driver answered with an error.",
+        cure="Run `nvidia-smi`: if it shows ERR! there, the driver needs a restart or the node a reboot.",
+    )
+
+
+def _smi_device(world: World, table: dict[str, str]) -> SeenDevice | None:
+    """The device of a line; None where its memory is neither told nor the host's."""
+
     def number(column: str) -> float | None:
         try:
             return float(table[column])
@@ -58,7 +76,13 @@ def _smi_device(table: dict[str, str]) -> SeenDevice:
         return None if value is None else int(value)
 
     usable = int(((number("memory.total") or 0) - (number("memory.reserved") or 0)) * MIB)
-    free = number("memory.free")
+    told, source = number("memory.free"), None
+    free = None if told is None else min(int(told * MIB), usable)
+    if usable <= 0:
+        shared = shared_memory(world) if table["memory.total"].strip() in NOT_TOLD else None
+        if shared is None:
+            return None
+        usable, free, source = shared
     clock = number("clocks.max.sm")
     ecc = {"Enabled": True, "Disabled": False}.get(table["ecc.mode.current"])
     return SeenDevice(
@@ -66,7 +90,8 @@ def _smi_device(table: dict[str, str]) -> SeenDevice:
         source="nvidia-smi",
         name=table["name"],
         memory_bytes=usable,
-        free_bytes=None if free is None else min(int(free * MIB), usable),
+        free_bytes=free,
+        memory_source=source,
         uuid=table["uuid"],
         compute_capability=table["compute_cap"] if number("compute_cap") else None,
         clock_hz=clock * 1e6 if clock else None,

@@ -98,8 +98,10 @@ def _path(one: SeenDevice, two: SeenDevice, reading: NvmlReading) -> Path:
 
 
 def _nvlink_path(one: SeenDevice, nvlinks: NvLinks, count: int) -> Path:
-    """The rate is that of the card's own row over its links, where it is known: cards of one generation
-    differ. Otherwise it is the generation's.
+    """The path over some NVLinks of a card.
+
+    The rate of one is that of the card's own row over its links, since cards of one generation differ; for a
+    card that has no row it is the generation's.
     """
     generation, ground = _generation(one, nvlinks)
     through = "through a switch" if nvlinks.to_switch else "straight"
@@ -118,7 +120,7 @@ def _nvlink_path(one: SeenDevice, nvlinks: NvLinks, count: int) -> Path:
 
 
 def _generation(one: SeenDevice, nvlinks: NvLinks) -> tuple[int | None, str]:
-    """The generation of a card's NVLinks: the catalogue's, the chip's, or the driver's word, in that order."""
+    """The generation of a card's NVLinks: by its row, its chip or the driver's word, in that order."""
     row = reported(one.name)
     catalogued = re.match(r"NVLink(\d)", row.link) if row else None
     if catalogued:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.catalog.describe import cores_per_multiprocessor
-from trimtab.probe.seen import SeenDevice
+from trimtab.probe.host import pci_accelerators
+from trimtab.probe.seen import Memory, SeenDevice, shared_memory
 from trimtab.probe.world import (
     NVML_LIBRARY_NOT_FOUND,
     NVML_NO_PYTHON_PACKAGE,
+    NVML_NOT_SUPPORTED,
     NvmlFault,
     World,
 )
@@ -33,6 +35,7 @@ https://github.com/open-mpi/hwloc/issues/658."""
 ABSENT = (NVML_LIBRARY_NOT_FOUND, NVML_NO_PYTHON_PACKAGE)
 """NVML is not here, which says nothing about the machine."""
 NO_PERMISSION = 4
+DRIVER_NOT_LOADED = 9
 GONE = (1, 15, 16)
 """Uninitialised, lost, waiting for a reset: no further answer is worth having."""
 
@@ -94,7 +97,9 @@ def read(world: World) -> NvmlReading:
     try:
         world.nvml("nvmlInit")
     except NvmlFault as fault:
-        if fault.code in ABSENT:
+        # The library comes with many container images; without a GPU its driver has nothing to load for.
+        idle = fault.code == DRIVER_NOT_LOADED and not _nvidia_on_bus(world)
+        if fault.code in ABSENT or idle:
             return NvmlReading(absent=fault.text)
         return NvmlReading(absent=fault.text, findings=(_fault_finding("NVML", fault),))
     try:
@@ -115,14 +120,16 @@ def read(world: World) -> NvmlReading:
                 findings.append(_fault_finding(f"GPU {number}", fault))
             continue
         devices += [whole, *slices]
-        if slices:
+        if slices or _mig_is_on(world, key):
             parents.add(key)
+        if not slices and key in parents:
+            findings.append(_uncut(number))
     whole_keys = [one.key for one in devices if "/" not in one.key]
     reading = NvmlReading(
         devices=tuple(devices),
         mig_parents=frozenset(parents),
-        driver=_may(world, "nvmlSystemGetDriverVersion"),
-        driver_cuda=_cuda(_may(world, "nvmlSystemGetCudaDriverVersion_v2")),
+        driver=_told(world, "nvmlSystemGetDriverVersion"),
+        driver_cuda=_cuda(_told(world, "nvmlSystemGetCudaDriverVersion_v2")),
         findings=tuple(findings),
     )
     try:
@@ -148,6 +155,29 @@ def _may(world: World, function: str, *args: Any) -> Any:
         if fault.code in GONE:
             raise
         return None
+
+
+def _told(world: World, function: str) -> Any:
+    """An answer about the driver itself; None where there is none, for whatever reason."""
+    try:
+        return world.nvml(function)
+    except NvmlFault:
+        return None
+
+
+def _nvidia_on_bus(world: World) -> bool:
+    return any(one.endswith("NVIDIA") for one in pci_accelerators(world))
+
+
+def _uncut(number: int) -> Finding:
+    return Finding(
+        severity=Severity.ERROR,
+        what=f"GPU {number} is in MIG mode and has no slices: CUDA cannot use it.",
+        evidence="NVML: MIG mode is on, and no slice answers",
+        cause="No slice was made, or none was given to this process.",
+        cure=f"Ask an administrator for slices (`nvidia-smi mig -i {number} -cgi PROFILE -C`), or for MIG "
+        f"mode off (`nvidia-smi -i {number} -mig 0`).",
+    )
 
 
 def _fault_finding(subject: str, fault: NvmlFault) -> Finding:
@@ -177,8 +207,9 @@ def _device(world: World, key: str) -> SeenDevice:
         key=key,
         source="NVML",
         name=str(world.nvml("nvmlDeviceGetName", key)),
-        memory_bytes=memory["usable"],
-        free_bytes=memory["free"],
+        memory_bytes=memory.usable,
+        free_bytes=memory.free,
+        memory_source=memory.source,
         uuid=_may(world, "nvmlDeviceGetUUID", key),
         compute_capability=text,
         multiprocessors=cores // lanes if cores and lanes else None,
@@ -210,13 +241,21 @@ def _scaled(value: float | None, factor: float) -> float | None:
     return None if not value else value * factor
 
 
-def _memory(world: World, key: str) -> dict[str, int]:
-    """What processes can use and what is free; the driver's own share is taken off where it is told."""
+def _memory(world: World, key: str) -> Memory:
+    """What processes can use and what is free; the driver's own share is taken off where it is told.
+
+    A GPU that has no memory of its own (GB10, Jetson) does not support the question.
+    """
     memory = _may(world, "nvmlDeviceGetMemoryInfo", key, MEMORY_V2)
-    if memory is None:
-        memory = world.nvml("nvmlDeviceGetMemoryInfo", key)
+    try:
+        memory = memory or world.nvml("nvmlDeviceGetMemoryInfo", key)
+    except NvmlFault as fault:
+        shared = shared_memory(world)
+        if fault.code != NVML_NOT_SUPPORTED or shared is None:
+            raise
+        return shared
     usable = memory["total"] - memory.get("reserved", 0)
-    return {"usable": usable, "free": min(memory["free"], usable)}
+    return Memory(usable=usable, free=min(memory["free"], usable), source=None)
 
 
 def _processes(world: World, key: str) -> tuple[DeviceProcess, ...] | None:
@@ -241,8 +280,7 @@ def _processes(world: World, key: str) -> tuple[DeviceProcess, ...] | None:
 
 def _slices(world: World, parent: SeenDevice) -> list[SeenDevice]:
     """The MIG slices of a GPU; none where MIG is off or unknown to the device."""
-    mode = _may(world, "nvmlDeviceGetMigMode", parent.key)
-    if not mode or not mode[0]:
+    if not _mig_is_on(world, parent.key):
         return []
     most = _may(world, "nvmlDeviceGetMaxMigDeviceCount", parent.key) or 0
     slices = []
@@ -254,6 +292,11 @@ def _slices(world: World, parent: SeenDevice) -> list[SeenDevice]:
     return slices
 
 
+def _mig_is_on(world: World, key: str) -> bool:
+    mode = _may(world, "nvmlDeviceGetMigMode", key)
+    return bool(mode and mode[0])
+
+
 def _slice(world: World, parent: SeenDevice, key: str, uuid: str) -> SeenDevice:
     memory = _memory(world, key)
     shape = _may(world, "nvmlDeviceGetAttributes_v2", key) or {}
@@ -262,14 +305,14 @@ def _slice(world: World, parent: SeenDevice, key: str, uuid: str) -> SeenDevice:
     multiprocessors = shape.get("multiprocessorCount")
     share = multiprocessors / parent.multiprocessors if multiprocessors and parent.multiprocessors else 1
     name = str(_may(world, "nvmlDeviceGetName", key) or parent.name)
-    slices, gib = shape.get("gpuInstanceSliceCount", "?"), round(memory["usable"] / GIB)
+    slices, gib = shape.get("gpuInstanceSliceCount", "?"), round(memory.usable / GIB)
     profile = name.rpartition(" MIG ")[2] if " MIG " in name else f"{slices}g.{gib}gb"
     return SeenDevice(
         key=key,
         source="NVML",
         name=parent.name,
-        memory_bytes=memory["usable"],
-        free_bytes=memory["free"],
+        memory_bytes=memory.usable,
+        free_bytes=memory.free,
         uuid=uuid,
         legacy_mig_name=f"MIG-{parent.uuid}/{gpu_instance}/{compute_instance}",
         compute_capability=parent.compute_capability,

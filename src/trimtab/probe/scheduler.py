@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from trimtab.spec import Finding, Scheduler, Severity
-from trimtab.units import MIB
+from trimtab.units import MIB, parse_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +42,10 @@ SIGNS = {"slurm": "SLURM_JOB_ID", "kubernetes": "KUBERNETES_SERVICE_HOST"}
 """The variable that gives a scheduler away, the first one that is set."""
 TEXT_FIELDS = ("job_id", "partition")
 RANKS = ("rank", "world_size", "local_rank", "local_world_size")
+FROM_ONE = ("num_nodes", "world_size", "local_world_size")
+"""Counts that cannot be 0."""
+MOST_NODES = 65536
+"""A node list that spells out to more than this is a mistake."""
 
 
 def read(env: Mapping[str, str]) -> tuple[Scheduler, list[Finding]]:
@@ -55,7 +59,7 @@ def read(env: Mapping[str, str]) -> tuple[Scheduler, list[Finding]]:
     if launcher:
         values["launcher"], sources["launcher"] = launcher, "detected: environment variables"
     if name == "slurm":
-        _slurm_memory_and_names(env, values, sources)
+        findings += _slurm_memory_and_names(env, values, sources)
     try:
         return Scheduler(**values, sources=sources), findings
     except ValueError as error:
@@ -87,21 +91,26 @@ def _values(
         text = env.get(variable)
         if text is None:
             continue
-        if field in TEXT_FIELDS:
-            values[field] = text
-        elif text.strip().isdigit():
-            values[field] = int(text)
-        elif field == "num_nodes" and re.fullmatch(r"\d+:\d+", text):
-            # An elastic range: the largest that may come.
-            values[field] = int(text.partition(":")[2])
-        else:
-            findings.append(_not_a_number(variable, text))
+        value = text if field in TEXT_FIELDS else _number(field, text)
+        if value is None:
+            findings.append(_not_a_number(variable, text, at_least=int(field in FROM_ONE)))
             continue
-        sources[field] = f"detected: {variable}"
+        values[field], sources[field] = value, f"detected: {variable}"
     return values, sources, findings
 
 
-def _slurm_memory_and_names(env: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> None:
+def _number(field: str, text: str) -> int | None:
+    """The count that a variable holds; None where it holds no count."""
+    if field == "num_nodes":
+        # An elastic range such as 1:4 counts as the largest that may come.
+        text = re.sub(r"^[0-9]+:", "", text.strip())
+    number = parse_whole(text)
+    return None if number == 0 and field in FROM_ONE else number
+
+
+def _slurm_memory_and_names(
+    env: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]
+) -> list[Finding]:
     """Slurm grants memory per node, per CPU or per GPU, in MiB; 0 means all of it."""
     per = {
         "SLURM_MEM_PER_NODE": 1,
@@ -109,23 +118,30 @@ def _slurm_memory_and_names(env: Mapping[str, str], values: dict[str, Any], sour
         "SLURM_MEM_PER_GPU": values.get("gpus_on_node"),
     }
     for variable, count in per.items():
-        text = env.get(variable, "")
-        if text.isdigit() and int(text) and count:
-            values["memory_bytes"] = int(text) * MIB * count
+        amount = parse_whole(env.get(variable, ""))
+        if amount and count:
+            values["memory_bytes"] = amount * MIB * count
             sources["memory_bytes"] = f"detected: {variable}"
     listed = env.get("SLURM_JOB_NODELIST")
-    if listed:
+    if not listed:
+        return []
+    try:
         values["node_names"] = tuple(node_names(listed))
-        sources["node_names"] = "detected: SLURM_JOB_NODELIST"
+    except ValueError as error:
+        return [_bad_node_list(listed, str(error))]
+    sources["node_names"] = "detected: SLURM_JOB_NODELIST"
+    return []
 
 
 def node_names(listed: str) -> list[str]:
-    """The hosts of a Slurm node list.
+    """The hosts of a Slurm node list; ValueError for what is none.
 
     >>> node_names("n[1-2],gpu[08-09,12]-ib,login")
     ['n1', 'n2', 'gpu08-ib', 'gpu09-ib', 'gpu12-ib', 'login']
     """
-    names = []
+    if re.search(r"[\[\]]", re.sub(r"\[[0-9,-]*\]", "", listed)):
+        raise ValueError("a bracket holds something else than numbers, or does not close")
+    names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
         head, bracket, rest = part.partition("[")
         inside, _, tail = rest.partition("]")
@@ -134,21 +150,36 @@ def node_names(listed: str) -> list[str]:
             continue
         for one in inside.split(","):
             first, _, last = one.partition("-")
-            numbers = range(int(first), int(last or first) + 1)
-            # A second pair of brackets, as in rack[1-2]n[1-4], is expanded in turn.
-            names += [
-                full for number in numbers for full in node_names(f"{head}{number:0{len(first)}d}{tail}")
-            ]
+            start, stop = parse_whole(first), parse_whole(last or first)
+            if start is None or stop is None or stop < start:
+                raise ValueError(f"{one!r} is no range of numbers")
+            for number in range(start, stop + 1):
+                # A second pair of brackets, as in rack[1-2]n[1-4], is expanded in turn.
+                names += node_names(f"{head}{number:0{len(first)}d}{tail}")
+                if len(names) > MOST_NODES:
+                    raise ValueError(f"it spells out to more than {MOST_NODES} nodes")
     return names
 
 
-def _not_a_number(variable: str, text: str) -> Finding:
+def _not_a_number(variable: str, text: str, *, at_least: int = 0) -> Finding:
+    kind = "a count" if parse_whole(text) == 0 else "a number"
     return Finding(
         severity=Severity.ERROR,
-        what=f"{variable} is {text!r}, which is not a number.",
+        what=f"{variable} is {text!r}, which is not {kind}.",
         evidence=f"{variable}={text}",
         cause="A launcher or a script set it wrongly.",
-        cure=f"Unset {variable}, or set it to a whole number.",
+        cure=f"Unset {variable}, or set it to a whole number from {at_least} up.",
+    )
+
+
+def _bad_node_list(listed: str, wrong: str) -> Finding:
+    return Finding(
+        severity=Severity.ERROR,
+        what=f"SLURM_JOB_NODELIST cannot be read: {wrong}.",
+        evidence=f"SLURM_JOB_NODELIST={listed[:200]}",
+        cause="Slurm writes host[1-4,7]; a script may have changed it.",
+        cure="Unset SLURM_JOB_NODELIST, or start the job again; `scontrol show hostnames` must be able to "
+        "read it.",
     )
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.catalog.describe import derived_bandwidth, derived_peaks, has_bf16, row_peaks, row_vendor
 from trimtab.catalog.lookup import reported
 from trimtab.spec import Device, DeviceProcess, Finding, Peaks, Severity, Slice, Vendor
+from trimtab.spec.hardware import CAPABILITY, PCIE_GENERATIONS, PCIE_WIDTHS
 from trimtab.units import format_bytes
 
+if TYPE_CHECKING:
+    from trimtab.probe.world import World
+
+SHARED = "assumed: shared with the host"
 MEMORY_TOLERANCE = 0.12
 """A device whose memory differs from its row by more than this is another device of the same name; ECC
 on GDDR moves the total by 7 %."""
@@ -26,6 +31,8 @@ class SeenDevice:
     name: str
     memory_bytes: int
     free_bytes: int | None = None
+    memory_source: str | None = None
+    """How the two above are known, where it was not the driver who said so."""
     uuid: str | None = None
     legacy_mig_name: str | None = None
     """MIG-GPU-<uuid>/gi/ci, the form of drivers before R470."""
@@ -48,6 +55,22 @@ class SeenDevice:
     vendor: Vendor = Vendor.NVIDIA
 
 
+class Memory(NamedTuple):
+    """What processes can use of a device's memory, and what is free now."""
+
+    usable: int
+    free: int | None
+    source: str | None
+    """Set where the driver does not tell."""
+
+
+def shared_memory(world: World) -> Memory | None:
+    """The host's memory, for a device that has none of its own; None where the host's is unknown too."""
+    ram = world.host("ram") or {}
+    total, free = ram.get("total"), ram.get("available")
+    return Memory(usable=total, free=free, source=SHARED) if total else None
+
+
 def device(seen: SeenDevice, index: int) -> tuple[Device, list[Finding]]:
     """The Device that this is, and what is odd about it."""
     row = reported(seen.name)
@@ -66,15 +89,17 @@ def device(seen: SeenDevice, index: int) -> tuple[Device, list[Finding]]:
     peaks, peaks_source = _peaks(seen, row)
     bandwidth, bandwidth_source = _bandwidth(seen, row)
     said = f"detected: {seen.source}"
-    capability = seen.compute_capability or (row.compute_capability if row else None)
-    capability_source = said if seen.compute_capability else f"catalogued: {row.name}" if row else said
+    told = seen.compute_capability if CAPABILITY.fullmatch(seen.compute_capability or "") else None
+    capability = told or (row.compute_capability if row else None)
+    capability_source = said if told else f"catalogued: {row.name}" if row else said
+    held = seen.memory_source or said
     facts: dict[str, tuple[Any, str]] = {
         "index": (index, said),
         "name": (seen.name, said),
         "model": (row.name if row else None, "catalogued: by the driver's name"),
         "vendor": (row_vendor(row) if row else seen.vendor, said),
-        "memory_bytes": (seen.memory_bytes, said),
-        "free_bytes": (seen.free_bytes, said),
+        "memory_bytes": (seen.memory_bytes, held),
+        "free_bytes": (seen.free_bytes, held),
         "compute_capability": (capability, capability_source),
         "bf16": (
             has_bf16(capability) if capability else None,
@@ -89,8 +114,9 @@ def device(seen: SeenDevice, index: int) -> tuple[Device, list[Finding]]:
         "ecc": (seen.ecc, said),
         "uuid": (seen.uuid, said),
         "bus_id": (seen.bus_id, said),
-        "pcie_generation": (seen.pcie_generation, said),
-        "pcie_width": (seen.pcie_width, said),
+        # Virtual machines and chips without a PCIe port answer 0.
+        "pcie_generation": (_within(seen.pcie_generation, PCIE_GENERATIONS), said),
+        "pcie_width": (_within(seen.pcie_width, PCIE_WIDTHS), said),
         "numa_node": (seen.numa_node, "detected: /sys/bus/pci/devices"),
         "slice": (seen.slice, said),
         "processes": (seen.processes, said),
@@ -105,13 +131,17 @@ def device(seen: SeenDevice, index: int) -> tuple[Device, list[Finding]]:
     )
 
 
+def _within(value: int | None, possible: range) -> int | None:
+    return value if value in possible else None
+
+
 def _unlike_row(seen: SeenDevice, row: Any) -> str:
     """How a device differs from the row of its name; empty when it does not."""
     if seen.slice is not None:
         return ""
     if seen.multiprocessors and row.multiprocessors and seen.multiprocessors != row.multiprocessors:
         return f"{seen.multiprocessors} multiprocessors, and {row.name} has {row.multiprocessors}"
-    if abs(seen.memory_bytes / row.usable_bytes - 1) > MEMORY_TOLERANCE:
+    if seen.memory_source is None and abs(seen.memory_bytes / row.usable_bytes - 1) > MEMORY_TOLERANCE:
         mine, theirs = format_bytes(seen.memory_bytes), format_bytes(row.usable_bytes)
         return f"{mine} of memory, and {row.name} has {theirs}"
     return ""

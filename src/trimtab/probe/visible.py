@@ -8,11 +8,12 @@ beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trimtab.catalog.lookup import reported
 from trimtab.spec import Finding, Severity
+from trimtab.units import parse_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,28 +44,44 @@ def visible(
 ) -> Visible:
     """Apply CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER to what the driver showed."""
     whole, order_notes = _in_cuda_order([one for one in seen if one.slice is None], env)
-    usable = _usable(whole, seen, mig_parents, driver)
     value = env.get(VARIABLE)
     if value is None:
-        return Visible(devices=tuple(usable), notes=tuple(order_notes))
+        usable = _usable(whole, seen, mig_parents)
+        return _as_old_drivers_show(Visible(devices=tuple(usable), notes=tuple(order_notes)), driver)
     if value.strip() in HIDES_ALL:
         hidden = f"{VARIABLE}={value.strip()!r} hides every GPU from this process."
         return Visible(devices=(), notes=(hidden,))
     chosen: list[SeenDevice] = []
     for entry in (part.strip() for part in value.split(",")):
-        if entry.startswith("-") and entry[1:].isdigit():
+        if entry.startswith("-") and parse_whole(entry[1:]) is not None:
             break
         found, wrong = _resolve(entry, whole, seen, mig_parents)
         if found is None:
-            return Visible(
+            kept = Visible(
                 devices=tuple(chosen),
                 notes=tuple(order_notes),
                 findings=(_bad_entry(value, entry, wrong, len(chosen), whole),),
             )
+            return _as_old_drivers_show(kept, driver)
         if found in chosen:
             return Visible(devices=(), findings=(_repeated(value, entry),))
         chosen.append(found)
-    return Visible(devices=tuple(chosen), notes=tuple(order_notes))
+    return _as_old_drivers_show(Visible(devices=tuple(chosen), notes=tuple(order_notes)), driver)
+
+
+def _as_old_drivers_show(shown: Visible, driver: str | None) -> Visible:
+    """Before R570 a process sees one slice, and no whole GPU beside it."""
+    release = parse_whole((driver or "").split(".")[0])
+    slices = [one for one in shown.devices if one.slice is not None]
+    if not slices or len(shown.devices) == 1:
+        return shown
+    if release is None or release >= FIRST_DRIVER_WITH_MANY_SLICES:
+        return shown
+    note = (
+        f"Driver {driver} shows a process one MIG slice and nothing beside it: one of {len(shown.devices)} "
+        f"devices is left. Drivers from {FIRST_DRIVER_WITH_MANY_SLICES} on show them all."
+    )
+    return replace(shown, devices=(slices[0],), notes=(*shown.notes, note))
 
 
 def _in_cuda_order(whole: list[SeenDevice], env: Mapping[str, str]) -> tuple[list[SeenDevice], list[str]]:
@@ -90,17 +107,10 @@ def _speed(one: SeenDevice) -> float:
 
 
 def _usable(
-    whole: list[SeenDevice],
-    seen: tuple[SeenDevice, ...],
-    mig_parents: frozenset[str],
-    driver: str | None,
+    whole: list[SeenDevice], seen: tuple[SeenDevice, ...], mig_parents: frozenset[str]
 ) -> list[SeenDevice]:
     """What CUDA enumerates when nothing is said: a GPU cut into slices stands for its slices."""
     slices = [one for one in seen if one.slice is not None]
-    if not slices:
-        return whole
-    if driver and int(driver.split(".")[0]) < FIRST_DRIVER_WITH_MANY_SLICES:
-        return slices[:1]
     enumerated: list[SeenDevice] = []
     for gpu in whole:
         own = [one for one in slices if one.key.startswith(f"{gpu.key}/")]
@@ -115,14 +125,15 @@ def _resolve(
     mig_parents: frozenset[str],
 ) -> tuple[SeenDevice | None, str]:
     """The device that an entry names, or why it names none."""
-    if entry.isdigit():
-        if int(entry) >= len(whole):
-            return None, f"there is no GPU {entry}"
-        gpu = whole[int(entry)]
+    if entry.isascii() and entry.isdigit():
+        number = parse_whole(entry)
+        if number is None or number >= len(whole):
+            return None, f"there is no GPU {entry[:20]}"
+        gpu = whole[number]
         if gpu.key not in mig_parents:
             return gpu, ""
         own = [one for one in seen if one.key.startswith(f"{gpu.key}/")]
-        return own[0], ""
+        return (own[0], "") if own else (None, f"GPU {number} is in MIG mode and has no slices")
     if not entry.startswith(("GPU-", "MIG-")):
         return None, f"{entry!r} is neither a number nor a UUID"
     found = [

@@ -17,6 +17,7 @@ Record = dict[str, Any]
 
 NVML_NOT_SUPPORTED = 3
 NVML_LIBRARY_NOT_FOUND = 12
+NVML_NO_DATA = 21
 NVML_NO_PYTHON_PACKAGE = -1
 """Not a code of NVML: nvidia-ml-py itself is missing."""
 
@@ -209,6 +210,8 @@ def _real_nvml() -> Callable[..., Any]:
         except AttributeError as error:
             # An older nvidia-ml-py or driver lacks the function.
             raise NvmlFault(NVML_NOT_SUPPORTED, str(error)) from error
+        except UnicodeDecodeError as error:
+            raise NvmlFault(NVML_NO_DATA, f"{function} answered with no text: {error}") from error
 
     return call
 

@@ -6,6 +6,7 @@ Each of the larger ones has `sources`: for every field that is known, how it is 
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,12 @@ from trimtab.spec.finding import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]|gfx[0-9a-f]{3,6}", re.ASCII)
+"""NVIDIA's 9.0, AMD's gfx942."""
+PCIE_GENERATIONS = range(1, 9)
+PCIE_WIDTHS = range(1, 33)
 
 
 class Vendor(StrEnum):
@@ -124,12 +131,27 @@ class Device(Noun, frozen=True, kw_only=True):
             multiprocessors=self.multiprocessors,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
             clock_hz=self.clock_hz,
+            power_limit_w=self.power_limit_w,
+            power_default_w=self.power_default_w,
         )
+        wrong += _outside(PCIE_GENERATIONS, pcie_generation=self.pcie_generation)
+        wrong += _outside(PCIE_WIDTHS, pcie_width=self.pcie_width)
+        if self.compute_capability is not None and not CAPABILITY.fullmatch(self.compute_capability):
+            wrong.append(f"compute_capability is {self.compute_capability!r}, not like 9.0 or gfx942")
         if self.free_bytes is not None and self.free_bytes > self.memory_bytes:
             wrong.append(f"free_bytes {self.free_bytes} is more than memory_bytes {self.memory_bytes}")
         if not self.name:
             wrong.append("name is empty")
         return wrong + bad_sources(self.sources, self.json_fields())
+
+
+def _outside(possible: range, **values: int | None) -> list[str]:
+    """A sentence for each value that is known and not possible."""
+    return [
+        f"{name} is {value}, and must lie from {possible.start} to {possible.stop - 1}"
+        for name, value in values.items()
+        if value is not None and value not in possible
+    ]
 
 
 class Link(Noun, frozen=True, kw_only=True):
