@@ -34,7 +34,7 @@ test: $(READY)
 	@$(BIN)/python -m pytest -n auto -m 'not slow'
 
 soak: $(READY)
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m slow || [ $$? -eq 5 ]  # 5: there are none yet
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -284,6 +284,11 @@ def test_a_derived_geforce_has_half_the_rate_and_no_bf16_before_ampere() -> None
     assert half == Peaks(fp32=48 * 1.8e9 * 128, fp16=48 * 1.8e9 * 512)
 
 
+@pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1660 Ti", "NVIDIA T1000", "NVIDIA GeForce MX450"])
+def test_turing_without_tensor_cores_gets_no_tensor_peaks(name: str) -> None:
+    assert describe.derived_peaks(name, "7.5", 24, 1.77e9) == Peaks(fp32=24 * 1.77e9 * 128)
+
+
 @pytest.mark.parametrize("module", [clusters, describe, lookup, tables])
 def test_the_examples_in_the_docstrings_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]

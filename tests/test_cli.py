@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import doctest
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,6 +99,16 @@ def test_what_detect_writes_on_can_read(tmp_path: Path) -> None:
         (["detect", "--colour"], {}, 2, "No such option"),
         (["dtect"], {}, 2, "No such command"),
         (["detect", "--record", "/nonexistent/x.json"], {}, 2, "it cannot be written"),
+        (["detect", "--on", "H100", "--record", "x.json"], {}, 2, "--on with --record"),
+        (["detect", "--on", "H100", "--list"], {}, 2, "--on with --list"),
+        (["detect", "--list", "--record", "x.json"], {}, 2, "--list with --record"),
+        (["detect", "--on", "9" * 5000 + "xH100"], {}, 2, "a count has 5000 digits"),
+        (["detect", "--on", "x" * 100_000], {}, 2, "no device is called"),
+        (["detect", "--on", "x" * 5000 + ".json"], {}, 2, "it cannot be read (File name too long)"),
+        (["detect"], {"CUDA_VISIBLE_DEVICES": "\u00b2"}, 5, "neither"),
+        (["detect"], {"RANK": "\u00b2", "WORLD_SIZE": "2"}, 5, "is not a number"),
+        (["detect"], {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "0"}, 5, "which is not a count"),
+        (["detect"], {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "c[a-b]"}, 5, "cannot be read"),
     ],
 )
 def test_a_mistake_gets_a_message_the_right_exit_code_and_no_traceback(
@@ -112,6 +125,102 @@ def test_an_error_with_json_is_one_json_object_on_stdout() -> None:
     error = json.loads(done.stdout)["error"]
     assert error["exit_code"] == done.returncode == 2
     assert set(error) == {"given", "found", "cure", "exit_code"}
+
+
+@pytest.mark.parametrize(
+    ("args", "found"),
+    [
+        (["detect", "--colour", "--json"], "No such option: --colour"),
+        (["dtect", "--json"], "No such command 'dtect'"),
+        (["detect", "--json", "--on"], "Option '--on' requires an argument"),
+        (["explain", "a", "b", "--json"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_options_with_json_are_one_json_object_too(args: list[str], found: str) -> None:
+    done = trimtab_cli(*args)
+    error = json.loads(done.stdout)["error"]
+    assert found in error["found"]
+    assert error["exit_code"] == done.returncode == 2
+    assert "--help" in error["cure"]
+    assert "Error:" in done.stderr
+
+
+def test_the_list_of_devices_is_json_where_that_is_asked_for() -> None:
+    listed = json.loads(trimtab_cli("detect", "--list", "--json").stdout)["devices"]
+    (h100,) = [one for one in listed if one["name"] == "H100"]
+    assert len(listed) == 51
+    assert h100["memory_bytes"] == trimtab.cluster("H100").devices[0].memory_bytes
+    assert h100["peaks"]["bf16"] == pytest.approx(989.4e12)
+    assert "NVIDIA H100 80GB HBM3" in h100["also"]
+
+
+def shell(line: str, **env: str) -> Done:
+    command = line.replace("trimtab", f"{sys.executable} -m trimtab", 1)
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60, env=os.environ | env
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("trimtab detect --on 2xH100 > /dev/full", 5, "No space left on device"),
+        ("trimtab --help > /dev/full", 5, "No space left on device"),
+        ("trimtab detect --on 0xH100 --json > /dev/full", 2, "the count is 0"),
+        ("trimtab detect --on 2xH100 > /dev/full 2> /dev/full", 5, ""),
+        ("trimtab detect --on 2xH100 >&-", 5, "it is closed"),
+        ("trimtab detect --on 2xH100 --json >&-", 5, "it is closed"),
+        ("trimtab detect --on 2xH100 2>&-", 0, ""),
+        ("trimtab detect --on 0xH100 2>&-", 2, ""),
+        ("trimtab --help | true; exit ${PIPESTATUS[0]}", 0, ""),
+        ("trimtab detect --list --json | head -n 1 >/dev/null; exit ${PIPESTATUS[0]}", 0, ""),
+        ("trimtab explain 2>&1 | true; exit ${PIPESTATUS[0]}", 0, ""),
+    ],
+)
+def test_an_answer_that_nobody_takes_ends_without_a_traceback(line: str, code: int, said: str) -> None:
+    done = shell(line)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_letters_that_the_output_cannot_hold_are_spelt_out() -> None:
+    done = shell("trimtab detect --on $'caf\\u00e9'", PYTHONIOENCODING="ascii")
+    assert done.returncode == 2
+    assert "caf\\xe9" in done.stderr
+    shown = shell("trimtab detect", PYTHONIOENCODING="ascii", CUDA_VISIBLE_DEVICES="caf\u00e9")
+    assert shown.returncode == 5
+    assert "Traceback" not in shown.stderr
+
+
+def test_ctrl_c_ends_with_130_and_nothing_else(tmp_path: Path) -> None:
+    pipe = tmp_path / "never.json"
+    os.mkfifo(pipe)
+    with subprocess.Popen(
+        [sys.executable, "-m", "trimtab", "detect", "--on", str(pipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        # The program opens the pipe to read, and waits: a writer can only be opened then.
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+                break
+            except OSError:
+                time.sleep(0.02)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=30)
+        os.close(writer)
+    assert (running.returncode, out, err) == (130, "", "")
+
+
+def test_ctrl_c_while_the_program_still_loads_ends_with_130(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n", encoding="utf-8")
+    done = trimtab_cli("detect", env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_finding_with_json_leaves_stdout_pure_json() -> None:
@@ -165,9 +274,7 @@ def test_no_color_is_respected_on_a_terminal() -> None:
     assert "\x1b[3" not in plain
 
 
-LOADED = (
-    "import sys; from trimtab.cli.main import run\ntry:\n    run()\nfinally:\n    print({0!r} in sys.modules)"
-)
+LOADED = "import sys; from trimtab.cli import run\ntry:\n    run()\nfinally:\n    print({0!r} in sys.modules)"
 
 
 @pytest.mark.parametrize("args", [["--help"], ["explain", "bf16"], ["detect"], ["detect", "--on", "H200"]])
@@ -188,6 +295,13 @@ def test_importing_trimtab_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert doctest.testmod(trimtab).failed == 0
+    assert doctest.testmod(api).failed == 0
+    assert doctest.testmod(render).failed == 0
+    assert doctest.testmod(trimtab).attempted == 3
 
 
 def test_the_public_names_are_exactly_the_listed_ones() -> None:
@@ -223,6 +337,43 @@ def test_each_group_of_nodes_shows_its_own_links() -> None:
 def test_straight_links_show_the_pair_and_the_whole() -> None:
     text = trimtab_cli("detect", "--on", "8xMI300X", columns=200).stdout
     assert "Infinity Fabric, 64 GB/s each way, 448 GB/s from one to all others" in text
+
+
+@pytest.mark.parametrize("name", m.MACHINES)
+@pytest.mark.parametrize("width", [40, 55, 69, 120])
+def test_a_narrow_terminal_loses_columns_but_no_letters(name: str, width: int) -> None:
+    text = shown(m.MACHINES[name](), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "\u2026" not in text
+    found = detect(replayed(m.MACHINES[name]()))
+    for device in found.devices:
+        assert all(word in text for word in device.name.split())
+        assert f"{device.memory_bytes / 2**30:.1f}" in text
+
+
+@pytest.mark.parametrize("width", [40, 60])
+@pytest.mark.parametrize(
+    "args", [["detect", "--list"], ["detect", "--on", "8xMI300X", "--sources"], ["explain"]]
+)
+def test_other_tables_keep_to_a_narrow_terminal_too(args: list[str], width: int) -> None:
+    text = trimtab_cli(*args, columns=width).stdout
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "\u2026" not in text
+
+
+def test_columns_go_from_the_right() -> None:
+    heads = [shown(m.recorded("h200"), width).splitlines()[2].split() for width in (40, 60, 80)]
+    assert heads[0] == ["GPU", "name", "GiB", "free", "sm"]
+    assert heads[1][: len(heads[0])] == heads[0]
+    assert heads[2][-1] == "power"
+
+
+def test_control_characters_in_names_are_shown_inert() -> None:
+    record = m.machine([m.h100(name="NVIDIA\x1b]0;owned\x07 X")], host={"name": "box\r\n\u202e"})
+    text = shown(record, 120)
+    assert "NVIDIA\\x1b]0;owned\\x07 X" in text
+    assert "box\\r\\n\\u202e" in text
+    assert not set(text) & {"\x1b", "\x07", "\r", "\u202e"}
 
 
 def test_a_derived_peak_is_marked_on_the_terminal() -> None:

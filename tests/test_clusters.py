@@ -108,6 +108,28 @@ def test_the_network_between_nodes_is_known_only_for_common_makes() -> None:
     assert (unknown.node, unknown.bandwidth_bytes_per_s) == (None, None)
 
 
+def test_a_path_is_a_detect_file_and_none_is_this_machine(tmp_path: Path) -> None:
+    file = tmp_path / "machine"
+    file.write_text(stated("H200").to_json(), encoding="utf-8")
+    assert trimtab.cluster(file) == stated("H200")
+    assert trimtab.cluster(None).versions.python == trimtab.cluster().versions.python is not None
+    with pytest.raises(WrongUse, match="it is of type int"):
+        trimtab.cluster(4)  # type: ignore[arg-type]
+
+
+def test_a_file_called_like_a_device_does_not_shadow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("H100", "A100", "mine"):
+        (tmp_path / name).write_text(stated("T4").to_json(), encoding="utf-8")
+    assert stated("H100").devices[0].model == "H100 SXM5 80GB"
+    assert stated("mine").devices[0].model == "Tesla T4"
+    assert stated("./H100").devices[0].model == "Tesla T4"
+    with pytest.raises(WrongUse, match="comes in 2 sizes"):
+        stated("A100")
+
+
 def test_a_detect_file_gives_the_same_cluster_back(tmp_path: Path) -> None:
     cluster = stated("2x8xH100")
     file = tmp_path / "machine.json"
@@ -152,6 +174,12 @@ def test_a_bad_on_string_is_refused_with_what_was_found(text: str, found: str) -
         (b"{}", "missing required field `nodes`"),
         (b'{"nodes": [{"name": "a", "devices": [{"index": 0}]}]}', "missing required field `name`"),
         (b'{"nodes": [{"name": "a"}], "colour": 1}', "unknown field `colour`"),
+        (b"[" * 100_000, "nested deeper than any Cluster"),
+        (b'{"nodes": ' + b'[{"a":' * 50_000, "nested deeper than any Cluster"),
+        (
+            b'{"nodes":[{"name":"a","devices":[{"index":0,"name":"x","memory_bytes":1,"pcie_generation":99}]}]}',
+            "pcie",
+        ),
     ],
 )
 def test_a_broken_detect_file_is_refused_by_name(tmp_path: Path, content: bytes | None, found: str) -> None:
@@ -161,6 +189,21 @@ def test_a_broken_detect_file_is_refused_by_name(tmp_path: Path, content: bytes 
     with pytest.raises(BrokenFile, match=found) as caught:
         stated(str(file))
     assert str(file) in caught.value.given
+
+
+def test_a_file_of_another_version_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text('{"nodes": [{"name": "a", "flavour": "new"}]}', encoding="utf-8")
+    with pytest.raises(BrokenFile, match="flavour") as caught:
+        stated(str(file))
+    assert "written by another version of trimtab" in caught.value.cure
+
+
+@pytest.mark.parametrize("text", ["a/\x00", "\x00", "x" * 300, "y" * 10**6, "\ud800/"])
+def test_a_text_that_can_be_no_file_is_refused(text: str) -> None:
+    with pytest.raises(WrongUse) as caught:
+        stated(text)
+    assert len(str(caught.value)) < 500
 
 
 def test_a_folder_is_not_a_detect_file(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     >>> import trimtab
     >>> cluster = trimtab.cluster("4xA100-40GB")
     >>> cluster.nodes[0].devices[0].memory_bytes
-    42412802048
+    42402064630
 
 Every name here is loaded when it is first used, so that importing trimtab costs nothing.
 """

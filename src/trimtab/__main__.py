@@ -1,6 +1,6 @@
 """`python -m trimtab` is the same as `trimtab`."""
 
-from trimtab.cli.main import run
+from trimtab.cli import run
 
 if __name__ == "__main__":
     run()

@@ -74,6 +74,18 @@ class EnvironmentFault(TrimtabError):  # noqa: N818
     exit_code = 5
 
 
+def shortened(text: str, most: int = 120) -> str:
+    """A text that an error repeats, cut in the middle where it is too long to read.
+
+    >>> shortened("4xH100"), shortened("x" * 500, 9)
+    ('4xH100', 'xx ... xx')
+    """
+    if len(text) <= most:
+        return text
+    half = (most - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 4) -> list[str]:
     """The known names that look most like the one given, best first.
 

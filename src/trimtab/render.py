@@ -1,11 +1,18 @@
-"""Values as people read them on a terminal. Returns rich renderables; prints nothing."""
+"""Values as people read them on a terminal. Returns rich renderables; prints nothing.
+
+Text that comes from drivers, files and variables passes through `inert`: neither markup nor control
+characters in it do anything.
+"""
 
 from __future__ import annotations
 
+import unicodedata
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +22,7 @@ from trimtab.units import format_bandwidth, format_bytes, format_flops, format_g
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from trimtab.catalog.tables import DeviceRow
     from trimtab.catalog.words import Word
@@ -28,13 +35,30 @@ MOST_LINKS = 8
 """More pairs than this are counted, not listed."""
 
 
+def inert(text: str) -> str:
+    r"""Text without power over the terminal: control and invisible characters are spelt out.
+
+    >>> inert("H100\x1b[31m\n")
+    'H100\\x1b[31m\\n'
+    """
+    hidden = {one for one in text if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+    for one in hidden:
+        text = text.replace(one, one.encode("unicode_escape", "backslashreplace").decode("ascii"))
+    return text
+
+
+def _cell(text: str) -> str:
+    """Text as a table's cell shows it, whatever is in it."""
+    return escape(inert(text))
+
+
 def cluster(found: Cluster, *, heading: str) -> RenderableType:
     """What detect found: devices, links, host, scheduler, versions and notes."""
     groups = _alike(found)
-    parts: list[RenderableType] = [Text.assemble((heading, "bold"), f": {count(found)}"), Text()]
+    parts: list[RenderableType] = [Text.assemble((inert(heading), "bold"), f": {count(found)}"), Text()]
     for nodes in groups:
         if len(found.nodes) > 1:
-            parts.append(Text(f"{_names(nodes)}{', each' * (len(nodes) > 1)}:", style="bold"))
+            parts.append(Text(inert(f"{_names(nodes)}{', each' * (len(nodes) > 1)}:"), style="bold"))
         if nodes[0].devices:
             parts += [Padding(devices(nodes[0].devices), (0, 0, 1, 1), expand=False)]
     parts.append(Padding(_surroundings(found, groups), (0, 0, 0, 1), expand=False))
@@ -86,7 +110,60 @@ def _names(nodes: list[Node]) -> str:
     return f"{nodes[0].name} to {nodes[-1].name} ({len(nodes)} nodes)"
 
 
-def devices(listed: tuple[Device, ...]) -> Table:
+@dataclass(frozen=True)
+class Columns:
+    """A table that drops whole columns from the right where the terminal is too narrow for them.
+
+    The first `kept` columns stay whatever the width; the one called `folds` takes several lines before
+    anything is dropped, down to `narrowest` letters.
+    """
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: tuple[str, ...]
+    """Headings of the columns that hold words."""
+    folds: str = "name"
+    narrowest: int = 20
+    kept: int = 3
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The widest table that fits."""
+        for count in range(len(self.headings), self.kept, -1):
+            if self._needs(console, options, count) <= options.max_width:
+                yield self.table(count)
+                return
+        yield self.table(self.kept)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """As wide as the whole table, at most."""
+        return Measurement(1, Measurement.get(console, options, self.table(len(self.headings))).maximum)
+
+    def _needs(self, console: Console, options: ConsoleOptions, count: int) -> int:
+        """The width of the first columns, with the one that folds at its narrowest."""
+        whole = Measurement.get(console, options.update(width=1000), self.table(count)).maximum
+        place = self.headings.index(self.folds)
+        if place >= count:
+            return whole
+        longest = max(len(row[place]) for row in self.rows)
+        return whole - max(0, longest - self.narrowest)
+
+    def table(self, count: int) -> Table:
+        """The first columns."""
+        table = _table()
+        for heading in self.headings[:count]:
+            table.add_column(
+                heading,
+                justify="left" if heading in self.left else "right",
+                no_wrap=heading not in self.left,
+                overflow="fold",
+                header_style="dim",
+            )
+        for row in self.rows:
+            table.add_row(*(_cell(one) for one in row[:count]))
+        return table
+
+
+def devices(listed: tuple[Device, ...]) -> Columns:
     """One line a device, or a run of devices alike; columns without a known value are left out."""
     columns: list[tuple[str, Any]] = [
         ("GPU", lambda one: str(one.index)),
@@ -99,21 +176,13 @@ def devices(listed: tuple[Device, ...]) -> Table:
         ("bandwidth", lambda one: _maybe(format_bandwidth, one.bandwidth_bytes_per_s)),
         ("power", lambda one: None if one.power_limit_w is None else f"{one.power_limit_w:.0f} W"),
     ]
-    table = _table()
     rows = _merged([[cell(one) for _, cell in columns] for one in listed])
     used = [index for index in range(len(columns)) if any(row[index] for row in rows)]
-    for index in used:
-        left = columns[index][0] == "name"
-        table.add_column(
-            columns[index][0],
-            justify="left" if left else "right",
-            no_wrap=not left,
-            overflow="fold",
-            header_style="dim",
-        )
-    for row in rows:
-        table.add_row(*(escape(row[index] or UNKNOWN) for index in used))
-    return table
+    return Columns(
+        headings=tuple(columns[index][0] for index in used),
+        rows=tuple(tuple(inert(row[index] or UNKNOWN) for index in used) for row in rows),
+        left=("name",),
+    )
 
 
 def _merged(rows: list[list[str | None]]) -> list[list[str | None]]:
@@ -159,7 +228,7 @@ def _surroundings(found: Cluster, groups: list[list[Node]]) -> Table:
     rows += [("versions", one)] if (one := _versions(found.versions)) else []
     last = None
     for name, text in rows:
-        table.add_row("" if name == last else name, escape(text))
+        table.add_row("" if name == last else name, _cell(text))
         last = name
     return table
 
@@ -259,10 +328,10 @@ def sources(found: Cluster) -> Table:
         for field, source in holder.sources.items():
             if field not in ("devices", "name"):
                 value = _short(field, getattr(holder, field))
-                table.add_row(escape(f"{label} {field}"), escape(value), escape(source))
+                table.add_row(_cell(f"{label} {field}"), _cell(value), _cell(source))
     for link in found.links:
         where = "between nodes" if link.node is None else f"{found.nodes[link.node].name} {_ends(link)}"
-        table.add_row(escape(f"link {where}"), escape(f"{link.kind}{_speed(link)}"), escape(link.source))
+        table.add_row(_cell(f"link {where}"), _cell(f"{link.kind}{_speed(link)}"), _cell(link.source))
     return table
 
 
@@ -289,7 +358,7 @@ def finding(one: Finding) -> RenderableType:
     """A finding: what, the evidence, why, and what to do."""
     style = SEVERITY_STYLE[one.severity.value]
     return Group(
-        Text.assemble((f"{one.severity.value}: ", style), one.what),
+        Text.assemble((f"{one.severity.value}: ", style), inert(one.what)),
         _indented("seen", one.evidence, "dim"),
         _indented("why", one.cause, "dim"),
         _indented("do", one.cure, "green"),
@@ -300,14 +369,14 @@ def _indented(label: str, text: str, style: str) -> RenderableType:
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row(Text(f"  {label}:", style=style), Text(text))
+    grid.add_row(Text(f"  {label}:", style=style), Text(inert(text)))
     return grid
 
 
 def error(one: TrimtabError) -> RenderableType:
     """What was given, what was found, what to do."""
     return Group(
-        Text.assemble(("error: ", "bold red"), one.given),
+        Text.assemble(("error: ", "bold red"), inert(one.given)),
         _indented("found", one.found, "dim"),
         _indented("do", one.cure, "green"),
     )
@@ -333,18 +402,21 @@ def word_list(known: dict[str, Word]) -> RenderableType:
     return Group(Text("trimtab explain WORD, with one of:", style="bold"), *parts)
 
 
-def device_names(rows: tuple[DeviceRow, ...]) -> Table:
+def device_names(rows: tuple[DeviceRow, ...]) -> Columns:
     """Every device of the catalogue, as people type it."""
-    table = _table()
-    for name, right in (("name", False), ("GiB", True), ("16-bit peak", True), ("bandwidth", True)):
-        table.add_column(name, justify="right" if right else "left", header_style="dim")
-    table.add_column("also", header_style="dim", overflow="fold")
-    for row in rows:
-        table.add_row(
-            escape(row.typed[0]),
-            format_gib(row.usable_bytes),
-            format_flops((row.bf16 or row.fp16) * 1e12),
-            format_bandwidth(row.bandwidth_gbs * 1e9),
-            escape(", ".join(row.typed[1:4])),
-        )
-    return table
+    return Columns(
+        headings=("name", "GiB", "16-bit peak", "bandwidth", "also"),
+        rows=tuple(
+            (
+                row.typed[0],
+                format_gib(row.usable_bytes),
+                format_flops((row.bf16 or row.fp16) * 1e12),
+                format_bandwidth(row.bandwidth_gbs * 1e9),
+                ", ".join(row.typed[1:4]),
+            )
+            for row in rows
+        ),
+        left=("name", "also"),
+        folds="also",
+        kept=2,
+    )

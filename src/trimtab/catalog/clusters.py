@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from trimtab.catalog.describe import has_bf16, row_peaks, row_vendor
 from trimtab.catalog.lookup import typed
 from trimtab.catalog.tables import DeviceRow, fabrics, links
-from trimtab.errors import BrokenFile, WrongUse
+from trimtab.errors import BrokenFile, UnknownName, WrongUse, shortened
 from trimtab.spec import Cluster, Device, Link, Node
 
 MOST_DEVICES = 16384
 """Larger clusters than this are typing errors."""
+MOST_DIGITS = 9
 
-_COUNT = re.compile(r"\s*(\d+)\s*[xX*\u00d7]\s*(?=\S)")
+_COUNT = re.compile(r"\s*([0-9]+)\s*[xX*\u00d7]\s*(?=\S)")
 _FORMS = "Forms: H200, 4xA100-40GB, 2x8xH100 (2 nodes of 8), 2xRTX3090+1xRTX4090, or a detect file."
 
 
@@ -26,9 +28,20 @@ def stated(text: str) -> Cluster:
     """
     if not text.strip():
         raise WrongUse("--on ''", found="it is empty", cure=_FORMS)
-    if _names_a_file(text):
+    if text.endswith(".json") or any(one and one in text for one in (os.sep, os.altsep)):
         return from_file(Path(text))
-    given = f"--on {text}"
+    try:
+        return _named(text)
+    except UnknownName:
+        # A name that is known is never shadowed by a file that happens to be called so.
+        if _is_file(text):
+            return from_file(Path(text))
+        raise
+
+
+def _named(text: str) -> Cluster:
+    """The cluster of a string such as 2x8xH100."""
+    given = f"--on {shortened(text)}"
     parts = [_part(one, given) for one in text.split("+")]
     total = sum(max(nodes, 1) * count for nodes, count, _, _ in parts)
     if total > MOST_DEVICES:
@@ -47,6 +60,7 @@ def stated(text: str) -> Cluster:
 
 def from_file(path: Path) -> Cluster:
     """The cluster in a file that `trimtab detect --json` wrote."""
+    given = f"--on {shortened(str(path))}"
     try:
         text = path.read_bytes()
     except IsADirectoryError:
@@ -55,13 +69,19 @@ def from_file(path: Path) -> Cluster:
         found = "there is no such file"
     except OSError as error:
         found = f"it cannot be read ({error.strerror})"
+    except ValueError:
+        found = "no file can have that name"
     else:
-        return Cluster.from_json(text, origin=f"--on {path}")
-    raise BrokenFile(f"--on {path}", found=found, cure="Write one with: trimtab detect --json > FILE")
+        return Cluster.from_json(text, origin=given)
+    raise BrokenFile(given, found=found, cure="Write one with: trimtab detect --json > FILE")
 
 
-def _names_a_file(text: str) -> bool:
-    return text.endswith(".json") or "/" in text or Path(text).is_file()
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:
+        # Longer than any file's name.
+        return False
 
 
 def _part(text: str, given: str) -> tuple[int, int, DeviceRow, str]:
@@ -69,7 +89,10 @@ def _part(text: str, given: str) -> tuple[int, int, DeviceRow, str]:
     counts: list[int] = []
     rest = text
     while (match := _COUNT.match(rest)) and len(counts) < 3:  # noqa: PLR2004 - one more than is legal
-        counts.append(int(match.group(1)))
+        digits = match.group(1)
+        if len(digits) > MOST_DIGITS:
+            raise WrongUse(given, found=f"a count has {len(digits)} digits", cure="Name fewer.")
+        counts.append(int(digits))
         rest = rest[match.end() :]
     if not rest.strip():
         raise WrongUse(given, found="a part between plus signs is empty", cure=_FORMS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.spec import Peaks, Vendor
 
@@ -68,11 +68,37 @@ def row_vendor(row: DeviceRow) -> Vendor:
     return Vendor(row.vendor)
 
 
+def row_facts(row: DeviceRow) -> dict[str, Any]:
+    """A row for programs to read: bytes and operations per second, with its source."""
+    peaks = row_peaks(row)
+    return {
+        "name": row.typed[0],
+        "model": row.name,
+        "also": [*row.typed[1:], *(one for one in row.drivers if one not in row.typed)],
+        "vendor": row.vendor,
+        "compute_capability": row.compute_capability,
+        "bf16": has_bf16(row.compute_capability),
+        "memory_bytes": row.usable_bytes,
+        "bandwidth_bytes_per_s": row.bandwidth_gbs * 1e9,
+        "peaks": peaks.to_builtins(),
+        "source": row.source,
+        "memory_source": row.usable_source or None,
+        "verification": list(row.verification),
+    }
+
+
+WITHOUT_TENSOR_CORES = re.compile(
+    r"\b(GTX 16\d\d|MX ?[45]\d\d|T(400|500|550|600|1000|1200|2000))\b", re.IGNORECASE
+)
+"""Turing chips of compute capability 7.5 that have no tensor cores (TU116, TU117), by their names."""
+
+
 def derived_peaks(name: str, compute_capability: str, multiprocessors: int, clock_hz: float) -> Peaks | None:
     """Peaks of an NVIDIA device that the catalogue lacks, from its own properties.
 
     multiprocessors x clock x FLOP_PER_CLOCK, halved for a GeForce; bf16 equals fp16 from sm_80, tf32 is half
-    of it (on a GeForce that equals fp32), fp8 twice it from sm_89. None for a generation with no known rate.
+    of it (on a GeForce that equals fp32), fp8 twice it from sm_89. None for a generation with no known rate;
+    fp32 alone for the Turing chips without tensor cores.
     The clock a driver reports is the highest, not the specified one: 8 % above it on an H100, 23 % on an
     RTX 4090, so the peaks come out too high by as much.
 
@@ -83,6 +109,8 @@ def derived_peaks(name: str, compute_capability: str, multiprocessors: int, cloc
     numbers = capability(compute_capability)
     if rate is None or lanes is None or numbers is None:
         return None
+    if compute_capability == "7.5" and WITHOUT_TENSOR_CORES.search(name):
+        return Peaks(fp32=multiprocessors * clock_hz * lanes * 2)
     half = "geforce" in name.lower()
     fp16 = multiprocessors * clock_hz * rate / (2 if half else 1)
     ampere = numbers[0] >= FIRST_BF16_MAJOR

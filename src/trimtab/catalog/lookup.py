@@ -10,7 +10,7 @@ import re
 from functools import cache
 
 from trimtab.catalog.tables import DeviceRow, ambiguous, devices
-from trimtab.errors import UnknownName, WrongUse, nearest
+from trimtab.errors import UnknownName, WrongUse, nearest, shortened
 
 _VENDOR_WORDS = re.compile(r"\b(nvidia|geforce|tesla|quadro|amd|instinct|radeon|generation)\b|\(tm\)|\(r\)")
 _PUNCTUATION = re.compile(r"[^a-z0-9]")
@@ -86,9 +86,9 @@ def _unknown(name: str, given: str) -> UnknownName:
     close = nearest(name, known) or nearest(plain_name(name), known)
     listing = "`trimtab detect --list` shows every name."
     if not close:
-        return UnknownName(given, found=f"no device is called {name!r}", cure=listing)
+        return UnknownName(given, found=f"no device is called {shortened(name)!r}", cure=listing)
     return UnknownName(
         given,
-        found=f"no device is called {name!r}; the nearest are {', '.join(close)}",
+        found=f"no device is called {shortened(name)!r}; the nearest are {', '.join(close)}",
         cure=f"Use one of those; {listing}",
     )

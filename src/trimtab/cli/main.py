@@ -6,14 +6,18 @@ answer is an error.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json as json_text
+import os
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -30,30 +34,108 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+USAGE_ERROR: Any = typer.BadParameter.__base__
+"""What the parser raises; typer itself does not name it."""
+UNDELIVERED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What writing to stdout may fail with; such an error names no file."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
-def run() -> NoReturn:
-    """Run the program and leave with the exit code that says how it went."""
+def main_code() -> int:
+    """Run the program; the exit code says how it went."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a letter gets its number instead of a traceback.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        return _answered()
     except TrimtabError as error:
-        _show_error(error)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader of a pipe has seen enough.
-        sys.stderr.close()
-        sys.exit(0)
+        return _failed(error)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            # The reader of a pipe has seen enough.
+            _abandon(sys.stdout)
+            return 0
+        if error.errno in UNDELIVERED and error.filename is None:
+            return _undelivered(error)
+        return _our_bug()
     except Exception:  # noqa: BLE001 - the last door: whatever comes here is our bug
-        import traceback
+        return _our_bug()
 
+
+def _answered() -> int:
+    """Call the command that was asked for, and see its answer through the door."""
+    if sys.stdout is None:  # a shell's >&-
+        raise EnvironmentFault("stdout", found="it is closed", cure="Send it somewhere, as in > FILE.")
+    try:
+        code = app(prog_name="trimtab", standalone_mode=False)
+    except USAGE_ERROR as error:
+        if "--json" in sys.argv:
+            _print_json(_as_json(_wrong_use(error)))
+        error.show()
+        code = error.exit_code
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):
+            raise stop.__context__ from None
+        raise
+    sys.stdout.flush()
+    return code or 0
+
+
+def _wrong_use(error: Any) -> WrongUse:
+    """An error of the command line's parser, in our three parts."""
+    command = error.ctx.command_path if error.ctx else "trimtab"
+    return WrongUse(
+        shortened(" ".join(["trimtab", *sys.argv[1:]])),
+        found=error.format_message().rstrip("."),
+        cure=f"See `{command} --help`.",
+    )
+
+
+def _failed(error: TrimtabError) -> int:
+    """Show an error on both streams, as far as they take it."""
+    try:
+        _show_error(error)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _abandon(sys.stdout)
+    return error.exit_code
+
+
+def _undelivered(error: OSError) -> int:
+    """The answer could not be written."""
+    _abandon(sys.stdout)
+    fault = EnvironmentFault(
+        "stdout",
+        found=f"it cannot be written to ({error.strerror})",
+        cure="Make room, or send the answer somewhere else.",
+    )
+    with contextlib.suppress(OSError):
+        from trimtab import render
+
+        _print(render.error(fault), errors=True)
+    return fault.exit_code
+
+
+def _our_bug() -> int:
+    import traceback
+
+    with contextlib.suppress(OSError):
         traceback.print_exc()
         print(  # noqa: T201 - nothing else may work any more
             "\nThis is a bug in trimtab, not in what you typed. Please report the lines above.",
             file=sys.stderr,
         )
-        sys.exit(1)
-    sys.exit(0)
+    return 1
+
+
+def _abandon(stream: TextIO | None) -> None:
+    """Let what is left in a stream's buffer go nowhere, so that Python's own end does not complain."""
+    with contextlib.suppress(OSError, ValueError):
+        if stream is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _console(*, errors: bool = False) -> Console:
@@ -67,7 +149,8 @@ def _print(what: RenderableType, *, errors: bool = False) -> None:
     console = _console(errors=errors)
     with console.capture() as captured:
         console.print(what)
-    lines = (line.rstrip() for line in captured.get().splitlines())
+    # Only at line feeds: other separators belong to what is shown.
+    lines = (line.rstrip() for line in captured.get().removesuffix("\n").split("\n"))
     console.file.write("\n".join(lines) + "\n")
 
 
@@ -75,13 +158,17 @@ def _print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json_text.dumps(value, indent=2) + "\n")
 
 
+def _as_json(error: TrimtabError) -> dict[str, Any]:
+    parts = {"given": error.given, "found": error.found, "cure": error.cure}
+    return {"error": {**parts, "exit_code": error.exit_code}}
+
+
 def _show_error(error: TrimtabError) -> None:
     from trimtab import render
 
-    if "--json" in sys.argv:
-        parts = {"given": error.given, "found": error.found, "cure": error.cure}
-        _print_json({"error": {**parts, "exit_code": error.exit_code}})
     _print(render.error(error), errors=True)
+    if "--json" in sys.argv and sys.stdout is not None:
+        _print_json(_as_json(error))
 
 
 def _version(wanted: bool) -> None:
@@ -129,16 +216,22 @@ def detect(
     """
     from trimtab import render
 
+    _refuse_together({"--on": on is not None, "--list": names, "--record": record is not None})
     if names:
+        from trimtab.catalog.describe import row_facts
         from trimtab.catalog.tables import devices
 
-        _print(render.device_names(devices()))
+        if json:
+            _print_json({"devices": [row_facts(row) for row in devices()]})
+        else:
+            _print(render.device_names(devices()))
         return
     found = _look(on, record)
     if json:
         _print_json(found.to_builtins())
     else:
-        _print(render.cluster(found, heading=f"--on {on}" if on is not None else "This machine"))
+        heading = "This machine" if on is None else f"--on {shortened(on)}"
+        _print(render.cluster(found, heading=heading))
         if sources:
             _print("")
             _print(render.sources(found))
@@ -148,6 +241,17 @@ def detect(
         raise typer.Exit(5)
 
 
+def _refuse_together(options: dict[str, bool]) -> None:
+    """Options of which each asks for another thing."""
+    given = [option for option, is_set in options.items() if is_set]
+    if len(given) > 1:
+        raise WrongUse(
+            " with ".join(given),
+            found="--on describes other hardware, --record looks at this machine, --list shows the catalogue",
+            cure="Give one of them.",
+        )
+
+
 def _look(on: str | None, record: Path | None) -> Cluster:
     from trimtab import api
 
@@ -155,7 +259,6 @@ def _look(on: str | None, record: Path | None) -> Cluster:
         return api.cluster(on)
     if record is None:
         return api.detect()
-    from trimtab.errors import WrongUse
     from trimtab.probe.detect import detect as look
     from trimtab.probe.world import here, recorded
 

@@ -62,15 +62,21 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def from_json(cls, text: str | bytes, *, origin: str = "JSON") -> Self:
         """The value from JSON text; `origin` names the text in the error."""
         name = cls.__name__
+        cure = f"Give a file that trimtab wrote, whole, or make the {name} again."
         try:
             return cls.from_builtins(msgspec.json.decode(text))
         except msgspec.ValidationError as error:
             found = f"it is JSON, but not a {name}: {error}"
+            if "unknown field" in str(error):
+                cure = (
+                    "It may have been written by another version of trimtab: read it with that one, or make "
+                    f"the {name} again with this one."
+                )
+        except RecursionError:
+            found = f"it is nested deeper than any {name}"
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             found = f"it is not JSON: {error}"
-        raise BrokenFile(
-            origin, found=found, cure=f"Give a file that trimtab wrote, whole, or make the {name} again."
-        )
+        raise BrokenFile(origin, found=found, cure=cure)
 
     def fingerprint(self) -> str:
         """Twelve hex digits that change when any field does.
