@@ -119,7 +119,7 @@ def machine(
         "ram": {"total": 512 * GIB, "available": 480 * GIB},
         "shm": 256 * GIB,
         "package:torch": torch,
-        "package:nvidia-nccl-cu13": "2.28.9" if torch_cuda else None,
+        f"package:nvidia-nccl-cu{(torch_cuda or '0').partition('.')[0]}": "2.28.9" if torch_cuda else None,
         "torch_version_file": cuda_line if torch else None,
     }
     return {

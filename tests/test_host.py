@@ -67,6 +67,47 @@ def test_memory_is_bound_by_the_tightest_cgroup(files: dict[str, str], gib: int)
     assert found.ram_free_bytes == min(480, gib) * GIB
 
 
+@pytest.mark.parametrize(
+    ("files", "gib", "source"),
+    [
+        (
+            V2
+            | {
+                "/sys/fs/cgroup/a/b/memory.max": f"{64 * GIB}\n",
+                "/sys/fs/cgroup/a/b/memory.current": f"{24 * GIB}\n",
+            },
+            40,
+            "detected: cgroup /sys/fs/cgroup/a/b: its limit less memory.current",
+        ),
+        (
+            V2
+            | {
+                "/sys/fs/cgroup/a/memory.max": f"{64 * GIB}\n",
+                "/sys/fs/cgroup/a/memory.current": f"{24 * GIB}\n",
+                "/sys/fs/cgroup/a/memory.stat": f"anon 5\ninactive_file {4 * GIB}\nactive_file 7\n",
+            },
+            44,
+            "detected: cgroup /sys/fs/cgroup/a: its limit less memory.current",
+        ),
+        (
+            V1
+            | {
+                "/sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": f"{16 * GIB}\n",
+                "/sys/fs/cgroup/memory/docker/x/memory.usage_in_bytes": f"{20 * GIB}\n",
+            },
+            0,
+            "detected: cgroup /sys/fs/cgroup/memory/docker/x: its limit less memory.usage_in_bytes",
+        ),
+        (V2 | {"/sys/fs/cgroup/a/b/memory.max": f"{64 * GIB}\n"}, 64, "detected: cgroup /sys/fs/cgroup/a/b"),
+        ({}, 480, "detected: the operating system"),
+    ],
+)
+def test_free_memory_is_what_the_cgroup_has_left(files: dict[str, str], gib: int, source: str) -> None:
+    found = read(files)
+    assert found.ram_free_bytes == gib * GIB
+    assert found.sources["ram_free_bytes"] == source
+
+
 def test_an_amd_gpu_on_the_bus_is_named_and_a_network_card_is_not() -> None:
     record = m.machine(
         None,

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import doctest
+from pathlib import Path
 
 import pytest
 
 import machines as m
+from trimtab.catalog import tables
 from trimtab.probe import versions
 from trimtab.probe.detect import detect
 from trimtab.probe.world import replayed
@@ -50,6 +52,53 @@ def test_the_cure_for_an_old_driver_names_both_ways_out() -> None:
 def test_a_cpu_build_beside_a_gpu_is_a_warning() -> None:
     record = m.machine([m.h100()], torch="2.13.0+cpu", torch_cuda=None)
     assert whats(record) == ["torch is a CPU build: it cannot use the GPU here."]
+
+
+@pytest.mark.parametrize(
+    ("torch", "fits"),
+    [
+        ("2.10.1", False),
+        ("2.11.0", True),
+        ("2.11.0+cu126", True),
+        ("2.13.1", True),
+        ("2.14.0a0+git1234", False),
+        ("3.0", False),
+        ("1.13.1", False),
+    ],
+)
+@pytest.mark.parametrize("gpus", [None, [m.h100()]])
+def test_a_torch_that_trimtab_is_not_made_for_is_a_warning(
+    torch: str, fits: bool, gpus: list[m.Gpu] | None
+) -> None:
+    found = detect(replayed(m.machine(gpus, torch=torch))).findings
+    said = [one for one in found if "releases that trimtab is made for" in one.what]
+    assert len(said) == (not fits)
+    assert all(one.severity.value == "warning" for one in said)
+    assert all("'torch>=2.11,<2.14'" in one.cure for one in said)
+
+
+def test_the_releases_of_torch_are_those_of_the_package() -> None:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    row = tables.torch_releases()
+    major, minor = row.newest.split(".")
+    assert f'"torch>={row.oldest},<{major}.{int(minor) + 1}"' in text
+
+
+@pytest.mark.parametrize(("cuda", "nccl"), [("13.0", "2.28.9"), ("12.8", "2.27.3")])
+def test_nccl_is_the_one_for_torchs_cuda(cuda: str, nccl: str) -> None:
+    both = {"package:nvidia-nccl-cu13": "2.28.9", "package:nvidia-nccl-cu12": "2.27.3"}
+    found = detect(replayed(m.machine([m.h100()], torch_cuda=cuda, host=both))).versions
+    assert found.nccl == nccl
+    assert found.sources["nccl"] == f"detected: metadata of nvidia-nccl-cu{cuda[:2]}"
+
+
+@pytest.mark.parametrize(
+    ("count", "torch_cuda", "said"), [(2, "13.0", True), (1, "13.0", False), (2, None, False)]
+)
+def test_several_gpus_without_nccl_are_a_warning(count: int, torch_cuda: str | None, said: bool) -> None:
+    none = {"package:nvidia-nccl-cu13": None, "package:nvidia-nccl-cu12": "2.27.3"}
+    record = m.machine([m.h100() for _ in range(count)], torch_cuda=torch_cuda, host=none)
+    assert any("no NCCL for torch's CUDA 13.0" in what for what in whats(record)) == said
 
 
 def test_no_torch_is_nothing_to_complain_about() -> None:

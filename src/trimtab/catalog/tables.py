@@ -94,6 +94,13 @@ class DriverRow(Row, frozen=True, kw_only=True):
     oldest_capability: str
 
 
+class TorchRow(Row, frozen=True, kw_only=True):
+    """The releases of torch that trimtab is made for, both ends included."""
+
+    oldest: str
+    newest: str
+
+
 class TorchBuildRow(Row, frozen=True, kw_only=True):
     """The devices that torch's own build for a CUDA release carries code for."""
 
@@ -135,6 +142,12 @@ def fabrics() -> tuple[FabricRow, ...]:
 def drivers() -> tuple[DriverRow, ...]:
     """What each CUDA release asks of drivers and devices, oldest release first."""
     return msgspec.convert(_read("versions.toml")["cuda"], tuple[DriverRow, ...])
+
+
+@cache
+def torch_releases() -> TorchRow:
+    """The releases of torch that trimtab is made for."""
+    return msgspec.convert(_read("versions.toml")["torch"], TorchRow)
 
 
 @cache

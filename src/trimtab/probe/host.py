@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, NamedTuple
+
+from trimtab.units import parse_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +29,21 @@ class Limit(NamedTuple):
     source: str
 
 
+class MemoryFiles(NamedTuple):
+    """How a version of cgroups calls a limit, what is used, and which part of that can be taken back."""
+
+    limit: str
+    usage: str
+    reclaimable: str
+
+
+CGROUP_MEMORY = (
+    MemoryFiles("memory.max", "memory.current", "inactive_file"),
+    MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Version 2, version 1."""
+
+
 class Host(NamedTuple):
     """What may be used, with sources by field of Node."""
 
@@ -42,16 +60,13 @@ def read(world: World, scheduler: Scheduler) -> Host:
     cores = min(_core_limits(world, scheduler), default=None, key=lambda limit: limit.value)
     ram = world.host("ram") or {}
     memory = min(_memory_limits(world, scheduler, ram), default=None, key=lambda limit: limit.value)
-    free = ram.get("available")
-    if free is not None and memory is not None:
-        # What a cgroup's other processes use is not told here; the limit is the most that can be free.
-        free = min(free, memory.value)
+    free = min(_free_limits(world, ram, memory), default=None, key=lambda limit: limit.value)
     total, shm = world.host("cpus"), world.host("shm")
     known = {
         "cpu_cores": cores.source if cores else None,
         "cpu_cores_total": "detected: the operating system" if total else None,
         "ram_bytes": memory.source if memory else None,
-        "ram_free_bytes": "detected: the operating system" if free is not None else None,
+        "ram_free_bytes": free.source if free else None,
         "shm_bytes": "detected: /dev/shm" if shm else None,
         "name": "detected: the operating system",
     }
@@ -59,7 +74,7 @@ def read(world: World, scheduler: Scheduler) -> Host:
         cpu_cores=cores.value if cores else None,
         cpu_cores_total=total,
         ram_bytes=memory.value if memory else None,
-        ram_free_bytes=free,
+        ram_free_bytes=free.value if free else None,
         shm_bytes=shm or None,
         sources={field: source for field, source in known.items() if source},
     )
@@ -87,21 +102,51 @@ def _cpu_quota(world: World, folder: str) -> int | None:
     else:
         quota = (world.read(f"{folder}/cpu.cfs_quota_us") or "max").strip()
         period = (world.read(f"{folder}/cpu.cfs_period_us") or "100000").strip()
-    if quota in ("max", "-1") or not quota.isdigit() or not period.isdigit() or not int(period):
-        return None
-    return max(1, math.floor(int(quota) / int(period)))
+    part, whole = parse_whole(quota), parse_whole(period)
+    return max(1, math.floor(part / whole)) if part is not None and whole else None
 
 
 def _memory_limits(world: World, scheduler: Scheduler, ram: dict[str, int]) -> Iterator[Limit]:
     if ram.get("total"):
         yield Limit(ram["total"], "detected: the operating system")
     for folder in _cgroup_folders(world, "memory"):
-        for file in ("memory.max", "memory.limit_in_bytes"):
-            text = (world.read(f"{folder}/{file}") or "").strip()
-            if text.isdigit() and 0 < int(text) < UNLIMITED_V1:
-                yield Limit(int(text), f"detected: cgroup {folder}")
+        for files in CGROUP_MEMORY:
+            if limit := _memory_limit(world, folder, files):
+                yield Limit(limit, f"detected: cgroup {folder}")
     if scheduler.memory_bytes:
         yield Limit(scheduler.memory_bytes, scheduler.sources["memory_bytes"])
+
+
+def _memory_limit(world: World, folder: str, files: MemoryFiles) -> int | None:
+    limit = _whole(world, f"{folder}/{files.limit}")
+    return limit if limit and limit < UNLIMITED_V1 else None
+
+
+def _free_limits(world: World, ram: dict[str, int], memory: Limit | None) -> Iterator[Limit]:
+    """What is free on the host, under each cgroup's limit, and at most the tightest limit."""
+    if ram.get("available") is None:
+        return
+    yield Limit(ram["available"], "detected: the operating system")
+    for folder in _cgroup_folders(world, "memory"):
+        for files in CGROUP_MEMORY:
+            limit, used = _memory_limit(world, folder, files), _whole(world, f"{folder}/{files.usage}")
+            if limit and used is not None:
+                # Files read and not touched again are given back under pressure: they are not in the way.
+                held = max(0, used - _stated(world.read(f"{folder}/memory.stat"), files.reclaimable))
+                source = f"detected: cgroup {folder}: its limit less {files.usage}"
+                yield Limit(max(0, limit - held), source)
+    if memory is not None:
+        yield memory
+
+
+def _whole(world: World, path: str) -> int | None:
+    return parse_whole(world.read(path) or "")
+
+
+def _stated(text: str | None, name: str) -> int:
+    """A number of memory.stat, which has one a line; 0 where it is not there."""
+    match = re.search(rf"^{name} ([0-9]+)$", text or "", re.MULTILINE)
+    return int(match.group(1)) if match else 0
 
 
 def _cgroup_folders(world: World, controller: str) -> list[str]:

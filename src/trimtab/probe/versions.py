@@ -7,26 +7,25 @@ from typing import TYPE_CHECKING
 
 from trimtab import __version__
 from trimtab.catalog.describe import capability
-from trimtab.catalog.tables import drivers, torch_builds
+from trimtab.catalog.tables import drivers, torch_builds, torch_releases
 from trimtab.spec import Device, Finding, Severity, Versions
 
 if TYPE_CHECKING:
     from trimtab.probe.world import World
 
-_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-
 
 def read(world: World, driver: str | None, driver_cuda: str | None, driver_source: str) -> Versions:
     """All versions; the CUDA release of torch comes from the text of torch/version.py."""
     text = world.host("torch_version_file") or ""
-    nccl = next((found for name in _NCCL_PACKAGES if (found := world.host(f"package:{name}"))), None)
+    package = _nccl_package(_assigned(text, "cuda"))
+    nccl = world.host(f"package:{package}") if package else None
     known = {
         "trimtab": (__version__, "detected: this program"),
         "python": (world.host("python"), "detected: this interpreter"),
         "torch": (world.host("package:torch"), "detected: package metadata"),
         "torch_cuda": (_assigned(text, "cuda"), "detected: torch/version.py"),
         "torch_hip": (_assigned(text, "hip"), "detected: torch/version.py"),
-        "nccl": (nccl, "detected: package metadata"),
+        "nccl": (nccl, f"detected: metadata of {package}"),
         "driver": (driver, f"detected: {driver_source}"),
         "driver_cuda": (driver_cuda, f"detected: {driver_source}"),
         "system": (world.host("system"), "detected: the operating system"),
@@ -36,6 +35,15 @@ def read(world: World, driver: str | None, driver_cuda: str | None, driver_sourc
         **{field: value for field, (value, _) in told.items()},
         sources={field: source for field, (_, source) in told.items()},
     )
+
+
+def _nccl_package(cuda: str | None) -> str | None:
+    """The package with the NCCL that a torch for this CUDA release loads.
+
+    >>> _nccl_package("12.8"), _nccl_package(None)
+    ('nvidia-nccl-cu12', None)
+    """
+    return f"nvidia-nccl-cu{cuda.partition('.')[0]}" if cuda else None
 
 
 def _assigned(text: str, name: str) -> str | None:
@@ -49,15 +57,49 @@ def _assigned(text: str, name: str) -> str | None:
 
 
 def misfits(versions: Versions, devices: tuple[Device, ...]) -> list[Finding]:
-    """What does not fit together; nothing to say where there is no NVIDIA device or no torch."""
+    """What does not fit together; nothing to say where there is no torch."""
     nvidia = [one for one in devices if one.vendor.value == "nvidia"]
-    if not nvidia or versions.torch is None:
+    if versions.torch is None:
         return []
-    if versions.torch_cuda is None:
-        return [] if versions.torch_hip else [_cpu_build(versions)]
-    found = [_old_driver(versions), *(_unreached(versions, one) for one in nvidia)]
+    found = [_other_release(versions.torch)]
+    if nvidia and versions.torch_cuda is None and not versions.torch_hip:
+        found.append(_cpu_build(versions))
+    elif nvidia and versions.torch_cuda is not None:
+        found += [_old_driver(versions), *(_unreached(versions, one) for one in nvidia)]
+        found += [_no_nccl(versions, len(nvidia))]
     unique = {one.what: one for one in found if one is not None}
     return list(unique.values())
+
+
+def _other_release(torch: str) -> Finding | None:
+    """A torch that trimtab is not made for."""
+    row = torch_releases()
+    oldest, newest = _numbers(row.oldest), _numbers(row.newest)
+    if oldest <= _numbers(torch)[:2] <= newest:
+        return None
+    after = ".".join(str(number) for number in (*newest[:-1], newest[-1] + 1))
+    return Finding(
+        severity=Severity.WARNING,
+        what=f"torch {torch} is none of the releases that trimtab is made for: {row.oldest} to {row.newest}.",
+        evidence=f"package metadata: torch {torch}",
+        cause="Another release may lack what trimtab calls, or take other memory than it was measured with.",
+        cure=f"Install one of those: pip install 'torch>={row.oldest},<{after}'.",
+    )
+
+
+def _no_nccl(versions: Versions, num_devices: int) -> Finding | None:
+    """Several GPUs, and nothing for them to talk with."""
+    if num_devices == 1 or versions.nccl is not None:
+        return None
+    package = _nccl_package(versions.torch_cuda)
+    return Finding(
+        severity=Severity.WARNING,
+        what=f"{num_devices} GPUs, and no NCCL for torch's CUDA {versions.torch_cuda} to join them with.",
+        evidence=f"no package {package}",
+        cause="pip installs it with torch. Builds by conda, vendors or hand may carry their own, which only "
+        "torch.cuda.nccl.version() shows.",
+        cure=f"Run `pip install {package}`, unless that shows one.",
+    )
 
 
 def _cpu_build(versions: Versions) -> Finding:
