@@ -203,18 +203,28 @@ def test_ctrl_c_ends_with_130_and_nothing_else(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as running:
-        # The program opens the pipe to read, and waits: a writer can only be opened then.
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            try:
-                writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        # The program opens the pipe to read and waits there; only then can the other end be opened.
+        writer = _open_when_read(pipe)
+        for attempt in range(400):
+            # A signal that comes between two system calls waits for the next one, so there are several.
+            if attempt % 40 == 0:
+                running.send_signal(signal.SIGINT)
+            if running.poll() is not None:
                 break
-            except OSError:
-                time.sleep(0.02)
-        running.send_signal(signal.SIGINT)
-        out, err = running.communicate(timeout=30)
+            time.sleep(0.05)
+        running.kill()
         os.close(writer)
+        out, err = running.communicate(timeout=30)
     assert (running.returncode, out, err) == (130, "", "")
+
+
+def _open_when_read(pipe: Path) -> int:
+    for _ in range(600):
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError("nobody reads the pipe")
 
 
 def test_ctrl_c_while_the_program_still_loads_ends_with_130(tmp_path: Path) -> None:

@@ -159,6 +159,55 @@ def test_no_entry_speaks_of_a_verb_that_does_not_work_yet() -> None:
         assert named <= set(api.VERBS), entry.name
 
 
+# Wording that promises what a verb does without naming the verb.
+PROMISES = [
+    # "trimtab writes", "trimtab plans"; a noun after it is fine.
+    r"\btrimtab (?!(?:detect|explain|precision|command)\b)[a-z]+",
+    r"`--(?!on\b|json\b)[a-z-]+",
+    r"\b(?:slm|naics|hf:|bridge:|`bridge`)",
+    r"\b(?:plan\.json|log\.jsonl|events\.jsonl|checkpoints/)",
+    r"\b(?:[Pp]lans?|[Ee]stimates?) (?:prefer|carry|count|list|propose|shrink|are judged|is computed|divide)",
+    r"\b(?:losses|model|batch|weight|loss)\(\)",
+]
+
+
+def promised(text: str) -> list[str]:
+    return [found.group(0) for pattern in PROMISES for found in re.finditer(pattern, text)]
+
+
+def test_no_entry_promises_what_a_missing_verb_would_do() -> None:
+    wrong = {entry.name: promised(entry.text) for entry in words(("detect", "explain")).values()}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trimtab writes them atomically.",
+        "trimtab plans it.",
+        "The trainer trimtab launches.",
+        "Built-in: `slm`.",
+        "Fix it with `--pin compile=true`.",
+        "Plans prefer one node.",
+        "events.jsonl says why.",
+    ],
+)
+def test_such_promises_are_caught(text: str) -> None:
+    assert promised(text)
+
+
+def test_every_sentence_on_use_names_a_verb_of_trimtab() -> None:
+    for entry in KNOWN.values():
+        for sentence in entry.use:
+            named = re.findall(r"`trimtab ([a-z]+)", sentence)
+            assert named, f"{entry.name}: {sentence}"
+            assert set(named) <= set(ALL_VERBS), f"{entry.name}: {sentence}"
+
+
+def test_torchrun_restarts_only_where_it_is_told_to() -> None:
+    assert "--max-restarts" in word("torchrun", ()).what
+
+
 def test_a_sentence_about_a_verb_appears_when_the_verb_does() -> None:
     assert word("mesh", ()).use == ()
     assert word("mesh", ("plan",)).use == ("`trimtab plan` prints it.",)

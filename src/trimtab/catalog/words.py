@@ -14,7 +14,6 @@ from trimtab.spec import Noun
 
 KINDS = ("knob", "precision", "recompute", "strategy", "term", "hardware", "verb")
 _VERB = re.compile(r"`trimtab ([a-z]+)")
-_OPTION = re.compile(r"`--([a-z-]+)")
 
 
 class Word(Noun, frozen=True, kw_only=True):
@@ -31,7 +30,7 @@ class Word(Noun, frozen=True, kw_only=True):
     change: str = ""
     """When to change it."""
     use: tuple[str, ...] = ()
-    """How trimtab's verbs deal with it."""
+    """How trimtab's verbs deal with it; each sentence names its verb, as `trimtab plan`."""
     see: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
 
@@ -70,11 +69,7 @@ def words(verbs: tuple[str, ...]) -> dict[str, Word]:
 
 
 def _is_true(sentence: str, verbs: tuple[str, ...]) -> bool:
-    named = _VERB.findall(sentence)
-    # An option alone, as in `--pin`, belongs to planning.
-    if not named and _OPTION.search(sentence):
-        named = ["plan"]
-    return all(verb in verbs for verb in named)
+    return all(verb in verbs for verb in _VERB.findall(sentence))
 
 
 def _plain(text: str) -> str:

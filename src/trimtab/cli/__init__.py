@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import NoReturn
 
@@ -20,4 +21,7 @@ def run() -> NoReturn:
         code = main_code()
     except KeyboardInterrupt:
         code = INTERRUPTED
+    if code == INTERRUPTED:
+        # A second Ctrl-C has nothing left to interrupt.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)

@@ -161,7 +161,7 @@ def _tenants(one: Device) -> list[Finding]:
             what=f"Another job holds {amount} of GPU {one.index}.",
             evidence=listed,
             cause="The GPU is shared, or an earlier run was not ended.",
-            cure="Plan with what is free, which is what trimtab does; or end the other process.",
+            cure="Make do with what is free, or end the other process.",
         )
     ]
 
