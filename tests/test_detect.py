@@ -423,6 +423,18 @@ def test_nvidia_smi_answers_where_nvml_is_missing() -> None:
     assert found.versions.driver == "550.54.15"
 
 
+def test_a_link_names_who_told_of_it() -> None:
+    lines = SMI_LINE + SMI_LINE.replace("0, GPU-1234", "1, GPU-5678").replace("1E.0", "1F.0")
+    record = m.machine(
+        None,
+        read={"/proc/driver/nvidia/version": "NVRM version"},
+        run={SMI_COMMAND: lines},
+        torch_cuda="12.8",
+    )
+    (link,) = look(record).links
+    assert (link.kind, link.source) == ("PCIe4 x16", "detected: nvidia-smi")
+
+
 @pytest.mark.parametrize(
     ("memory", "kept"), [("[N/A], [N/A], [N/A]", True), ("[Unknown Error], [N/A], [N/A]", False)]
 )
