@@ -18,7 +18,7 @@ FLOORS = [
     {"probe", "trace"},
     {"predict"},
     {"planner"},
-    {"apply", "launch", "train", "doctor"},
+    {"apply", "launch", "train", "doctor", "exam"},
     {"cli", "api", "render", "report", "__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -15,33 +15,42 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from trimtab.api import cluster, detect, explain
+    from trimtab.api import cluster, detect, estimate, exam, explain, load
     from trimtab.errors import TrimtabError
+    from trimtab.jobs.job import Job
     from trimtab.spec import Cluster, Device, Finding, Link, Node
 
 __all__ = [
     "Cluster",
     "Device",
     "Finding",
+    "Job",
     "Link",
     "Node",
     "TrimtabError",
     "__version__",
     "cluster",
     "detect",
+    "estimate",
+    "exam",
     "explain",
+    "load",
 ]
 
 _HOMES = {
     "Cluster": "trimtab.spec",
     "Device": "trimtab.spec",
     "Finding": "trimtab.spec",
+    "Job": "trimtab.jobs.job",
     "Link": "trimtab.spec",
     "Node": "trimtab.spec",
     "TrimtabError": "trimtab.errors",
     "cluster": "trimtab.api",
     "detect": "trimtab.api",
+    "estimate": "trimtab.api",
+    "exam": "trimtab.api",
     "explain": "trimtab.api",
+    "load": "trimtab.api",
 }
 
 

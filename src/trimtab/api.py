@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.catalog.words import Word
-    from trimtab.spec import Cluster
+    from trimtab.exam.sit import Marks
+    from trimtab.predict.memory import Memory
+    from trimtab.spec import Cluster, Device, Estimate, Setting, Trace
 
-VERBS = ("detect", "explain")
+VERBS = ("detect", "explain", "estimate", "exam")
 """What works today."""
 
 
@@ -59,3 +61,158 @@ def explain(word: str) -> Word:
     from trimtab.catalog.words import word as look_up
 
     return look_up(word, VERBS)
+
+
+def load(name: str) -> Any:
+    """The job of that name, built."""
+    from trimtab.jobs.load import load as find
+
+    return find(name)
+
+
+def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name people type
+    job: Any,
+    on: str | Cluster | None = None,
+    *,
+    micro_batch: int = 1,
+    precision: str = "bf16",
+    recompute: str = "none",
+    compile: bool = False,  # noqa: A002 - the contract's name
+    strategy: str = "single",
+    gpus: int | None = None,
+    optimizer: str = "fused",
+    allocator: str = "default",
+    clip: float | None = None,
+    cache: bool = True,
+) -> Estimate:
+    """What one configuration would need, without running it and without a GPU.
+
+    trimtab.estimate("job.py:MyJob", "H200", micro_batch=16).process_bytes
+    trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
+    """
+    where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    device = first_device(where)
+    setting = make_setting(
+        micro_batch=micro_batch,
+        precision=precision,
+        recompute=recompute,
+        compile=compile,
+        strategy=strategy,
+        gpus=gpus if gpus is not None else len(where.devices),
+        optimizer=optimizer,
+        allocator=allocator,
+    )
+    return look_closely(job, setting, device, clip=clip, cache=cache)[0]
+
+
+def look_closely(
+    job: Any, setting: Setting, device: Device, *, clip: float | None = None, cache: bool = True
+) -> tuple[Estimate, Memory, Trace]:
+    """The estimate of a setting with what it rests on."""
+    from trimtab.predict.estimate import estimate as judge
+    from trimtab.trace.tracer import traced
+    from trimtab.trace.worker import Request
+
+    name, overrides = job_name(job)
+    request = Request(job=name, overrides=overrides, setting=setting, device=device, clip=clip)
+    trace = traced(request, cache=cache)
+    return (*judge(trace, setting, device), trace)
+
+
+def job_name(job: Any) -> tuple[str, dict[str, Any]]:
+    """How another process finds a job: its name, and what was changed on the instance."""
+    import inspect
+
+    from trimtab.errors import WrongUse
+
+    if isinstance(job, str):
+        return job, {}
+    cls = job if isinstance(job, type) else type(job)
+    try:
+        file = inspect.getfile(cls)
+    except (TypeError, OSError):
+        file = ""
+    if not file.endswith(".py") or "<locals>" in cls.__qualname__:
+        raise WrongUse(
+            f"job {cls.__qualname__}",
+            found="it is not defined at the top of a file, where another process could find it",
+            cure="Put the class into a .py file of its own.",
+        )
+    return f"{file}:{cls.__qualname__}", {} if isinstance(job, type) else dict(vars(job))
+
+
+def first_device(where: Cluster) -> Device:
+    """The device that an estimate is for: the one with the least memory."""
+    from trimtab.errors import WrongUse
+
+    if not where.devices:
+        raise WrongUse(
+            "no --on", found="this machine has no GPU", cure="Name one, as in --on H200 or --on 4xA100-40GB."
+        )
+    return min(where.devices, key=lambda one: one.free_bytes or one.memory_bytes)
+
+
+def make_setting(  # noqa: PLR0913 - each is a field of Setting
+    *,
+    micro_batch: int,
+    precision: str,
+    recompute: str,
+    compile: bool,  # noqa: A002
+    strategy: str,
+    gpus: int,
+    optimizer: str,
+    allocator: str,
+) -> Setting:
+    """A Setting from words, with an error that lists the words there are."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec import (
+        Allocator,
+        Mesh,
+        OptimizerImplementation,
+        Precision,
+        Recompute,
+        Setting,
+        Strategy,
+    )
+
+    def word(kind: Any, text: str, option: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            known = ", ".join(one.value for one in kind)
+            raise WrongUse(
+                f"--{option} {text}", found=f"it is none of {known}", cure="Use one of those."
+            ) from None
+
+    how = word(Strategy, strategy, "strategy")
+    if how not in (Strategy.SINGLE, Strategy.DDP, Strategy.FSDP):
+        raise WrongUse(
+            f"--strategy {strategy}", found="it cannot be estimated yet", cure="Use single, ddp or fsdp."
+        )
+    if compile:
+        raise WrongUse("--compile", found="it cannot be estimated yet", cure="Leave it out.")
+    if micro_batch < 1:
+        raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
+    world = 1 if how is Strategy.SINGLE else gpus
+    if how is not Strategy.SINGLE and world < 2:  # noqa: PLR2004 - several
+        raise WrongUse(
+            f"--strategy {strategy}", found="there is one GPU", cure="Name several, as in --on 8xH100."
+        )
+    mesh = Mesh(dp_shard=world) if how is Strategy.FSDP else Mesh(dp_replicate=world)
+    return Setting(
+        strategy=how,
+        mesh=mesh,
+        micro_batch=micro_batch,
+        global_batch=micro_batch * world,
+        precision=word(Precision, precision, "precision"),
+        recompute=word(Recompute, recompute, "recompute"),
+        optimizer=word(OptimizerImplementation, optimizer, "optimizer"),
+        allocator=word(Allocator, allocator, "allocator"),
+    )
+
+
+def exam(only: str = "*", *, cache: bool = True) -> Marks:
+    """Every recorded measurement against today's predictor."""
+    from trimtab.exam.sit import sit
+
+    return sit(only, cache=cache)

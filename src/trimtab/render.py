@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from trimtab.catalog.tables import DeviceRow
     from trimtab.catalog.words import Word
     from trimtab.errors import TrimtabError
-    from trimtab.spec import Cluster, Device, Finding, Link, Node, Peaks, Scheduler, Versions
+    from trimtab.exam.sit import Marks
+    from trimtab.predict.memory import Memory
+    from trimtab.spec import Cluster, Device, Estimate, Finding, Link, Node, Peaks, Scheduler, Versions
 
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 UNKNOWN = "-"
@@ -419,4 +421,127 @@ def device_names(rows: tuple[DeviceRow, ...]) -> Columns:
         left=("name", "also"),
         folds="also",
         kept=2,
+    )
+
+
+BAR = 48
+"""Characters of the bar of parts."""
+PART_COLOURS = {
+    "weights": "blue",
+    "gradients": "cyan",
+    "optimizer": "magenta",
+    "activations": "green",
+    "inputs": "white",
+    "workspace": "yellow",
+    "communication": "red",
+    "context": "bright_black",
+}
+LETTERS = {
+    "weights": "W",
+    "gradients": "G",
+    "optimizer": "O",
+    "activations": "A",
+    "inputs": "I",
+    "workspace": "K",
+    "communication": "C",
+    "context": "X",
+}
+"""What a part is drawn with: letters, so that the bar reads without colour too."""
+
+
+def estimate(
+    found: Estimate, details: Memory, *, heading: str, help_lines: tuple[str, ...] = ()
+) -> RenderableType:
+    """A verdict, the bar of parts, the three figures, and where the memory goes."""
+    parts: list[RenderableType] = [_verdict(found, heading), Text(), _bar(found), Text(), _figures(found)]
+    rows = [("peak", f"{details.operation}, {_phase_words(details.phase)}")]
+    rows += [
+        ("largest" if not index else "", f"{name}  {format_bytes(size)}")
+        for index, (name, size) in enumerate(details.modules)
+    ]
+    rows += [("help" if not index else "", line) for index, line in enumerate(help_lines)]
+    rows += [("assumed" if not index else "", line) for index, line in enumerate(found.assumptions)]
+    table = _table()
+    table.show_header = False
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(label, escape(text))
+    return Group(*parts, Text(), Padding(table, (0, 0, 0, 1), expand=False))
+
+
+def _verdict(found: Estimate, heading: str) -> Text:
+    if found.capacity_bytes is None or found.fits is None:
+        return Text.assemble((heading, "bold"), f": {format_bytes(found.process_bytes)}")
+    share = found.process_bytes / found.capacity_bytes
+    need = f"{format_bytes(found.process_bytes)} of {format_bytes(found.capacity_bytes)} ({share:.0%})"
+    word, style = ("fits", "bold green") if found.fits else ("does not fit", "bold red")
+    return Text.assemble((heading, "bold"), ": ", (word, style), f", {need}")
+
+
+def _phase_words(phase: str) -> str:
+    return f"step {int(phase.removeprefix('step')) + 1}" if phase.startswith("step") else phase
+
+
+def _bar(found: Estimate) -> Text:
+    """Parts of the peak and, after them, what the allocator holds beyond it, as a share of the device."""
+    whole = max(found.capacity_bytes or 0, found.process_bytes)
+    text = Text(" ")
+    sizes = {name: getattr(found.parts, name) for name in found.parts.__struct_fields__}
+    sizes["held"] = max(0, found.reserved_bytes - found.allocated_bytes)
+    drawn = 0.0
+    printed = 0
+    for name, size in sizes.items():
+        drawn += size / whole * BAR
+        count = round(drawn) - printed
+        printed += count
+        text.append(LETTERS.get(name, "-") * count, style=PART_COLOURS.get(name, "dim"))
+    return text.append("." * max(0, BAR - printed), style="dim")
+
+
+def _figures(found: Estimate) -> Table:
+    table = _table()
+    table.show_header = False
+    for justify in ("left", "right", "left", "right"):
+        table.add_column(justify=justify, no_wrap=True)
+    sizes = [(name, getattr(found.parts, name)) for name in found.parts.__struct_fields__]
+    left = [(f" {LETTERS[name]} {name}", format_bytes(size)) for name, size in sizes]
+    band = f"{format_gib(found.band.low_bytes)} to {format_bytes(found.band.high_bytes)}"
+    right = [
+        ("allocated", format_bytes(found.allocated_bytes, digits=2)),
+        ("reserved", format_bytes(found.reserved_bytes, digits=2)),
+        ("process", format_bytes(found.process_bytes, digits=2)),
+        ("band", band),
+    ]
+    for index, (name, size) in enumerate(left):
+        label, value = right[index] if index < len(right) else ("", "")
+        table.add_row(name, size, f"   {label}", value)
+    return table
+
+
+def marks(found: Marks) -> RenderableType:
+    """Every case with its errors, and the summary."""
+    table = _table()
+    table.add_column("case", header_style="dim", overflow="fold")
+    for name in ("allocated", "error", "reserved", "error", "process", "error"):
+        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    for one in found.cases:
+        if one.failed:
+            table.add_row(escape(one.case), "failed", *[""] * 5)
+            continue
+        cells = []
+        for figure in ("allocated_bytes", "reserved_bytes", "process_bytes"):
+            cells += [format_gib(one.measured[figure]), f"{one.error[figure]:+.2%}"]
+        table.add_row(escape(one.case), *cells)
+    lines = [_mark_line(found, figure) for figure in found.median]
+    failures = [_indented(one.case, one.failed, "red") for one in found.cases if one.failed]
+    left = [Text(f"not predicted yet: {', '.join(found.left_out)}")] if found.left_out else []
+    return Group(table, Text(), *lines, *left, *failures)
+
+
+def _mark_line(found: Marks, figure: str) -> Text:
+    name = figure.removesuffix("_bytes")
+    return Text(
+        f"{name:10} median error {found.median[figure]:.2%}, worst {found.worst[figure]:.2%}, "
+        f"furthest too low {min(0.0, found.lowest[figure]):.2%}"
     )

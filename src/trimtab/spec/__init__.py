@@ -34,8 +34,10 @@ from trimtab.spec.setting import (
     Setting,
     Strategy,
 )
+from trimtab.spec.trace import PARTS, Trace
 
 __all__ = [
+    "PARTS",
     "Allocator",
     "Band",
     "Candidate",
@@ -68,6 +70,7 @@ __all__ = [
     "Slice",
     "StepTime",
     "Strategy",
+    "Trace",
     "Vendor",
     "Versions",
 ]

@@ -1,0 +1,137 @@
+"""The commands that predict: estimate and exam."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimtab.cli.main import Json, _console, _print, _print_json, app
+
+if TYPE_CHECKING:
+    from trimtab.predict.memory import Memory
+    from trimtab.spec import Device, Estimate, Setting
+
+On = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICES", help="For which devices: H200, 4xA100-40GB, 8xH100; default: this machine."
+    ),
+]
+
+
+@app.command()
+def estimate(  # noqa: PLR0913, PLR0917 - each is an option
+    job: Annotated[
+        str, typer.Argument(metavar="JOB", help="FILE.py:NAME or package.module:NAME. The file is run.")
+    ],
+    on: On = None,
+    micro_batch: Annotated[int, typer.Option(help="Samples per forward pass on one rank.")] = 1,
+    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
+    recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
+    strategy: Annotated[str, typer.Option(help="single, ddp or fsdp.")] = "single",
+    optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
+    allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
+    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Trace again, even if nothing changed.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show what one configuration would need, without running it and without a GPU.
+
+    The job's own code runs for a few steps on tensors without memory, as it would on the device. Exit code 3
+    when it does not fit, 4 when the job's code fails.
+    """
+    from trimtab import api, render
+
+    where = api.cluster(on) if on is not None else api.detect()
+    device = api.first_device(where)
+    setting = api.make_setting(
+        micro_batch=micro_batch,
+        precision=precision,
+        recompute=recompute,
+        compile=False,
+        strategy=strategy,
+        gpus=len(where.devices),
+        optimizer=optimizer,
+        allocator=allocator,
+    )
+    found, details, help_lines = _looked(job, setting, device, clip=clip, cache=not no_cache, quiet=json)
+    if json:
+        modules = [{"name": name, "bytes": size} for name, size in details.modules]
+        peak = {"operation": details.operation, "phase": details.phase, "modules": modules}
+        _print_json({**found.to_builtins(), "setting": setting.to_builtins(), "peak": peak})
+    else:
+        heading = f"{job} on {device.name}, micro-batch {micro_batch}, {precision}"
+        _print(render.estimate(found, details, heading=heading, help_lines=help_lines))
+    if not found.fits:
+        raise typer.Exit(3)
+
+
+def _looked(  # noqa: PLR0913 - what look_closely takes, and whether to be quiet
+    job: str, setting: Setting, device: Device, *, clip: float | None, cache: bool, quiet: bool
+) -> tuple[Estimate, Memory, tuple[str, ...]]:
+    """The estimate, and beside it what recomputing would save, traced at the same time."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from trimtab import api
+    from trimtab.spec import Recompute
+
+    spinner = _console(errors=True).status("tracing two steps on fake tensors")
+    with ThreadPoolExecutor(2) as pool, _maybe(spinner, quiet=quiet):
+        first = pool.submit(api.look_closely, job, setting, device, clip=clip, cache=cache)
+        other = None
+        if setting.recompute is Recompute.NONE and not quiet:
+            fuller = setting.replace(recompute=Recompute.FULL)
+            other = pool.submit(api.look_closely, job, fuller, device, clip=clip, cache=cache)
+        found, details, _ = first.result()
+        return found, details, _savings(found, other)
+
+
+def _maybe(spinner: Any, *, quiet: bool) -> Any:
+    import contextlib
+
+    return contextlib.nullcontext() if quiet or not sys.stderr.isatty() else spinner
+
+
+def _savings(found: Estimate, other: Any) -> tuple[str, ...]:
+    """What recomputing every repeated block would change, where the model has any."""
+    from trimtab.errors import TrimtabError
+    from trimtab.units import format_bytes
+
+    if other is None:
+        return ()
+    try:
+        less = other.result()[0].process_bytes
+    except TrimtabError:
+        return ()
+    saved = 1 - less / found.process_bytes
+    if saved < 0.01:  # noqa: PLR2004 - not worth a line
+        return ()
+    return (f"--recompute full: {format_bytes(less)}, -{saved:.0%}",)
+
+
+@app.command()
+def exam(
+    only: Annotated[str, typer.Option(metavar="PATTERN", help="Only cases that match, as in 'gpt-*'.")] = "*",
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Trace every case again.")] = False,
+    json: Json = False,
+) -> None:
+    """Predict every recorded measurement again, and show the errors.
+
+    Takes some minutes the first time. Needs transformers and peft for some of the cases.
+    """
+    from trimtab import render
+    from trimtab.exam.sit import sit
+
+    def done(answer: Any) -> None:
+        if not json:
+            print(f"  {answer.case}", file=sys.stderr)  # noqa: T201 - progress
+
+    found = sit(only, cache=not no_cache, done=done)
+    if json:
+        _print_json(found.to_builtins())
+    else:
+        _print(render.marks(found))

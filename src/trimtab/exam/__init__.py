@@ -1,0 +1,1 @@
+"""The exam: recorded measurements, replayed against today's predictor."""

@@ -1,0 +1,121 @@
+"""Sits the exam: predicts every recorded case again and sets it against what was measured.
+
+Covers memory (allocated, reserved, process). Compiled cases are on record, and are not predicted yet.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from trimtab.catalog.clusters import row_device
+from trimtab.catalog.lookup import reported
+from trimtab.errors import TrimtabError, WrongUse
+from trimtab.predict.estimate import estimate
+from trimtab.spec import Estimate, Measurement, Noun
+from trimtab.trace.tracer import traced
+from trimtab.trace.worker import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FIGURES = ("allocated_bytes", "reserved_bytes", "process_bytes")
+WORKERS = 2
+
+
+class Case(Noun, frozen=True, kw_only=True):
+    """One recorded run."""
+
+    id: str
+    job: str
+    """The class in trimtab.exam.jobs."""
+    overrides: dict[str, str | int | float | bool | list[int] | None] = {}
+    clip: float | None = None
+    measurement: Measurement
+
+
+class Answer(Noun, frozen=True, kw_only=True):
+    """A case predicted again."""
+
+    case: str
+    predicted: dict[str, int]
+    measured: dict[str, int]
+    error: dict[str, float]
+    """Predicted over measured, less one."""
+    failed: str = ""
+    """Why there is no prediction."""
+
+
+class Marks(Noun, frozen=True, kw_only=True):
+    """The exam as a whole: sizes of errors, as shares."""
+
+    cases: tuple[Answer, ...]
+    median: dict[str, float]
+    worst: dict[str, float]
+    """Largest size of an error."""
+    lowest: dict[str, float]
+    """The prediction that was furthest too low."""
+    left_out: tuple[str, ...] = ()
+
+
+def cases(only: str = "*") -> tuple[Case, ...]:
+    """Recorded cases whose id matches a pattern."""
+    text = files("trimtab.exam").joinpath("cases.jsonl").read_text(encoding="utf-8")
+    every = [Case.from_json(line, origin="cases.jsonl") for line in text.splitlines()]
+    found = tuple(one for one in every if fnmatch.fnmatch(one.id, only))
+    if not found:
+        raise WrongUse(f"--only {only}", found="no case matches it", cure="Leave it out to see every case.")
+    return found
+
+
+def sit(only: str = "*", *, cache: bool = True, done: Callable[[Answer], None] = lambda _: None) -> Marks:
+    """Predict the cases and mark the answers; `done` is told of each as it comes."""
+    chosen = cases(only)
+    predictable = [one for one in chosen if not one.measurement.setting.compile]
+
+    def answer(case: Case) -> Answer:
+        found = _answer(case, cache=cache)
+        done(found)
+        return found
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        answers = tuple(pool.map(answer, predictable))
+    right = [one for one in answers if not one.failed]
+    return Marks(
+        cases=answers,
+        median={name: statistics.median(abs(one.error[name]) for one in right) for name in FIGURES}
+        if right
+        else {},
+        worst={name: max(abs(one.error[name]) for one in right) for name in FIGURES} if right else {},
+        lowest={name: min(one.error[name] for one in right) for name in FIGURES} if right else {},
+        left_out=tuple(one.id for one in chosen if one not in predictable),
+    )
+
+
+def predict(case: Case, *, cache: bool = True) -> Estimate:
+    """Today's estimate of a recorded case."""
+    row = reported(case.measurement.device)
+    assert row is not None  # noqa: S101 - cases are recorded on catalogued devices
+    device = row_device(row, 0, "the exam")
+    request = Request(
+        job=f"trimtab.exam.jobs:{case.job}",
+        overrides=case.overrides,
+        setting=case.measurement.setting,
+        device=device,
+        clip=case.clip,
+    )
+    return estimate(traced(request, cache=cache), case.measurement.setting, device)[0]
+
+
+def _answer(case: Case, *, cache: bool) -> Answer:
+    measured = {name: int(getattr(case.measurement, name)) for name in FIGURES}
+    try:
+        found = predict(case, cache=cache)
+    except TrimtabError as reason:
+        return Answer(case=case.id, predicted={}, measured=measured, error={}, failed=str(reason))
+    predicted = {name: int(getattr(found, name)) for name in FIGURES}
+    error = {name: predicted[name] / measured[name] - 1 for name in FIGURES}
+    return Answer(case=case.id, predicted=predicted, measured=measured, error=error)

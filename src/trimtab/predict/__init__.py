@@ -1,0 +1,1 @@
+"""From traces and facts to estimates: pure sums."""

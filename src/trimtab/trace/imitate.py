@@ -1,0 +1,215 @@
+"""The Python half of a CUDA device that is not there: `torch.cuda` answers as the target would.
+
+Jobs and libraries ask for names, capabilities, streams and free memory, and choose kernels and dtypes by the
+answer. Only for a child process that traces and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from trimtab.catalog.describe import capability, has_bf16
+from trimtab.trace.pretend import pretend_cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trimtab.spec import Device
+
+WARP = 32
+H100_SHARED = {"block": 49152, "optin": 232448, "multiprocessor": 233472}
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What torch.cuda.get_device_properties gives."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    multi_processor_count: int
+    uuid: str = "00000000-0000-0000-0000-000000000000"
+    gcnArchName: str = ""  # noqa: N815 - torch's spelling
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    warp_size: int = WARP
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = H100_SHARED["block"]
+    shared_memory_per_block_optin: int = H100_SHARED["optin"]
+    shared_memory_per_multiprocessor: int = H100_SHARED["multiprocessor"]
+    L2_cache_size: int = 50 * 2**20
+    clock_rate: int = 1_830_000
+    memory_clock_rate: int = 2_619_000
+    memory_bus_width: int = 5120
+
+
+class Stream:
+    """A stream on which nothing ever waits. It has a number, because the allocator keeps a pool for each."""
+
+    device_index = 0
+    device_type = 1
+    made = 0
+    current = 0
+    """The number of the stream that work goes to now; 0 is the default one."""
+
+    def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
+        import torch
+
+        self.device = torch.device("cuda", 0)
+        if number is None:
+            Stream.made += 1
+            number = Stream.made
+        self.stream_id = self.cuda_stream = number
+        self._outside = 0
+
+    def __enter__(self) -> Self:
+        self._outside, Stream.current = Stream.current, self.stream_id
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self._outside
+
+    def is_capturing(self) -> bool:
+        """No graph is being captured."""
+        return False
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that has happened."""
+        return event or Event()
+
+    def wait_stream(self, *_: object) -> None:
+        """Nothing to wait for."""
+
+    wait_event = synchronize = wait_stream
+
+
+class Event:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def elapsed_time(self, _: Event) -> float:
+        """Some milliseconds."""
+        return 1.0
+
+    def record(self, *_: object) -> None:
+        """Nothing to do."""
+
+    wait = synchronize = record
+
+
+def _on_stream(stream: Stream | None) -> Any:
+    """`with torch.cuda.stream(s):`, which takes None as well."""
+    return contextlib.nullcontext() if stream is None else stream
+
+
+def imitate(target: Device) -> None:
+    """Replace torch.cuda's answers by the target's, and make torch believe in CUDA."""
+    import torch
+
+    pretend_cuda()
+    numbers = capability(target.compute_capability or "9.0") or (9, 0)
+    free = target.free_bytes if target.free_bytes is not None else target.memory_bytes
+    properties = Properties(
+        name=target.name,
+        major=numbers[0],
+        minor=numbers[1],
+        total_memory=target.memory_bytes,
+        multi_processor_count=target.multiprocessors or 1,
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": target.name,
+        "get_device_capability": numbers,
+        "get_device_properties": properties,
+        "get_arch_list": [f"sm_{numbers[0]}{numbers[1]}"],
+        "is_bf16_supported": has_bf16(target.compute_capability or "9.0"),
+        "is_current_stream_capturing": False,
+        "mem_get_info": (free, target.memory_bytes),
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "can_device_access_peer": True,
+        "utilization": 0,
+        "_get_device_index": 0,
+    }
+    silent = (
+        "_lazy_init init set_device synchronize empty_cache reset_peak_memory_stats ipc_collect manual_seed "
+        "manual_seed_all seed seed_all reset_max_memory_allocated set_per_process_memory_fraction"
+    )
+    for name, value in (answers | dict.fromkeys(silent.split())).items():
+        setattr(torch.cuda, name, _constant(value))
+    raw = {"getDeviceCount": 1, "getDevice": 0, "isCurrentStreamCapturing": False, "getCurrentRawStream": 0}
+    quiet = "setDevice exchangeDevice maybeExchangeDevice"
+    for name, value in (raw | dict.fromkeys(quiet.split(), 0)).items():
+        setattr(torch._C, f"_cuda_{name}", _constant(value))
+    for place in (torch.cuda, torch.accelerator):
+        for name in ("current_stream", "default_stream"):
+            setattr(place, name, lambda *_, **__: Stream(number=Stream.current))
+    torch.cuda.Stream = Stream  # type: ignore[assignment,misc]
+    torch.cuda.Event = Event  # type: ignore[assignment,misc]
+    torch.cuda.stream = _on_stream  # type: ignore[assignment]
+    torch.cuda.set_stream = _constant(None)
+    torch.cuda.amp.common.amp_definitely_not_available = _constant(value=False)
+    torch.backends.cuda.is_built = _constant(value=True)
+    torch.version.cuda = torch.version.cuda or "13.0"
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def hide_tracing() -> None:
+    """Libraries that look for fake tensors go another way through their models: tell them there are none."""
+    import sys
+
+    library = sys.modules.get("transformers.utils.import_utils")
+    if library is not None:
+        library.is_fake_tensor = _constant(value=False)  # type: ignore[attr-defined]
+
+
+def _apply(module: Any, change: Callable[[Any], Any], recurse: bool = True) -> Any:
+    """`Module.to`, `.half` and the like for fake parameters: new memory under the old parameter.
+
+    torch swaps fake parameters as whole objects, which fails as soon as anything refers to one weakly; on a
+    GPU it puts new memory under the old one, and so does this.
+    """
+    import torch
+
+    if recurse:
+        for child in module.children():
+            child._apply(change)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            changed = change(parameter)
+        if changed is parameter:
+            continue
+        if changed.device == parameter.device:
+            parameter.data = changed
+        else:
+            module._parameters[name] = torch.nn.Parameter(changed, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = change(buffer)
+    return module

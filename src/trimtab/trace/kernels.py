@@ -1,0 +1,58 @@
+"""What a CUDA kernel would do that shapes alone do not show: which one runs, and what it takes for itself."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.catalog.describe import capability
+from trimtab.trace import attention, shapes, workspace
+from trimtab.trace.values import Values
+
+if TYPE_CHECKING:
+    from trimtab.spec import Device
+
+MATRIX_OPS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
+
+
+class Kernels:
+    """The target's choices, and what had to be assumed."""
+
+    def __init__(self, target: Device) -> None:
+        self.target = target
+        self.capability = capability(target.compute_capability or "9.0") or (9, 0)
+        self.assumptions: dict[str, None] = {}
+        self.values = Values(self.assume)
+        self._cublas_threads: set[int] = set()
+        self._library = torch.library.Library("aten", "IMPL")
+        attention.register(self._library, self.capability)
+        shapes.register_rnn(self._library)
+        shapes.keep_whole(self._library)
+
+    def assume(self, text: str) -> None:
+        """Note an assumption once."""
+        self.assumptions[text] = None
+
+    def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, with an answer for those whose result depends on values."""
+        result = shapes.RESULTS.get(name)
+        out = self.values.run(func, name, args, kwargs) if result is None else result(args)
+        self.values.learn(name, args, out)
+        if result is None:
+            self.values.follow(func, name, args, kwargs, out)
+        return out
+
+    def workspace(self, name: str, args: tuple[Any, ...], out: Any) -> list[int]:
+        """Bytes that the kernel takes and gives back within the operation."""
+        rule = workspace.RULES.get(name)
+        return [size for size in rule(args, out) if size] if rule else []
+
+    def kept(self, name: str) -> int:
+        """Bytes that a library takes now and keeps: cuBLAS, once a thread."""
+        thread = threading.get_ident()
+        if name not in MATRIX_OPS or thread in self._cublas_threads:
+            return 0
+        self._cublas_threads.add(thread)
+        return workspace.cublas(self.capability)

@@ -1,0 +1,231 @@
+"""Writes down every allocation, free and operation that a step makes on the pretended device.
+
+A TorchDispatchMode above FakeTensorMode: it sees each operation after autograd and autocast, as the GPU
+would, and knows from storages that appear and die what the caching allocator would be asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from trimtab.trace.imitate import Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from trimtab.trace.kernels import Kernels
+
+
+def _from_engine() -> bool:
+    """Whether autograd's engine itself asks, with no Python between: it runs on a thread of its own."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if "/torch/" not in frame.f_code.co_filename:
+            return False
+        frame = frame.f_back
+    return True
+
+
+PLAIN = (FakeTensor,)
+ONE_TENSOR = 2
+"""How often a storage is referred to when one tensor has it: by that tensor, and by whoever asks."""
+SKIPPED = {"prim::device", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}
+
+
+class Recorder(TorchDispatchMode):
+    """Allocations as (id, bytes, part, module, op) and the order of allocs (id) and frees (~id)."""
+
+    def __init__(self, kernels: Kernels, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.fake_mode = fake_mode
+        self.order: list[int] = []
+        """An allocation is its id, a free the id inverted (~id)."""
+        self.sizes: list[int] = []
+        self.parts: list[str] = []
+        self.modules: list[str] = []
+        self.ops: list[str] = []
+        self.streams: list[int] = []
+        self.marks: dict[str, int] = {}
+        """Position in `order` by name: where a phase begins."""
+        self.part = "weights"
+        self.module = ""
+        self.paused = False
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._numbers: dict[int, int | None] = {}
+        """The allocation that a storage lies in, by the storage's id; None while it holds nothing."""
+
+    def __enter__(self) -> Self:
+        whole = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            before = storage.nbytes()
+            out = whole(storage, size)
+            self.resized(storage, before)
+            return out
+
+        self._whole_resize = whole
+        self._silence_sharding()
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._whole_resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def _silence_sharding(self) -> None:
+        """DTensor tries operations on tensors of full size to learn shapes: those are nobody's memory."""
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
+            whole = getattr(ShardingPropagator, name, None)
+            if whole is not None:
+                setattr(ShardingPropagator, name, self._silently(whole))
+
+    def _silently(self, whole: Callable[..., Any]) -> Callable[..., Any]:
+        def silent(*args: Any, **kwargs: Any) -> Any:
+            before, self.paused = self.paused, True
+            try:
+                return whole(*args, **kwargs)
+            finally:
+                self.paused = before
+
+        return silent
+
+    def mark(self, name: str, part: str) -> None:
+        """A phase begins; what is allocated from now on counts as `part` until something says otherwise."""
+        self.marks[name] = len(self.order)
+        self.part = part
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().partition(".")[0] if hasattr(func, "name") else str(func)
+        if self.paused or name in SKIPPED:
+            return func(*args, **kwargs)
+        if any(not issubclass(one, PLAIN) and is_traceable_wrapper_subclass_type(one) for one in types):
+            # A DTensor and its like stand for a local tensor: the operation comes back with that one.
+            return NotImplemented
+        out = self.kernels.run(func, name, args, kwargs)
+        if name == "aten::add" and _from_engine() and self._takes_over(args[0], out):
+            return out
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._meet(leaf, name)
+        kept = self.kernels.kept(name)
+        if kept:
+            self.keep(kept, "workspace", "cuBLAS")
+        for size in self.kernels.workspace(name, args, out):
+            self.temporary(size, name)
+        return out
+
+    def _takes_over(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+        """Whether a sum of gradients lies in the memory of its first term.
+
+        Autograd adds a second gradient into the first one in place, where nobody else holds it; it does not
+        for fake tensors. The sum then takes over the block, and no memory is asked for.
+        """
+        if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+            return False
+        before, after = old.untyped_storage(), new.untyped_storage()
+        number = self._numbers.get(id(before))
+        if number is None or before.nbytes() != after.nbytes():
+            return False
+        if torch._C._storage_Use_Count(before._cdata) > ONE_TENSOR:
+            return False
+        self._numbers[id(before)] = None
+        self._adopt(after, number)
+        return True
+
+    def _adopt(self, storage: Any, number: int) -> None:
+        key = id(storage)
+        self._numbers[key] = number
+        self._alive[key] = weakref.ref(storage, lambda _: self._gone(key))
+
+    def resized(self, storage: Any, before: int) -> None:
+        """A storage was emptied or filled in place, as FSDP does with gathered parameters."""
+        key = id(storage)
+        if key not in self._numbers or before == storage.nbytes():
+            return
+        number = self._numbers[key]
+        if number is not None:
+            self.order.append(~number)
+            self._numbers[key] = None
+        if storage.nbytes():
+            self._numbers[key] = self._new(storage.nbytes(), self.part, "resize")
+
+    def temporary(self, size: int, op: str) -> None:
+        """Memory that lives within one operation."""
+        number = self._new(size, "workspace", op)
+        self.order.append(~number)
+
+    def keep(self, size: int, part: str, op: str) -> int:
+        """Memory that stays to the end, such as a library's workspace."""
+        return self._new(size, part, op)
+
+    def _new(self, size: int, part: str, op: str) -> int:
+        number = len(self.sizes)
+        self.sizes.append(size)
+        self.parts.append("communication" if Stream.current or op == "resize" else part)
+        self.modules.append(self.module)
+        self.ops.append(op)
+        self.streams.append(Stream.current)
+        self.order.append(number)
+        return number
+
+    def _meet(self, tensor: torch.Tensor, op: str) -> int | None:
+        """A tensor that an operation returned: new memory, or memory already known."""
+        if tensor.device.type != "cuda" or getattr(tensor, "fake_mode", None) is not self.fake_mode:
+            # On the host, or made by torch to think about shapes in a fake mode of its own.
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            return None
+        key = id(storage)
+        known = self._alive.get(key)
+        if known is not None and known() is storage:
+            return None
+        size = storage.nbytes()
+        number = self._new(size, self.part, op)
+        self._adopt(storage, number)
+        return number
+
+    def _gone(self, key: int) -> None:
+        number = self._numbers.pop(key, None)
+        self._alive.pop(key, None)
+        if number is not None:
+            self.order.append(~number)
+
+    def name_modules(self, model: Any) -> None:
+        """From now on, note in which module of the model memory is taken."""
+        names = {id(module): name for name, module in model.named_modules()}
+        stack = [""]
+
+        def enter(module: Any, _: Any) -> None:
+            stack.append(names.get(id(module), stack[-1]))
+            self.module = stack[-1]
+
+        def leave(_: Any, __: Any, ___: Any) -> None:
+            if len(stack) > 1:
+                stack.pop()
+            self.module = stack[-1]
+
+        torch.nn.modules.module.register_module_forward_pre_hook(enter)
+        torch.nn.modules.module.register_module_forward_hook(leave, always_call=True)
+
+    def relabel(self, tensor: torch.Tensor, part: str) -> None:
+        """Say what a tensor's memory turned out to be for."""
+        number = self._numbers.get(id(tensor.untyped_storage()))
+        if number is not None:
+            self.parts[number] = part
