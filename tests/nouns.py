@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
+from trimtab.exams.sit import Answer, Case, Marks
+from trimtab.trace.worker import Request
 
 names = st.text(min_size=1, max_size=12)
 counts = st.integers(min_value=0, max_value=2**50)
@@ -224,6 +226,32 @@ words = st.builds(
     Word, name=names, kind=st.sampled_from(KINDS), what=names, see=st.lists(names, max_size=2).map(tuple)
 )
 
+
+def _trace(sizes: list[int], name: str) -> spec.Trace:
+    count = len(sizes)
+    return spec.Trace(
+        order=(*range(count), *(~number for number in range(count))),
+        sizes=tuple(sizes),
+        streams=(0,) * count,
+        parts=(0,) * count,
+        modules=(0,) * count,
+        ops=(0,) * count,
+        module_names=(name,),
+        op_names=(name,),
+        marks={"step0": 0},
+    )
+
+
+traces = st.builds(_trace, st.lists(counts, max_size=4), names)
+requests = st.builds(Request, job=names, setting=settings(), device=devices())
+cases = st.builds(Case, id=names, job=names, measurement=measurements())
+figures = st.dictionaries(names, counts, max_size=2)
+shares = st.dictionaries(names, seconds, max_size=2)
+answers = st.builds(Answer, case=names, predicted=figures, measured=figures, error=shares, failed=names)
+exam_marks = st.builds(
+    Marks, cases=st.lists(answers, max_size=1).map(tuple), median=shares, worst=shares, lowest=shares
+)
+
 NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Peaks: peaks,
     spec.DeviceProcess: process,
@@ -250,4 +278,9 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Measurement: measurements(),
     spec.Incident: incidents,
     Word: words,
+    spec.Trace: traces,
+    Request: requests,
+    Case: cases,
+    Answer: answers,
+    Marks: exam_marks,
 }

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.catalog.words import Word
-    from trimtab.exam.sit import Marks
+    from trimtab.exams.sit import Marks
     from trimtab.predict.memory import Memory
     from trimtab.spec import Cluster, Device, Estimate, Setting, Trace
 
@@ -213,6 +213,6 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
 
 def exam(only: str = "*", *, cache: bool = True) -> Marks:
     """Every recorded measurement against today's predictor."""
-    from trimtab.exam.sit import sit
+    from trimtab.exams.sit import sit
 
     return sit(only, cache=cache)

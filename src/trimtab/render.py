@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trimtab.catalog.tables import DeviceRow
     from trimtab.catalog.words import Word
     from trimtab.errors import TrimtabError
-    from trimtab.exam.sit import Marks
+    from trimtab.exams.sit import Marks
     from trimtab.predict.memory import Memory
     from trimtab.spec import Cluster, Device, Estimate, Finding, Link, Node, Peaks, Scheduler, Versions
 

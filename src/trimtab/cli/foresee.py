@@ -124,7 +124,7 @@ def exam(
     Takes some minutes the first time. Needs transformers and peft for some of the cases.
     """
     from trimtab import render
-    from trimtab.exam.sit import sit
+    from trimtab.exams.sit import sit
 
     def done(answer: Any) -> None:
         if not json:

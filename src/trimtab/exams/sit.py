@@ -31,7 +31,7 @@ class Case(Noun, frozen=True, kw_only=True):
 
     id: str
     job: str
-    """The class in trimtab.exam.jobs."""
+    """The class in trimtab.exams.jobs."""
     overrides: dict[str, str | int | float | bool | list[int] | None] = {}
     clip: float | None = None
     measurement: Measurement
@@ -63,7 +63,7 @@ class Marks(Noun, frozen=True, kw_only=True):
 
 def cases(only: str = "*") -> tuple[Case, ...]:
     """Recorded cases whose id matches a pattern."""
-    text = files("trimtab.exam").joinpath("cases.jsonl").read_text(encoding="utf-8")
+    text = files("trimtab.exams").joinpath("cases.jsonl").read_text(encoding="utf-8")
     every = [Case.from_json(line, origin="cases.jsonl") for line in text.splitlines()]
     found = tuple(one for one in every if fnmatch.fnmatch(one.id, only))
     if not found:
@@ -101,7 +101,7 @@ def predict(case: Case, *, cache: bool = True) -> Estimate:
     assert row is not None  # noqa: S101 - cases are recorded on catalogued devices
     device = row_device(row, 0, "the exam")
     request = Request(
-        job=f"trimtab.exam.jobs:{case.job}",
+        job=f"trimtab.exams.jobs:{case.job}",
         overrides=case.overrides,
         setting=case.measurement.setting,
         device=device,
