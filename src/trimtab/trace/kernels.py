@@ -39,15 +39,17 @@ class Kernels:
         """Run an operation, with an answer for those whose result depends on values."""
         result = shapes.RESULTS.get(name)
         out = self.values.run(func, name, args, kwargs) if result is None else result(args)
+        if name in shapes.DENSE_RESULTS:
+            out = shapes.with_dense_first(out)
         self.values.learn(name, args, out)
         if result is None:
             self.values.follow(func, name, args, kwargs, out)
         return out
 
-    def workspace(self, name: str, args: tuple[Any, ...], out: Any) -> list[int]:
-        """Bytes that the kernel takes and gives back within the operation."""
+    def takes(self, name: str, args: tuple[Any, ...], out: Any) -> list[workspace.Take]:
+        """What the operation asks the allocator for beside its results, and in what order."""
         rule = workspace.RULES.get(name)
-        return [size for size in rule(args, out) if size] if rule else []
+        return rule(args, out) if rule else []
 
     def kept(self, name: str) -> int:
         """Bytes that a library takes now and keeps: cuBLAS, once a thread."""

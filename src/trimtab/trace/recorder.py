@@ -119,15 +119,31 @@ class Recorder(TorchDispatchMode):
         out = self.kernels.run(func, name, args, kwargs)
         if name == "aten::add" and _from_engine() and self._takes_over(args[0], out):
             return out
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._meet(leaf, name)
+        self._take(name, args, out)
+        return out
+
+    def _take(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        """Write down what an operation asks for, in the order it does."""
+        leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        results = iter(self._unknown(leaves))
+        held = []
+        for take in self.kernels.takes(name, args, out):
+            if take.kind == "result":
+                self._meet(next(results, None), name)
+            elif take.size and take.kind == "hold":
+                held.append(self._new(take.size, "workspace", name))
+            elif take.size:
+                self.temporary(take.size, name)
+        for leaf in results:
+            self._meet(leaf, name)
         kept = self.kernels.kept(name)
         if kept:
             self.keep(kept, "workspace", "cuBLAS")
-        for size in self.kernels.workspace(name, args, out):
-            self.temporary(size, name)
-        return out
+        self.order.extend(~number for number in held)
+
+    def _unknown(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that lie in memory not met before."""
+        return [one for one in tensors if self._storage(one) is not None]
 
     def _takes_over(self, old: torch.Tensor, new: torch.Tensor) -> bool:
         """Whether a sum of gradients lies in the memory of its first term.
@@ -183,8 +199,8 @@ class Recorder(TorchDispatchMode):
         self.order.append(number)
         return number
 
-    def _meet(self, tensor: torch.Tensor, op: str) -> int | None:
-        """A tensor that an operation returned: new memory, or memory already known."""
+    def _storage(self, tensor: torch.Tensor) -> Any:
+        """The storage of a tensor on the device, where it is new; None where it is known or elsewhere."""
         if tensor.device.type != "cuda" or getattr(tensor, "fake_mode", None) is not self.fake_mode:
             # On the host, or made by torch to think about shapes in a fake mode of its own.
             return None
@@ -192,14 +208,14 @@ class Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except NotImplementedError:
             return None
-        key = id(storage)
-        known = self._alive.get(key)
-        if known is not None and known() is storage:
-            return None
-        size = storage.nbytes()
-        number = self._new(size, self.part, op)
-        self._adopt(storage, number)
-        return number
+        known = self._alive.get(id(storage))
+        return None if known is not None and known() is storage else storage
+
+    def _meet(self, tensor: torch.Tensor | None, op: str) -> None:
+        """A tensor that an operation returned: new memory, or memory already known."""
+        storage = self._storage(tensor) if tensor is not None else None
+        if storage is not None:
+            self._adopt(storage, self._new(storage.nbytes(), self.part, op))
 
     def _gone(self, key: int) -> None:
         number = self._numbers.pop(key, None)

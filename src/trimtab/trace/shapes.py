@@ -36,7 +36,7 @@ def _rnn(args: tuple[Any, ...]) -> Any:
     Per layer and direction it keeps every gate and the cell of each step, and between layers the input; one
     bit a number where dropout acts.
     """
-    source, weights, _, flat, _, _, mode, size, _, layers, first, dropout, train, both = args[:14]
+    source, _, _, flat, _, _, mode, size, _, layers, first, dropout, train, both = args[:14]
     ways = 2 if both else 1
     steps = source.shape[1] if first else source.shape[0]
     batch = source.shape[0] if first else source.shape[1]
@@ -47,7 +47,8 @@ def _rnn(args: tuple[Any, ...]) -> Any:
     reserve = source.new_empty(((kept + 256) if train else 0,), dtype=torch.uint8)
     states = (layers * ways, batch, size)
     cell = source.new_empty(states if mode == LSTM else (0,))
-    buffer = flat if flat is not None else source.new_empty((sum(one.numel() for one in weights),))
+    # In fp32 the parameters are the flat buffer; under autocast they are copied into one.
+    buffer = flat if flat is not None else source.new_empty((0,))
     return source.new_empty(shape), source.new_empty(states), cell, reserve, buffer
 
 
@@ -99,6 +100,18 @@ RESULTS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "aten::_fused_sgd_": _nothing,
     "aten::_fused_adagrad_": _nothing,
 }
+
+
+DENSE_RESULTS = {"aten::native_layer_norm", "aten::native_layer_norm_backward"}
+"""Operations whose first result is dense on CUDA, however its input lies."""
+
+
+def with_dense_first(out: Any) -> Any:
+    """The results with the first one dense."""
+    first = out[0]
+    if first is None or first.is_contiguous():
+        return out
+    return (torch.empty(first.shape, dtype=first.dtype, device=first.device), *out[1:])
 
 
 def register_rnn(library: torch.library.Library) -> None:

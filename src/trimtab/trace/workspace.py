@@ -7,11 +7,11 @@ buffers of large reductions, which are taken when nothing else is at its peak.
 
 from __future__ import annotations
 
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from trimtab.trace import convolution
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
@@ -20,13 +20,29 @@ if TYPE_CHECKING:
 CUBLAS_HOPPER = 32 * MIB
 CUBLAS_OLDER = 4096 * 1024 * 2 + 16 * 1024 * 8
 """One block a thread that runs matrix products, kept for ever."""
-SPLIT_K = 132 * 128 * 1024
-"""Partial sums of a weight gradient, fp32, one tile a multiprocessor: the most that was seen."""
 DESCRIPTOR = 256
 """cuDNN rounds its own workspaces up to this."""
-LARGE_IMAGE = 32 * 32
-SMALL_IMAGE = 8 * 8
-FOUR = 4
+
+
+class Take(NamedTuple):
+    """One thing that an operation asks the allocator for, in order."""
+
+    kind: str
+    """hold: to the end of the operation; brief: given back at once; result: the next of its results."""
+    size: int = 0
+
+
+RESULT = Take("result")
+
+
+def hold(size: int) -> Take:
+    """Memory for the whole operation."""
+    return Take("hold", size)
+
+
+def brief(size: int) -> Take:
+    """Memory for one kernel of it."""
+    return Take("brief", size)
 
 
 def cublas(capability: tuple[int, int]) -> int:
@@ -34,108 +50,112 @@ def cublas(capability: tuple[int, int]) -> int:
     return CUBLAS_HOPPER if capability >= (9, 0) else CUBLAS_OLDER
 
 
-def _eight(channels: int) -> int:
-    return -(-channels // 8) * 8
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
-class Convolution:
-    """Sizes of one convolution, in bytes as cuDNN lays them out: channels padded to eight."""
-
-    def __init__(self, source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, groups: int) -> None:
-        size = source.element_size()
-        self.groups = groups
-        self.kernel = prod(weight.shape[2:])
-        self.image = prod(result.shape[2:])
-        self.channels = (source.shape[1], result.shape[1])
-        self.samples = source.shape[0]
-        self.half = source.dtype in (torch.float16, torch.bfloat16)
-        self.last = source.dim() == FOUR and source.is_contiguous(memory_format=torch.channels_last)
-        self.source = self.samples * _eight(source.shape[1]) * prod(source.shape[2:]) * size
-        self.result = self.samples * _eight(result.shape[1]) * self.image * size
-        self.weight = _eight(weight.shape[0]) * _eight(weight.shape[1]) * self.kernel * size
-        self.depthwise = groups > 1 and groups == source.shape[1]
-
-    @property
-    def moved(self) -> int:
-        """Copies of input, output and weights in the layout that tensor cores want."""
-        return self.source + self.result + self.weight
-
-    def forward(self) -> int:
-        """Also the gradient of the input, which is a convolution the other way."""
-        if self.depthwise:
-            return 0
-        few = self.channels[0] % 8
-        if self.last:
-            return self.source + DESCRIPTOR if few and self.half else 0
-        if self.channels[0] <= FOUR:
-            return 0
-        if self.kernel == 1:
-            return self.source + self.result if self.image <= SMALL_IMAGE else 0
-        return self.moved
-
-    def weight_gradient(self) -> int:
-        """Layout copies and partial sums."""
-        if self.depthwise:
-            return 0
-        if self.last:
-            return (self.source if self.channels[0] % 8 and self.half else 0) + SPLIT_K
-        if self.kernel == 1 and self.image >= LARGE_IMAGE:
-            return self.samples * self.channels[0] * self.channels[1] * 4
-        if self.kernel == 1:
-            return self.source + self.result + 2 * MIB
-        return self.moved + SPLIT_K
+def _copied(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> int:
+    """The copy that a kernel makes of an input that does not lie as it wants; 0 where it does."""
+    return 0 if tensor.is_contiguous(memory_format=layout) else _bytes(tensor)
 
 
-def _convolution(args: tuple[Any, ...], out: Any) -> list[int]:
-    return [Convolution(args[0], args[1], out, args[8]).forward()]
+def _layout(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    last = convolution.channels_last(source, weight)
+    return torch.channels_last if last else torch.contiguous_format
 
 
-def _convolution_backward(args: tuple[Any, ...], _: Any) -> list[int]:
-    gradient, source, weight, groups, wanted = args[0], args[1], args[2], args[9], args[10]
-    shape = Convolution(source, weight, gradient, groups)
-    return [shape.forward() if wanted[0] else 0, shape.weight_gradient() if wanted[1] else 0]
+def _convolution(args: tuple[Any, ...], out: Any) -> list[Take]:
+    source, weight = args[0], args[1]
+    shape = convolution.shape_of(source, weight, out, args[3], args[8])
+    moved = _copied(source, _layout(source, weight))
+    return [hold(moved), RESULT, brief(convolution.workspace(shape, "forward"))]
 
 
-def _cudnn_attention_backward(args: tuple[Any, ...], _: Any) -> list[int]:
+def _convolution_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
+    gradient, source, weight, stride, groups, wanted = args[0], args[1], args[2], args[4], args[9], args[10]
+    layout = _layout(source, weight)
+    shape = convolution.shape_of(source, weight, gradient, stride, groups)
+    moved, given = _copied(source, layout) if wanted[1] else 0, _copied(gradient, layout)
+    # A gradient in the other memory format is copied once; a slice is copied for each of the two.
+    once = given if given and _looks_last(gradient) != (layout is torch.channels_last) else 0
+    each = given - once
+    takes = [hold(moved), hold(once)]
+    if wanted[0]:
+        takes += [RESULT, brief(each + convolution.workspace(shape, "source"))]
+    if wanted[1]:
+        takes += [RESULT, brief(each + convolution.workspace(shape, "weight"))]
+    return takes
+
+
+def _looks_last(tensor: torch.Tensor) -> bool:
+    strides = tensor.stride()
+    return tensor.dim() > 2 and strides[1] == 1 and tensor.shape[1] > 1 and strides[-1] != 1  # noqa: PLR2004
+
+
+def _cudnn_attention_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     """Query gradients in fp32 and a row sum; keys and values once a query head where heads are shared."""
     query, key = args[1], args[2]
     batch, heads, length, size = query.shape
     shared = 4 * batch * heads * key.shape[2] * size if key.shape[1] != heads else 0
-    return [4 * batch * heads * length * size + 4 * batch * heads * length + DESCRIPTOR, shared]
+    own = 4 * batch * heads * length * size + 4 * batch * heads * length + DESCRIPTOR
+    return [RESULT, RESULT, RESULT, brief(own), brief(shared)]
 
 
-def _flash_attention_backward(args: tuple[Any, ...], _: Any) -> list[int]:
+def _flash_attention_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     """Query gradients in fp32 with lengths padded to 128 and heads to 32, and a row sum. From the source."""
     batch, heads, length, size = args[1].shape
     padded = -(-length // 128) * 128
     wide = -(-size // 32) * 32
-    return [4 * batch * heads * padded * wide + 4 * batch * heads * padded]
+    own = 4 * batch * heads * padded * wide + 4 * batch * heads * padded
+    return [RESULT, RESULT, RESULT, brief(own)]
 
 
-def _embedding_backward(args: tuple[Any, ...], _: Any) -> list[int]:
-    """Partial sums over sorted indices, fp32, and the indices themselves."""
-    gradient, indices = args[0], args[1]
-    count = indices.numel()
-    return [(count + count // 10) * gradient.shape[-1] * 4]
+def _embedding_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
+    """Partial sums over sorted indices, fp32."""
+    count = args[1].numel()
+    return [RESULT, brief((count + count // 10) * args[0].shape[-1] * 4)]
 
 
-def _rnn(args: tuple[Any, ...], _: Any) -> list[int]:
-    """From one shape only: sixteen bytes a state and step, the input, and a fixed part."""
-    source, size, layers = args[0], args[7], args[9]
-    steps = source.shape[0] * source.shape[1]
-    del layers
-    return [16 * steps * size + 2 * steps * source.shape[2] + 37_300_000]
+def _rnn_size(source: torch.Tensor, hidden: int, layers: int, *, first: bool, dropout: float) -> int:
+    """Gates and states of a step for every step, weights, and 8 MiB a layer: LSTMs, one way."""
+    batch, steps = (source.shape[0], source.shape[1]) if first else (source.shape[1], source.shape[0])
+    size, width = source.element_size(), source.shape[2]
+    weights = sum(4 * hidden * ((hidden if layer else width) + hidden) for layer in range(layers))
+    per_step = 5 * hidden + width + (hidden if dropout else 0)
+    fixed = 10 * layers * batch * hidden + weights
+    return size * (batch * steps * per_step + fixed) + 8 * MIB * layers + 8 * batch + DESCRIPTOR
 
 
-def _rnn_backward(args: tuple[Any, ...], _: Any) -> list[int]:
-    states = args[4]
-    source = args[0]
-    steps = source.shape[0] * source.shape[1]
-    size = 16 * steps * states.shape[2] + 2 * steps * source.shape[2] + 37_300_000
-    return [size, size]
+def _rnn(args: tuple[Any, ...], _: Any) -> list[Take]:
+    source, size, layers, first, dropout = args[0], args[7], args[9], args[10], args[11]
+    return [brief(_rnn_size(source, size, layers, first=first, dropout=dropout))]
 
 
-RULES: dict[str, Callable[[tuple[Any, ...], Any], list[int]]] = {
+def _rnn_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
+    """Once for the gradients of inputs, once for those of weights."""
+    source, size, layers, first, dropout = args[0], args[11], args[13], args[14], args[15]
+    taken = brief(_rnn_size(source, size, layers, first=first, dropout=dropout))
+    return [RESULT, RESULT, RESULT, taken, taken]
+
+
+def _softmax_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
+    return [RESULT, brief(_bytes(args[0]))]
+
+
+def _safe_softmax(args: tuple[Any, ...], _: Any) -> list[Take]:
+    """Which rows are masked out whole: a byte a number."""
+    return [RESULT, brief(args[0].numel())]
+
+
+def _layer_norm(args: tuple[Any, ...], _: Any) -> list[Take]:
+    return [hold(_copied(args[0]))]
+
+
+def _layer_norm_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
+    return [hold(_copied(args[0])), hold(_copied(args[1]))]
+
+
+RULES: dict[str, Callable[[tuple[Any, ...], Any], list[Take]]] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
@@ -143,5 +163,9 @@ RULES: dict[str, Callable[[tuple[Any, ...], Any], list[int]]] = {
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::_cudnn_rnn": _rnn,
     "aten::_cudnn_rnn_backward": _rnn_backward,
+    "aten::_softmax_backward_data": _softmax_backward,
+    "aten::_safe_softmax": _safe_softmax,
+    "aten::native_layer_norm": _layer_norm,
+    "aten::native_layer_norm_backward": _layer_norm_backward,
 }
-"""Bytes that an operation takes one after the other, each given back before the next."""
+"""What an operation asks for and in what order; results that no rule places come last."""
