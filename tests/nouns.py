@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
+from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
 from trimtab.trace.worker import Request
 
@@ -252,6 +253,8 @@ exam_marks = st.builds(
     Marks, cases=st.lists(answers, max_size=1).map(tuple), median=shares, worst=shares, lowest=shares
 )
 
+measured = st.builds(Measured, allocated_bytes=maybe(counts), step_s=maybe(seconds), out_of_memory=names)
+
 NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Peaks: peaks,
     spec.DeviceProcess: process,
@@ -283,4 +286,5 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Case: cases,
     Answer: answers,
     Marks: exam_marks,
+    Measured: measured,
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from trimtab.api import cluster, detect, estimate, exam, explain, load
+    from trimtab.api import cluster, detect, estimate, exam, explain, load, profile
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
     from trimtab.spec import Cluster, Device, Finding, Link, Node
@@ -35,6 +35,7 @@ __all__ = [
     "exam",
     "explain",
     "load",
+    "profile",
 ]
 
 _HOMES = {
@@ -51,6 +52,7 @@ _HOMES = {
     "exam": "trimtab.api",
     "explain": "trimtab.api",
     "load": "trimtab.api",
+    "profile": "trimtab.api",
 }
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trimtab.predict.memory import Memory
     from trimtab.spec import Cluster, Device, Estimate, Setting, Trace
 
-VERBS = ("detect", "explain", "estimate", "exam")
+VERBS = ("detect", "explain", "estimate", "exam", "profile")
 """What works today."""
 
 
@@ -152,6 +152,20 @@ def first_device(where: Cluster) -> Device:
     return min(where.devices, key=lambda one: one.free_bytes or one.memory_bytes)
 
 
+def gpu_here() -> Device:
+    """The first GPU of this machine."""
+    from trimtab.errors import EnvironmentFault
+
+    found = detect().devices
+    if not found:
+        raise EnvironmentFault(
+            "profile",
+            found="this machine has no GPU that can be used",
+            cure="Use `trimtab estimate --on DEVICES`, which needs none.",
+        )
+    return found[0]
+
+
 def make_setting(  # noqa: PLR0913 - each is a field of Setting
     *,
     micro_batch: int,
@@ -216,3 +230,21 @@ def exam(only: str = "*", *, cache: bool = True) -> Marks:
     from trimtab.exams.sit import sit
 
     return sit(only, cache=cache)
+
+
+def profile(job: Any, setting: Setting, device: Device, *, clip: float | None = None) -> dict[str, Any]:
+    """Run a setting for real for a few steps, and set prediction against measurement."""
+    from trimtab.exams.measure import measured
+    from trimtab.trace.worker import Request
+
+    name, overrides = job_name(job)
+    found = measured(Request(job=name, overrides=overrides, setting=setting, device=device, clip=clip))
+    predicted, _, _ = look_closely(job, setting, device, clip=clip)
+    figures = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s")
+    guess = {figure: getattr(predicted, figure) for figure in figures}
+    truth = {figure: getattr(found, figure) for figure in figures}
+    error = {
+        figure: guess[figure] / truth[figure] - 1 if guess[figure] and truth[figure] else None
+        for figure in figures
+    }
+    return {"predicted": guess, "measured": truth, "error": error, "run": found.to_builtins()}

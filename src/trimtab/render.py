@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.units import format_bandwidth, format_bytes, format_flops, format_gib
+from trimtab.units import format_bandwidth, format_bytes, format_duration, format_flops, format_gib
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -545,3 +545,25 @@ def _mark_line(found: Marks, figure: str) -> Text:
         f"{name:10} median error {found.median[figure]:.2%}, worst {found.worst[figure]:.2%}, "
         f"furthest too low {min(0.0, found.lowest[figure]):.2%}"
     )
+
+
+def profile(found: dict[str, Any], *, heading: str) -> RenderableType:
+    """Predicted against measured, or that it ran out of memory."""
+    title = Text(heading, style="bold")
+    if found["run"]["out_of_memory"]:
+        return Group(title, _indented("out of memory", found["run"]["out_of_memory"], "red"))
+    table = _table()
+    for name in ("", "predicted", "measured", "error"):
+        table.add_column(name, justify="right" if name else "left", header_style="dim")
+    for figure, measured in found["measured"].items():
+        if measured is None:
+            continue
+        guess, error = found["predicted"][figure], found["error"][figure]
+        shown = format_duration if figure.endswith("_s") else format_bytes
+        table.add_row(
+            f" {figure.rpartition('_')[0]}",
+            UNKNOWN if guess is None else shown(guess),
+            shown(measured),
+            UNKNOWN if error is None else f"{error:+.2%}",
+        )
+    return Group(title, table)

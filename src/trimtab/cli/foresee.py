@@ -135,3 +135,44 @@ def exam(
         _print_json(found.to_builtins())
     else:
         _print(render.marks(found))
+
+
+@app.command()
+def profile(  # noqa: PLR0913, PLR0917 - each is an option
+    job: Annotated[
+        str, typer.Argument(metavar="JOB", help="FILE.py:NAME or package.module:NAME. The file is run.")
+    ],
+    micro_batch: Annotated[int, typer.Option(help="Samples per forward pass.")] = 1,
+    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
+    recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
+    optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
+    allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
+    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
+    json: Json = False,
+) -> None:
+    """Run a configuration for real for a few steps, and set it against the prediction.
+
+    Needs a GPU. Exit code 3 when it runs out of memory.
+    """
+    from trimtab import api, render
+
+    device = api.gpu_here()
+    setting = api.make_setting(
+        micro_batch=micro_batch,
+        precision=precision,
+        recompute=recompute,
+        compile=False,
+        strategy="single",
+        gpus=1,
+        optimizer=optimizer,
+        allocator=allocator,
+    )
+    found = api.profile(job, setting, device, clip=clip)
+    if json:
+        _print_json(found)
+    else:
+        _print(
+            render.profile(found, heading=f"{job} on {device.name}, micro-batch {micro_batch}, {precision}")
+        )
+    if found["run"]["out_of_memory"]:
+        raise typer.Exit(3)

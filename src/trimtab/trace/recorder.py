@@ -6,6 +6,7 @@ would, and knows from storages that appear and die what the caching allocator wo
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Self
@@ -32,6 +33,16 @@ def _from_engine() -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether an operation only returns what it was given, or a view of it: no memory is taken then.
+
+    Its result may lie in a storage that Python has not seen before, as parameters do after a deep copy.
+    """
+    schema = getattr(func, "_schema", None)
+    return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 
 PLAIN = (FakeTensor,)
@@ -119,7 +130,8 @@ class Recorder(TorchDispatchMode):
         out = self.kernels.run(func, name, args, kwargs)
         if name == "aten::add" and _from_engine() and self._takes_over(args[0], out):
             return out
-        self._take(name, args, out)
+        if not _is_view(func):
+            self._take(name, args, out)
         return out
 
     def _take(self, name: str, args: tuple[Any, ...], out: Any) -> None:

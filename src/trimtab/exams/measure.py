@@ -1,0 +1,147 @@
+"""Runs a setting for real on the GPU of this machine, in a child process, and says what it used.
+
+The same program as the tracer runs (`trimtab.trace.step`), on real tensors. Out of memory is an answer, not
+a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from trimtab import errors
+from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError
+from trimtab.jobs.load import failed, load
+from trimtab.spec import Allocator, Noun
+from trimtab.trace.worker import Request
+
+WARM_UP, TIMED = 3, 5
+TIMEOUT_S = 900
+
+
+class Measured(Noun, frozen=True, kw_only=True):
+    """What a setting really used."""
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    process_bytes: int | None = None
+    step_s: float | None = None
+    """Median of the timed steps."""
+    loss: float | None = None
+    out_of_memory: str = ""
+    """torch's own words, where it ran out."""
+    device: str = ""
+    torch: str = ""
+
+
+def measured(request: Request) -> Measured:
+    """Run the request in a child process and read its answer."""
+    conf = "expandable_segments:True" if request.setting.allocator is Allocator.EXPANDABLE else ""
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab.exams.measure"],
+        input=request.to_json(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        # The old name of the variable is read by every torch that trimtab runs with.
+        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": conf, "HF_HUB_OFFLINE": "1"},
+    )
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
+        raise JobFailed(
+            f"job {request.job}",
+            found=f"the process that ran it ended with code {done.returncode}: {last.strip()[:300]}",
+            cure="Run the job alone to see more.",
+        ) from None
+    if "error" in answer:
+        told = answer["error"]
+        raise getattr(errors, told["kind"])(told["given"], found=told["found"], cure=told["cure"])
+    return Measured.from_builtins(answer["measured"])
+
+
+def run(request: Request) -> Measured:
+    """Build the job on the GPU, take its steps and read the counters. Only in a process of its own."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise EnvironmentFault(
+            "profile", found="torch finds no GPU here", cure="Use `trimtab estimate`, which needs none."
+        )
+    if request.setting.gpus > 1:
+        raise EnvironmentFault(
+            "profile", found="only one GPU can be profiled yet", cure="Leave --strategy at single."
+        )
+    named: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    job = load(request.job)
+    for name, value in request.overrides.items():
+        setattr(job, name, value)
+    try:
+        return Measured(**_steps(job, request), **named)
+    except torch.OutOfMemoryError as error:
+        return Measured(out_of_memory=str(error).split("\n")[0], **named)
+    except Exception as error:
+        raise failed(f"job {request.job}", error, "Mend the job; the line is where it failed.") from error
+
+
+def _steps(job: Any, request: Request) -> dict[str, Any]:
+    import torch
+
+    from trimtab.trace import step as steps
+
+    state = steps.prepare(job, request.setting)
+    batch = steps.make_batch(job, request.setting, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    loss = torch.zeros(())
+    for _ in range(WARM_UP + TIMED):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = steps.step(state, batch, clip=request.clip)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "process_bytes": _process_bytes(),
+        "step_s": statistics.median(times[WARM_UP:]),
+        "loss": float(loss),
+    }
+
+
+def _process_bytes() -> int | None:
+    """What the driver shows for this process; None where it does not tell."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return None
+    return next((one.usedGpuMemory for one in listed if one.pid == os.getpid()), None)
+
+
+def main() -> None:
+    """Read a request, answer it, leave."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        found = {"measured": run(Request.from_json(sys.stdin.read())).to_builtins()}
+    except TrimtabError as error:
+        parts = {"given": error.given, "found": error.found, "cure": error.cure}
+        found = {"error": {**parts, "kind": type(error).__name__}}
+    answer.write(json.dumps(found))
+    answer.close()
+
+
+if __name__ == "__main__":
+    main()
