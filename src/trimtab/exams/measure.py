@@ -79,7 +79,7 @@ def run(request: Request) -> Measured:
         raise EnvironmentFault(
             "profile", found="only one GPU can be profiled yet", cure="Leave --strategy at single."
         )
-    named: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    named: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
     job = load(request.job)
     for name, value in request.overrides.items():
         setattr(job, name, value)

@@ -171,6 +171,10 @@ def imitate(target: Device) -> None:
     torch.cuda.amp.common.amp_definitely_not_available = _constant(value=False)
     torch.backends.cuda.is_built = _constant(value=True)
     torch.version.cuda = torch.version.cuda or "13.0"
+    # It would start CUDA for real, on builds that have it, before the first fake tensor.
+    torch._subclasses.fake_tensor.init_gpu_context = _constant(None)  # type: ignore[assignment]
+    # Recurrent layers lay their weights out for cuDNN by asking cuDNN itself.
+    torch.nn.RNNBase.flatten_parameters = _constant(None)  # type: ignore[method-assign]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
 
 

@@ -46,9 +46,10 @@ KEEPS_VALUES = {"aten::_amp_foreach_non_finite_check_and_unscale_"}
 
 FACTORIES = {
     "aten::arange", "aten::randint", "aten::full", "aten::zeros", "aten::ones", "aten::eye",
-    "aten::scalar_tensor", "aten::randperm", "aten::tril_indices", "aten::triu_indices",
+    "aten::scalar_tensor", "aten::randperm", "aten::rand", "aten::tril_indices", "aten::triu_indices",
 }  # fmt: skip
-"""Operations whose result is known without any input; random whole numbers are drawn for real."""
+"""Operations whose result is known without any input; random whole numbers, and a few random real ones, are
+drawn for real."""
 MOST_REAL = 2**22
 """Whole numbers and truth values up to this many are computed for real beside the fake tensor."""
 MOST_REAL_FLOATS = 2**12

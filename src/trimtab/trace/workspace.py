@@ -1,8 +1,8 @@
 """Memory that kernels take for themselves, which no shape shows: workspaces of cuBLAS, cuDNN and torch.
 
 Each rule was read off allocator traces of an H200 (torch 2.11, cuDNN 9.19) and names what the memory is for;
-sizes it gives agree with the traces to a few hundred bytes unless it says otherwise. Not covered: the staging
-buffers of large reductions, which are taken when nothing else is at its peak.
+sizes it gives agree with the traces to a few hundred bytes unless it says otherwise. Not covered: reductions
+other than sums over rows, and convolutions over volumes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CUBLAS_HOPPER = 32 * MIB
 CUBLAS_OLDER = 4096 * 1024 * 2 + 16 * 1024 * 8
 """One block a thread that runs matrix products, kept for ever."""
+WARP = 32
 DESCRIPTOR = 256
 """cuDNN rounds its own workspaces up to this."""
 
@@ -155,6 +156,41 @@ def _layer_norm_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     return [hold(_copied(args[0])), hold(_copied(args[1]))]
 
 
+MULTIPROCESSOR_THREADS = 2048
+MOST_THREADS = 512
+
+
+def _column_sum(args: tuple[Any, ...], out: Any) -> list[Take]:
+    """Partial sums of a sum over rows, as for the gradient of a bias, by torch's own way to divide the work.
+
+    Each block of threads adds up some rows of 32 columns times the width of a vector load; where one pass
+    over the rows would leave multiprocessors idle, several blocks share a column and meet in this buffer.
+    """
+    source = args[0]
+    columns = out.numel()
+    rows = source.numel() // max(1, columns)
+    if not source.is_contiguous() or columns < WARP or not _sums_rows(source, args[1], columns):
+        return [RESULT]
+    vector = next(width for width in (4, 2, 1) if columns % width == 0)
+    threads = MOST_THREADS // vector
+    height = max(1, min(1 << (rows.bit_length() - 1), threads // WARP))
+    each = -(-rows // height)
+    if each < max(16 * height, 16) and each < 256:  # noqa: PLR2004 - too few rows to divide
+        return [RESULT]
+    grid = -(-(columns // vector) // WARP)
+    target = convolution.MULTIPROCESSORS * (MULTIPROCESSOR_THREADS // (WARP * height))
+    if each < 256 or grid > target:  # noqa: PLR2004 - one pass is enough
+        return [RESULT]
+    blocks = max(min(-(-target // grid), -(-each // 16)), -(-each // 256))
+    return [RESULT, brief(4 * columns * blocks * WARP * vector if blocks > 1 else 0)]
+
+
+def _sums_rows(source: torch.Tensor, dims: Any, columns: int) -> bool:
+    """Whether the summed dimensions are the leading ones."""
+    summed = sorted(dim % source.dim() for dim in dims or range(source.dim()))
+    return columns > 1 and summed == list(range(len(summed))) and len(summed) < source.dim()
+
+
 RULES: dict[str, Callable[[tuple[Any, ...], Any], list[Take]]] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
@@ -165,6 +201,7 @@ RULES: dict[str, Callable[[tuple[Any, ...], Any], list[Take]]] = {
     "aten::_cudnn_rnn_backward": _rnn_backward,
     "aten::_softmax_backward_data": _softmax_backward,
     "aten::_safe_softmax": _safe_softmax,
+    "aten::sum": _column_sum,
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
 }
