@@ -11,11 +11,14 @@ import json
 import os
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trimtab.errors import TrimtabError
 from trimtab.jobs.load import failed, load
 from trimtab.spec import PARTS, Device, Noun, Setting, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STEPS = 3
 """The first step makes optimizer states and workspaces, the second has all of them, the third shows how the
@@ -33,8 +36,12 @@ class Request(Noun, frozen=True, kw_only=True):
     clip: float | None = None
 
 
-def trace(request: Request) -> Trace:
-    """Run the first steps of a job on fake tensors and write down what they ask for."""
+def trace(request: Request, deliver: Callable[[Trace], None]) -> None:
+    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it.
+
+    The answer is delivered while everything still stands: taking thousands of fake tensors down again has
+    been seen to crash inside torch, and nobody needs it.
+    """
     from trimtab.trace.imitate import imitate
 
     imitate(request.device)
@@ -55,8 +62,8 @@ def trace(request: Request) -> Trace:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
         counts = _steps(job, request, recorder)
-        found = _columns(recorder)
-    return Trace(**found, **counts, assumptions=tuple(recorder.kernels.assumptions))
+        recorder.paused = True
+        deliver(Trace(**_columns(recorder), **counts, assumptions=tuple(recorder.kernels.assumptions)))
 
 
 def _join_fake_group(setting: Setting) -> None:
@@ -144,16 +151,21 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
+
+    def deliver(found: Trace) -> None:
+        say({"trace": found.to_builtins()})
+
+    def say(what: dict[str, Any]) -> NoReturn:
+        answer.write(json.dumps(what))
+        answer.close()
+        # No destructors: the guard that was put in place must outlive everything.
+        os._exit(0)
+
     try:
-        request = Request.from_json(sys.stdin.read())
-        found = {"trace": trace(request).to_builtins()}
+        trace(Request.from_json(sys.stdin.read()), deliver)
     except TrimtabError as error:
         parts = {"given": error.given, "found": error.found, "cure": error.cure}
-        found = {"error": {**parts, "kind": type(error).__name__}}
-    answer.write(json.dumps(found))
-    answer.close()
-    # Skip destructors: the guard that was put in place must outlive everything.
-    os._exit(0)
+        say({"error": {**parts, "kind": type(error).__name__}})
 
 
 if __name__ == "__main__":

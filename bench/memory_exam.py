@@ -1,0 +1,52 @@
+"""Writes the table of docs/memory.md: every recorded case, measured and predicted.
+
+    python bench/memory_exam.py
+
+Replaces what stands between the two marks in the page; takes some minutes the first time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trimtab.exams.sit import FIGURES, Answer, Marks, sit
+from trimtab.units import GIB
+
+PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
+BEGIN, END = "<!-- exam begins -->\n", "<!-- exam ends -->"
+
+
+def row(answer: Answer) -> str:
+    """One case as a line of the table."""
+    cells = [f"{answer.measured[name] / GIB:.2f} | {answer.error[name]:+.2%}" for name in FIGURES]
+    return f"| {answer.case} | {' | '.join(cells)} |"
+
+
+def table(marks: Marks) -> str:
+    """The summary and the table."""
+    head = [
+        "| | median error | worst | furthest too low |",
+        "|---|--:|--:|--:|",
+        *(
+            f"| {name.removesuffix('_bytes')} | {marks.median[name]:.2%} | {marks.worst[name]:.2%} | "
+            f"{min(0.0, marks.lowest[name]):.2%} |"
+            for name in FIGURES
+        ),
+        "",
+        "| case | allocated GiB | error | reserved GiB | error | process GiB | error |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    return "\n".join([*head, *map(row, marks.cases)]) + "\n"
+
+
+def main() -> None:
+    """Sit the exam and write the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(before + BEGIN + table(sit()) + END + after, encoding="utf-8")
+    print(f"wrote {PAGE.name}")
+
+
+if __name__ == "__main__":
+    main()
