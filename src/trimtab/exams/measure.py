@@ -6,18 +6,15 @@ a crash.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
-from trimtab import errors
-from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError
+from trimtab.errors import EnvironmentFault
 from trimtab.jobs.load import failed, load
 from trimtab.spec import Allocator, Noun
+from trimtab.trace.child import Say, ask, serve
 from trimtab.trace.worker import Request
 
 WARM_UP, TIMED = 3, 5
@@ -42,28 +39,9 @@ class Measured(Noun, frozen=True, kw_only=True):
 def measured(request: Request) -> Measured:
     """Run the request in a child process and read its answer."""
     conf = "expandable_segments:True" if request.setting.allocator is Allocator.EXPANDABLE else ""
-    done = subprocess.run(
-        [sys.executable, "-m", "trimtab.exams.measure"],
-        input=request.to_json(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        # The old name of the variable is read by every torch that trimtab runs with.
-        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": conf, "HF_HUB_OFFLINE": "1"},
-    )
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
-        raise JobFailed(
-            f"job {request.job}",
-            found=f"the process that ran it ended with code {done.returncode}: {last.strip()[:300]}",
-            cure="Run the job alone to see more.",
-        ) from None
-    if "error" in answer:
-        told = answer["error"]
-        raise getattr(errors, told["kind"])(told["given"], found=told["found"], cure=told["cure"])
+    # The old name of the variable is read by every torch that trimtab runs with.
+    env = {"PYTORCH_CUDA_ALLOC_CONF": conf}
+    answer = ask("trimtab.exams.measure", request, env, timeout_s=TIMEOUT_S)
     return Measured.from_builtins(answer["measured"])
 
 
@@ -130,18 +108,9 @@ def _process_bytes() -> int | None:
     return next((one.usedGpuMemory for one in listed if one.pid == os.getpid()), None)
 
 
-def main() -> None:
-    """Read a request, answer it, leave."""
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    try:
-        found = {"measured": run(Request.from_json(sys.stdin.read())).to_builtins()}
-    except TrimtabError as error:
-        parts = {"given": error.given, "found": error.found, "cure": error.cure}
-        found = {"error": {**parts, "kind": type(error).__name__}}
-    answer.write(json.dumps(found))
-    answer.close()
+def _work(text: str, say: Say) -> None:
+    say({"measured": run(Request.from_json(text)).to_builtins()})
 
 
 if __name__ == "__main__":
-    main()
+    serve(_work)

@@ -18,7 +18,6 @@ import torch
 MULTIPROCESSORS = 132
 FOUR = 4
 FEW_CHANNELS = 4
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)

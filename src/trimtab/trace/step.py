@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from trimtab.spec import Setting
 
 AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
-DDP_BUCKET = 25 * 2**20
-"""torch's default: gradients are reduced in buckets of this size."""
 FLAGS = {
     OptimizerImplementation.FUSED: {"fused": True, "foreach": False},
     OptimizerImplementation.FOREACH: {"fused": False, "foreach": True},

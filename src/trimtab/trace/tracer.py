@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trimtab import __version__, errors
-from trimtab.errors import JobFailed, TrimtabError
+from trimtab import __version__
+from trimtab.errors import TrimtabError
 from trimtab.spec import Trace
+from trimtab.trace.child import ask
 
 if TYPE_CHECKING:
     from trimtab.trace.worker import Request
@@ -30,48 +29,11 @@ def traced(request: Request, *, cache: bool = True) -> Trace:
             return Trace.from_json(file.read_bytes(), origin=str(file))
         except TrimtabError:
             file.unlink(missing_ok=True)
-    found = _ask(request)
+    # No GPU is touched.
+    answer = ask("trimtab.trace.worker", request, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S)
+    found = Trace.from_builtins(answer["trace"])
     _remember(file, found)
     return found
-
-
-def _ask(request: Request) -> Trace:
-    """Run the child, and turn what it says, or its end, into a Trace or an error."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "trimtab.trace.worker"],
-            input=request.to_json(),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            # Nothing is downloaded while planning, and no GPU is touched.
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise JobFailed(
-            f"job {request.job}",
-            found=f"tracing two steps took more than {TIMEOUT_S} s",
-            cure="Try a smaller --micro-batch, or look for loops over data in loss().",
-        ) from error
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        raise _died(request, done) from None
-    if "error" in answer:
-        told = answer["error"]
-        raise getattr(errors, told["kind"])(told["given"], found=told["found"], cure=told["cure"])
-    return Trace.from_builtins(answer["trace"])
-
-
-def _died(request: Request, done: subprocess.CompletedProcess[str]) -> JobFailed:
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
-    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-    return JobFailed(
-        f"job {request.job}",
-        found=f"the process that traced it ended with {how}: {last.strip()[:300]}",
-        cure="If the job runs on a GPU, this is a bug in trimtab: please report it with the job.",
-    )
 
 
 def cache_folder() -> Path:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 HALF = 0.5
 ALWAYS = {"aten::isfinite": 1.0, "aten::isnan": 0.0, "aten::isinf": 0.0}
-COMPARISONS = {"aten::lt", "aten::gt", "aten::le", "aten::ge"}
 SAME_VALUES = {
     "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::alias", "aten::detach", "aten::clone",
     "aten::_to_copy", "aten::expand", "aten::unsqueeze", "aten::squeeze", "aten::slice", "aten::select",

@@ -7,15 +7,12 @@ its own.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import sys
 import warnings
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import TrimtabError
 from trimtab.jobs.load import failed, load
 from trimtab.spec import PARTS, Device, Noun, Setting, Trace
+from trimtab.trace.child import Say, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,28 +142,10 @@ def _columns(recorder: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Read a request, answer it, leave."""
-    # The answer goes out on the real stdout; whatever the user's code prints goes to stderr.
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+def _work(text: str, say: Say) -> None:
     warnings.simplefilter("ignore")
-
-    def deliver(found: Trace) -> None:
-        say({"trace": found.to_builtins()})
-
-    def say(what: dict[str, Any]) -> NoReturn:
-        answer.write(json.dumps(what))
-        answer.close()
-        # No destructors: the guard that was put in place must outlive everything.
-        os._exit(0)
-
-    try:
-        trace(Request.from_json(sys.stdin.read()), deliver)
-    except TrimtabError as error:
-        parts = {"given": error.given, "found": error.found, "cure": error.cure}
-        say({"error": {**parts, "kind": type(error).__name__}})
+    trace(Request.from_json(text), lambda found: say({"trace": found.to_builtins()}))
 
 
 if __name__ == "__main__":
-    main()
+    serve(_work)
