@@ -70,6 +70,8 @@ class Recorder(TorchDispatchMode):
         self.part = "weights"
         self.module = ""
         self.paused = False
+        self.standing: list[Any] = []
+        """What must outlive the trace: taking a large model of fake tensors down corrupts torch's heap."""
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._numbers: dict[int, int | None] = {}
         """The allocation that a storage lies in, by the storage's id; None while it holds nothing."""

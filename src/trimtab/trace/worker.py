@@ -78,6 +78,7 @@ def _steps(job: Any, request: Request, recorder: Any) -> dict[str, Any]:
     recorder.mark("build", "weights")
     with _blaming("model()"):
         state = steps.prepare(job, setting)
+    recorder.standing.append(state)
     # Only now are all libraries loaded that the model is made of.
     hide_tracing()
     for bucket in state.buckets:
