@@ -228,7 +228,18 @@ words = st.builds(
 )
 
 
-def _trace(sizes: list[int], name: str) -> spec.Trace:
+works = st.builds(
+    spec.Work,
+    op=names,
+    kind=st.sampled_from(spec.KINDS),
+    dtype=names,
+    flops=counts,
+    read_bytes=counts,
+    dims=st.lists(counts, max_size=4).map(tuple),
+)
+
+
+def _trace(sizes: list[int], name: str, work: spec.Work) -> spec.Trace:
     count = len(sizes)
     return spec.Trace(
         order=(*range(count), *(~number for number in range(count))),
@@ -240,10 +251,13 @@ def _trace(sizes: list[int], name: str) -> spec.Trace:
         module_names=(name,),
         op_names=(name,),
         marks={"step0": 0},
+        works=(work,),
+        sequence=(0,) * count,
+        phases={"forward": 0},
     )
 
 
-traces = st.builds(_trace, st.lists(counts, max_size=4), names)
+traces = st.builds(_trace, st.lists(counts, max_size=4), names, works)
 requests = st.builds(Request, job=names, setting=settings(), device=devices())
 cases = st.builds(Case, id=names, job=names, measurement=measurements())
 figures = st.dictionaries(names, counts, max_size=2)
@@ -282,6 +296,7 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Incident: incidents,
     Word: words,
     spec.Trace: traces,
+    spec.Work: works,
     Request: requests,
     Case: cases,
     Answer: answers,

@@ -34,9 +34,10 @@ from trimtab.spec.setting import (
     Setting,
     Strategy,
 )
-from trimtab.spec.trace import PARTS, Trace
+from trimtab.spec.trace import KINDS, PARTS, Trace, Work
 
 __all__ = [
+    "KINDS",
     "PARTS",
     "Allocator",
     "Band",
@@ -73,4 +74,5 @@ __all__ = [
     "Trace",
     "Vendor",
     "Versions",
+    "Work",
 ]

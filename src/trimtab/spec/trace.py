@@ -2,10 +2,52 @@
 
 from __future__ import annotations
 
-from trimtab.spec.base import Noun
+from trimtab.spec.base import Noun, below
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "inputs", "workspace", "communication")
 """What memory is for, in the order of Footprint; the context is no allocation of torch's."""
+KINDS = (
+    "matrix",
+    "attention",
+    "convolution",
+    "recurrent",
+    "pointwise",
+    "reduction",
+    "gather",
+    "optimizer",
+    "collective",
+    "wait",
+)
+"""What an operation is, for the time it takes; a wait is the host waiting for a value."""
+
+
+class Work(Noun, frozen=True, kw_only=True):
+    """One operation on the device: what it computes and what it moves, with no thought of how fast."""
+
+    op: str
+    """As torch names it, such as aten::mm; for a fused kernel, what was fused."""
+    kind: str
+    """One of KINDS."""
+    dtype: str
+    """That it computes in, as torch names it: bfloat16, float32."""
+    flops: int = 0
+    read_bytes: int = 0
+    write_bytes: int = 0
+    dims: tuple[int, ...] = ()
+    """matrix and convolution: batch, m, n, k; attention: batch, heads, queries, keys, head size."""
+    kernels: int = 1
+    """Launches that it makes."""
+
+    def faults(self) -> list[str]:
+        """Counts are not negative, and the kind is known."""
+        wrong = below(
+            0,
+            flops=self.flops,
+            read_bytes=self.read_bytes,
+            write_bytes=self.write_bytes,
+            kernels=self.kernels,
+        )
+        return wrong if self.kind in KINDS else [*wrong, f"kind is {self.kind!r}, none of {', '.join(KINDS)}"]
 
 
 class Trace(Noun, frozen=True, kw_only=True):
@@ -30,6 +72,12 @@ class Trace(Noun, frozen=True, kw_only=True):
     """Numbers that are weights."""
     trainable: int = 0
     """Numbers that take a gradient."""
+    works: tuple[Work, ...] = ()
+    """The different operations of a step, each once."""
+    sequence: tuple[int, ...] = ()
+    """Index into `works` of each operation of the last step, in order."""
+    phases: dict[str, int] = {}
+    """Position in `sequence` where forward, backward and optimizer begin."""
     recomputed: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -42,4 +90,6 @@ class Trace(Noun, frozen=True, kw_only=True):
         ]
         if self.order and not -count <= min(self.order) <= max(self.order) < count:
             wrong.append("order names an allocation that is not there")
+        if self.sequence and not 0 <= min(self.sequence) <= max(self.sequence) < len(self.works):
+            wrong.append("sequence names an operation that is not there")
         return wrong
