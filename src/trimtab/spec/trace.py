@@ -17,8 +17,11 @@ KINDS = (
     "optimizer",
     "collective",
     "wait",
+    "view",
+    "call",
 )
-"""What an operation is, for the time it takes; a wait is the host waiting for a value."""
+"""What an operation is, for the time it takes. A wait is the host waiting for a value; a view and the call of
+a module cost the host alone."""
 
 
 class Work(Noun, frozen=True, kw_only=True):

@@ -34,11 +34,7 @@ class Request(Noun, frozen=True, kw_only=True):
 
 
 def trace(request: Request, deliver: Callable[[Trace], None]) -> None:
-    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it.
-
-    The answer is delivered while everything still stands: taking thousands of fake tensors down again has
-    been seen to crash inside torch, and nobody needs it.
-    """
+    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it."""
     from trimtab.trace.imitate import imitate
 
     imitate(request.device)
@@ -78,7 +74,6 @@ def _steps(job: Any, request: Request, recorder: Any) -> dict[str, Any]:
     recorder.mark("build", "weights")
     with _blaming("model()"):
         state = steps.prepare(job, setting)
-    recorder.standing.append(state)
     # Only now are all libraries loaded that the model is made of.
     hide_tracing()
     for bucket in state.buckets:
@@ -89,10 +84,12 @@ def _steps(job: Any, request: Request, recorder: Any) -> dict[str, Any]:
         batch = steps.make_batch(job, setting, "cuda")
     for number in range(STEPS):
         recorder.mark(f"step{number}", "activations")
+        recorder.working = number == STEPS - 1
         with _blaming("loss()"):
             steps.step(state, batch, clip=request.clip)
         _label(state, recorder)
     recorder.mark("end", "activations")
+    recorder.working = False
     sizes = [(one.numel(), one.requires_grad) for one in state.model.parameters()]
     return {
         "parameters": sum(count for count, _ in sizes),
@@ -140,6 +137,9 @@ def _columns(recorder: Any) -> dict[str, Any]:
         "module_names": tuple(names),
         "op_names": tuple(ops),
         "marks": dict(recorder.marks),
+        "works": tuple(recorder.works),
+        "sequence": tuple(recorder.sequence),
+        "phases": recorder.phases(),
     }
 
 
