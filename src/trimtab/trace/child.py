@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from trimtab import errors
 from trimtab.errors import JobFailed, TrimtabError
@@ -14,13 +14,25 @@ from trimtab.errors import JobFailed, TrimtabError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.trace.worker import Request
 
 Say = Any
 """A function that takes the answer and ends the process."""
 
 
-def ask(module: str, request: Request, env: dict[str, str], *, timeout_s: float) -> dict[str, Any]:
+class Asked(Protocol):
+    """What a child process can be asked: a noun about a job."""
+
+    @property
+    def job(self) -> str:
+        """For messages."""
+        ...
+
+    def to_json(self, *, indent: int = 0) -> str:
+        """For the child."""
+        ...
+
+
+def ask(module: str, request: Asked, env: dict[str, str], *, timeout_s: float) -> dict[str, Any]:
     """Run a module on a request; what it says, or its end, as an answer or an error."""
     job = f"job {request.job}"
     try:

@@ -80,6 +80,7 @@ class Recorder(TorchDispatchMode):
         self.sequence: list[int] = []
         self.by_engine: list[bool] = []
         """Of each entry of `sequence`, whether autograd's engine ran it."""
+        self.recomputed_flops = 0
         self._host = threading.get_ident()
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._numbers: dict[int, int | None] = {}
@@ -130,9 +131,14 @@ class Recorder(TorchDispatchMode):
 
     def note(self, done: Work | None) -> None:
         """An operation of the step that is timed."""
-        if done is not None:
-            self.sequence.append(self.works.setdefault(done, len(self.works)))
-            self.by_engine.append(threading.get_ident() != self._host)
+        if done is None:
+            return
+        behind = threading.get_ident() != self._host
+        self.sequence.append(self.works.setdefault(done, len(self.works)))
+        self.by_engine.append(behind)
+        if behind and torch.is_grad_enabled():
+            # Autograd's engine builds a graph only where it runs a forward pass again.
+            self.recomputed_flops += done.flops
 
     def phases(self) -> dict[str, int]:
         """Where forward, backward and optimizer begin: the backward pass runs on a thread of its own."""

@@ -140,6 +140,7 @@ def _columns(recorder: Any) -> dict[str, Any]:
         "works": tuple(recorder.works),
         "sequence": tuple(recorder.sequence),
         "phases": recorder.phases(),
+        "recomputed_flops": recorder.recomputed_flops,
     }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from trimtab.spec import Work
+from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -68,6 +69,9 @@ POINTWISE_THAT_SOUND_LIKE_REDUCTIONS = {
 }  # fmt: skip
 GATHER_WORDS = ("embedding", "index", "gather", "scatter", "take", "masked_select", "masked_scatter")
 ATTENTION_WORDS = ("attention",)
+ALIGNED = 16
+MIXED = 2
+"""The layout of a convolution backward whose gradient lies otherwise than its input."""
 CHUNKS, CHUNK, TENSORS = 320, 65536, 110
 """What one launch of torch's many-tensor kernels takes: chunks of so many numbers, and so many tensors."""
 
@@ -152,8 +156,14 @@ def _matrix(name: str, args: tuple[Any, ...], out: Any) -> Work:
         flops=2 * batch * rows * columns * inner,
         read_bytes=_bytes(left) + _bytes(right) + extra,
         write_bytes=_bytes(out),
-        dims=(batch, rows, columns, inner),
+        dims=(batch, rows, columns, inner, min(map(_alignment, (left, right, out)))),
     )
+
+
+def _alignment(tensor: torch.Tensor) -> int:
+    """Bytes that rows of a matrix are aligned to, 16 at most: what fast loads ask for."""
+    apart = max(tensor.stride()[-2:]) * tensor.element_size()
+    return min(apart & -apart, ALIGNED) if apart else ALIGNED
 
 
 def _convolution(name: str, args: tuple[Any, ...], out: Any) -> Work:
@@ -168,7 +178,8 @@ def _convolution(name: str, args: tuple[Any, ...], out: Any) -> Work:
     spots = narrow.shape[0] * prod(narrow.shape[2:])
     inner = weight[0].numel()
     each = 2 * spots * weight.shape[0] * inner
-    last = source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)  # noqa: PLR2004
+    layouts = {_channels_last(one) for one in ((source, result) if backward else (source,))}
+    layout = MIXED if len(layouts) > 1 else int(layouts.pop())
     moved = _bytes(narrow) + _bytes(wide) + _bytes(weight)
     return Work(
         op=name,
@@ -177,9 +188,13 @@ def _convolution(name: str, args: tuple[Any, ...], out: Any) -> Work:
         flops=each * passes,
         read_bytes=moved * passes,
         write_bytes=0,
-        dims=(groups, spots, weight.shape[0] // groups, inner, int(last), prod(weight.shape[2:])),
+        dims=(groups, spots, weight.shape[0] // groups, inner, layout, prod(weight.shape[2:])),
         kernels=passes,
     )
+
+
+def _channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)  # noqa: PLR2004
 
 
 def _attention(name: str, args: tuple[Any, ...]) -> Work:
@@ -345,18 +360,27 @@ def _elementwise(
         dtype=_dtype(largest) if largest is not None else "",
         read_bytes=max(0, reads),
         write_bytes=writes,
-        dims=(_scatter(given, lead),),
+        dims=(_obstacles(given, lead), largest.shape[-1] if largest is not None and largest.dim() else 1),
     )
 
 
-def _scatter(given: list[torch.Tensor], lead: torch.Tensor | None) -> int:
-    """Whether a large input lies otherwise than the result, so that reads or writes jump."""
+def _obstacles(given: list[torch.Tensor], lead: torch.Tensor | None) -> int:
+    """Whether inputs lie otherwise than the result, are stretched to it, or are of another dtype."""
     if lead is None:
         return 0
-    order = _order(lead)
-    return int(
-        any(one.dim() == lead.dim() and one.shape == lead.shape and _order(one) != order for one in given)
-    )
+    order, found = _order(lead), 0
+    for one in given:
+        if one.shape == lead.shape and _order(one) != order:
+            found |= PERMUTED
+        if 1 < one.numel() < lead.numel() or 0 in _strides(one):
+            found |= BROADCAST
+        if one.dim() and one.is_floating_point() and one.dtype != given[0].dtype:
+            found |= PROMOTED
+    return found
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
