@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from trimtab.catalog.words import Word
     from trimtab.exams.sit import Marks
     from trimtab.predict.memory import Memory
-    from trimtab.spec import Cluster, Device, Estimate, Setting, Trace
+    from trimtab.spec import Calibration, Cluster, Device, Estimate, Setting, Trace
 
-VERBS = ("detect", "explain", "estimate", "exam", "profile")
+VERBS = ("detect", "explain", "estimate", "exam", "profile", "calibrate")
 """What works today."""
 
 
@@ -102,13 +102,20 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
         optimizer=optimizer,
         allocator=allocator,
     )
-    return look_closely(job, setting, device, clip=clip, cache=cache)[0]
+    return look_closely(job, setting, device, where=where, clip=clip, cache=cache)[0]
 
 
-def look_closely(
-    job: Any, setting: Setting, device: Device, *, clip: float | None = None, cache: bool = True
+def look_closely(  # noqa: PLR0913 - a question and where it is asked
+    job: Any,
+    setting: Setting,
+    device: Device,
+    *,
+    where: Cluster | None = None,
+    clip: float | None = None,
+    cache: bool = True,
 ) -> tuple[Estimate, Memory, Trace]:
     """The estimate of a setting with what it rests on."""
+    from trimtab.pace.store import recall
     from trimtab.predict.estimate import estimate as judge
     from trimtab.trace.tracer import traced
     from trimtab.trace.worker import Request
@@ -116,7 +123,8 @@ def look_closely(
     name, overrides = job_name(job)
     request = Request(job=name, overrides=overrides, setting=setting, device=device, clip=clip)
     trace = traced(request, cache=cache)
-    return (*judge(trace, setting, device), trace)
+    found = judge(trace, setting, device, cluster=where, calibration=recall(device))
+    return (*found, trace)
 
 
 def job_name(job: Any) -> tuple[str, dict[str, Any]]:
@@ -152,14 +160,14 @@ def first_device(where: Cluster) -> Device:
     return min(where.devices, key=lambda one: one.free_bytes or one.memory_bytes)
 
 
-def gpu_here() -> Device:
+def gpu_here(verb: str = "profile") -> Device:
     """The first GPU of this machine."""
     from trimtab.errors import EnvironmentFault
 
     found = detect().devices
     if not found:
         raise EnvironmentFault(
-            "profile",
+            verb,
             found="this machine has no GPU that can be used",
             cure="Use `trimtab estimate --on DEVICES`, which needs none.",
         )
@@ -248,3 +256,13 @@ def profile(job: Any, setting: Setting, device: Device, *, clip: float | None = 
         for figure in figures
     }
     return {"predicted": guess, "measured": truth, "error": error, "run": found.to_builtins()}
+
+
+def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
+    """Measure the GPU of this machine and remember it; the calibration and the file it is kept in."""
+    from trimtab.pace.measure import BUDGET_S, calibrated
+    from trimtab.pace.store import remember
+
+    device = gpu_here("calibrate")
+    found = calibrated(device.model or device.name, budget_s=budget_s or BUDGET_S)
+    return found, remember(found)

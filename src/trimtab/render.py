@@ -21,6 +21,7 @@ from trimtab.units import format_bandwidth, format_bytes, format_duration, forma
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
@@ -29,10 +30,23 @@ if TYPE_CHECKING:
     from trimtab.errors import TrimtabError
     from trimtab.exams.sit import Marks
     from trimtab.predict.memory import Memory
-    from trimtab.spec import Cluster, Device, Estimate, Finding, Link, Node, Peaks, Scheduler, Versions
+    from trimtab.spec import (
+        Calibration,
+        Cluster,
+        Device,
+        Estimate,
+        Finding,
+        Link,
+        Node,
+        Peaks,
+        Scheduler,
+        Versions,
+    )
 
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 UNKNOWN = "-"
+LARGE_BYTES = 2**28
+"""Operations that move more than this do not live in a cache."""
 MOST_LINKS = 8
 """More pairs than this are counted, not listed."""
 
@@ -573,3 +587,33 @@ def profile(found: dict[str, Any], *, heading: str) -> RenderableType:
             UNKNOWN if error is None else f"{error:+.2%}",
         )
     return Group(title, table)
+
+
+def calibration(found: Calibration, file: Path) -> RenderableType:
+    """The best rates that were seen, by dtype, and what the host costs."""
+    table = _table()
+    for name in ("", "best", "at"):
+        table.add_column(name, justify="right" if name == "best" else "left", header_style="dim")
+    pairs = list(zip(found.works, found.seconds, strict=True))
+    for dtype in ("bfloat16", "float16", "tf32", "float32"):
+        products = [one for one in pairs if one[0].kind == "matrix" and one[0].dtype == dtype]
+        rated = [(work.flops / seconds, work) for work, seconds in products]
+        if rated:
+            rate, work = max(rated, key=lambda one: one[0])
+            size = " x ".join(str(one) for one in work.dims[1:4])
+            table.add_row(f" matrix products, {dtype}", f"{rate / 1e12:.0f} TFLOP/s", size)
+    large = [
+        ((work.read_bytes + work.write_bytes) / seconds, work.op)
+        for work, seconds in pairs
+        if work.kind == "pointwise" and work.read_bytes + work.write_bytes > LARGE_BYTES
+    ]
+    if large:
+        rate, op = max(large)
+        table.add_row(" memory", f"{rate / 1e9:.0f} GB/s", op.removeprefix("aten::"))
+    for name, rate in found.copy_bytes_per_s.items():
+        table.add_row(f" copies {name.replace('_', ' ')}", f"{rate / 1e9:.0f} GB/s", "256 MiB, pinned")
+    if "forward_s" in found.host:
+        table.add_row(" one operation, on the host", f"{found.host['forward_s'] * 1e6:.1f} us", "64 numbers")
+    title = Text(f"{found.device}: {len(found.works)} operations measured", style="bold")
+    left = [Text(f" left out: {one}", style="dim") for one in found.left_out]
+    return Group(title, table, *left, Text(f" kept in {file}"))

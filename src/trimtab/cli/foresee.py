@@ -176,3 +176,26 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
         )
     if found["run"]["out_of_memory"]:
         raise typer.Exit(3)
+
+
+@app.command()
+def calibrate(
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Time for the measurements.")] = 50.0,
+    json: Json = False,
+) -> None:
+    """Measure the GPU of this machine once, and remember it for predictions of time.
+
+    Runs the operations of common models over sizes and precisions, in under a minute.
+    """
+    from trimtab import api, render
+
+    found, file = api.calibrate(budget_s=budget)
+    if json:
+        curves = [
+            {**work.to_builtins(), "seconds": seconds}
+            for work, seconds in zip(found.works, found.seconds, strict=True)
+        ]
+        host = {"host": found.host, "copy_bytes_per_s": found.copy_bytes_per_s, "left_out": found.left_out}
+        _print_json({"device": found.device, "curves": curves, "file": str(file), **host})
+    else:
+        _print(render.calibration(found, file))

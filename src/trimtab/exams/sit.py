@@ -1,6 +1,7 @@
 """Sits the exam: predicts every recorded case again and sets it against what was measured.
 
-Covers memory (allocated, reserved, process) and the time of a step. Compiled cases are on record, and are not predicted yet.
+Covers memory (allocated, reserved, process) and the time of a step. Compiled cases are on record, and are
+not predicted yet.
 """
 
 from __future__ import annotations

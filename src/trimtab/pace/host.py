@@ -95,3 +95,21 @@ def copy_rates() -> dict[str, float]:
             best = min(best, time.perf_counter() - begin)
         found[name] = size / best
     return found
+
+
+def peer_rates() -> dict[str, float]:
+    """Bytes a second from the first device to each other one of this machine."""
+    size = 256 * 2**20
+    found = {}
+    for other in range(1, torch.cuda.device_count()):
+        source = torch.empty(size, dtype=torch.uint8, device="cuda:0")
+        target = torch.empty(size, dtype=torch.uint8, device=f"cuda:{other}")
+        best = float("inf")
+        for _ in range(3):
+            torch.cuda.synchronize(0)
+            begin = time.perf_counter()
+            target.copy_(source)
+            torch.cuda.synchronize(other)
+            best = min(best, time.perf_counter() - begin)
+        found[f"0-{other}"] = size / best
+    return found

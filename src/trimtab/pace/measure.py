@@ -26,7 +26,8 @@ class Order(Noun, frozen=True, kw_only=True):
 
 def calibrated(device: str, *, budget_s: float = BUDGET_S) -> Calibration:
     """Measure in a child process."""
-    answer = ask("trimtab.pace.measure", Order(device=device, budget_s=budget_s), {}, timeout_s=TIMEOUT_S)
+    order = Order(device=device, budget_s=budget_s)
+    answer = ask("trimtab.pace.measure", order, {}, timeout_s=TIMEOUT_S, show=True)
     return Calibration.from_builtins(answer["calibration"])
 
 
@@ -34,7 +35,7 @@ def run(order: Order) -> Calibration:
     """Measure here. Only in a process of its own."""
     import torch
 
-    from trimtab.pace.host import copy_rates, host_costs
+    from trimtab.pace.host import copy_rates, host_costs, peer_rates
     from trimtab.pace.menu import menu
     from trimtab.pace.stopwatch import Stopwatch
 
@@ -64,8 +65,10 @@ def run(order: Order) -> Calibration:
             # Out of memory, or an operation that this device does not have.
             left_out.append(f"{dish.name}: {str(error).splitlines()[0][:120]}")
         torch.cuda.empty_cache()
-        print(f"\r{dish.name:70.70}", end="", file=sys.stderr)  # noqa: T201 - progress
-    print(file=sys.stderr)  # noqa: T201
+        if sys.stderr.isatty():
+            print(f"\r{dish.name:70.70}", end="", file=sys.stderr)  # noqa: T201 - progress
+    if sys.stderr.isatty():
+        print(f"\r{'':70}\r", end="", file=sys.stderr)  # noqa: T201
     return Calibration(
         device=order.device or torch.cuda.get_device_name(),
         versions={"torch": str(torch.__version__), "cuda": str(torch.version.cuda)},
@@ -74,6 +77,7 @@ def run(order: Order) -> Calibration:
         seconds=tuple(stopwatch.times.values()),
         host=host,
         copy_bytes_per_s=copies,
+        link_bytes_per_s=peer_rates(),
         left_out=tuple(left_out),
     )
 

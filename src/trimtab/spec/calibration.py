@@ -20,7 +20,7 @@ class Calibration(Noun, frozen=True, kw_only=True):
     copy_bytes_per_s: dict[str, float] = {}
     """Between host and device: to_device, to_host."""
     link_bytes_per_s: dict[str, float] = {}
-    """All-reduce over the devices of this node, by size in bytes; empty with one device."""
+    """From one device of this machine to another, one way, as 0-1; empty with one device."""
     left_out: tuple[str, ...] = ()
     """What there was no time or memory for."""
 

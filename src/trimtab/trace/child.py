@@ -32,14 +32,20 @@ class Asked(Protocol):
         ...
 
 
-def ask(module: str, request: Asked, env: dict[str, str], *, timeout_s: float) -> dict[str, Any]:
-    """Run a module on a request; what it says, or its end, as an answer or an error."""
+def ask(
+    module: str, request: Asked, env: dict[str, str], *, timeout_s: float, show: bool = False
+) -> dict[str, Any]:
+    """Run a module on a request; what it says, or its end, as an answer or an error.
+
+    `show` lets it speak to the user on stderr while it runs.
+    """
     job = f"job {request.job}"
     try:
         done = subprocess.run(  # noqa: S603 - our own module
             [sys.executable, "-m", module],
             input=request.to_json(),
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=None if show else subprocess.PIPE,
             text=True,
             timeout=timeout_s,
             check=False,
@@ -63,7 +69,9 @@ def ask(module: str, request: Asked, env: dict[str, str], *, timeout_s: float) -
 
 
 def _died(job: str, done: subprocess.CompletedProcess[str]) -> JobFailed:
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
+    last = next(
+        (line for line in reversed((done.stderr or "").splitlines()) if line.strip()), "it said nothing"
+    )
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     return JobFailed(
         job,
