@@ -10,6 +10,7 @@ from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
 from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
+from trimtab.pace.measure import Order
 from trimtab.trace.worker import Request
 
 names = st.text(min_size=1, max_size=12)
@@ -267,6 +268,15 @@ exam_marks = st.builds(
     Marks, cases=st.lists(answers, max_size=1).map(tuple), median=shares, worst=shares, lowest=shares
 )
 
+calibrations = st.builds(
+    lambda device, some, host: spec.Calibration(
+        device=device, works=tuple(some), seconds=(1e-6,) * len(some), host=host
+    ),
+    names,
+    st.lists(works, max_size=3),
+    st.dictionaries(names, seconds, max_size=2),
+)
+orders = st.builds(Order, device=names, budget_s=seconds)
 measured = st.builds(Measured, allocated_bytes=maybe(counts), step_s=maybe(seconds), out_of_memory=names)
 
 NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
@@ -297,6 +307,8 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Word: words,
     spec.Trace: traces,
     spec.Work: works,
+    spec.Calibration: calibrations,
+    Order: orders,
     Request: requests,
     Case: cases,
     Answer: answers,

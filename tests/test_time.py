@@ -1,0 +1,248 @@
+"""Time: laws of operations, corrections from measurements, the two clocks, collectives."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+
+import trimtab
+from test_cli import trimtab_cli
+from trimtab.errors import EnvironmentFault
+from trimtab.pace import store
+from trimtab.predict import comms, pace, time
+from trimtab.predict.calibration import shipped, speed
+from trimtab.spec import Calibration, Mesh, Precision, Setting, Strategy, Trace, Work
+from trimtab.trace.tracer import traced
+from trimtab.trace.worker import Request
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+H200 = trimtab.cluster("H200").devices[0]
+RATES = pace.rates(H200)
+assert RATES is not None
+HOST = time.Host(10e-6, 10e-6, 1e-6, 1e-6, 1e-6, 10e-6, 5e-6)
+
+
+def matrix(rows: int, columns: int, inner: int, alignment: int = 16, dtype: str = "bfloat16") -> Work:
+    return Work(
+        op="aten::mm",
+        kind="matrix",
+        dtype=dtype,
+        flops=2 * rows * columns * inner,
+        read_bytes=2 * (rows + columns) * inner,
+        write_bytes=2 * rows * columns,
+        dims=(1, rows, columns, inner, alignment),
+    )
+
+
+def copy(size: int) -> Work:
+    return Work(op="aten::clone", kind="pointwise", dtype="float32", read_bytes=size, write_bytes=size)
+
+
+def test_a_large_product_runs_near_the_sustained_peak_and_a_copy_near_the_bandwidth() -> None:
+    large = matrix(8192, 8192, 8192)
+    assert large.flops / pace.law(large, RATES) == pytest.approx(0.75 * 989e12, rel=0.05)
+    assert 2 * 2**30 / pace.law(copy(2**30), RATES) == pytest.approx(0.9 * 4.8e12, rel=0.05)
+
+
+def test_whole_rounds_of_tiles_count() -> None:
+    # 133 tiles on 132 multiprocessors take two rounds, nearly twice as long as 132.
+    full, over = matrix(128 * 132, 256, 8192), matrix(128 * 133, 256, 8192)
+    assert pace.law(over, RATES) > 1.2 * pace.law(full, RATES)
+
+
+def test_rows_that_are_not_aligned_make_tensor_cores_slow_and_plain_fp32_not() -> None:
+    assert pace.law(matrix(8192, 50257, 768, 2), RATES) > 3 * pace.law(matrix(8192, 50304, 768), RATES)
+    plain = matrix(8192, 50257, 768, 4, "float32"), matrix(8192, 50304, 768, 16, "float32")
+    assert pace.law(plain[0], RATES) == pytest.approx(pace.law(plain[1], RATES), rel=0.02)
+
+
+def test_an_operation_that_was_measured_takes_what_was_measured() -> None:
+    works = (matrix(1024, 1024, 1024), matrix(8192, 8192, 8192), copy(2**20))
+    seconds = (1e-4, 2e-3, 3e-5)
+    known = Calibration(device="H200 SXM 141GB", works=works, seconds=seconds)
+    found = pace.Pace(RATES, pace.points(known, RATES))
+    for work, second in zip(works, seconds, strict=True):
+        assert found.seconds(work) == pytest.approx(second, rel=0.1)
+
+
+def test_a_faster_device_is_faster_by_the_same_corrections() -> None:
+    fast, slow = speed(H200), speed(trimtab.cluster("A100-80GB").devices[0])
+    assert fast is not None
+    assert slow is not None
+    assert fast.own
+    assert not slow.own
+    large = matrix(8192, 8192, 8192)
+    # 989 against 312 TFLOP/s.
+    assert slow.pace.seconds(large) / fast.pace.seconds(large) == pytest.approx(989 / 312, rel=0.1)
+
+
+def test_a_device_without_figures_has_no_speed() -> None:
+    assert speed(H200.replace(bandwidth_bytes_per_s=None)) is None
+
+
+class Even:
+    """Every operation takes a tenth of a millisecond."""
+
+    @staticmethod
+    def seconds(_: Work) -> float:
+        return 1e-4
+
+
+def test_small_operations_run_at_the_pace_of_the_host_and_large_ones_of_the_device() -> None:
+    works = [copy(1024)] * 100
+    slow_host = HOST._replace(forward_s=1e-3)
+    by_device = time.run(works, Even(), HOST, backward=range(0))  # type: ignore[arg-type]
+    by_host = time.run(works, Even(), slow_host, backward=range(0))  # type: ignore[arg-type]
+    assert by_device.total_s == pytest.approx(100 * 1e-4, rel=0.15)
+    assert by_host.total_s == pytest.approx(100 * 1e-3, rel=0.15)
+
+
+def test_waiting_for_a_value_adds_both_clocks() -> None:
+    wait = Work(op="aten::_local_scalar_dense", kind="wait", dtype="")
+    slow_host = HOST._replace(forward_s=1e-4)
+    works = [copy(1024)] * 50
+    free = time.run(works * 2, Even(), slow_host, backward=range(0))  # type: ignore[arg-type]
+    tied = time.run([one for work in works * 2 for one in (work, wait)], Even(), slow_host, backward=range(0))  # type: ignore[arg-type]
+    assert tied.total_s > 1.8 * free.total_s
+
+
+def test_the_host_cannot_run_more_than_a_queue_ahead() -> None:
+    works = [copy(1024)] * 3000
+    found = time.run(works, Even(), HOST, backward=range(0))  # type: ignore[arg-type]
+    assert found.host_s < 0.2 * found.total_s
+    assert found.total_s == pytest.approx(3000 * (1e-4 + time.GAP_S), rel=0.05)
+
+
+def test_collectives_grow_with_size_and_are_slower_between_nodes() -> None:
+    inside = comms.links(trimtab.cluster("8xH100"), 8)
+    across = comms.links(trimtab.cluster("2x8xH100"), 16)
+    assert comms.all_reduce_s(2**30, 1, inside) == 0
+    assert comms.all_reduce_s(2**30, 8, inside) > 1.9 * comms.all_gather_s(2**30, 8, inside)
+    assert comms.all_reduce_s(2**31, 8, inside) > 1.8 * comms.all_reduce_s(2**30, 8, inside)
+    assert comms.all_reduce_s(2**30, 16, across) > 2 * comms.all_reduce_s(2**30, 8, inside)
+
+
+def trace_of(works: list[Work], **other: object) -> Trace:
+    empty: dict[str, object] = dict.fromkeys(
+        ("order", "sizes", "streams", "parts", "modules", "ops", "module_names", "op_names"), ()
+    )
+    sequence = tuple(range(len(works)))
+    return Trace(**{**empty, "marks": {}, "works": tuple(works), "sequence": sequence, **other})  # type: ignore[arg-type]
+
+
+def test_accumulation_repeats_the_passes_and_not_the_optimizer() -> None:
+    works = [matrix(4096, 4096, 4096 + 8 * place) for place in range(20)]
+    adam = Work(
+        op="aten::_fused_adamw_", kind="optimizer", dtype="float32", read_bytes=2**30, dims=(10, 2**28)
+    )
+    trace = trace_of([*works, adam], phases={"forward": 0, "backward": 10, "optimizer": 20})
+    found = speed(H200)
+    assert found is not None
+    alone = comms.Links(1.0, 1.0, 1, 1)
+    once, four = (
+        time.step(
+            trace,
+            Setting(micro_batch=1, accumulation=count, global_batch=count),
+            found.pace,
+            found.host,
+            alone,
+        ).total_s
+        for count in (1, 4)
+    )
+    optimizer = found.pace.seconds(adam)
+    assert four - optimizer == pytest.approx(4 * (once - optimizer), rel=0.1)
+
+
+def test_reducing_gradients_is_hidden_behind_a_long_backward_pass_only() -> None:
+    among = comms.links(trimtab.cluster("8xA100-40GB"), 8)
+    setting = Setting(strategy=Strategy.DDP, mesh=Mesh(dp_replicate=8), micro_batch=1, global_batch=8)
+    trace = trace_of([], trainable=10**9)
+    hidden = time.communication(trace, setting, among, forward_s=1.0, backward_s=2.0)
+    bare = time.communication(trace, setting, among, forward_s=0.0, backward_s=0.0)
+    assert hidden < 0.01 * bare
+    half = time.communication(
+        trace, setting.replace(precision=Precision.BF16_TRUE), among, forward_s=0.0, backward_s=0.0
+    )
+    assert half == pytest.approx(bare / 2, rel=0.05)
+
+
+JOB = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Job:
+    def model(self):
+        return nn.Sequential(*(Block() for _ in range(4)))
+
+    def batch(self, size):
+        return torch.randn(size, 256)
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+"""
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 1)])
+def test_a_traced_step_has_the_flops_of_its_layers(tmp_path: Path, recompute: str, again: int) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(textwrap.dedent(JOB), encoding="utf-8")
+    setting = Setting(micro_batch=64, global_batch=64, precision=Precision.BF16, recompute=recompute)  # type: ignore[arg-type]
+    trace = traced(Request(job=f"{file}:Job", setting=setting, device=H200), cache=False)
+    each = 2 * 64 * 256 * 1024
+    # Two layers in each of four blocks, forward and twice backward; the first needs no gradient of its input.
+    expected = 4 * 2 * 3 * each - each
+    assert time.model_flops(trace) == expected
+    # What comes after the last tensor that the backward pass needs is not computed again.
+    assert trace.recomputed_flops == again * 4 * each
+    assert {"forward", "backward", "optimizer"} == set(trace.phases)
+
+
+def test_the_shipped_calibration_has_every_kind_and_dtype() -> None:
+    (h200,) = shipped()
+    kinds = {one.kind for one in h200.works}
+    assert {"matrix", "attention", "convolution", "recurrent", "pointwise", "reduction", "gather"} <= kinds
+    assert {"bfloat16", "float16", "tf32", "float32"} <= {
+        one.dtype for one in h200.works if one.kind == "matrix"
+    }
+    assert h200.host["forward_s"] > 1e-6
+
+
+def test_a_calibration_is_found_again_and_a_broken_one_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_CALIBRATIONS", str(tmp_path))
+    assert store.recall(H200) is None
+    own = Calibration(device="H200 SXM 141GB", works=(copy(2**20),), seconds=(1e-5,))
+    file = store.remember(own)
+    assert store.recall(H200) == own
+    file.write_text("{", encoding="utf-8")
+    assert store.recall(H200) is None
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_a_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("TRIMTAB_CALIBRATIONS", str(tmp_path / "file"))
+    with pytest.raises(EnvironmentFault, match="TRIMTAB_CALIBRATIONS"):
+        store.remember(Calibration(device="x"))
+
+
+def test_calibrating_without_a_gpu_leaves_with_exit_code_5() -> None:
+    done = trimtab_cli("calibrate", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 5
+    assert "no GPU" in done.stderr
