@@ -339,6 +339,8 @@ def menu() -> list[Dish]:
             _language(kind, 4096, 32, 4, 1024, 4096, inner=14336, groups=8, gated=True),
             _language(kind, 768, 12, 4, 1024, 1024, spelt_out=True),
             _language(kind, 1024, 8, 32, 128, 512),
+            # A vocabulary that is a multiple of nothing: rows of the scores are not aligned.
+            _language(kind, 768, 12, 4, 1024, 50257),
         ]
         for last in (True, False):
             dishes += [

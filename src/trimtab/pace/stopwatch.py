@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.trace.works import work
+from trimtab.trace.works import traits, work
 
 if TYPE_CHECKING:
     from trimtab.spec import Work
@@ -46,9 +46,16 @@ class Stopwatch(TorchDispatchMode):
         if done is None or done.kind in UNTIMED or not done.kernels:
             return out
         self.counts[done] = self.counts.get(done, 0) + 1
-        if done not in self.times and time.monotonic() < self.until:
+        if done not in self.times and time.monotonic() < self.until and _repeatable(func, args):
             self.times[done] = _seconds(func, args, kwargs)
         return out
+
+
+def _repeatable(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether doing it again is harmless: indices that are changed in place soon point outside of tables."""
+    _, written = traits(func)
+    changed = [args[place] for place in written if place < len(args)]
+    return all(not isinstance(one, torch.Tensor) or one.is_floating_point() for one in changed)
 
 
 def _seconds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
