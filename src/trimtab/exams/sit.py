@@ -16,7 +16,7 @@ from trimtab.catalog.clusters import stated
 from trimtab.catalog.lookup import reported
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.predict.estimate import estimate
-from trimtab.spec import Estimate, Measurement, Noun
+from trimtab.spec import Calibration, Estimate, Measurement, Noun
 from trimtab.trace.tracer import traced
 from trimtab.trace.worker import Request
 
@@ -96,8 +96,8 @@ def sit(only: str = "*", *, cache: bool = True, done: Callable[[Answer], None] =
     )
 
 
-def predict(case: Case, *, cache: bool = True) -> Estimate:
-    """Today's estimate of a recorded case."""
+def predict(case: Case, *, cache: bool = True, calibration: Calibration | None = None) -> Estimate:
+    """Today's estimate of a recorded case, by another calibration if one is given."""
     row = reported(case.measurement.device)
     assert row is not None  # noqa: S101 - cases are recorded on catalogued devices
     where = stated(f"{case.measurement.setting.gpus}x{row.name}")
@@ -110,7 +110,8 @@ def predict(case: Case, *, cache: bool = True) -> Estimate:
         clip=case.clip,
     )
     setting = case.measurement.setting
-    found = estimate(traced(request, cache=cache), setting, device, cluster=where)[0]
+    trace = traced(request, cache=cache)
+    found = estimate(trace, setting, device, cluster=where, calibration=calibration)[0]
     if found.step_s is None or found.step_time is None:
         return found
     # Ranks of many were measured alone, with collectives that move nothing.

@@ -15,7 +15,8 @@ from trimtab.spec import Calibration
 if TYPE_CHECKING:
     from trimtab.spec import Device
 
-SHIPPED = ("h200",)
+SHIPPED = (("h200", "h200-jobs"),)
+"""Files of each calibration that comes with trimtab: the menu, and operations of whole jobs beside it."""
 FOLDER = "calibrations"
 
 
@@ -33,10 +34,20 @@ class Speed(NamedTuple):
 @cache
 def shipped() -> tuple[Calibration, ...]:
     """The calibrations that come with trimtab."""
-    folder = files("trimtab.catalog").joinpath(FOLDER)
-    return tuple(
-        Calibration.from_json(folder.joinpath(f"{name}.json").read_text(encoding="utf-8"), origin=name)
-        for name in SHIPPED
+    return tuple(merged([read(name) for name in names]) for names in SHIPPED)
+
+
+def read(name: str) -> Calibration:
+    """One file of those that come with trimtab."""
+    text = files("trimtab.catalog").joinpath(FOLDER).joinpath(f"{name}.json").read_text(encoding="utf-8")
+    return Calibration.from_json(text, origin=name)
+
+
+def merged(parts: list[Calibration]) -> Calibration:
+    """One calibration from several of the same device; what is not an operation comes from the first."""
+    return parts[0].replace(
+        works=tuple(work for part in parts for work in part.works),
+        seconds=tuple(second for part in parts for second in part.seconds),
     )
 
 
