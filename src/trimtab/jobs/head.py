@@ -34,4 +34,5 @@ def _losses(rows: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> t
         # Cast here, chunk by chunk: autocast would cast once, and then add up the chunks' gradients in bf16.
         weight = weight.to(torch.get_autocast_dtype(kind))
     logits = functional.linear(rows, weight)
+    # Left to itself, autocast takes the logarithm of the softmax in bf16.
     return functional.cross_entropy(logits.float(), wanted, ignore_index=IGNORED, reduction="none")

@@ -88,11 +88,10 @@ class HuggingFace(Job):
     _eager = False
     """Whether the model has no fused attention."""
 
-    def __init__(self, folder: str = "") -> None:
-        if folder:
-            self.folder = folder
-            self.name = Path(folder).resolve().name
-            read_config(folder)
+    def __init__(self, folder: str) -> None:
+        read_config(folder)
+        self.folder = folder
+        self.name = Path(folder).resolve().name
 
     @cached_property
     def _config(self) -> Any:
@@ -163,7 +162,7 @@ class HuggingFace(Job):
             said.append(
                 f"frozen weights in {str(self._frozen_dtype).removeprefix('torch.')}, as in config.json"
             )
-        if self._eager:
+        if self._eager and hasattr(self._config, "num_attention_heads"):
             said.append("attention without fused kernels: this model has no other")
         return tuple(said)
 
@@ -179,7 +178,8 @@ class HuggingFace(Job):
     def _limit(self) -> int | None:
         """The longest sequence that the model takes."""
         config = self._text_config
-        found = next((limit for one in POSITIONS if (limit := getattr(config, one, None))), None)
+        # XLNet has -1 for none.
+        found = next((limit for one in POSITIONS if (limit := getattr(config, one, None) or 0) > 0), None)
         if found is not None and config.model_type in COUNTED_FROM_PADDING:
             return int(found) - (config.pad_token_id or 0) - 1
         return found
@@ -222,15 +222,18 @@ class HuggingFace(Job):
         """The model with random weights, with adapters or frozen as asked."""
         if self.lora is not None and self.lora < 1:
             raise WrongUse(f"--lora {self.lora}", found="it is below 1", cure="Give a rank such as 8 or 16.")
-        if not self._is_image:
-            _ = self.tokens
+        _ = self.tokens  # Before a large model is built in vain.
         built = self._built()
         if not self.lora and not self.frozen:
             return built
         heads = head_modules(built)
         built.requires_grad_(False)
-        if self.lora:
-            adapt(built, self.lora, alpha=2 * self.lora, but=heads)
+        if self.lora and not adapt(built, self.lora, alpha=2 * self.lora, but=heads):
+            raise WrongUse(
+                f"--lora {self.lora}",
+                found=f"{type(built).__name__} has no linear layer but its head",
+                cure="Use --frozen, or train all of it.",
+            )
         # The head of a classifier is new, so it learns beside the adapters.
         if not self.lora or "classification" in self._task.name:
             for head in heads:
@@ -337,7 +340,8 @@ def head_modules(model: Any) -> list[nn.Module]:
         output = model.get_output_embeddings()
         return [] if output is None else [output]
     within = {id(part) for part in base.modules()}
-    return [child for child in model.children() if id(child) not in within]
+    outside = [child for child in model.children() if id(child) not in within]
+    return [child for child in outside if any(True for _ in child.parameters())]
 
 
 def _let_learn(head: nn.Module) -> None:
