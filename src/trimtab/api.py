@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from trimtab.exams.sit import Marks
     from trimtab.predict.memory import Memory
     from trimtab.spec import Calibration, Cluster, Device, Estimate, Setting, Trace
+    from trimtab.trace.worker import Request
 
 VERBS = ("detect", "explain", "estimate", "exam", "profile", "calibrate")
 """What works today."""
@@ -63,11 +64,16 @@ def explain(word: str) -> Word:
     return look_up(word, VERBS)
 
 
-def load(name: str) -> Any:
-    """The job of that name, built."""
+def load(name: str, **options: Any) -> Any:
+    """The job of that name, built, with some of its attributes set.
+
+    trimtab.load("train.py:MyJob")
+    trimtab.load("slm", layers=24, vocab=50_304)
+    trimtab.load("hf:./llama", lora=16)
+    """
     from trimtab.jobs.load import load as find
 
-    return find(name)
+    return find(name, options)
 
 
 def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name people type
@@ -83,11 +89,13 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
     optimizer: str = "fused",
     allocator: str = "default",
     clip: float | None = None,
+    options: dict[str, Any] | None = None,
     cache: bool = True,
 ) -> Estimate:
     """What one configuration would need, without running it and without a GPU.
 
     trimtab.estimate("job.py:MyJob", "H200", micro_batch=16).process_bytes
+    trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"vocab": 50_304}).fits
     trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
     """
     where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
@@ -102,7 +110,7 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
         optimizer=optimizer,
         allocator=allocator,
     )
-    return look_closely(job, setting, device, where=where, clip=clip, cache=cache)[0]
+    return look_closely(job, setting, device, where=where, options=options, clip=clip, cache=cache)[0]
 
 
 def look_closely(  # noqa: PLR0913 - a question and where it is asked
@@ -111,6 +119,7 @@ def look_closely(  # noqa: PLR0913 - a question and where it is asked
     device: Device,
     *,
     where: Cluster | None = None,
+    options: dict[str, Any] | None = None,
     clip: float | None = None,
     cache: bool = True,
 ) -> tuple[Estimate, Memory, Trace]:
@@ -118,35 +127,21 @@ def look_closely(  # noqa: PLR0913 - a question and where it is asked
     from trimtab.pace.store import recall
     from trimtab.predict.estimate import estimate as judge
     from trimtab.trace.tracer import traced
-    from trimtab.trace.worker import Request
 
-    name, overrides = job_name(job)
-    request = Request(job=name, overrides=overrides, setting=setting, device=device, clip=clip)
-    trace = traced(request, cache=cache)
+    trace = traced(make_request(job, setting, device, options=options, clip=clip), cache=cache)
     found = judge(trace, setting, device, cluster=where, calibration=recall(device))
     return (*found, trace)
 
 
-def job_name(job: Any) -> tuple[str, dict[str, Any]]:
-    """How another process finds a job: its name, and what was changed on the instance."""
-    import inspect
+def make_request(
+    job: Any, setting: Setting, device: Device, *, options: dict[str, Any] | None, clip: float | None
+) -> Request:
+    """What another process needs to know to run a job."""
+    from trimtab.jobs.load import name_of
+    from trimtab.trace.worker import Request
 
-    from trimtab.errors import WrongUse
-
-    if isinstance(job, str):
-        return job, {}
-    cls = job if isinstance(job, type) else type(job)
-    try:
-        file = inspect.getfile(cls)
-    except (TypeError, OSError):
-        file = ""
-    if not file.endswith(".py") or "<locals>" in cls.__qualname__:
-        raise WrongUse(
-            f"job {cls.__qualname__}",
-            found="it is not defined at the top of a file, where another process could find it",
-            cure="Put the class into a .py file of its own.",
-        )
-    return f"{file}:{cls.__qualname__}", {} if isinstance(job, type) else dict(vars(job))
+    name, changed = name_of(job)
+    return Request(job=name, overrides=changed | (options or {}), setting=setting, device=device, clip=clip)
 
 
 def first_device(where: Cluster) -> Device:
@@ -240,14 +235,19 @@ def exam(only: str = "*", *, cache: bool = True) -> Marks:
     return sit(only, cache=cache)
 
 
-def profile(job: Any, setting: Setting, device: Device, *, clip: float | None = None) -> dict[str, Any]:
+def profile(
+    job: Any,
+    setting: Setting,
+    device: Device,
+    *,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+) -> dict[str, Any]:
     """Run a setting for real for a few steps, and set prediction against measurement."""
     from trimtab.exams.measure import measured
-    from trimtab.trace.worker import Request
 
-    name, overrides = job_name(job)
-    found = measured(Request(job=name, overrides=overrides, setting=setting, device=device, clip=clip))
-    predicted, _, _ = look_closely(job, setting, device, clip=clip)
+    found = measured(make_request(job, setting, device, options=options, clip=clip))
+    predicted, _, _ = look_closely(job, setting, device, options=options, clip=clip)
     figures = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s")
     guess = {figure: getattr(predicted, figure) for figure in figures}
     truth = {figure: getattr(found, figure) for figure in figures}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimtab.cli.main import Json, _console, _print, _print_json, app
+from trimtab.cli.shape import Frozen, JobName, Lora, Seq, Set, job_options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trimtab.predict.memory import Memory
-    from trimtab.spec import Device, Estimate, Setting
+    from trimtab.spec import Device, Estimate, Setting, Trace
 
 On = Annotated[
     str | None,
@@ -23,9 +27,7 @@ On = Annotated[
 
 @app.command()
 def estimate(  # noqa: PLR0913, PLR0917 - each is an option
-    job: Annotated[
-        str, typer.Argument(metavar="JOB", help="FILE.py:NAME or package.module:NAME. The file is run.")
-    ],
+    job: JobName,
     on: On = None,
     micro_batch: Annotated[int, typer.Option(help="Samples per forward pass on one rank.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
@@ -34,6 +36,10 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
     allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
     clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
+    given: Set = None,
+    seq: Seq = None,
+    lora: Lora = None,
+    frozen: Frozen = False,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Trace again, even if nothing changed.")
     ] = False,
@@ -46,6 +52,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     """
     from trimtab import api, render
 
+    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
     where = api.cluster(on) if on is not None else api.detect()
     device = api.first_device(where)
     setting = api.make_setting(
@@ -58,7 +65,8 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         optimizer=optimizer,
         allocator=allocator,
     )
-    found, details, help_lines = _looked(job, setting, device, clip=clip, cache=not no_cache, quiet=json)
+    look = functools.partial(api.look_closely, job, options=options, clip=clip, cache=not no_cache)
+    found, details, help_lines = _looked(look, setting, device, quiet=json)
     if json:
         modules = [{"name": name, "bytes": size} for name, size in details.modules]
         peak = {"operation": details.operation, "phase": details.phase, "modules": modules}
@@ -70,22 +78,25 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         raise typer.Exit(3)
 
 
-def _looked(  # noqa: PLR0913 - what look_closely takes, and whether to be quiet
-    job: str, setting: Setting, device: Device, *, clip: float | None, cache: bool, quiet: bool
+def _looked(
+    look: Callable[[Setting, Device], tuple[Estimate, Memory, Trace]],
+    setting: Setting,
+    device: Device,
+    *,
+    quiet: bool,
 ) -> tuple[Estimate, Memory, tuple[str, ...]]:
     """The estimate, and beside it what recomputing would save, traced at the same time."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from trimtab import api
     from trimtab.spec import Recompute
 
     spinner = _console(errors=True).status("tracing two steps on fake tensors")
     with ThreadPoolExecutor(2) as pool, _maybe(spinner, quiet=quiet):
-        first = pool.submit(api.look_closely, job, setting, device, clip=clip, cache=cache)
+        first = pool.submit(look, setting, device)
         other = None
         if setting.recompute is Recompute.NONE and not quiet:
             fuller = setting.replace(recompute=Recompute.FULL)
-            other = pool.submit(api.look_closely, job, fuller, device, clip=clip, cache=cache)
+            other = pool.submit(look, fuller, device)
         found, details, _ = first.result()
         return found, details, _savings(found, other)
 
@@ -139,15 +150,17 @@ def exam(
 
 @app.command()
 def profile(  # noqa: PLR0913, PLR0917 - each is an option
-    job: Annotated[
-        str, typer.Argument(metavar="JOB", help="FILE.py:NAME or package.module:NAME. The file is run.")
-    ],
+    job: JobName,
     micro_batch: Annotated[int, typer.Option(help="Samples per forward pass.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
     recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
     optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
     allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
     clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
+    given: Set = None,
+    seq: Seq = None,
+    lora: Lora = None,
+    frozen: Frozen = False,
     json: Json = False,
 ) -> None:
     """Run a configuration for real for a few steps, and set it against the prediction.
@@ -156,6 +169,7 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
     """
     from trimtab import api, render
 
+    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
     device = api.gpu_here()
     setting = api.make_setting(
         micro_batch=micro_batch,
@@ -167,7 +181,7 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
         optimizer=optimizer,
         allocator=allocator,
     )
-    found = api.profile(job, setting, device, clip=clip)
+    found = api.profile(job, setting, device, options=options, clip=clip)
     if json:
         _print_json(found)
     else:

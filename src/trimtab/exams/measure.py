@@ -58,9 +58,7 @@ def run(request: Request) -> Measured:
             "profile", found="only one GPU can be profiled yet", cure="Leave --strategy at single."
         )
     named: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
-    job = load(request.job)
-    for name, value in request.overrides.items():
-        setattr(job, name, value)
+    job = load(request.job, request.overrides)
     try:
         return Measured(**_steps(job, request), **named)
     except torch.OutOfMemoryError as error:

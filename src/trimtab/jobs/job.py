@@ -25,6 +25,11 @@ class Job:
     epochs: int = 1
     branches: ClassVar[dict[str, str]] = {}
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the job chose for the user; an estimate lists it."""
+        return ()
+
     def model(self) -> Any:
         """Build the nn.Module on the current default device and dtype."""
         raise NotImplementedError
@@ -36,3 +41,20 @@ class Job:
     def loss(self, model: Any, batch: Any) -> Any:
         """A scalar tensor: the mean over what weight() counts."""
         raise NotImplementedError
+
+    def weight(self, batch: Any) -> Any:
+        """What the loss is a mean over: samples, unless a job says otherwise."""
+        return samples_in(batch)
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a batch holds: the first length of its first tensor.
+
+    >>> import torch
+    >>> samples_in({"ids": [torch.zeros(4, 7)]})
+    4
+    """
+    if hasattr(batch, "shape"):
+        return int(batch.shape[0])
+    parts = batch.values() if isinstance(batch, dict) else batch
+    return samples_in(next(iter(parts)))

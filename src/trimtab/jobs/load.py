@@ -1,9 +1,13 @@
-"""Finds a job by name: FILE.py:NAME or package.module:NAME. A file is run only because the user named it."""
+"""Finds a job by name, and names a job so that another process finds it.
+
+FILE.py:NAME, package.module:NAME, a built-in, or hf:FOLDER. A file is run only because the user named it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -11,16 +15,40 @@ from typing import Any
 
 from trimtab.errors import JobFailed, TrimtabError, UnknownName, WrongUse, nearest
 from trimtab.jobs.job import Job
+from trimtab.jobs.options import change, options
 
 REQUIRED = ("model", "batch", "loss")
-_FORMS = "Name a job as FILE.py:NAME or package.module:NAME."
+BUILT_IN = {
+    "slm": ("trimtab.jobs.slm", "Slm"),
+    "bridge": ("trimtab.jobs.bridge", "Bridge"),
+    "naics": ("trimtab.jobs.naics", "Naics"),
+}
+"""Where the jobs are that come with trimtab."""
+FOLDER = "hf:"
+"""What the name of a folder with a config.json starts with."""
+_FOLDER_JOB = ("trimtab.jobs.huggingface", "HuggingFace")
+_FORMS = (
+    "Name a job as FILE.py:NAME, package.module:NAME, slm, bridge, naics (or slm:tiny ...), or hf:FOLDER."
+)
 
 
-def load(name: str) -> Any:
-    """The job of that name, built; raises what is wrong with it."""
+def load(name: str, given: dict[str, Any] | None = None) -> Any:
+    """The job of that name, built, with options set; raises what is wrong with it."""
+    return change(_found(name), given or {})
+
+
+def _found(name: str) -> Any:
+    if name.startswith(FOLDER):
+        return _class(_FOLDER_JOB)(name.removeprefix(FOLDER))
+    if name.partition(":")[0] in BUILT_IN:
+        return _built_in(name)
     place, colon, attribute = name.rpartition(":")
+    if (not colon or not attribute) and (name.endswith(".py") or "/" in name):
+        raise WrongUse(f"job {name!r}", found="it names a file and no class in it", cure=_FORMS)
     if not colon or not place or not attribute:
-        raise WrongUse(f"job {name!r}", found="it has no FILE.py:NAME form", cure=_FORMS)
+        close = nearest(name, BUILT_IN)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise UnknownName(f"job {name!r}", found=f"there is no built-in of that name{meant}", cure=_FORMS)
     module = _module(place)
     found = getattr(module, attribute, None)
     if found is None:
@@ -29,6 +57,57 @@ def load(name: str) -> Any:
         listed = f"; it has {', '.join(close)}" if close else ""
         raise UnknownName(f"job {name!r}", found=f"{place} has no {attribute}{listed}", cure=_FORMS)
     return checked(_built(found, name), name)
+
+
+def _class(place: tuple[str, str]) -> Any:
+    return getattr(importlib.import_module(place[0]), place[1])
+
+
+def _built_in(name: str) -> Any:
+    """A job of ours, or its small form."""
+    base, _, size = name.partition(":")
+    job = _class(BUILT_IN[base])()
+    if size == "tiny":
+        change(job, job.tiny)
+        job.name = name
+    elif size or name.endswith(":"):
+        raise UnknownName(
+            f"job {name!r}",
+            found=f"{base} is built in, and has no {size!r}",
+            cure=f"Use {base} or {base}:tiny; for a module of your own of that name, {base}.py:NAME.",
+        )
+    return job
+
+
+def name_of(job: Any) -> tuple[str, dict[str, Any]]:
+    """What load() finds a job by in another process: its name, and what was changed on the instance."""
+    if isinstance(job, str):
+        return job, {}
+    cls = job if isinstance(job, type) else type(job)
+    state = {} if isinstance(job, type) else dict(vars(job))
+    home = (cls.__module__, cls.__qualname__)
+    if home == _FOLDER_JOB:
+        return f"{FOLDER}{cls.folder if job is cls else state['folder']}", _options_of(job, state)
+    for name, place in BUILT_IN.items():
+        if home == place:
+            return name, _options_of(job, state)
+    try:
+        file = inspect.getfile(cls)
+    except (TypeError, OSError):
+        file = ""
+    if not file.endswith(".py") or "<locals>" in cls.__qualname__:
+        raise WrongUse(
+            f"job {cls.__qualname__}",
+            found="it is not defined at the top of a file, where another process could find it",
+            cure="Put the class into a .py file of its own.",
+        )
+    return f"{file}:{cls.__qualname__}", state
+
+
+def _options_of(job: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Of what an instance of ours holds, what a user may have set."""
+    known = options(job)
+    return {name: value for name, value in state.items() if name in known and name != "folder"}
 
 
 def _built(found: Any, name: str) -> Any:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from trimtab import __version__
 from trimtab.errors import TrimtabError
+from trimtab.jobs import load
+from trimtab.jobs.load import BUILT_IN, FOLDER
 from trimtab.spec import Trace
 from trimtab.trace.child import ask
 
@@ -63,6 +65,9 @@ def _fingerprint(request: Request) -> str:
 def _sources(job: str) -> list[Path]:
     """The files whose text the trace depends on: trimtab's tracer, and the job's file with its neighbours."""
     own = sorted(Path(__file__).parent.glob("*.py"))
+    if job.startswith(FOLDER) or job.partition(":")[0] in BUILT_IN:
+        own += sorted(Path(load.__file__).parent.glob("*.py"))
+        return [*own, Path(job.removeprefix(FOLDER)) / "config.json"] if job.startswith(FOLDER) else own
     place = Path(job.rpartition(":")[0])
     if place.suffix == ".py" and place.is_file():
         return [*own, *sorted(place.resolve().parent.glob("*.py"))[:200]]

@@ -10,6 +10,7 @@ import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
 from trimtab.spec import PARTS, Device, Noun, Setting, Trace
 from trimtab.trace.child import Say, serve
@@ -27,7 +28,7 @@ class Request(Noun, frozen=True, kw_only=True):
 
     job: str
     overrides: dict[str, Any] = {}
-    """Attributes of the job to set before it is used."""
+    """Options of the job, set before it is used; unknown ones are an error."""
     setting: Setting
     device: Device
     clip: float | None = None
@@ -38,9 +39,7 @@ def trace(request: Request, deliver: Callable[[Trace], None]) -> None:
     from trimtab.trace.imitate import imitate
 
     imitate(request.device)
-    job = load(request.job)
-    for name, value in request.overrides.items():
-        setattr(job, name, value)
+    job = load(request.job, request.overrides)
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -56,7 +55,9 @@ def trace(request: Request, deliver: Callable[[Trace], None]) -> None:
         torch._C._set_only_lift_cpu_tensors(True)
         counts = _steps(job, request, recorder)
         recorder.paused = True
-        deliver(Trace(**_columns(recorder), **counts, assumptions=tuple(recorder.kernels.assumptions)))
+        chosen = job.assumptions if isinstance(job, Job) else ()
+        assumed = (*chosen, *recorder.kernels.assumptions)
+        deliver(Trace(**_columns(recorder), **counts, assumptions=assumed))
 
 
 def _join_fake_group(setting: Setting) -> None:

@@ -1,0 +1,77 @@
+"""How a command names a job and shapes it: shared by every verb that takes one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from trimtab.errors import WrongUse
+from trimtab.jobs.load import FOLDER
+
+JobName = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="FILE.py:NAME or package.module:NAME (its code is run), a built-in (slm, bridge, naics; "
+        "slm:tiny and so on are small ones), or hf:FOLDER with a Hugging Face config.json.",
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Set an attribute of the job, as in --set layers=24. Can be repeated.",
+    ),
+]
+Seq = Annotated[
+    int | None,
+    typer.Option(help="hf: tokens per sample; default: what the model takes, at most 1024."),
+]
+Lora = Annotated[
+    int | None,
+    typer.Option(
+        metavar="RANK",
+        help="hf: LoRA of this rank beside every linear layer but the head's; all else is frozen.",
+    ),
+]
+Frozen = Annotated[bool, typer.Option("--frozen", help="hf: freeze the model except its head.")]
+
+
+def job_options(
+    job: str,
+    given: list[str] | None,
+    *,
+    seq: int | None = None,
+    lora: int | None = None,
+    frozen: bool = False,
+) -> dict[str, Any]:
+    """What the command line sets on a job, by name.
+
+    >>> job_options("slm", ["layers=24"])
+    {'layers': '24'}
+    """
+    found: dict[str, Any] = {}
+    for one in given or []:
+        name, equals, value = one.partition("=")
+        if not equals or not name:
+            raise WrongUse(f"--set {one}", found="it is not NAME=VALUE", cure="Write it as --set layers=24.")
+        if name in found:
+            raise WrongUse(f"--set {one}", found=f"{name} is also {found[name]}", cure="Give it once.")
+        found[name] = value
+    shaped = {"seq": seq, "lora": lora, "frozen": frozen or None}
+    for name, chosen in shaped.items():
+        if chosen is None:
+            continue
+        if not job.startswith(FOLDER):
+            text = f"--{name}" if chosen is True else f"--{name} {chosen}"
+            raise WrongUse(
+                text,
+                found=f"it shapes hf:FOLDER, and the job is {job}",
+                cure="Set an attribute that the job has with --set NAME=VALUE, or leave it out.",
+            )
+        if name in found:
+            raise WrongUse(f"--{name} {chosen}", found=f"--set {name} is given too", cure="Give one of them.")
+        found[name] = chosen
+    return found

@@ -1,0 +1,397 @@
+"""hf:FOLDER: a job made from a Hugging Face config.json, with random weights and made-up data.
+
+Only the config is read: no weights, no code that comes with the folder, nothing from the network.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.errors import JobFailed, UnknownName, WrongUse, nearest
+from trimtab.jobs.head import IGNORED
+from trimtab.jobs.job import Job
+from trimtab.jobs.lora import adapt
+from trimtab.jobs.synthetic import Synthetic, integer, walk
+from trimtab.jobs.transformer_models import library
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LONGEST = 1024
+"""Tokens a sample where --seq is not given and the model can take that many."""
+MASKED = 0.15
+"""Share of tokens that a masked language model has to say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a head is for."""
+
+    name: str
+    endings: tuple[str, ...]
+    """How the names of such architectures end."""
+    auto: str
+    """The class of transformers that builds them."""
+
+
+TASKS = (
+    Task(name="seq2seq", endings=("ForConditionalGeneration",), auto="AutoModelForSeq2SeqLM"),
+    Task(name="masked LM", endings=("ForMaskedLM",), auto="AutoModelForMaskedLM"),
+    Task(name="causal LM", endings=("ForCausalLM", "LMHeadModel"), auto="AutoModelForCausalLM"),
+    Task(
+        name="image classification",
+        endings=("ForImageClassification",),
+        auto="AutoModelForImageClassification",
+    ),
+    Task(
+        name="sequence classification",
+        endings=("ForSequenceClassification",),
+        auto="AutoModelForSequenceClassification",
+    ),
+)
+"""In the order in which they are tried where a config names no architecture."""
+SUPPORTED = (
+    "It can be ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM, ...ForConditionalGeneration (text to text), "
+)
+SUPPORTED += "...ForSequenceClassification or ...ForImageClassification."
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Names of the longest sequence a model takes, in the configs of transformers."""
+COUNTED_FROM_PADDING = frozenset(
+    (
+        *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta"),
+        *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    )
+)
+"""Model types whose first position is the one after the padding token's."""
+
+
+class HuggingFace(Job):
+    """A model built from a config; --seq, --lora and --frozen shape it."""
+
+    name = "hf"
+    global_batch = 64
+    samples: int | None = 10_000
+    folder = ""
+    seq: int | None = None
+    """Tokens a sample."""
+    lora: int | None = None
+    """Rank of adapters beside every linear layer but the head's; everything else is frozen."""
+    frozen = False
+    """Only the head learns."""
+    rate = 1e-4
+    _eager = False
+    """Whether the model has no fused attention."""
+
+    def __init__(self, folder: str) -> None:
+        read_config(folder)
+        self.folder = folder
+        self.name = Path(folder).resolve().name
+
+    @cached_property
+    def _config(self) -> Any:
+        """The config, as transformers understands it."""
+        text = read_config(self.folder)
+        transformers = library(self._given)
+        kind = text["model_type"]
+        known = transformers.CONFIG_MAPPING
+        if kind not in known:
+            close = nearest(kind, list(known))
+            listed = f" (near it: {', '.join(close)})" if close else ""
+            raise UnknownName(
+                self._given,
+                found=f"transformers {transformers.__version__} has no model_type {kind!r}{listed}",
+                cure="Correct config.json, or install a transformers that knows it.",
+            )
+        try:
+            config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        except Exception as error:
+            raise WrongUse(
+                self._given,
+                found=f"transformers cannot read it: {_first_line(error)}",
+                cure="Correct config.json.",
+            ) from error
+        config.use_cache = False
+        if getattr(config, "pad_token_id", None) is None:
+            # Classifiers look for it to find the last token, and decoders start from it.
+            config.pad_token_id = 0
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id
+        return config
+
+    @property
+    def _given(self) -> str:
+        return f"job hf:{self.folder}"
+
+    @cached_property
+    def _task(self) -> Task:
+        """What the architecture in the config is for."""
+        named = read_config(self.folder).get("architectures") or []
+        config = self._config
+        if not named:
+            found = next((one for one in TASKS if self._maps(one)), None)
+        else:
+            fitting = (one for one in TASKS if named[0].endswith(one.endings))
+            found = next((one for one in fitting if self._maps(one)), None)
+        if found is None:
+            what = (
+                f"the architecture {named[0]}" if named else f"no head for model_type {config.model_type!r}"
+            )
+            raise WrongUse(
+                self._given, found=f"config.json names {what}, which cannot be trained here", cure=SUPPORTED
+            )
+        return found
+
+    def _maps(self, task: Task) -> bool:
+        return type(self._config) in getattr(library(self._given), task.auto)._model_mapping  # noqa: SLF001
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was chosen for the user; an estimate lists it."""
+        said = []
+        if self.seq is None and not self._is_image:
+            said.append(f"sequences of {self.tokens} tokens (--seq)")
+        if not read_config(self.folder).get("architectures"):
+            said.append(f"config.json names no architecture: taken as {self._task.name}")
+        if (self.lora or self.frozen) and self._frozen_dtype is not torch.get_default_dtype():
+            said.append(
+                f"frozen weights in {str(self._frozen_dtype).removeprefix('torch.')}, as in config.json"
+            )
+        if self._eager and hasattr(self._config, "num_attention_heads"):
+            said.append("attention without fused kernels: this model has no other")
+        return tuple(said)
+
+    @property
+    def _is_image(self) -> bool:
+        return self._task.name == "image classification"
+
+    @property
+    def _text_config(self) -> Any:
+        return self._config.get_text_config()
+
+    @property
+    def _limit(self) -> int | None:
+        """The longest sequence that the model takes."""
+        config = self._text_config
+        # XLNet has -1 for none.
+        found = next((limit for one in POSITIONS if (limit := getattr(config, one, None) or 0) > 0), None)
+        if found is not None and config.model_type in COUNTED_FROM_PADDING:
+            return int(found) - (config.pad_token_id or 0) - 1
+        return found
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a sample."""
+        limit = self._limit
+        if self.seq is None:
+            return min(limit or LONGEST, LONGEST)
+        if self._is_image:
+            raise WrongUse(f"--seq {self.seq}", found="this model reads images", cure="Leave it out.")
+        if self.seq < 1:
+            raise WrongUse(f"--seq {self.seq}", found="it is below 1", cure="Give at least 1 token.")
+        # A model without a table of positions (T5) names a number and does not mind.
+        if limit is not None and self.seq > limit and not self._counts_distances:
+            raise WrongUse(
+                f"--seq {self.seq}",
+                found=f"{self._given.removeprefix('job ')} has {limit} positions",
+                cure=f"Give at most {limit}.",
+            )
+        return self.seq
+
+    @property
+    def _counts_distances(self) -> bool:
+        return hasattr(self._text_config, "relative_attention_num_buckets")
+
+    @property
+    def _frozen_dtype(self) -> torch.dtype:
+        """Frozen weights stay as they are stored, where nothing asks for narrower ones."""
+        default = torch.get_default_dtype()
+        text = read_config(self.folder)
+        stored = getattr(torch, str(text.get("dtype") or text.get("torch_dtype")), None)
+        tied = bool(getattr(self._text_config, "tie_word_embeddings", False)) and not self.lora
+        if default is not torch.float32 or not isinstance(stored, torch.dtype) or tied:
+            return default
+        return stored
+
+    def model(self) -> nn.Module:
+        """The model with random weights, with adapters or frozen as asked."""
+        if self.lora is not None and self.lora < 1:
+            raise WrongUse(f"--lora {self.lora}", found="it is below 1", cure="Give a rank such as 8 or 16.")
+        _ = self.tokens  # Before a large model is built in vain.
+        built = self._built()
+        if not self.lora and not self.frozen:
+            return built
+        heads = head_modules(built)
+        built.requires_grad_(False)
+        if self.lora and not adapt(built, self.lora, alpha=2 * self.lora, but=heads):
+            raise WrongUse(
+                f"--lora {self.lora}",
+                found=f"{type(built).__name__} has no linear layer but its head",
+                cure="Use --frozen, or train all of it.",
+            )
+        # The head of a classifier is new, so it learns beside the adapters.
+        if not self.lora or "classification" in self._task.name:
+            for head in heads:
+                _let_learn(head)
+        return built
+
+    def _built(self) -> nn.Module:
+        transformers = library(self._given)
+        auto = getattr(transformers, self._task.auto)
+        dtype = self._frozen_dtype if self.lora or self.frozen else torch.get_default_dtype()
+        try:
+            try:
+                built = auto.from_config(self._config, dtype=dtype, attn_implementation="sdpa")
+            except ValueError as error:
+                if "scaled_dot_product_attention" not in str(error):
+                    raise
+                self._eager = True
+                built = auto.from_config(self._config, dtype=dtype, attn_implementation="eager")
+        except Exception as error:
+            raise JobFailed(
+                self._given,
+                found=f"transformers cannot build it: {type(error).__name__}: {_first_line(error)}",
+                cure="Correct config.json: its sizes may not fit together.",
+            ) from error
+        if built.main_input_name not in ("input_ids", "pixel_values"):
+            raise WrongUse(
+                self._given,
+                found=f"{type(built).__name__} reads {built.main_input_name}, which cannot be made up here",
+                cure=SUPPORTED,
+            )
+        return built
+
+    def batch(self, size: int) -> dict[str, torch.Tensor]:
+        """Random tokens or pixels, with labels."""
+        if self._is_image:
+            shape = self._image_shape
+            made = {"pixel_values": torch.randn(size, *shape)}
+            return made | {"labels": torch.randint(self._config.num_labels, (size,))}
+        ids = torch.randint(self._vocab, (size, self.tokens))
+        if self._task.name == "sequence classification":
+            return {"input_ids": ids, "labels": self._classes((size,), None)}
+        if self._task.name == "masked LM":
+            return {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape) < MASKED, ids, IGNORED)}
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        """The model's own."""
+        return model(**batch).loss
+
+    def weight(self, batch: dict[str, torch.Tensor]) -> Any:
+        """Tokens that have a label, or samples."""
+        labels = batch["labels"]
+        if "LM" not in self._task.name:
+            return labels.numel() if self._task.name == "seq2seq" else labels.shape[0]
+        # A causal model says nothing about the first token.
+        counted = labels[:, 1:] if self._task.name == "causal LM" else labels
+        return (counted != IGNORED).sum()
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(params, lr=self.rate)
+
+    def dataset(self) -> Synthetic:
+        """Walks over the vocabulary, or images of which each class has a brightness."""
+        return Synthetic(self.samples or 0, self._sample)
+
+    @property
+    def _vocab(self) -> int:
+        return int(self._text_config.vocab_size)
+
+    @property
+    def _image_shape(self) -> tuple[int, int, int]:
+        size = getattr(self._config, "image_size", 224)
+        high, wide = size if isinstance(size, list | tuple) else (size, size)
+        return int(getattr(self._config, "num_channels", 3)), int(high), int(wide)
+
+    def _classes(self, shape: tuple[int, ...], generator: torch.Generator | None) -> torch.Tensor:
+        """Labels of sequences; a model of one label has a number to say."""
+        labels = self._config.num_labels
+        made = torch.randint(max(2, labels), shape, generator=generator)
+        return made.to(torch.get_default_dtype()) if labels == 1 else made
+
+    def _sample(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        if self._is_image:
+            kind = integer(generator, 0, self._config.num_labels)
+            noise = torch.randn(*self._image_shape, generator=generator)
+            return {"pixel_values": noise + 4 * kind / self._config.num_labels, "labels": torch.tensor(kind)}
+        ids = walk(generator, self.tokens, self._vocab)
+        if self._task.name == "sequence classification":
+            kind_of = self._classes((), generator)
+            # The first half of a sequence says the class.
+            ids[: len(ids) // 2] = kind_of.long() % self._vocab
+            return {"input_ids": ids, "labels": kind_of}
+        if self._task.name == "masked LM":
+            asked = torch.rand(ids.shape, generator=generator) < MASKED
+            return {"input_ids": ids.masked_fill(asked, 0), "labels": torch.where(asked, ids, IGNORED)}
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def head_modules(model: Any) -> list[nn.Module]:
+    """What lies outside of the base model, or the output layer of a model that is its own base."""
+    base = model.base_model
+    if base is model:
+        output = model.get_output_embeddings()
+        return [] if output is None else [output]
+    within = {id(part) for part in base.modules()}
+    outside = [child for child in model.children() if id(child) not in within]
+    return [child for child in outside if any(True for _ in child.parameters())]
+
+
+def _let_learn(head: nn.Module) -> None:
+    """Train a head in the dtype of the day, whatever the frozen model hands it."""
+    head.requires_grad_(True)
+    head.to(torch.get_default_dtype())
+
+    def fitted(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        kind = next(module.parameters())
+        if torch.is_autocast_enabled(kind.device.type):
+            return given
+        return tuple(
+            one.to(kind.dtype) if torch.is_tensor(one) and one.is_floating_point() else one for one in given
+        )
+
+    head.register_forward_pre_hook(fitted)
+
+
+def read_config(folder: str) -> dict[str, Any]:
+    """The text of FOLDER/config.json, if it is one that can be built without anybody's code."""
+    given = f"job hf:{folder}"
+    place = Path(folder)
+    file = place / "config.json"
+    cure = "Name a folder with a Hugging Face config.json, as in hf:./my-model."
+    if not folder or not place.is_dir():
+        raise WrongUse(given, found="there is no such folder", cure=cure)
+    try:
+        text = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WrongUse(given, found="the folder has no config.json", cure=cure) from None
+    except OSError as error:
+        raise WrongUse(given, found=f"config.json cannot be read ({error.strerror})", cure=cure) from error
+    except ValueError as error:
+        raise WrongUse(given, found=f"config.json is not JSON ({error})", cure="Correct the file.") from error
+    if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
+        raise WrongUse(given, found="config.json has no model_type", cure="Say which model it is.")
+    if text.get("auto_map"):
+        raise WrongUse(
+            given,
+            found="config.json has an auto_map: the model is code that comes with the folder",
+            cure="Write a job file that builds it, and name that as FILE.py:NAME.",
+        )
+    if text.get("quantization_config"):
+        raise WrongUse(
+            given,
+            found="config.json has a quantization_config, and quantized weights cannot be trained here",
+            cure="Take that entry out to see the model unquantized.",
+        )
+    return text
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]

@@ -1,0 +1,602 @@
+"""The jobs that come with trimtab, hf:FOLDER, and the options of any job."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+import trimtab
+from test_cli import trimtab_cli
+from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse
+from trimtab.exams.sit import cases
+from trimtab.jobs.head import IGNORED, token_losses
+from trimtab.jobs.job import samples_in
+from trimtab.jobs.load import BUILT_IN, name_of
+from trimtab.jobs.naics import lorentz_distance, on_hyperboloid
+from trimtab.jobs.options import options
+from trimtab.trace.step import repeated_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TINY = [f"{name}:tiny" for name in BUILT_IN]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    # Small models on several threads spend their time waiting for each other.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def on_meta(job: Any) -> Any:
+    with torch.device("meta"):
+        return job.model()
+
+
+def count(module: Any, *, learning: bool = False) -> int:
+    return sum(one.numel() for one in module.parameters() if one.requires_grad or not learning)
+
+
+def shapes(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return tuple(batch.shape), batch.dtype
+    if isinstance(batch, dict):
+        return {name: shapes(one) for name, one in batch.items()}
+    return [shapes(one) for one in batch]
+
+
+def trained(job: Any, steps: int = 40) -> list[float]:
+    torch.manual_seed(0)
+    model = job.model()
+    optimizer = job.optimizer([one for one in model.parameters() if one.requires_grad])
+    losses: list[float] = []
+    while len(losses) < steps:
+        for batch in DataLoader(job.dataset(), batch_size=job.global_batch, shuffle=True):
+            optimizer.zero_grad()
+            loss = job.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if len(losses) == steps:
+                break
+    return losses
+
+
+def test_slm_has_the_parameters_on_record() -> None:
+    model = on_meta(trimtab.load("slm"))
+    assert count(model) == 108_780_288
+    decayed, spared = trimtab.load("slm").optimizer(model.parameters()).param_groups
+    assert sum(one.numel() for one in decayed["params"]) == 108_761_088
+    assert len(decayed["params"]) == 50
+    assert {one.dim() for one in spared["params"]} == {1}
+    assert count(on_meta(trimtab.load("slm", layers=24, heads=16, width=1024))) == 333_808_640
+
+
+def test_bridge_has_the_parameters_on_record() -> None:
+    model = on_meta(trimtab.load("bridge"))
+    assert count(model.llama) == 8_030_261_248
+    assert count(model.qwen) == 7_615_616_512
+    assert count(model.encoder) == 5_405_696
+    assert len(list(model.encoder.parameters())) == 90
+    assert count(model.adapters["llama"]) == 5_670_913
+    assert len(list(model.adapters["llama"].parameters())) == 20
+    assert count(model.adapters["qwen"]) == 5_012_481
+    assert count(model, learning=True) == 16_089_090
+    learning = {one.dtype for one in model.parameters() if one.requires_grad}
+    frozen = {one.dtype for one in model.parameters() if not one.requires_grad}
+    assert (learning, frozen) == ({torch.float32}, {torch.bfloat16})
+
+
+def test_naics_has_the_parameters_on_record() -> None:
+    model = on_meta(trimtab.load("naics"))
+    assert count(model) == 105_542_277
+    assert count(model, learning=True) == 14_689_413
+    title = model.encoders["title"]
+    assert count(title, learning=True) == 337_920
+    assert count(title) - count(title, learning=True) == 22_713_216
+    assert count(model.mixture) == 12_599_300
+    assert count(model.projection) == 590_208
+    assert count(model.hyperbolic) == 148_225
+    assert count(on_meta(trimtab.load("naics", expert_width=768)).mixture) == 9_452_548
+
+
+def test_horizons_are_those_on_record() -> None:
+    slm, bridge, naics = (trimtab.load(name) for name in ("slm", "bridge", "naics"))
+    assert slm.samples * slm.epochs / slm.global_batch == 60_000
+    assert (bridge.samples, bridge.epochs, bridge.global_batch) == (5000, 8, 64)
+    assert naics.samples == naics.codes * 32
+
+
+@pytest.mark.parametrize(("name", "share"), [("slm:tiny", 0.7), ("bridge:tiny", 0.7), ("naics:tiny", 0.6)])
+def test_a_tiny_job_trains_and_its_loss_falls(name: str, share: float) -> None:
+    losses = trained(trimtab.load(name))
+    assert all(map(math.isfinite, losses))
+    assert sum(losses[-5:]) / 5 < share * losses[0]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_samples_collate_to_what_batch_returns_and_are_always_the_same(name: str) -> None:
+    job = trimtab.load(name)
+    first, again = job.dataset(), job.dataset()
+    assert len(first) == job.samples
+    collated = default_collate([first[index] for index in range(3)])
+    assert shapes(collated) == shapes(job.batch(3))
+    assert samples_in(collated) == 3
+    torch.testing.assert_close(first[7], again[7], rtol=0, atol=0)
+    assert str(first[7]) != str(first[8])
+    with pytest.raises(IndexError):
+        first[job.samples]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_halves_weighted_by_weight_make_the_gradient_of_the_whole(name: str) -> None:
+    job = trimtab.load(name)
+    torch.manual_seed(0)
+    model = job.model()
+    data = job.dataset()
+
+    def gradient(*ranges: range) -> list[torch.Tensor]:
+        model.zero_grad()
+        batches = [default_collate([data[index] for index in some]) for some in ranges]
+        total = sum(job.weight(batch) for batch in batches)
+        for batch in batches:
+            (job.loss(model, batch) * job.weight(batch) / total).backward()
+        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+    whole, parts = gradient(range(6)), gradient(range(4), range(4, 6))
+    # The frozen models of bridge work in bf16, and their rounding depends on the batch.
+    most = 0.03 if name == "bridge:tiny" else 1e-4
+    off = [float((one - other).norm() / one.norm()) for one, other in zip(whole, parts, strict=True)]
+    assert max(off) < most
+
+
+def test_the_loss_of_bridge_is_a_sum_over_models_and_a_model_may_be_away() -> None:
+    job = trimtab.load("bridge:tiny")
+    model, batch = job.model(), job.batch(2)
+    losses = job.losses(model, batch)
+    assert set(losses) == set(job.branches) == {"llama", "qwen"}
+    assert job.loss(model, batch).item() == pytest.approx(sum(one.item() for one in losses.values()))
+    assert all(model.get_submodule(prefix) is not None for prefix in job.branches.values())
+    model.qwen = None
+    (alone,) = job.losses(model, batch).values()
+    assert alone.item() == pytest.approx(losses["llama"].item())
+
+
+def test_bridge_can_look_ahead_and_learn_from_a_teacher() -> None:
+    job = trimtab.load("bridge:tiny", ahead=2, teacher=True)
+    model, batch = job.model(), job.batch(2)
+    assert shapes(default_collate([job.dataset()[0], job.dataset()[1]])) == shapes(batch)
+    more = job.loss(model, batch)
+    more.backward()
+    assert model.encoder.bytes.weight.grad.isfinite().all()
+    job.ahead, job.teacher = 0, False
+    assert more.item() > job.loss(model, batch).item()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_losses_by_chunks_are_those_of_the_whole(chunk: int, *, autocast: bool) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4, 16, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    targets = torch.randint(50, (4, 16))
+    targets[0, :5] = IGNORED
+
+    def answer(size: int) -> list[torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            losses = token_losses(hidden, weight, targets, chunk=size)
+        return [losses.detach(), *torch.autograd.grad(losses.sum(), [hidden, weight])]
+
+    assert answer(0)[0][0, :5].tolist() == [0.0] * 5
+    for one, other in zip(answer(chunk), answer(0), strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0.02 if autocast else 1e-5, atol=0.03 if autocast else 1e-5
+        )
+
+
+def test_points_lie_on_the_hyperboloid_and_a_point_is_near_itself() -> None:
+    points = on_hyperboloid(torch.randn(5, 1, 9))
+    assert (points[..., 0] ** 2 - points[..., 1:].square().sum(-1)).flatten().tolist() == pytest.approx(
+        [1.0] * 5, abs=0.05
+    )
+    away = lorentz_distance(points[:1], points.transpose(0, 1))[0]
+    assert away[0] < 0.01 < min(away[1:])
+    zero = torch.zeros(1, 1, 4, requires_grad=True)
+    apart = lorentz_distance(on_hyperboloid(zero), on_hyperboloid(zero))
+    assert torch.autograd.grad(apart.sum(), [zero])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_has_blocks_to_recompute(name: str) -> None:
+    assert repeated_blocks(on_meta(trimtab.load(f"{name}:tiny")))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_jobs_are_estimated_by_name_and_as_objects(name: str) -> None:
+    job = trimtab.load(name)
+    by_name = trimtab.estimate(name, "A100-40GB", micro_batch=4)
+    assert by_name.fits is True
+    assert by_name.parts.weights > 0
+    assert trimtab.estimate(job, "A100-40GB", micro_batch=4) == by_name
+
+
+def test_logits_by_chunks_need_less_memory() -> None:
+    less, more = (
+        trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"chunk": chunk, "layers": 2})
+        for chunk in (4096, 0)
+    )
+    assert less.allocated_bytes < more.allocated_bytes - 4 * 2**30
+
+
+def test_sharding_a_built_in_divides_its_state() -> None:
+    one = trimtab.estimate("slm:tiny", "H100", precision="fp32", options={"width": 256})
+    shard = trimtab.estimate("slm:tiny", "8xH100", precision="fp32", strategy="fsdp", options={"width": 256})
+    assert shard.parts.optimizer == pytest.approx(one.parts.optimizer / 8, rel=0.1)
+
+
+# ---------------------------------------------------------------------------------------------- options
+
+
+def test_options_are_the_plain_attributes() -> None:
+    found = options(trimtab.load("slm:tiny"))
+    assert found["layers"] == 2
+    assert found["global_batch"] == 16
+    assert not {"name", "tiny", "model", "branches", "assumptions"} & set(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("layers", "3", 3),
+        ("layers", 3, 3),
+        ("vocab", "30_000", 30_000),
+        ("dropout", "0", 0.0),
+        ("dropout", 1, 1.0),
+        ("samples", "10", 10),
+    ],
+)
+def test_an_option_is_read_as_what_is_there(name: str, given: Any, kept: Any) -> None:
+    found = getattr(trimtab.load("slm", **{name: given}), name)
+    assert found == kept
+    assert type(found) is type(kept)
+
+
+def test_switches_tables_and_lists_can_be_set() -> None:
+    job = trimtab.load("bridge", teacher="yes", llama='{"hidden_size": 64}')
+    assert job.teacher is True
+    assert job.llama == {"hidden_size": 64}
+    assert trimtab.load("trimtab.exams.jobs:ResNet50", depths="[1, 1]").depths == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "error", "found"),
+    [
+        ("slm", {"layer": 3}, UnknownName, "no option 'layer'; did you mean layers.*chunk, dropout"),
+        ("slm", {"model": 3}, UnknownName, "no option 'model'"),
+        ("slm", {"layers": "many"}, WrongUse, "not a whole number.*layers=12"),
+        ("slm", {"layers": 2.5}, WrongUse, "not a whole number"),
+        ("slm", {"layers": True}, WrongUse, "not a whole number"),
+        ("slm", {"dropout": "none"}, WrongUse, "not a number"),
+        ("bridge", {"teacher": "maybe"}, WrongUse, "not true or false"),
+        ("bridge", {"llama": "8"}, WrongUse, "not a table"),
+        ("bridge", {"llama": "{"}, WrongUse, "not a table"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(
+    name: str, given: dict[str, Any], error: type[TrimtabError], found: str
+) -> None:
+    with pytest.raises(error, match=found):
+        trimtab.load(name, **given)
+
+
+def test_every_recorded_case_sets_options_that_its_job_has() -> None:
+    for case in cases():
+        trimtab.load(f"trimtab.exams.jobs:{case.job}", **case.overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "found"),
+    [
+        ("slmm", UnknownName, "no built-in of that name; did you mean slm"),
+        ("", UnknownName, "no built-in"),
+        ("slm:big", UnknownName, "has no 'big'.*slm:tiny.*slm.py:NAME"),
+        ("slm:", UnknownName, "has no ''"),
+        ("train.py", WrongUse, "names a file and no class"),
+        ("./folder/train.py:", WrongUse, "names a file and no class"),
+    ],
+)
+def test_a_name_that_is_no_job_says_what_would_be(name: str, error: type[TrimtabError], found: str) -> None:
+    with pytest.raises(error, match=found):
+        trimtab.load(name)
+
+
+def test_the_name_of_a_job_leads_back_to_it(tmp_path: Path) -> None:
+    assert name_of(trimtab.load("slm", layers=3)) == ("slm", {"layers": 3})
+    name, changed = name_of(trimtab.load("naics:tiny"))
+    assert options(trimtab.load(name, **changed)) == options(trimtab.load("naics:tiny"))
+    folder = written(tmp_path, "GPT2Config", GPT2)
+    job = trimtab.load(folder, lora=4)
+    job.batch(1)
+    assert name_of(job) == (folder, {"lora": 4})
+
+
+# ---------------------------------------------------------------------------------------------- hf:FOLDER
+
+DECODER = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ENCODER = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 66,
+}
+GPT2 = {"vocab_size": 200, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+T5 = {"vocab_size": 200, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+VIT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 5,
+}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT2LMHeadModel": ("GPT2Config", GPT2),
+    "LlamaForCausalLM": ("LlamaConfig", DECODER | {"dtype": "bfloat16"}),
+    "Qwen2ForCausalLM": ("Qwen2Config", DECODER),
+    "MixtralForCausalLM": ("MixtralConfig", DECODER | {"num_local_experts": 4}),
+    "BertForMaskedLM": ("BertConfig", ENCODER),
+    "RobertaForMaskedLM": ("RobertaConfig", ENCODER),
+    "T5ForConditionalGeneration": ("T5Config", T5),
+    "BertForSequenceClassification": ("BertConfig", ENCODER | {"num_labels": 3}),
+    "LlamaForSequenceClassification": ("LlamaConfig", DECODER | {"num_labels": 3, "dtype": "bfloat16"}),
+    "ViTForImageClassification": ("ViTConfig", VIT),
+    "ResNetForImageClassification": ("ResNetConfig", RESNET),
+}
+NO_WORDS = ("ViTForImageClassification", "ResNetForImageClassification")
+
+
+def written(folder: Path, kind: str, shape: dict[str, Any], architecture: str | None = None) -> str:
+    """A folder with the config.json that transformers writes for such a model."""
+    import transformers
+
+    named = {"architectures": [architecture]} if architecture else {}
+    # Tokens that mark the ends of a text are outside of a small vocabulary.
+    ends = {} if "image_size" in shape or "depths" in shape else {"bos_token_id": 1, "eos_token_id": 2}
+    getattr(transformers, kind)(**shape, **named, **ends).save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("how", [{}, {"lora": 4}, {"frozen": True}], ids=["all", "lora", "frozen"])
+def test_a_config_becomes_a_job_that_learns(tmp_path: Path, architecture: str, how: dict[str, Any]) -> None:
+    if architecture.startswith("ResNet") and "lora" in how:
+        pytest.skip("it has no linear layers")
+    seq = {} if architecture in NO_WORDS else {"seq": 16}
+    torch.manual_seed(0)
+    job = trimtab.load(written(tmp_path, *FAMILIES[architecture], architecture), **how, **seq, rate=1e-2)
+    model = job.model()
+    assert type(model).__name__ == architecture
+    learning = [one for one in model.parameters() if one.requires_grad]
+    assert {one.dtype for one in learning} == {torch.float32}
+    assert (count(model) == count(model, learning=True)) is (how == {})
+    batch = default_collate([job.dataset()[index] for index in range(4)])
+    assert shapes(batch) == shapes(job.batch(4))
+    assert job.weight(batch) > 0
+    optimizer = job.optimizer(learning)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = job.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(one.grad is not None for one in learning)
+
+
+ESTIMATED = ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration"]
+
+
+@pytest.mark.parametrize("architecture", [*ESTIMATED, "ViTForImageClassification"])
+def test_a_config_is_estimated(tmp_path: Path, architecture: str) -> None:
+    name = written(tmp_path, *FAMILIES[architecture], architecture)
+    found = trimtab.estimate(name, "H200", micro_batch=2)
+    assert found.fits is True
+    if architecture not in NO_WORDS:
+        assert any("(--seq)" in one for one in found.assumptions)
+        assert trimtab.estimate(name, "H200", micro_batch=2, options={"seq": 8}).assumptions == ()
+
+
+def test_frozen_weights_have_no_optimizer_state_and_keep_their_dtype(tmp_path: Path) -> None:
+    wide = DECODER | {"hidden_size": 512, "intermediate_size": 1024, "dtype": "bfloat16"}
+    name = written(tmp_path, "LlamaConfig", wide, "LlamaForCausalLM")
+    whole = trimtab.estimate(name, "H200")
+    lora = trimtab.estimate(name, "H200", options={"lora": 8})
+    assert lora.parts.weights == pytest.approx(whole.parts.weights / 2, rel=0.1)
+    assert lora.parts.optimizer < 0.1 * whole.parts.optimizer
+    assert "frozen weights in bfloat16, as in config.json" in lora.assumptions
+
+
+def test_a_changed_config_is_traced_again(tmp_path: Path) -> None:
+    name = written(tmp_path, "GPT2Config", GPT2, "GPT2LMHeadModel")
+    before = trimtab.estimate(name, "H200")
+    written(tmp_path, "GPT2Config", GPT2 | {"n_embd": 512}, "GPT2LMHeadModel")
+    assert trimtab.estimate(name, "H200").parts.weights > 10 * before.parts.weights
+
+
+LLAMA_8B = DECODER | {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("rank", "learning"), [(8, 20_971_520), (16, 41_943_040), (32, 83_886_080), (64, 167_772_160)]
+)
+def test_adapters_of_llama_have_the_parameters_on_record(tmp_path: Path, rank: int, learning: int) -> None:
+    name = written(tmp_path, "LlamaConfig", LLAMA_8B, "LlamaForCausalLM")
+    model = on_meta(trimtab.load(name, lora=rank))
+    assert count(model, learning=True) == learning
+    assert count(model) - learning == 8_030_261_248
+
+
+def test_positions_are_counted_as_the_model_counts_them(tmp_path: Path) -> None:
+    assert trimtab.load(written(tmp_path / "a", "BertConfig", ENCODER)).tokens == 66
+    assert trimtab.load(written(tmp_path / "b", "RobertaConfig", ENCODER)).tokens == 64
+    assert trimtab.load(written(tmp_path / "c", "T5Config", T5), seq=3000).tokens == 3000
+    long = DECODER | {"max_position_embeddings": 131_072}
+    assert trimtab.load(written(tmp_path / "d", "LlamaConfig", long)).tokens == 1024
+
+
+def test_a_config_without_an_architecture_is_taken_for_what_it_is_mostly(tmp_path: Path) -> None:
+    job = trimtab.load(written(tmp_path, "BertConfig", ENCODER))
+    assert type(on_meta(job)).__name__ == "BertForMaskedLM"
+    assert any("taken as masked LM" in one for one in job.assumptions)
+
+
+def rewritten(folder: Path, **changes: Any) -> str:
+    name = written(folder, "LlamaConfig", DECODER, "LlamaForCausalLM")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes), encoding="utf-8")
+    return name
+
+
+@pytest.mark.parametrize(
+    ("changes", "how", "error", "found"),
+    [
+        ({"model_type": "lama"}, {}, UnknownName, "no model_type 'lama'.*llama"),
+        ({"model_type": None}, {}, WrongUse, "has no model_type"),
+        ({"auto_map": {"AutoModel": "code.Model"}}, {}, WrongUse, "auto_map: the model is code"),
+        ({"quantization_config": {"bits": 4}}, {}, WrongUse, "quantized weights"),
+        ({"architectures": ["LlamaModel"]}, {}, WrongUse, "LlamaModel, which cannot.*ForCausalLM"),
+        ({"architectures": ["LlamaForMaskedLM"]}, {}, WrongUse, "LlamaForMaskedLM, which cannot"),
+        ({"num_attention_heads": 0}, {}, TrimtabError, "cannot"),
+        ({}, {"seq": 65}, WrongUse, "has 64 positions.*at most 64"),
+        ({}, {"seq": 0}, WrongUse, "below 1"),
+        ({}, {"lora": 0}, WrongUse, "below 1"),
+        ({}, {"lora": -3}, WrongUse, "below 1"),
+        ({}, {"lora": "many"}, WrongUse, "not a whole number"),
+        ({}, {"rank": 3}, UnknownName, "no option 'rank'"),
+    ],
+)
+def test_a_config_that_cannot_be_built_says_why(
+    tmp_path: Path, changes: dict[str, Any], how: dict[str, Any], error: type[TrimtabError], found: str
+) -> None:
+    with pytest.raises(error, match=found) as caught:
+        on_meta(trimtab.load(rewritten(tmp_path, **changes), **how))
+    assert caught.value.exit_code in {2, 4}
+
+
+def test_a_folder_that_is_none_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(WrongUse, match="no such folder"):
+        trimtab.load(f"hf:{tmp_path}/absent")
+    with pytest.raises(WrongUse, match="no such folder"):
+        trimtab.load("hf:")
+    with pytest.raises(WrongUse, match=r"has no config\.json"):
+        trimtab.load(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(WrongUse, match="is not JSON"):
+        trimtab.load(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(WrongUse, match="is not JSON"):
+        trimtab.load(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(WrongUse, match="has no model_type"):
+        trimtab.load(f"hf:{tmp_path}")
+
+
+def test_images_have_no_length_and_convolutions_no_adapters(tmp_path: Path) -> None:
+    name = written(tmp_path, "ResNetConfig", RESNET, "ResNetForImageClassification")
+    with pytest.raises(WrongUse, match="reads images"):
+        trimtab.load(name, seq=8).model()
+    with pytest.raises(WrongUse, match="no linear layer but its head"):
+        trimtab.load(name, lora=8).model()
+
+
+@pytest.mark.parametrize("name", ["bridge:tiny", "hf"])
+def test_without_transformers_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    job = trimtab.load(rewritten(tmp_path) if name == "hf" else name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(EnvironmentFault, match=r"needs the package 'transformers'.*pip install"):
+        job.model()
+
+
+def test_naics_and_slm_need_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert count(on_meta(trimtab.load("slm:tiny"))) > 0
+    assert count(on_meta(trimtab.load("naics:tiny"))) > 0
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def test_the_command_line_shapes_a_job(tmp_path: Path) -> None:
+    on = ("--on", "H200", "--json")
+    small = trimtab_cli("estimate", "slm:tiny", *on)
+    wide = trimtab_cli("estimate", "slm:tiny", "--set", "width=256", "--set", "layers=4", *on)
+    assert (small.returncode, wide.returncode) == (0, 0)
+    assert json.loads(wide.stdout)["parts"]["weights"] > 8 * json.loads(small.stdout)["parts"]["weights"]
+    name = written(tmp_path, *FAMILIES["LlamaForCausalLM"], "LlamaForCausalLM")
+    adapted = trimtab_cli("estimate", name, "--lora", "8", "--seq", "32", *on)
+    assert adapted.returncode == 0
+    assert json.loads(adapted.stdout)["assumptions"] == ["frozen weights in bfloat16, as in config.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "found"),
+    [
+        (("train.py:Job", "--lora", "8"), 2, "it shapes hf:FOLDER, and the job is train.py:Job"),
+        (("slm", "--seq", "8"), 2, "it shapes hf:FOLDER"),
+        (("slm", "--frozen"), 2, "it shapes hf:FOLDER"),
+        (("slm", "--set", "layers"), 2, "it is not NAME=VALUE"),
+        (("slm", "--set", "=3"), 2, "it is not NAME=VALUE"),
+        (("slm", "--set", "layers=3", "--set", "layers=4"), 2, "layers is also 3"),
+        (("hf:x", "--set", "seq=3", "--seq", "4"), 2, "--set seq is given too"),
+        (("slm:tiny", "--set", "layer=3"), 2, "did you mean layers"),
+        (("hf:/nowhere",), 2, "there is no such folder"),
+        (("slm:tiny", "--set", "heads=3"), 4, "error"),
+    ],
+)
+def test_the_command_line_refuses_what_cannot_be(words: tuple[str, ...], code: int, found: str) -> None:
+    done = trimtab_cli("estimate", *words, "--on", "H200")
+    assert done.returncode == code
+    assert found in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("verb", ["estimate", "profile"])
+def test_help_names_every_form_of_a_job(verb: str) -> None:
+    text = " ".join(trimtab_cli(verb, "--help").stdout.split())
+    for form in ("FILE.py:NAME", "package.module:NAME", "slm", "bridge", "naics", "hf:FOLDER", "--set"):
+        assert form in text
