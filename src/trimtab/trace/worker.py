@@ -1,18 +1,25 @@
-"""The child process that traces: a request comes in on stdin as JSON, a Trace or an error goes out on stdout.
+"""The child process that traces: requests come in on stdin as JSON, Traces or errors go out on stdout.
 
 It pretends to have the target device, which cannot be undone, and runs the user's code: hence a process of
-its own.
+its own. What all settings of a job share, imports above all, is done once; each is traced in a fork.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from trimtab.jobs.load import failed, load
 from trimtab.spec import PARTS, Device, Noun, Setting, Trace
+from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
 from trimtab.trace.child import Say, serve
+from trimtab.trace.forks import forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,18 +40,45 @@ class Request(Noun, frozen=True, kw_only=True):
     clip: float | None = None
 
 
-def trace(request: Request, deliver: Callable[[Trace], None]) -> None:
+class Requests(Noun, frozen=True, kw_only=True):
+    """Settings of one job to trace for one device."""
+
+    job: str
+    overrides: dict[str, Any] = {}
+    settings: tuple[Setting, ...]
+    device: Device
+    clip: float | None = None
+    timeout_s: float = 600.0
+    """For each of them."""
+
+    def each(self) -> list[Request]:
+        """The requests one by one."""
+        return [
+            Request(job=self.job, overrides=self.overrides, setting=one, device=self.device, clip=self.clip)
+            for one in self.settings
+        ]
+
+
+def ready(requests: Requests) -> Any:
+    """Pretend to have the device and load the job; then import what every trace will need."""
+    from trimtab.trace.imitate import imitate
+
+    imitate(requests.device)
+    # Jobs that draw lengths or layers at random draw the same ones for every setting.
+    random.seed(0)
+    job = load(requests.job)
+    for name, value in requests.overrides.items():
+        setattr(job, name, value)
+    import_ahead(job)
+    return job
+
+
+def trace(job: Any, request: Request, deliver: Callable[[Trace], None]) -> None:
     """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it.
 
     The answer is delivered while everything still stands: taking thousands of fake tensors down again has
     been seen to crash inside torch, and nobody needs it.
     """
-    from trimtab.trace.imitate import imitate
-
-    imitate(request.device)
-    job = load(request.job)
-    for name, value in request.overrides.items():
-        setattr(job, name, value)
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -143,9 +177,30 @@ def _columns(recorder: Any) -> dict[str, Any]:
     }
 
 
+class _Learnt(msgspec.Struct):
+    """The part of an answer that helps the next fork."""
+
+    imported: list[str] = []
+
+
 def _work(text: str, say: Say) -> None:
     warnings.simplefilter("ignore")
-    trace(Request.from_json(text), lambda found: say({"trace": found.to_builtins()}))
+    requests = Requests.from_json(text)
+    job = ready(requests)
+    before = frozenset(sys.modules)
+
+    def task(request: Request) -> Callable[[Say], None]:
+        def tell(say: Say, found: Trace) -> None:
+            say(msgspec.json.encode({"trace": found, "imported": imported_since(before)}))
+
+        return lambda say: trace(job, request, functools.partial(tell, say))
+
+    def learn(answer: bytes) -> None:
+        import_as_well(msgspec.json.decode(answer, type=_Learnt).imported)
+
+    tasks = [task(one) for one in requests.each()]
+    answers = dict(forked(tasks, f"job {requests.job}", timeout_s=requests.timeout_s, learn=learn))
+    say(b"\n".join(answers[number] for number in range(len(answers))))
 
 
 if __name__ == "__main__":
