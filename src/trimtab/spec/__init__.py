@@ -34,7 +34,7 @@ from trimtab.spec.setting import (
     Setting,
     Strategy,
 )
-from trimtab.spec.trace import KINDS, PARTS, Trace, Work
+from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
 
 __all__ = [
     "KINDS",
@@ -42,6 +42,7 @@ __all__ = [
     "Allocator",
     "Band",
     "Candidate",
+    "Cause",
     "Cluster",
     "Comparison",
     "Device",

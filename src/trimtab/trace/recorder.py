@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from trimtab.spec import Cause
     from trimtab.trace.kernels import Kernels
 
 
@@ -65,6 +66,8 @@ class Recorder(TorchDispatchMode):
         self.modules: list[str] = []
         self.ops: list[str] = []
         self.streams: list[int] = []
+        self.causes: dict[int, Cause] = {}
+        """What the size of an allocation follows from, where it is no straight line in the micro-batch."""
         self.marks: dict[str, int] = {}
         """Position in `order` by name: where a phase begins."""
         self.part = "weights"
@@ -146,8 +149,8 @@ class Recorder(TorchDispatchMode):
                 self._meet(next(results, None), name)
             elif take.size and take.kind == "hold":
                 held.append(self._new(take.size, "workspace", name))
-            elif take.size:
-                self.temporary(take.size, name)
+            elif take.size or take.cause:
+                self.temporary(take.size, name, take.cause)
         for leaf in results:
             self._meet(leaf, name)
         kept = self.kernels.kept(name)
@@ -194,9 +197,11 @@ class Recorder(TorchDispatchMode):
         if storage.nbytes():
             self._numbers[key] = self._new(storage.nbytes(), self.part, "resize")
 
-    def temporary(self, size: int, op: str) -> None:
+    def temporary(self, size: int, op: str, cause: Cause | None = None) -> None:
         """Memory that lives within one operation."""
         number = self._new(size, "workspace", op)
+        if cause is not None:
+            self.causes[number] = cause
         self.order.append(~number)
 
     def keep(self, size: int, part: str, op: str) -> int:

@@ -174,7 +174,16 @@ def _columns(recorder: Any) -> dict[str, Any]:
         "module_names": tuple(names),
         "op_names": tuple(ops),
         "marks": dict(recorder.marks),
+        **_causes(recorder),
     }
+
+
+def _causes(recorder: Any) -> dict[str, Any]:
+    places: dict[Any, int] = {}
+    caused = tuple(
+        (number, places.setdefault(cause, len(places))) for number, cause in recorder.causes.items()
+    )
+    return {"causes": tuple(places), "caused": caused}
 
 
 class _Learnt(msgspec.Struct):
