@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from trimtab.catalog.words import Word
+    from trimtab.errors import TrimtabError
     from trimtab.exams.sit import Marks
     from trimtab.predict.memory import Memory
     from trimtab.spec import Cluster, Device, Estimate, Setting, Trace
@@ -109,14 +111,43 @@ def look_closely(
     job: Any, setting: Setting, device: Device, *, clip: float | None = None, cache: bool = True
 ) -> tuple[Estimate, Memory, Trace]:
     """The estimate of a setting with what it rests on."""
+    from trimtab.errors import TrimtabError
+
+    (found,) = look_at_all(job, [setting], device, clip=clip, cache=cache)
+    if isinstance(found, TrimtabError):
+        raise found
+    return found
+
+
+def look_at_all(
+    job: Any, settings: Sequence[Setting], device: Device, *, clip: float | None = None, cache: bool = True
+) -> list[tuple[Estimate, Memory, Trace] | TrimtabError]:
+    """The estimates of several settings of a job, each with what it rests on, or why there is none.
+
+    All that has to be traced is traced in one go.
+    """
+    from trimtab.errors import TrimtabError
     from trimtab.predict.estimate import estimate as judge
-    from trimtab.trace.tracer import traced
+    from trimtab.predict.traces import traces
+
+    name, overrides = job_name(job)
+    found = traces(name, settings, device, overrides=overrides, clip=clip, cache=cache)
+    return [
+        one if isinstance(one, TrimtabError) else (*judge(one, setting, device), one)
+        for one, setting in zip(found, settings, strict=True)
+    ]
+
+
+def is_known(
+    job: Any, setting: Setting, device: Device, *, clip: float | None = None, cache: bool = True
+) -> bool:
+    """Whether a setting can be estimated without tracing, because it or its like have been traced."""
+    from trimtab.predict.traces import is_known as is_cached
     from trimtab.trace.worker import Request
 
     name, overrides = job_name(job)
     request = Request(job=name, overrides=overrides, setting=setting, device=device, clip=clip)
-    trace = traced(request, cache=cache)
-    return (*judge(trace, setting, device), trace)
+    return cache and is_cached(request)
 
 
 def job_name(job: Any) -> tuple[str, dict[str, Any]]:

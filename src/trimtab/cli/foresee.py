@@ -73,21 +73,26 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
 def _looked(  # noqa: PLR0913 - what look_closely takes, and whether to be quiet
     job: str, setting: Setting, device: Device, *, clip: float | None, cache: bool, quiet: bool
 ) -> tuple[Estimate, Memory, tuple[str, ...]]:
-    """The estimate, and beside it what recomputing would save, traced at the same time."""
-    from concurrent.futures import ThreadPoolExecutor
-
+    """The estimate, and beside it what recomputing would save, where that costs no further tracing."""
     from trimtab import api
+    from trimtab.errors import TrimtabError
     from trimtab.spec import Recompute
 
-    spinner = _console(errors=True).status("tracing two steps on fake tensors")
-    with ThreadPoolExecutor(2) as pool, _maybe(spinner, quiet=quiet):
-        first = pool.submit(api.look_closely, job, setting, device, clip=clip, cache=cache)
-        other = None
+    settings = [setting]
+    spinner = _console(errors=True).status("tracing the first steps on fake tensors")
+    with _maybe(spinner, quiet=quiet):
         if setting.recompute is Recompute.NONE and not quiet:
             fuller = setting.replace(recompute=Recompute.FULL)
-            other = pool.submit(api.look_closely, job, fuller, device, clip=clip, cache=cache)
-        found, details, _ = first.result()
-        return found, details, _savings(found, other)
+            options: dict[str, Any] = {"clip": clip, "cache": cache}
+            if not api.is_known(job, setting, device, **options) or api.is_known(
+                job, fuller, device, **options
+            ):
+                settings.append(fuller)
+        first, *others = api.look_at_all(job, settings, device, clip=clip, cache=cache)
+    if isinstance(first, TrimtabError):
+        raise first
+    found, details, _ = first
+    return found, details, _savings(found, [one[0] for one in others if not isinstance(one, TrimtabError)])
 
 
 def _maybe(spinner: Any, *, quiet: bool) -> Any:
@@ -96,17 +101,13 @@ def _maybe(spinner: Any, *, quiet: bool) -> Any:
     return contextlib.nullcontext() if quiet or not sys.stderr.isatty() else spinner
 
 
-def _savings(found: Estimate, other: Any) -> tuple[str, ...]:
+def _savings(found: Estimate, others: list[Estimate]) -> tuple[str, ...]:
     """What recomputing every repeated block would change, where the model has any."""
-    from trimtab.errors import TrimtabError
     from trimtab.units import format_bytes
 
-    if other is None:
+    if not others:
         return ()
-    try:
-        less = other.result()[0].process_bytes
-    except TrimtabError:
-        return ()
+    less = others[0].process_bytes
     saved = 1 - less / found.process_bytes
     if saved < 0.01:  # noqa: PLR2004 - not worth a line
         return ()

@@ -19,20 +19,22 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Cause, Trace, Work
 
+Number = int | Fraction
 SAME = ("marks", "streams", "parts", "recomputed", "phases")
 """What has to be equal in two traces of one program, as it stands."""
+TOLERANCE = 0.001
 
 
-def at(low: Trace, high: Trace, micro_low: int, micro_high: int, micro: int) -> Trace | None:
+def at(low: Trace, high: Trace, micro_low: Number, micro_high: Number, micro: Number) -> Trace | None:
     """The trace at `micro`, from those at two other micro-batches; None where their programs differ.
 
-    Works the same for anything else that sizes are affine in.
+    Works the same for anything else that sizes are affine in, such as Fraction(1, shards).
     """
     if micro_low == micro_high or not same_program(low, high):
         return None
     if micro in {micro_low, micro_high}:
         return low if micro == micro_low else high
-    share = Fraction(micro - micro_low, micro_high - micro_low)
+    share = Fraction(micro - micro_low) / Fraction(micro_high - micro_low)
     sizes = [_between(one, other, share) for one, other in zip(low.sizes, high.sizes, strict=True)]
     causes = _causes(low, high, share)
     for number, cause in causes.items():
@@ -50,6 +52,14 @@ def at(low: Trace, high: Trace, micro_low: int, micro_high: int, micro: int) -> 
         trainable=_between(low.trainable, high.trainable, share),
         assumptions=tuple(dict.fromkeys((*low.assumptions, *high.assumptions))),
     )
+
+
+def close(guess: Trace | None, truth: Trace) -> bool:
+    """Whether a trace from a line is as good as the real one: the same program, sizes within a thousandth."""
+    if guess is None or not same_program(guess, truth):
+        return False
+    off = sum(abs(one - other) for one, other in zip(guess.sizes, truth.sizes, strict=True))
+    return off <= TOLERANCE * sum(truth.sizes)
 
 
 def same_program(one: Trace, other: Trace) -> bool:
