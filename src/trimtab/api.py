@@ -103,6 +103,8 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
         gpus=gpus if gpus is not None else len(where.devices),
         optimizer=optimizer,
         allocator=allocator,
+        nodes=len(where.nodes),
+        branches=count_branches(job, strategy),
     )
     return look_closely(job, setting, device, clip=clip, cache=cache)[0]
 
@@ -207,12 +209,14 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     gpus: int,
     optimizer: str,
     allocator: str,
+    nodes: int = 1,
+    branches: int = 0,
 ) -> Setting:
     """A Setting from words, with an error that lists the words there are."""
     from trimtab.errors import WrongUse
+    from trimtab.predict.meshes import spread
     from trimtab.spec import (
         Allocator,
-        Mesh,
         OptimizerImplementation,
         Precision,
         Recompute,
@@ -230,30 +234,31 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             ) from None
 
     how = word(Strategy, strategy, "strategy")
-    if how not in (Strategy.SINGLE, Strategy.DDP, Strategy.FSDP):
-        raise WrongUse(
-            f"--strategy {strategy}", found="it cannot be estimated yet", cure="Use single, ddp or fsdp."
-        )
     if compile:
         raise WrongUse("--compile", found="it cannot be estimated yet", cure="Leave it out.")
     if micro_batch < 1:
         raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
-    world = 1 if how is Strategy.SINGLE else gpus
-    if how is not Strategy.SINGLE and world < 2:  # noqa: PLR2004 - several
-        raise WrongUse(
-            f"--strategy {strategy}", found="there is one GPU", cure="Name several, as in --on 8xH100."
-        )
-    mesh = Mesh(dp_shard=world) if how is Strategy.FSDP else Mesh(dp_replicate=world)
+    mesh = spread(how, gpus, nodes=nodes, branches=branches)
     return Setting(
         strategy=how,
         mesh=mesh,
         micro_batch=micro_batch,
-        global_batch=micro_batch * world,
+        global_batch=micro_batch * mesh.data_parallel,
         precision=word(Precision, precision, "precision"),
         recompute=word(Recompute, recompute, "recompute"),
         optimizer=word(OptimizerImplementation, optimizer, "optimizer"),
         allocator=word(Allocator, allocator, "allocator"),
     )
+
+
+def count_branches(job: Any, strategy: str) -> int:
+    """How many branches a job has, where the strategy asks; reading a job by name runs its file."""
+    from trimtab.spec import Strategy
+    from trimtab.trace.describe import described
+
+    if strategy not in (Strategy.BRANCH, Strategy.HYBRID):
+        return 0
+    return len(described(*job_name(job)).branches)
 
 
 def exam(only: str = "*", *, cache: bool = True) -> Marks:

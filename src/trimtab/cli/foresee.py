@@ -30,7 +30,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     micro_batch: Annotated[int, typer.Option(help="Samples per forward pass on one rank.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
     recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
-    strategy: Annotated[str, typer.Option(help="single, ddp or fsdp.")] = "single",
+    strategy: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, branch or hybrid.")] = "single",
     optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
     allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
     clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
@@ -57,6 +57,8 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         gpus=len(where.devices),
         optimizer=optimizer,
         allocator=allocator,
+        nodes=len(where.nodes),
+        branches=api.count_branches(job, strategy),
     )
     found, details, help_lines = _looked(job, setting, device, clip=clip, cache=not no_cache, quiet=json)
     if json:

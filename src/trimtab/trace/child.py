@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
 
 import msgspec
 
@@ -20,14 +20,24 @@ from trimtab.trace.host import limit_bytes, resident_bytes, too_much
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.trace.worker import Request, Requests
+
+class Asked(Protocol):
+    """A request: a noun that names a job."""
+
+    @property
+    def job(self) -> str:
+        """Its name."""
+
+    def to_json(self) -> str:
+        """The request as text."""
+
 
 Say = Any
 """A function that takes the answer and ends the process."""
 PAUSE_S = 0.05
 
 
-def ask(module: str, request: Request, env: dict[str, str], *, timeout_s: float) -> dict[str, Any]:
+def ask(module: str, request: Asked, env: dict[str, str], *, timeout_s: float) -> dict[str, Any]:
     """Run a module on a request; what it says, or its end, as an answer or an error."""
     (answer,) = ask_all(module, request, env, timeout_s=timeout_s)
     if isinstance(answer, TrimtabError):
@@ -36,7 +46,7 @@ def ask(module: str, request: Request, env: dict[str, str], *, timeout_s: float)
 
 
 def ask_all(
-    module: str, request: Request | Requests, env: dict[str, str], *, timeout_s: float, watch: bool = False
+    module: str, request: Asked, env: dict[str, str], *, timeout_s: float, watch: bool = False
 ) -> list[dict[str, Any] | TrimtabError]:
     """Run a module on a request; every line that it says, as an answer or an error.
 
@@ -69,7 +79,7 @@ def ask_all(
 
 
 def _conversed(
-    process: subprocess.Popen[bytes], request: Request | Requests, job: str, *, timeout_s: float, watch: bool
+    process: subprocess.Popen[bytes], request: Asked, job: str, *, timeout_s: float, watch: bool
 ) -> tuple[bytes, bytes]:
     """All that a process says, while it stays within time and memory."""
     text: bytes | None = request.to_json().encode()

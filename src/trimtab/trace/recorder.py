@@ -259,6 +259,13 @@ class Recorder(TorchDispatchMode):
         torch.nn.modules.module.register_module_forward_pre_hook(enter)
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True)
 
+    def forget(self, modules: list[Any]) -> None:
+        """Modules turn out not to be for this device: neither they nor what was given back since count."""
+        tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+        numbers = {self._numbers.pop(id(one.untyped_storage()), None) for one in tensors}
+        numbers |= {~number for number in self.order if number < 0}
+        self.order = [one for one in self.order if one not in numbers and ~one not in numbers]
+
     def relabel(self, tensor: torch.Tensor, part: str) -> None:
         """Say what a tensor's memory turned out to be for."""
         number = self._numbers.get(id(tensor.untyped_storage()))

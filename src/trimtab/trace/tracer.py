@@ -18,7 +18,7 @@ from trimtab.trace.worker import Requests
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.spec import Device, Setting
+    from trimtab.spec import Device, Noun, Setting
     from trimtab.trace.worker import Request
 
 TIMEOUT_S = 600.0
@@ -74,7 +74,7 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
         for file, answer in zip(missing, _asked(asked), strict=True):
             found[file] = answer
             if isinstance(answer, Trace):
-                _remember(file, answer)
+                remember(file, answer)
     return [found[file] for file in files]
 
 
@@ -128,8 +128,6 @@ def cache_folder() -> Path:
 
 def family(request: Request) -> str:
     """A fingerprint of what a trace depends on beside the micro-batch: request, job's source and versions."""
-    from importlib.metadata import PackageNotFoundError, version
-
     setting = request.setting
     # A step is traced without accumulation, and the allocator comes in when the trace is replayed.
     alike = setting.replace(
@@ -139,14 +137,20 @@ def family(request: Request) -> str:
         allocator=Allocator.DEFAULT,
         workers=0,
     )
-    request = request.replace(setting=alike)
-    parts = [request.to_json(), __version__, sys.version]
+    return fingerprint(request.job, request.replace(setting=alike).to_json())
+
+
+def fingerprint(job: str, question: str) -> str:
+    """What an answer about a job depends on: the question, the job's source, and the versions in use."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    parts = [question, __version__, sys.version]
     for package in ("torch", "transformers", "peft"):
         try:
             parts.append(version(package))
         except PackageNotFoundError:
             parts.append("")
-    parts += [_source(folder) for folder in _sources(request.job)]
+    parts += [_source(folder) for folder in _sources(job)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -172,8 +176,8 @@ def _source(file: Path) -> str:
         return str(file)
 
 
-def _remember(file: Path, found: Trace) -> None:
-    """Write the trace beside the others; a cache that cannot be written is no reason to fail."""
+def remember(file: Path, found: Noun) -> None:
+    """Write an answer beside the others; a cache that cannot be written is no reason to fail."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}.tmp")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.jobs.load import failed, load
-from trimtab.spec import PARTS, Device, Noun, Setting, Trace
+from trimtab.spec import PARTS, Device, Noun, Setting, Strategy, Trace
 from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
 from trimtab.trace.child import Say, serve
 from trimtab.trace.forks import forked
@@ -73,7 +73,7 @@ def ready(requests: Requests) -> Any:
     return job
 
 
-def trace(job: Any, request: Request, deliver: Callable[[Trace], None]) -> None:
+def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branch: str = "") -> None:
     """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it.
 
     The answer is delivered while everything still stands: taking thousands of fake tensors down again has
@@ -92,7 +92,7 @@ def trace(job: Any, request: Request, deliver: Callable[[Trace], None]) -> None:
     with fake_mode, recorder:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
-        counts = _steps(job, request, recorder)
+        counts = _steps(job, request, recorder, branch)
         recorder.paused = True
         deliver(Trace(**_columns(recorder), **counts, assumptions=tuple(recorder.kernels.assumptions)))
 
@@ -104,15 +104,18 @@ def _join_fake_group(setting: Setting) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.gpus)
 
 
-def _steps(job: Any, request: Request, recorder: Any) -> dict[str, Any]:
+def _steps(job: Any, request: Request, recorder: Any, branch: str) -> dict[str, Any]:
     from trimtab.trace import step as steps
     from trimtab.trace.imitate import hide_tracing
 
     setting = request.setting
     recorder.mark("build", "weights")
     with _blaming("model()"):
-        state = steps.prepare(job, setting)
-    recorder.standing.append(state)
+        dropped: list[Any] = []
+        state = steps.prepare(job, setting, branch=branch, dropped=dropped)
+    recorder.standing += [state, dropped]
+    if dropped:
+        recorder.forget(dropped)
     # Only now are all libraries loaded that the model is made of.
     hide_tracing()
     for bucket in state.buckets:
@@ -198,18 +201,60 @@ def _work(text: str, say: Say) -> None:
     job = ready(requests)
     before = frozenset(sys.modules)
 
-    def task(request: Request) -> Callable[[Say], None]:
+    def task(request: Request, branch: str) -> Callable[[Say], None]:
         def tell(say: Say, found: Trace) -> None:
             say(msgspec.json.encode({"trace": found, "imported": imported_since(before)}))
 
-        return lambda say: trace(job, request, functools.partial(tell, say))
+        return lambda say: trace(job, request, functools.partial(tell, say), branch=branch)
 
     def learn(answer: bytes) -> None:
         import_as_well(msgspec.json.decode(answer, type=_Learnt).imported)
 
-    tasks = [task(one) for one in requests.each()]
+    parts = [
+        (number, one, branch) for number, one in enumerate(requests.each()) for branch in _ranks(job, one)
+    ]
+    tasks = [task(one, branch) for _, one, branch in parts]
     answers = dict(forked(tasks, f"job {requests.job}", timeout_s=requests.timeout_s, learn=learn))
-    say(b"\n".join(answers[number] for number in range(len(answers))))
+    lines: dict[int, dict[str, bytes]] = {}
+    for place, (number, _, branch) in enumerate(parts):
+        lines.setdefault(number, {})[branch] = answers[place]
+    say(b"\n".join(map(_fullest, lines.values())))
+
+
+def _ranks(job: Any, request: Request) -> list[str]:
+    """The kinds of ranks of a setting, which differ in what they hold: one a branch."""
+    strategy = request.setting.strategy
+    if strategy not in (Strategy.BRANCH, Strategy.HYBRID):
+        return [""]
+    from trimtab.trace.branches import branches_of
+
+    return list(branches_of(job))
+
+
+def _fullest(answers: dict[str, bytes]) -> bytes:
+    """The trace of the rank that holds most, which it says, or the first error."""
+    if len(answers) == 1:
+        return next(iter(answers.values()))
+    heard = {branch: msgspec.json.decode(line) for branch, line in answers.items()}
+    wrong = [branch for branch, one in heard.items() if "error" in one]
+    if wrong:
+        return answers[wrong[0]]
+    traces = {branch: one["trace"] for branch, one in heard.items()}
+    most = max(traces, key=lambda branch: _peak(traces[branch]))
+    others = ", ".join(branch for branch in traces if branch != most)
+    said = f"the ranks of branch {most} hold most and are the ones estimated; those of {others} hold less"
+    traces[most]["assumptions"].append(said)
+    return msgspec.json.encode({"trace": traces[most]})
+
+
+def _peak(found: dict[str, Any]) -> int:
+    """The most that is allocated at any time of the steps."""
+    alive = most = 0
+    for position, number in enumerate(found["order"]):
+        alive += found["sizes"][number] if number >= 0 else -found["sizes"][~number]
+        if position >= found["marks"]["step0"]:
+            most = max(most, alive)
+    return most
 
 
 if __name__ == "__main__":
