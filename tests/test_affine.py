@@ -35,6 +35,7 @@ def trace(micro: int, **changes: Any) -> Trace:
         "causes": (cause,),
         "caused": ((3, 0),),
         "parameters": MIB,
+        "recomputed_flops": 6 * rows,
         "works": (
             Work(op="aten::mm", kind="matrix", dtype="bfloat16", flops=2 * rows * 9, dims=(1, rows, 3, 3)),
             Work(op="aten::gelu", kind="pointwise", dtype="bfloat16", read_bytes=rows, write_bytes=2 * rows),

@@ -266,6 +266,34 @@ def test_a_crash_in_the_tracing_process_is_an_error_message(tmp_path: Path) -> N
         estimate(job_file(tmp_path, text))
 
 
+def test_deep_copies_of_tensors_stay_in_the_mode_they_were_made_in(tmp_path: Path) -> None:
+    # A copied mode gives torch's weak references to storages back twice, which corrupts the heap.
+    text = JOB.replace("import torch\n", "import copy\nimport torch\n", 1).replace(
+        "self.head = nn.Linear(256, 10)",
+        "self.head = nn.Linear(256, 10)\n"
+        "        table = torch.arange(8.0).clone()\n"
+        "        assert copy.deepcopy(table).fake_mode is table.fake_mode\n"
+        "        self.average = copy.deepcopy(self.blocks).requires_grad_(False)\n"
+        "        assert not any(one.requires_grad for one in self.average.parameters())",
+    )
+    with_average = estimate(job_file(tmp_path, text)).parts.weights
+    alone = estimate(job_file(tmp_path)).parts.weights
+    assert 1.9 < with_average / alone < 2.1
+
+
+def test_the_two_frozen_models_at_full_depth_are_traced(tmp_path: Path) -> None:
+    text = """
+    from trimtab.exams.jobs import Bridge
+
+
+    class Job(Bridge):
+        layers_a, layers_b = 32, 28
+    """
+    found = trimtab.estimate(job_file(tmp_path, textwrap.dedent(text)), "H200", micro_batch=4)
+    # Measured on an H200: 41.69 GiB.
+    assert found.process_bytes / GIB == pytest.approx(41.69, rel=0.03)
+
+
 def test_a_model_a_hundred_times_too_large_is_answered_without_memory(tmp_path: Path) -> None:
     text = JOB.replace("nn.Linear(256, 10)", "nn.Linear(256, 2_000_000_000)").replace("0, 10,", "0, 100,")
     found = estimate(job_file(tmp_path, text), micro_batch=1)

@@ -523,16 +523,22 @@ def marks(found: Marks) -> RenderableType:
     """Every case with its errors, and the summary."""
     table = _table()
     table.add_column("case", header_style="dim", overflow="fold")
-    for name in ("allocated", "error", "reserved", "error", "process", "error"):
+    for name in ("allocated", "error", "reserved", "process", "step", "error"):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
     for one in found.cases:
         if one.failed:
             table.add_row(escape(one.case), "failed", *[""] * 5)
             continue
-        cells = []
-        for figure in ("allocated_bytes", "reserved_bytes", "process_bytes"):
-            cells += [format_gib(one.measured[figure]), f"{one.error[figure]:+.2%}"]
-        table.add_row(escape(one.case), *cells)
+        errors = {figure: f"{error:+.2%}" for figure, error in one.error.items()}
+        table.add_row(
+            escape(one.case),
+            format_gib(one.measured["allocated_bytes"]),
+            errors["allocated_bytes"],
+            errors["reserved_bytes"],
+            errors["process_bytes"],
+            f"{one.measured['step_s'] * 1e3:.1f} ms",
+            f"{one.error['step_s']:+.1%}",
+        )
     lines = [_mark_line(found, figure) for figure in found.median]
     failures = [_indented(one.case, one.failed, "red") for one in found.cases if one.failed]
     left = [Text(f"not predicted yet: {', '.join(found.left_out)}")] if found.left_out else []
@@ -540,7 +546,7 @@ def marks(found: Marks) -> RenderableType:
 
 
 def _mark_line(found: Marks, figure: str) -> Text:
-    name = figure.removesuffix("_bytes")
+    name = figure.removesuffix("_bytes").removesuffix("_s")
     return Text(
         f"{name:10} median error {found.median[figure]:.2%}, worst {found.worst[figure]:.2%}, "
         f"furthest too low {min(0.0, found.lowest[figure]):.2%}"

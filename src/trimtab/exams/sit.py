@@ -1,6 +1,6 @@
 """Sits the exam: predicts every recorded case again and sets it against what was measured.
 
-Covers memory (allocated, reserved, process). Compiled cases are on record, and are not predicted yet.
+Covers memory (allocated, reserved, process) and the time of a step. Compiled cases are on record, and are not predicted yet.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from trimtab.catalog.clusters import row_device
+from trimtab.catalog.clusters import stated
 from trimtab.catalog.lookup import reported
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.predict.estimate import estimate
@@ -22,7 +22,7 @@ from trimtab.trace.worker import Request
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FIGURES = ("allocated_bytes", "reserved_bytes", "process_bytes")
+FIGURES = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s")
 WORKERS = 2
 
 
@@ -41,8 +41,8 @@ class Answer(Noun, frozen=True, kw_only=True):
     """A case predicted again."""
 
     case: str
-    predicted: dict[str, int]
-    measured: dict[str, int]
+    predicted: dict[str, float]
+    measured: dict[str, float]
     error: dict[str, float]
     """Predicted over measured, less one."""
     failed: str = ""
@@ -99,7 +99,8 @@ def predict(case: Case, *, cache: bool = True) -> Estimate:
     """Today's estimate of a recorded case."""
     row = reported(case.measurement.device)
     assert row is not None  # noqa: S101 - cases are recorded on catalogued devices
-    device = row_device(row, 0, "the exam")
+    where = stated(f"{case.measurement.setting.gpus}x{row.name}")
+    device = where.devices[0]
     request = Request(
         job=f"trimtab.exams.jobs:{case.job}",
         overrides=case.overrides,
@@ -107,15 +108,20 @@ def predict(case: Case, *, cache: bool = True) -> Estimate:
         device=device,
         clip=case.clip,
     )
-    return estimate(traced(request, cache=cache), case.measurement.setting, device)[0]
+    setting = case.measurement.setting
+    found = estimate(traced(request, cache=cache), setting, device, cluster=where)[0]
+    if found.step_s is None or found.step_time is None:
+        return found
+    # Ranks of many were measured alone, with collectives that move nothing.
+    return found.replace(step_s=found.step_s - found.step_time.communication_s)
 
 
 def _answer(case: Case, *, cache: bool) -> Answer:
-    measured = {name: int(getattr(case.measurement, name)) for name in FIGURES}
+    measured = {name: getattr(case.measurement, name) for name in FIGURES}
     try:
         found = predict(case, cache=cache)
     except TrimtabError as reason:
         return Answer(case=case.id, predicted={}, measured=measured, error={}, failed=str(reason))
-    predicted = {name: int(getattr(found, name)) for name in FIGURES}
+    predicted = {name: getattr(found, name) for name in FIGURES}
     error = {name: predicted[name] / measured[name] - 1 for name in FIGURES}
     return Answer(case=case.id, predicted=predicted, measured=measured, error=error)

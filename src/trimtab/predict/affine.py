@@ -48,6 +48,7 @@ def at(low: Trace, high: Trace, micro_low: Number, micro_high: Number, micro: Nu
         caused=tuple((number, places[cause]) for number, cause in causes.items()),
         works=works,
         sequence=sequence,
+        recomputed_flops=_between(low.recomputed_flops, high.recomputed_flops, share),
         parameters=_between(low.parameters, high.parameters, share),
         trainable=_between(low.trainable, high.trainable, share),
         assumptions=tuple(dict.fromkeys((*low.assumptions, *high.assumptions))),

@@ -1,26 +1,49 @@
-"""From a trace and a device to an Estimate. Times are not predicted yet, and stay None."""
+"""From a trace and a device to an Estimate: memory by replay, time by the clocks of host and device."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trimtab.predict import comms, time
+from trimtab.predict.calibration import speed
 from trimtab.predict.memory import Memory, memory
-from trimtab.spec import Allocator, Estimate, Strategy
+from trimtab.spec import Allocator, Estimate, Precision, StepTime, Strategy
 
 if TYPE_CHECKING:
-    from trimtab.spec import Device, Setting, Trace
+    from trimtab.spec import Calibration, Cluster, Device, Setting, Trace
 
 MEASURED_CONTEXT = "H200 SXM 141GB"
 
 
-def estimate(trace: Trace, setting: Setting, device: Device) -> tuple[Estimate, Memory]:
-    """What the setting would need on the device, and the details behind it."""
+PEAK_OF = {
+    Precision.FP32: "fp32",
+    Precision.TF32: "tf32",
+    Precision.FP16: "fp16",
+    Precision.BF16: "bf16",
+    Precision.BF16_TRUE: "bf16",
+}
+"""The dense peak that MFU is a share of."""
+
+
+def estimate(
+    trace: Trace,
+    setting: Setting,
+    device: Device,
+    *,
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
+) -> tuple[Estimate, Memory]:
+    """What the setting would need on the device, how fast it would run, and the details behind it.
+
+    The cluster tells the links between devices; without one a setting of several devices has no time.
+    """
     found = memory(
         trace,
         expandable=setting.allocator is Allocator.EXPANDABLE,
         sharded=setting.strategy in (Strategy.FSDP, Strategy.HSDP),
     )
     capacity = device.free_bytes if device.free_bytes is not None else device.memory_bytes
+    timed, said = _timed(trace, setting, device, cluster, calibration)
     return (
         Estimate(
             allocated_bytes=found.allocated_bytes,
@@ -30,10 +53,48 @@ def estimate(trace: Trace, setting: Setting, device: Device) -> tuple[Estimate, 
             fits=found.band.high_bytes <= capacity,
             parts=found.parts,
             band=found.band,
-            assumptions=(*trace.assumptions, *_assumed(setting, device)),
+            **timed,
+            assumptions=(*trace.assumptions, *_assumed(setting, device), *said),
         ),
         found,
     )
+
+
+def _timed(
+    trace: Trace,
+    setting: Setting,
+    device: Device,
+    cluster: Cluster | None,
+    calibration: Calibration | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """The figures of time, and what was assumed for them; none where too little is known."""
+    pace = speed(device, calibration)
+    alone = setting.gpus == 1
+    if pace is None or not trace.sequence or (cluster is None and not alone):
+        return {}, []
+    among = comms.links(cluster, setting.gpus) if cluster is not None else comms.Links(1.0, 1.0, 1, 1)
+    parts = time.step(trace, setting, pace.pace, pace.host, among)
+    seconds = parts.total_s
+    peak = getattr(device.peaks, PEAK_OF[setting.precision]) or device.peaks.fp32
+    flops = time.model_flops(trace) * setting.accumulation
+    said = []
+    if not pace.own:
+        said.append(
+            f"time: {device.name} was not calibrated; its datasheet with the efficiencies of {pace.source}"
+        )
+    if not alone:
+        said.append("time: collectives by the bandwidth of the links, not measured")
+    return {
+        "step_s": seconds,
+        "step_time": StepTime(
+            compute_s=parts.compute_s,
+            memory_s=parts.memory_s,
+            launch_s=parts.launch_s,
+            communication_s=parts.communication_s,
+        ),
+        "samples_per_s": setting.global_batch / seconds,
+        "mfu": flops / (seconds * peak) if peak else None,
+    }, said
 
 
 def _assumed(setting: Setting, device: Device) -> list[str]:

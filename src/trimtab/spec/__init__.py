@@ -1,6 +1,7 @@
 """The nouns of trimtab: frozen, validated values that are JSON both ways."""
 
 from trimtab.spec.base import Noun
+from trimtab.spec.calibration import Calibration
 from trimtab.spec.estimate import Band, Estimate, Footprint, StepTime
 from trimtab.spec.finding import Finding, Severity
 from trimtab.spec.hardware import (
@@ -41,6 +42,7 @@ __all__ = [
     "PARTS",
     "Allocator",
     "Band",
+    "Calibration",
     "Candidate",
     "Cause",
     "Cluster",

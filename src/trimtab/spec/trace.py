@@ -17,8 +17,15 @@ KINDS = (
     "optimizer",
     "collective",
     "wait",
+    "view",
+    "call",
 )
-"""What an operation is, for the time it takes; a wait is the host waiting for a value."""
+"""What an operation is, for the time it takes. A wait is the host waiting for a value; a view and the call of
+a module cost the host alone."""
+
+
+PERMUTED, BROADCAST, PROMOTED = 1, 2, 4
+"""What keeps an operation from reading and writing in straight lines, as bits."""
 
 
 class Work(Noun, frozen=True, kw_only=True):
@@ -34,7 +41,9 @@ class Work(Noun, frozen=True, kw_only=True):
     read_bytes: int = 0
     write_bytes: int = 0
     dims: tuple[int, ...] = ()
-    """matrix and convolution: batch, m, n, k; attention: batch, heads, queries, keys, head size."""
+    """matrix: batch, m, n, k, alignment in bytes; convolution: groups, spots, n, k, layout, kernel area;
+    attention: batch, heads, queries, keys, head size, causal; recurrent: layers, steps, batch, width;
+    optimizer: tensors, numbers; others: obstacles, last dimension. What they mean: trimtab.trace.works."""
     kernels: int = 1
     """Launches that it makes."""
 
@@ -95,6 +104,8 @@ class Trace(Noun, frozen=True, kw_only=True):
     """Index into `works` of each operation of the last step, in order."""
     phases: dict[str, int] = {}
     """Position in `sequence` where forward, backward and optimizer begin."""
+    recomputed_flops: int = 0
+    """Of those, what recomputing added."""
     recomputed: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
 

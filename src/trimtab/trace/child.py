@@ -21,20 +21,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Asked(Protocol):
-    """A request: a noun that names a job."""
-
-    @property
-    def job(self) -> str:
-        """Its name."""
-
-    def to_json(self) -> str:
-        """The request as text."""
-
-
 Say = Any
 """A function that takes the answer and ends the process."""
 PAUSE_S = 0.05
+
+
+class Asked(Protocol):
+    """What a child process can be asked: a noun about a job."""
+
+    @property
+    def job(self) -> str:
+        """For messages."""
+        ...
+
+    def to_json(self, *, indent: int = 0) -> str:
+        """For the child."""
+        ...
 
 
 def ask(module: str, request: Asked, env: dict[str, str], *, timeout_s: float) -> dict[str, Any]:
@@ -65,10 +67,11 @@ def ask_all(
     )
     try:
         out, err = _conversed(process, request, job, timeout_s=timeout_s, watch=watch)
-    finally:
+    except BaseException:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
+        raise
     try:
         answers = [heard(line) for line in out.splitlines()]
     except ValueError:

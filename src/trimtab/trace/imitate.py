@@ -120,6 +120,7 @@ def _on_stream(stream: Stream | None) -> Any:
 def imitate(target: Device) -> None:
     """Replace torch.cuda's answers by the target's, and make torch believe in CUDA."""
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     pretend_cuda()
     numbers = capability(target.compute_capability or "9.0") or (9, 0)
@@ -176,6 +177,27 @@ def imitate(target: Device) -> None:
     # Recurrent layers lay their weights out for cuDNN by asking cuDNN itself.
     torch.nn.RNNBase.flatten_parameters = _constant(None)  # type: ignore[method-assign]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    FakeTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
+    # A tensor's deep copy copied its mode with it, and with that torch's weak references to storages, which
+    # were then given back twice and corrupted the heap. One mode for all copies.
+    FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # type: ignore[attr-defined]
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """A copy as of a real tensor; torch's own way sets storages, which fake ones do not take."""
+    import torch
+
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("only tensors that were made explicitly by the user can be copied deeply")
+    copied: Any = tensor.detach().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    else:
+        copied.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = copied
+    return copied
 
 
 def _constant(value: Any) -> Callable[..., Any]:

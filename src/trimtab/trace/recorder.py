@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from trimtab.spec import Work
 from trimtab.trace.imitate import Stream
+from trimtab.trace.works import work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +49,7 @@ def _is_view(func: Any) -> bool:
     return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 
+CALL = Work(op="call", kind="call", dtype="", kernels=0)
 PLAIN = (FakeTensor,)
 ONE_TENSOR = 2
 """How often a storage is referred to when one tensor has it: by that tensor, and by whoever asks."""
@@ -73,8 +77,14 @@ class Recorder(TorchDispatchMode):
         self.part = "weights"
         self.module = ""
         self.paused = False
-        self.standing: list[Any] = []
-        """What must outlive the trace: taking a large model of fake tensors down corrupts torch's heap."""
+        self.working = False
+        """Whether operations are noted as works too."""
+        self.works: dict[Work, int] = {}
+        self.sequence: list[int] = []
+        self.by_engine: list[bool] = []
+        """Of each entry of `sequence`, whether autograd's engine ran it."""
+        self.recomputed_flops = 0
+        self._host = threading.get_ident()
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._numbers: dict[int, int | None] = {}
         """The allocation that a storage lies in, by the storage's id; None while it holds nothing."""
@@ -122,6 +132,24 @@ class Recorder(TorchDispatchMode):
         self.marks[name] = len(self.order)
         self.part = part
 
+    def note(self, done: Work | None) -> None:
+        """An operation of the step that is timed."""
+        if done is None:
+            return
+        behind = threading.get_ident() != self._host
+        self.sequence.append(self.works.setdefault(done, len(self.works)))
+        self.by_engine.append(behind)
+        if behind and torch.is_grad_enabled():
+            # Autograd's engine builds a graph only where it runs a forward pass again.
+            self.recomputed_flops += done.flops
+
+    def phases(self) -> dict[str, int]:
+        """Where forward, backward and optimizer begin: the backward pass runs on a thread of its own."""
+        if True not in self.by_engine:
+            return {"forward": 0}
+        last = len(self.by_engine) - self.by_engine[::-1].index(True)
+        return {"forward": 0, "backward": self.by_engine.index(True), "optimizer": last}
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -133,6 +161,8 @@ class Recorder(TorchDispatchMode):
             # A DTensor and its like stand for a local tensor: the operation comes back with that one.
             return NotImplemented
         out = self.kernels.run(func, name, args, kwargs)
+        if self.working:
+            self.note(work(func, name, args, kwargs, out))
         if name == "aten::add" and _from_engine() and self._takes_over(args[0], out):
             return out
         if not _is_view(func):
@@ -250,6 +280,8 @@ class Recorder(TorchDispatchMode):
         def enter(module: Any, _: Any) -> None:
             stack.append(names.get(id(module), stack[-1]))
             self.module = stack[-1]
+            if self.working:
+                self.note(CALL)
 
         def leave(_: Any, __: Any, ___: Any) -> None:
             if len(stack) > 1:

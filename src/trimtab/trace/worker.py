@@ -74,11 +74,7 @@ def ready(requests: Requests) -> Any:
 
 
 def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branch: str = "") -> None:
-    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it.
-
-    The answer is delivered while everything still stands: taking thousands of fake tensors down again has
-    been seen to crash inside torch, and nobody needs it.
-    """
+    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -113,7 +109,6 @@ def _steps(job: Any, request: Request, recorder: Any, branch: str) -> dict[str, 
     with _blaming("model()"):
         dropped: list[Any] = []
         state = steps.prepare(job, setting, branch=branch, dropped=dropped)
-    recorder.standing += [state, dropped]
     if dropped:
         recorder.forget(dropped)
     # Only now are all libraries loaded that the model is made of.
@@ -126,10 +121,12 @@ def _steps(job: Any, request: Request, recorder: Any, branch: str) -> dict[str, 
         batch = steps.make_batch(job, setting, "cuda")
     for number in range(STEPS):
         recorder.mark(f"step{number}", "activations")
+        recorder.working = number == STEPS - 1
         with _blaming("loss()"):
             steps.step(state, batch, clip=request.clip)
         _label(state, recorder)
     recorder.mark("end", "activations")
+    recorder.working = False
     sizes = [(one.numel(), one.requires_grad) for one in state.model.parameters()]
     return {
         "parameters": sum(count for count, _ in sizes),
@@ -178,6 +175,10 @@ def _columns(recorder: Any) -> dict[str, Any]:
         "op_names": tuple(ops),
         "marks": dict(recorder.marks),
         **_causes(recorder),
+        "works": tuple(recorder.works),
+        "sequence": tuple(recorder.sequence),
+        "phases": recorder.phases(),
+        "recomputed_flops": recorder.recomputed_flops,
     }
 
 

@@ -1,0 +1,1 @@
+"""Measures how fast the operations of training run on the GPU of this machine."""

@@ -1,0 +1,73 @@
+"""Which calibration a prediction uses: that of the device itself, or else of the one that was measured."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, NamedTuple
+
+from trimtab.catalog.clusters import row_device
+from trimtab.catalog.lookup import reported
+from trimtab.catalog.tables import devices
+from trimtab.predict import pace, time
+from trimtab.spec import Calibration
+
+if TYPE_CHECKING:
+    from trimtab.spec import Device
+
+SHIPPED = ("h200",)
+FOLDER = "calibrations"
+
+
+class Speed(NamedTuple):
+    """How fast a device and its host are."""
+
+    pace: pace.Pace
+    host: time.Host
+    own: bool
+    """Whether this device itself was calibrated."""
+    source: str
+    """The device that was."""
+
+
+@cache
+def shipped() -> tuple[Calibration, ...]:
+    """The calibrations that come with trimtab."""
+    folder = files("trimtab.catalog").joinpath(FOLDER)
+    return tuple(
+        Calibration.from_json(folder.joinpath(f"{name}.json").read_text(encoding="utf-8"), origin=name)
+        for name in SHIPPED
+    )
+
+
+def speed(device: Device, own: Calibration | None = None) -> Speed | None:
+    """The speed of a device, by its own calibration where there is one; None where too little is known."""
+    target = pace.rates(device)
+    if target is None:
+        return None
+    known = next((one for one in shipped() if one.device == device.model), None)
+    chosen = own or known or shipped()[0]
+    measured_on = target if chosen.device in (device.model, device.name) else _rates(chosen.device)
+    if measured_on is None:
+        return None
+    return Speed(
+        pace=_pace(chosen.device, target, measured_on) if own is None else _fresh(own, target, measured_on),
+        host=time.host(chosen.host),
+        own=own is not None or known is not None,
+        source=chosen.device,
+    )
+
+
+@cache
+def _pace(name: str, target: pace.Rates, measured_on: pace.Rates) -> pace.Pace:
+    """Of a shipped calibration: kept, because its points are many and questions come in numbers."""
+    return _fresh(next(one for one in shipped() if one.device == name), target, measured_on)
+
+
+def _fresh(calibration: Calibration, target: pace.Rates, measured_on: pace.Rates) -> pace.Pace:
+    return pace.Pace(target, pace.points(calibration, measured_on))
+
+
+def _rates(name: str) -> pace.Rates | None:
+    row = next((one for one in devices() if one.name == name), None) or reported(name)
+    return pace.rates(row_device(row, 0, "the calibration")) if row is not None else None

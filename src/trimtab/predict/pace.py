@@ -1,0 +1,188 @@
+"""How long one operation takes on a device: a law of its cause, corrected by what was measured nearby.
+
+The law is a roofline: arithmetic at the dense peak of its dtype, in whole tiles over the multiprocessors, or
+bytes at the memory's bandwidth, and a launch. How far real kernels stay from it was measured (`trimtab
+calibrate`); the correction of an operation is the mean of the nearest measured ones of its kind, by the
+logarithms of its sizes. A device that was not calibrated takes the corrections of one that was.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trimtab.spec import Calibration, Device, Work
+
+SUSTAINED, STREAMED = 0.75, 0.9
+"""Shares of the peak and of the bandwidth that large, well-shaped work reaches; corrections do the rest."""
+LAUNCH_S = 2e-6
+"""From one kernel to the next on the device."""
+MOST_LAUNCHES = 4
+RECURRENT_STEP_S = 3e-6
+"""A step of a recurrent layer waits for the one before."""
+TILES = ((128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.8), (64, 64, 0.5))
+"""Sizes of the pieces that matrix products are cut into, and how well each uses a multiprocessor."""
+SPLITS = (1, 2, 4, 8, 16)
+LEAST_SPLIT = 256
+"""The sum over k is split between multiprocessors where that leaves so much for each."""
+MISALIGNED = {16: 1.0, 8: 0.65, 4: 0.38, 2: 0.2}
+"""Share of the speed that is left when rows of a matrix are aligned to so many bytes only."""
+NEAREST = 5
+OTHER_OP, OTHER_DTYPE = 16.0, 6.0
+"""Squared distance between operations of different name or dtype, in doublings of a size."""
+SOFTNESS = 0.02
+DEFAULT_MULTIPROCESSORS = 100
+
+
+class Rates(NamedTuple):
+    """What the law needs to know of a device: operations a second by dtype, bytes a second."""
+
+    float32: float
+    tf32: float
+    float16: float
+    bfloat16: float
+    bandwidth: float
+    multiprocessors: int
+
+    def peak(self, dtype: str) -> float:
+        """Of a dtype as torch names it; others run as fp32 does."""
+        known = {"tf32": self.tf32, "float16": self.float16, "bfloat16": self.bfloat16}
+        return known.get(dtype, self.float32)
+
+
+def rates(device: Device) -> Rates | None:
+    """The device's figures; None where the catalogue has no bandwidth or no peak for it."""
+    plain = device.peaks.fp32
+    if device.bandwidth_bytes_per_s is None or plain is None:
+        return None
+    return Rates(
+        float32=plain,
+        tf32=device.peaks.tf32 or plain,
+        float16=device.peaks.fp16 or plain,
+        # Where bf16 is emulated it runs as fp32 does.
+        bfloat16=device.peaks.bf16 or plain,
+        bandwidth=device.bandwidth_bytes_per_s,
+        multiprocessors=device.multiprocessors or DEFAULT_MULTIPROCESSORS,
+    )
+
+
+def law(work: Work, device: Rates) -> float:
+    """Seconds, were every kernel as good as large ones are."""
+    moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * STREAMED)
+    computing = 0.0
+    if work.flops:
+        peak = device.peak(work.dtype) * SUSTAINED
+        computing = _tiled(work, peak, device) if work.kind == "matrix" else work.flops / peak
+    if work.kind == "recurrent" and work.dims:
+        computing = max(computing, work.dims[0] * work.dims[1] * RECURRENT_STEP_S)
+    return LAUNCH_S * min(work.kernels, MOST_LAUNCHES) + max(moving, computing)
+
+
+def _tiled(work: Work, peak: float, device: Rates) -> float:
+    """A matrix product in whole rounds of tiles."""
+    batch, rows, columns, inner = work.dims[:4]
+    alignment = work.dims[4] if len(work.dims) > 4 else 16  # noqa: PLR2004 - it may be left out
+    # Plain fp32 loads numbers one by one anyway.
+    loading = 1.0 if work.dtype in ("float32", "float64") else MISALIGNED.get(alignment, 1.0)
+    each = peak / device.multiprocessors * loading
+    best = math.inf
+    for height, width, share in TILES:
+        tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
+        for split in SPLITS:
+            if split > 1 and inner / split < LEAST_SPLIT:
+                break
+            rounds = math.ceil(tiles * split / device.multiprocessors)
+            time = rounds * 2 * height * width * math.ceil(inner / split) / (each * share)
+            if split > 1:
+                time += LAUNCH_S + batch * rows * columns * 4 * split / device.bandwidth
+            best = min(best, time)
+    return best
+
+
+def _log(count: float) -> float:
+    return math.log2(max(count, 1))
+
+
+def place(work: Work) -> tuple[float, ...]:
+    """Where an operation lies among those of its kind: sizes in doublings, traits some doublings apart."""
+    dims = work.dims
+    if work.kind == "matrix":
+        batch, rows, columns, inner, *rest = dims
+        alignment = 16 if work.dtype == "float32" or not rest else rest[0]
+        return (_log(batch), _log(rows), _log(columns), _log(inner), 2 * _log(alignment))
+    if work.kind == "attention":
+        batch, heads, queries, keys, size, *rest = dims
+        ragged = 2.0 if queries % 8 else 0.0
+        return (_log(batch * heads) / 2, _log(queries), _log(keys), 2 * _log(size), 2 * sum(rest), ragged)
+    if work.kind == "convolution":
+        groups, spots, columns, inner, layout, area = dims
+        return (_log(groups), _log(spots) / 2, _log(columns), _log(inner), 3.0 * layout, _log(area))
+    if work.kind == "recurrent":
+        return tuple(map(_log, dims))
+    if work.kind == "optimizer":
+        tensors, numbers = dims
+        return (_log(tensors) / 2, _log(numbers), _log(numbers / max(1, tensors)) / 2)
+    moved = work.read_bytes + work.write_bytes
+    obstacles, last = (*dims, 0, 0)[:2]
+    narrow = _log(last) / 3 if work.kind == "reduction" else 0.0
+    traits = [3.0 * bool(obstacles & one) for one in (PERMUTED, BROADCAST, PROMOTED)]
+    return (_log(moved) / 2, 4 * work.read_bytes / max(moved, 1), narrow, *traits)
+
+
+class Point(NamedTuple):
+    """A measured operation."""
+
+    kind: str
+    op: str
+    dtype: str
+    at: tuple[float, ...]
+    correction: float
+    """Logarithm of measured over law."""
+
+
+def points(calibration: Calibration, measured_on: Rates) -> list[Point]:
+    """A calibration as corrections of the law."""
+    return [
+        Point(work.kind, work.op, work.dtype, place(work), math.log(seconds / law(work, measured_on)))
+        for work, seconds in zip(calibration.works, calibration.seconds, strict=True)
+    ]
+
+
+class Pace:
+    """Seconds of operations on one device."""
+
+    def __init__(self, target: Rates, points: Sequence[Point] = ()) -> None:
+        self._target = target
+        self._by_kind: dict[str, list[Point]] = {}
+        for point in points:
+            self._by_kind.setdefault(point.kind, []).append(point)
+        self.seconds = lru_cache(maxsize=None)(self._seconds)
+
+    def _seconds(self, work: Work) -> float:
+        return law(work, self._target) * math.exp(self._correction(work))
+
+    def _correction(self, work: Work) -> float:
+        known = self._by_kind.get(work.kind)
+        if not known:
+            return 0.0
+        at = place(work)
+        same = [point for point in known if point.op == work.op]
+        found = sorted(
+            (
+                sum((here - there) ** 2 for here, there in zip(at, point.at, strict=True))
+                + OTHER_OP * (point.op != work.op)
+                + OTHER_DTYPE * (point.dtype != work.dtype),
+                point.correction,
+            )
+            for point in (same if len(same) >= NEAREST else known)
+        )[:NEAREST]
+        weights = [1 / (distance + SOFTNESS) for distance, _ in found]
+        return sum(weight * correction for weight, (_, correction) in zip(weights, found, strict=True)) / sum(
+            weights
+        )
