@@ -11,7 +11,8 @@ from trimtab.catalog.words import KINDS, Word
 from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
 from trimtab.pace.measure import Order
-from trimtab.trace.worker import Request
+from trimtab.trace.describe import Described, Question
+from trimtab.trace.worker import Request, Requests
 
 names = st.text(min_size=1, max_size=12)
 counts = st.integers(min_value=0, max_value=2**50)
@@ -259,6 +260,12 @@ def _trace(sizes: list[int], name: str, work: spec.Work) -> spec.Trace:
 
 
 traces = st.builds(_trace, st.lists(counts, max_size=4), names, works)
+causes = st.builds(spec.Cause, rule=names, numbers=st.lists(counts, max_size=3).map(tuple), word=names)
+questions = st.builds(Question, job=names)
+descriptions = st.builds(Described, name=names, branches=st.lists(names, max_size=2).map(tuple))
+several_requests = st.builds(
+    Requests, job=names, settings=st.lists(settings(), max_size=2).map(tuple), device=devices()
+)
 requests = st.builds(Request, job=names, setting=settings(), device=devices())
 cases = st.builds(Case, id=names, job=names, measurement=measurements())
 figures = st.dictionaries(names, counts, max_size=2)
@@ -310,6 +317,10 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Calibration: calibrations,
     Order: orders,
     Request: requests,
+    Requests: several_requests,
+    spec.Cause: causes,
+    Question: questions,
+    Described: descriptions,
     Case: cases,
     Answer: answers,
     Marks: exam_marks,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from trimtab.catalog.words import Word
+    from trimtab.errors import TrimtabError
     from trimtab.exams.sit import Marks
     from trimtab.predict.memory import Memory
     from trimtab.spec import Calibration, Cluster, Device, Estimate, Setting, Trace
@@ -109,6 +111,8 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
         gpus=gpus if gpus is not None else len(where.devices),
         optimizer=optimizer,
         allocator=allocator,
+        nodes=len(where.nodes),
+        branches=count_branches(job, strategy),
     )
     return look_closely(job, setting, device, where=where, options=options, clip=clip, cache=cache)[0]
 
@@ -124,13 +128,58 @@ def look_closely(  # noqa: PLR0913 - a question and where it is asked
     cache: bool = True,
 ) -> tuple[Estimate, Memory, Trace]:
     """The estimate of a setting with what it rests on."""
+    from trimtab.errors import TrimtabError
+
+    (found,) = look_at_all(job, [setting], device, where=where, options=options, clip=clip, cache=cache)
+    if isinstance(found, TrimtabError):
+        raise found
+    return found
+
+
+def look_at_all(  # noqa: PLR0913 - as above
+    job: Any,
+    settings: Sequence[Setting],
+    device: Device,
+    *,
+    where: Cluster | None = None,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+) -> list[tuple[Estimate, Memory, Trace] | TrimtabError]:
+    """The estimates of several settings of a job, each with what it rests on, or why there is none.
+
+    All that has to be traced is traced in one go.
+    """
+    from trimtab.errors import TrimtabError
+    from trimtab.jobs.load import name_of
     from trimtab.pace.store import recall
     from trimtab.predict.estimate import estimate as judge
-    from trimtab.trace.tracer import traced
+    from trimtab.predict.traces import traces
 
-    trace = traced(make_request(job, setting, device, options=options, clip=clip), cache=cache)
-    found = judge(trace, setting, device, cluster=where, calibration=recall(device))
-    return (*found, trace)
+    name, changed = name_of(job)
+    own = recall(device)
+    found = traces(name, settings, device, overrides=changed | (options or {}), clip=clip, cache=cache)
+    return [
+        one
+        if isinstance(one, TrimtabError)
+        else (*judge(one, setting, device, cluster=where, calibration=own), one)
+        for one, setting in zip(found, settings, strict=True)
+    ]
+
+
+def is_known(  # noqa: PLR0913 - as above
+    job: Any,
+    setting: Setting,
+    device: Device,
+    *,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+) -> bool:
+    """Whether a setting can be estimated without tracing, because it or its like have been traced."""
+    from trimtab.predict.traces import is_known as is_cached
+
+    return cache and is_cached(make_request(job, setting, device, options=options, clip=clip))
 
 
 def make_request(
@@ -179,12 +228,14 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     gpus: int,
     optimizer: str,
     allocator: str,
+    nodes: int = 1,
+    branches: int = 0,
 ) -> Setting:
     """A Setting from words, with an error that lists the words there are."""
     from trimtab.errors import WrongUse
+    from trimtab.predict.meshes import spread
     from trimtab.spec import (
         Allocator,
-        Mesh,
         OptimizerImplementation,
         Precision,
         Recompute,
@@ -202,30 +253,32 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             ) from None
 
     how = word(Strategy, strategy, "strategy")
-    if how not in (Strategy.SINGLE, Strategy.DDP, Strategy.FSDP):
-        raise WrongUse(
-            f"--strategy {strategy}", found="it cannot be estimated yet", cure="Use single, ddp or fsdp."
-        )
     if compile:
         raise WrongUse("--compile", found="it cannot be estimated yet", cure="Leave it out.")
     if micro_batch < 1:
         raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
-    world = 1 if how is Strategy.SINGLE else gpus
-    if how is not Strategy.SINGLE and world < 2:  # noqa: PLR2004 - several
-        raise WrongUse(
-            f"--strategy {strategy}", found="there is one GPU", cure="Name several, as in --on 8xH100."
-        )
-    mesh = Mesh(dp_shard=world) if how is Strategy.FSDP else Mesh(dp_replicate=world)
+    mesh = spread(how, gpus, nodes=nodes, branches=branches)
     return Setting(
         strategy=how,
         mesh=mesh,
         micro_batch=micro_batch,
-        global_batch=micro_batch * world,
+        global_batch=micro_batch * mesh.data_parallel,
         precision=word(Precision, precision, "precision"),
         recompute=word(Recompute, recompute, "recompute"),
         optimizer=word(OptimizerImplementation, optimizer, "optimizer"),
         allocator=word(Allocator, allocator, "allocator"),
     )
+
+
+def count_branches(job: Any, strategy: str) -> int:
+    """How many branches a job has, where the strategy asks; reading a job by name runs its file."""
+    from trimtab.jobs.load import name_of
+    from trimtab.spec import Strategy
+    from trimtab.trace.describe import described
+
+    if strategy not in (Strategy.BRANCH, Strategy.HYBRID):
+        return 0
+    return len(described(*name_of(job)).branches)
 
 
 def exam(only: str = "*", *, cache: bool = True) -> Marks:

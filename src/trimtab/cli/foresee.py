@@ -14,6 +14,7 @@ from trimtab.cli.shape import Frozen, JobName, Lora, Seq, Set, job_options
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.errors import TrimtabError
     from trimtab.predict.memory import Memory
     from trimtab.spec import Device, Estimate, Setting, Trace
 
@@ -32,7 +33,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     micro_batch: Annotated[int, typer.Option(help="Samples per forward pass on one rank.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
     recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
-    strategy: Annotated[str, typer.Option(help="single, ddp or fsdp.")] = "single",
+    strategy: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, branch or hybrid.")] = "single",
     optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
     allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
     clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
@@ -64,9 +65,13 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         gpus=len(where.devices),
         optimizer=optimizer,
         allocator=allocator,
+        nodes=len(where.nodes),
+        branches=api.count_branches(job, strategy),
     )
-    look = functools.partial(api.look_closely, job, options=options, clip=clip, cache=not no_cache)
-    found, details, help_lines = _looked(look, setting, device, quiet=json)
+    asked: dict[str, Any] = {"options": options, "clip": clip, "cache": not no_cache}
+    look = functools.partial(api.look_at_all, job, where=where, **asked)
+    known = functools.partial(api.is_known, job, **asked)
+    found, details, help_lines = _looked(look, known, setting, device, quiet=json)
     if json:
         modules = [{"name": name, "bytes": size} for name, size in details.modules]
         peak = {"operation": details.operation, "phase": details.phase, "modules": modules}
@@ -79,26 +84,29 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
 
 
 def _looked(
-    look: Callable[[Setting, Device], tuple[Estimate, Memory, Trace]],
+    look: Callable[[list[Setting], Device], list[tuple[Estimate, Memory, Trace] | TrimtabError]],
+    known: Callable[[Setting, Device], bool],
     setting: Setting,
     device: Device,
     *,
     quiet: bool,
 ) -> tuple[Estimate, Memory, tuple[str, ...]]:
-    """The estimate, and beside it what recomputing would save, traced at the same time."""
-    from concurrent.futures import ThreadPoolExecutor
-
+    """The estimate, and beside it what recomputing would save, where that costs no further tracing."""
+    from trimtab.errors import TrimtabError
     from trimtab.spec import Recompute
 
-    spinner = _console(errors=True).status("tracing two steps on fake tensors")
-    with ThreadPoolExecutor(2) as pool, _maybe(spinner, quiet=quiet):
-        first = pool.submit(look, setting, device)
-        other = None
+    settings = [setting]
+    spinner = _console(errors=True).status("tracing the first steps on fake tensors")
+    with _maybe(spinner, quiet=quiet):
         if setting.recompute is Recompute.NONE and not quiet:
             fuller = setting.replace(recompute=Recompute.FULL)
-            other = pool.submit(look, fuller, device)
-        found, details, _ = first.result()
-        return found, details, _savings(found, other)
+            if not known(setting, device) or known(fuller, device):
+                settings.append(fuller)
+        first, *others = look(settings, device)
+    if isinstance(first, TrimtabError):
+        raise first
+    found, details, _ = first
+    return found, details, _savings(found, [one[0] for one in others if not isinstance(one, TrimtabError)])
 
 
 def _maybe(spinner: Any, *, quiet: bool) -> Any:
@@ -107,17 +115,13 @@ def _maybe(spinner: Any, *, quiet: bool) -> Any:
     return contextlib.nullcontext() if quiet or not sys.stderr.isatty() else spinner
 
 
-def _savings(found: Estimate, other: Any) -> tuple[str, ...]:
+def _savings(found: Estimate, others: list[Estimate]) -> tuple[str, ...]:
     """What recomputing every repeated block would change, where the model has any."""
-    from trimtab.errors import TrimtabError
     from trimtab.units import format_bytes
 
-    if other is None:
+    if not others:
         return ()
-    try:
-        less = other.result()[0].process_bytes
-    except TrimtabError:
-        return ()
+    less = others[0].process_bytes
     saved = 1 - less / found.process_bytes
     if saved < 0.01:  # noqa: PLR2004 - not worth a line
         return ()

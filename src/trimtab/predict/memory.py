@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trimtab.predict.allocator import Config, Event, replay
 from trimtab.spec import PARTS, Band, Footprint, Trace
 from trimtab.units import MIB
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BLOCK = 512
 """The allocator rounds every request up to this."""
@@ -51,7 +47,9 @@ def memory(trace: Trace, *, expandable: bool = False, sharded: bool = False) -> 
     counts as reserved, because it stays.
     """
     begin = trace.marks.get("step0", 0)
-    steps = replay(_events(trace), Config(expandable=expandable), reset_peak_at=[begin]).windows[-1]
+    building = _events(trace, 0, begin)
+    events = building + _events(trace, begin)
+    steps = replay(events, Config(expandable=expandable), reset_peak_at=[len(building)]).windows[-1]
     position, live = _fullest(trace, begin)
     context = SHARDED_CONTEXT_BYTES if sharded else CONTEXT_BYTES
     reserved = steps.reserved
@@ -68,12 +66,14 @@ def memory(trace: Trace, *, expandable: bool = False, sharded: bool = False) -> 
     )
 
 
-def _events(trace: Trace) -> Iterator[Event]:
-    for number in trace.order:
-        if number >= 0:
-            yield "alloc", number, trace.sizes[number], trace.streams[number]
-        else:
-            yield "free", ~number, 0, 0
+def _events(trace: Trace, begin: int, end: int | None = None) -> list[Event]:
+    """What the allocator is asked for; torch does not ask it for nothing."""
+    sizes, streams = trace.sizes, trace.streams
+    return [
+        ("alloc", number, sizes[number], streams[number]) if number >= 0 else ("free", ~number, 0, 0)
+        for number in trace.order[begin:end]
+        if sizes[number if number >= 0 else ~number]
+    ]
 
 
 def _rounded(size: int) -> int:

@@ -35,7 +35,7 @@ from trimtab.spec.setting import (
     Setting,
     Strategy,
 )
-from trimtab.spec.trace import KINDS, PARTS, Trace, Work
+from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
 
 __all__ = [
     "KINDS",
@@ -44,6 +44,7 @@ __all__ = [
     "Band",
     "Calibration",
     "Candidate",
+    "Cause",
     "Cluster",
     "Comparison",
     "Device",

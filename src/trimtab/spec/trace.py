@@ -59,6 +59,19 @@ class Work(Noun, frozen=True, kw_only=True):
         return wrong if self.kind in KINDS else [*wrong, f"kind is {self.kind!r}, none of {', '.join(KINDS)}"]
 
 
+class Cause(Noun, frozen=True, kw_only=True):
+    """What the size of a workspace follows from, where it is no straight line in the micro-batch."""
+
+    rule: str
+    """A formula of trimtab.trace.formulas."""
+    numbers: tuple[int, ...]
+    """What the formula is given: shapes, which are straight lines."""
+    word: str = ""
+    """And the precision, where it asks for one."""
+    beside: int = 0
+    """Bytes on top."""
+
+
 class Trace(Noun, frozen=True, kw_only=True):
     """What a step asks of the caching allocator, in order. Columns have one entry an allocation."""
 
@@ -77,6 +90,10 @@ class Trace(Noun, frozen=True, kw_only=True):
     op_names: tuple[str, ...]
     marks: dict[str, int]
     """Position in `order` where a phase begins: build, batch, step0, step1, step2, end."""
+    causes: tuple[Cause, ...] = ()
+    """The different causes of sizes, each once."""
+    caused: tuple[tuple[int, int], ...] = ()
+    """Allocations whose size has a cause, each with its index into `causes`."""
     parameters: int = 0
     """Numbers that are weights."""
     trainable: int = 0
@@ -101,6 +118,8 @@ class Trace(Noun, frozen=True, kw_only=True):
         ]
         if self.order and not -count <= min(self.order) <= max(self.order) < count:
             wrong.append("order names an allocation that is not there")
+        if any(not 0 <= one < count or not 0 <= at < len(self.causes) for one, at in self.caused):
+            wrong.append("caused names an allocation or a cause that is not there")
         if self.sequence and not 0 <= min(self.sequence) <= max(self.sequence) < len(self.works):
             wrong.append("sequence names an operation that is not there")
         return wrong

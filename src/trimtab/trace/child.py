@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+import time
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
+
+import msgspec
 
 from trimtab import errors
 from trimtab.errors import JobFailed, TrimtabError
+from trimtab.trace.host import limit_bytes, resident_bytes, too_much
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +23,7 @@ if TYPE_CHECKING:
 
 Say = Any
 """A function that takes the answer and ends the process."""
+PAUSE_S = 0.05
 
 
 class Asked(Protocol):
@@ -35,44 +42,95 @@ class Asked(Protocol):
 def ask(
     module: str, request: Asked, env: dict[str, str], *, timeout_s: float, show: bool = False
 ) -> dict[str, Any]:
-    """Run a module on a request; what it says, or its end, as an answer or an error.
-
-    `show` lets it speak to the user on stderr while it runs.
-    """
-    job = f"job {request.job}"
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module
-            [sys.executable, "-m", module],
-            input=request.to_json(),
-            stdout=subprocess.PIPE,
-            stderr=None if show else subprocess.PIPE,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            # Nothing is downloaded by a job that is only looked at.
-            env=os.environ | {"HF_HUB_OFFLINE": "1"} | env,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise JobFailed(
-            job,
-            found=f"its first steps took more than {timeout_s:.0f} s",
-            cure="Try a smaller --micro-batch, or look for loops over data in loss().",
-        ) from error
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        raise _died(job, done) from None
-    if "error" in answer:
-        told = answer["error"]
-        raise getattr(errors, told["kind"])(told["given"], found=told["found"], cure=told["cure"])
+    """Run a module on a request; what it says, or its end, as an answer or an error."""
+    (answer,) = ask_all(module, request, env, timeout_s=timeout_s, show=show)
+    if isinstance(answer, TrimtabError):
+        raise answer
     return answer
 
 
-def _died(job: str, done: subprocess.CompletedProcess[str]) -> JobFailed:
-    last = next(
-        (line for line in reversed((done.stderr or "").splitlines()) if line.strip()), "it said nothing"
+def ask_all(  # noqa: PLR0913 - who is asked what, and how long
+    module: str,
+    request: Asked,
+    env: dict[str, str],
+    *,
+    timeout_s: float,
+    watch: bool = False,
+    show: bool = False,
+) -> list[dict[str, Any] | TrimtabError]:
+    """Run a module on a request; every line that it says, as an answer or an error.
+
+    With `watch`, it is ended when it takes more memory of this host than tracing may. With `show`, it speaks
+    to the user on stderr while it runs.
+    """
+    job = f"job {request.job}"
+    # A session of its own: whatever it starts ends with it.
+    process = subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None if show else subprocess.PIPE,
+        # Nothing is downloaded by a job that is only looked at; sets have the same order every time.
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"} | env,
+        start_new_session=True,
     )
-    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    try:
+        out, err = _conversed(process, request, job, timeout_s=timeout_s, watch=watch)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    try:
+        answers = [heard(line) for line in out.splitlines()]
+    except ValueError:
+        answers = []
+    if not answers:
+        raise died(job, process.returncode, (err or b"").decode(errors="replace"))
+    return answers
+
+
+def _conversed(
+    process: subprocess.Popen[bytes], request: Asked, job: str, *, timeout_s: float, watch: bool
+) -> tuple[bytes, bytes]:
+    """All that a process says, while it stays within time and memory."""
+    text: bytes | None = request.to_json().encode()
+    ends_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            return process.communicate(text, timeout=PAUSE_S)
+        except subprocess.TimeoutExpired as error:
+            text = None
+            if time.monotonic() > ends_at:
+                raise too_long(job, timeout_s) from error
+        if watch and resident_bytes(process.pid) > limit_bytes():
+            raise too_much(job)
+
+
+def told(error: TrimtabError) -> bytes:
+    """An error as a line that `heard` reads."""
+    parts = {"given": error.given, "found": error.found, "cure": error.cure}
+    return json.dumps({"error": {**parts, "kind": type(error).__name__}}).encode()
+
+
+def heard(line: bytes) -> dict[str, Any] | TrimtabError:
+    """An answer or an error from a line."""
+    answer: dict[str, Any] = msgspec.json.decode(line)
+    if not isinstance(answer, dict):
+        raise ValueError(line)  # noqa: TRY004 - the same as a line that is no JSON
+    if "error" not in answer:
+        return answer
+    parts = answer["error"]
+    error: TrimtabError = getattr(errors, parts["kind"])(
+        parts["given"], found=parts["found"], cure=parts["cure"]
+    )
+    return error
+
+
+def died(job: str, status: int, said: str) -> JobFailed:
+    """The error of a process that ended without an answer."""
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+    how = f"signal {-status}" if status < 0 else f"exit code {status}"
     return JobFailed(
         job,
         found=f"the process that ran it ended with {how}: {last.strip()[:300]}",
@@ -80,20 +138,33 @@ def _died(job: str, done: subprocess.CompletedProcess[str]) -> JobFailed:
     )
 
 
-def serve(work: Callable[[str, Say], None]) -> None:
-    """Be such a process: give `work` the request's text and the way to answer."""
-    # The answer goes out on the real stdout; whatever the user's code prints goes to stderr.
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+def too_long(job: str, timeout_s: float) -> JobFailed:
+    """The error of a job whose first steps do not end."""
+    return JobFailed(
+        job,
+        found=f"its first steps took more than {timeout_s:.0f} s",
+        cure="Try a smaller --micro-batch, or look for loops over data in loss().",
+    )
 
-    def say(what: dict[str, Any]) -> NoReturn:
-        answer.write(json.dumps(what))
+
+def answering(work: Callable[[Say], None], answer: IO[bytes]) -> None:
+    """Let `work` answer into a file; an error of ours that it raises is an answer too."""
+
+    def say(what: dict[str, Any] | bytes) -> NoReturn:
+        answer.write(what if isinstance(what, bytes) else msgspec.json.encode(what))
         answer.close()
         # No destructors: what a worker put into torch must outlive everything.
         os._exit(0)
 
     try:
-        work(sys.stdin.read(), say)
+        work(say)
     except TrimtabError as error:
-        parts = {"given": error.given, "found": error.found, "cure": error.cure}
-        say({"error": {**parts, "kind": type(error).__name__}})
+        say(told(error))
+
+
+def serve(work: Callable[[str, Say], None]) -> None:
+    """Be such a process: give `work` the request's text and the way to answer."""
+    # The answer goes out on the real stdout; whatever the user's code prints goes to stderr.
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    answering(lambda say: work(sys.stdin.read(), say), answer)

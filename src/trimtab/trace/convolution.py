@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MULTIPROCESSORS = 132
 FOUR = 4
@@ -75,6 +76,8 @@ def _ceil(value: int, by: int) -> int:
 
 def channels_last(source: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether torch hands cuDNN this convolution with channels last."""
+    import torch
+
     if source.dim() != FOUR:
         return False
 
@@ -88,6 +91,8 @@ def shape_of(
     source: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, stride: Any, groups: int
 ) -> Shape:
     """The shape of a call; strides of one dimension stand for all."""
+    import torch
+
     names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
     plain = "tf32" if torch.backends.cudnn.allow_tf32 else "fp32"
     return Shape(

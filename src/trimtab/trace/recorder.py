@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from trimtab.spec import Cause
     from trimtab.trace.kernels import Kernels
 
 
@@ -69,6 +70,8 @@ class Recorder(TorchDispatchMode):
         self.modules: list[str] = []
         self.ops: list[str] = []
         self.streams: list[int] = []
+        self.causes: dict[int, Cause] = {}
+        """What the size of an allocation follows from, where it is no straight line in the micro-batch."""
         self.marks: dict[str, int] = {}
         """Position in `order` by name: where a phase begins."""
         self.part = "weights"
@@ -176,8 +179,8 @@ class Recorder(TorchDispatchMode):
                 self._meet(next(results, None), name)
             elif take.size and take.kind == "hold":
                 held.append(self._new(take.size, "workspace", name))
-            elif take.size:
-                self.temporary(take.size, name)
+            elif take.size or take.cause:
+                self.temporary(take.size, name, take.cause)
         for leaf in results:
             self._meet(leaf, name)
         kept = self.kernels.kept(name)
@@ -224,9 +227,11 @@ class Recorder(TorchDispatchMode):
         if storage.nbytes():
             self._numbers[key] = self._new(storage.nbytes(), self.part, "resize")
 
-    def temporary(self, size: int, op: str) -> None:
+    def temporary(self, size: int, op: str, cause: Cause | None = None) -> None:
         """Memory that lives within one operation."""
         number = self._new(size, "workspace", op)
+        if cause is not None:
+            self.causes[number] = cause
         self.order.append(~number)
 
     def keep(self, size: int, part: str, op: str) -> int:
@@ -285,6 +290,13 @@ class Recorder(TorchDispatchMode):
 
         torch.nn.modules.module.register_module_forward_pre_hook(enter)
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True)
+
+    def forget(self, modules: list[Any]) -> None:
+        """Modules turn out not to be for this device: neither they nor what was given back since count."""
+        tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+        numbers = {self._numbers.pop(id(one.untyped_storage()), None) for one in tensors}
+        numbers |= {~number for number in self.order if number < 0}
+        self.order = [one for one in self.order if one not in numbers and ~one not in numbers]
 
     def relabel(self, tensor: torch.Tensor, part: str) -> None:
         """Say what a tensor's memory turned out to be for."""

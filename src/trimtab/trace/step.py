@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.spec import OptimizerImplementation, Precision, Recompute, Strategy
+from trimtab.trace.branches import branch_loss, branches_of, keep_branch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +55,8 @@ class Prepared:
     """What gradients are copied into before they are reduced, under ddp."""
     recomputed: tuple[str, ...] = ()
     """Names of the lists of blocks that are recomputed."""
+    branch: str = ""
+    """The one that this rank computes; empty: all of them."""
 
 
 @contextlib.contextmanager
@@ -75,8 +78,18 @@ def make_batch(job: Any, setting: Setting, device: str) -> Any:
         return job.batch(setting.micro_batch)
 
 
-def prepare(job: Any, setting: Setting, device: str = "cuda") -> Prepared:
-    """Build the model, arrange recomputation and sharding, make the optimizer."""
+def prepare(
+    job: Any,
+    setting: Setting,
+    device: str = "cuda",
+    *,
+    branch: str = "",
+    dropped: list[nn.Module] | None = None,
+) -> Prepared:
+    """Build the model, arrange recomputation and sharding, make the optimizer.
+
+    With `branch`, as a rank of that branch has them; what only other branches need goes to `dropped`.
+    """
     torch.backends.cuda.matmul.allow_tf32 = setting.precision is Precision.TF32
     torch.backends.cudnn.allow_tf32 = setting.precision is not Precision.FP32
     with building(setting.precision, device):
@@ -85,6 +98,11 @@ def prepare(job: Any, setting: Setting, device: str = "cuda") -> Prepared:
         raise JobFailed(
             "model()", found=f"it returned a {type(model).__name__}", cure="Return a torch.nn.Module."
         )
+    if branch:
+        others = keep_branch(model, branches_of(job), branch)
+        if dropped is not None:
+            dropped += others
+        del others
     recomputed = recompute(model, setting.recompute)
     autocast = AUTOCAST.get(setting.precision)
     if setting.strategy in (Strategy.FSDP, Strategy.HSDP):
@@ -95,20 +113,31 @@ def prepare(job: Any, setting: Setting, device: str = "cuda") -> Prepared:
         raise JobFailed("model()", found="no parameter of it takes a gradient", cure="Leave some unfrozen.")
     optimizer = make_optimizer(job, parameters, setting.optimizer)
     buckets = []
-    if setting.strategy is Strategy.DDP:
+    if setting.strategy in (Strategy.DDP, Strategy.BRANCH, Strategy.HYBRID):
+        # Branches sum the gradients of what they share in the same way.
         buckets = [torch.empty_like(one) for one in parameters]
     scaler = torch.amp.GradScaler(device) if setting.precision is Precision.FP16 else None
-    return Prepared(job, model, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed))
+    return Prepared(
+        job, model, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed), branch
+    )
 
 
 def step(state: Prepared, batch: Any, *, clip: float | None = None) -> torch.Tensor:
     """One optimizer step."""
     state.optimizer.zero_grad(set_to_none=True)
     with torch.autocast(state.device, dtype=state.autocast, enabled=state.autocast is not None):
-        loss = state.job.loss(state.model, batch)
+        if state.branch:
+            loss = branch_loss(state.job, state.model, batch, state.branch)
+        else:
+            loss = state.job.loss(state.model, batch)
     _check_loss(loss)
     scaler = state.scaler
     (loss if scaler is None else scaler.scale(loss)).backward()
+    if state.branch:
+        # What only other branches use has its gradient from them.
+        for parameter in state.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     if clip is not None:
         if scaler is not None:
             scaler.unscale_(state.optimizer)

@@ -1,4 +1,4 @@
-"""Asks a child process for a Trace, and remembers the answer on disk."""
+"""Asks a child process for Traces, and remembers the answers on disk."""
 
 from __future__ import annotations
 
@@ -6,36 +6,116 @@ import hashlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab import __version__
 from trimtab.errors import TrimtabError
 from trimtab.jobs import load
 from trimtab.jobs.load import BUILT_IN, FOLDER
-from trimtab.spec import Trace
-from trimtab.trace.child import ask
+from trimtab.spec import Allocator, Trace
+from trimtab.trace.child import ask_all
+from trimtab.trace.forks import at_once
+from trimtab.trace.worker import Requests
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trimtab.spec import Device, Noun, Setting
     from trimtab.trace.worker import Request
 
-TIMEOUT_S = 600
+TIMEOUT_S = 600.0
 MOST_CACHED = 200
 """Traces kept on disk; the oldest make room."""
 
 
 def traced(request: Request, *, cache: bool = True) -> Trace:
     """The trace of a request, from the cache where job, code and versions are unchanged."""
-    file = cache_folder() / f"{_fingerprint(request)}.json"
-    if cache and file.is_file():
-        try:
-            return Trace.from_json(file.read_bytes(), origin=str(file))
-        except TrimtabError:
-            file.unlink(missing_ok=True)
-    # No GPU is touched.
-    answer = ask("trimtab.trace.worker", request, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S)
-    found = Trace.from_builtins(answer["trace"])
-    _remember(file, found)
+    (found,) = traced_all(
+        request.job,
+        [request.setting],
+        request.device,
+        overrides=request.overrides,
+        clip=request.clip,
+        cache=cache,
+    )
+    if isinstance(found, TrimtabError):
+        raise found
     return found
+
+
+def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
+    job: str,
+    settings: Sequence[Setting],
+    device: Device,
+    *,
+    overrides: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+) -> list[Trace | TrimtabError]:
+    """The traces of several settings of one job, or why there is none; one child traces what is not cached.
+
+    What fails for all of them, such as a job that cannot be loaded, is raised.
+    """
+    requests = Requests(
+        job=job,
+        overrides=overrides or {},
+        settings=tuple(settings),
+        device=device,
+        clip=clip,
+        timeout_s=TIMEOUT_S,
+    )
+    files = [cache_file(one) for one in requests.each()]
+    found: dict[Path, Trace | TrimtabError] = {}
+    if cache:
+        found = {file: known for file in files if (known := remembered(file)) is not None}
+    missing = {
+        file: setting for file, setting in zip(files, requests.settings, strict=True) if file not in found
+    }
+    if missing:
+        asked = requests.replace(settings=tuple(missing.values()))
+        for file, answer in zip(missing, _asked(asked), strict=True):
+            found[file] = answer
+            if isinstance(answer, Trace):
+                remember(file, answer)
+    return [found[file] for file in files]
+
+
+def _asked(requests: Requests) -> list[Trace | TrimtabError]:
+    rounds = 1 + -(-len(requests.settings) // at_once())
+    answers = ask_all(
+        "trimtab.trace.worker",
+        requests,
+        {"CUDA_VISIBLE_DEVICES": ""},  # No GPU is touched.
+        timeout_s=rounds * requests.timeout_s,
+        watch=True,
+    )
+    if len(answers) < len(requests.settings):
+        # The job could not be loaded, or is not there.
+        raise next(one for one in answers if isinstance(one, TrimtabError))
+    return [one if isinstance(one, TrimtabError) else Trace.from_builtins(one["trace"]) for one in answers]
+
+
+def remembered(file: Path) -> Trace | None:
+    """A trace of the cache; one that cannot be read is removed."""
+    if not file.is_file():
+        return None
+    try:
+        return Trace.from_json(file.read_bytes(), origin=str(file))
+    except TrimtabError:
+        file.unlink(missing_ok=True)
+        return None
+
+
+def cache_file(request: Request) -> Path:
+    """Where the trace of a request is kept: one name for the family of all micro-batches, then the size."""
+    return cache_folder() / f"{family(request)}-{request.setting.micro_batch}.json"
+
+
+def relatives(request: Request) -> dict[int, Path]:
+    """The cached traces that differ from a request in the micro-batch alone, by micro-batch."""
+    name = family(request)
+    found = {file.stem.rpartition("-")[2]: file for file in cache_folder().glob(f"{name}-*.json")}
+    return {int(text): file for text, file in sorted(found.items()) if text.isdecimal()}
 
 
 def cache_folder() -> Path:
@@ -48,17 +128,31 @@ def cache_folder() -> Path:
     return user_cache_path("trimtab") / "traces"
 
 
-def _fingerprint(request: Request) -> str:
-    """What the answer depends on: the request, the job's source, and the versions that take part."""
+def family(request: Request) -> str:
+    """A fingerprint of what a trace depends on beside the micro-batch: request, job's source and versions."""
+    setting = request.setting
+    # A step is traced without accumulation, and the allocator comes in when the trace is replayed.
+    alike = setting.replace(
+        micro_batch=1,
+        accumulation=1,
+        global_batch=setting.data_parallel,
+        allocator=Allocator.DEFAULT,
+        workers=0,
+    )
+    return fingerprint(request.job, request.replace(setting=alike).to_json())
+
+
+def fingerprint(job: str, question: str) -> str:
+    """What an answer about a job depends on: the question, the job's source, and the versions in use."""
     from importlib.metadata import PackageNotFoundError, version
 
-    parts = [request.to_json(), __version__, sys.version]
+    parts = [question, __version__, sys.version]
     for package in ("torch", "transformers", "peft"):
         try:
             parts.append(version(package))
         except PackageNotFoundError:
             parts.append("")
-    parts += [_source(folder) for folder in _sources(request.job)]
+    parts += [_source(folder) for folder in _sources(job)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -87,8 +181,8 @@ def _source(file: Path) -> str:
         return str(file)
 
 
-def _remember(file: Path, found: Trace) -> None:
-    """Write the trace beside the others; a cache that cannot be written is no reason to fail."""
+def remember(file: Path, found: Noun) -> None:
+    """Write an answer beside the others; a cache that cannot be written is no reason to fail."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}.tmp")

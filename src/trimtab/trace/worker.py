@@ -1,19 +1,26 @@
-"""The child process that traces: a request comes in on stdin as JSON, a Trace or an error goes out on stdout.
+"""The child process that traces: requests come in on stdin as JSON, Traces or errors go out on stdout.
 
 It pretends to have the target device, which cannot be undone, and runs the user's code: hence a process of
-its own.
+its own. What all settings of a job share, imports above all, is done once; each is traced in a fork.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
-from trimtab.spec import PARTS, Device, Noun, Setting, Trace
+from trimtab.spec import PARTS, Device, Noun, Setting, Strategy, Trace
+from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
 from trimtab.trace.child import Say, serve
+from trimtab.trace.forks import forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,12 +41,39 @@ class Request(Noun, frozen=True, kw_only=True):
     clip: float | None = None
 
 
-def trace(request: Request, deliver: Callable[[Trace], None]) -> None:
-    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it."""
+class Requests(Noun, frozen=True, kw_only=True):
+    """Settings of one job to trace for one device."""
+
+    job: str
+    overrides: dict[str, Any] = {}
+    settings: tuple[Setting, ...]
+    device: Device
+    clip: float | None = None
+    timeout_s: float = 600.0
+    """For each of them."""
+
+    def each(self) -> list[Request]:
+        """The requests one by one."""
+        return [
+            Request(job=self.job, overrides=self.overrides, setting=one, device=self.device, clip=self.clip)
+            for one in self.settings
+        ]
+
+
+def ready(requests: Requests) -> Any:
+    """Pretend to have the device and load the job; then import what every trace will need."""
     from trimtab.trace.imitate import imitate
 
-    imitate(request.device)
-    job = load(request.job, request.overrides)
+    imitate(requests.device)
+    # Jobs that draw lengths or layers at random draw the same ones for every setting.
+    random.seed(0)
+    job = load(requests.job, requests.overrides)
+    import_ahead(job)
+    return job
+
+
+def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branch: str = "") -> None:
+    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -53,7 +87,7 @@ def trace(request: Request, deliver: Callable[[Trace], None]) -> None:
     with fake_mode, recorder:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
-        counts = _steps(job, request, recorder)
+        counts = _steps(job, request, recorder, branch)
         recorder.paused = True
         chosen = job.assumptions if isinstance(job, Job) else ()
         assumed = (*chosen, *recorder.kernels.assumptions)
@@ -67,14 +101,17 @@ def _join_fake_group(setting: Setting) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.gpus)
 
 
-def _steps(job: Any, request: Request, recorder: Any) -> dict[str, Any]:
+def _steps(job: Any, request: Request, recorder: Any, branch: str) -> dict[str, Any]:
     from trimtab.trace import step as steps
     from trimtab.trace.imitate import hide_tracing
 
     setting = request.setting
     recorder.mark("build", "weights")
     with _blaming("model()"):
-        state = steps.prepare(job, setting)
+        dropped: list[Any] = []
+        state = steps.prepare(job, setting, branch=branch, dropped=dropped)
+    if dropped:
+        recorder.forget(dropped)
     # Only now are all libraries loaded that the model is made of.
     hide_tracing()
     for bucket in state.buckets:
@@ -138,6 +175,7 @@ def _columns(recorder: Any) -> dict[str, Any]:
         "module_names": tuple(names),
         "op_names": tuple(ops),
         "marks": dict(recorder.marks),
+        **_causes(recorder),
         "works": tuple(recorder.works),
         "sequence": tuple(recorder.sequence),
         "phases": recorder.phases(),
@@ -145,9 +183,80 @@ def _columns(recorder: Any) -> dict[str, Any]:
     }
 
 
+def _causes(recorder: Any) -> dict[str, Any]:
+    places: dict[Any, int] = {}
+    caused = tuple(
+        (number, places.setdefault(cause, len(places))) for number, cause in recorder.causes.items()
+    )
+    return {"causes": tuple(places), "caused": caused}
+
+
+class _Learnt(msgspec.Struct):
+    """The part of an answer that helps the next fork."""
+
+    imported: list[str] = []
+
+
 def _work(text: str, say: Say) -> None:
     warnings.simplefilter("ignore")
-    trace(Request.from_json(text), lambda found: say({"trace": found.to_builtins()}))
+    requests = Requests.from_json(text)
+    job = ready(requests)
+    before = frozenset(sys.modules)
+
+    def task(request: Request, branch: str) -> Callable[[Say], None]:
+        def tell(say: Say, found: Trace) -> None:
+            say(msgspec.json.encode({"trace": found, "imported": imported_since(before)}))
+
+        return lambda say: trace(job, request, functools.partial(tell, say), branch=branch)
+
+    def learn(answer: bytes) -> None:
+        import_as_well(msgspec.json.decode(answer, type=_Learnt).imported)
+
+    parts = [
+        (number, one, branch) for number, one in enumerate(requests.each()) for branch in _ranks(job, one)
+    ]
+    tasks = [task(one, branch) for _, one, branch in parts]
+    answers = dict(forked(tasks, f"job {requests.job}", timeout_s=requests.timeout_s, learn=learn))
+    lines: dict[int, dict[str, bytes]] = {}
+    for place, (number, _, branch) in enumerate(parts):
+        lines.setdefault(number, {})[branch] = answers[place]
+    say(b"\n".join(map(_fullest, lines.values())))
+
+
+def _ranks(job: Any, request: Request) -> list[str]:
+    """The kinds of ranks of a setting, which differ in what they hold: one a branch."""
+    strategy = request.setting.strategy
+    if strategy not in (Strategy.BRANCH, Strategy.HYBRID):
+        return [""]
+    from trimtab.trace.branches import branches_of
+
+    return list(branches_of(job))
+
+
+def _fullest(answers: dict[str, bytes]) -> bytes:
+    """The trace of the rank that holds most, which it says, or the first error."""
+    if len(answers) == 1:
+        return next(iter(answers.values()))
+    heard = {branch: msgspec.json.decode(line) for branch, line in answers.items()}
+    wrong = [branch for branch, one in heard.items() if "error" in one]
+    if wrong:
+        return answers[wrong[0]]
+    traces = {branch: one["trace"] for branch, one in heard.items()}
+    most = max(traces, key=lambda branch: _peak(traces[branch]))
+    others = ", ".join(branch for branch in traces if branch != most)
+    said = f"the ranks of branch {most} hold most and are the ones estimated; those of {others} hold less"
+    traces[most]["assumptions"].append(said)
+    return msgspec.json.encode({"trace": traces[most]})
+
+
+def _peak(found: dict[str, Any]) -> int:
+    """The most that is allocated at any time of the steps."""
+    alive = most = 0
+    for position, number in enumerate(found["order"]):
+        alive += found["sizes"][number] if number >= 0 else -found["sizes"][~number]
+        if position >= found["marks"]["step0"]:
+            most = max(most, alive)
+    return most
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trimtab.trace import convolution
+from trimtab.spec import Cause
+from trimtab.trace import convolution, formulas
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Take(NamedTuple):
     kind: str
     """hold: to the end of the operation; brief: given back at once; result: the next of its results."""
     size: int = 0
+    cause: Cause | None = None
+    """What a size follows from that is no straight line in the micro-batch."""
 
 
 RESULT = Take("result")
@@ -44,6 +47,16 @@ def hold(size: int) -> Take:
 def brief(size: int) -> Take:
     """Memory for one kernel of it."""
     return Take("brief", size)
+
+
+def caused(rule: str, numbers: tuple[int, ...], word: str = "", *, beside: int = 0) -> Take:
+    """Memory for one kernel of it, by a formula; written down even where it is nothing."""
+    cause = Cause(rule=rule, numbers=numbers, word=word, beside=beside)
+    return Take("brief", formulas.size(cause) or 0, cause)
+
+
+def _cudnn(shape: convolution.Shape, phase: str, *, beside: int = 0) -> Take:
+    return caused(formulas.CONVOLUTION + phase, formulas.flat(shape), shape.precision, beside=beside)
 
 
 def cublas(capability: tuple[int, int]) -> int:
@@ -69,7 +82,7 @@ def _convolution(args: tuple[Any, ...], out: Any) -> list[Take]:
     source, weight = args[0], args[1]
     shape = convolution.shape_of(source, weight, out, args[3], args[8])
     moved = _copied(source, _layout(source, weight))
-    return [hold(moved), RESULT, brief(convolution.workspace(shape, "forward"))]
+    return [hold(moved), RESULT, _cudnn(shape, "forward")]
 
 
 def _convolution_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
@@ -82,9 +95,9 @@ def _convolution_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     each = given - once
     takes = [hold(moved), hold(once)]
     if wanted[0]:
-        takes += [RESULT, brief(each + convolution.workspace(shape, "source"))]
+        takes += [RESULT, _cudnn(shape, "source", beside=each)]
     if wanted[1]:
-        takes += [RESULT, brief(each + convolution.workspace(shape, "weight"))]
+        takes += [RESULT, _cudnn(shape, "weight", beside=each)]
     return takes
 
 
@@ -156,33 +169,12 @@ def _layer_norm_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     return [hold(_copied(args[0])), hold(_copied(args[1]))]
 
 
-MULTIPROCESSOR_THREADS = 2048
-MOST_THREADS = 512
-
-
 def _column_sum(args: tuple[Any, ...], out: Any) -> list[Take]:
-    """Partial sums of a sum over rows, as for the gradient of a bias, by torch's own way to divide the work.
-
-    Each block of threads adds up some rows of 32 columns times the width of a vector load; where one pass
-    over the rows would leave multiprocessors idle, several blocks share a column and meet in this buffer.
-    """
     source = args[0]
     columns = out.numel()
-    rows = source.numel() // max(1, columns)
     if not source.is_contiguous() or columns < WARP or not _sums_rows(source, args[1], columns):
         return [RESULT]
-    vector = next(width for width in (4, 2, 1) if columns % width == 0)
-    threads = MOST_THREADS // vector
-    height = max(1, min(1 << (rows.bit_length() - 1), threads // WARP))
-    each = -(-rows // height)
-    if each < max(16 * height, 16) and each < 256:  # noqa: PLR2004 - too few rows to divide
-        return [RESULT]
-    grid = -(-(columns // vector) // WARP)
-    target = convolution.MULTIPROCESSORS * (MULTIPROCESSOR_THREADS // (WARP * height))
-    if each < 256 or grid > target:  # noqa: PLR2004 - one pass is enough
-        return [RESULT]
-    blocks = max(min(-(-target // grid), -(-each // 16)), -(-each // 256))
-    return [RESULT, brief(4 * columns * blocks * WARP * vector if blocks > 1 else 0)]
+    return [RESULT, caused(formulas.COLUMN_SUM, (source.numel() // columns, columns))]
 
 
 def _sums_rows(source: torch.Tensor, dims: Any, columns: int) -> bool:

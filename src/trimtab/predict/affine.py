@@ -1,0 +1,152 @@
+"""From traces at two micro-batches to the trace at any other.
+
+A job runs the same program at every micro-batch, on longer tensors: allocations and frees come in the same
+order, and every size is a + b x micro-batch. Two traces give a and b of every allocation, and so the trace
+that any other micro-batch would have, for the allocator's model to replay. Workspaces that are no straight
+line have their formula beside them, which is worked out again. Where the program is another one, there is no
+answer, and the caller traces for real.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from trimtab.trace.formulas import size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trimtab.spec import Cause, Trace, Work
+
+Number = int | Fraction
+SAME = ("marks", "streams", "parts", "recomputed", "phases")
+"""What has to be equal in two traces of one program, as it stands."""
+TOLERANCE = 0.001
+
+
+def at(low: Trace, high: Trace, micro_low: Number, micro_high: Number, micro: Number) -> Trace | None:
+    """The trace at `micro`, from those at two other micro-batches; None where their programs differ.
+
+    Works the same for anything else that sizes are affine in, such as Fraction(1, shards).
+    """
+    if micro_low == micro_high or not same_program(low, high):
+        return None
+    if micro in {micro_low, micro_high}:
+        return low if micro == micro_low else high
+    share = Fraction(micro - micro_low) / Fraction(micro_high - micro_low)
+    sizes = [_between(one, other, share) for one, other in zip(low.sizes, high.sizes, strict=True)]
+    causes = _causes(low, high, share)
+    for number, cause in causes.items():
+        known = size(cause)
+        sizes[number] = sizes[number] if known is None else known
+    places = {cause: place for place, cause in enumerate(dict.fromkeys(causes.values()))}
+    works, sequence = _works(low, high, share)
+    return low.replace(
+        sizes=tuple(sizes),
+        causes=tuple(places),
+        caused=tuple((number, places[cause]) for number, cause in causes.items()),
+        works=works,
+        sequence=sequence,
+        recomputed_flops=_between(low.recomputed_flops, high.recomputed_flops, share),
+        parameters=_between(low.parameters, high.parameters, share),
+        trainable=_between(low.trainable, high.trainable, share),
+        assumptions=tuple(dict.fromkeys((*low.assumptions, *high.assumptions))),
+    )
+
+
+def close(guess: Trace | None, truth: Trace) -> bool:
+    """Whether a trace from a line is as good as the real one: the same program, sizes within a thousandth."""
+    if guess is None or not same_program(guess, truth):
+        return False
+    off = sum(abs(one - other) for one, other in zip(guess.sizes, truth.sizes, strict=True))
+    return off <= TOLERANCE * sum(truth.sizes)
+
+
+def same_program(one: Trace, other: Trace) -> bool:
+    """Whether two traces allocate and free the same things in the same order, whatever their sizes.
+
+    Frees with no allocation between them may come in any order: torch gives back what autocast has cached by
+    where it lies in memory, and the allocator's state after all of them is the same.
+    """
+    return (
+        len(one.order) == len(other.order)
+        and all(getattr(one, name) == getattr(other, name) for name in SAME)
+        and _names(one.ops, one.op_names) == _names(other.ops, other.op_names)
+        and _names(one.modules, one.module_names) == _names(other.modules, other.module_names)
+        and list(_in_order(one)) == list(_in_order(other))
+        and _rules(one) == _rules(other)
+        and _kinds(one) == _kinds(other)
+    )
+
+
+def _names(column: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
+    return [names[index] for index in column]
+
+
+def _in_order(trace: Trace) -> Iterator[int]:
+    """The order, with frees in a row sorted; no run of them reaches over the beginning of a phase."""
+    begins = set(trace.marks.values())
+    frees: list[int] = []
+    for position, number in enumerate(trace.order):
+        if frees and (number >= 0 or position in begins):
+            yield from sorted(frees)
+            frees = []
+        if number >= 0:
+            yield number
+        else:
+            frees.append(number)
+    yield from sorted(frees)
+
+
+def _rules(trace: Trace) -> list[tuple[int, str, str, int]]:
+    """Which allocations have which formula."""
+    each = [(one.rule, one.word, len(one.numbers)) for one in trace.causes]
+    return [(number, *each[index]) for number, index in trace.caused]
+
+
+def _causes(low: Trace, high: Trace, share: Fraction) -> dict[int, Cause]:
+    """What sizes follow from, between two traces, by allocation."""
+    found = {}
+    for (number, one), (_, other) in zip(low.caused, high.caused, strict=True):
+        before, after = low.causes[one], high.causes[other]
+        found[number] = before.replace(
+            numbers=tuple(_between(a, b, share) for a, b in zip(before.numbers, after.numbers, strict=True)),
+            beside=_between(before.beside, after.beside, share),
+        )
+    return found
+
+
+def _kinds(trace: Trace) -> list[tuple[str, str, str, int, int]]:
+    """What each operation of the sequence is, its size left out."""
+    each = [(one.op, one.kind, one.dtype, one.kernels, len(one.dims)) for one in trace.works]
+    return [each[index] for index in trace.sequence]
+
+
+def _works(low: Trace, high: Trace, share: Fraction) -> tuple[tuple[Work, ...], tuple[int, ...]]:
+    """The operations between two traces, each different one once."""
+    made: dict[tuple[int, int], Work] = {}
+    places: dict[Work, int] = {}
+    sequence = []
+    for pair in zip(low.sequence, high.sequence, strict=True):
+        if pair not in made:
+            one, other = low.works[pair[0]], high.works[pair[1]]
+            made[pair] = one.replace(
+                flops=_between(one.flops, other.flops, share),
+                read_bytes=_between(one.read_bytes, other.read_bytes, share),
+                write_bytes=_between(one.write_bytes, other.write_bytes, share),
+                dims=tuple(_between(a, b, share) for a, b in zip(one.dims, other.dims, strict=True)),
+            )
+        sequence.append(places.setdefault(made[pair], len(places)))
+    return tuple(places), tuple(sequence)
+
+
+def _between(one: int, other: int, share: Fraction) -> int:
+    """One plus a share of the way to the other, whole and not below zero.
+
+    >>> _between(1536, 3072, Fraction(1, 2)), _between(100, 200, Fraction(-3, 2))
+    (2304, 0)
+    """
+    if one == other:
+        return one
+    return max(0, round(one + (other - one) * share))

@@ -1,0 +1,54 @@
+"""How each strategy spreads a job over GPUs, and when it cannot."""
+
+from __future__ import annotations
+
+from trimtab.errors import WrongUse
+from trimtab.spec import Mesh, Strategy
+
+
+def spread(how: Strategy, gpus: int, *, nodes: int = 1, branches: int = 0) -> Mesh:
+    """The mesh of a strategy on all GPUs of some nodes of one size, for a job of some branches."""
+    if how is Strategy.SINGLE:
+        return Mesh()
+    if how is Strategy.PIPELINE:
+        raise _refused(how, "it cannot be estimated yet", "Use single, ddp, fsdp, hsdp, branch or hybrid.")
+    if gpus < 2:  # noqa: PLR2004 - several
+        raise _refused(how, "there is one GPU", "Name several, as in --on 8xH100.")
+    if how is Strategy.DDP:
+        return Mesh(dp_replicate=gpus)
+    if how is Strategy.FSDP:
+        return Mesh(dp_shard=gpus)
+    return _by_node(how, gpus, nodes) if how is Strategy.HSDP else _by_branch(how, gpus, branches)
+
+
+def _by_node(how: Strategy, gpus: int, nodes: int) -> Mesh:
+    """Shards within a node, copies across nodes: the fast links carry most."""
+    if nodes < 2 or gpus % nodes or gpus == nodes:  # noqa: PLR2004 - several
+        there = f"{gpus} GPUs in {nodes} node{'s' * (nodes > 1)}"
+        raise _refused(
+            how,
+            f"it shards within a node and copies across nodes, and there are {there}",
+            "Name nodes of several GPUs each, as in --on 2x8xH100, or use fsdp.",
+        )
+    return Mesh(dp_replicate=nodes, dp_shard=gpus // nodes)
+
+
+def _by_branch(how: Strategy, gpus: int, branches: int) -> Mesh:
+    """As many groups as there are branches, each with as many copies as GPUs allow."""
+    if branches < 2:  # noqa: PLR2004 - several
+        raise _refused(
+            how,
+            f"the job has {'one branch' if branches else 'no branches'}",
+            "Give it losses(model, batch) and branches = {name: submodule}, or use ddp or fsdp.",
+        )
+    if gpus % branches:
+        more = f"{gpus} GPUs do not divide among {branches} branches"
+        raise _refused(how, more, f"Use {branches} GPUs, or {2 * branches}.")
+    if how is Strategy.HYBRID and gpus == branches:
+        more = f"with {gpus} GPUs for {branches} branches there are no copies of a branch"
+        raise _refused(how, more, f"Use --strategy branch, or {2 * branches} GPUs.")
+    return Mesh(branch=branches, dp_replicate=gpus // branches)
+
+
+def _refused(how: Strategy, found: str, cure: str) -> WrongUse:
+    return WrongUse(f"--strategy {how.value}", found=found, cure=cure)

@@ -1,0 +1,133 @@
+"""The traces of settings with as little tracing as possible: cached, between two cached ones, or traced.
+
+Settings that differ in the micro-batch alone are a family. Two members give every other (`predict.affine`),
+so a question about one member traces a second one beside it, on another core, and later questions about the
+family need no tracing at all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import TrimtabError
+from trimtab.predict.affine import at, close
+from trimtab.spec import Trace
+from trimtab.trace.tracer import family, relatives, remembered, traced_all
+from trimtab.trace.worker import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trimtab.spec import Device, Setting
+
+Family = dict[int, Trace | TrimtabError]
+"""What is known of a family, by micro-batch."""
+
+
+def traces(  # noqa: PLR0913 - what a Request has, with several settings
+    job: str,
+    settings: Sequence[Setting],
+    device: Device,
+    *,
+    overrides: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+) -> list[Trace | TrimtabError]:
+    """The traces of several settings of one job, or why there is none.
+
+    Without `cache` nothing is read from disk and nothing is traced for later; settings of one family help
+    each other in any case.
+    """
+    requests = [
+        Request(job=job, overrides=overrides or {}, setting=one, device=device, clip=clip) for one in settings
+    ]
+    names = [family(one) for one in requests]
+    known = {name: _cached(one) if cache else {} for name, one in zip(names, requests, strict=True)}
+    for choose in (_ends, _every):
+        chosen = []
+        for name, found in known.items():
+            asked = {one.micro_batch: one for one, own in zip(settings, names, strict=True) if own == name}
+            missing = [micro for micro in sorted(asked) if between(found, micro) is None]
+            chosen += [(name, asked[micro]) for micro in choose(missing)]
+        if cache and choose is _ends and _is_alone(chosen, known):
+            name, one = chosen[0]
+            chosen.append((name, resized(one, partner_of(one.micro_batch))))
+        if chosen:
+            these = [one for _, one in chosen]
+            answers = traced_all(job, these, device, overrides=overrides, clip=clip, cache=cache)
+            for (name, one), answer in zip(chosen, answers, strict=True):
+                known[name][one.micro_batch] = answer
+    every = [between(known[name], one.micro_batch) for name, one in zip(names, settings, strict=True)]
+    return [one for one in every if one is not None]
+
+
+def is_known(request: Request) -> bool:
+    """Whether the trace of a request can be had without tracing."""
+    return between(_cached(request), request.setting.micro_batch) is not None
+
+
+def _cached(request: Request) -> Family:
+    return {micro: one for micro, file in relatives(request).items() if (one := remembered(file)) is not None}
+
+
+def _ends(missing: list[int]) -> list[int]:
+    """Those micro-batches of a family that give the others: the smallest and the largest.
+
+    One sample is traced for itself: a batch of one can be broadcast, or lie in memory both ways.
+    """
+    several = [micro for micro in missing if micro > 1]
+    return sorted({*missing[:1], *several[:1], *several[-1:]})
+
+
+def _every(missing: list[int]) -> list[int]:
+    return missing
+
+
+def _is_alone(chosen: list[tuple[str, Setting]], known: dict[str, Family]) -> bool:
+    """Whether the first one to trace would be the only one of its family, so that a partner is of use."""
+    if not chosen:
+        return False
+    name = chosen[0][0]
+    return len([own for own, _ in chosen if own == name]) == 1 and not known[name]
+
+
+def partner_of(micro: int) -> int:
+    """The second micro-batch to trace beside a first one.
+
+    >>> partner_of(8), partner_of(1)
+    (16, 4)
+    """
+    return 2 * micro if micro > 1 else 4
+
+
+def resized(setting: Setting, micro: int) -> Setting:
+    """The setting at another micro-batch, without accumulation."""
+    return setting.replace(micro_batch=micro, accumulation=1, global_batch=micro * setting.data_parallel)
+
+
+def between(known: Mapping[int, Trace | TrimtabError], micro: int) -> Trace | TrimtabError | None:
+    """What is known of a micro-batch: itself, or by two others of its family; None where they do not tell.
+
+    A third one, where there is one, has to lie on the same line.
+    """
+    if micro in known:
+        return known[micro]
+    near = {size: one for size, one in known.items() if isinstance(one, Trace)}
+    if known and not near:
+        # It fails whatever the size.
+        return next(iter(known.values()))
+    if micro == 1 or len(near) < 2:  # noqa: PLR2004 - a line has two ends
+        return None
+    by_distance = sorted(near, key=lambda size: (size == 1, abs(size - micro)))
+    below = next((size for size in by_distance if size < micro), None)
+    above = next((size for size in by_distance if size > micro), None)
+    ends = [below, above] if below is not None and above is not None else by_distance[:2]
+    low, high = sorted(size for size in ends if size is not None)
+    third = next((size for size in by_distance if size not in (low, high)), None)
+    if third is not None and not close(at(near[low], near[high], low, high, third), near[third]):
+        return None
+    found = at(near[low], near[high], low, high, micro)
+    if found is None:
+        return None
+    said = f"sizes are read off a line through traces at micro-batches {low} and {high}"
+    return found.replace(assumptions=(*found.assumptions, said))

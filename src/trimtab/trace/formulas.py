@@ -1,0 +1,76 @@
+"""Sizes of workspaces that are no straight line in the micro-batch, from a few whole numbers.
+
+A trace keeps the numbers beside the size, so that the size at another micro-batch can be worked out again
+instead of being read off a line between two others. No torch here: whoever reads a trace has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from trimtab.trace import convolution
+
+if TYPE_CHECKING:
+    from trimtab.spec import Cause
+
+WARP = 32
+MULTIPROCESSOR_THREADS = 2048
+MOST_THREADS = 512
+COLUMN_SUM = "column sum"
+CONVOLUTION = "convolution "
+"""Followed by the phase."""
+
+
+def column_sum(rows: int, columns: int) -> int:
+    """Partial sums of a sum over rows, as for the gradient of a bias, by torch's own way to divide the work.
+
+    Each block of threads adds up some rows of 32 columns times the width of a vector load; where one pass
+    over the rows would leave multiprocessors idle, several blocks share a column and meet in this buffer.
+    """
+    vector = next(width for width in (4, 2, 1) if columns % width == 0)
+    threads = MOST_THREADS // vector
+    height = max(1, min(1 << (max(1, rows).bit_length() - 1), threads // WARP))
+    each = -(-rows // height)
+    if each < max(16 * height, 16) and each < 256:  # noqa: PLR2004 - too few rows to divide
+        return 0
+    grid = -(-(columns // vector) // WARP)
+    target = convolution.MULTIPROCESSORS * (MULTIPROCESSOR_THREADS // (WARP * height))
+    if each < 256 or grid > target:  # noqa: PLR2004 - one pass is enough
+        return 0
+    blocks = max(min(-(-target // grid), -(-each // 16)), -(-each // 256))
+    return 4 * columns * blocks * WARP * vector if blocks > 1 else 0
+
+
+def flat(shape: convolution.Shape) -> tuple[int, ...]:
+    """A convolution as whole numbers: the number of image dimensions, then field by field."""
+    numbers = [len(shape.image)]
+    for field in fields(shape):
+        value = getattr(shape, field.name)
+        if field.name != "precision":
+            numbers += value if isinstance(value, tuple) else [int(value)]
+    return tuple(numbers)
+
+
+def unflat(numbers: tuple[int, ...], precision: str) -> convolution.Shape:
+    """The convolution that `flat` wrote down."""
+    count, *rest = numbers
+    values: dict[str, int | tuple[int, ...]] = {}
+    for field in fields(convolution.Shape):
+        if field.name in ("image", "made", "kernel"):
+            values[field.name], rest = tuple(rest[:count]), rest[count:]
+        elif field.name != "precision":
+            values[field.name], *rest = rest
+    values["last"] = bool(values["last"])
+    return convolution.Shape(**values, precision=precision)  # type: ignore[arg-type]
+
+
+def size(cause: Cause) -> int | None:
+    """Bytes of workspace; None where the rule is not known here."""
+    if cause.rule == COLUMN_SUM:
+        rows, columns = cause.numbers
+        return cause.beside + column_sum(rows, columns)
+    if cause.rule.startswith(CONVOLUTION):
+        shape = unflat(cause.numbers, cause.word)
+        return cause.beside + convolution.workspace(shape, cause.rule.removeprefix(CONVOLUTION))
+    return None
