@@ -45,7 +45,10 @@ def _is_view(func: Any) -> bool:
     Its result may lie in a storage that Python has not seen before, as parameters do after a deep copy.
     """
     schema = getattr(func, "_schema", None)
-    return schema is not None and any(one.alias_info is not None for one in schema.returns)
+    if schema is None or any(one.is_out for one in schema.arguments):
+        # A kernel that fills memory it was given may still ask for a workspace.
+        return False
+    return any(one.alias_info is not None for one in schema.returns)
 
 
 CALL = Work(op="call", kind="call", dtype="", kernels=0)

@@ -98,6 +98,8 @@ def prepare(job: Any, setting: Setting, device: str = "cuda") -> Prepared:
     if setting.strategy is Strategy.DDP:
         buckets = [torch.empty_like(one) for one in parameters]
     scaler = torch.amp.GradScaler(device) if setting.precision is Precision.FP16 else None
+    if setting.compile:
+        model = torch.compile(model)
     return Prepared(job, model, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed))
 
 

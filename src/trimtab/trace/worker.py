@@ -51,6 +51,10 @@ def trace(request: Request, deliver: Callable[[Trace], None]) -> None:
         _join_fake_group(request.setting)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(Kernels(request.device), fake_mode)
+    if request.setting.compile:
+        from trimtab.trace.compiled import install
+
+        install(recorder)
     with fake_mode, recorder:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
@@ -78,7 +82,9 @@ def _steps(job: Any, request: Request, recorder: Any) -> dict[str, Any]:
     hide_tracing()
     for bucket in state.buckets:
         recorder.relabel(bucket, "communication")
-    recorder.name_modules(state.model)
+    if not setting.compile:
+        # Compiled code is no longer divided into modules, and hooks would be compiled with it.
+        recorder.name_modules(state.model)
     recorder.mark("batch", "inputs")
     with _blaming(f"batch({setting.micro_batch})"):
         batch = steps.make_batch(job, setting, "cuda")
