@@ -1,90 +1,203 @@
-"""Runs torch.compile for real on the pretended device."""
+"""Runs torch.compile itself on the pretended device, down to the code that inductor writes, and executes that.
+
+Dynamo, AOTAutograd, the partitioner, inductor's passes, its scheduler and its memory planning are torch's own,
+unchanged: graph breaks, fusion, reuse of buffers and what is saved for the backward pass are those of the
+installed version of torch. Only the end is replaced: fused kernels are not compiled (`Fused`), and the code
+around them, which allocates buffers and calls libraries, runs on fake tensors under the recorder. Neither
+Triton nor a compiler is needed. Covers inductor in its default mode; not CUDA graphs or `max-autotune`.
+
+Only for a child process that traces and ends: nothing is put back.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import sys
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from trimtab.trace import trials
+from trimtab.trace.trials import Balance, Tuning, aside
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trimtab.trace.recorder import Recorder
 
-
-class Silent:
-    """A Triton kernel that is never compiled."""
-
-    def __init__(self, name: str, source: str) -> None:
-        self.name, self.source = name, source
-
-    def run(self, *args: Any, **kwargs: Any) -> None:
-        pass
+BYTES_OF_KERNEL = re.compile(r"'kernel_num_gb': ([\d.e+-]+)")
+SIGNATURE = re.compile(r"^def \w+\(([^)]*)\)", re.MULTILINE)
+GIGA = 1e9
 
 
-def install(rec: Recorder) -> None:
-    import torch._dynamo.convert_frame as cf
-    import torch._inductor.config as ic
+class Fused:
+    """A kernel that inductor has written: it is tuned at its first run, and otherwise only counted."""
+
+    def __init__(self, recorder: Recorder, balance: Balance, name: str, source: str) -> None:
+        self.recorder, self.balance, self.name, self.source = recorder, balance, name, source
+        moved = BYTES_OF_KERNEL.search(source)
+        self.moved_bytes = round(float(moved[1]) * GIGA) if moved else 0
+        signature = SIGNATURE.search(source)
+        self.arguments = [one.split(":")[0].strip() for one in signature[1].split(",")] if signature else []
+        self._ran = False
+
+    def run(self, *args: Any, **_: Any) -> None:
+        """What a launch would be; the first one tries all configurations."""
+        tensors = {
+            name: value
+            for name, value in zip(self.arguments, args, strict=False)
+            if isinstance(value, torch.Tensor)
+        }
+        if not self._ran:
+            self._ran = True
+            self._tune(tensors)
+        written = sum(_bytes(value) for name, value in tensors.items() if "out_ptr" in name)
+        self.recorder.kernel(self.name, max(0, self.moved_bytes - written), written)
+
+    def _tune(self, tensors: dict[str, torch.Tensor]) -> None:
+        tuning = Tuning(self.source)
+        if tuning.configurations == 1:
+            return
+        spare = self.balance.spare()
+        copied = []
+        for name in tuning.mutated:
+            if name not in tensors:
+                continue
+            if tuning.spares_memory and _bytes(tensors[name]) > spare:
+                continue
+            spare -= _bytes(tensors[name])
+            copied.append(_bytes(tensors[name]))
+        for _ in range(tuning.configurations):
+            self._copy(copied)
+            flushed = trials.flush_buffer()
+            self._copy(copied)
+            del flushed
+
+    @staticmethod
+    def _copy(sizes: list[int]) -> None:
+        # They live together and die together.
+        _ = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+
+    def __call__(self, *_: Any) -> None:
+        """A kernel for the host: it touches no device memory."""
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def install(recorder: Recorder) -> None:
+    """Prepare torch's compiler for the pretended device."""
+    _let_dynamo_look(recorder)
+    _answer_for_cuda()
+    _fold_on_host()
+    _replace_ends(recorder)
+    trials.install(recorder)
+
+
+def _let_dynamo_look(recorder: Recorder) -> None:
+    """Dynamo passes over code under a dispatch mode, unless the mode says that it may not."""
+    import torch._dynamo.convert_frame as frames
+    import torch._inductor.compile_fx as inductor
+
+    type(recorder).ignore_compile_internals = classmethod(lambda _: True)  # type: ignore[method-assign,assignment]
+    for place, name in ((frames, "_compile"), (inductor, "fx_codegen_and_compile")):
+        setattr(place, name, _aside(recorder, getattr(place, name)))
+
+
+def _aside(recorder: Recorder, whole: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(whole)
+    def silent(*args: Any, **kwargs: Any) -> Any:
+        with aside(recorder):
+            return whole(*args, **kwargs)
+
+    return silent
+
+
+def _answer_for_cuda() -> None:
+    """What the compiler asks of CUDA that nothing else does."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import _disable_current_modes
-    import torch._inductor.fx_passes.pad_mm as pad_mm
-    import torch._inductor.scheduler as scheduler
+
+    # One function each: dynamo knows them by identity.
+    torch.cuda.get_rng_state = lambda *_: torch.empty(16, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda *_: None
+    torch.cuda._exchange_device = lambda *_: 0  # type: ignore[assignment]
+    torch.cuda._maybe_exchange_device = lambda *_: 0  # type: ignore[assignment]
+    # Constants stay on the host, and the guard that is there already stays.
+    FakeTensorMode.avoid_device_init = True  # type: ignore[method-assign,assignment]
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
+
+
+def _fold_on_host() -> None:
+    """Constants that the compiler works out while it compiles are real numbers: on the host, here."""
+    from torch._inductor.fx_passes import joint_graph
+
+    folder = joint_graph.UniformValueConstantFolder
+    whole = folder.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _OnHost():
+            return whole(self, *args, **kwargs)
+
+    folder.run = run  # type: ignore[method-assign]
+
+
+class _OnHost(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        host = torch.device("cpu")
+        args, kwargs = tree_map_only(torch.device, lambda _: host, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _replace_ends(recorder: Recorder) -> None:
+    """Where inductor's code meets the device: kernels are stood in for, buffers are fake tensors."""
+    import torch._inductor.config as settings
+    import torch._inductor.cpu_vec_isa as host_vectors
+    import torch.utils._triton as triton_questions
+    from torch._inductor import scheduler
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-    import torch.utils._triton as ut
+    from torch._inductor.fx_passes import pad_mm
 
-    type(rec).ignore_compile_internals = classmethod(lambda c: True)
-    whole = cf._compile
+    # Nothing that was guessed here may be found by a real run later, nor the other way round.
+    settings.force_disable_caches = True
+    settings.compile_threads = 1
+    # Kernels then say how many bytes they move.
+    settings.profile_bandwidth = True
+    for module in (scheduler, pad_mm):
+        module.has_triton = lambda *_: True
+    triton_questions.triton_hash_with_backend = lambda: "none"
+    host_vectors.valid_vec_isa_list = list
+    balance = Balance(recorder)
 
-    def _compile(*a, **k):
-        p, rec.paused = rec.paused, True
-        try:
-            with _disable_current_modes():
-                return whole(*a, **k)
-        finally:
-            rec.paused = p
+    def kernel(_: Any, name: str, source: str, *__: Any, **___: Any) -> Fused:
+        return Fused(recorder, balance, name, source)
 
-    cf._compile = _compile
-    ic.force_disable_caches = True
-    ic.compile_threads = 1
-    for m in (scheduler, pad_mm):
-        m.has_triton = lambda *a: True
-    torch.cuda.get_rng_state = lambda *a: torch.empty(16, dtype=torch.uint8)
-    torch.cuda.set_rng_state = lambda *a: None
-    torch.cuda._exchange_device = lambda *a: 0
-    torch.cuda._maybe_exchange_device = lambda *a: 0
-    FakeTensorMode.avoid_device_init = True
-    torch._C._ensureCUDADeviceGuardSet = lambda: None
-    ut.triton_hash_with_backend = lambda: "none"
-    AsyncCompile.triton = lambda self, name, source, device_str="cuda": Silent(name, source)
-    def header(self):
+    AsyncCompile.triton = kernel  # type: ignore[method-assign,assignment]
+    for name in ("cpp", "cpp_pybinding"):
+        setattr(AsyncCompile, name, lambda *_: Fused(recorder, balance, "cpp", ""))
+
+    def header(self: Any) -> None:
         self.write_get_raw_stream_header()
-        self.imports.splice("from torch._inductor.runtime.triton_heuristics import start_graph, end_graph")
-    PythonWrapperCodegen.write_triton_header_once = header
+        self.imports.splice("start_graph = end_graph = lambda *_: None")
+
+    PythonWrapperCodegen.write_triton_header_once = header  # type: ignore[method-assign]
     guards = torch._C._dynamo.guards
-    guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-    def reinterpret(t, size, stride, offset=0):
-        return torch.as_strided(t, size, stride, t.storage_offset() + offset)
-    guards._reinterpret_tensor = reinterpret
-    guards.assert_size_stride = lambda *a: None
-    guards.assert_alignment = lambda *a: None
-    fold_on_host()
+    guards._empty_strided_cuda = functools.partial(_empty_strided, "cuda")  # type: ignore[attr-defined]
+    guards._empty_strided_cpu = functools.partial(_empty_strided, "cpu")  # type: ignore[attr-defined]
+    guards._reinterpret_tensor = _reinterpret  # type: ignore[attr-defined]
+    for check in ("assert_size_stride", "assert_alignment"):
+        setattr(guards, check, lambda *_: None)
 
 
-def fold_on_host() -> None:
-    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_map_only
+def _empty_strided(device: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-    class OnHost(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs or {}))
-            return func(*args, **kwargs)
 
-    whole = Folder.run
-
-    def run(self):
-        with OnHost():
-            return whole(self)
-
-    Folder.run = run
+def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
