@@ -211,8 +211,12 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         raise WrongUse(
             f"--strategy {strategy}", found="it cannot be estimated yet", cure="Use single, ddp or fsdp."
         )
-    if compile:
-        raise WrongUse("--compile", found="it cannot be estimated yet", cure="Leave it out.")
+    if compile and how is not Strategy.SINGLE:
+        raise WrongUse(
+            f"--compile with --strategy {strategy}",
+            found="compiled code is estimated on one device only",
+            cure="Leave one of the two out.",
+        )
     if micro_batch < 1:
         raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
     world = 1 if how is Strategy.SINGLE else gpus
@@ -228,6 +232,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         global_batch=micro_batch * world,
         precision=word(Precision, precision, "precision"),
         recompute=word(Recompute, recompute, "recompute"),
+        compile=compile,
         optimizer=word(OptimizerImplementation, optimizer, "optimizer"),
         allocator=word(Allocator, allocator, "allocator"),
     )

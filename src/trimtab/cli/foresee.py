@@ -30,6 +30,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     micro_batch: Annotated[int, typer.Option(help="Samples per forward pass on one rank.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
     recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
+    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,  # noqa: A002
     strategy: Annotated[str, typer.Option(help="single, ddp or fsdp.")] = "single",
     optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
     allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
@@ -52,7 +53,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         micro_batch=micro_batch,
         precision=precision,
         recompute=recompute,
-        compile=False,
+        compile=compile,
         strategy=strategy,
         gpus=len(where.devices),
         optimizer=optimizer,
@@ -73,7 +74,10 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
 def _looked(  # noqa: PLR0913 - what look_closely takes, and whether to be quiet
     job: str, setting: Setting, device: Device, *, clip: float | None, cache: bool, quiet: bool
 ) -> tuple[Estimate, Memory, tuple[str, ...]]:
-    """The estimate, and beside it what recomputing would save, traced at the same time."""
+    """The estimate, and beside it what one other choice would change, traced at the same time.
+
+    For compiled code that is the same without compiling, which is quick to trace; otherwise recomputing.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     from trimtab import api
@@ -83,11 +87,14 @@ def _looked(  # noqa: PLR0913 - what look_closely takes, and whether to be quiet
     with ThreadPoolExecutor(2) as pool, _maybe(spinner, quiet=quiet):
         first = pool.submit(api.look_closely, job, setting, device, clip=clip, cache=cache)
         other = None
-        if setting.recompute is Recompute.NONE and not quiet:
+        if setting.compile and not quiet:
+            eager = setting.replace(compile=False)
+            other = pool.submit(api.look_closely, job, eager, device, clip=clip, cache=cache)
+        elif setting.recompute is Recompute.NONE and not quiet:
             fuller = setting.replace(recompute=Recompute.FULL)
             other = pool.submit(api.look_closely, job, fuller, device, clip=clip, cache=cache)
         found, details, _ = first.result()
-        return found, details, _savings(found, other)
+        return found, details, _without(found, other) if setting.compile else _savings(found, other)
 
 
 def _maybe(spinner: Any, *, quiet: bool) -> Any:
@@ -111,6 +118,22 @@ def _savings(found: Estimate, other: Any) -> tuple[str, ...]:
     if saved < 0.01:  # noqa: PLR2004 - not worth a line
         return ()
     return (f"--recompute full: {format_bytes(less)}, -{saved:.0%}",)
+
+
+def _without(found: Estimate, other: Any) -> tuple[str, ...]:
+    """What the same would need without --compile, and a warning where that is less."""
+    from trimtab.errors import TrimtabError
+    from trimtab.units import format_bytes
+
+    if other is None:
+        return ()
+    try:
+        eager = other.result()[0].process_bytes
+    except TrimtabError:
+        return ()
+    change = eager / found.process_bytes - 1
+    line = f"without --compile: {format_bytes(eager)}, {change:+.0%}"
+    return (f"{line}; compiling costs memory here" if change < 0 else line,)
 
 
 @app.command()
@@ -145,6 +168,7 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
     micro_batch: Annotated[int, typer.Option(help="Samples per forward pass.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
     recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
+    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,  # noqa: A002
     optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
     allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
     clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
@@ -161,7 +185,7 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
         micro_batch=micro_batch,
         precision=precision,
         recompute=recompute,
-        compile=False,
+        compile=compile,
         strategy="single",
         gpus=1,
         optimizer=optimizer,

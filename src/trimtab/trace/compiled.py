@@ -11,8 +11,8 @@ Only for a child process that traces and ends: nothing is put back.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import pkgutil
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+import trimtab.trace
 from trimtab.trace import trials
 from trimtab.trace.trials import Balance, Tuning, aside
 
@@ -89,6 +90,22 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def watch(recorder: Recorder) -> None:
+    """Be ready for torch.compile, whoever calls it: a setting, or the job's own code."""
+    whole = torch.compile
+
+    @functools.wraps(whole)
+    def compile_here(*args: Any, mode: str | None = None, options: Any = None, **kwargs: Any) -> Any:
+        if not recorder.compiles:
+            recorder.compiles = True
+            install(recorder)
+        if mode not in (None, "default") or options:
+            recorder.kernels.assume(f"torch.compile is taken in its default mode, not {mode or options}")
+        return whole(*args, **kwargs)
+
+    torch.compile = compile_here  # type: ignore[assignment]
+
+
 def install(recorder: Recorder) -> None:
     """Prepare torch's compiler for the pretended device."""
     _let_dynamo_look(recorder)
@@ -103,6 +120,10 @@ def _let_dynamo_look(recorder: Recorder) -> None:
     import torch._dynamo.convert_frame as frames
     import torch._inductor.compile_fx as inductor
 
+    for module in pkgutil.iter_modules(trimtab.trace.__path__, "trimtab.trace."):
+        # What stands in for torch's C++ is not to be compiled; what arranges the job's blocks is.
+        if module.name != "trimtab.trace.step":
+            torch._dynamo.trace_rules.add(module.name)
     type(recorder).ignore_compile_internals = classmethod(lambda _: True)  # type: ignore[method-assign,assignment]
     for place, name in ((frames, "_compile"), (inductor, "fx_codegen_and_compile")):
         setattr(place, name, _aside(recorder, getattr(place, name)))

@@ -85,6 +85,8 @@ class Recorder(TorchDispatchMode):
         """Of each entry of `sequence`, whether autograd's engine ran it."""
         self.recomputed_flops = 0
         self._host = threading.get_ident()
+        self.compiles = False
+        """Whether torch.compile takes part: its code knows no modules, and would compile our hooks too."""
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._numbers: dict[int, int | None] = {}
         """The allocation that a storage lies in, by the storage's id; None while it holds nothing."""

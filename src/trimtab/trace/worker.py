@@ -38,12 +38,10 @@ def trace(request: Request, deliver: Callable[[Trace], None]) -> None:
     from trimtab.trace.imitate import imitate
 
     imitate(request.device)
-    job = load(request.job)
-    for name, value in request.overrides.items():
-        setattr(job, name, value)
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from trimtab.trace.compiled import watch
     from trimtab.trace.kernels import Kernels
     from trimtab.trace.recorder import Recorder
 
@@ -51,10 +49,10 @@ def trace(request: Request, deliver: Callable[[Trace], None]) -> None:
         _join_fake_group(request.setting)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(Kernels(request.device), fake_mode)
-    if request.setting.compile:
-        from trimtab.trace.compiled import install
-
-        install(recorder)
+    watch(recorder)
+    job = load(request.job)
+    for name, value in request.overrides.items():
+        setattr(job, name, value)
     with fake_mode, recorder:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
@@ -82,7 +80,7 @@ def _steps(job: Any, request: Request, recorder: Any) -> dict[str, Any]:
     hide_tracing()
     for bucket in state.buckets:
         recorder.relabel(bucket, "communication")
-    if not setting.compile:
+    if not recorder.compiles:
         # Compiled code is no longer divided into modules, and hooks would be compiled with it.
         recorder.name_modules(state.model)
     recorder.mark("batch", "inputs")
@@ -126,6 +124,11 @@ def _blaming(member: str) -> Any:
     try:
         yield
     except Exception as error:
+        # The compiler wraps what went wrong into an error of its own.
+        inner = getattr(error, "inner_exception", error)
+        if inner is not error:
+            cure = "Leave compiling out; if it works on a GPU, this is a bug in trimtab: please report it."
+            raise failed(f"torch.compile in {member}", inner, cure) from error
         cure = f"Mend {member}; run the job on a small input to see the whole traceback."
         raise failed(member, error, cure) from error
 
