@@ -1,10 +1,11 @@
-"""Runs torch.compile itself on the pretended device, down to the code that inductor writes, and executes that.
+"""Runs torch.compile itself on the pretended device, and then the code that inductor has written.
 
-Dynamo, AOTAutograd, the partitioner, inductor's passes, its scheduler and its memory planning are torch's own,
-unchanged: graph breaks, fusion, reuse of buffers and what is saved for the backward pass are those of the
-installed version of torch. Only the end is replaced: fused kernels are not compiled (`Fused`), and the code
-around them, which allocates buffers and calls libraries, runs on fake tensors under the recorder. Neither
-Triton nor a compiler is needed. Covers inductor in its default mode; not CUDA graphs or `max-autotune`.
+Dynamo, AOTAutograd, the partitioner, inductor's passes, its scheduler and its memory planning are torch's
+own, unchanged: graph breaks, fusion, reuse of buffers and what is saved for the backward pass are those of
+the installed version of torch. Only the end is replaced: fused kernels are not compiled (`Fused`), and the
+code around them, which allocates buffers and calls libraries, runs on fake tensors under the recorder.
+Neither Triton nor a compiler is needed. Covers inductor in its default mode; not CUDA graphs or
+`max-autotune`.
 
 Only for a child process that traces and ends: nothing is put back.
 """
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 import trimtab.trace
 from trimtab.trace import trials
-from trimtab.trace.trials import Balance, Tuning, aside
+from trimtab.trace.trials import GIGA, Balance, Tuning, aside, replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 BYTES_OF_KERNEL = re.compile(r"'kernel_num_gb': ([\d.e+-]+)")
 SIGNATURE = re.compile(r"^def \w+\(([^)]*)\)", re.MULTILINE)
-GIGA = 1e9
 
 
 class Fused:
@@ -103,7 +103,7 @@ def watch(recorder: Recorder) -> None:
             recorder.kernels.assume(f"torch.compile is taken in its default mode, not {mode or options}")
         return whole(*args, **kwargs)
 
-    torch.compile = compile_here  # type: ignore[assignment]
+    replace(torch, compile=compile_here)
 
 
 def install(recorder: Recorder) -> None:
@@ -124,9 +124,10 @@ def _let_dynamo_look(recorder: Recorder) -> None:
         # What stands in for torch's C++ is not to be compiled; what arranges the job's blocks is.
         if module.name != "trimtab.trace.step":
             torch._dynamo.trace_rules.add(module.name)
-    type(recorder).ignore_compile_internals = classmethod(lambda _: True)  # type: ignore[method-assign,assignment]
-    for place, name in ((frames, "_compile"), (inductor, "fx_codegen_and_compile")):
-        setattr(place, name, _aside(recorder, getattr(place, name)))
+    replace(type(recorder), ignore_compile_internals=classmethod(lambda _: True))
+    replace(frames, _compile=_aside(recorder, frames._compile))
+    # The backward pass is compiled when it first runs, outside of dynamo.
+    replace(inductor, fx_codegen_and_compile=_aside(recorder, inductor.fx_codegen_and_compile))
 
 
 def _aside(recorder: Recorder, whole: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,13 +144,16 @@ def _answer_for_cuda() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     # One function each: dynamo knows them by identity.
-    torch.cuda.get_rng_state = lambda *_: torch.empty(16, dtype=torch.uint8)
-    torch.cuda.set_rng_state = lambda *_: None
-    torch.cuda._exchange_device = lambda *_: 0  # type: ignore[assignment]
-    torch.cuda._maybe_exchange_device = lambda *_: 0  # type: ignore[assignment]
+    replace(
+        torch.cuda,
+        get_rng_state=lambda *_: torch.empty(16, dtype=torch.uint8),
+        set_rng_state=lambda *_: None,
+        _exchange_device=lambda *_: 0,
+        _maybe_exchange_device=lambda *_: 0,
+    )
     # Constants stay on the host, and the guard that is there already stays.
-    FakeTensorMode.avoid_device_init = True  # type: ignore[method-assign,assignment]
-    torch._C._ensureCUDADeviceGuardSet = lambda: None
+    replace(FakeTensorMode, avoid_device_init=True)
+    replace(torch._C, _ensureCUDADeviceGuardSet=lambda: None)
 
 
 def _fold_on_host() -> None:
@@ -163,7 +167,7 @@ def _fold_on_host() -> None:
         with _OnHost():
             return whole(self, *args, **kwargs)
 
-    folder.run = run  # type: ignore[method-assign]
+    replace(folder, run=run)
 
 
 class _OnHost(TorchDispatchMode):
@@ -186,34 +190,36 @@ def _replace_ends(recorder: Recorder) -> None:
     from torch._inductor.fx_passes import pad_mm
 
     # Nothing that was guessed here may be found by a real run later, nor the other way round.
-    settings.force_disable_caches = True
-    settings.compile_threads = 1
+    replace(settings, force_disable_caches=True, compile_threads=1)
     # Kernels then say how many bytes they move.
-    settings.profile_bandwidth = True
+    replace(settings, profile_bandwidth=True)
     for module in (scheduler, pad_mm):
-        module.has_triton = lambda *_: True
-    triton_questions.triton_hash_with_backend = lambda: "none"
-    host_vectors.valid_vec_isa_list = list
+        replace(module, has_triton=lambda *_: True)
+    replace(triton_questions, triton_hash_with_backend=lambda: "none")
+    replace(host_vectors, valid_vec_isa_list=list)
     balance = Balance(recorder)
 
     def kernel(_: Any, name: str, source: str, *__: Any, **___: Any) -> Fused:
         return Fused(recorder, balance, name, source)
 
-    AsyncCompile.triton = kernel  # type: ignore[method-assign,assignment]
-    for name in ("cpp", "cpp_pybinding"):
-        setattr(AsyncCompile, name, lambda *_: Fused(recorder, balance, "cpp", ""))
+    def host_kernel(*_: Any) -> Fused:
+        return Fused(recorder, balance, "cpp", "")
+
+    replace(AsyncCompile, triton=kernel, cpp=host_kernel, cpp_pybinding=host_kernel)
 
     def header(self: Any) -> None:
         self.write_get_raw_stream_header()
         self.imports.splice("start_graph = end_graph = lambda *_: None")
 
-    PythonWrapperCodegen.write_triton_header_once = header  # type: ignore[method-assign]
-    guards = torch._C._dynamo.guards
-    guards._empty_strided_cuda = functools.partial(_empty_strided, "cuda")  # type: ignore[attr-defined]
-    guards._empty_strided_cpu = functools.partial(_empty_strided, "cpu")  # type: ignore[attr-defined]
-    guards._reinterpret_tensor = _reinterpret  # type: ignore[attr-defined]
-    for check in ("assert_size_stride", "assert_alignment"):
-        setattr(guards, check, lambda *_: None)
+    replace(PythonWrapperCodegen, write_triton_header_once=header)
+    replace(
+        torch._C._dynamo.guards,
+        _empty_strided_cuda=functools.partial(_empty_strided, "cuda"),
+        _empty_strided_cpu=functools.partial(_empty_strided, "cpu"),
+        _reinterpret_tensor=_reinterpret,
+        assert_size_stride=lambda *_: None,
+        assert_alignment=lambda *_: None,
+    )
 
 
 def _empty_strided(device: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trimtab.spec import Device
     from trimtab.trace.recorder import Recorder
 
-MILLISECONDS = 1e3
+MILLISECONDS, GIGA, TERA = 1e3, 1e9, 1e12
 VECTOR_BYTES = 16
 """Rows that do not start at multiples of this keep a matrix product from the fast tensor core kernels."""
 UNALIGNED_RATE = 1 / 3
@@ -57,12 +57,13 @@ class Clock(TorchDispatchMode):
 
     def _product(self, args: tuple[Any, ...], out: torch.Tensor) -> float:
         left, right = [one for one in args if isinstance(one, torch.Tensor)][-2:]
-        rate = self._rate(left.dtype)
+        rate = self.rate(left.dtype)
         if not all(map(_aligned, (left, right, out))):
             rate *= UNALIGNED_RATE
         return 2 * out.numel() * left.shape[-1] / rate
 
-    def _rate(self, dtype: torch.dtype) -> float:
+    def rate(self, dtype: torch.dtype) -> float:
+        """Operations a second of a matrix product."""
         peaks = self.peaks
         tf32 = torch.backends.cuda.matmul.allow_tf32
         by_dtype = {torch.float16: peaks.fp16, torch.bfloat16: peaks.bf16}
@@ -98,11 +99,18 @@ def install(recorder: Recorder) -> None:
         with aloud(recorder):
             yield
 
-    pad_mm.no_dispatch = on_device
-    pad_mm.get_do_bench = lambda: timed
-    rate = clock._rate(torch.bfloat16)  # noqa: SLF001 - our own
-    inductor_utils.get_device_tflops = lambda dtype: clock._rate(dtype) / 1e12 or rate  # noqa: SLF001
-    inductor_utils.get_gpu_dram_gbps = lambda: int(clock.bandwidth / 1e9)
+    replace(pad_mm, no_dispatch=on_device, get_do_bench=lambda: timed)
+    replace(
+        inductor_utils,
+        get_device_tflops=lambda dtype: clock.rate(dtype) / TERA,
+        get_gpu_dram_gbps=lambda: int(clock.bandwidth / GIGA),
+    )
+
+
+def replace(place: Any, **parts: Any) -> None:
+    """Put other parts into a module or a class of torch."""
+    for name, part in parts.items():
+        setattr(place, name, part)
 
 
 @contextlib.contextmanager
@@ -163,17 +171,15 @@ class Tuning:
         names = {name: getattr(hints, name) for name in dir(hints) if not name.startswith("__")}
         names |= {"triton_heuristics": triton_heuristics, "__file__": "kernel.py"}
         names["AttrsDescriptor"] = lambda **_: None
-        whole, triton_heuristics.cached_autotune = triton_heuristics.cached_autotune, caught
-        config = triton_heuristics.Config
-        if config is object:
-            triton_heuristics.Config = Config
+        place: Any = triton_heuristics
+        whole, config = place.cached_autotune, place.Config
+        replace(place, cached_autotune=caught, Config=Config if config is object else config)
         try:
             eval(decorator, names)  # noqa: S307 - text that torch has just made
         except Exception:  # noqa: BLE001 - one configuration, then: no trial
             self.configurations = 1
         finally:
-            triton_heuristics.cached_autotune = whole
-            triton_heuristics.Config = config
+            replace(place, cached_autotune=whole, Config=config)
 
 
 class Config:
