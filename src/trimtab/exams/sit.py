@@ -80,7 +80,11 @@ def sit(only: str = "*", *, cache: bool = True, done: Callable[[Answer], None] =
         return found
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        answers = tuple(pool.map(answer, chosen))
+        return mark(tuple(pool.map(answer, chosen)))
+
+
+def mark(answers: tuple[Answer, ...]) -> Marks:
+    """The marks of some answers."""
     right = [one for one in answers if not one.failed]
     return Marks(
         cases=answers,
