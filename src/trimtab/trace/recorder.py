@@ -6,6 +6,7 @@ would, and knows from storages that appear and die what the caching allocator wo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -22,7 +23,7 @@ from trimtab.trace.imitate import Stream
 from trimtab.trace.works import work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from trimtab.trace.kernels import Kernels
@@ -234,7 +235,18 @@ class Recorder(TorchDispatchMode):
 
     def temporary(self, size: int, op: str) -> None:
         """Memory that lives within one operation."""
+        self.together([size], op)
+
+    def together(self, sizes: list[int], op: str) -> None:
+        """Pieces of memory that live within one operation, all at once."""
+        numbers = [self._new(size, "workspace", op) for size in sizes]
+        self.order.extend(~number for number in numbers)
+
+    @contextlib.contextmanager
+    def holding(self, size: int, op: str) -> Iterator[None]:
+        """Memory that lives as long as the block of code."""
         number = self._new(size, "workspace", op)
+        yield
         self.order.append(~number)
 
     def keep(self, size: int, part: str, op: str) -> int:

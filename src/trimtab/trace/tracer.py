@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from trimtab.trace.worker import Request
 
 TIMEOUT_S = 600
+COMPILED_TIMEOUT_S = 1800
+"""The compiler's own work grows faster than the model does."""
 MOST_CACHED = 200
 """Traces kept on disk; the oldest make room."""
 
@@ -33,7 +35,8 @@ def traced(request: Request, *, cache: bool = True) -> Trace:
     with tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
         # No GPU is touched, and torch.compile leaves nothing that a real run could find.
         env = {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": scratch}
-        answer = ask("trimtab.trace.worker", request, env, timeout_s=TIMEOUT_S)
+        limit = COMPILED_TIMEOUT_S if request.setting.compile else TIMEOUT_S
+        answer = ask("trimtab.trace.worker", request, env, timeout_s=limit)
     found = Trace.from_builtins(answer["trace"])
     _remember(file, found)
     return found
