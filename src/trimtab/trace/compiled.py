@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import trimtab.trace
+from trimtab.spec import Work
 from trimtab.trace import trials
 from trimtab.trace.trials import GIGA, Balance, Tuning, aside, replace
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from trimtab.trace.recorder import Recorder
 
 BYTES_OF_KERNEL = re.compile(r"'kernel_num_gb': ([\d.e+-]+)")
+KERNEL_NAME = re.compile(r"^triton_\w{3}_|_\d+$")
+"""What inductor puts around the names of the operations that it has fused."""
+REDUCTIONS = ("triton_red", "triton_per", "triton_spl")
+HOST = "cpp"
 SIGNATURE = re.compile(r"^def \w+\(([^)]*)\)", re.MULTILINE)
 
 
@@ -55,8 +60,23 @@ class Fused:
         if not self._ran:
             self._ran = True
             self._tune(tensors)
-        written = sum(_bytes(value) for name, value in tensors.items() if "out_ptr" in name)
-        self.recorder.kernel(self.name, max(0, self.moved_bytes - written), written)
+        if self.recorder.working and self.name != HOST:
+            self.recorder.note(self._work(tensors))
+
+    def _work(self, tensors: dict[str, torch.Tensor]) -> Work:
+        """What one launch computes and moves, by inductor's own count of bytes."""
+        written = [value for name, value in tensors.items() if "out_ptr" in name]
+        write_bytes = sum(map(_bytes, written))
+        first = max(written, key=_bytes, default=None)
+        kind = "reduction" if self.name.startswith(REDUCTIONS) else "pointwise"
+        return Work(
+            op=KERNEL_NAME.sub("", self.name),
+            kind=kind,
+            dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
+            read_bytes=max(0, self.moved_bytes - write_bytes),
+            write_bytes=write_bytes,
+            dims=(0, first.shape[-1] if first is not None and first.dim() else 1),
+        )
 
     def _tune(self, tensors: dict[str, torch.Tensor]) -> None:
         tuning = Tuning(self.source)
@@ -197,7 +217,7 @@ def _replace_ends(recorder: Recorder) -> None:
         return Fused(recorder, balance, name, source)
 
     def host_kernel(*_: Any) -> Fused:
-        return Fused(recorder, balance, "cpp", "")
+        return Fused(recorder, balance, HOST, "")
 
     replace(AsyncCompile, triton=kernel, cpp=host_kernel, cpp_pybinding=host_kernel)
 

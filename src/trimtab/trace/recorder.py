@@ -230,9 +230,6 @@ class Recorder(TorchDispatchMode):
         if storage.nbytes():
             self._numbers[key] = self._new(storage.nbytes(), self.part, "resize")
 
-    def kernel(self, name: str, read_bytes: int, written_bytes: int) -> None:
-        """A fused kernel of compiled code was run. Nothing is kept of it yet: a model of time would."""
-
     def temporary(self, size: int, op: str) -> None:
         """Memory that lives within one operation."""
         self.together([size], op)
