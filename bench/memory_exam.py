@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trimtab.exams.sit import Answer, Marks, sit
+from trimtab.exams.sit import Answer, Marks, cases, mark, sit
 from trimtab.units import GIB
 
 FIGURES = ("allocated_bytes", "reserved_bytes", "process_bytes")
@@ -23,9 +23,11 @@ def row(answer: Answer) -> str:
     return f"| {answer.case} | {' | '.join(cells)} |"
 
 
-def table(marks: Marks) -> str:
+def table(title: str, marks: Marks) -> str:
     """The summary and the table."""
     head = [
+        f"### {title}",
+        "",
         "| | median error | worst | furthest too low |",
         "|---|--:|--:|--:|",
         *(
@@ -37,7 +39,19 @@ def table(marks: Marks) -> str:
         "| case | allocated GiB | error | reserved GiB | error | process GiB | error |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    return "\n".join([*head, *map(row, marks.cases)]) + "\n"
+    return "\n".join([*head, *map(row, marks.cases)]) + "\n\n"
+
+
+def tables(marks: Marks) -> str:
+    """Eager runs and compiled ones."""
+    compiled = {one.id for one in cases() if one.measurement.setting.compile}
+    apart = [
+        tuple(one for one in marks.cases if (one.case in compiled) is wanted) for wanted in (False, True)
+    ]
+    return "".join(
+        table(f"{len(some)} {kind} runs", mark(some))
+        for kind, some in zip(("eager", "compiled"), apart, strict=True)
+    ).removesuffix("\n")
 
 
 def main() -> None:
@@ -45,7 +59,7 @@ def main() -> None:
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + table(sit()) + END + after, encoding="utf-8")
+    PAGE.write_text(before + BEGIN + tables(sit()) + END + after, encoding="utf-8")
     print(f"wrote {PAGE.name}")
 
 

@@ -253,8 +253,12 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             ) from None
 
     how = word(Strategy, strategy, "strategy")
-    if compile:
-        raise WrongUse("--compile", found="it cannot be estimated yet", cure="Leave it out.")
+    if compile and how is not Strategy.SINGLE:
+        raise WrongUse(
+            f"--compile with --strategy {strategy}",
+            found="compiled code is estimated on one device only",
+            cure="Leave one of the two out.",
+        )
     if micro_batch < 1:
         raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
     mesh = spread(how, gpus, nodes=nodes, branches=branches)
@@ -265,6 +269,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         global_batch=micro_batch * mesh.data_parallel,
         precision=word(Precision, precision, "precision"),
         recompute=word(Recompute, recompute, "recompute"),
+        compile=compile,
         optimizer=word(OptimizerImplementation, optimizer, "optimizer"),
         allocator=word(Allocator, allocator, "allocator"),
     )

@@ -555,8 +555,7 @@ def marks(found: Marks) -> RenderableType:
         )
     lines = [_mark_line(found, figure) for figure in found.median]
     failures = [_indented(one.case, one.failed, "red") for one in found.cases if one.failed]
-    left = [Text(f"not predicted yet: {', '.join(found.left_out)}")] if found.left_out else []
-    return Group(table, Text(), *lines, *left, *failures)
+    return Group(table, Text(), *lines, *failures)
 
 
 def _mark_line(found: Marks, figure: str) -> Text:

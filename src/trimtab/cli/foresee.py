@@ -33,6 +33,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     micro_batch: Annotated[int, typer.Option(help="Samples per forward pass on one rank.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
     recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
+    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,  # noqa: A002
     strategy: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, branch or hybrid.")] = "single",
     optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
     allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
@@ -60,7 +61,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         micro_batch=micro_batch,
         precision=precision,
         recompute=recompute,
-        compile=False,
+        compile=compile,
         strategy=strategy,
         gpus=len(where.devices),
         optimizer=optimizer,
@@ -91,14 +92,19 @@ def _looked(
     *,
     quiet: bool,
 ) -> tuple[Estimate, Memory, tuple[str, ...]]:
-    """The estimate, and beside it what recomputing would save, where that costs no further tracing."""
+    """The estimate, and beside it what one other choice would change, where that costs little more tracing.
+
+    For compiled code that is the same without compiling, which is quick to trace; otherwise recomputing.
+    """
     from trimtab.errors import TrimtabError
     from trimtab.spec import Recompute
 
     settings = [setting]
     spinner = _console(errors=True).status("tracing the first steps on fake tensors")
     with _maybe(spinner, quiet=quiet):
-        if setting.recompute is Recompute.NONE and not quiet:
+        if setting.compile and not quiet:
+            settings.append(setting.replace(compile=False))
+        elif setting.recompute is Recompute.NONE and not quiet:
             fuller = setting.replace(recompute=Recompute.FULL)
             if not known(setting, device) or known(fuller, device):
                 settings.append(fuller)
@@ -106,7 +112,8 @@ def _looked(
     if isinstance(first, TrimtabError):
         raise first
     found, details, _ = first
-    return found, details, _savings(found, [one[0] for one in others if not isinstance(one, TrimtabError)])
+    compared = [one[0] for one in others if not isinstance(one, TrimtabError)]
+    return found, details, _without(found, compared) if setting.compile else _savings(found, compared)
 
 
 def _maybe(spinner: Any, *, quiet: bool) -> Any:
@@ -126,6 +133,18 @@ def _savings(found: Estimate, others: list[Estimate]) -> tuple[str, ...]:
     if saved < 0.01:  # noqa: PLR2004 - not worth a line
         return ()
     return (f"--recompute full: {format_bytes(less)}, -{saved:.0%}",)
+
+
+def _without(found: Estimate, others: list[Estimate]) -> tuple[str, ...]:
+    """What the same would need without --compile, and a warning where that is less."""
+    from trimtab.units import format_bytes
+
+    if not others:
+        return ()
+    eager = others[0].process_bytes
+    change = eager / found.process_bytes - 1
+    line = f"without --compile: {format_bytes(eager)}, {change:+.0%}"
+    return (f"{line}; compiling costs memory here" if change < 0 else line,)
 
 
 @app.command()
@@ -158,6 +177,7 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
     micro_batch: Annotated[int, typer.Option(help="Samples per forward pass.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
     recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
+    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,  # noqa: A002
     optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
     allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
     clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
@@ -179,7 +199,7 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
         micro_batch=micro_batch,
         precision=precision,
         recompute=recompute,
-        compile=False,
+        compile=compile,
         strategy="single",
         gpus=1,
         optimizer=optimizer,

@@ -1,7 +1,6 @@
 """Sits the exam: predicts every recorded case again and sets it against what was measured.
 
-Covers memory (allocated, reserved, process) and the time of a step. Compiled cases are on record, and are
-not predicted yet.
+Covers memory (allocated, reserved, process) and the time of a step.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class Marks(Noun, frozen=True, kw_only=True):
     """Largest size of an error."""
     lowest: dict[str, float]
     """The prediction that was furthest too low."""
-    left_out: tuple[str, ...] = ()
 
 
 def cases(only: str = "*") -> tuple[Case, ...]:
@@ -75,7 +73,6 @@ def cases(only: str = "*") -> tuple[Case, ...]:
 def sit(only: str = "*", *, cache: bool = True, done: Callable[[Answer], None] = lambda _: None) -> Marks:
     """Predict the cases and mark the answers; `done` is told of each as it comes."""
     chosen = cases(only)
-    predictable = [one for one in chosen if not one.measurement.setting.compile]
 
     def answer(case: Case) -> Answer:
         found = _answer(case, cache=cache)
@@ -83,7 +80,11 @@ def sit(only: str = "*", *, cache: bool = True, done: Callable[[Answer], None] =
         return found
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        answers = tuple(pool.map(answer, predictable))
+        return mark(tuple(pool.map(answer, chosen)))
+
+
+def mark(answers: tuple[Answer, ...]) -> Marks:
+    """The marks of some answers."""
     right = [one for one in answers if not one.failed]
     return Marks(
         cases=answers,
@@ -92,7 +93,6 @@ def sit(only: str = "*", *, cache: bool = True, done: Callable[[Answer], None] =
         else {},
         worst={name: max(abs(one.error[name]) for one in right) for name in FIGURES} if right else {},
         lowest={name: min(one.error[name] for one in right) for name in FIGURES} if right else {},
-        left_out=tuple(one.id for one in chosen if one not in predictable),
     )
 
 

@@ -41,6 +41,7 @@ def estimate(
         trace,
         expandable=setting.allocator is Allocator.EXPANDABLE,
         sharded=setting.strategy in (Strategy.FSDP, Strategy.HSDP),
+        compiled=setting.compile,
     )
     capacity = device.free_bytes if device.free_bytes is not None else device.memory_bytes
     timed, said = _timed(trace, setting, device, cluster, calibration)

@@ -77,14 +77,13 @@ def _ceil(value: int, by: int) -> int:
 def channels_last(source: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether torch hands cuDNN this convolution with channels last."""
     import torch
+    from torch._prims_common import suggest_memory_format
 
     if source.dim() != FOUR:
         return False
 
-    def is_last(one: torch.Tensor) -> bool:
-        return one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
-
-    return is_last(source) or is_last(weight)
+    # By strides alone, as torch does: a tensor of one channel may lie both ways at once.
+    return any(suggest_memory_format(one) is torch.channels_last for one in (source, weight))
 
 
 def shape_of(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from trimtab.catalog.describe import capability, has_bf16
 from trimtab.trace.pretend import pretend_cuda
+from trimtab.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from trimtab.spec import Device
 
 WARP = 32
+CACHE_MIB = {(7, 0): 6, (7, 5): 4, (8, 0): 40, (8, 6): 6, (8, 9): 72, (9, 0): 50, (10, 0): 126}
+"""L2 by compute capability, as the best-known chip of each has it."""
+H200_CACHE_MIB = 60
+"""Seen on one."""
 H100_SHARED = {"block": 49152, "optin": 232448, "multiprocessor": 233472}
 
 
@@ -131,6 +136,7 @@ def imitate(target: Device) -> None:
         minor=numbers[1],
         total_memory=target.memory_bytes,
         multi_processor_count=target.multiprocessors or 1,
+        L2_cache_size=_cache_bytes(target, numbers),
     )
     answers: dict[str, Any] = {
         "is_available": True,
@@ -198,6 +204,11 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
         copied.requires_grad_(tensor.requires_grad)
     memo[id(tensor)] = copied
     return copied
+
+
+def _cache_bytes(target: Device, numbers: tuple[int, int]) -> int:
+    size = H200_CACHE_MIB if "H200" in target.name else CACHE_MIB.get(numbers, CACHE_MIB[9, 0])
+    return size * MIB
 
 
 def _constant(value: Any) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ would, and knows from storages that appear and die what the caching allocator wo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -22,7 +23,7 @@ from trimtab.trace.imitate import Stream
 from trimtab.trace.works import work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from trimtab.spec import Cause
@@ -46,7 +47,10 @@ def _is_view(func: Any) -> bool:
     Its result may lie in a storage that Python has not seen before, as parameters do after a deep copy.
     """
     schema = getattr(func, "_schema", None)
-    return schema is not None and any(one.alias_info is not None for one in schema.returns)
+    if schema is None or any(one.is_out for one in schema.arguments):
+        # A kernel that fills memory it was given may still ask for a workspace.
+        return False
+    return any(one.alias_info is not None for one in schema.returns)
 
 
 CALL = Work(op="call", kind="call", dtype="", kernels=0)
@@ -85,6 +89,8 @@ class Recorder(TorchDispatchMode):
         """Of each entry of `sequence`, whether autograd's engine ran it."""
         self.recomputed_flops = 0
         self._host = threading.get_ident()
+        self.compiles = False
+        """Whether torch.compile takes part: its code knows no modules, and would compile our hooks too."""
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._numbers: dict[int, int | None] = {}
         """The allocation that a storage lies in, by the storage's id; None while it holds nothing."""
@@ -229,9 +235,21 @@ class Recorder(TorchDispatchMode):
 
     def temporary(self, size: int, op: str, cause: Cause | None = None) -> None:
         """Memory that lives within one operation."""
-        number = self._new(size, "workspace", op)
+        (number,) = self.together([size], op)
         if cause is not None:
             self.causes[number] = cause
+
+    def together(self, sizes: list[int], op: str) -> list[int]:
+        """Pieces of memory that live within one operation, all at once."""
+        numbers = [self._new(size, "workspace", op) for size in sizes]
+        self.order.extend(~number for number in numbers)
+        return numbers
+
+    @contextlib.contextmanager
+    def holding(self, size: int, op: str) -> Iterator[None]:
+        """Memory that lives as long as the block of code."""
+        number = self._new(size, "workspace", op)
+        yield
         self.order.append(~number)
 
     def keep(self, size: int, part: str, op: str) -> int:

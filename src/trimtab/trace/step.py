@@ -117,6 +117,8 @@ def prepare(
         # Branches sum the gradients of what they share in the same way.
         buckets = [torch.empty_like(one) for one in parameters]
     scaler = torch.amp.GradScaler(device) if setting.precision is Precision.FP16 else None
+    if setting.compile:
+        model = torch.compile(model)
     return Prepared(
         job, model, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed), branch
     )

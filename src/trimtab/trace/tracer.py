@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from trimtab.trace.worker import Request
 
 TIMEOUT_S = 600.0
+COMPILED_TIMEOUT_S = 1800.0
+"""The compiler's own work grows faster than the model does."""
 MOST_CACHED = 200
 """Traces kept on disk; the oldest make room."""
 
@@ -62,7 +65,7 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
         settings=tuple(settings),
         device=device,
         clip=clip,
-        timeout_s=TIMEOUT_S,
+        timeout_s=COMPILED_TIMEOUT_S if any(one.compile for one in settings) else TIMEOUT_S,
     )
     files = [cache_file(one) for one in requests.each()]
     found: dict[Path, Trace | TrimtabError] = {}
@@ -82,13 +85,15 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
 
 def _asked(requests: Requests) -> list[Trace | TrimtabError]:
     rounds = 1 + -(-len(requests.settings) // at_once())
-    answers = ask_all(
-        "trimtab.trace.worker",
-        requests,
-        {"CUDA_VISIBLE_DEVICES": ""},  # No GPU is touched.
-        timeout_s=rounds * requests.timeout_s,
-        watch=True,
-    )
+    with tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
+        answers = ask_all(
+            "trimtab.trace.worker",
+            requests,
+            # No GPU is touched, and torch.compile leaves nothing that a real run could find.
+            {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": scratch},
+            timeout_s=rounds * requests.timeout_s,
+            watch=True,
+        )
     if len(answers) < len(requests.settings):
         # The job could not be loaded, or is not there.
         raise next(one for one in answers if isinstance(one, TrimtabError))

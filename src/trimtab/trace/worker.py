@@ -77,6 +77,7 @@ def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branc
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from trimtab.trace.compiled import watch
     from trimtab.trace.kernels import Kernels
     from trimtab.trace.recorder import Recorder
 
@@ -84,6 +85,10 @@ def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branc
         _join_fake_group(request.setting)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(Kernels(request.device), fake_mode)
+    watch(recorder)
+    job = load(request.job)
+    for name, value in request.overrides.items():
+        setattr(job, name, value)
     with fake_mode, recorder:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
@@ -116,7 +121,9 @@ def _steps(job: Any, request: Request, recorder: Any, branch: str) -> dict[str, 
     hide_tracing()
     for bucket in state.buckets:
         recorder.relabel(bucket, "communication")
-    recorder.name_modules(state.model)
+    if not recorder.compiles:
+        # Compiled code is no longer divided into modules, and hooks would be compiled with it.
+        recorder.name_modules(state.model)
     recorder.mark("batch", "inputs")
     with _blaming(f"batch({setting.micro_batch})"):
         batch = steps.make_batch(job, setting, "cuda")
@@ -158,6 +165,11 @@ def _blaming(member: str) -> Any:
     try:
         yield
     except Exception as error:
+        # The compiler wraps what went wrong into an error of its own.
+        inner = getattr(error, "inner_exception", error)
+        if inner is not error:
+            cure = "Leave compiling out; if it works on a GPU, this is a bug in trimtab: please report it."
+            raise failed(f"torch.compile in {member}", inner, cure) from error
         cure = f"Mend {member}; run the job on a small input to see the whole traceback."
         raise failed(member, error, cure) from error
 

@@ -1,0 +1,244 @@
+"""Runs torch.compile itself on the pretended device, and then the code that inductor has written.
+
+Dynamo, AOTAutograd, the partitioner, inductor's passes, its scheduler and its memory planning are torch's
+own, unchanged: graph breaks, fusion, reuse of buffers and what is saved for the backward pass are those of
+the installed version of torch. Only the end is replaced: fused kernels are not compiled (`Fused`), and the
+code around them, which allocates buffers and calls libraries, runs on fake tensors under the recorder.
+Neither Triton nor a compiler is needed. Covers inductor in its default mode; not CUDA graphs or
+`max-autotune`.
+
+Only for a child process that traces and ends: nothing is put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+import trimtab.trace
+from trimtab.spec import Work
+from trimtab.trace import trials
+from trimtab.trace.trials import GIGA, Balance, Tuning, aside, replace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trimtab.trace.recorder import Recorder
+
+BYTES_OF_KERNEL = re.compile(r"'kernel_num_gb': ([\d.e+-]+)")
+KERNEL_NAME = re.compile(r"^triton_\w{3}_|_\d+$")
+"""What inductor puts around the names of the operations that it has fused."""
+REDUCTIONS = ("triton_red", "triton_per", "triton_spl")
+HOST = "cpp"
+SIGNATURE = re.compile(r"^def \w+\(([^)]*)\)", re.MULTILINE)
+
+
+class Fused:
+    """A kernel that inductor has written: it is tuned at its first run, and otherwise only counted."""
+
+    def __init__(self, recorder: Recorder, balance: Balance, name: str, source: str) -> None:
+        self.recorder, self.balance, self.name, self.source = recorder, balance, name, source
+        moved = BYTES_OF_KERNEL.search(source)
+        self.moved_bytes = round(float(moved[1]) * GIGA) if moved else 0
+        signature = SIGNATURE.search(source)
+        self.arguments = [one.split(":")[0].strip() for one in signature[1].split(",")] if signature else []
+        self._ran = False
+
+    def run(self, *args: Any, **_: Any) -> None:
+        """What a launch would be; the first one tries all configurations."""
+        tensors = {
+            name: value
+            for name, value in zip(self.arguments, args, strict=False)
+            if isinstance(value, torch.Tensor)
+        }
+        if not self._ran:
+            self._ran = True
+            self._tune(tensors)
+        if self.recorder.working and self.name != HOST:
+            self.recorder.note(self._work(tensors))
+
+    def _work(self, tensors: dict[str, torch.Tensor]) -> Work:
+        """What one launch computes and moves, by inductor's own count of bytes."""
+        written = [value for name, value in tensors.items() if "out_ptr" in name]
+        write_bytes = sum(map(_bytes, written))
+        first = max(written, key=_bytes, default=None)
+        kind = "reduction" if self.name.startswith(REDUCTIONS) else "pointwise"
+        return Work(
+            op=KERNEL_NAME.sub("", self.name),
+            kind=kind,
+            dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
+            read_bytes=max(0, self.moved_bytes - write_bytes),
+            write_bytes=write_bytes,
+            dims=(0, first.shape[-1] if first is not None and first.dim() else 1),
+        )
+
+    def _tune(self, tensors: dict[str, torch.Tensor]) -> None:
+        tuning = Tuning(self.source)
+        if tuning.configurations == 1:
+            return
+        spare = self.balance.spare()
+        copied = []
+        for name in tuning.mutated:
+            if name not in tensors:
+                continue
+            if tuning.spares_memory and _bytes(tensors[name]) > spare:
+                continue
+            spare -= _bytes(tensors[name])
+            copied.append(_bytes(tensors[name]))
+        for _ in range(tuning.configurations):
+            self.recorder.together(copied, "tuning")
+            with self.recorder.holding(trials.cache_bytes(), "tuning"):
+                self.recorder.together(copied, "tuning")
+
+    def __call__(self, *_: Any) -> None:
+        """A kernel for the host: it touches no device memory."""
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def watch(recorder: Recorder) -> None:
+    """Be ready for torch.compile, whoever calls it: a setting, or the job's own code."""
+    whole = torch.compile
+
+    @functools.wraps(whole)
+    def compile_here(*args: Any, mode: str | None = None, options: Any = None, **kwargs: Any) -> Any:
+        if not recorder.compiles:
+            recorder.compiles = True
+            install(recorder)
+        if mode not in (None, "default") or options:
+            recorder.kernels.assume(f"torch.compile is taken in its default mode, not {mode or options}")
+        return whole(*args, **kwargs)
+
+    replace(torch, compile=compile_here)
+
+
+def install(recorder: Recorder) -> None:
+    """Prepare torch's compiler for the pretended device."""
+    _let_dynamo_look(recorder)
+    _answer_for_cuda()
+    _fold_on_host()
+    _replace_ends(recorder)
+    trials.install(recorder)
+
+
+def _let_dynamo_look(recorder: Recorder) -> None:
+    """Dynamo passes over code under a dispatch mode, unless the mode says that it may not."""
+    import torch._dynamo.convert_frame as frames
+    import torch._inductor.compile_fx as inductor
+
+    for module in pkgutil.iter_modules(trimtab.trace.__path__, "trimtab.trace."):
+        # What stands in for torch's C++ is not to be compiled; what arranges the job's blocks is.
+        if module.name != "trimtab.trace.step":
+            torch._dynamo.trace_rules.add(module.name)
+    replace(type(recorder), ignore_compile_internals=classmethod(lambda _: True))
+    replace(frames, _compile=_aside(recorder, frames._compile))
+    # The backward pass is compiled when it first runs, outside of dynamo.
+    replace(inductor, fx_codegen_and_compile=_aside(recorder, inductor.fx_codegen_and_compile))
+
+
+def _aside(recorder: Recorder, whole: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(whole)
+    def silent(*args: Any, **kwargs: Any) -> Any:
+        with aside(recorder):
+            return whole(*args, **kwargs)
+
+    return silent
+
+
+def _answer_for_cuda() -> None:
+    """What the compiler asks of CUDA that nothing else does."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # One function each: dynamo knows them by identity.
+    replace(
+        torch.cuda,
+        get_rng_state=lambda *_: torch.empty(16, dtype=torch.uint8),
+        set_rng_state=lambda *_: None,
+        _exchange_device=lambda *_: 0,
+        _maybe_exchange_device=lambda *_: 0,
+    )
+    # Constants stay on the host, and the guard that is there already stays.
+    replace(FakeTensorMode, avoid_device_init=True)
+    replace(torch._C, _ensureCUDADeviceGuardSet=lambda: None)
+
+
+def _fold_on_host() -> None:
+    """Constants that the compiler works out while it compiles are real numbers: on the host, here."""
+    from torch._inductor.fx_passes import joint_graph
+
+    folder = joint_graph.UniformValueConstantFolder
+    whole = folder.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _OnHost():
+            return whole(self, *args, **kwargs)
+
+    replace(folder, run=run)
+
+
+class _OnHost(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        host = torch.device("cpu")
+        args, kwargs = tree_map_only(torch.device, lambda _: host, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _replace_ends(recorder: Recorder) -> None:
+    """Where inductor's code meets the device: kernels are stood in for, buffers are fake tensors."""
+    import torch._inductor.config as settings
+    import torch._inductor.cpu_vec_isa as host_vectors
+    import torch.utils._triton as triton_questions
+    from torch._inductor import scheduler
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.fx_passes import pad_mm
+
+    # Nothing that was guessed here may be found by a real run later, nor the other way round.
+    replace(settings, force_disable_caches=True, compile_threads=1)
+    # Kernels then say how many bytes they move.
+    replace(settings, profile_bandwidth=True)
+    for module in (scheduler, pad_mm):
+        replace(module, has_triton=lambda *_: True)
+    replace(triton_questions, triton_hash_with_backend=lambda: "none")
+    replace(host_vectors, valid_vec_isa_list=list)
+    balance = Balance(recorder)
+
+    def kernel(_: Any, name: str, source: str, *__: Any, **___: Any) -> Fused:
+        return Fused(recorder, balance, name, source)
+
+    def host_kernel(*_: Any) -> Fused:
+        return Fused(recorder, balance, HOST, "")
+
+    replace(AsyncCompile, triton=kernel, cpp=host_kernel, cpp_pybinding=host_kernel)
+
+    def header(self: Any) -> None:
+        self.write_get_raw_stream_header()
+        self.imports.splice("start_graph = end_graph = lambda *_: None")
+
+    replace(PythonWrapperCodegen, write_triton_header_once=header)
+    replace(
+        torch._C._dynamo.guards,
+        _empty_strided_cuda=functools.partial(_empty_strided, "cuda"),
+        _empty_strided_cpu=functools.partial(_empty_strided, "cpu"),
+        _reinterpret_tensor=_reinterpret,
+        assert_size_stride=lambda *_: None,
+        assert_alignment=lambda *_: None,
+    )
+
+
+def _empty_strided(device: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)

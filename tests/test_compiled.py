@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import trimtab
+from test_cli import trimtab_cli
+from trimtab.catalog.clusters import row_device
+from trimtab.catalog.lookup import reported
+from trimtab.errors import JobFailed, WrongUse
+from trimtab.exams.sit import cases, predict
+from trimtab.spec import PARTS, Device, Estimate
+from trimtab.trace.trials import Balance, Clock, Tuning
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+JOB = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.up = nn.Linear(256, 1024)
+        self.down = nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Job:
+    global_batch = 64
+
+    def model(self):
+        return Net()
+
+    def batch(self, size):
+        return torch.randn(size, 128, 256), torch.randint(0, 10, (size, 128))
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+class Chain(Job):
+    # Eager keeps every step of the chain, compiled code one number of it.
+    def model(self):
+        class Many(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones(256))
+
+            def forward(self, x):
+                y = x * self.scale
+                for _ in range(8):
+                    y = torch.tanh(y) * torch.sigmoid(y)
+                return y
+        return Many()
+
+    def loss(self, model, batch):
+        return model(batch[0]).mean()
+
+
+class Broken(Job):
+    # A number read from the device ends the graph; the rest is another one.
+    def model(self):
+        class Reads(Net):
+            def forward(self, x):
+                x = self.blocks[0](x)
+                if x.sum().item() < 0:
+                    x = -x
+                return self.head(self.blocks[1](x))
+        return Reads()
+
+
+class Recurrent(Job):
+    # torch leaves recurrent layers out of compiled code.
+    def model(self):
+        class Steps(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.cells = nn.LSTM(256, 256, batch_first=True)
+                self.head = nn.Linear(256, 10)
+
+            def forward(self, x):
+                return self.head(torch.relu(self.cells(x)[0]))
+        return Steps()
+
+
+class Own(Job):
+    def model(self):
+        return torch.compile(Net(), mode="max-autotune")
+
+
+class Host(Job):
+    # Part of the graph is for the CPU: nothing is compiled for it, and it takes no device memory.
+    def model(self):
+        class Waves(Net):
+            def forward(self, x):
+                return super().forward(x * torch.arange(256).float().cos().to(x.device))
+        return Waves()
+
+
+class Wrong(Job):
+    def batch(self, size):
+        return torch.randn(size, 128, 250), torch.randint(0, 10, (size, 128))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+
+
+def estimate(folder: Path, name: str = "Job", **options: Any) -> Estimate:
+    (folder / "job.py").write_text(JOB)
+    return trimtab.estimate(f"{folder}/job.py:{name}", "H200", **{"micro_batch": 64, **options})
+
+
+def activations(found: Estimate) -> int:
+    return int(found.parts.activations)
+
+
+def h200() -> Device:
+    row = reported("NVIDIA H200")
+    assert row is not None
+    return row_device(row, 0, "the test")
+
+
+def test_fused_steps_are_never_stored(tmp_path: Path) -> None:
+    eager, compiled = (estimate(tmp_path, "Chain", compile=one, micro_batch=512) for one in (False, True))
+    sample = 512 * 128 * 256 * 2
+    assert activations(eager) > 16 * sample
+    assert activations(compiled) < 6 * sample
+
+
+def test_what_the_optimizer_keeps_is_the_same_as_without(tmp_path: Path) -> None:
+    eager, compiled = (estimate(tmp_path, compile=one, micro_batch=1) for one in (False, True))
+    assert compiled.parts.weights == eager.parts.weights
+    assert compiled.band.low_bytes < compiled.process_bytes < compiled.band.high_bytes
+
+
+def test_recomputation_is_compiled_too(tmp_path: Path) -> None:
+    kept, again = (estimate(tmp_path, compile=True, recompute=one) for one in ("none", "full"))
+    hidden = 64 * 128 * 1024 * 2
+    assert activations(kept) - activations(again) > hidden
+
+
+@pytest.mark.parametrize("name", ["Broken", "Recurrent", "Host"])
+def test_what_the_compiler_leaves_out_is_counted_as_it_runs(tmp_path: Path, name: str) -> None:
+    found = estimate(tmp_path, name, compile=True)
+    assert activations(found) > 64 * 128 * 256 * 2
+    read = any(".item()" in one for one in found.assumptions)
+    assert read == (name == "Broken")
+
+
+def test_a_job_that_compiles_itself_needs_no_option(tmp_path: Path) -> None:
+    own, asked = estimate(tmp_path, "Own"), estimate(tmp_path, compile=True)
+    assert own.allocated_bytes == asked.allocated_bytes
+    assert any("default mode, not max-autotune" in one for one in own.assumptions)
+
+
+def test_nothing_is_left_for_a_real_run_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / "inductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs))
+    estimate(tmp_path, compile=True, micro_batch=2)
+    assert not theirs.exists()
+
+
+def test_a_job_that_does_not_compile_is_told_where(tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match=r"job\.py, line"):
+        estimate(tmp_path, "Wrong", compile=True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_devices_are_refused_with_the_way_out(tmp_path: Path, strategy: str) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    with pytest.raises(WrongUse, match="one device only") as caught:
+        trimtab.estimate(f"{tmp_path}/job.py:Job", "8xH100", compile=True, strategy=strategy)
+    assert "Leave one of the two out" in str(caught.value)
+
+
+def test_the_command_says_what_it_would_be_without(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    call = ("estimate", f"{tmp_path}/job.py:Chain", "--on", "H200", "--micro-batch", "512", "--compile")
+    done = trimtab_cli(*call)
+    assert done.returncode == 0, done.stderr
+    assert "without --compile:" in done.stdout
+    assert "compiling costs memory" not in done.stdout
+    found = json.loads(trimtab_cli(*call, "--json").stdout)
+    assert found["setting"]["compile"] is True
+    assert set(found["parts"]) == {*PARTS, "context"}
+
+
+def test_a_recorded_compiled_run_is_predicted() -> None:
+    (case,) = cases("llama2-compile-bf16true-b4")
+    found = predict(case)
+    assert found.allocated_bytes == pytest.approx(case.measurement.allocated_bytes, rel=0.02)
+    assert found.reserved_bytes == pytest.approx(case.measurement.reserved_bytes, rel=0.04)
+
+
+@pytest.mark.slow
+def test_every_recorded_compiled_run_is_predicted() -> None:
+    for case in cases("*-compile-*"):
+        found = predict(case)
+        assert found.allocated_bytes == pytest.approx(case.measurement.allocated_bytes, rel=0.05), case.id
+        assert found.reserved_bytes == pytest.approx(case.measurement.reserved_bytes, rel=0.15), case.id
+        assert case.measurement.process_bytes is not None
+        assert found.band.low_bytes <= case.measurement.process_bytes <= found.band.high_bytes, case.id
+
+
+# What the compiler tries out.
+
+
+def seconds(rows: int, inner: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    clock = Clock(h200())
+    with clock:
+        torch.mm(
+            torch.empty(rows, inner, dtype=dtype, device="meta"),
+            torch.empty(inner, columns, dtype=dtype, device="meta"),
+        )
+    return clock.seconds
+
+
+def test_matrix_products_of_odd_sides_are_slow() -> None:
+    even, odd = seconds(8192, 768, 50264), seconds(8192, 768, 50257)
+    assert odd > 2 * even
+    assert seconds(8192, 768, 50264, torch.float32) > 5 * even
+
+
+def test_views_take_no_time() -> None:
+    clock = Clock(h200())
+    with clock:
+        torch.empty(8, 8, device="meta").t()
+    before = clock.seconds
+    with clock:
+        torch.empty(8, 8, device="meta").t()
+    assert clock.seconds == pytest.approx(2 * before)
+
+
+KERNEL = """
+import triton
+
+@triton_heuristics.{kind}(
+    size_hints={hints},
+    {more}filename=__file__,
+    triton_meta={{'signature': {{'in_out_ptr0': '*bf16'}}, 'device': DeviceProperties(type='cuda', index=0,
+        multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048, warp_size=32), 'constants': {{}}}},
+    inductor_meta={{'mutated_arg_names': ['in_out_ptr0'], 'optimize_mem': False, 'autotune_hints': set(),
+        'num_load': 1, 'num_store': 1, 'num_reduction': 1, 'kernel_name': 'k', 'grid_type': 'Grid1D'}},
+)
+@triton.jit
+def kernel(in_out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    pass
+"""
+
+
+def test_torch_itself_says_how_many_configurations_are_tried() -> None:
+    found = Tuning(KERNEL.format(kind="pointwise", hints="{'x': 1048576}", more=""))
+    assert found.configurations >= 1
+    assert found.mutated == ("in_out_ptr0",)
+    assert found.spares_memory is False
+
+
+@pytest.mark.parametrize(
+    "source", ["", "def kernel(): pass", "@triton_heuristics.no_such(\n    x=1\n)\ndef k(): pass"]
+)
+def test_a_kernel_that_is_not_understood_is_not_tuned(source: str) -> None:
+    assert Tuning(source).configurations == 1
+
+
+def test_a_copy_must_not_raise_the_peak() -> None:
+    class Recorded:
+        order = (0, 1, ~1)
+        sizes = (100, 50)
+
+    balance = Balance(Recorded())  # type: ignore[arg-type]
+    assert balance.spare() == 50
+    assert balance.spare() == 50
