@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError
 from trimtab.exams.sit import Case, cases
 from trimtab.jobs.load import load
-from trimtab.spec import Noun, Precision, Recompute, Strategy
+from trimtab.spec import Noun, Precision, Recompute
 from trimtab.units import GIB
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def training_using_adam(model: Any) -> dict[str, int]:
 def accelerate_figure(case: Case, model: Model) -> Figure | None:
     """One whole model: of a shard it knows nothing."""
     setting = case.measurement.setting
-    if setting.strategy is Strategy.FSDP:
+    if setting.mesh.dp_shard > 1:
         return None
     dtype = "float32" if setting.precision in FOUR_BYTES else "float16"
     covered = model.adam and not model.frozen and setting.precision is not Precision.BF16_TRUE
@@ -208,8 +208,8 @@ def accelerate_figure(case: Case, model: Model) -> Figure | None:
 def deepspeed_figure(case: Case, model: Model) -> Figure:
     """ZeRO-3 where weights are sharded; where nothing is, ZeRO-2 on one GPU."""
     setting = case.measurement.setting
-    if setting.strategy is Strategy.FSDP:
-        needed = zero3(model.parameters, model.largest_layer, setting.gpus)
+    if setting.mesh.dp_shard > 1:
+        needed = zero3(model.parameters, model.largest_layer, setting.mesh.dp_shard)
     else:
         needed = zero2(model.parameters, 1)
     covered = model.adam and not model.frozen and setting.precision in MIXED
@@ -219,7 +219,7 @@ def deepspeed_figure(case: Case, model: Model) -> Figure:
 def guide_figures(case: Case, model: Model) -> dict[str, Figure]:
     """What the guides that speak of such a job say."""
     setting = case.measurement.setting
-    if setting.strategy is Strategy.FSDP or setting.recompute is Recompute.SELECTIVE:
+    if setting.mesh.dp_shard > 1 or setting.recompute is Recompute.SELECTIVE:
         return {}
     job = job_of(case)
     items, full = setting.micro_batch, setting.recompute is Recompute.FULL
