@@ -135,7 +135,8 @@ class BridgeModel(nn.Module):
     def forward(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The loss of every model that is here."""
         latents = self.encoder(batch["source"], batch["source_length"])
-        here = [name for name in self.job.branches if getattr(self, name) is not None]
+        # A model that another rank keeps is None, or a stand-in that is false.
+        here = [name for name in self.job.branches if getattr(self, name)]
         return {name: self.branch_loss(name, latents, batch["answers"][name]) for name in here}
 
     def branch_loss(self, name: str, latents: torch.Tensor, answer: dict[str, torch.Tensor]) -> torch.Tensor:
