@@ -526,11 +526,23 @@ def _figures(found: Estimate) -> Table:
         ("reserved", format_bytes(found.reserved_bytes, digits=2)),
         ("process", format_bytes(found.process_bytes, digits=2)),
         ("band", band),
+        *_pace_rows(found),
     ]
     for index, (name, size) in enumerate(left):
         label, value = right[index] if index < len(right) else ("", "")
         table.add_row(name, size, f"   {label}", value)
     return table
+
+
+def _pace_rows(found: Estimate) -> list[tuple[str, str]]:
+    """Time of a step, samples a second and MFU, where they are known."""
+    if found.step_s is None or found.samples_per_s is None:
+        return []
+    rows = [("step", format_duration(found.step_s)), ("samples/s", f"{found.samples_per_s:,.1f}")]
+    if found.mfu is not None:
+        rated = f", {found.mfu_rating}" if found.mfu_rating else ""
+        rows.append(("MFU", f"{found.mfu:.0%}{rated}"))
+    return rows
 
 
 def marks(found: Marks) -> RenderableType:

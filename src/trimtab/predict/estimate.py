@@ -7,22 +7,13 @@ from typing import TYPE_CHECKING, Any
 from trimtab.predict import comms, time
 from trimtab.predict.calibration import speed
 from trimtab.predict.memory import Memory, memory
-from trimtab.spec import Allocator, Estimate, Precision, StepTime, Strategy
+from trimtab.predict.rating import PEAK_OF, rating
+from trimtab.spec import Allocator, Estimate, StepTime, Strategy
 
 if TYPE_CHECKING:
     from trimtab.spec import Calibration, Cluster, Device, Setting, Trace
 
 MEASURED_CONTEXT = "H200 SXM 141GB"
-
-
-PEAK_OF = {
-    Precision.FP32: "fp32",
-    Precision.TF32: "tf32",
-    Precision.FP16: "fp16",
-    Precision.BF16: "bf16",
-    Precision.BF16_TRUE: "bf16",
-}
-"""The dense peak that MFU is a share of."""
 
 
 def estimate(
@@ -78,6 +69,8 @@ def _timed(
     seconds = parts.total_s
     peak = getattr(device.peaks, PEAK_OF[setting.precision]) or device.peaks.fp32
     flops = time.model_flops(trace) * setting.accumulation
+    again = trace.recomputed_flops * setting.accumulation
+    mfu = flops / (seconds * peak) if peak else None
     said = []
     if not pace.own:
         said.append(
@@ -94,7 +87,9 @@ def _timed(
             communication_s=parts.communication_s,
         ),
         "samples_per_s": setting.global_batch / seconds,
-        "mfu": flops / (seconds * peak) if peak else None,
+        "mfu": mfu,
+        "mfu_rating": rating(mfu, device, setting.precision) if mfu is not None else None,
+        "hardware_utilization": mfu and mfu * (flops + again) / flops,
     }, said
 
 

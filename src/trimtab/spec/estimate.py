@@ -82,6 +82,10 @@ class Estimate(Noun, frozen=True, kw_only=True):
     samples_per_s: float | None = None
     mfu: float | None = None
     """Model operations over the dense peak of the dtype in use, from 0 to 1."""
+    mfu_rating: str | None = None
+    """poor, fair, good or excellent, beside jobs that were measured."""
+    hardware_utilization: float | None = None
+    """The same with what is computed again counted; above mfu where activations are recomputed."""
     hours: float | None = None
     """To the horizon of the job."""
     gpu_hours: float | None = None
