@@ -20,6 +20,7 @@ from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import BUILT_IN, name_of
 from trimtab.jobs.naics import lorentz_distance, on_hyperboloid
 from trimtab.jobs.options import options
+from trimtab.trace.redraw import redraws
 from trimtab.trace.step import repeated_blocks
 
 if TYPE_CHECKING:
@@ -425,6 +426,36 @@ def test_a_config_is_estimated(tmp_path: Path, architecture: str) -> None:
     found = trimtab.estimate(name, "H200", micro_batch=2)
     assert found.fits is True
     assert any("(--seq)" in one for one in found.assumptions) is (architecture not in NO_WORDS)
+
+
+TRUNCATED = """
+import torch
+from torch import nn
+
+
+class Job:
+    def model(self):
+        net = nn.Linear(512, 512)
+        nn.init.trunc_normal_(net.weight, std=1.0, a=-2.0, b=2.0)
+        nn.init.trunc_normal_(net.bias, std=1.0, a=3.0, b=4.0)
+        return net
+
+    def batch(self, size):
+        return torch.randn(size, 512)
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+"""
+
+
+def test_numbers_drawn_until_they_are_within_bounds_are_drawn_to_an_end(tmp_path: Path) -> None:
+    (tmp_path / "truncated.py").write_text(TRUNCATED, encoding="utf-8")
+    found = trimtab.estimate(f"{tmp_path}/truncated.py:Job", "H200")
+    assert found.parts.weights == pytest.approx(4 * 513 * 512, rel=0.01)
+    # Four rounds leave less than one of 2.4 million numbers beyond two standard deviations.
+    assert redraws(2_400_000, 0.0455) == 4
+    assert 2_400_000 * 0.0455**4 > 1 > 2_400_000 * 0.0455**5
+    assert redraws(1_000_000, 1e-9) == 0
 
 
 def test_frozen_weights_have_no_optimizer_state_and_keep_their_dtype(tmp_path: Path) -> None:

@@ -127,7 +127,10 @@ def imitate(target: Device) -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+    from trimtab.trace.redraw import bound_redraws
+
     pretend_cuda()
+    bound_redraws()
     numbers = capability(target.compute_capability or "9.0") or (9, 0)
     free = target.free_bytes if target.free_bytes is not None else target.memory_bytes
     properties = Properties(

@@ -86,9 +86,8 @@ def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branc
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(Kernels(request.device), fake_mode)
     watch(recorder)
-    job = load(request.job)
-    for name, value in request.overrides.items():
-        setattr(job, name, value)
+    # Again, now that torch.compile is watched: a file may call it while it is loaded.
+    job = load(request.job, request.overrides)
     with fake_mode, recorder:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
