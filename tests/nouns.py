@@ -12,6 +12,7 @@ from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
 from trimtab.pace.measure import Order
 from trimtab.trace.describe import Described, Question
+from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
 
 names = st.text(min_size=1, max_size=12)
@@ -153,6 +154,27 @@ def settings(draw: st.DrawFn) -> spec.Setting:
     )
 
 
+@st.composite
+def rank_shares(draw: st.DrawFn) -> spec.Share:
+    micro, rounds = draw(st.integers(1, 64)), draw(st.integers(1, 64))
+    return spec.Share(
+        samples=micro * rounds - draw(st.integers(0, micro - 1)), micro_batch=micro, accumulation=rounds
+    )
+
+
+@st.composite
+def unlike(draw: st.DrawFn) -> spec.Setting:
+    held = tuple(draw(st.lists(rank_shares(), min_size=2, max_size=3)))
+    return spec.Setting(
+        strategy=spec.Strategy.DDP,
+        mesh=spec.Mesh(dp_replicate=len(held)),
+        micro_batch=max(one.micro_batch for one in held),
+        accumulation=max(one.accumulation for one in held),
+        global_batch=sum(one.samples for one in held),
+        shares=held,
+    )
+
+
 footprints = st.builds(spec.Footprint, **dict.fromkeys(spec.Footprint.__struct_fields__, counts))
 bands = st.tuples(counts, counts).map(lambda ends: spec.Band(low_bytes=min(ends), high_bytes=max(ends)))
 step_times = st.builds(spec.StepTime, compute_s=seconds, communication_s=seconds)
@@ -188,6 +210,27 @@ rejections = st.builds(spec.Rejection, why=names, count=st.integers(1, 99), exam
 comparisons = st.builds(
     spec.Comparison, gpus=st.integers(1, 99), setting=maybe(settings()), estimate=maybe(estimates())
 )
+what_ifs = st.builds(
+    spec.WhatIf,
+    change=names,
+    gpus=st.integers(1, 99),
+    setting=maybe(settings()),
+    estimate=maybe(estimates()),
+    meets_deadline=maybe(st.booleans()),
+)
+changes = st.builds(spec.Change, what=names, setting=settings(), estimate=estimates())
+places = st.builds(spec.Place, node=counts, node_name=names, device=counts, name=names)
+workloads = st.builds(
+    spec.Workload,
+    name=names,
+    global_batch=st.integers(1, 99),
+    samples=maybe(st.integers(1, 99)),
+    epochs=st.integers(1, 99),
+    branches=st.lists(names, max_size=2).map(tuple),
+    seq=maybe(st.integers(1, 99)),
+    files=st.dictionaries(names, names, max_size=2),
+)
+named_jobs = st.builds(Named, job=names, overrides=st.dictionaries(names, counts, max_size=2))
 plans = st.builds(
     spec.Plan,
     job=names,
@@ -198,6 +241,10 @@ plans = st.builds(
     runners_up=st.lists(candidates, max_size=1).map(tuple),
     rejected=st.lists(rejections, max_size=1).map(tuple),
     comparison=st.lists(comparisons, max_size=1).map(tuple),
+    what_if=st.lists(what_ifs, max_size=1).map(tuple),
+    places=st.lists(places, max_size=1).map(tuple),
+    workload=maybe(workloads),
+    cost=maybe(seconds),
     fingerprints=st.dictionaries(names, names, max_size=2),
 )
 
@@ -298,7 +345,13 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Scheduler: schedulers(),
     spec.Cluster: clusters(),
     spec.Mesh: meshes,
-    spec.Setting: settings(),
+    spec.Setting: settings() | unlike(),
+    spec.Share: rank_shares(),
+    spec.Workload: workloads,
+    spec.WhatIf: what_ifs,
+    spec.Change: changes,
+    spec.Place: places,
+    Named: named_jobs,
     spec.Footprint: footprints,
     spec.Band: bands,
     spec.StepTime: step_times,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from trimtab.api import cluster, detect, estimate, exam, explain, load, profile
+    from trimtab.api import cluster, detect, estimate, exam, explain, load, plan, profile, read_plan
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
     from trimtab.spec import Cluster, Device, Finding, Link, Node
@@ -35,7 +35,9 @@ __all__ = [
     "exam",
     "explain",
     "load",
+    "plan",
     "profile",
+    "read_plan",
 ]
 
 _HOMES = {
@@ -52,7 +54,9 @@ _HOMES = {
     "exam": "trimtab.api",
     "explain": "trimtab.api",
     "load": "trimtab.api",
+    "plan": "trimtab.api",
     "profile": "trimtab.api",
+    "read_plan": "trimtab.api",
 }
 
 

@@ -14,7 +14,7 @@ The number is the exit code of the command line.
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,9 +57,10 @@ class BrokenFile(WrongUse):
 
 
 class NothingFits(TrimtabError):  # noqa: N818
-    """No configuration fits; the nearest thing that would is in `cure`."""
+    """No configuration fits; the nearest thing that would is in `cure`, and as values in `nearest`."""
 
     exit_code = 3
+    nearest: tuple[Any, ...] = ()
 
 
 class JobFailed(TrimtabError):  # noqa: N818

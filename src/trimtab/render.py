@@ -39,7 +39,9 @@ if TYPE_CHECKING:
         Link,
         Node,
         Peaks,
+        Plan,
         Scheduler,
+        Setting,
         Versions,
     )
 
@@ -628,3 +630,205 @@ def calibration(found: Calibration, file: Path) -> RenderableType:
     title = Text(f"{found.device}: {len(found.works)} operations measured", style="bold")
     left = [Text(f" left out: {one}", style="dim") for one in found.left_out]
     return Group(title, table, *left, Text(f" kept in {file}"))
+
+
+MOST_REJECTED = 10
+"""Causes shown; the rest are counted."""
+
+
+def plan(found: Plan) -> RenderableType:
+    """The recommendation, the memory, every choice with its reason, and what else there was."""
+    parts: list[RenderableType] = [
+        Text.assemble((inert(_plan_name(found)), "bold"), f": {setting_words(found.choice)}"),
+        Text(),
+        Padding(Text(inert(found.recommendation), style="green"), (0, 0, 0, 1)),
+        Text(),
+        _bar(found.estimate),
+        Padding(Text(_room_words(found)), (0, 0, 0, 1)),
+        Text(),
+        Padding(_reasons(found), (0, 0, 0, 1), expand=False),
+    ]
+    for heading, table in (
+        ("GPUs side by side", _comparison(found)),
+        ("what if", _what_ifs(found)),
+        ("runners-up", _runners_up(found)),
+    ):
+        if table is not None:
+            parts += [Text(), Text(f" {heading}", style="bold"), Padding(table, (0, 0, 0, 1), expand=False)]
+    parts += [Text(), Text(" rejected", style="bold"), Padding(_rejected(found), (0, 0, 0, 1), expand=False)]
+    parts += [_indented("assumed", line, "dim") for line in found.estimate.assumptions]
+    parts += [_indented("left out", line, "dim") for line in found.left_out]
+    return Group(*parts)
+
+
+def _plan_name(found: Plan) -> str:
+    from trimtab.planner.stale import used
+
+    name = found.workload.name if found.workload else found.job
+    return f"{name} on {used(found.places)}"
+
+
+def setting_words(one: Setting) -> str:
+    """A setting in a line.
+
+    >>> from trimtab.spec import Setting
+    >>> setting_words(Setting(micro_batch=8, accumulation=2, global_batch=16))
+    '1 GPU, single, micro-batch 8 x 2, fp32'
+    """
+    words = [
+        f"{one.gpus} GPU{'s' * (one.gpus > 1)}",
+        one.strategy.value,
+        f"micro-batch {one.micro_batch} x {one.accumulation}",
+        one.precision.value,
+        "" if one.recompute.value == "none" else f"recompute {one.recompute.value}",
+        "compiled" * one.compile,
+        "shares by speed" * bool(one.shares),
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def _room_words(found: Plan) -> str:
+    """Memory of the fullest GPU against what may be used."""
+    estimate = found.estimate
+    capacity = estimate.capacity_bytes or estimate.process_bytes
+    most = found.policy.memory_share * capacity
+    return (
+        f"{format_bytes(estimate.process_bytes)} of {format_bytes(capacity)} free on the fullest GPU, "
+        f"{format_bytes(estimate.band.high_bytes)} at most; {format_bytes(most)} may be used"
+    )
+
+
+def _words_table(*justify: str) -> Table:
+    table = _table()
+    table.show_header = False
+    for index, side in enumerate(justify):
+        last = index == len(justify) - 1
+        table.add_column(
+            style=None if last else "dim" if not index else None,
+            justify="right" if side == "right" else "left",
+            no_wrap=not last,
+            overflow="fold",
+        )
+    return table
+
+
+def _reasons(found: Plan) -> Table:
+    table = _words_table("left", "left", "left")
+    for one in found.reasons:
+        table.add_row(_cell(one.subject), _cell(one.value), _cell(one.why))
+    return table
+
+
+def _comparison(found: Plan) -> Columns | None:
+    """One line for each number of GPUs; columns without a known value are left out."""
+    if not found.comparison:
+        return None
+    return _known_columns(
+        (
+            ("GPUs", lambda one: str(one.gpus)),
+            ("how", lambda one: _shorter_setting(one.setting) if one.setting else one.why),
+            ("GiB", lambda one: one.estimate and format_gib(one.estimate.process_bytes)),
+            ("samples/s", lambda one: one.estimate and _figure(one.estimate.samples_per_s)),
+            ("epoch", lambda one: None if one.epoch_s is None else format_duration(one.epoch_s)),
+            ("total", lambda one: _hours(one.estimate)),
+            ("GPU-h", lambda one: one.estimate and _figure(one.estimate.gpu_hours)),
+            ("cost", lambda one: None if one.cost is None else f"{one.cost:,.2f}"),
+            ("in time", lambda one: _yes(one.meets_deadline)),
+            ("free", lambda one: None if one.free_share is None else f"{one.free_share:.0%}"),
+            (
+                "scaling",
+                lambda one: None if one.scaling_efficiency is None else f"{one.scaling_efficiency:.0%}",
+            ),
+        ),
+        found.comparison,
+        "how",
+    )
+
+
+def _what_ifs(found: Plan) -> Columns | None:
+    if not found.what_if:
+        return None
+    return _known_columns(
+        (
+            ("change", lambda one: one.change),
+            ("GPUs", lambda one: str(one.gpus)),
+            ("how", lambda one: _short_setting(one.setting) if one.setting else one.why),
+            ("total", lambda one: _hours(one.estimate)),
+            ("samples/s", lambda one: one.estimate and _figure(one.estimate.samples_per_s)),
+            ("GPU-h", lambda one: one.estimate and _figure(one.estimate.gpu_hours)),
+            ("cost", lambda one: None if one.cost is None else f"{one.cost:,.2f}"),
+            ("in time", lambda one: _yes(one.meets_deadline)),
+        ),
+        found.what_if,
+        "how",
+    )
+
+
+def _runners_up(found: Plan) -> Columns | None:
+    if not found.runners_up:
+        return None
+    return _known_columns(
+        (
+            ("how", lambda one: setting_words(one.setting)),
+            ("GiB", lambda one: format_gib(one.estimate.process_bytes)),
+            ("samples/s", lambda one: _figure(one.estimate.samples_per_s)),
+            ("why not", lambda one: one.why),
+        ),
+        found.runners_up,
+        "how",
+        left=("how", "why not"),
+    )
+
+
+def _known_columns(
+    columns: tuple[tuple[str, Any], ...], rows: tuple[Any, ...], folds: str, left: tuple[str, ...] = ()
+) -> Columns:
+    """A table of the columns in which something is known."""
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    used = [index for index in range(len(columns)) if any(row[index] for row in cells)]
+    headings = tuple(columns[index][0] for index in used)
+    return Columns(
+        headings=headings,
+        rows=tuple(tuple(inert(row[index] or UNKNOWN) for index in used) for row in cells),
+        left=left or (folds, "change"),
+        folds=folds,
+        narrowest=10,
+        kept=min(4, len(headings)),
+    )
+
+
+def _short_setting(one: Setting) -> str:
+    """A setting without the number of GPUs, which has its own column."""
+    return setting_words(one).partition(", ")[2].replace("micro-batch ", "")
+
+
+def _shorter_setting(one: Setting) -> str:
+    """Strategy and cut of the batch, and recomputing where there is some."""
+    again = "" if one.recompute.value == "none" else f" {one.recompute.value}"
+    return f"{one.strategy} {one.micro_batch}x{one.accumulation}{again}"
+
+
+def _figure(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004
+
+
+def _hours(one: Estimate | None) -> str | None:
+    return None if one is None or one.hours is None else format_duration(one.hours * 3600)
+
+
+def _yes(value: bool | None) -> str | None:
+    return None if value is None else "yes" if value else "no"
+
+
+def _rejected(found: Plan) -> Table:
+    """Causes with how many settings each removed."""
+    table = _words_table("right", "left")
+    listed = found.rejected
+    for one in listed[:MOST_REJECTED]:
+        table.add_row(f"{one.count:,}", _cell(one.why))
+    if len(listed) > MOST_REJECTED:
+        rest = listed[MOST_REJECTED:]
+        table.add_row(
+            f"{sum(one.count for one in rest):,}", f"for {len(rest)} other causes; --json has them all"
+        )
+    return table

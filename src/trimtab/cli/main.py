@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse, shortened
+from trimtab.errors import EnvironmentFault, NothingFits, TrimtabError, WrongUse, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -159,7 +159,9 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _as_json(error: TrimtabError) -> dict[str, Any]:
-    parts = {"given": error.given, "found": error.found, "cure": error.cure}
+    parts: dict[str, Any] = {"given": error.given, "found": error.found, "cure": error.cure}
+    if isinstance(error, NothingFits):
+        parts["nearest"] = [one.to_builtins() for one in error.nearest]
     return {"error": {**parts, "exit_code": error.exit_code}}
 
 

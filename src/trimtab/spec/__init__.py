@@ -18,12 +18,15 @@ from trimtab.spec.hardware import (
 )
 from trimtab.spec.plan import (
     Candidate,
+    Change,
     Comparison,
     Objective,
+    Place,
     Plan,
     Policy,
     Reason,
     Rejection,
+    WhatIf,
 )
 from trimtab.spec.run import Incident, IncidentKind, Measurement
 from trimtab.spec.setting import (
@@ -33,9 +36,11 @@ from trimtab.spec.setting import (
     Precision,
     Recompute,
     Setting,
+    Share,
     Strategy,
 )
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
+from trimtab.spec.workload import Workload
 
 __all__ = [
     "KINDS",
@@ -45,6 +50,7 @@ __all__ = [
     "Calibration",
     "Candidate",
     "Cause",
+    "Change",
     "Cluster",
     "Comparison",
     "Device",
@@ -62,6 +68,7 @@ __all__ = [
     "Objective",
     "OptimizerImplementation",
     "Peaks",
+    "Place",
     "Plan",
     "Policy",
     "Precision",
@@ -71,11 +78,14 @@ __all__ = [
     "Scheduler",
     "Setting",
     "Severity",
+    "Share",
     "Slice",
     "StepTime",
     "Strategy",
     "Trace",
     "Vendor",
     "Versions",
+    "WhatIf",
     "Work",
+    "Workload",
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 from trimtab.spec.base import Noun, below
 from trimtab.spec.estimate import Estimate
 from trimtab.spec.setting import Setting
+from trimtab.spec.workload import Workload
 
 
 class Objective(StrEnum):
@@ -78,8 +80,10 @@ class Comparison(Noun, frozen=True, kw_only=True):
     """None where nothing fits."""
     estimate: Estimate | None = None
     cost: float | None = None
+    epoch_s: float | None = None
+    """Seconds that one pass over the samples takes."""
     free_share: float | None = None
-    """Share of the cluster left for others."""
+    """Share of the devices left for others."""
     scaling_efficiency: float | None = None
     meets_deadline: bool | None = None
     why: str = ""
@@ -89,11 +93,55 @@ class Comparison(Noun, frozen=True, kw_only=True):
         return below(1, gpus=self.gpus)
 
 
+class WhatIf(Noun, frozen=True, kw_only=True):
+    """How the run would change with the job: twice the samples, half the batch."""
+
+    change: str
+    gpus: int
+    """The fewest that still meet the deadline where one was given, else as many as the plan uses."""
+    setting: Setting | None = None
+    estimate: Estimate | None = None
+    cost: float | None = None
+    meets_deadline: bool | None = None
+    why: str = ""
+
+    def faults(self) -> list[str]:
+        """It is about at least one device."""
+        return below(1, gpus=self.gpus)
+
+
+class Change(Noun, frozen=True, kw_only=True):
+    """Something that would fit where nothing does, with its estimate."""
+
+    what: str
+    """As an instruction: 'use 16 of these GPUs'."""
+    setting: Setting
+    estimate: Estimate
+
+
+class Place(Noun, frozen=True, kw_only=True):
+    """The device that a rank runs on."""
+
+    node: int
+    """Number of the node in the cluster, from 0."""
+    node_name: str
+    device: int
+    """Its index on that node."""
+    name: str
+    """The catalogue's name of the device, or the driver's."""
+
+    def faults(self) -> list[str]:
+        """Numbers start at 0."""
+        return below(0, node=self.node, device=self.device)
+
+
 class Plan(Noun, frozen=True, kw_only=True):
     """The chosen setting, its estimate, and why; tied to job and cluster by fingerprints."""
 
     job: str
     """The job as it was named."""
+    options: dict[str, Any] = {}
+    """Members of the job that were set from outside."""
     choice: Setting
     estimate: Estimate
     policy: Policy = Policy()
@@ -101,6 +149,15 @@ class Plan(Noun, frozen=True, kw_only=True):
     runners_up: tuple[Candidate, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     comparison: tuple[Comparison, ...] = ()
+    what_if: tuple[WhatIf, ...] = ()
+    places: tuple[Place, ...] = ()
+    """One a rank, in the order of ranks."""
+    workload: Workload | None = None
+    """What the job said of itself, options of the command line included."""
+    cost: float | None = None
+    """Of the whole run, where a price was given."""
+    left_out: tuple[str, ...] = ()
+    """What the search did not look at, and why."""
     recommendation: str = ""
     """The answer in a sentence."""
     fingerprints: dict[str, str] = {}

@@ -87,6 +87,27 @@ class Mesh(Noun, frozen=True, kw_only=True):
         )
 
 
+class Share(Noun, frozen=True, kw_only=True):
+    """What one rank takes of the global batch, where ranks are unlike."""
+
+    samples: int
+    """Of every global batch; the rank's gradient counts by this over the global batch."""
+    micro_batch: int
+    accumulation: int
+    """Micro-batches a step; the last may be smaller."""
+
+    def faults(self) -> list[str]:
+        """The samples are reached, and with no micro-batch to spare."""
+        wrong = below(1, samples=self.samples, micro_batch=self.micro_batch, accumulation=self.accumulation)
+        if wrong:
+            return wrong
+        most = self.micro_batch * self.accumulation
+        if not most - self.micro_batch < self.samples <= most:
+            product = f"micro_batch {self.micro_batch} x accumulation {self.accumulation}"
+            return [f"{product} does not make {self.samples} samples"]
+        return []
+
+
 class Setting(Noun, frozen=True, kw_only=True):
     """Everything a plan decides.
 
@@ -111,6 +132,9 @@ class Setting(Noun, frozen=True, kw_only=True):
     allocator: Allocator = Allocator.DEFAULT
     workers: int = 0
     """Data loader processes per rank."""
+    shares: tuple[Share, ...] = ()
+    """One a rank, in the order of ranks, where unlike devices take unlike shares; micro_batch and
+    accumulation are then the largest among them. Empty where all ranks are alike."""
 
     @property
     def gpus(self) -> int:
@@ -133,6 +157,8 @@ class Setting(Noun, frozen=True, kw_only=True):
         wrong += below(0, workers=self.workers)
         if wrong:
             return wrong
+        if self.shares:
+            return self._unlike()
         per_round = self.micro_batch * self.data_parallel
         if not per_round * (self.accumulation - 1) < self.global_batch <= per_round * self.accumulation:
             product = f"micro_batch {self.micro_batch} x accumulation {self.accumulation}"
@@ -141,3 +167,16 @@ class Setting(Noun, frozen=True, kw_only=True):
         if self.strategy is Strategy.SINGLE and self.gpus != 1:
             return [f"strategy single runs on one device, and the mesh has {self.gpus}"]
         return []
+
+    def _unlike(self) -> list[str]:
+        """Shares add up to the global batch, one for each data-parallel rank."""
+        wrong = []
+        if len(self.shares) != self.data_parallel:
+            wrong.append(f"there are {len(self.shares)} shares for {self.data_parallel} data-parallel ranks")
+        total = sum(one.samples for one in self.shares)
+        if total != self.global_batch:
+            wrong.append(f"the shares add up to {total}, and global_batch is {self.global_batch}")
+        largest = (max(one.micro_batch for one in self.shares), max(one.accumulation for one in self.shares))
+        if largest != (self.micro_batch, self.accumulation):
+            wrong.append("micro_batch and accumulation are not the largest of the shares")
+        return wrong

@@ -1,0 +1,135 @@
+"""The command that chooses: plan."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
+from trimtab.cli.main import Json, _console, _print, _print_json, app
+from trimtab.cli.shape import Frozen, JobName, Lora, Seq, Set, job_options
+from trimtab.errors import WrongUse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trimtab.spec import Plan
+
+
+@app.command()
+def plan(  # noqa: PLR0913, PLR0917 - each is an option
+    job: JobName,
+    on: On = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Samples per optimizer step, instead of the job's.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples in an epoch, instead of the job's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs, instead of the job's.")] = None,
+    memory: Annotated[float, typer.Option(help="Share of the free memory that may be used.")] = 0.9,
+    deadline: Annotated[str | None, typer.Option(help="The longest that the run may take: 12h.")] = None,
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="speed: ends soonest; gpus: fewest that meet the deadline; cost: fewest GPU-hours."
+        ),
+    ] = "speed",
+    compare: Annotated[
+        str | None, typer.Option(metavar="COUNTS", help="Set numbers of GPUs side by side: 1,2,4,8.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Of one GPU for an hour.")] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Fix a choice: micro_batch=8, compile=false."),
+    ] = None,
+    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
+    given: Set = None,
+    seq: Seq = None,
+    lora: Lora = None,
+    frozen: Frozen = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the plan as JSON.")] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Trace again, even if nothing changed.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Find the best configuration that fits, with reasons, without a GPU.
+
+    The job's own code runs for a few steps on tensors without memory. Exit code 3 when nothing fits or
+    nothing meets the deadline, 4 when the job's code fails.
+    """
+    from trimtab import api, render
+
+    counts = _counts(compare)
+    with progress() as say:
+        found = api.plan(
+            job,
+            on,
+            global_batch=global_batch,
+            samples=samples,
+            epochs=epochs,
+            memory=memory,
+            deadline=deadline,
+            objective=objective,
+            compare=counts,
+            price=price,
+            pins=pin or [],
+            clip=clip,
+            options=job_options(job, given, seq=seq, lora=lora, frozen=frozen),
+            cache=not no_cache,
+            say=say,
+        )
+    if out is not None:
+        _write(found, out)
+    if json:
+        _print_json(found.to_builtins())
+    else:
+        _print(render.plan(found))
+
+
+def _counts(text: str | None) -> tuple[int, ...]:
+    """Numbers of devices, as in 1,2,4,8."""
+    from trimtab.units import parse_whole
+
+    if text is None:
+        return ()
+    found = [parse_whole(one) for one in text.split(",")]
+    if not all(found):
+        raise WrongUse(
+            f"--compare {text}",
+            found="it is no list of numbers from 1 up",
+            cure="Write it like --compare 1,2,4.",
+        )
+    return tuple(one for one in found if one)
+
+
+def _write(plan: Plan, file: Path) -> None:
+    try:
+        file.write_text(plan.to_json(indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise WrongUse(
+            f"--out {file}",
+            found=f"it cannot be written ({error.strerror})",
+            cure="Name a file in a folder that exists and that you may write to.",
+        ) from error
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is being traced, where somebody looks at it."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    console = _console(errors=True)
+    done = 0
+    with console.status("planning") as status:
+
+        def say(what: str) -> None:
+            nonlocal done
+            done += 1
+            status.update(f"planning: trace {done}, {what}")
+
+        yield say

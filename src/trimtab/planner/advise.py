@@ -1,0 +1,400 @@
+"""The words of a plan: why each choice, what was refused, and the recommendation in a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trimtab.planner.batch import is_exact, micro_batches, rank_samples
+from trimtab.planner.outlook import room_bytes
+from trimtab.planner.search import run_s
+from trimtab.planner.space import USUAL_WORKERS
+from trimtab.spec import Allocator, Candidate, Objective, Precision, Reason, Recompute, Rejection, Strategy
+from trimtab.units import format_bytes, format_duration, format_flops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from trimtab.planner.search import Result, Seen
+    from trimtab.planner.space import Family, Space
+    from trimtab.spec import Cluster, Comparison, Estimate, Policy, Setting, Workload
+
+NOISE = 0.005
+"""Times closer than this are called equal."""
+
+
+def finished(estimate: Estimate, setting: Setting, workload: Workload) -> Estimate:
+    """The estimate with what the horizon adds: hours and GPU-hours."""
+    if estimate.step_s is None:
+        return estimate
+    seconds = run_s(workload, estimate.step_s)
+    hours = None if seconds is None else seconds / 3600
+    return estimate.replace(
+        samples_per_s=setting.global_batch / estimate.step_s if estimate.step_s else None,
+        hours=hours,
+        gpu_hours=None if hours is None else hours * setting.gpus,
+    )
+
+
+def cost(estimate: Estimate | None, policy: Policy) -> float | None:
+    """Of the whole run, in the currency of the price."""
+    if estimate is None or estimate.gpu_hours is None or policy.price_per_gpu_hour is None:
+        return None
+    return estimate.gpu_hours * policy.price_per_gpu_hour
+
+
+def per_step(step_s: float) -> str:
+    """A step's time, with three digits that matter."""
+    return f"{step_s:.3g} s" if step_s >= 1 else f"{step_s * 1000:.3g} ms"
+
+
+def reasons(best: Seen, result: Result, space: Space, cluster: Cluster) -> tuple[Reason, ...]:
+    """Every choice of the plan with why it was made."""
+    setting = best.setting
+    told = [
+        ("gpus", f"{setting.gpus} of {len(cluster.devices)}", _why_gpus(best, result, space, cluster)),
+        ("strategy", setting.strategy.value, _why_strategy(best, result, space)),
+        ("micro_batch", str(setting.micro_batch), _why_micro(best, result, space)),
+        ("accumulation", str(setting.accumulation), _why_rounds(setting)),
+        ("precision", setting.precision.value, _why_precision(best, space)),
+        ("recompute", setting.recompute.value, _why_recompute(best, result, space)),
+        ("compile", "yes" if setting.compile else "no", _why_compile(best, result, space)),
+        (
+            "optimizer",
+            setting.optimizer.value,
+            _pinned(space, "optimizer") or "one kernel updates all weights",
+        ),
+        ("allocator", setting.allocator.value, _why_allocator(best, space)),
+        ("workers", str(setting.workers), _why_workers(best, space)),
+    ]
+    return tuple(Reason(subject=subject, value=value, why=why) for subject, value, why in told)
+
+
+def _pinned(space: Space, key: str) -> str:
+    return "pinned" if key in space.policy.pins else ""
+
+
+def _against(best: Seen, result: Result, get: Callable[[Setting], Any]) -> list[str]:
+    """How the other values of one choice fared, each at its best."""
+    others: dict[Any, list[Seen]] = {}
+    for one in result.seen:
+        if get(one.setting) != get(best.setting):
+            others.setdefault(get(one.setting), []).append(one)
+    told = [_fared(str(value), seen, best) for value, seen in others.items()]
+    unseen: dict[Any, float] = {}
+    for family, (_, least) in result.beaten.items():
+        name = get(family.setting(family.cuts[-1]))
+        if name != get(best.setting) and name not in others and least:
+            unseen[name] = min(least, unseen.get(name, least))
+    return told + [
+        f"{name} takes {per_step(least)} a step at the very least" for name, least in unseen.items()
+    ]
+
+
+def _fared(name: str, seen: list[Seen], best: Seen) -> str:
+    fitting = [one for one in seen if one.fits]
+    if not fitting:
+        least = min(one.estimate.band.high_bytes for one in seen)
+        return f"{name} does not fit ({format_bytes(least)} of {format_bytes(seen[0].allowed_bytes)})"
+    times = [one.estimate.step_s for one in fitting if one.estimate.step_s is not None]
+    if not times or best.estimate.step_s is None:
+        return f"{name} fits too"
+    return f"{name} {compared(min(times), best.estimate.step_s)}"
+
+
+def compared(step_s: float, best_s: float) -> str:
+    """A step's time beside the choice's."""
+    more = step_s / best_s - 1
+    if abs(more) < NOISE:
+        return f"takes as long ({per_step(step_s)} a step)"
+    return f"takes {per_step(step_s)} a step ({more:+.0%})"
+
+
+def _why_gpus(best: Seen, result: Result, space: Space, cluster: Cluster) -> str:
+    if said := _pinned(space, "gpus"):
+        return said
+    names = " and ".join(best.layout.kinds)
+    told = [f"{best.setting.gpus} x {names}"]
+    if best.estimate.step_s is not None:
+        told.append(f"{per_step(best.estimate.step_s)} a step")
+    if best.setting.gpus < len(cluster.devices):
+        told += _against(best, result, lambda one: one.gpus)[-2:] or ["more would not be better"]
+    return ", ".join(told)
+
+
+def _why_strategy(best: Seen, result: Result, space: Space) -> str:
+    if said := _pinned(space, "strategy"):
+        return said
+    setting = best.setting
+    if setting.strategy is Strategy.SINGLE:
+        return "one GPU needs none"
+    mesh = setting.mesh
+    what = {
+        Strategy.DDP: "every GPU holds the whole model",
+        Strategy.FSDP: f"weights, gradients and optimizer state are cut in {mesh.dp_shard}",
+        Strategy.HSDP: f"cut in {mesh.dp_shard} within a node, copied {mesh.dp_replicate} times",
+        Strategy.BRANCH: "every GPU holds the model of its own branch only",
+        Strategy.HYBRID: f"{mesh.branch} branches, each on {mesh.dp_replicate} GPUs",
+    }[setting.strategy]
+    if setting.shares:
+        return f"{what}; unlike GPUs share the batch out by speed: {split(best)}"
+    others = _against(best, _only(result, lambda one: one.gpus, best), lambda one: one.strategy.value)
+    return "; ".join([what, *others])
+
+
+def _only(result: Result, alike: Callable[[Setting], Any], best: Seen) -> Result:
+    """What was found of settings that are like the choice in one respect."""
+    beaten = {
+        family: told
+        for family, told in result.beaten.items()
+        if alike(family.setting(family.cuts[-1])) == alike(best.setting)
+    }
+    seen = [one for one in result.seen if alike(one.setting) == alike(best.setting)]
+    return replace(result, seen=seen, beaten=beaten)
+
+
+def split(best: Seen) -> str:
+    """Who takes how much of the batch."""
+    named: dict[tuple[str, int, int, int], int] = {}
+    for place, share in zip(best.layout.places, best.setting.shares, strict=True):
+        key = (place.name, share.samples, share.micro_batch, share.accumulation)
+        named[key] = named.get(key, 0) + 1
+    return ", ".join(
+        f"{count} x {name} {samples} samples ({micro} x {rounds})"
+        for (name, samples, micro, rounds), count in named.items()
+    )
+
+
+def _why_micro(best: Seen, result: Result, space: Space) -> str:
+    setting = best.setting
+    if setting.shares:
+        return "the largest of the ranks"
+    if said := _pinned(space, "micro_batch"):
+        return said
+    same = [
+        one
+        for one in result.seen
+        if (one.setting.mesh, one.setting.recompute, one.setting.compile, one.setting.strategy)
+        == (setting.mesh, setting.recompute, setting.compile, setting.strategy)
+    ]
+    told = []
+    larger = [one for one in same if one.setting.micro_batch > setting.micro_batch]
+    smaller = [one for one in same if one.setting.micro_batch < setting.micro_batch]
+    if larger:
+        nearest = min(larger, key=lambda one: one.setting.micro_batch)
+        told.append(_fared(str(nearest.setting.micro_batch), [nearest], best))
+    else:
+        told.append(
+            "a rank's whole share of the batch" if setting.accumulation == 1 else "the most that is left"
+        )
+    if smaller:
+        nearest = max(smaller, key=lambda one: one.setting.micro_batch)
+        told.append(_fared(str(nearest.setting.micro_batch), [nearest], best))
+    return "; ".join(told)
+
+
+def _why_rounds(setting: Setting) -> str:
+    """The identity of the global batch, in numbers."""
+    micro, rounds, ranks, whole = (
+        setting.micro_batch,
+        setting.accumulation,
+        setting.data_parallel,
+        setting.global_batch,
+    )
+    if setting.shares:
+        return f"{' + '.join(str(one.samples) for one in setting.shares)} = {whole}, exactly"
+    if is_exact(whole, ranks, micro, rounds):
+        return f"{micro} x {rounds} x {ranks} data-parallel = {whole}, exactly"
+    sizes = {samples: micro_batches(samples, micro)[-1] for samples in rank_samples(whole, ranks)}
+    last = ", ".join(f"{samples} samples end in a micro-batch of {size}" for samples, size in sizes.items())
+    product = f"{micro} x {rounds} x {ranks} is more than {whole}"
+    return f"{product}: the last is smaller, so that it is {whole} exactly ({last})"
+
+
+def _why_precision(best: Seen, space: Space) -> str:
+    if said := _pinned(space, "precision"):
+        return said
+    device = best.layout.device
+    name = device.model or device.name
+    if best.setting.precision is Precision.FP32:
+        return f"what {name} runs faster is not known"
+    rate = device.peaks.bf16 if best.setting.precision is Precision.BF16 else device.peaks.fp16
+    peak = f", {format_flops(rate)} dense" if rate else ""
+    if best.setting.precision is Precision.BF16:
+        return f"{name} has it in hardware{peak}; weights stay fp32"
+    return f"{name} only emulates bf16; fp16 with loss scaling{peak}"
+
+
+def _why_recompute(best: Seen, result: Result, space: Space) -> str:
+    if said := _pinned(space, "recompute"):
+        return said
+    others = _against(best, _only(result, lambda one: one.mesh, best), lambda one: one.recompute.value)
+    if best.setting.recompute is Recompute.NONE:
+        return "; ".join(["it fits without computing anything twice", *others])
+    return "; ".join(others) or "it needs less memory"
+
+
+def _why_compile(best: Seen, result: Result, space: Space) -> str:
+    if said := _pinned(space, "compile"):
+        return said
+    others = _against(
+        best, _only(result, lambda one: one.mesh, best), lambda one: "compiled" if one.compile else "eager"
+    )
+    if others:
+        return "; ".join(others)
+    failed = [error.found for _, error in result.failed.values()]
+    if failed and not best.setting.compile:
+        return failed[0]
+    return "it takes fewer and larger kernels" if best.setting.compile else "it would be no better"
+
+
+def _why_allocator(best: Seen, space: Space) -> str:
+    if said := _pinned(space, "allocator"):
+        return said
+    high, most = format_bytes(best.estimate.band.high_bytes), format_bytes(best.allowed_bytes)
+    if best.setting.allocator is Allocator.DEFAULT:
+        return f"{high} at most, {most} may be used"
+    return f"the default one would keep more in pieces than may be used; this way {high} of {most}"
+
+
+def _why_workers(best: Seen, space: Space) -> str:
+    if said := _pinned(space, "workers"):
+        return said
+    nodes = best.layout.cluster.nodes
+    cores = [node.cpu_cores for node in nodes if node.cpu_cores]
+    if len(cores) < len(nodes):
+        return f"the cores are not known; {USUAL_WORKERS} per GPU is usual"
+    return f"{min(cores)} cores for {len(nodes[0].devices)} GPUs, one each kept for the rank itself"
+
+
+def rejections(result: Result, space: Space, more: Iterable[Rejection] = ()) -> tuple[Rejection, ...]:
+    """Everything that was refused, by cause: what was found out first, then what is fixed by rule."""
+    listed = _too_large(result, space)
+    if result.too_late:
+        deadline = format_duration(space.policy.deadline_s or 0.0)
+        listed.append(
+            Rejection(why=f"ends later than the deadline of {deadline} allows", count=result.too_late)
+        )
+    listed += [
+        Rejection(why=f"could not be predicted: {found}", count=many)
+        for found, (many, _) in result.failed.items()
+    ]
+    return (*listed, *_beaten(result, space.policy), *space.refused, *more)
+
+
+def _too_large(result: Result, space: Space) -> list[Rejection]:
+    by_strategy: dict[str, list[tuple[int, int, Family]]] = {}
+    for family, (many, least) in result.too_large.items():
+        by_strategy.setdefault(family.strategy.value, []).append((many, least, family))
+    listed = []
+    for strategy, rows in by_strategy.items():
+        needs = [least for _, least, _ in rows if least]
+        need = f" {format_bytes(min(needs))} or more are needed," if needs else ""
+        first = rows[0][2]
+        most = format_bytes(space.policy.memory_share * room_bytes(first.layout.device))
+        listed.append(
+            Rejection(
+                why=f"{strategy}: too large,{need} {most} may be used",
+                count=sum(many for many, _, _ in rows),
+                example=first.setting(first.cuts[-1]),
+            )
+        )
+    return listed
+
+
+def _beaten(result: Result, policy: Policy) -> list[Rejection]:
+    by_strategy: dict[str, tuple[int, float]] = {}
+    for family, (many, least) in result.beaten.items():
+        had, lowest = by_strategy.get(family.strategy.value, (0, least))
+        by_strategy[family.strategy.value] = (had + many, min(lowest, least))
+    return [
+        Rejection(why=f"{strategy}: cannot be better than the choice{_at_least(least, policy)}", count=many)
+        for strategy, (many, least) in by_strategy.items()
+    ]
+
+
+def _at_least(least: float, policy: Policy) -> str:
+    """The bound that rules settings out, where it is a time."""
+    if policy.objective is Objective.SPEED and least:
+        return f", {per_step(least)} a step at the very least"
+    return {Objective.GPUS: ", by GPUs and time", Objective.COST: ", by GPU-hours"}.get(policy.objective, "")
+
+
+def candidates(result: Result, workload: Workload) -> tuple[Candidate, ...]:
+    """The runners-up, with why they lost."""
+    assert result.best is not None  # noqa: S101 - nobody runs up to nothing
+    best = result.best
+    return tuple(
+        Candidate(
+            setting=one.setting,
+            estimate=finished(one.estimate, one.setting, workload),
+            why=_lost(one, best),
+        )
+        for one in result.runners_up
+    )
+
+
+def _lost(one: Seen, best: Seen) -> str:
+    if one.estimate.step_s is None or best.estimate.step_s is None:
+        return "more rounds, more recomputing or fewer GPUs; times are not known"
+    more = one.estimate.step_s / best.estimate.step_s - 1
+    if one.setting.gpus > best.setting.gpus and more < NOISE:
+        return f"{one.setting.gpus - best.setting.gpus} more GPUs"
+    if abs(more) < NOISE:
+        return "no faster"
+    return f"{more:+.1%} a step" if abs(more) < 1 else f"{more + 1:.1f} times as long"
+
+
+def recommendation(best: Seen, space: Space, cluster: Cluster, rows: tuple[Comparison, ...]) -> str:
+    """The answer in a sentence or two."""
+    policy, workload, setting = space.policy, space.workload, best.setting
+    count, total = setting.gpus, len(cluster.devices)
+    gpus = f"{count} GPU{'s' * (count > 1)}"
+    estimate = finished(best.estimate, setting, workload)
+    if estimate.step_s is None:
+        fit = format_bytes(estimate.process_bytes)
+        return (
+            f"Use {gpus}: it fits in {fit}. How long it takes is not known, since the device's speed is not."
+        )
+    if estimate.hours is None:
+        rate = f"{estimate.samples_per_s:.3g} samples/s"
+        return f"Use {gpus} of {total}: {rate}. The job does not say how many samples there are."
+    took = format_duration(estimate.hours * 3600)
+    spent = f"{estimate.gpu_hours:.3g} GPU-hours"
+    price = cost(estimate, policy)
+    spent += f", cost {price:,.2f}" if price is not None else ""
+    free = f", {total - count} of {total} left free" if total > count else ""
+    lead = {
+        Objective.SPEED: f"{gpus} {'are' if count > 1 else 'is'} fastest",
+        Objective.COST: f"{gpus} {'are' if count > 1 else 'is'} cheapest",
+        Objective.GPUS: f"{gpus} {'are' if count > 1 else 'is'} enough",
+    }[policy.objective]
+    said = f"{lead}: {took} for {_horizon(workload)} ({spent}{free})."
+    if policy.deadline_s is not None:
+        spare = 1 - estimate.hours * 3600 / policy.deadline_s
+        said += f" The deadline of {format_duration(policy.deadline_s)} leaves {spare:.0%} to spare."
+    others = [_beside(row, best) for row in rows if row.gpus != count]
+    told = [one for one in others if one]
+    return f"{said} {sentence('; '.join(told))}" if told else said
+
+
+def sentence(text: str) -> str:
+    """A text with a large letter before it and a full stop behind.
+
+    >>> sentence("use 4 GPUs")
+    'Use 4 GPUs.'
+    """
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _horizon(workload: Workload) -> str:
+    epochs = f"{workload.epochs} epoch{'s' * (workload.epochs > 1)}"
+    return f"{epochs} of {workload.samples:,} samples"
+
+
+def _beside(row: Comparison, best: Seen) -> str:
+    if row.estimate is None or row.estimate.hours is None or best.estimate.step_s is None:
+        return f"{row.gpus}: nothing fits" if row.estimate is None else ""
+    took = format_duration(row.estimate.hours * 3600)
+    late = ", too late" if row.meets_deadline is False else ""
+    return f"{row.gpus} would take {took}{late}"

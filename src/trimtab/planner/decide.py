@@ -1,0 +1,280 @@
+"""From a job and a cluster to a Plan: the search, the comparison of GPU counts, and what to say about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.errors import NothingFits, WrongUse
+from trimtab.planner.advise import candidates, cost, finished, reasons, recommendation, rejections, sentence
+from trimtab.planner.mixed import mixed
+from trimtab.planner.nearest import nothing_fits
+from trimtab.planner.search import MARGIN, Result, Seen, is_late, run_s, search
+from trimtab.planner.space import Space, space
+from trimtab.spec import Comparison, Objective, Plan, WhatIf
+from trimtab.units import format_duration
+
+if TYPE_CHECKING:
+    from trimtab.planner.outlook import Outlook
+    from trimtab.spec import Cluster, Policy, Workload
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned."""
+
+    job: str
+    """As it was named."""
+    workload: Workload
+    cluster: Cluster
+    policy: Policy
+    compare: tuple[int, ...] = ()
+    """Numbers of devices to set side by side; the choice is then one of them."""
+
+
+def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | None = None) -> Plan:
+    """The plan, or the error that says what would be one."""
+    check(question)
+    whole = space(question.workload, question.cluster, question.policy)
+    unlike, refused = mixed(whole, outlook)
+    counts = tuple(dict.fromkeys(question.compare))
+    rows = _compared(whole, outlook, unlike, question, counts)
+    result = _chosen(
+        _among(whole, counts), outlook, [one for one in unlike if not counts or one.setting.gpus in counts]
+    )
+    if result.best is None:
+        raise _none(question, whole, result, outlook)
+    best = result.best
+    if is_late(question.workload, question.policy, best.estimate.step_s, margin=0.0):
+        raise _too_late(question, best)
+    estimate = finished(best.estimate, best.setting, question.workload)
+    return Plan(
+        job=question.job,
+        choice=best.setting,
+        estimate=estimate,
+        policy=question.policy,
+        reasons=reasons(best, result, whole, question.cluster),
+        runners_up=candidates(result, question.workload),
+        rejected=rejections(result, whole, refused),
+        comparison=rows,
+        what_if=_what_ifs(question, outlook, best, rows),
+        places=best.layout.places,
+        workload=question.workload,
+        cost=cost(estimate, question.policy),
+        left_out=_left_out(question.cluster),
+        recommendation=recommendation(best, whole, question.cluster, rows),
+        fingerprints=fingerprints or {},
+    )
+
+
+def check(question: Question) -> None:
+    """Raise for what cannot be meant."""
+    available = len(question.cluster.devices)
+    for one in question.compare:
+        if not 1 <= one <= available:
+            raise WrongUse(
+                f"--compare {','.join(map(str, question.compare))}",
+                found=f"there are {available} GPUs, and {one} cannot be compared",
+                cure=f"Give numbers from 1 to {available}, or name more GPUs with --on.",
+            )
+    if question.policy.deadline_s is not None and question.workload.samples is None:
+        raise WrongUse(
+            f"--deadline {format_duration(question.policy.deadline_s)}",
+            found="the job does not say how many samples it has",
+            cure="Give the job `samples`, or use --samples N.",
+        )
+
+
+def _among(whole: Space, counts: tuple[int, ...]) -> Space:
+    if not counts:
+        return whole
+    parts = [whole.only(one) for one in counts]
+    return Space(
+        families=tuple(family for part in parts for family in part.families),
+        mixed=tuple(layout for part in parts for layout in part.mixed),
+        allocators=whole.allocators,
+        refused=whole.refused,
+        policy=whole.policy,
+        workload=whole.workload,
+    )
+
+
+def _chosen(among: Space, outlook: Outlook, unlike: list[Seen]) -> Result:
+    """The best by the objective; where a deadline binds, with margin if that can be."""
+    if among.policy.deadline_s is None or among.policy.objective is Objective.SPEED:
+        return search(among, outlook, known=unlike)
+    found = Result()
+    for margin in (MARGIN, 0.0):
+        found = search(among, outlook, known=unlike, margin=margin)
+        if found.best is not None:
+            return found
+    # Nothing is in time: the fastest says by how much.
+    return search(_faster(among), outlook, known=unlike) if found.too_late else found
+
+
+def _faster(one: Space) -> Space:
+    from dataclasses import replace
+
+    return replace(one, policy=one.policy.replace(objective=Objective.SPEED))
+
+
+def _compared(
+    whole: Space, outlook: Outlook, unlike: list[Seen], question: Question, counts: tuple[int, ...]
+) -> tuple[Comparison, ...]:
+    """The fastest that fits for every number of devices."""
+    fast = _faster(whole)
+    best = {
+        one: search(fast.only(one), outlook, known=[seen for seen in unlike if seen.setting.gpus == one])
+        for one in counts
+    }
+    base = next((found.best for found in best.values() if found.best is not None), None)
+    return tuple(_row(one, best[one], base, question) for one in counts)
+
+
+def _row(count: int, result: Result, base: Seen | None, question: Question) -> Comparison:
+    total = len(question.cluster.devices)
+    free = 1 - count / total
+    seen = result.best
+    if seen is None:
+        return Comparison(gpus=count, free_share=free, why=_why_none(count, result))
+    estimate = finished(seen.estimate, seen.setting, question.workload)
+    efficiency = None
+    if base is not None and base.estimate.step_s and seen.estimate.step_s:
+        efficiency = base.estimate.step_s * base.setting.gpus / (seen.estimate.step_s * count)
+    horizon = run_s(question.workload, estimate.step_s)
+    late = is_late(question.workload, question.policy, estimate.step_s, margin=0.0)
+    return Comparison(
+        gpus=count,
+        setting=seen.setting,
+        estimate=estimate,
+        cost=cost(estimate, question.policy),
+        epoch_s=None if horizon is None else horizon / question.workload.epochs,
+        free_share=free,
+        scaling_efficiency=efficiency,
+        meets_deadline=None if question.policy.deadline_s is None or horizon is None else not late,
+    )
+
+
+def _why_none(count: int, result: Result) -> str:
+    from trimtab.units import format_bytes
+
+    missing = [one.missing_bytes for one in result.seen if one.missing_bytes]
+    if missing:
+        return f"nothing fits: {format_bytes(min(missing))} are missing"
+    if result.too_large:
+        return "nothing fits"
+    return f"{count} GPUs are no whole nodes here, or more than the batch has samples"
+
+
+def _what_ifs(
+    question: Question, outlook: Outlook, best: Seen, rows: tuple[Comparison, ...]
+) -> tuple[WhatIf, ...]:
+    """Twice the samples, twice the epochs, half the batch."""
+    workload = question.workload
+    found = []
+    if workload.samples is not None and best.estimate.step_s is not None:
+        doubled = workload.replace(samples=workload.samples * 2)
+        found.append(_if(f"{doubled.samples:,} samples", doubled, question, best, rows))
+        longer = workload.replace(epochs=workload.epochs * 2)
+        found.append(_if(f"{longer.epochs} epochs", longer, question, best, rows))
+    if workload.global_batch > 1 and best.estimate.step_s is not None:
+        found += _if_half(question, outlook, best)
+    return tuple(found)
+
+
+def _if(
+    change: str, workload: Workload, question: Question, best: Seen, rows: tuple[Comparison, ...]
+) -> WhatIf:
+    """A longer run of the same steps, on as few of the compared devices as end in time."""
+    setting, estimate = best.setting, finished(best.estimate, best.setting, workload)
+    policy = question.policy
+    if policy.deadline_s is not None and policy.objective is Objective.GPUS:
+        ahead = [row for row in rows if row.setting is not None and row.estimate is not None]
+        for row in sorted(ahead, key=lambda one: one.gpus):
+            assert row.setting is not None  # noqa: S101 - chosen so
+            assert row.estimate is not None  # noqa: S101
+            if not is_late(workload, policy, row.estimate.step_s):
+                setting, estimate = row.setting, finished(row.estimate, row.setting, workload)
+                break
+    late = is_late(workload, policy, estimate.step_s, margin=0.0)
+    return WhatIf(
+        change=change,
+        gpus=setting.gpus,
+        setting=setting,
+        estimate=estimate,
+        cost=cost(estimate, policy),
+        meets_deadline=None if policy.deadline_s is None else not late,
+        why="the same steps, more of them",
+    )
+
+
+def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
+    """Half the batch on as many devices: searched again, since other micro-batches make it."""
+    half = question.workload.replace(global_batch=question.workload.global_batch // 2)
+    pins = {
+        key: one for key, one in question.policy.pins.items() if key not in ("micro_batch", "accumulation")
+    }
+    policy = question.policy.replace(
+        pins={**pins, "gpus": best.setting.gpus}, objective=Objective.SPEED, deadline_s=None
+    )
+    change = f"global batch {half.global_batch}"
+    try:
+        legal = space(half, question.cluster, policy)
+        unlike, _ = mixed(legal, outlook)
+        seen = search(legal, outlook, known=unlike).best
+    except WrongUse as error:
+        return [WhatIf(change=change, gpus=best.setting.gpus, why=error.found)]
+    if seen is None:
+        return []
+    estimate = finished(seen.estimate, seen.setting, half)
+    late = is_late(half, question.policy, estimate.step_s, margin=0.0)
+    return [
+        WhatIf(
+            change=change,
+            gpus=seen.setting.gpus,
+            setting=seen.setting,
+            estimate=estimate,
+            cost=cost(estimate, question.policy),
+            meets_deadline=None if question.policy.deadline_s is None else not late,
+            why="twice the optimizer steps, each on half the samples: another training run",
+        )
+    ]
+
+
+def _left_out(cluster: Cluster) -> tuple[str, ...]:
+    """What the space does not hold."""
+    said = ["pipeline: no prediction yet"] if len(cluster.devices) > 1 else []
+    if len(cluster.nodes) > 1:
+        said.append("parts of several nodes: over nodes, whole ones only")
+    return tuple(said)
+
+
+def _none(question: Question, whole: Space, result: Result, outlook: Outlook) -> Exception:
+    """Why there is no plan."""
+    if not result.seen and not result.too_large and result.failed:
+        # The job's own code failed, everywhere alike.
+        return next(iter(result.failed.values()))[1]
+    return nothing_fits(question.workload, question.cluster, whole, result, outlook)
+
+
+def _too_late(question: Question, best: Seen) -> NothingFits:
+    """Nothing ends before the deadline: how long the fastest takes, and what would be in time."""
+    policy, workload = question.policy, question.workload
+    needed = run_s(workload, best.estimate.step_s) or 0.0
+    deadline = policy.deadline_s or 0.0
+    share = deadline * (1 - MARGIN) / needed
+    took, gpus = format_duration(needed), best.setting.gpus
+    cures = [f"allow {format_duration(needed / (1 - MARGIN))}"]
+    epochs = int(workload.epochs * share)
+    if epochs:
+        cures.append(f"train {epochs} epoch{'s' * (epochs > 1)} instead of {workload.epochs}")
+    samples = int((workload.samples or 0) * share)
+    if samples >= workload.global_batch:
+        cures.append(f"use {samples:,} samples an epoch")
+    more = -(-gpus * needed // (deadline * (1 - MARGIN)))
+    cures.append(f"use {int(more)} or more such GPUs, if they scale")
+    return NothingFits(
+        f"--deadline {format_duration(deadline)}",
+        found=f"the fastest plan takes {took}, on {gpus} GPU{'s' * (gpus > 1)} ({best.setting.strategy})",
+        cure=sentence("; ".join(cures)),
+    )

@@ -1,0 +1,377 @@
+"""The real Outlook: estimates from traces of the job, as few of them as will do.
+
+What was found out is kept in a memo, which the caller may keep on disk: a plan that was made once is made
+again without a trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from trimtab import errors
+from trimtab.errors import TrimtabError
+from trimtab.planner.outlook import Floor, kind, room_bytes
+from trimtab.predict import comms, time
+from trimtab.predict.accumulate import accumulated
+from trimtab.predict.calibration import speed
+from trimtab.predict.estimate import estimate as judge
+from trimtab.spec import PARTS, Allocator, Estimate, Mesh, Recompute, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trimtab.planner.outlook import Layout
+    from trimtab.spec import Calibration, Device, Setting, Trace
+
+    Answer = Trace | TrimtabError
+    TraceAll = Callable[[Sequence[Setting], Device, dict[str, Any]], list[Answer]]
+    """The traces of several settings on a device, with members of the job changed, or why there is none."""
+    Clock = Callable[[Trace, Setting, Layout, Calibration | None], float | None]
+
+SHARDED = (Strategy.FSDP, Strategy.HSDP)
+SLACK = 0.98
+"""Of static memory, for the bound from below: small tensors may not be cut evenly."""
+EVENNESS = 0.95
+"""A sample takes no less than this share of its time at the largest micro-batch traced: larger ones run
+better, but for the last wave of blocks on the multiprocessors."""
+NEARLY = 0.98
+"""The same within one family, where nothing else differs."""
+OUTSIDE = ("collective", "wait")
+"""Kinds of work that a bound on computing leaves out."""
+PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
+HELD = (PARTS.index("weights"), PARTS.index("optimizer"))
+
+
+def step_s(trace: Trace, setting: Setting, layout: Layout, own: Calibration | None) -> float | None:
+    """Seconds of an optimizer step, without the replay of its memory; None where too little is known."""
+    known = speed(layout.device, own)
+    if known is None or not trace.sequence:
+        return None
+    among = comms.links(layout.cluster, setting.gpus)
+    return time.step(trace, setting, known.pace, known.host, among).total_s
+
+
+@dataclass
+class Memo:
+    """What was found out, in plain values."""
+
+    estimates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    times: dict[str, float | None] = field(default_factory=dict)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    held_bytes: dict[str, int] = field(default_factory=dict)
+    """Weights and optimizer state of the whole model, by precision."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """Seconds of forward and backward for one sample at the largest micro-batch traced, by `_pace`."""
+    limits: dict[str, float] = field(default_factory=dict)
+    """Seconds that the same would take at the peak of the device, by kind of device and precision."""
+    changed: bool = False
+
+
+@dataclass
+class Foresight:
+    """Estimates of one job, traced when they are first needed."""
+
+    trace_all: TraceAll
+    recall: Callable[[Device], Calibration | None] = lambda _: None
+    """The user's own calibration of a device."""
+    clock: Clock = step_s
+    memo: Memo = field(default_factory=Memo)
+    say: Callable[[str], None] = lambda _: None
+    """Told what is being traced."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Members of the job that are other than the job has them."""
+    traces: dict[str, Answer] = field(default_factory=dict)
+    timeless: set[str] = field(default_factory=set)
+    """Kinds of devices whose speed is not known."""
+    ladders: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
+    """Times of settings that differ in micro-batch and accumulation alone."""
+    names: dict[Layout, str] = field(default_factory=dict)
+    """What the key of an estimate says of a layout."""
+
+    def altered(self, **changes: int) -> Foresight:
+        """The same job with some members changed; it remembers for itself."""
+        return replace(
+            self, changes={**self.changes, **changes}, memo=Memo(), traces={}, timeless=set(), ladders={}
+        )
+
+    def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
+        """Trace what is not known yet, one batch of requests for each kind of device."""
+        by_device: dict[str, tuple[Layout, dict[str, Setting]]] = {}
+        for setting, layout in asked:
+            if self._is_known(setting, layout):
+                continue
+            device, one = plain_device(layout.device), traced_as(setting)
+            key = self._key(one, device)
+            if key not in self.traces:
+                by_device.setdefault(kind(device), (layout, {}))[1][key] = one
+        for layout, settings in by_device.values():
+            for one in settings.values():
+                self.say(spoken(one))
+            answers = self.trace_all(list(settings.values()), plain_device(layout.device), self.changes)
+            for key, answer in zip(settings, answers, strict=True):
+                self.traces[key] = answer
+                if not isinstance(answer, TrimtabError):
+                    self._learn(answer, settings[key], layout)
+
+    def estimate(self, setting: Setting, layout: Layout) -> Estimate:
+        """The estimate, from the memo or from a trace."""
+        key = self._place(setting, layout)
+        if key in self.memo.failures:
+            raise _revived(self.memo.failures[key])
+        known = self.memo.estimates.get(key)
+        if known is None:
+            known = self._estimated(setting, layout, key).to_builtins()
+            self.memo.estimates[key] = known
+            self.memo.changed = True
+        room = room_bytes(layout.device)
+        found = Estimate.from_builtins(known)
+        return found.replace(capacity_bytes=room, fits=found.band.high_bytes <= room)
+
+    def _estimated(self, setting: Setting, layout: Layout, key: str) -> Estimate:
+        self.prepare([(setting, layout)])
+        trace = self.traces[self._key(traced_as(setting), plain_device(layout.device))]
+        if isinstance(trace, TrimtabError):
+            self.memo.failures[key] = _plain(trace)
+            self.memo.changed = True
+            raise trace
+        device = layout.device
+        found, _ = judge(trace, setting, device, cluster=layout.cluster, calibration=self.recall(device))
+        # One clock for bounds and estimates, so that a bound that is exact stays so.
+        seconds = self._time(trace, setting, layout)
+        return accumulated(found, trace, setting).replace(step_s=seconds)
+
+    def floor(self, setting: Setting, layout: Layout) -> Floor:
+        """The true time where a trace gives it; else what other traces of the same job say at least."""
+        if kind(layout.device) in self.timeless:
+            return Floor(step_s=None, need_bytes=self._held(setting))
+        seconds = self._known_time(setting, layout)
+        if seconds is None:
+            seconds = self._bound(setting, layout)
+        return Floor(step_s=seconds, need_bytes=self._held(setting))
+
+    def _bound(self, setting: Setting, layout: Layout) -> float:
+        """A time that the setting cannot beat, though it was never traced.
+
+        Recomputing takes no less than not recomputing; spreading over devices no less than the samples of one
+        rank take by themselves; and nothing less than its operations take at the peak of the device. A branch
+        does other work than the whole, and has no bound.
+        """
+        if setting.mesh.branch > 1:
+            return 0.0
+        none = setting.replace(recompute=Recompute.NONE)
+        known = self._known_time(none, layout) if none != setting else None
+        samples = setting.micro_batch * setting.accumulation
+        rates = [self.memo.rates.get(_pace(one, layout.device), 0.0) for one in (setting, none)]
+        limit = self.memo.limits.get(_peak_key(setting, layout.device), 0.0)
+        above = self._from_above(setting, layout)
+        return max(known or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
+
+    def _from_above(self, setting: Setting, layout: Layout) -> float:
+        """What larger micro-batches of the same family take: a smaller one takes hardly less."""
+        samples = setting.micro_batch * setting.accumulation
+        known = self.ladders.get(self._ladder(setting, layout), {})
+        return max(
+            (
+                NEARLY * seconds * min(1.0, samples / (micro * rounds))
+                for (micro, rounds), seconds in known.items()
+                if micro > setting.micro_batch
+            ),
+            default=0.0,
+        )
+
+    def _ladder(self, setting: Setting, layout: Layout) -> str:
+        one = setting.replace(
+            micro_batch=1,
+            accumulation=1,
+            global_batch=setting.data_parallel,
+            allocator=Allocator.DEFAULT,
+            shares=(),
+        )
+        return self._place(one, layout)
+
+    def _known_time(self, setting: Setting, layout: Layout) -> float | None:
+        """The time that a trace at hand gives, without replaying its memory."""
+        key = self._place(setting.replace(allocator=Allocator.DEFAULT), layout)
+        if key not in self.memo.times:
+            trace = self.traces.get(self._key(traced_as(setting), plain_device(layout.device)))
+            if trace is None or isinstance(trace, TrimtabError):
+                return None
+            self._time(trace, setting, layout)
+        return self.memo.times.get(key)
+
+    def _time(self, trace: Trace, setting: Setting, layout: Layout) -> float | None:
+        key = self._place(setting.replace(allocator=Allocator.DEFAULT), layout)
+        if key not in self.memo.times:
+            self.memo.times[key] = self.clock(trace, setting, layout, self.recall(layout.device))
+            self.memo.changed = True
+        seconds = self.memo.times[key]
+        if seconds is None:
+            self.timeless.add(kind(layout.device))
+        else:
+            ladder = self.ladders.setdefault(self._ladder(setting, layout), {})
+            ladder[setting.micro_batch, setting.accumulation] = seconds
+        return seconds
+
+    def _learn(self, trace: Trace, setting: Setting, layout: Layout) -> None:
+        """What a trace of the whole model says of settings that were not traced."""
+        if setting.mesh.branch > 1:
+            return
+        self.memo.changed = True
+        if setting.precision.value not in self.memo.held_bytes:
+            shards = setting.mesh.dp_shard if setting.strategy in SHARDED else 1
+            self.memo.held_bytes[setting.precision.value] = held_bytes(trace) * shards
+        alone, one = only_one(layout), as_single(setting)
+        seconds = self.clock(computing(trace), one, alone, self.recall(layout.device))
+        if seconds is None:
+            self.timeless.add(kind(layout.device))
+            return
+        _lower(self.memo.rates, _pace(setting, layout.device), seconds / setting.micro_batch)
+        if setting.recompute is not Recompute.NONE:
+            return
+        limit = peak_s(trace, layout.device) / setting.micro_batch
+        _lower(self.memo.limits, _peak_key(setting, layout.device), limit)
+
+    def _held(self, setting: Setting) -> int:
+        """What a rank holds at least, where any trace has told."""
+        if setting.mesh.branch > 1:
+            return 0
+        shards = setting.mesh.dp_shard if setting.strategy in SHARDED else 1
+        return int(SLACK * self.memo.held_bytes.get(setting.precision.value, 0) / shards)
+
+    def _is_known(self, setting: Setting, layout: Layout) -> bool:
+        key = self._place(setting, layout)
+        return key in self.memo.estimates or key in self.memo.failures
+
+    def _key(self, setting: Setting, device: Device) -> str:
+        return f"{device.fingerprint()} {short(setting)}"
+
+    def _place(self, setting: Setting, layout: Layout) -> str:
+        """What an estimate depends on, what is free at the moment left out."""
+        if layout not in self.names:
+            nodes = tuple(len(node.devices) for node in layout.cluster.nodes)
+            links = tuple(
+                (one.kind, one.node, len(one.devices), one.bandwidth_bytes_per_s, one.total_bytes_per_s)
+                for one in layout.cluster.links
+            )
+            self.names[layout] = f"{plain_device(layout.device).fingerprint()} {nodes} {links}"
+        return f"{self.names[layout]} {short(setting)}"
+
+
+def _lower(known: dict[str, float], key: str, seconds: float) -> None:
+    known[key] = min(seconds, known.get(key, seconds))
+
+
+def _pace(setting: Setting, device: Device) -> str:
+    """What the time of a sample depends on, beside the micro-batch."""
+    return f"{_peak_key(setting, device)} {setting.recompute} {setting.compile}"
+
+
+def _peak_key(setting: Setting, device: Device) -> str:
+    return f"{kind(device)} {setting.precision}"
+
+
+def held_bytes(trace: Trace) -> int:
+    """Weights and optimizer state of the traced rank, once the first step has made all of them."""
+    alive: set[int] = set()
+    for number in trace.order[: trace.marks.get("step1", len(trace.order))]:
+        if number >= 0:
+            alive.add(number)
+        else:
+            alive.discard(~number)
+    return sum(trace.sizes[number] for number in alive if trace.parts[number] in HELD)
+
+
+def computing(trace: Trace) -> Trace:
+    """The forward and backward pass alone: no optimizer, no collectives."""
+    end = trace.phases.get("optimizer", len(trace.sequence))
+    kept = tuple(one for one in trace.sequence[:end] if trace.works[one].kind not in OUTSIDE)
+    return trace.replace(sequence=kept, phases={**trace.phases, "optimizer": len(kept)})
+
+
+def peak_s(trace: Trace, device: Device) -> float:
+    """Seconds of the operations of forward and backward at the dense peak of the device."""
+    known = [one for one in (device.peaks.tf32, device.peaks.fp32) if one]
+    total = 0.0
+    for number in computing(trace).sequence:
+        work = trace.works[number]
+        rate = getattr(device.peaks, PEAKS.get(work.dtype, ""), None) or max(known, default=None)
+        total += work.flops / rate if rate else 0.0
+    return total
+
+
+def as_single(setting: Setting) -> Setting:
+    """One micro-batch of the setting on one device."""
+    return setting.replace(
+        strategy=Strategy.SINGLE,
+        mesh=Mesh(),
+        accumulation=1,
+        global_batch=setting.micro_batch,
+        shares=(),
+    )
+
+
+def only_one(layout: Layout) -> Layout:
+    """The fullest device of a layout by itself."""
+    node = layout.cluster.nodes[0].replace(devices=(layout.device,))
+    return replace(layout, places=layout.places[:1], cluster=layout.cluster.replace(nodes=(node,), links=()))
+
+
+def short(setting: Setting) -> str:
+    """A setting as a key: every field that an estimate depends on."""
+    mesh = setting.mesh
+    return (
+        f"{setting.strategy} {mesh.dp_replicate}x{mesh.dp_shard}x{mesh.branch}x{mesh.pp} "
+        f"{setting.micro_batch}x{setting.accumulation} {setting.precision} {setting.recompute} "
+        f"{setting.compile} {setting.optimizer} {setting.allocator}"
+    )
+
+
+def plain_device(device: Device) -> Device:
+    """A device without what has no say in a trace."""
+    return device.replace(
+        index=0,
+        free_bytes=None,
+        uuid=None,
+        bus_id=None,
+        processes=None,
+        numa_node=None,
+        power_limit_w=None,
+        sources={},
+    )
+
+
+def traced_as(setting: Setting) -> Setting:
+    """The setting whose trace serves: what has no say in it is put back to one value.
+
+    Replicas see other data and nothing else, so that two stand for any number.
+    """
+    mesh = setting.mesh
+    if setting.strategy is Strategy.DDP:
+        mesh = Mesh(dp_replicate=2)
+    if setting.strategy is Strategy.HSDP:
+        mesh = Mesh(dp_replicate=2, dp_shard=mesh.dp_shard)
+    return setting.replace(
+        mesh=mesh,
+        accumulation=1,
+        global_batch=setting.micro_batch * mesh.data_parallel,
+        allocator=Allocator.DEFAULT,
+        workers=0,
+        shares=(),
+    )
+
+
+def spoken(setting: Setting) -> str:
+    """A setting in few words, for whoever waits."""
+    compiled = ", compiled" if setting.compile else ""
+    again = "" if setting.recompute is Recompute.NONE else f", recompute {setting.recompute}"
+    return f"{setting.strategy}, micro-batch {setting.micro_batch}, {setting.precision}{again}{compiled}"
+
+
+def _plain(error: TrimtabError) -> dict[str, str]:
+    return {"kind": type(error).__name__, "given": error.given, "found": error.found, "cure": error.cure}
+
+
+def _revived(told: dict[str, str]) -> TrimtabError:
+    made: TrimtabError = getattr(errors, told["kind"])(told["given"], found=told["found"], cure=told["cure"])
+    return made

@@ -1,0 +1,161 @@
+"""Pins: choices that the user has fixed, read and checked against each other before anything is searched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import UnknownName, WrongUse, nearest
+from trimtab.spec import Allocator, OptimizerImplementation, Precision, Recompute, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from trimtab.spec import Workload
+
+WORDS: dict[str, Any] = {
+    "strategy": Strategy,
+    "precision": Precision,
+    "recompute": Recompute,
+    "optimizer": OptimizerImplementation,
+    "allocator": Allocator,
+}
+COUNTS = {"gpus": 1, "data_parallel": 1, "micro_batch": 1, "accumulation": 1, "workers": 0}
+"""Whole numbers, with the least that each can be."""
+KEYS = (*WORDS, *COUNTS, "compile")
+TRUTHS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+SEVERAL = (Strategy.DDP, Strategy.FSDP, Strategy.HSDP, Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE)
+
+Pins = dict[str, str | int | bool]
+
+
+def read(texts: Iterable[str]) -> Pins:
+    """Pins from what people type: micro-batch=8, compile=false.
+
+    >>> read(["micro-batch=8", "compile=false"])
+    {'micro_batch': 8, 'compile': False}
+    """
+    found: Pins = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise WrongUse(f"--pin {text}", found="it has no =", cure="Write it like --pin micro_batch=8.")
+        name = key.strip().lower().replace("-", "_")
+        meant = checked(name, value.strip(), f"--pin {text}")
+        if name in found and found[name] != meant:
+            raise WrongUse(
+                f"--pin {name}={found[name]} --pin {text}",
+                found=f"{name} is pinned to two values",
+                cure="Leave one of them out.",
+            )
+        found[name] = meant
+    return found
+
+
+def taken(pins: Mapping[str, Any]) -> Pins:
+    """Pins from Python: the same checks, whatever the types."""
+    return {
+        str(key).replace("-", "_"): checked(str(key).replace("-", "_"), str(value), f"pin {key}={value}")
+        for key, value in pins.items()
+    }
+
+
+def checked(name: str, value: str, given: str) -> str | int | bool:
+    """One pin's value, of the type that its key has."""
+    if name in WORDS:
+        known = [one.value for one in WORDS[name]]
+        if value in known:
+            return value
+        raise WrongUse(given, found=f"{name} is none of {', '.join(known)}", cure="Use one of those.")
+    if name in COUNTS:
+        least = COUNTS[name]
+        if value.isascii() and value.isdigit() and int(value) >= least:
+            return int(value)
+        raise WrongUse(given, found=f"{name} is no whole number from {least} up", cure=f"Write {name}=8.")
+    if name == "compile":
+        if value.lower() in TRUTHS:
+            return TRUTHS[value.lower()]
+        raise WrongUse(given, found="compile is neither true nor false", cure="Write compile=true or =false.")
+    if name == "global_batch":
+        raise WrongUse(
+            given,
+            found="the global batch is the job's own, not a choice of the plan",
+            cure="Use --global-batch N.",
+        )
+    close = nearest(name, KEYS) or list(KEYS)
+    raise UnknownName(
+        given, found=f"nothing is called {name}; the nearest are {', '.join(close)}", cure="Pin one of those."
+    )
+
+
+def contradictions(pins: Mapping[str, Any], workload: Workload, available: int) -> list[tuple[str, str]]:
+    """What cannot be together: what is wrong, and what to do."""
+    wrong = []
+    gpus, strategy = pins.get("gpus"), pins.get("strategy")
+    if gpus is not None and gpus > available:
+        wrong.append(
+            (f"gpus={gpus}, and there are {available}", f"pin gpus={available} or fewer, or name more")
+        )
+    if strategy == Strategy.SINGLE and (gpus or 1) > 1:
+        wrong.append((f"strategy=single runs on one GPU, and gpus={gpus}", "leave one of the two out"))
+    if strategy in SEVERAL and (gpus == 1 or available == 1):
+        wrong.append(
+            (f"strategy={strategy} needs several GPUs, and there is one", "pin strategy=single, or name more")
+        )
+    if strategy == Strategy.PIPELINE:
+        wrong.append(("strategy=pipeline cannot be predicted yet", "pin another strategy, such as fsdp"))
+    branches = len(workload.branches)
+    if strategy in (Strategy.BRANCH, Strategy.HYBRID):
+        if branches < 2:  # noqa: PLR2004 - several
+            what = f"{branches} branches" if branches else "no branches"
+            wrong.append(
+                (f"strategy={strategy}, and the job has {what}", "give the job losses() and branches")
+            )
+        elif gpus and gpus % branches:
+            wrong.append(
+                (f"strategy={strategy} with gpus={gpus}, and the job has {branches} branches",
+                 f"pin a multiple of {branches} GPUs")
+            )  # fmt: skip
+    return wrong + _wrong_batch(pins, workload.global_batch)
+
+
+def _wrong_batch(pins: Mapping[str, Any], whole: int) -> list[tuple[str, str]]:
+    """Pins that cannot make the global batch together."""
+    gpus, ranks = pins.get("gpus"), pins.get("data_parallel")
+    if ranks is not None and gpus is not None and gpus % ranks:
+        return [(f"data_parallel={ranks} with gpus={gpus}", f"pin a divisor of {gpus}")]
+    if pins.get("strategy") in (Strategy.DDP, Strategy.FSDP, Strategy.HSDP):
+        ranks = ranks or gpus
+    elif gpus == 1 or pins.get("strategy") == Strategy.SINGLE:
+        ranks = 1
+    if ranks is not None and ranks > whole:
+        return [
+            (
+                f"{ranks} data-parallel GPUs for a global batch of {whole}",
+                f"use {whole} or fewer, or a larger batch",
+            )
+        ]
+    micro, rounds = pins.get("micro_batch"), pins.get("accumulation")
+    share = -(-whole // (ranks or 1))
+    if micro is not None and micro > share:
+        return [(f"micro_batch={micro}, and a rank's share of the global batch {whole} is {share}",
+                 f"pin micro_batch={share} or less")]  # fmt: skip
+    if rounds is not None and rounds > share:
+        return [(f"accumulation={rounds}, and a rank's share of the global batch {whole} is {share}",
+                 f"pin accumulation={share} or less")]  # fmt: skip
+    if micro is not None and rounds is not None and ranks is not None:
+        needed = -(-share // micro)
+        if needed != rounds:
+            product = f"micro_batch {micro} x accumulation {rounds} x {ranks} data-parallel"
+            return [
+                (f"{product} is not the global batch {whole}", f"pin accumulation={needed}, or leave it out")
+            ]
+    return []

@@ -1,0 +1,356 @@
+"""The search: exact, best bound first, and looking closely only where a bound does not rule it out.
+
+Every setting of the space has a bound from below for its time, which an Outlook gives for nothing. The
+setting with the lowest bound is looked at closely; its true time takes the place of the bound. Once the
+lowest of all belongs to a setting that is known and fits, no other can be better. Two things are taken to be
+so: that a larger micro-batch of the same family needs no less memory, and that bounds are bounds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from trimtab.errors import JobFailed, TrimtabError
+from trimtab.planner.outlook import room_bytes
+from trimtab.spec import Objective, Recompute, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trimtab.planner.outlook import Layout, Outlook
+    from trimtab.planner.space import Cut, Family, Space
+    from trimtab.spec import Estimate, Policy, Setting, Workload
+
+RUNNERS_UP = 5
+ENOUGH_FAILURES = 3
+"""Families that fail alike before a job is taken to fail everywhere."""
+MARGIN = 0.1
+"""Of a deadline, kept free: the median error of predicted time, with room for checkpoints and evaluation."""
+
+SIMPLE_FIRST = (
+    Strategy.SINGLE,
+    Strategy.DDP,
+    Strategy.BRANCH,
+    Strategy.FSDP,
+    Strategy.HYBRID,
+    Strategy.HSDP,
+    Strategy.PIPELINE,
+)
+PROBE_FIRST = (
+    Strategy.FSDP,
+    Strategy.SINGLE,
+    Strategy.DDP,
+    Strategy.HSDP,
+    Strategy.BRANCH,
+    Strategy.HYBRID,
+    Strategy.PIPELINE,
+)
+"""Before anything is known the strategy that tells most is looked at: what it shards, others hold whole."""
+RECOMPUTES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+
+Value = tuple[float, ...]
+"""What the objective makes as small as it can."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A setting that was looked at closely."""
+
+    setting: Setting
+    layout: Layout
+    estimate: Estimate
+    allowed_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the upper band stays within the share that the policy allows."""
+        return self.estimate.band.high_bytes <= self.allowed_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much it does not fit."""
+        return max(0, self.estimate.band.high_bytes - self.allowed_bytes)
+
+
+@dataclass
+class Result:
+    """What a search found."""
+
+    best: Seen | None = None
+    runners_up: list[Seen] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    """Everything looked at closely, whether it fits or not."""
+    too_large: dict[Family, tuple[int, int]] = field(default_factory=dict)
+    """Settings that do not fit, and the least that one of them needs."""
+    too_late: int = 0
+    """Settings that fit and would end after the deadline."""
+    beaten: dict[Family, tuple[int, float]] = field(default_factory=dict)
+    """Settings not looked at, because they cannot be better, and the least time that one of them takes."""
+    failed: dict[str, tuple[int, TrimtabError]] = field(default_factory=dict)
+    """Settings that could not be estimated, by cause."""
+
+
+def value(setting: Setting, step_s: float | None, objective: Objective) -> Value:
+    """How good a setting is: smaller is better, and a lower time never makes it larger.
+
+    Where nobody knows the time (a device without peaks), fewer rounds, less recomputing and more devices
+    stand in for it.
+    """
+    if step_s is None:
+        rounds = float(setting.accumulation)
+        guess = (rounds, float(RECOMPUTES.index(setting.recompute)), float(setting.compile))
+        return (float(setting.gpus), *guess) if objective is Objective.GPUS else (math.inf, *guess)
+    if objective is Objective.GPUS:
+        return (float(setting.gpus), step_s)
+    return (step_s * setting.gpus, step_s) if objective is Objective.COST else (step_s,)
+
+
+def taste(setting: Setting) -> tuple[int, ...]:
+    """Between equals: fewer devices, the simpler strategy, less recomputing, no compiling, less memory."""
+    return (
+        setting.gpus,
+        SIMPLE_FIRST.index(setting.strategy),
+        RECOMPUTES.index(setting.recompute),
+        setting.compile,
+        setting.micro_batch,
+    )
+
+
+def allowed(layout: Layout, policy: Policy) -> int:
+    """Bytes that a plan may use on the fullest device."""
+    return int(policy.memory_share * room_bytes(layout.device))
+
+
+def run_s(workload: Workload, step_s: float | None) -> float | None:
+    """Seconds to the horizon."""
+    return None if step_s is None or workload.steps is None else step_s * workload.steps
+
+
+def is_late(workload: Workload, policy: Policy, step_s: float | None, *, margin: float = MARGIN) -> bool:
+    """Whether a run would end after the deadline, or too close to it."""
+    needed = run_s(workload, step_s)
+    return policy.deadline_s is not None and needed is not None and needed > policy.deadline_s * (1 - margin)
+
+
+def search(
+    space: Space, outlook: Outlook, *, known: Iterable[Seen] = (), margin: float | None = None
+) -> Result:
+    """The best setting that fits, with what was learnt on the way.
+
+    `known` are settings that were estimated elsewhere (those on unlike devices) and compete here; `margin`
+    refuses what ends too close to the deadline or after it.
+    """
+    return _Search(space, outlook, margin).run(known)
+
+
+def ends(cuts: tuple[Cut, ...]) -> list[Cut]:
+    """The micro-batches that tell of all others: the largest, and the smallest above one.
+
+    A batch of one sample is often another program (what is one long can be broadcast), and is asked for by
+    itself where it matters.
+
+    >>> ends(((8, 1), (4, 2), (2, 4), (1, 8)))
+    [(8, 1), (2, 4)]
+    """
+    several = [one for one in cuts if one[0] > 1] or list(cuts)
+    return list(dict.fromkeys((several[0], several[-1])))
+
+
+class _Search:
+    """One search under way: a heap of settings, by what they are known to take at least."""
+
+    def __init__(self, space: Space, outlook: Outlook, margin: float | None) -> None:
+        self.space = space
+        self.policy = space.policy
+        self.outlook = outlook
+        self.margin = margin
+        self.result = Result()
+        self.heap: list[tuple[Value, bool, tuple[int, ...], int, Family | None, Cut, Seen | None]] = []
+        """Value or bound, whether it is only a bound, and whose it is: of equals, what is known goes first,
+        since a bound that is no lower promises nothing better."""
+        self.numbers = count()
+        self.limits: dict[Family, int] = {}
+        """The largest micro-batch that may still fit, where one is known not to."""
+        self.looked: set[Family] = set()
+        self.found: dict[tuple[Family, Cut], Seen | None] = {}
+        self.hopeless: dict[Family, TrimtabError] = {}
+        """Families that cannot be estimated at any micro-batch."""
+        self.shown: set[Family] = set()
+        """Families of the choice and the runners-up so far."""
+        self.spare: list[tuple[Family, Cut]] = []
+        """More members of those, to fill up the runners-up."""
+        self.last_failure: TrimtabError | None = None
+
+    def run(self, known: Iterable[Seen]) -> Result:
+        for one in known:
+            self._met(one)
+        for family in self.space.families:
+            for cut in family.cuts:
+                self._push_bound(family, cut)
+        self._sift()
+        self._fill_up()
+        return self.result
+
+    def _sift(self) -> None:
+        while self.heap:
+            bound, is_bound, _, _, family, cut, seen = heapq.heappop(self.heap)
+            if not is_bound:
+                assert seen is not None  # noqa: S101 - what is known was seen
+                self._take(seen, family)
+            else:
+                assert family is not None  # noqa: S101 - a bound belongs to a family
+                self._look(family, cut, bound)
+
+    def _take(self, seen: Seen, family: Family | None) -> None:
+        """The best of all that is left: the choice, or the next of the runners-up."""
+        if family is not None:
+            self.shown.add(family)
+        if self.result.best is None:
+            self.result.best = seen
+        elif len(self.result.runners_up) < RUNNERS_UP:
+            self.result.runners_up.append(seen)
+
+    def _fill_up(self) -> None:
+        """Runners-up unlike the choice come first; where they are few, its other micro-batches follow."""
+        for family, cut in self.spare:
+            if len(self.result.runners_up) >= RUNNERS_UP:
+                return
+            seen = self._estimated(family, cut) if cut[0] <= self.limits.get(family, cut[0]) else None
+            if seen is not None and seen.fits and not self._late(seen):
+                self.result.runners_up.append(seen)
+        self.result.runners_up.sort(
+            key=lambda one: value(one.setting, one.estimate.step_s, self.policy.objective)
+        )
+
+    def _push_bound(self, family: Family, cut: Cut) -> None:
+        setting = family.setting(cut)
+        floor = self.outlook.floor(setting, family.layout)
+        # Of equal bounds the one that tells most: the largest micro-batch bounds those below it.
+        order = (PROBE_FIRST.index(family.strategy), -family.layout.gpus, *taste(setting)[2:-1], -cut[0])
+        bound = value(setting, floor.step_s, self.policy.objective)
+        heapq.heappush(self.heap, (bound, True, order, next(self.numbers), family, cut, None))
+
+    def _look(self, family: Family, cut: Cut, bound: Value) -> None:
+        """Look closely at a setting, unless something learnt since makes that needless."""
+        setting = family.setting(cut)
+        floor = self.outlook.floor(setting, family.layout)
+        if self.result.best is not None and family not in self.looked:
+            # The choice is made: runners-up are worth no new traces.
+            many, least = self.result.beaten.get(family, (0, math.inf))
+            self.result.beaten[family] = (many + 1, min(least, floor.step_s or 0.0))
+            return
+        if self.result.best is not None and family in self.shown:
+            self.spare.append((family, cut))
+            return
+        if floor.need_bytes > allowed(family.layout, self.policy):
+            self._too_large(family, floor.need_bytes)
+            return
+        if family in self.hopeless:
+            self._count_failure(self.hopeless[family])
+            return
+        if cut[0] > self.limits.get(family, cut[0]):
+            self._too_large(family, 0)
+            return
+        if value(setting, floor.step_s, self.policy.objective) > bound:
+            self._push_bound(family, cut)
+            return
+        if family not in self.looked:
+            self.looked.add(family)
+            self.outlook.prepare([(family.setting(one), family.layout) for one in ends(family.cuts)])
+        seen = self._estimated(family, cut)
+        if seen is None:
+            self._failed(family)
+        elif seen.fits:
+            self._met(seen, family)
+        else:
+            self._find_limit(family, cut, seen)
+
+    def _estimated(self, family: Family, cut: Cut) -> Seen | None:
+        """The setting with the first allocator that makes it fit, or else with the one that needs least."""
+        if (family, cut) not in self.found:
+            self.found[family, cut] = self._estimate(family, cut)
+        return self.found[family, cut]
+
+    def _estimate(self, family: Family, cut: Cut) -> Seen | None:
+        best: Seen | None = None
+        for allocator in self.space.allocators:
+            setting = family.setting(cut, allocator)
+            try:
+                estimate = self.outlook.estimate(setting, family.layout)
+            except TrimtabError as error:
+                self._count_failure(error)
+                self.last_failure = error
+                return None
+            one = Seen(setting, family.layout, estimate, allowed(family.layout, self.policy))
+            if best is None or one.missing_bytes < best.missing_bytes:
+                best = one
+            if one.fits:
+                break
+        assert best is not None  # noqa: S101 - there is an allocator
+        self.result.seen.append(best)
+        return best
+
+    def _count_failure(self, error: TrimtabError) -> None:
+        many, first = self.result.failed.get(error.found, (0, error))
+        self.result.failed[error.found] = (many + 1, first)
+
+    def _failed(self, family: Family) -> None:
+        """What cannot be estimated: if the smallest micro-batch cannot either, none of the family can.
+
+        A job whose code fails in several families alike, plain ones among them, fails as itself.
+        """
+        error = self.last_failure
+        if self._estimated(family, ends(family.cuts)[-1]) is None and error is not None:
+            self.hopeless[family] = error
+        if not isinstance(error, JobFailed) or self.result.seen:
+            return
+        alike = [one for one, why in self.hopeless.items() if why.found == error.found]
+        plain = [one for one in alike if not one.compile and one.recompute is Recompute.NONE]
+        if len(alike) >= ENOUGH_FAILURES and plain:
+            raise error
+
+    def _find_limit(self, family: Family, cut: Cut, seen: Seen) -> None:
+        """Halve the way to the largest micro-batch that fits: larger ones need not be asked one by one."""
+        self._too_large(family, seen.estimate.band.high_bytes)
+        smaller = [one for one in family.cuts if one[0] < cut[0]]
+        low, high = 0, len(smaller)
+        while low < high:
+            middle = (low + high) // 2
+            if self._may_fit(family, smaller[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        self.limits[family] = smaller[low][0] if low < len(smaller) else 0
+
+    def _may_fit(self, family: Family, cut: Cut) -> bool:
+        floor = self.outlook.floor(family.setting(cut), family.layout)
+        if floor.need_bytes > allowed(family.layout, self.policy):
+            return False
+        seen = self._estimated(family, cut)
+        # What cannot be estimated is found out again when its turn comes.
+        return seen is None or seen.fits
+
+    def _too_large(self, family: Family, need_bytes: int) -> None:
+        many, least = self.result.too_large.get(family, (0, 0))
+        least = min(least, need_bytes) if least and need_bytes else least or need_bytes
+        self.result.too_large[family] = (many + 1, least)
+
+    def _late(self, seen: Seen) -> bool:
+        return self.margin is not None and is_late(
+            self.space.workload, self.policy, seen.estimate.step_s, margin=self.margin
+        )
+
+    def _met(self, seen: Seen, family: Family | None = None) -> None:
+        """A setting that is known: it competes if it fits, and ends in time where that is asked."""
+        if not seen.fits:
+            return
+        if self._late(seen):
+            self.result.too_late += 1
+            return
+        worth = value(seen.setting, seen.estimate.step_s, self.policy.objective)
+        entry = (worth, False, taste(seen.setting), next(self.numbers), family, (0, 0), seen)
+        heapq.heappush(self.heap, entry)

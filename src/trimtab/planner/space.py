@@ -1,0 +1,340 @@
+"""The space of a plan: every setting that is legal, and the rules that refuse the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import WrongUse
+from trimtab.planner.batch import cut, cuts
+from trimtab.planner.layouts import layouts
+from trimtab.planner.pins import contradictions
+from trimtab.spec import (
+    Allocator,
+    Mesh,
+    OptimizerImplementation,
+    Precision,
+    Recompute,
+    Rejection,
+    Setting,
+    Strategy,
+)
+from trimtab.units import format_flops
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trimtab.planner.outlook import Layout
+    from trimtab.spec import Cluster, Device, Policy, Workload
+
+MOST_WORKERS = 8
+"""Loader processes per rank: more rarely feed a device faster, and each holds batches in RAM."""
+USUAL_WORKERS = 4
+"""Where nobody knows how many cores there are."""
+
+Cut = tuple[int, int]
+"""Micro-batch and accumulation."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Settings that differ in micro-batch and allocator alone."""
+
+    layout: Layout
+    strategy: Strategy
+    mesh: Mesh
+    precision: Precision
+    recompute: Recompute
+    compile: bool
+    optimizer: OptimizerImplementation
+    workers: int
+    global_batch: int
+    cuts: tuple[Cut, ...] = field(compare=False)
+    """The largest micro-batch first."""
+
+    def setting(self, one: Cut, allocator: Allocator = Allocator.DEFAULT) -> Setting:
+        """The member with that micro-batch."""
+        return Setting(
+            strategy=self.strategy,
+            mesh=self.mesh,
+            micro_batch=one[0],
+            accumulation=one[1],
+            global_batch=self.global_batch,
+            precision=self.precision,
+            recompute=self.recompute,
+            compile=self.compile,
+            optimizer=self.optimizer,
+            allocator=allocator,
+            workers=self.workers,
+        )
+
+
+@dataclass(frozen=True)
+class Space:
+    """What there is to choose from."""
+
+    families: tuple[Family, ...]
+    mixed: tuple[Layout, ...]
+    """Layouts of unlike devices: their micro-batches follow from their speeds."""
+    allocators: tuple[Allocator, ...]
+    """In the order of preference."""
+    refused: tuple[Rejection, ...]
+    policy: Policy
+    workload: Workload
+
+    def only(self, gpus: int) -> Space:
+        """The part with that many devices."""
+        return Space(
+            families=tuple(one for one in self.families if one.layout.gpus == gpus),
+            mixed=tuple(one for one in self.mixed if one.gpus == gpus),
+            allocators=self.allocators,
+            refused=(),
+            policy=self.policy,
+            workload=self.workload,
+        )
+
+
+def space(workload: Workload, cluster: Cluster, policy: Policy) -> Space:
+    """All legal settings; raises where pins contradict one another or the hardware."""
+    _check(workload, cluster, policy)
+    pins = policy.pins
+    every = [one for one in layouts(cluster) if pins.get("gpus") in (None, one.gpus)]
+    refusals = _Refusals()
+    families: list[Family] = []
+    mixed: list[Layout] = []
+    for layout in every:
+        if layout.gpus > 1 and any(device.slice for device in layout.cluster.devices):
+            refusals.add("MIG slices cannot exchange gradients with one another", layout.gpus)
+        elif len(layout.kinds) == 1:
+            families += _families(layout, workload, policy, refusals)
+        elif pins.get("strategy") in (None, Strategy.DDP):
+            mixed.append(layout)
+            refusals.add(
+                "fsdp, hsdp, branch and hybrid on unlike GPUs: all ranks would wait for the slowest; "
+                "ddp alone shares the batch out by speed",
+                1,
+            )
+    if not families and not mixed:
+        raise _empty(policy, workload, refusals.listed())
+    # What was fixed by rule removed as many settings as are left.
+    left = sum(len(one.cuts) for one in families) or 1
+    for why in _by_rule(cluster.devices, policy):
+        refusals.add(why, left)
+    pinned = pins.get("allocator")
+    return Space(
+        families=tuple(families),
+        mixed=tuple(mixed),
+        allocators=(Allocator(str(pinned)),) if pinned else (Allocator.DEFAULT, Allocator.EXPANDABLE),
+        refused=refusals.listed(),
+        policy=policy,
+        workload=workload,
+    )
+
+
+class _Refusals:
+    """Counts of what was refused, by cause."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def add(self, why: str, count: int) -> None:
+        self.counts[why] = self.counts.get(why, 0) + count
+
+    def listed(self) -> tuple[Rejection, ...]:
+        return tuple(Rejection(why=why, count=count) for why, count in self.counts.items() if count)
+
+
+def _check(workload: Workload, cluster: Cluster, policy: Policy) -> None:
+    """Raise for what no search can mend."""
+    if not cluster.devices:
+        raise WrongUse(
+            "no --on", found="there is no GPU", cure="Name one, as in --on H200 or --on 4xA100-40GB."
+        )
+    wrong = contradictions(policy.pins, workload, len(cluster.devices))
+    wrong += _beyond(policy.pins.get("precision"), cluster.devices)
+    if wrong:
+        pinned = " ".join(f"--pin {key}={word(value)}" for key, value in policy.pins.items())
+        raise WrongUse(
+            pinned,
+            found="; ".join(what for what, _ in wrong),
+            cure=_sentence("; ".join(cure for _, cure in wrong)),
+        )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def word(value: Any) -> str:
+    """A pin's value as people type it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _beyond(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]]:
+    """A pinned precision that no device here runs."""
+    if precision is None or any(runs(one, Precision(precision)) for one in devices):
+        return []
+    names = ", ".join(dict.fromkeys(one.model or one.name for one in devices))
+    if precision == Precision.TF32:
+        return [(f"precision=tf32, and {names} has no TF32", "pin precision=fp16 or fp32")]
+    return [
+        (
+            f"precision={precision}, and {names} only emulates bf16",
+            "pin precision=fp16, or name GPUs of compute capability 8.0 or newer",
+        )
+    ]
+
+
+def runs(device: Device, precision: Precision) -> bool:
+    """Whether the device runs the precision in hardware; what is not known counts as yes."""
+    if precision in (Precision.BF16, Precision.BF16_TRUE):
+        return device.bf16 is not False
+    if precision is Precision.TF32:
+        known = any(getattr(device.peaks, name) for name in device.peaks.__struct_fields__)
+        return device.peaks.tf32 is not None or not known
+    return True
+
+
+def best_precision(devices: tuple[Device, ...]) -> Precision:
+    """bf16 where all devices run it, fp16 where one does not, fp32 where nothing is known."""
+    if all(one.bf16 for one in devices):
+        return Precision.BF16
+    if any(one.bf16 is False for one in devices):
+        return Precision.FP16
+    return Precision.FP32
+
+
+def _families(layout: Layout, workload: Workload, policy: Policy, refusals: _Refusals) -> Iterator[Family]:
+    pins = policy.pins
+    precision = Precision(str(pins.get("precision") or best_precision(layout.cluster.devices)))
+    recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else list(Recompute)
+    compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
+    ways = len(recomputes) * len(compiles)
+    if not all(runs(one, precision) for one in layout.cluster.devices):
+        refusals.add(f"{precision} is only emulated by {layout.kinds[0]}", ways)
+        return
+    for strategy, mesh in _meshes(layout, len(workload.branches)):
+        if pins.get("strategy") not in (None, strategy):
+            refusals.add(f"the pin strategy={pins['strategy']}", ways)
+            continue
+        if pins.get("data_parallel") not in (None, mesh.data_parallel):
+            refusals.add(f"the pin data_parallel={pins['data_parallel']}", ways)
+            continue
+        if mesh.data_parallel > workload.global_batch:
+            refusals.add(
+                f"more data-parallel GPUs than the global batch of {workload.global_batch} has samples", ways
+            )
+            continue
+        members = _cuts(workload.global_batch, mesh.data_parallel, policy)
+        if not members:
+            refusals.add(
+                f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
+            )
+            continue
+        for recompute in recomputes:
+            for compiled in compiles:
+                yield Family(
+                    layout=layout,
+                    strategy=strategy,
+                    mesh=mesh,
+                    precision=precision,
+                    recompute=recompute,
+                    compile=compiled,
+                    optimizer=OptimizerImplementation(str(pins.get("optimizer") or "fused")),
+                    workers=workers(layout, policy),
+                    global_batch=workload.global_batch,
+                    cuts=tuple(members),
+                )
+
+
+def _meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
+    """Every way to spread a job over the devices of a layout."""
+    count = layout.gpus
+    if count == 1:
+        yield Strategy.SINGLE, Mesh()
+        return
+    yield Strategy.DDP, Mesh(dp_replicate=count)
+    yield Strategy.FSDP, Mesh(dp_shard=count)
+    per_node = {len(node.devices) for node in layout.cluster.nodes}
+    nodes = len(layout.cluster.nodes)
+    if nodes > 1 and len(per_node) == 1 and count > nodes:
+        # Groups that shard are nodes: the fast links carry most.
+        yield Strategy.HSDP, Mesh(dp_replicate=nodes, dp_shard=count // nodes)
+    if branches > 1 and count % branches == 0:
+        replicas = count // branches
+        yield (
+            Strategy.HYBRID if replicas > 1 else Strategy.BRANCH,
+            Mesh(branch=branches, dp_replicate=replicas),
+        )
+
+
+def _cuts(global_batch: int, ranks: int, policy: Policy) -> list[Cut]:
+    micro, rounds = policy.pins.get("micro_batch"), policy.pins.get("accumulation")
+    if micro is not None:
+        one = cut(global_batch, ranks, micro_batch=int(micro))
+        return [one] if one and rounds in (None, one[1]) else []
+    return [one for one in cuts(global_batch, ranks) if rounds in (None, one[1])]
+
+
+def workers(layout: Layout, policy: Policy) -> int:
+    """Loader processes per rank: the cores that a rank has to itself, less one for the rank."""
+    if "workers" in policy.pins:
+        return int(policy.pins["workers"])
+    cores = [node.cpu_cores // len(node.devices) for node in layout.cluster.nodes if node.cpu_cores]
+    if len(cores) < len(layout.cluster.nodes):
+        return USUAL_WORKERS
+    return max(0, min(MOST_WORKERS, min(cores) - 1))
+
+
+def _by_rule(devices: tuple[Device, ...], policy: Policy) -> Iterator[str]:
+    """Causes that hold for the whole space."""
+    if "precision" in policy.pins:
+        yield f"another precision than the pin {policy.pins['precision']}"
+    else:
+        chosen = best_precision(devices)
+        for precision in Precision:
+            if precision is not chosen:
+                yield _why_not(precision, chosen, devices)
+    if "optimizer" in policy.pins:
+        yield f"another optimizer implementation than the pin {policy.pins['optimizer']}"
+    else:
+        yield "foreach and plain optimizers: fused does the same in fewer passes over memory"
+    if "strategy" not in policy.pins and len(devices) > 1:
+        yield "pipeline cannot be predicted yet"
+
+
+def _why_not(precision: Precision, chosen: Precision, devices: tuple[Device, ...]) -> str:
+    """Why a precision is not tried, with its rate."""
+    first = devices[0]
+    rates = {
+        Precision.FP32: first.peaks.fp32,
+        Precision.TF32: first.peaks.tf32,
+        Precision.FP16: first.peaks.fp16,
+        Precision.BF16: first.peaks.bf16,
+    }
+    if precision is Precision.BF16_TRUE:
+        return "bf16-true changes the numerics of training: only by pin"
+    if precision is Precision.BF16:
+        return (
+            "bf16 is only emulated here"
+            if chosen is Precision.FP16
+            else "bf16: nobody knows if it is native here"
+        )
+    if precision is Precision.FP16:
+        return "fp16 needs loss scaling, and runs no faster than bf16" if chosen is Precision.BF16 else (
+            "fp16: nobody knows how fast it is here"
+        )  # fmt: skip
+    slow, fast = rates[precision], rates[chosen]
+    if slow is None or fast is None or chosen is precision:
+        return f"{precision} is slower than {chosen} on tensor cores, and keeps larger activations"
+    return f"{precision} has a peak of {format_flops(slow)}, {chosen} of {format_flops(fast)}: only by pin"
+
+
+def _empty(policy: Policy, workload: Workload, refused: tuple[Rejection, ...]) -> WrongUse:
+    """No setting is legal: the pins are the only cause that can be."""
+    pinned = " ".join(f"--pin {key}={word(value)}" for key, value in policy.pins.items())
+    return WrongUse(
+        pinned or f"global batch {workload.global_batch}",
+        found="no setting agrees with that: " + "; ".join(one.why for one in refused),
+        cure="Leave a pin out.",
+    )

@@ -1,0 +1,136 @@
+"""What a job says of itself: batch, horizon, branches. Asked of a child process, and remembered on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trimtab import __version__
+from trimtab.errors import TrimtabError, WrongUse
+from trimtab.jobs.load import load
+from trimtab.spec import Noun, Workload
+from trimtab.trace.child import Say, ask, serve
+from trimtab.trace.tracer import _source, _sources, cache_folder
+
+TIMEOUT_S = 120.0
+
+
+class Named(Noun, frozen=True, kw_only=True):
+    """A job as another process finds it."""
+
+    job: str
+    overrides: dict[str, Any] = {}
+
+
+def summary(job: str, overrides: dict[str, Any] | None = None, *, cache: bool = True) -> Workload:
+    """The workload of a job, from the cache where its source is unchanged."""
+    named = Named(job=job, overrides=overrides or {})
+    file = cache_folder() / f"summary-{fingerprint(named)}.json"
+    if cache and file.is_file():
+        try:
+            return Workload.from_json(file.read_bytes(), origin=str(file))
+        except TrimtabError:
+            file.unlink(missing_ok=True)
+    answer = ask("trimtab.trace.summary", named, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S)
+    found = Workload.from_builtins(answer["workload"])
+    keep(file, found.to_json())
+    return found
+
+
+def fingerprint(named: Named) -> str:
+    """Changes with the job's name, what was changed on it, its source and the versions."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    parts = [json.dumps(named.to_builtins(), sort_keys=True, default=str), __version__, sys.version]
+    for package in ("torch", "transformers", "peft"):
+        try:
+            parts.append(version(package))
+        except PackageNotFoundError:
+            parts.append("")
+    parts += [_source(file) for file in _sources(named.job)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def keep(file: Path, text: str) -> None:
+    """Write a file of the cache whole or not at all; a cache that cannot be written is no reason to fail."""
+    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(file)
+    except OSError:
+        return
+
+
+def described(job: Any, name: str) -> Workload:
+    """What a job says of itself; raises for a batch or a horizon that cannot be."""
+    batch = getattr(job, "global_batch", 1)
+    samples = getattr(job, "samples", None)
+    epochs = getattr(job, "epochs", 1)
+    for member, value in (("global_batch", batch), ("samples", samples), ("epochs", epochs)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise WrongUse(
+                f"{member} of job {name}",
+                found=f"it is {value!r}",
+                cure=f"Give the job a whole {member} from 1 up, or use --{member.replace('_', '-')}.",
+            )
+    branches = getattr(job, "branches", None) or {}
+    seq = getattr(job, "seq", None)
+    return Workload(
+        name=str(getattr(job, "name", "") or name.rpartition(":")[2]),
+        global_batch=batch,
+        samples=_counted(job) if samples is None else samples,
+        epochs=epochs,
+        branches=tuple(map(str, branches)) if callable(getattr(job, "losses", None)) else (),
+        seq=seq if isinstance(seq, int) and seq > 0 else None,
+        files=_files(name, job),
+    )
+
+
+def _counted(job: Any) -> int | None:
+    """The length of the dataset, where there is one that can be counted here."""
+    dataset = getattr(job, "dataset", None)
+    if not callable(dataset):
+        return None
+    try:
+        return len(dataset()) or None
+    except Exception:  # noqa: BLE001 - planning needs no data, and the user's code may raise anything
+        return None
+
+
+def _files(name: str, job: Any) -> dict[str, str]:
+    """The source files that the job was made of: its own, and those it took from the same folder."""
+    place = Path(name.rpartition(":")[0])
+    own = getattr(sys.modules.get(type(job).__module__), "__file__", None)
+    home = place.resolve().parent if place.suffix == ".py" else Path(own).parent if own else None
+    mine = Path(__file__).resolve().parent.parent
+    if home is None or home.is_relative_to(mine):
+        # Ours: the version says it all.
+        return {}
+    found = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and file.endswith(".py") and Path(file).resolve().is_relative_to(home):
+            path = Path(file).resolve()
+            if "site-packages" in path.relative_to(home).parts or path.is_relative_to(mine):
+                continue
+            found[str(path.relative_to(home))] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return dict(sorted(found.items()))
+
+
+def _work(text: str, say: Say) -> None:
+    warnings.simplefilter("ignore")
+    named = Named.from_json(text)
+    found = described(load(named.job, named.overrides), named.job)
+    say(msgspec.json.encode({"workload": found.to_builtins()}))
+
+
+if __name__ == "__main__":
+    serve(_work)

@@ -1,0 +1,118 @@
+"""An Outlook with laws that are made up and consistent: no job, no trace, no time lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import JobFailed
+from trimtab.planner.outlook import Floor, room_bytes
+from trimtab.spec import Allocator, Band, Estimate, Footprint, Recompute, Strategy, Workload
+from trimtab.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trimtab.planner.outlook import Layout
+    from trimtab.spec import Device, Setting
+
+KEPT = {Recompute.NONE: 1.0, Recompute.SELECTIVE: 0.6, Recompute.FULL: 0.2}
+AGAIN = {Recompute.NONE: 1.0, Recompute.SELECTIVE: 1.1, Recompute.FULL: 1.33}
+
+
+@dataclass
+class Law:
+    """Memory: weights and their like, cut where they are sharded, and activations per sample. Time: rounds of
+    computing, one optimizer step, one exchange of gradients.
+    """
+
+    static_bytes: int = 4 * GIB
+    sample_bytes: int = GIB
+    sample_flops: float = 1e13
+    launch_s: float = 0.01
+    branch_share: float = 0.5
+    """Of static memory and work that one branch needs."""
+    bounds: bool = True
+    """Whether floors tell anything."""
+    timed: bool = True
+    seq: int = 1024
+    asked: list[Setting] = field(default_factory=list)
+    prepared: list[Setting] = field(default_factory=list)
+    fails: bool = False
+    fails_compiled: bool = False
+    traced: set[Any] = field(default_factory=set)
+    """Families whose true times are known."""
+
+    def family(self, setting: Setting, layout: Layout) -> Any:
+        return (layout, setting.mesh, setting.strategy, setting.precision, setting.recompute, setting.compile)
+
+    def need_bytes(self, setting: Setting) -> int:
+        static = self.static_bytes / setting.mesh.dp_shard
+        if setting.mesh.branch > 1:
+            static *= self.branch_share
+        kept = setting.micro_batch * self.sample_bytes * self.seq / 1024 * KEPT[setting.recompute]
+        kept *= 0.7 if setting.compile else 1.0
+        pieces = 1.0 if setting.allocator is Allocator.EXPANDABLE else 1.08
+        gathered = self.static_bytes / 32 if setting.mesh.dp_shard > 1 else 0
+        return int(static + gathered + kept * pieces + 700 * MIB)
+
+    def round_s(self, setting: Setting, device: Device) -> float:
+        peak = device.peaks.bf16 or device.peaks.fp16 or 1e13
+        work = setting.micro_batch * self.sample_flops / peak * AGAIN[setting.recompute]
+        work *= self.branch_share if setting.mesh.branch > 1 else 1.0
+        return work * (0.8 if setting.compile else 1.0) + self.launch_s * (0.2 if setting.compile else 1.0)
+
+    def step_s(self, setting: Setting, layout: Layout) -> float:
+        device = layout.device
+        rounds = setting.accumulation * self.round_s(setting, device)
+        optimizer = self.static_bytes / setting.mesh.dp_shard / (device.bandwidth_bytes_per_s or 1e12)
+        return rounds + optimizer + self.exchange_s(setting, layout)
+
+    def exchange_s(self, setting: Setting, layout: Layout) -> float:
+        if setting.gpus == 1:
+            return 0.0
+        speeds = [link.bandwidth_bytes_per_s or 1e9 for link in layout.cluster.links] or [1e9]
+        rounds = setting.accumulation if setting.strategy in (Strategy.FSDP, Strategy.HSDP) else 1
+        return rounds * self.static_bytes / 4 / min(speeds)
+
+    # --- the door
+
+    def floor(self, setting: Setting, layout: Layout) -> Floor:
+        if not self.timed:
+            return Floor(step_s=None)
+        if not self.bounds:
+            return Floor()
+        if self.family(setting, layout) in self.traced:
+            return Floor(step_s=self.step_s(setting, layout))
+        none = setting.replace(recompute=Recompute.NONE)
+        least = none.accumulation * self.round_s(none, layout.device)
+        return Floor(step_s=least, need_bytes=int(self.static_bytes / setting.mesh.size))
+
+    def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
+        self.prepared += [setting for setting, _ in asked]
+        self.traced |= {self.family(setting, layout) for setting, layout in asked}
+
+    def estimate(self, setting: Setting, layout: Layout) -> Estimate:
+        if self.fails or (self.fails_compiled and setting.compile):
+            raise JobFailed("loss()", found="it raised", cure="Mend it.")
+        self.asked.append(setting)
+        need = self.need_bytes(setting)
+        room = room_bytes(layout.device)
+        return Estimate(
+            allocated_bytes=need - 700 * MIB,
+            reserved_bytes=need - 700 * MIB,
+            process_bytes=need,
+            capacity_bytes=room,
+            fits=need * 1.05 <= room,
+            parts=Footprint(activations=need - 700 * MIB, context=700 * MIB),
+            band=Band(low_bytes=int(need * 0.95), high_bytes=int(need * 1.05)),
+            step_s=self.step_s(setting, layout) if self.timed else None,
+        )
+
+    def altered(self, **changes: Any) -> Law:
+        return replace(self, **changes, traced=set())
+
+
+def workload(**changes: Any) -> Workload:
+    known = {"name": "fake", "global_batch": 64, "samples": 10_000, "epochs": 3}
+    return Workload(**{**known, **changes})

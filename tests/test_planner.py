@@ -1,0 +1,835 @@
+"""The search, with laws of memory and time that are made up (see outlooks.py)."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from outlooks import Law, workload
+from trimtab.catalog.clusters import row_device, stated
+from trimtab.catalog.tables import devices
+from trimtab.errors import JobFailed, NothingFits, UnknownName, WrongUse
+from trimtab.planner import advise, batch, decide, pins, stale
+from trimtab.planner import search as searching
+from trimtab.planner.batch import as_share, cut, cuts, in_proportion, micro_batches, rank_samples
+from trimtab.planner.decide import Question
+from trimtab.planner.foresight import Foresight
+from trimtab.planner.layouts import layouts
+from trimtab.planner.search import search
+from trimtab.planner.space import space
+from trimtab.spec import (
+    Allocator,
+    Cluster,
+    Link,
+    Mesh,
+    Node,
+    Objective,
+    Plan,
+    Policy,
+    Precision,
+    Recompute,
+    Setting,
+    Slice,
+    Strategy,
+    Trace,
+    Work,
+)
+from trimtab.units import GIB
+
+if TYPE_CHECKING:
+    from trimtab.planner.outlook import Layout
+    from trimtab.spec import Workload
+
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def planned(
+    on: str | Cluster,
+    law: Law | None = None,
+    job: Workload | None = None,
+    compare: tuple[int, ...] = (),
+    **policy: Any,
+) -> Plan:
+    where = stated(on) if isinstance(on, str) else on
+    question = Question(
+        job="fake", workload=job or workload(), cluster=where, policy=Policy(**policy), compare=compare
+    )
+    return decide.decide(question, law or Law())
+
+
+def is_kept(setting: Setting, whole: int) -> bool:
+    """Whether every global batch has exactly that many samples, by what each rank really runs."""
+    if setting.shares:
+        ranks = [micro_batches(one.samples, one.micro_batch) for one in setting.shares]
+        rounds = [one.accumulation for one in setting.shares]
+    else:
+        samples = rank_samples(whole, setting.data_parallel)
+        ranks = [micro_batches(one, setting.micro_batch) for one in samples]
+        rounds = [setting.accumulation] * len(ranks)
+    return (
+        sum(map(sum, ranks)) == whole
+        and len(ranks) == setting.data_parallel
+        and all(len(sizes) <= most for sizes, most in zip(ranks, rounds, strict=True))
+        and all(max(sizes) <= setting.micro_batch for sizes in ranks)
+    )
+
+
+# --- the batch
+
+
+@given(st.integers(1, 3000), st.integers(1, 64))
+def test_every_cut_covers_the_share_with_nothing_to_spare(whole: int, ranks: int) -> None:
+    assume(ranks <= whole)
+    share = -(-whole // ranks)
+    found = cuts(whole, ranks)
+    assert found[0] == (share, 1)
+    assert found[-1] == (1, share)
+    for micro, rounds in found:
+        assert micro * (rounds - 1) < share <= micro * rounds
+        Setting(
+            strategy=Strategy.DDP if ranks > 1 else Strategy.SINGLE,
+            mesh=Mesh(dp_replicate=ranks),
+            micro_batch=micro,
+            accumulation=rounds,
+            global_batch=whole,
+        )
+    divisors = {one for one in range(1, share + 1) if share % one == 0}
+    assert divisors <= {micro for micro, _ in found}
+    assert len(found) <= 2 * math.isqrt(share) + 1
+
+
+def test_cuts_leave_out_only_what_another_cut_beats() -> None:
+    kept = dict(cuts(100, 1))
+    for micro in range(1, 101):
+        rounds = -(-100 // micro)
+        better = min(one for one, many in kept.items() if many <= rounds)
+        assert better <= micro
+
+
+@given(st.integers(1, 500), st.integers(1, 64))
+def test_ranks_differ_by_one_sample_at_most(whole: int, ranks: int) -> None:
+    found = rank_samples(whole, ranks)
+    assert sum(found) == whole
+    assert max(found) - min(found) <= 1
+
+
+@given(st.integers(2, 500), st.lists(st.floats(0.01, 100), min_size=2, max_size=6))
+def test_shares_in_proportion_add_up_exactly(whole: int, weights: list[float]) -> None:
+    found = in_proportion(whole, weights, [whole] * len(weights))
+    if whole < len(weights):
+        assert found is None
+        return
+    assert found is not None
+    assert sum(found) == whole
+    assert min(found) >= 1
+
+
+def test_shares_stay_below_what_a_rank_can_take() -> None:
+    assert in_proportion(10, [1, 9], [8, 5]) == [5, 5]
+    assert in_proportion(10, [1, 1], [4, 5]) is None
+    assert in_proportion(10, [1, 1], [0, 20]) is None
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_a_share_is_cut_within_its_micro_batch(samples: int, micro: int) -> None:
+    found = as_share(samples, micro)
+    assert found.micro_batch <= micro
+    assert found.samples == samples
+
+
+def test_a_pinned_micro_batch_that_is_larger_than_the_share_has_no_cut() -> None:
+    assert cut(64, 8, micro_batch=9) is None
+    assert cut(64, 8, micro_batch=3) == (3, 3)
+
+
+# --- the laws that every plan keeps
+
+
+laws = st.builds(
+    Law,
+    static_bytes=st.integers(1, 120).map(lambda one: one * GIB),
+    sample_bytes=st.integers(1, 4000).map(lambda one: one * 2**20),
+    sample_flops=st.floats(1e9, 1e15),
+    launch_s=st.floats(1e-4, 0.2),
+)
+names = st.sampled_from([row.typed[0] for row in devices()])
+batches = st.integers(1, 300)
+
+
+@QUICK
+@given(law=laws, name=names, gpus=st.integers(1, 8), whole=batches, share=st.floats(0.3, 1.0))
+def test_a_plan_fits_by_its_upper_band_and_keeps_the_batch(
+    law: Law, name: str, gpus: int, whole: int, share: float
+) -> None:
+    try:
+        plan = planned(f"{gpus}x{name}", law, workload(global_batch=whole), memory_share=share)
+    except NothingFits as error:
+        for change in error.nearest:
+            assert change.estimate.band.high_bytes <= (change.estimate.capacity_bytes or 0)
+            assert is_kept(change.setting, change.setting.global_batch)
+        return
+    assert plan.estimate.capacity_bytes is not None
+    assert plan.estimate.band.high_bytes <= share * plan.estimate.capacity_bytes
+    for setting in (plan.choice, *(one.setting for one in plan.runners_up)):
+        assert is_kept(setting, whole)
+        assert setting.gpus <= gpus
+        assert setting.data_parallel <= whole
+    for one in plan.runners_up:
+        assert one.estimate.band.high_bytes <= share * plan.estimate.capacity_bytes
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("row", devices(), ids=lambda row: row.typed[0])
+def test_the_batch_is_kept_on_every_device_of_the_catalogue(row: Any) -> None:
+    law = Law(static_bytes=GIB, sample_bytes=2**27)
+    for whole in (1, 7, 64, 97):
+        plan = planned(f"3x{row.typed[0]}", law, workload(global_batch=whole))
+        assert is_kept(plan.choice, whole)
+        emulated = row_device(row, 0, "test").bf16 is False
+        assert plan.choice.precision is (Precision.FP16 if emulated else Precision.BF16)
+
+
+@QUICK
+@given(law=laws, whole=batches, more=st.integers(0, 100), gpus=st.integers(1, 4))
+def test_more_memory_never_gives_a_slower_plan(law: Law, whole: int, more: int, gpus: int) -> None:
+    small = stated(f"{gpus}xA100-40GB")
+    node = small.nodes[0]
+    roomy = tuple(one.replace(memory_bytes=one.memory_bytes + more * GIB) for one in node.devices)
+    large = small.replace(nodes=(node.replace(devices=roomy),))
+    job = workload(global_batch=whole)
+    try:
+        before = planned(small, law, job)
+    except NothingFits:
+        return
+    assert seconds(planned(large, law, job)) <= seconds(before)
+
+
+def seconds(plan: Plan) -> float:
+    assert plan.estimate.step_s is not None
+    return plan.estimate.step_s
+
+
+@QUICK
+@given(law=laws, whole=batches, gpus=st.integers(1, 7), name=st.sampled_from(["H100", "T4", "RTX4090"]))
+def test_another_gpu_never_gives_a_slower_plan(law: Law, whole: int, gpus: int, name: str) -> None:
+    job = workload(global_batch=whole)
+    try:
+        before = planned(f"{gpus}x{name}", law, job)
+    except NothingFits:
+        return
+    assert seconds(planned(f"{gpus + 1}x{name}", law, job)) <= seconds(before)
+
+
+@QUICK
+@given(law=laws, whole=st.integers(1, 100), nodes=st.integers(1, 3))
+def test_another_node_never_gives_a_slower_plan(law: Law, whole: int, nodes: int) -> None:
+    job = workload(global_batch=whole)
+    try:
+        before = planned(f"{nodes}x4xH100", law, job)
+    except NothingFits:
+        return
+    assert seconds(planned(f"{nodes + 1}x4xH100", law, job)) <= seconds(before)
+
+
+@QUICK
+@given(law=laws, whole=batches, gpus=st.integers(1, 6), objective=st.sampled_from(Objective))
+def test_bounds_save_work_and_change_nothing(law: Law, whole: int, gpus: int, objective: Objective) -> None:
+    job, where = workload(global_batch=whole), stated(f"{gpus}xA100-40GB")
+    policy = Policy(objective=objective)
+    bounded, blind = Law(**known(law)), Law(**known(law), bounds=False)
+    quick = search(space(job, where, policy), bounded)
+    slow = search(space(job, where, policy), blind)
+    assert (quick.best is None) == (slow.best is None)
+    if quick.best is not None and slow.best is not None:
+        assert quick.best.estimate.step_s == slow.best.estimate.step_s
+        assert len(bounded.traced) <= len(blind.traced)
+
+
+def known(law: Law) -> dict[str, Any]:
+    fields = ("static_bytes", "sample_bytes", "sample_flops", "launch_s")
+    return {name: getattr(law, name) for name in fields}
+
+
+@QUICK
+@given(law=laws, whole=st.integers(1, 60), gpus=st.integers(1, 4))
+def test_nothing_that_fits_is_faster_than_the_choice(law: Law, whole: int, gpus: int) -> None:
+    """Against every legal setting, one by one."""
+    job, policy = workload(global_batch=whole), Policy()
+    legal = space(job, stated(f"{gpus}xA100-40GB"), policy)
+    best = math.inf
+    for family in legal.families:
+        for one in family.cuts:
+            for allocator in Allocator:
+                estimate = law.estimate(family.setting(one, allocator), family.layout)
+                if estimate.band.high_bytes <= int(0.9 * (estimate.capacity_bytes or 0)):
+                    best = min(best, estimate.step_s or math.inf)
+    found = search(legal, law).best
+    assert (found.estimate.step_s if found else math.inf) == best
+
+
+def test_few_settings_are_looked_at_closely_where_bounds_are_good() -> None:
+    law = Law(static_bytes=60 * GIB)
+    legal = space(workload(global_batch=512), stated("8x8xH100"), Policy())
+    assert search(legal, law).best is not None
+    assert sum(len(one.cuts) for one in legal.families) > 4000
+    assert len(law.asked) < 400
+
+
+# --- choices
+
+
+def test_recomputing_is_chosen_only_where_it_pays() -> None:
+    roomy = planned("H200", Law(sample_bytes=2**20))
+    tight = planned("RTX4090", Law(static_bytes=18 * GIB, sample_bytes=8 * GIB))
+    assert roomy.choice.recompute is Recompute.NONE
+    assert tight.choice.recompute is not Recompute.NONE
+
+
+def test_the_expandable_allocator_is_taken_only_where_the_default_does_not_fit() -> None:
+    law = Law(static_bytes=130 * GIB)
+    plan = planned("8x8xH100", law, workload(global_batch=512))
+    assert plan.choice.allocator is Allocator.EXPANDABLE
+    default = law.need_bytes(plan.choice.replace(allocator=Allocator.DEFAULT))
+    assert default * 1.05 > 0.9 * (plan.estimate.capacity_bytes or 0)
+    assert planned("H200").choice.allocator is Allocator.DEFAULT
+
+
+def test_branches_are_used_where_the_job_has_them() -> None:
+    law = Law(static_bytes=36 * GIB, branch_share=0.4)
+    with_branches = planned("2xA100-40GB", law, workload(branches=("llama", "qwen")))
+    assert with_branches.choice.strategy is Strategy.BRANCH
+    assert with_branches.choice.mesh.branch == 2
+    assert with_branches.choice.data_parallel == 1
+    four = planned("4xA100-40GB", law, workload(branches=("llama", "qwen")))
+    assert four.choice.strategy is Strategy.HYBRID
+    assert planned("2xA100-40GB", law).choice.strategy is Strategy.FSDP
+
+
+def test_a_plan_may_leave_gpus_alone() -> None:
+    slow_network = planned("2x8xH100", Law(static_bytes=40 * GIB, sample_flops=1e10))
+    assert slow_network.choice.gpus < 16
+    assert "left free" in slow_network.recommendation
+
+
+def test_the_choice_has_a_reason_for_everything() -> None:
+    plan = planned("4xA100-40GB")
+    subjects = [one.subject for one in plan.reasons]
+    assert subjects == [
+        "gpus",
+        "strategy",
+        "micro_batch",
+        "accumulation",
+        "precision",
+        "recompute",
+        "compile",
+        "optimizer",
+        "allocator",
+        "workers",
+    ]
+    told = {one.subject: one.why for one in plan.reasons}
+    assert told["accumulation"] == "16 x 1 x 4 data-parallel = 64, exactly"
+    assert "312 TFLOP/s" in told["precision"]
+    assert len(plan.runners_up) == 5
+    times = [one.estimate.step_s or 0.0 for one in plan.runners_up]
+    assert times == sorted(times)
+    assert min(times) >= seconds(plan)
+    assert all(one.why for one in plan.runners_up)
+    assert all(one.count >= 1 for one in plan.rejected)
+
+
+def test_an_uneven_batch_is_said() -> None:
+    plan = planned("8xH100", job=workload(global_batch=97))
+    told = {one.subject: one.why for one in plan.reasons}
+    assert "the last is smaller" in told["accumulation"]
+    assert "97 exactly" in told["accumulation"]
+
+
+def test_workers_follow_from_the_cores_of_a_rank() -> None:
+    where = stated("4xH100")
+    cores = where.replace(nodes=(where.nodes[0].replace(cpu_cores=24),))
+    assert planned(cores, pins={"gpus": 4}).choice.workers == 5
+    assert planned(cores, pins={"gpus": 4, "workers": 2}).choice.workers == 2
+
+
+def test_busy_gpus_are_passed_over() -> None:
+    where = stated("4xA100-40GB")
+    busy = [one.replace(free_bytes=4 * GIB if one.index == 0 else 39 * GIB) for one in where.nodes[0].devices]
+    plan = planned(
+        where.replace(nodes=(where.nodes[0].replace(devices=tuple(busy)),)), Law(static_bytes=8 * GIB)
+    )
+    assert [one.device for one in plan.places] == [1, 2, 3]
+
+
+def test_a_fast_link_is_tried_beside_the_roomiest_gpus() -> None:
+    where = stated("4xRTX3090")
+    bridge = Link(
+        kind="NVLink3 bridge", node=0, devices=(2, 3), bandwidth_bytes_per_s=56e9, source="stated: test"
+    )
+    pairs = [one for one in layouts(where.replace(links=(*where.links, bridge))) if one.gpus == 2]
+    assert [[one.device for one in pair.places] for pair in pairs] == [[0, 1], [2, 3]]
+
+
+def test_mig_slices_are_planned_one_by_one() -> None:
+    where = stated("2xA100-40GB")
+    cut_up = tuple(
+        one.replace(slice=Slice(profile="3g.20gb", parent="GPU-1", sm_share=0.43))
+        for one in where.nodes[0].devices
+    )
+    plan = planned(where.replace(nodes=(where.nodes[0].replace(devices=cut_up),)))
+    assert plan.choice.gpus == 1
+    assert any("MIG" in one.why for one in plan.rejected)
+
+
+def test_a_device_of_unknown_speed_gets_a_plan_without_times() -> None:
+    device = stated("H100").devices[0].replace(model=None, name="Unheard Of", peaks=spec_peaks(), bf16=None)
+    where = Cluster(nodes=(Node(name="a", devices=(device,)),))
+    law = Law(timed=False)
+    plan = planned(where, law)
+    assert plan.choice.precision is Precision.FP32
+    assert plan.estimate.step_s is None
+    assert plan.choice.recompute is Recompute.NONE
+    assert "not known" in plan.recommendation
+    assert len(law.asked) < 20
+
+
+def spec_peaks() -> Any:
+    from trimtab.spec import Peaks
+
+    return Peaks()
+
+
+# --- objectives, deadlines, comparison
+
+
+def test_the_fewest_gpus_that_meet_the_deadline_are_taken() -> None:
+    law: dict[str, Any] = {"static_bytes": GIB, "sample_bytes": 2**20}
+    alone = planned("1xA100-40GB", Law(**law))
+    hour = alone.estimate.hours
+    assert hour is not None
+    plan = planned(
+        "8xA100-40GB",
+        Law(**law),
+        deadline_s=hour * 3600 / 2.5,
+        objective=Objective.GPUS,
+        compare=(1, 2, 4, 8),
+    )
+    assert plan.choice.gpus == 4
+    assert [one.gpus for one in plan.comparison] == [1, 2, 4, 8]
+    assert [one.meets_deadline for one in plan.comparison] == [False, False, True, True]
+    assert plan.comparison[0].free_share == 7 / 8
+    assert plan.comparison[0].scaling_efficiency == 1.0
+    assert "4 GPUs are enough" in plan.recommendation
+    doubled = plan.what_if[0]
+    assert doubled.change == "20,000 samples"
+    assert doubled.gpus == 8
+
+
+def test_the_margin_of_a_deadline_is_kept_where_it_can_be() -> None:
+    law: dict[str, Any] = {"static_bytes": GIB, "sample_bytes": 2**20}
+    alone = planned("1xA100-40GB", Law(**law)).estimate.hours
+    assert alone is not None
+    tight = alone * 3600 * 1.02
+    assert planned("2xA100-40GB", Law(**law), deadline_s=tight, objective=Objective.GPUS).choice.gpus == 2
+    assert planned("1xA100-40GB", Law(**law), deadline_s=tight, objective=Objective.GPUS).choice.gpus == 1
+
+
+def test_the_cheapest_plan_takes_the_fewest_gpu_hours() -> None:
+    plan = planned("8xH100", objective=Objective.COST, price_per_gpu_hour=3.0, compare=(1, 2, 8))
+    fastest = planned("8xH100")
+    assert plan.cost == pytest.approx(3.0 * (plan.estimate.gpu_hours or 0))
+    assert (plan.estimate.gpu_hours or 0) <= (fastest.estimate.gpu_hours or 0)
+    assert plan.choice.gpus < fastest.choice.gpus
+    assert "cheapest" in plan.recommendation
+
+
+def test_hours_follow_from_steps_and_the_last_batch_of_an_epoch() -> None:
+    plan = planned("H100", job=workload(samples=100, epochs=3, global_batch=64))
+    assert plan.estimate.hours == pytest.approx(seconds(plan) * 2 * 3 / 3600)
+    assert plan.estimate.gpu_hours == plan.estimate.hours
+
+
+def test_half_the_batch_is_searched_again() -> None:
+    plan = planned("2xH100", job=workload(global_batch=64))
+    half = plan.what_if[-1]
+    assert half.setting is not None
+    assert half.setting.global_batch == 32
+    assert is_kept(half.setting, 32)
+    assert half.setting.gpus == plan.choice.gpus
+
+
+def test_a_count_at_which_nothing_fits_has_a_row_that_says_so() -> None:
+    plan = planned("8xH100", Law(static_bytes=200 * GIB), compare=(1, 8))
+    assert plan.comparison[0].setting is None
+    assert "nothing fits" in plan.comparison[0].why
+    assert plan.choice.gpus == 8
+
+
+def test_a_deadline_that_nothing_meets_says_what_would() -> None:
+    with pytest.raises(
+        NothingFits, match=r"the fastest plan takes .* on 4 GPUs.* Allow .*epoch.*samples"
+    ) as caught:
+        planned("4xH100", deadline_s=40)
+    assert caught.value.exit_code == 3
+    with pytest.raises(NothingFits, match="the fastest plan takes"):
+        planned("4xH100", deadline_s=40, objective=Objective.GPUS)
+
+
+def test_a_deadline_needs_a_horizon() -> None:
+    with pytest.raises(WrongUse, match="how many samples"):
+        planned("H100", job=workload(samples=None), deadline_s=60)
+
+
+@pytest.mark.parametrize("compare", [(0,), (1, 9), (-1,)])
+def test_only_gpus_that_are_there_are_compared(compare: tuple[int, ...]) -> None:
+    with pytest.raises(WrongUse, match="there are 4 GPUs"):
+        planned("4xH100", compare=compare)
+
+
+# --- pins and bad input
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("micro-batch=8", "micro_batch", 8),
+        ("compile=false", "compile", False),
+        ("COMPILE=True", "compile", True),
+        ("strategy=fsdp", "strategy", "fsdp"),
+        ("workers=0", "workers", 0),
+    ],
+)
+def test_a_pin_is_read_as_people_type_it(text: str, key: str, value: Any) -> None:
+    assert pins.read([text]) == {key: value}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("micro_batch", "no ="),
+        ("micro_batch=0", "from 1 up"),
+        ("micro_batch=-1", "from 1 up"),
+        ("micro_batch=2.5", "from 1 up"),
+        ("strategy=ddq", "none of single"),
+        ("compile=maybe", "neither true nor false"),
+        ("global_batch=3", "--global-batch"),
+    ],
+)
+def test_a_pin_that_cannot_be_meant_is_refused(text: str, said: str) -> None:
+    with pytest.raises(WrongUse, match=said):
+        pins.read([text])
+
+
+def test_an_unknown_pin_gives_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="micro_batch"):
+        pins.read(["microbatch=3"])
+    with pytest.raises(WrongUse, match="two values"):
+        pins.read(["gpus=1", "gpus=2"])
+
+
+@pytest.mark.parametrize(
+    ("on", "pinned", "said"),
+    [
+        ("4xH100", {"strategy": "single", "gpus": 2}, "single runs on one GPU"),
+        ("H100", {"strategy": "ddp"}, "needs several GPUs"),
+        ("4xH100", {"gpus": 8}, "there are 4"),
+        ("4xH100", {"strategy": "branch"}, "no branches"),
+        ("4xH100", {"strategy": "pipeline"}, "cannot be predicted yet"),
+        ("4xH100", {"gpus": 4, "strategy": "ddp", "micro_batch": 3, "accumulation": 2}, "Pin accumulation=6"),
+        ("4xH100", {"gpus": 4, "strategy": "ddp", "micro_batch": 17}, "micro_batch=16 or less"),
+        ("4xH100", {"gpus": 1, "accumulation": 65}, "accumulation=64 or less"),
+        ("4xH100", {"gpus": 3, "data_parallel": 2}, "divisor of 3"),
+        ("T4", {"precision": "bf16"}, "only emulates bf16.*fp16"),
+        ("V100-32GB", {"precision": "bf16-true"}, "only emulates bf16"),
+        ("T4", {"precision": "tf32"}, "no TF32"),
+    ],
+)
+def test_pins_that_contradict_are_refused_with_the_cure(on: str, pinned: dict[str, Any], said: str) -> None:
+    with pytest.raises(WrongUse, match=said):
+        planned(on, pins=pinned)
+
+
+def test_pins_that_only_the_search_finds_contradictory_are_refused() -> None:
+    with pytest.raises(WrongUse, match="no setting agrees"):
+        planned("2xH100", pins={"micro_batch": 64, "gpus": 2})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gpus", 3),
+        ("strategy", "ddp"),
+        ("micro_batch", 5),
+        ("accumulation", 4),
+        ("precision", "fp32"),
+        ("recompute", "full"),
+        ("compile", False),
+        ("optimizer", "foreach"),
+        ("allocator", "expandable"),
+        ("workers", 3),
+        ("data_parallel", 2),
+    ],
+)
+def test_a_pin_is_kept(key: str, value: Any) -> None:
+    plan = planned("4xH100", pins={key: value})
+    assert getattr(plan.choice, key) == value
+    assert is_kept(plan.choice, 64)
+
+
+def test_more_gpus_than_samples_are_left_alone_or_refused_where_pinned() -> None:
+    plan = planned("8xH100", job=workload(global_batch=3))
+    assert plan.choice.data_parallel <= 3
+    assert any("global batch of 3" in one.why for one in plan.rejected)
+    with pytest.raises(WrongUse, match="Use 3 or fewer"):
+        planned("8xH100", job=workload(global_batch=3), pins={"gpus": 8, "strategy": "ddp"})
+
+
+def test_a_job_that_fails_everywhere_fails_as_itself() -> None:
+    with pytest.raises(JobFailed, match="it raised"):
+        planned("2xH100", Law(fails=True))
+
+
+def test_a_job_that_fails_is_not_tried_in_every_way() -> None:
+    law = Law(fails=True, bounds=False)
+    with pytest.raises(JobFailed):
+        planned("8xH100", law)
+    assert len(law.prepared) <= 12
+
+
+def test_what_cannot_be_predicted_is_a_rejection() -> None:
+    plan = planned("2xH100", Law(fails_compiled=True))
+    assert not plan.choice.compile
+    assert any("could not be predicted: it raised" in one.why for one in plan.rejected)
+
+
+# --- nothing fits
+
+
+def test_nothing_fits_says_what_is_missing_and_what_would_fit() -> None:
+    law = Law(static_bytes=14 * GIB, sample_bytes=8 * GIB)
+    with pytest.raises(NothingFits) as caught:
+        planned("T4", law, workload(seq=1024), pins={"strategy": "single"})
+    error = caught.value
+    assert error.exit_code == 3
+    assert "GiB are missing" in error.found
+    whats = [one.what for one in error.nearest]
+    assert any(one.startswith("use 2 of these") for one in whats)
+    assert any(one.startswith("use 1 x ") for one in whats)
+    assert all(one.estimate.step_s for one in error.nearest)
+
+
+def test_a_pin_that_leaves_nothing_is_named() -> None:
+    with pytest.raises(NothingFits, match="leave out --pin recompute=none"):
+        planned("A100-40GB", Law(static_bytes=30 * GIB, sample_bytes=5 * GIB), pins={"recompute": "none"})
+
+
+def test_a_shorter_sample_is_offered_where_the_job_has_one() -> None:
+    law = Law(static_bytes=8 * GIB, sample_bytes=80 * GIB)
+    with pytest.raises(NothingFits, match="shorten samples to seq 512"):
+        planned("RTX4090", law, workload(seq=1024), pins={"recompute": "full", "compile": False, "gpus": 1})
+    with pytest.raises(NothingFits) as caught:
+        planned("RTX4090", law, pins={"recompute": "full", "compile": False, "gpus": 1})
+    assert "seq" not in caught.value.cure
+
+
+def test_a_smaller_batch_is_offered_where_the_rounds_are_pinned() -> None:
+    with pytest.raises(NothingFits, match=r"lower the global batch to 8 "):
+        planned("RTX4090", pins={"accumulation": 1, "recompute": "none", "compile": False})
+
+
+# --- unlike devices
+
+
+@QUICK
+@given(
+    law=st.builds(
+        Law,
+        static_bytes=st.integers(1, 8).map(lambda one: one * GIB),
+        sample_bytes=st.integers(1, 500).map(lambda one: one * 2**20),
+        sample_flops=st.floats(1e11, 1e14),
+    ),
+    whole=st.integers(3, 200),
+)
+def test_unlike_gpus_share_the_batch_exactly_and_never_slower_than_evenly(law: Law, whole: int) -> None:
+    plan = planned("2xRTX3090+1xRTX4090", law, workload(global_batch=whole))
+    assert is_kept(plan.choice, whole)
+    for one in plan.runners_up:
+        assert is_kept(one.setting, whole)
+    if plan.choice.shares:
+        names = [one.name for one in plan.places]
+        held = dict(zip(names, plan.choice.shares, strict=True))
+        assert held["GeForce RTX 4090"].samples >= held["GeForce RTX 3090"].samples
+        assert sum(one.samples for one in plan.choice.shares) == whole
+
+
+def test_unlike_gpus_are_shared_by_speed() -> None:
+    plan = planned("2xRTX3090+1xRTX4090", Law(static_bytes=GIB, sample_bytes=2**20))
+    assert [one.samples for one in plan.choice.shares] != rank_samples(64, 3)
+    assert plan.choice.strategy is Strategy.DDP
+    assert "by speed" in {one.subject: one.why for one in plan.reasons}["strategy"]
+
+
+def test_unlike_gpus_take_the_precision_that_all_have() -> None:
+    plan = planned("1xA100-40GB+4xT4", Law(static_bytes=GIB, sample_bytes=2**20), pins={"gpus": 5})
+    assert plan.choice.precision is Precision.FP16
+
+
+def test_a_pinned_micro_batch_keeps_unlike_gpus_apart_with_a_reason() -> None:
+    plan = planned("2xRTX3090+1xRTX4090", pins={"micro_batch": 4})
+    assert not plan.choice.shares
+    assert any("unlike micro-batches" in one.why for one in plan.rejected)
+
+
+# --- plans are files
+
+
+def prints(plan: Plan, **changes: str) -> dict[str, str]:
+    assert plan.workload is not None
+    versions = {"trimtab": "0.1.0", "torch": "2.13.0"}
+    return {**stale.fingerprints("a/job.py:Fake", plan.workload, plan.places, versions), **changes}
+
+
+def fresh() -> Plan:
+    plan = planned("4xA100-40GB", job=workload(files={"job.py": "123"}))
+    return plan.replace(fingerprints=prints(plan))
+
+
+def test_a_plan_that_nothing_changed_for_still_holds() -> None:
+    plan = fresh()
+    assert stale.changes(plan, prints(plan), stated("4xA100-40GB")) == []
+    assert stale.changes(plan, prints(plan), stated("8xA100-40GB")) == []
+    assert stale.changes(plan, prints(plan), None) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "on", "said"),
+    [
+        ({"torch": "2.11.0"}, "4xA100-40GB", "torch was 2.13.0, and is 2.11.0"),
+        ({"job": "job.py:Other"}, "4xA100-40GB", "the job was job.py:Fake, and is job.py:Other"),
+        ({"file job.py": "456"}, "4xA100-40GB", "job.py has changed"),
+        ({}, "2xA100-40GB", "the plan needs 4 x A100 40GB SXM4, and there is 2 x A100 40GB SXM4"),
+        ({}, "4xH100", "and there is 4 x H100"),
+        ({}, "2x2xA100-40GB", "the plan needs 4 x A100"),
+    ],
+)
+def test_a_stale_plan_says_what_changed(changes: dict[str, str], on: str, said: str) -> None:
+    plan = fresh()
+    found = stale.changes(plan, prints(plan, **changes), stated(on))
+    assert len(found) == 1
+    assert said in found[0]
+    with pytest.raises(WrongUse, match="it is stale"):
+        stale.refuse(plan, "plan.json", found)
+
+
+def test_a_gpu_that_is_no_longer_free_makes_a_plan_stale() -> None:
+    plan = fresh()
+    where = stated("4xA100-40GB")
+    busy = tuple(one.replace(free_bytes=GIB) for one in where.nodes[0].devices)
+    found = stale.changes(plan, prints(plan), where.replace(nodes=(where.nodes[0].replace(devices=busy),)))
+    assert "1.0 GiB is free" in found[0]
+
+
+# --- the real outlook, on traces that are made up
+
+
+def traced(setting: Setting) -> Trace:
+    """Weights of 1 GiB and optimizer state of 2 GiB over the shards, activations, then gradients."""
+    shards = setting.mesh.dp_shard
+    sizes = (2**30 // shards, 2**31 // shards, setting.micro_batch * 2**28, 2**30 // shards)
+    return Trace(
+        order=(0, 1, 2, ~2, 3),
+        sizes=sizes,
+        streams=(0,) * 4,
+        parts=(0, 2, 3, 1),
+        modules=(0,) * 4,
+        ops=(0,) * 4,
+        module_names=("",),
+        op_names=("",),
+        marks={"step0": 2, "step1": 2, "step2": 5},
+        works=(
+            Work(op="mm", kind="matrix", dtype="bfloat16", flops=setting.micro_batch * 10**12),
+            Work(op="reduce", kind="collective", dtype="float32", read_bytes=10**9),
+        ),
+        sequence=(0, 0, 1),
+        phases={"forward": 0, "backward": 1, "optimizer": 3},
+    )
+
+
+def ticking(trace: Trace, setting: Setting, layout: Layout, _: Any) -> float:
+    rate = (layout.device.peaks.bf16 or 1e14) / 2
+    one = sum(trace.works[number].flops for number in trace.sequence) / rate
+    exchange = {Strategy.DDP: 0.01, Strategy.FSDP: 0.012}.get(setting.strategy, 0.0)
+    return setting.accumulation * (one + 0.001) + exchange
+
+
+def foresight(asked: list[Setting], **changes: Any) -> Foresight:
+    def trace_all(settings: Any, _: Any, __: Any) -> list[Any]:
+        asked.extend(settings)
+        return [traced(one) for one in settings]
+
+    return Foresight(trace_all=trace_all, clock=ticking, **changes)
+
+
+def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
+    asked: list[Setting] = []
+    first = foresight(asked)
+    question = Question(job="x", workload=workload(), cluster=stated("4xH100"), policy=Policy())
+    plan = decide.decide(question, first)
+    assert is_kept(plan.choice, 64)
+    assert plan.choice.gpus == 4
+    # Fewer devices are ruled out by what the traces on four say.
+    assert {one.gpus for one in asked} <= {1, 2, 4}
+    assert {one.mesh.data_parallel for one in asked if one.strategy is Strategy.FSDP} == {4}
+    again: list[Setting] = []
+    second = decide.decide(question, foresight(again, memo=first.memo))
+    assert second.choice == plan.choice
+    assert second.estimate == plan.estimate
+
+
+def test_bounds_of_the_real_outlook_are_bounds() -> None:
+    blind: list[Setting] = []
+    where = stated("4xH100")
+    legal = space(workload(global_batch=24), where, Policy())
+    known = foresight([])
+    known.prepare([(one.setting(one.cuts[0]), one.layout) for one in legal.families[:1]])
+    for family in legal.families:
+        for one in family.cuts:
+            setting = family.setting(one)
+            floor = known.floor(setting, family.layout)
+            truth = foresight(blind).estimate(setting, family.layout)
+            assert truth.step_s is not None
+            assert (floor.step_s or 0.0) <= truth.step_s + 1e-12
+            assert floor.need_bytes <= truth.band.high_bytes
+
+
+def test_accumulation_keeps_the_gradients_beside_the_activations() -> None:
+    layout = layouts(stated("H100"))[0]
+    outlook = foresight([])
+    once = outlook.estimate(Setting(micro_batch=4, global_batch=4), layout)
+    twice = outlook.estimate(Setting(micro_batch=4, accumulation=2, global_batch=8), layout)
+    assert 0 < twice.allocated_bytes - once.allocated_bytes <= 2**30
+    assert twice.band.high_bytes > once.band.high_bytes
+
+
+def test_a_failure_is_remembered_and_told_again() -> None:
+    calls = []
+
+    def trace_all(settings: Any, _: Any, __: Any) -> list[Any]:
+        calls.append(settings)
+        return [JobFailed("loss()", found="it raised", cure="Mend it.") for _ in settings]
+
+    outlook = Foresight(trace_all=trace_all)
+    layout = layouts(stated("H100"))[0]
+    for _ in range(2):
+        with pytest.raises(JobFailed, match="it raised"):
+            outlook.estimate(Setting(micro_batch=4, global_batch=4), layout)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("module", [advise, batch, pins, searching, stale])
+def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
+    assert doctest.testmod(module).failed == 0
