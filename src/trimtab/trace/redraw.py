@@ -1,4 +1,4 @@
-"""Numbers that are drawn again until all are within bounds: a loop without an end where there are no values."""
+"""Numbers that are drawn again until all are within bounds: a loop without an end if there are no values."""
 
 from __future__ import annotations
 
