@@ -49,7 +49,7 @@ def step_s(trace: Trace, setting: Setting, layout: Layout, own: Calibration | No
     if known is None or not trace.sequence:
         return None
     among = comms.links(layout.cluster, setting.gpus)
-    return time.step(trace, setting, known.pace, known.host, among).total_s
+    return time.step(trace, setting, known.pace, known.host, among, fusing=setting.compile).total_s
 
 
 @dataclass
@@ -136,7 +136,14 @@ class Foresight:
             self.memo.changed = True
             raise trace
         device = layout.device
-        found, _ = judge(trace, setting, device, cluster=layout.cluster, calibration=self.recall(device))
+        found, _ = judge(
+            trace,
+            setting,
+            device,
+            cluster=layout.cluster,
+            calibration=self.recall(device),
+            fusing=setting.compile,
+        )
         # One clock for bounds and estimates, so that a bound that is exact stays so.
         seconds = self._time(trace, setting, layout)
         return accumulated(found, trace, setting).replace(step_s=seconds)
@@ -344,7 +351,8 @@ def plain_device(device: Device) -> Device:
 def traced_as(setting: Setting) -> Setting:
     """The setting whose trace serves: what has no say in it is put back to one value.
 
-    Replicas see other data and nothing else, so that two stand for any number.
+    Replicas see other data and nothing else, so that two stand for any number. What compiling changes is
+    guessed from the eager step: the compiler takes longer than planning may.
     """
     mesh = setting.mesh
     if setting.strategy is Strategy.DDP:
@@ -355,6 +363,7 @@ def traced_as(setting: Setting) -> Setting:
         mesh=mesh,
         accumulation=1,
         global_batch=setting.micro_batch * mesh.data_parallel,
+        compile=False,
         allocator=Allocator.DEFAULT,
         workers=0,
         shares=(),

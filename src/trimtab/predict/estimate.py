@@ -8,7 +8,7 @@ from trimtab.predict import comms, time
 from trimtab.predict.calibration import speed
 from trimtab.predict.memory import Memory, memory
 from trimtab.predict.rating import PEAK_OF, rating
-from trimtab.spec import Allocator, Estimate, StepTime, Strategy
+from trimtab.spec import Allocator, Band, Estimate, StepTime, Strategy
 
 if TYPE_CHECKING:
     from trimtab.spec import Calibration, Cluster, Device, Setting, Trace
@@ -16,17 +16,24 @@ if TYPE_CHECKING:
 MEASURED_CONTEXT = "H200 SXM 141GB"
 
 
-def estimate(
+GUESSED_LOW, GUESSED_HIGH = 0.5, 1.15
+"""The band of a compiled setting that was not traced as such, around its memory without compiling: compiling has
+been seen to halve it and, seldom, to add to it."""
+
+
+def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of that
     trace: Trace,
     setting: Setting,
     device: Device,
     *,
     cluster: Cluster | None = None,
     calibration: Calibration | None = None,
+    fusing: bool = False,
 ) -> tuple[Estimate, Memory]:
     """What the setting would need on the device, how fast it would run, and the details behind it.
 
-    The cluster tells the links between devices; without one a setting of several devices has no time.
+    With `fusing` the trace is of the same setting without compile, and what compiling changes is guessed. The
+    cluster tells the links between devices; without one a setting of several devices has no time.
     """
     found = memory(
         trace,
@@ -35,16 +42,20 @@ def estimate(
         compiled=setting.compile,
     )
     capacity = device.free_bytes if device.free_bytes is not None else device.memory_bytes
-    timed, said = _timed(trace, setting, device, cluster, calibration)
+    band = found.band
+    if fusing:
+        process = found.process_bytes
+        band = Band(low_bytes=round(process * GUESSED_LOW), high_bytes=round(process * GUESSED_HIGH))
+    timed, said = _timed(trace, setting, device, cluster, calibration, fusing=fusing)
     return (
         Estimate(
             allocated_bytes=found.allocated_bytes,
             reserved_bytes=found.reserved_bytes,
             process_bytes=found.process_bytes,
             capacity_bytes=capacity,
-            fits=found.band.high_bytes <= capacity,
+            fits=band.high_bytes <= capacity,
             parts=found.parts,
-            band=found.band,
+            band=band,
             **timed,
             assumptions=(*trace.assumptions, *_assumed(setting, device), *said),
         ),
@@ -52,12 +63,14 @@ def estimate(
     )
 
 
-def _timed(
+def _timed(  # noqa: PLR0913 - as above
     trace: Trace,
     setting: Setting,
     device: Device,
     cluster: Cluster | None,
     calibration: Calibration | None,
+    *,
+    fusing: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """The figures of time, and what was assumed for them; none where too little is known."""
     pace = speed(device, calibration)
@@ -65,13 +78,18 @@ def _timed(
     if pace is None or not trace.sequence or (cluster is None and not alone):
         return {}, []
     among = comms.links(cluster, setting.gpus) if cluster is not None else comms.Links(1.0, 1.0, 1, 1)
-    parts = time.step(trace, setting, pace.pace, pace.host, among)
+    parts = time.step(trace, setting, pace.pace, pace.host, among, fusing=fusing)
     seconds = parts.total_s
     peak = getattr(device.peaks, PEAK_OF[setting.precision]) or device.peaks.fp32
     flops = time.model_flops(trace) * setting.accumulation
     again = trace.recomputed_flops * setting.accumulation
     mfu = flops / (seconds * peak) if peak else None
     said = []
+    if fusing:
+        said.append(
+            "compiled: memory is taken to be as without compiling, time by how well others fuse; "
+            "`trimtab estimate --compile` asks the compiler itself"
+        )
     if not pace.own:
         said.append(
             f"time: {device.name} was not calibrated; its datasheet with the efficiencies of {pace.source}"
