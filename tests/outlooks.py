@@ -88,6 +88,9 @@ class Law:
         least = none.accumulation * self.round_s(none, layout.device)
         return Floor(step_s=least, need_bytes=int(self.static_bytes / setting.mesh.size))
 
+    def sharpen(self, setting: Setting, layout: Layout) -> Floor:
+        return self.floor(setting, layout)
+
     def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
         self.prepared += [setting for setting, _ in asked]
         self.traced |= {self.family(setting, layout) for setting, layout in asked}

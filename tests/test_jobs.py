@@ -189,9 +189,9 @@ def test_bridge_can_look_ahead_and_learn_from_a_teacher() -> None:
     assert more.item() > job.loss(model, batch).item()
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("pieces", [2, 3, 7])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_losses_by_chunks_are_those_of_the_whole(chunk: int, *, autocast: bool) -> None:
+def test_losses_by_pieces_are_those_of_the_whole(pieces: int, *, autocast: bool) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(4, 16, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     targets = torch.randint(50, (4, 16))
@@ -199,11 +199,11 @@ def test_losses_by_chunks_are_those_of_the_whole(chunk: int, *, autocast: bool) 
 
     def answer(size: int) -> list[torch.Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            losses = token_losses(hidden, weight, targets, chunk=size)
+            losses = token_losses(hidden, weight, targets, pieces=size)
         return [losses.detach(), *torch.autograd.grad(losses.sum(), [hidden, weight])]
 
     assert answer(0)[0][0, :5].tolist() == [0.0] * 5
-    for one, other in zip(answer(chunk), answer(0), strict=True):
+    for one, other in zip(answer(pieces), answer(1), strict=True):
         torch.testing.assert_close(
             one, other, rtol=0.02 if autocast else 1e-5, atol=0.03 if autocast else 1e-5
         )
@@ -237,10 +237,10 @@ def test_tiny_jobs_are_estimated(name: str) -> None:
         assert trimtab.estimate(job, "A100-40GB", micro_batch=4) == found
 
 
-def test_logits_by_chunks_need_less_memory() -> None:
+def test_logits_by_pieces_need_less_memory() -> None:
     less, more = (
-        trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"chunk": chunk, "layers": 1})
-        for chunk in (4096, 0)
+        trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"pieces": pieces, "layers": 1})
+        for pieces in (8, 1)
     )
     assert less.allocated_bytes < more.allocated_bytes - 4 * 2**30
 
@@ -282,7 +282,7 @@ def test_switches_tables_and_lists_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "error", "found"),
     [
-        ("slm", {"layer": 3}, UnknownName, "no option 'layer'; did you mean layers.*chunk, dropout"),
+        ("slm", {"layer": 3}, UnknownName, "no option 'layer'; did you mean layers.*dropout, epochs"),
         ("slm", {"model": 3}, UnknownName, "no option 'model'"),
         ("slm", {"layers": "many"}, WrongUse, "not a whole number.*layers=12"),
         ("slm", {"layers": 2.5}, WrongUse, "not a whole number"),

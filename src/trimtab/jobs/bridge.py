@@ -150,7 +150,7 @@ class BridgeModel(nn.Module):
         hidden = hidden[:, prefix.size(1) - 1 :]
         unsaid = torch.arange(ids.size(1), device=ids.device) >= length[:, None]
         targets = ids.masked_fill(unsaid, IGNORED)
-        losses = token_losses(hidden, model.lm_head.weight, targets, chunk=self.job.chunk)
+        losses = token_losses(hidden, model.lm_head.weight, targets, pieces=self.job.pieces)
         total = FORCED * (losses.sum(dim=1) / length).mean()
         taught = self._taught(model, words, answer) if self.job.teacher else None
         for step in range(self.job.ahead):
@@ -221,7 +221,7 @@ class Bridge(Job):
     teacher = False
     """Whether those passes also learn from the frozen model reading the text itself."""
     rate = 1e-4
-    chunk = 512
+    pieces = 8
     """Tokens whose logits are there at once; 0 for all of them."""
     tiny: ClassVar[dict[str, Any]] = {
         "global_batch": 16,
@@ -252,7 +252,7 @@ class Bridge(Job):
         "answer": 12,
         "prompt": 16,
         "rate": 3e-3,
-        "chunk": 64,
+        "pieces": 2,
     }
 
     def frozen_models(self) -> Iterator[tuple[str, nn.Module]]:

@@ -52,7 +52,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, job: Slm) -> None:
         super().__init__()
-        self.chunk = job.chunk
+        self.pieces = job.pieces
         self.tokens = nn.Embedding(job.vocab, job.width)
         self.positions = nn.Embedding(job.seq, job.width)
         self.dropout = nn.Dropout(job.dropout)
@@ -70,7 +70,7 @@ class LanguageModel(nn.Module):
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
-        return token_losses(self.norm(x), self.tokens.weight, targets, chunk=self.chunk).mean()
+        return token_losses(self.norm(x), self.tokens.weight, targets, pieces=self.pieces).mean()
 
 
 class Slm(Job):
@@ -86,7 +86,7 @@ class Slm(Job):
     seq = 1024
     dropout = 0.1
     rate = 3e-4
-    chunk = 4096
+    pieces = 8
     """Tokens whose logits are there at once; 0 for all of them."""
     tiny: ClassVar[dict[str, Any]] = {
         "global_batch": 16,
@@ -98,7 +98,7 @@ class Slm(Job):
         "seq": 64,
         "dropout": 0.0,
         "rate": 3e-3,
-        "chunk": 256,
+        "pieces": 2,
     }
 
     def model(self) -> LanguageModel:

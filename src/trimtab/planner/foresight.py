@@ -15,6 +15,7 @@ from trimtab.planner.outlook import Floor, kind, room_bytes
 from trimtab.predict import comms, time
 from trimtab.predict.accumulate import accumulated
 from trimtab.predict.calibration import speed
+from trimtab.predict.derive import derived, simpler
 from trimtab.predict.estimate import estimate as judge
 from trimtab.spec import PARTS, Allocator, Estimate, Mesh, Recompute, Strategy
 
@@ -82,6 +83,10 @@ class Foresight:
     changes: dict[str, Any] = field(default_factory=dict)
     """Members of the job that are other than the job has them."""
     traces: dict[str, Answer] = field(default_factory=dict)
+    lines: dict[str, set[int]] = field(default_factory=dict)
+    """Micro-batches that were traced, by all else that a trace depends on."""
+    derived: dict[str, Answer | None] = field(default_factory=dict)
+    """Those that follow from them."""
     timeless: set[str] = field(default_factory=set)
     """Kinds of devices whose speed is not known."""
     ladders: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
@@ -92,7 +97,14 @@ class Foresight:
     def altered(self, **changes: int) -> Foresight:
         """The same job with some members changed; it remembers for itself."""
         return replace(
-            self, changes={**self.changes, **changes}, memo=Memo(), traces={}, timeless=set(), ladders={}
+            self,
+            changes={**self.changes, **changes},
+            memo=Memo(),
+            traces={},
+            derived={},
+            lines={},
+            timeless=set(),
+            ladders={},
         )
 
     def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
@@ -101,16 +113,19 @@ class Foresight:
         for setting, layout in asked:
             if self._is_known(setting, layout):
                 continue
-            device, one = plain_device(layout.device), traced_as(setting)
-            key = self._key(one, device)
-            if key not in self.traces:
-                by_device.setdefault(kind(device), (layout, {}))[1][key] = one
+            device = plain_device(layout.device)
+            for one in simpler(traced_as(setting)):
+                key = self._key(one, device)
+                if key not in self.traces:
+                    by_device.setdefault(kind(device), (layout, {}))[1][key] = one
         for layout, settings in by_device.values():
             for one in settings.values():
                 self.say(spoken(one))
             answers = self.trace_all(list(settings.values()), plain_device(layout.device), self.changes)
             for key, answer in zip(settings, answers, strict=True):
                 self.traces[key] = answer
+                line = self._line(settings[key], plain_device(layout.device))
+                self.lines.setdefault(line, set()).add(settings[key].micro_batch)
                 if not isinstance(answer, TrimtabError):
                     self._learn(answer, settings[key], layout)
 
@@ -130,7 +145,12 @@ class Foresight:
 
     def _estimated(self, setting: Setting, layout: Layout, key: str) -> Estimate:
         self.prepare([(setting, layout)])
-        trace = self.traces[self._key(traced_as(setting), plain_device(layout.device))]
+        trace = self._trace(setting, layout)
+        if trace is None:
+            # Its shards lie on no line: it is traced as it is.
+            one, device = traced_as(setting), plain_device(layout.device)
+            (trace,) = self.trace_all([one], device, self.changes)
+            self.derived[self._key(one, device)] = trace
         if isinstance(trace, TrimtabError):
             self.memo.failures[key] = _plain(trace)
             self.memo.changed = True
@@ -148,6 +168,19 @@ class Foresight:
         seconds = self._time(trace, setting, layout)
         return accumulated(found, trace, setting).replace(step_s=seconds)
 
+    def _trace(self, setting: Setting, layout: Layout) -> Answer | None:
+        """The trace of a setting from those at hand; None where one is missing."""
+        one, device = traced_as(setting), plain_device(layout.device)
+        key = self._key(one, device)
+        if key not in self.derived:
+            parts = [self.traces.get(self._key(part, device)) for part in simpler(one)]
+            wrong = next((part for part in parts if isinstance(part, TrimtabError)), None)
+            known = [part for part in parts if part is not None and not isinstance(part, TrimtabError)]
+            if wrong is None and len(known) < len(parts):
+                return None
+            self.derived[key] = wrong or derived(one, known)
+        return self.derived[key]
+
     def floor(self, setting: Setting, layout: Layout) -> Floor:
         """The true time where a trace gives it; else what other traces of the same job say at least."""
         if kind(layout.device) in self.timeless:
@@ -156,6 +189,24 @@ class Foresight:
         if seconds is None:
             seconds = self._bound(setting, layout)
         return Floor(step_s=seconds, need_bytes=self._held(setting))
+
+    def sharpen(self, setting: Setting, layout: Layout) -> Floor:
+        """The bound with the time of the same setting without recomputing, where two traces give that one."""
+        none = setting.replace(recompute=Recompute.NONE)
+        if none.micro_batch == 1 and none.accumulation > 1:
+            # One sample has to be traced for itself; two take less for each, and bound it from above.
+            rounds = -(-none.accumulation // 2)
+            none = none.replace(
+                micro_batch=2, accumulation=rounds, global_batch=2 * rounds * none.data_parallel, shares=()
+            )
+        device = plain_device(layout.device)
+        lines = [self.lines.get(self._line(one, device), set()) for one in simpler(traced_as(none))]
+        if all(len(one) > 1 for one in lines) and self._known_time(none, layout) is None:
+            self.prepare([(none, layout)])
+        return self.floor(setting, layout)
+
+    def _line(self, setting: Setting, device: Device) -> str:
+        return self._key(setting.replace(micro_batch=1, global_batch=setting.data_parallel), device)
 
     def _bound(self, setting: Setting, layout: Layout) -> float:
         """A time that the setting cannot beat, though it was never traced.
@@ -171,7 +222,7 @@ class Foresight:
         samples = setting.micro_batch * setting.accumulation
         rates = [self.memo.rates.get(_pace(one, layout.device), 0.0) for one in (setting, none)]
         limit = self.memo.limits.get(_peak_key(setting, layout.device), 0.0)
-        above = self._from_above(setting, layout)
+        above = max(self._from_above(one, layout) for one in (setting, none))
         return max(known or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
 
     def _from_above(self, setting: Setting, layout: Layout) -> float:
@@ -201,7 +252,7 @@ class Foresight:
         """The time that a trace at hand gives, without replaying its memory."""
         key = self._place(setting.replace(allocator=Allocator.DEFAULT), layout)
         if key not in self.memo.times:
-            trace = self.traces.get(self._key(traced_as(setting), plain_device(layout.device)))
+            trace = self._trace(setting, layout)
             if trace is None or isinstance(trace, TrimtabError):
                 return None
             self._time(trace, setting, layout)
@@ -229,11 +280,14 @@ class Foresight:
             shards = setting.mesh.dp_shard if setting.strategy in SHARDED else 1
             self.memo.held_bytes[setting.precision.value] = held_bytes(trace) * shards
         alone, one = only_one(layout), as_single(setting)
-        seconds = self.clock(computing(trace), one, alone, self.recall(layout.device))
-        if seconds is None:
-            self.timeless.add(kind(layout.device))
-            return
-        _lower(self.memo.rates, _pace(setting, layout.device), seconds / setting.micro_batch)
+        for compiled in (False, True):
+            like = one.replace(compile=compiled)
+            seconds = self.clock(computing(trace), like, alone, self.recall(layout.device))
+            if seconds is None:
+                self.timeless.add(kind(layout.device))
+                return
+            pace = _pace(setting.replace(compile=compiled), layout.device)
+            _lower(self.memo.rates, pace, seconds / setting.micro_batch)
         if setting.recompute is not Recompute.NONE:
             return
         limit = peak_s(trace, layout.device) / setting.micro_batch

@@ -68,6 +68,9 @@ class Outlook(Protocol):
         Zero is always right. The search looks closely at what no bound rules out, and at nothing else.
         """
 
+    def sharpen(self, setting: Setting, layout: Layout) -> Floor:
+        """The same bound, as good as it can be had without finding out anything that takes long."""
+
     def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
         """What will be asked for next, so that it can be found out in one go."""
 

@@ -179,6 +179,8 @@ class _Search:
         self.found: dict[tuple[Family, Cut], Seen | None] = {}
         self.hopeless: dict[Family, TrimtabError] = {}
         """Families that cannot be estimated at any micro-batch."""
+        self.prepared: set[Recompute] = set()
+        """Ways of recomputing whose families have been asked for together."""
         self.shown: set[Family] = set()
         """Families of the choice and the runners-up so far."""
         self.spare: list[tuple[Family, Cut]] = []
@@ -236,31 +238,11 @@ class _Search:
 
     def _look(self, family: Family, cut: Cut, bound: Value) -> None:
         """Look closely at a setting, unless something learnt since makes that needless."""
-        setting = family.setting(cut)
-        floor = self.outlook.floor(setting, family.layout)
-        if self.result.best is not None and family not in self.looked:
-            # The choice is made: runners-up are worth no new traces.
-            many, least = self.result.beaten.get(family, (0, math.inf))
-            self.result.beaten[family] = (many + 1, min(least, floor.step_s or 0.0))
-            return
-        if self.result.best is not None and family in self.shown:
-            self.spare.append((family, cut))
-            return
-        if floor.need_bytes > allowed(family.layout, self.policy):
-            self._too_large(family, floor.need_bytes)
-            return
-        if family in self.hopeless:
-            self._count_failure(self.hopeless[family])
-            return
-        if cut[0] > self.limits.get(family, cut[0]):
-            self._too_large(family, 0)
-            return
-        if value(setting, floor.step_s, self.policy.objective) > bound:
-            self._push_bound(family, cut)
+        if self._is_needless(family, cut, bound):
             return
         if family not in self.looked:
             self.looked.add(family)
-            self.outlook.prepare([(family.setting(one), family.layout) for one in ends(family.cuts)])
+            self._prepare(family)
         seen = self._estimated(family, cut)
         if seen is None:
             self._failed(family)
@@ -268,6 +250,48 @@ class _Search:
             self._met(seen, family)
         else:
             self._find_limit(family, cut, seen)
+
+    def _is_needless(self, family: Family, cut: Cut, bound: Value) -> bool:  # noqa: PLR0911 - one for each cause
+        setting = family.setting(cut)
+        floor = self.outlook.floor(setting, family.layout)
+        alone = cut[0] == 1 and len(family.cuts) > 1
+        if self.result.best is not None and (family not in self.looked or alone):
+            # The choice is made: runners-up are worth no new traces, and one sample is always traced anew.
+            many, least = self.result.beaten.get(family, (0, math.inf))
+            self.result.beaten[family] = (many + 1, min(least, floor.step_s or 0.0))
+            return True
+        if self.result.best is not None and family in self.shown:
+            self.spare.append((family, cut))
+            return True
+        if floor.need_bytes > allowed(family.layout, self.policy):
+            self._too_large(family, floor.need_bytes)
+            return True
+        if family in self.hopeless:
+            self._count_failure(self.hopeless[family])
+            return True
+        if cut[0] > self.limits.get(family, cut[0]):
+            self._too_large(family, 0)
+            return True
+        if value(setting, floor.step_s, self.policy.objective) > bound:
+            self._push_bound(family, cut)
+            return True
+        if family not in self.looked and family.recompute not in self.prepared:
+            sharp = self.outlook.sharpen(setting, family.layout)
+            if value(setting, sharp.step_s, self.policy.objective) > bound:
+                self._push_bound(family, cut)
+                return True
+        return False
+
+    def _prepare(self, family: Family) -> None:
+        """Ask for a family, and at once for those that recompute as it does: a trace alone costs as much."""
+        if family.recompute in self.prepared:
+            wanted = [family]
+        else:
+            self.prepared.add(family.recompute)
+            wanted = [one for one in self.space.families if one.recompute is family.recompute]
+        self.outlook.prepare(
+            [(one.setting(cut), one.layout) for one in [family, *wanted] for cut in ends(one.cuts)]
+        )
 
     def _estimated(self, family: Family, cut: Cut) -> Seen | None:
         """The setting with the first allocator that makes it fit, or else with the one that needs least."""

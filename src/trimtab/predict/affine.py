@@ -117,9 +117,9 @@ def _causes(low: Trace, high: Trace, share: Fraction) -> dict[int, Cause]:
     return found
 
 
-def _kinds(trace: Trace) -> list[tuple[str, str, str, int, int]]:
-    """What each operation of the sequence is, its size left out."""
-    each = [(one.op, one.kind, one.dtype, one.kernels, len(one.dims)) for one in trace.works]
+def _kinds(trace: Trace) -> list[tuple[str, str, str, bool, int]]:
+    """What each operation of the sequence is, its size left out; a longer one may take more launches."""
+    each = [(one.op, one.kind, one.dtype, one.kernels > 0, len(one.dims)) for one in trace.works]
     return [each[index] for index in trace.sequence]
 
 
@@ -136,6 +136,7 @@ def _works(low: Trace, high: Trace, share: Fraction) -> tuple[tuple[Work, ...], 
                 read_bytes=_between(one.read_bytes, other.read_bytes, share),
                 write_bytes=_between(one.write_bytes, other.write_bytes, share),
                 dims=tuple(_between(a, b, share) for a, b in zip(one.dims, other.dims, strict=True)),
+                kernels=max(min(one.kernels, 1), _between(one.kernels, other.kernels, share)),
             )
         sequence.append(places.setdefault(made[pair], len(places)))
     return tuple(places), tuple(sequence)

@@ -17,8 +17,8 @@ MEASURED_CONTEXT = "H200 SXM 141GB"
 
 
 GUESSED_LOW, GUESSED_HIGH = 0.5, 1.15
-"""The band of a compiled setting that was not traced as such, around its memory without compiling: compiling has
-been seen to halve it and, seldom, to add to it."""
+"""The band of a compiled setting that was not traced as such, around its memory without compiling: compiling
+has been seen to halve it and, seldom, to add to it."""
 
 
 def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of that

@@ -123,7 +123,7 @@ def between(known: Mapping[int, Trace | TrimtabError], micro: int) -> Trace | Tr
     above = next((size for size in by_distance if size > micro), None)
     ends = [below, above] if below is not None and above is not None else by_distance[:2]
     low, high = sorted(size for size in ends if size is not None)
-    third = next((size for size in by_distance if size not in (low, high)), None)
+    third = next((size for size in by_distance if size not in (low, high, 1)), None)
     if third is not None and not close(at(near[low], near[high], low, high, third), near[third]):
         return None
     found = at(near[low], near[high], low, high, micro)
