@@ -276,7 +276,7 @@ def test_few_settings_are_looked_at_closely_where_bounds_are_good() -> None:
     law = Law(static_bytes=60 * GIB)
     legal = space(workload(global_batch=512), stated("8x8xH100"), Policy())
     assert search(legal, law).best is not None
-    assert sum(len(one.cuts) for one in legal.families) > 4000
+    assert sum(len(one.cuts) for one in legal.families) > 2900
     assert len(law.asked) < 400
 
 
@@ -751,7 +751,13 @@ def traced(setting: Setting) -> Trace:
         op_names=("",),
         marks={"step0": 2, "step1": 2, "step2": 5},
         works=(
-            Work(op="mm", kind="matrix", dtype="bfloat16", flops=setting.micro_batch * 10**12),
+            Work(
+                op="mm",
+                kind="matrix",
+                dtype="bfloat16",
+                flops=setting.micro_batch * 10**12,
+                dims=(1, setting.micro_batch * 1000, 1000, 1000),
+            ),
             Work(op="reduce", kind="collective", dtype="float32", read_bytes=10**9),
         ),
         sequence=(0, 0, 1),

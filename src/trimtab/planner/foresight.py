@@ -7,6 +7,7 @@ again without a trace.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from trimtab import errors
@@ -35,8 +36,8 @@ SLACK = 0.98
 EVENNESS = 0.95
 """A sample takes no less than this share of its time at the largest micro-batch traced: larger ones run
 better, but for the last wave of blocks on the multiprocessors."""
-NEARLY = 0.98
-"""The same within one family, where nothing else differs."""
+QUICK_S = 1.0
+"""Whatever is answered sooner was not traced."""
 OUTSIDE = ("collective", "wait")
 """Kinds of work that a bound on computing leaves out."""
 PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -82,6 +83,11 @@ class Foresight:
     changes: dict[str, Any] = field(default_factory=dict)
     """Members of the job that are other than the job has them."""
     traces: dict[str, Answer] = field(default_factory=dict)
+    now: Callable[[], float] = monotonic
+    quick: set[str] = field(default_factory=set)
+    """Families of which a trace was had at once: from the cache, or by a line through two others."""
+    broken: dict[str, list[TrimtabError]] = field(default_factory=dict)
+    """What went wrong, by family: after two micro-batches a third is not tried."""
     timeless: set[str] = field(default_factory=set)
     """Kinds of devices whose speed is not known."""
     ladders: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
@@ -89,15 +95,28 @@ class Foresight:
     names: dict[Layout, str] = field(default_factory=dict)
     """What the key of an estimate says of a layout."""
 
+    def is_at_hand(self, setting: Setting, layout: Layout) -> bool:
+        """Whether an estimate can be had without tracing, as far as is known."""
+        known = self._key(traced_as(setting), plain_device(layout.device)) in self.traces
+        return known or self._is_known(setting, layout) or self._ladder(setting, layout) in self.quick
+
     def altered(self, **changes: int) -> Foresight:
         """The same job with some members changed; it remembers for itself."""
         return replace(
-            self, changes={**self.changes, **changes}, memo=Memo(), traces={}, timeless=set(), ladders={}
+            self,
+            changes={**self.changes, **changes},
+            memo=Memo(),
+            traces={},
+            quick=set(),
+            broken={},
+            timeless=set(),
+            ladders={},
         )
 
     def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
         """Trace what is not known yet, one batch of requests for each kind of device."""
         by_device: dict[str, tuple[Layout, dict[str, Setting]]] = {}
+        ladders: dict[str, str] = {}
         for setting, layout in asked:
             if self._is_known(setting, layout):
                 continue
@@ -105,13 +124,19 @@ class Foresight:
             key = self._key(one, device)
             if key not in self.traces:
                 by_device.setdefault(kind(device), (layout, {}))[1][key] = one
+                ladders[key] = self._ladder(setting, layout)
         for layout, settings in by_device.values():
             for one in settings.values():
                 self.say(spoken(one))
+            began = self.now()
             answers = self.trace_all(list(settings.values()), plain_device(layout.device), self.changes)
+            if self.now() - began < QUICK_S:
+                self.quick |= set(ladders.values())
             for key, answer in zip(settings, answers, strict=True):
                 self.traces[key] = answer
-                if not isinstance(answer, TrimtabError):
+                if isinstance(answer, TrimtabError):
+                    self.broken.setdefault(ladders[key], []).append(answer)
+                else:
                     self._learn(answer, settings[key], layout)
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
@@ -129,6 +154,9 @@ class Foresight:
         return found.replace(capacity_bytes=room, fits=found.band.high_bytes <= room)
 
     def _estimated(self, setting: Setting, layout: Layout, key: str) -> Estimate:
+        broken = self.broken.get(self._ladder(setting, layout), [])
+        if len(broken) > 1:
+            raise broken[0]
         self.prepare([(setting, layout)])
         trace = self.traces[self._key(traced_as(setting), plain_device(layout.device))]
         if isinstance(trace, TrimtabError):
@@ -171,16 +199,20 @@ class Foresight:
         samples = setting.micro_batch * setting.accumulation
         rates = [self.memo.rates.get(_pace(one, layout.device), 0.0) for one in (setting, none)]
         limit = self.memo.limits.get(_peak_key(setting, layout.device), 0.0)
-        above = self._from_above(setting, layout)
+        above = max(self._from_above(one, layout) for one in (setting, none))
         return max(known or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
 
     def _from_above(self, setting: Setting, layout: Layout) -> float:
-        """What larger micro-batches of the same family take: a smaller one takes hardly less."""
+        """What larger micro-batches of the same family take: smaller ones are taken to be no faster.
+
+        They may be by a per cent or two, where a smaller one suits a cache or the multiprocessors better;
+        that is not worth a trace of each.
+        """
         samples = setting.micro_batch * setting.accumulation
         known = self.ladders.get(self._ladder(setting, layout), {})
         return max(
             (
-                NEARLY * seconds * min(1.0, samples / (micro * rounds))
+                seconds * min(1.0, samples / (micro * rounds))
                 for (micro, rounds), seconds in known.items()
                 if micro > setting.micro_batch
             ),
