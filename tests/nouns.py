@@ -11,6 +11,7 @@ from trimtab.catalog.words import KINDS, Word
 from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
 from trimtab.pace.measure import Order
+from trimtab.predict.rating import Yardstick
 from trimtab.trace.describe import Described, Question
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
@@ -330,6 +331,15 @@ calibrations = st.builds(
     st.lists(works, max_size=3),
     st.dictionaries(names, seconds, max_size=2),
 )
+yardsticks = st.builds(
+    Yardstick,
+    case=names,
+    device=names,
+    precision=st.sampled_from(spec.Precision),
+    flops=counts,
+    arithmetic_s=seconds,
+    other_s=seconds,
+)
 orders = st.builds(Order, device=names, budget_s=seconds)
 measured = st.builds(Measured, allocated_bytes=maybe(counts), step_s=maybe(seconds), out_of_memory=names)
 
@@ -369,6 +379,7 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Work: works,
     spec.Calibration: calibrations,
     Order: orders,
+    Yardstick: yardsticks,
     Request: requests,
     Requests: several_requests,
     spec.Cause: causes,

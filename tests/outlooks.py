@@ -112,6 +112,9 @@ class Law:
             step_s=self.step_s(setting, layout) if self.timed else None,
         )
 
+    def is_at_hand(self, setting: Setting, layout: Layout) -> bool:
+        return self.family(setting, layout) in self.traced
+
     def altered(self, **changes: Any) -> Law:
         return replace(self, **changes, traced=set())
 

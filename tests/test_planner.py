@@ -276,7 +276,7 @@ def test_few_settings_are_looked_at_closely_where_bounds_are_good() -> None:
     law = Law(static_bytes=60 * GIB)
     legal = space(workload(global_batch=512), stated("8x8xH100"), Policy())
     assert search(legal, law).best is not None
-    assert sum(len(one.cuts) for one in legal.families) > 4000
+    assert sum(len(one.cuts) for one in legal.families) > 2900
     assert len(law.asked) < 400
 
 
@@ -597,7 +597,8 @@ def test_a_job_that_fails_is_not_tried_in_every_way() -> None:
     law = Law(fails=True, bounds=False)
     with pytest.raises(JobFailed):
         planned("8xH100", law)
-    assert len(law.prepared) <= 12
+    # All strategies are asked about at once; ways of recomputing are not tried when plain steps fail.
+    assert {one.recompute for one in law.prepared} == {Recompute.NONE}
 
 
 def test_what_cannot_be_predicted_is_a_rejection() -> None:
@@ -751,7 +752,13 @@ def traced(setting: Setting) -> Trace:
         op_names=("",),
         marks={"step0": 2, "step1": 2, "step2": 5},
         works=(
-            Work(op="mm", kind="matrix", dtype="bfloat16", flops=setting.micro_batch * 10**12),
+            Work(
+                op="mm",
+                kind="matrix",
+                dtype="bfloat16",
+                flops=setting.micro_batch * 10**12,
+                dims=(1, setting.micro_batch * 1000, 1000, 1000),
+            ),
             Work(op="reduce", kind="collective", dtype="float32", read_bytes=10**9),
         ),
         sequence=(0, 0, 1),
@@ -781,8 +788,8 @@ def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     plan = decide.decide(question, first)
     assert is_kept(plan.choice, 64)
     assert plan.choice.gpus == 4
-    # Fewer devices are ruled out by what the traces on four say.
-    assert {one.gpus for one in asked} <= {1, 2, 4}
+    # One device stands for replicas, and shards of every number lie on the line through two numbers.
+    assert {one.gpus for one in asked} <= {1, 4, 16}
     assert {one.mesh.data_parallel for one in asked if one.strategy is Strategy.FSDP} == {4}
     again: list[Setting] = []
     second = decide.decide(question, foresight(again, memo=first.memo))

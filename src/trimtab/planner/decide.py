@@ -209,13 +209,15 @@ def _if(
 
 
 def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
-    """Half the batch on as many devices: searched again, since other micro-batches make it."""
+    """Half the batch the same way on as many devices: searched again, since other micro-batches make it."""
     half = question.workload.replace(global_batch=question.workload.global_batch // 2)
     pins = {
         key: one for key, one in question.policy.pins.items() if key not in ("micro_batch", "accumulation")
     }
+    one = best.setting
+    alike = {"recompute": one.recompute.value, "compile": one.compile, "strategy": one.strategy.value}
     policy = question.policy.replace(
-        pins={**pins, "gpus": best.setting.gpus}, objective=Objective.SPEED, deadline_s=None
+        pins={**pins, **alike, "gpus": one.gpus}, objective=Objective.SPEED, deadline_s=None
     )
     change = f"global batch {half.global_batch}"
     try:

@@ -7,6 +7,7 @@ again without a trace.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from trimtab import errors
@@ -36,8 +37,8 @@ SLACK = 0.98
 EVENNESS = 0.95
 """A sample takes no less than this share of its time at the largest micro-batch traced: larger ones run
 better, but for the last wave of blocks on the multiprocessors."""
-NEARLY = 0.98
-"""The same within one family, where nothing else differs."""
+QUICK_S = 1.0
+"""Whatever is answered sooner was not traced."""
 OUTSIDE = ("collective", "wait")
 """Kinds of work that a bound on computing leaves out."""
 PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -87,12 +88,22 @@ class Foresight:
     """Micro-batches that were traced, by all else that a trace depends on."""
     derived: dict[str, Answer | None] = field(default_factory=dict)
     """Those that follow from them."""
+    now: Callable[[], float] = monotonic
+    quick: set[str] = field(default_factory=set)
+    """Families of which a trace was had at once: from the cache, or by a line through two others."""
+    broken: dict[str, list[TrimtabError]] = field(default_factory=dict)
+    """What went wrong, by family: after two micro-batches a third is not tried."""
     timeless: set[str] = field(default_factory=set)
     """Kinds of devices whose speed is not known."""
     ladders: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
     """Times of settings that differ in micro-batch and accumulation alone."""
     names: dict[Layout, str] = field(default_factory=dict)
     """What the key of an estimate says of a layout."""
+
+    def is_at_hand(self, setting: Setting, layout: Layout) -> bool:
+        """Whether an estimate can be had without tracing, as far as is known."""
+        known = self._key(traced_as(setting), plain_device(layout.device)) in self.traces
+        return known or self._is_known(setting, layout) or self._ladder(setting, layout) in self.quick
 
     def altered(self, **changes: int) -> Foresight:
         """The same job with some members changed; it remembers for itself."""
@@ -103,6 +114,8 @@ class Foresight:
             traces={},
             derived={},
             lines={},
+            quick=set(),
+            broken={},
             timeless=set(),
             ladders={},
         )
@@ -110,6 +123,7 @@ class Foresight:
     def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
         """Trace what is not known yet, one batch of requests for each kind of device."""
         by_device: dict[str, tuple[Layout, dict[str, Setting]]] = {}
+        ladders: dict[str, str] = {}
         for setting, layout in asked:
             if self._is_known(setting, layout):
                 continue
@@ -118,15 +132,21 @@ class Foresight:
                 key = self._key(one, device)
                 if key not in self.traces:
                     by_device.setdefault(kind(device), (layout, {}))[1][key] = one
+                    ladders[key] = self._ladder(setting, layout)
         for layout, settings in by_device.values():
             for one in settings.values():
                 self.say(spoken(one))
+            began = self.now()
             answers = self.trace_all(list(settings.values()), plain_device(layout.device), self.changes)
+            if self.now() - began < QUICK_S:
+                self.quick |= set(ladders.values())
             for key, answer in zip(settings, answers, strict=True):
                 self.traces[key] = answer
                 line = self._line(settings[key], plain_device(layout.device))
                 self.lines.setdefault(line, set()).add(settings[key].micro_batch)
-                if not isinstance(answer, TrimtabError):
+                if isinstance(answer, TrimtabError):
+                    self.broken.setdefault(ladders[key], []).append(answer)
+                else:
                     self._learn(answer, settings[key], layout)
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
@@ -144,6 +164,9 @@ class Foresight:
         return found.replace(capacity_bytes=room, fits=found.band.high_bytes <= room)
 
     def _estimated(self, setting: Setting, layout: Layout, key: str) -> Estimate:
+        broken = self.broken.get(self._ladder(setting, layout), [])
+        if len(broken) > 1:
+            raise broken[0]
         self.prepare([(setting, layout)])
         trace = self._trace(setting, layout)
         if trace is None:
@@ -226,12 +249,16 @@ class Foresight:
         return max(known or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
 
     def _from_above(self, setting: Setting, layout: Layout) -> float:
-        """What larger micro-batches of the same family take: a smaller one takes hardly less."""
+        """What larger micro-batches of the same family take: smaller ones are taken to be no faster.
+
+        They may be by a per cent or two, where a smaller one suits a cache or the multiprocessors better;
+        that is not worth a trace of each.
+        """
         samples = setting.micro_batch * setting.accumulation
         known = self.ladders.get(self._ladder(setting, layout), {})
         return max(
             (
-                NEARLY * seconds * min(1.0, samples / (micro * rounds))
+                seconds * min(1.0, samples / (micro * rounds))
                 for (micro, rounds), seconds in known.items()
                 if micro > setting.micro_batch
             ),

@@ -77,5 +77,8 @@ class Outlook(Protocol):
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
         """The estimate, against all that the fullest device has free; raises TrimtabError where it cannot."""
 
+    def is_at_hand(self, setting: Setting, layout: Layout) -> bool:
+        """Whether an estimate costs next to nothing: runners-up are worth no more than that."""
+
     def altered(self, **changes: int) -> Outlook:
         """The outlook of the job with some of its members changed, such as a shorter `seq`."""

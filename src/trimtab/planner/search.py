@@ -147,6 +147,28 @@ def search(
     return _Search(space, outlook, margin).run(known)
 
 
+CLEARLY = 1.04
+"""A line through two micro-batches that is this far beyond the limit is taken at its word."""
+
+
+def line(points: dict[int, int], micro: int) -> float | None:
+    """What a micro-batch needs by the line through the two nearest that are known.
+
+    >>> line({2: 100, 10: 500}, 6), line({2: 100}, 6)
+    (300.0, None)
+    """
+    if len(points) < 2:  # noqa: PLR2004 - a line
+        return None
+    first, second = sorted(points, key=lambda one: abs(one - micro))[:2]
+    slope = (points[second] - points[first]) / (second - first)
+    return points[first] + slope * (micro - first)
+
+
+def _clearly_beyond(micro: int, points: dict[int, int], most: int) -> bool:
+    expected = line(points, micro)
+    return expected is not None and expected > most * CLEARLY
+
+
 def ends(cuts: tuple[Cut, ...]) -> list[Cut]:
     """The micro-batches that tell of all others: the largest, and the smallest above one.
 
@@ -220,8 +242,10 @@ class _Search:
         """Runners-up unlike the choice come first; where they are few, its other micro-batches follow."""
         for family, cut in self.spare:
             if len(self.result.runners_up) >= RUNNERS_UP:
-                return
-            seen = self._estimated(family, cut) if cut[0] <= self.limits.get(family, cut[0]) else None
+                break
+            may = cut[0] <= self.limits.get(family, cut[0])
+            at_hand = self.outlook.is_at_hand(family.setting(cut), family.layout)
+            seen = self._estimated(family, cut) if may and at_hand else None
             if seen is not None and seen.fits and not self._late(seen):
                 self.result.runners_up.append(seen)
         self.result.runners_up.sort(
@@ -338,25 +362,46 @@ class _Search:
             raise error
 
     def _find_limit(self, family: Family, cut: Cut, seen: Seen) -> None:
-        """Halve the way to the largest micro-batch that fits: larger ones need not be asked one by one."""
+        """Find the largest micro-batch that fits, by the line through what two of them need.
+
+        Memory is nearly a line in the micro-batch, so that the first guess is mostly right. What the line
+        puts clearly beyond the limit is not looked at.
+        """
         self._too_large(family, seen.estimate.band.high_bytes)
         smaller = [one for one in family.cuts if one[0] < cut[0]]
+        small = next((one for one in ends(family.cuts)[::-1] if one[0] < cut[0]), None)
+        points = {cut[0]: seen.estimate.band.high_bytes}
+        if small is not None and (other := self._estimated(family, small)) is not None:
+            points[small[0]] = other.estimate.band.high_bytes
         low, high = 0, len(smaller)
         while low < high:
-            middle = (low + high) // 2
-            if self._may_fit(family, smaller[middle]):
-                high = middle
+            guess = self._guess(smaller[low:high], points, seen.allowed_bytes) + low
+            found = self._needs(family, smaller[guess])
+            if found is not None:
+                points[smaller[guess][0]] = found
+            if found is None or found <= seen.allowed_bytes:
+                high = guess
+                while low < high and _clearly_beyond(smaller[low][0], points, seen.allowed_bytes):
+                    low += 1
             else:
-                low = middle + 1
+                low = guess + 1
         self.limits[family] = smaller[low][0] if low < len(smaller) else 0
 
-    def _may_fit(self, family: Family, cut: Cut) -> bool:
+    def _guess(self, left: list[Cut], points: dict[int, int], most: int) -> int:
+        """Which of the micro-batches that are left, the largest first, is the first to fit."""
+        for index, one in enumerate(left):
+            expected = line(points, one[0])
+            if expected is not None and expected <= most:
+                return index
+        return (len(left) - 1) // 2 if len(points) < 2 else len(left) - 1  # noqa: PLR2004 - a line
+
+    def _needs(self, family: Family, cut: Cut) -> int | None:
+        """The upper band of a setting, or a bound that is beyond the limit; None where nobody can say."""
         floor = self.outlook.floor(family.setting(cut), family.layout)
         if floor.need_bytes > allowed(family.layout, self.policy):
-            return False
+            return floor.need_bytes
         seen = self._estimated(family, cut)
-        # What cannot be estimated is found out again when its turn comes.
-        return seen is None or seen.fits
+        return None if seen is None else seen.estimate.band.high_bytes
 
     def _too_large(self, family: Family, need_bytes: int) -> None:
         many, least = self.result.too_large.get(family, (0, 0))
