@@ -597,8 +597,8 @@ def test_a_job_that_fails_is_not_tried_in_every_way() -> None:
     law = Law(fails=True, bounds=False)
     with pytest.raises(JobFailed):
         planned("8xH100", law)
-    # All strategies are asked about at once; ways of recomputing are not tried when plain steps fail.
-    assert {one.recompute for one in law.prepared} == {Recompute.NONE}
+    # All strategies are asked about at once; after plain steps and one way of recomputing it is enough.
+    assert Recompute.FULL not in {one.recompute for one in law.prepared}
 
 
 def test_what_cannot_be_predicted_is_a_rejection() -> None:
@@ -790,7 +790,7 @@ def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     assert plan.choice.gpus == 4
     # One device stands for replicas, and shards of every number lie on the line through two numbers.
     assert {one.gpus for one in asked} <= {1, 4, 16}
-    assert {one.mesh.data_parallel for one in asked if one.strategy is Strategy.FSDP} == {4}
+    assert {one.mesh.data_parallel for one in asked if one.strategy is Strategy.FSDP} == {4, 16}
     again: list[Setting] = []
     second = decide.decide(question, foresight(again, memo=first.memo))
     assert second.choice == plan.choice
