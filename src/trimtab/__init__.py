@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from trimtab.api import cluster, detect, estimate, exam, explain, load, plan, profile, read_plan
+    from trimtab.api import (
+        calibrate,
+        cluster,
+        detect,
+        estimate,
+        exam,
+        explain,
+        load,
+        plan,
+        profile,
+        read_plan,
+    )
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
     from trimtab.spec import Cluster, Device, Finding, Link, Node
@@ -29,6 +40,7 @@ __all__ = [
     "Node",
     "TrimtabError",
     "__version__",
+    "calibrate",
     "cluster",
     "detect",
     "estimate",
@@ -48,6 +60,7 @@ _HOMES = {
     "Link": "trimtab.spec",
     "Node": "trimtab.spec",
     "TrimtabError": "trimtab.errors",
+    "calibrate": "trimtab.api",
     "cluster": "trimtab.api",
     "detect": "trimtab.api",
     "estimate": "trimtab.api",
