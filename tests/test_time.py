@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 H200 = trimtab.cluster("H200").devices[0]
 RATES = pace.rates(H200) or pytest.fail("the H200 has figures")
-HOST = time.Host(10e-6, 10e-6, 1e-6, 1e-6, 1e-6, 10e-6, 5e-6)
+HOST = time.Host(10e-6, 10e-6, 10e-6, 1e-6, 1e-6, 1e-6, 10e-6, 5e-6)
 
 
 def matrix(rows: int, columns: int, inner: int, alignment: int = 16, dtype: str = "bfloat16") -> Work:
