@@ -258,8 +258,9 @@ def errors_in_page(text: str) -> dict[str, float]:
             PAGE.name, found="there is no table of the exam in it", cure="Run bench/memory_exam.py first."
         )
     error = head.index("allocated GiB") + 1
-    body = lines[lines.index(head) + 2 :]
-    return {line[0]: float(line[error].rstrip("%")) / 100 for line in body if len(line) > error}
+    # Eager and compiled runs have a table each, with a summary of its own before it.
+    body = [line for line in lines if len(line) == len(head) and line[error].endswith("%")]
+    return {line[0]: float(line[error].rstrip("%")) / 100 for line in body}
 
 
 def errors_in_exam(path: Path) -> dict[str, float]:

@@ -10,8 +10,10 @@ import pytest
 import trimtab
 from compare_traces import compare, load
 from test_cli import trimtab_cli
+from trimtab.api import make_request, make_setting
 from trimtab.errors import JobFailed, UnknownName, WrongUse
-from trimtab.exams.sit import cases, predict, sit
+from trimtab.exams.measure import Measured, case_of
+from trimtab.exams.sit import cases, keep, predict, sit
 from trimtab.predict.allocator import Config
 from trimtab.spec import PARTS
 
@@ -341,4 +343,33 @@ def test_the_whole_exam_does_not_get_worse() -> None:
     assert marks.median["allocated_bytes"] <= 0.001
     assert marks.median["reserved_bytes"] <= 0.005
     assert marks.median["process_bytes"] <= 0.005
+    assert marks.median["step_s"] <= 0.05
     assert len(marks.cases) >= 50
+
+
+def test_a_profiled_run_is_kept_as_a_case_and_sat_again(tmp_path: Path) -> None:
+    device = trimtab.cluster("H200").devices[0]
+    setting = make_setting(
+        micro_batch=8, precision="bf16", recompute="none", compile=False, strategy="single", gpus=1,
+        optimizer="fused", allocator="default",
+    )  # fmt: skip
+    request = make_request(job_file(tmp_path), setting, device, options=None, clip=None)
+    truth = estimate(job_file(tmp_path))
+    run = Measured(
+        allocated_bytes=truth.allocated_bytes,
+        reserved_bytes=2 * truth.reserved_bytes,
+        step_s=0.001,
+        device="NVIDIA H200",
+        torch="2.11.0",
+    )
+    file = tmp_path / "cases.jsonl"
+    keep(case_of(request, run), file)
+    (answer,) = sit(own=file).cases
+    assert answer.error["allocated_bytes"] == 0
+    assert answer.error["reserved_bytes"] == -0.5
+    # The driver did not say what the process took.
+    assert "process_bytes" not in answer.error
+    with pytest.raises(WrongUse, match="cannot be read"):
+        sit(own=tmp_path / "none.jsonl")
+    with pytest.raises(WrongUse, match="cannot be written"):
+        keep(case_of(request, run), tmp_path / "none" / "cases.jsonl")

@@ -21,7 +21,9 @@ def _all_nouns(base: type[spec.Noun]) -> set[type[spec.Noun]]:
 
 
 def test_every_noun_has_a_strategy_here() -> None:
-    assert _all_nouns(spec.Noun) == set(NOUNS)
+    # Benchmarks have nouns of their own, which nothing else reads.
+    ours = {one for one in _all_nouns(spec.Noun) if one.__module__.startswith("trimtab.")}
+    assert ours == set(NOUNS)
 
 
 @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.__name__)

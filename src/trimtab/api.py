@@ -304,18 +304,26 @@ def exam(only: str = "*", *, cache: bool = True) -> Marks:
     return sit(only, cache=cache)
 
 
-def profile(
+def profile(  # noqa: PLR0913 - a question and what to do with the answer
     job: Any,
     setting: Setting,
     device: Device,
     *,
     options: dict[str, Any] | None = None,
     clip: float | None = None,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Run a setting for real for a few steps, and set prediction against measurement."""
-    from trimtab.exams.measure import measured
+    """Run a setting for real for a few steps, and set prediction against measurement.
 
-    found = measured(make_request(job, setting, device, options=options, clip=clip))
+    `keep` names a file of cases that the run is added to, for `trimtab exam --cases`.
+    """
+    from trimtab.exams.measure import case_of, measured
+    from trimtab.exams.sit import keep as add
+
+    request = make_request(job, setting, device, options=options, clip=clip)
+    found = measured(request)
+    if keep is not None and not found.out_of_memory:
+        add(case_of(request, found), keep)
     predicted, _, _ = look_closely(job, setting, device, options=options, clip=clip)
     figures = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s")
     guess = {figure: getattr(predicted, figure) for figure in figures}

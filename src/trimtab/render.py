@@ -561,11 +561,9 @@ def marks(found: Marks) -> RenderableType:
         table.add_row(
             escape(one.case),
             format_gib(one.measured["allocated_bytes"]),
-            errors["allocated_bytes"],
-            errors["reserved_bytes"],
-            errors["process_bytes"],
-            f"{one.measured['step_s'] * 1e3:.1f} ms",
-            f"{one.error['step_s']:+.1%}",
+            *(errors.get(f"{name}_bytes", UNKNOWN) for name in ("allocated", "reserved", "process")),
+            f"{one.measured['step_s'] * 1e3:.1f} ms" if "step_s" in one.measured else UNKNOWN,
+            f"{one.error['step_s']:+.1%}" if "step_s" in one.error else UNKNOWN,
         )
     lines = [_mark_line(found, figure) for figure in found.median]
     failures = [_indented(one.case, one.failed, "red") for one in found.cases if one.failed]

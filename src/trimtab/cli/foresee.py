@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -150,6 +151,9 @@ def _without(found: Estimate, others: list[Estimate]) -> tuple[str, ...]:
 @app.command()
 def exam(
     only: Annotated[str, typer.Option(metavar="PATTERN", help="Only cases that match, as in 'gpt-*'.")] = "*",
+    own: Annotated[
+        Path | None, typer.Option("--cases", metavar="FILE", help="Cases that `profile --keep` wrote.")
+    ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Trace every case again.")] = False,
     json: Json = False,
 ) -> None:
@@ -164,7 +168,7 @@ def exam(
         if not json:
             print(f"  {answer.case}", file=sys.stderr)  # noqa: T201 - progress
 
-    found = sit(only, cache=not no_cache, done=done)
+    found = sit(only, own=own, cache=not no_cache, done=done)
     if json:
         _print_json(found.to_builtins())
     else:
@@ -185,6 +189,9 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add the run to a file of cases, for `trimtab exam`.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run a configuration for real for a few steps, and set it against the prediction.
@@ -205,7 +212,7 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
         optimizer=optimizer,
         allocator=allocator,
     )
-    found = api.profile(job, setting, device, options=options, clip=clip)
+    found = api.profile(job, setting, device, options=options, clip=clip, keep=keep)
     if json:
         _print_json(found)
     else:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from trimtab.errors import EnvironmentFault
+from trimtab.exams.sit import Case
 from trimtab.jobs.load import failed, load
-from trimtab.spec import Allocator, Noun
+from trimtab.spec import Allocator, Measurement, Noun, Recompute, Versions
 from trimtab.trace.child import Say, ask, serve
 from trimtab.trace.worker import Request
 
@@ -43,6 +45,32 @@ def measured(request: Request) -> Measured:
     env = {"PYTORCH_CUDA_ALLOC_CONF": conf}
     answer = ask("trimtab.exams.measure", request, env, timeout_s=TIMEOUT_S)
     return Measured.from_builtins(answer["measured"])
+
+
+def case_of(request: Request, found: Measured) -> Case:
+    """A run as a case of the exam."""
+    setting = request.setting
+    short = request.job.rpartition("/")[2]
+    again = "" if setting.recompute is Recompute.NONE else f"-{setting.recompute}"
+    compiled = "-compile" if setting.compile else ""
+    return Case(
+        id=f"{short}-{setting.precision}{again}{compiled}-b{setting.micro_batch}",
+        job=request.job,
+        overrides=request.overrides,
+        clip=request.clip,
+        measurement=Measurement(
+            job=request.job,
+            setting=setting,
+            device=found.device,
+            versions=Versions(torch=found.torch),
+            allocated_bytes=found.allocated_bytes or 0,
+            reserved_bytes=found.reserved_bytes or 0,
+            process_bytes=found.process_bytes,
+            step_s=found.step_s,
+            samples_per_s=setting.micro_batch / found.step_s if found.step_s else None,
+            taken_on=datetime.now(UTC).date().isoformat(),
+        ),
+    )
 
 
 def run(request: Request) -> Measured:

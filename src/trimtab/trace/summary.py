@@ -119,7 +119,9 @@ def _files(name: str, job: Any) -> dict[str, str]:
         file = getattr(module, "__file__", None)
         if file and file.endswith(".py") and Path(file).resolve().is_relative_to(home):
             path = Path(file).resolve()
-            if "site-packages" in path.relative_to(home).parts or path.is_relative_to(mine):
+            elsewhere = "site-packages" in path.relative_to(home).parts or path.is_relative_to(mine)
+            # Some modules of torch claim files that are not there.
+            if elsewhere or not path.is_file():
                 continue
             found[str(path.relative_to(home))] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     return dict(sorted(found.items()))

@@ -11,6 +11,7 @@ import functools
 import random
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -86,8 +87,9 @@ def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branc
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(Kernels(request.device), fake_mode)
     watch(recorder)
-    # Again, now that torch.compile is watched: a file may call it while it is loaded.
-    job = load(request.job, request.overrides)
+    if _may_compile(job):
+        # Again, now that torch.compile is watched: a file may call it while it is loaded.
+        job = load(request.job, request.overrides)
     with fake_mode, recorder:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
@@ -96,6 +98,15 @@ def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branc
         chosen = job.assumptions if isinstance(job, Job) else ()
         assumed = (*chosen, *recorder.kernels.assumptions)
         deliver(Trace(**_columns(recorder), **counts, assumptions=assumed))
+
+
+def _may_compile(job: Any) -> bool:
+    """Whether the file that a job comes from speaks of compiling."""
+    file = getattr(sys.modules.get(type(job).__module__), "__file__", None)
+    try:
+        return file is None or "compile" in Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
 
 
 def _join_fake_group(setting: Setting) -> None:
