@@ -790,7 +790,7 @@ def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     assert plan.choice.gpus == 4
     # One device stands for replicas, and shards of every number lie on the line through two numbers.
     assert {one.gpus for one in asked} <= {1, 4, 16}
-    assert {one.mesh.data_parallel for one in asked if one.strategy is Strategy.FSDP} == {4, 16}
+    assert {one.mesh.data_parallel for one in asked if one.strategy is Strategy.FSDP} <= {4, 16}
     again: list[Setting] = []
     second = decide.decide(question, foresight(again, memo=first.memo))
     assert second.choice == plan.choice

@@ -308,13 +308,17 @@ class _Search:
 
     def _prepare(self, family: Family) -> None:
         """Ask for a family, and at once for those that recompute as it does: a trace alone costs as much."""
-        if family.recompute in self.prepared:
-            wanted = [family]
-        else:
+        wanted: dict[str, Family] = {}
+        if family.recompute not in self.prepared:
             self.prepared.add(family.recompute)
-            wanted = [one for one in self.space.families if one.recompute is family.recompute]
+            for one in self.space.families:
+                # The most devices of each strategy: fewer lie on the same lines.
+                if one.recompute is family.recompute and not one.compile:
+                    known = wanted.get(one.strategy)
+                    if known is None or one.layout.gpus > known.layout.gpus:
+                        wanted[one.strategy] = one
         self.outlook.prepare(
-            [(one.setting(cut), one.layout) for one in [family, *wanted] for cut in ends(one.cuts)]
+            [(one.setting(cut), one.layout) for one in [family, *wanted.values()] for cut in ends(one.cuts)]
         )
 
     def _estimated(self, family: Family, cut: Cut) -> Seen | None:
