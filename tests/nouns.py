@@ -12,7 +12,6 @@ from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
 from trimtab.pace.measure import Order
 from trimtab.predict.rating import Yardstick
-from trimtab.trace.describe import Described, Question
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
 
@@ -309,8 +308,6 @@ def _trace(sizes: list[int], name: str, work: spec.Work) -> spec.Trace:
 
 traces = st.builds(_trace, st.lists(counts, max_size=4), names, works)
 causes = st.builds(spec.Cause, rule=names, numbers=st.lists(counts, max_size=3).map(tuple), word=names)
-questions = st.builds(Question, job=names)
-descriptions = st.builds(Described, name=names, branches=st.lists(names, max_size=2).map(tuple))
 several_requests = st.builds(
     Requests, job=names, settings=st.lists(settings(), max_size=2).map(tuple), device=devices()
 )
@@ -383,8 +380,6 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Request: requests,
     Requests: several_requests,
     spec.Cause: causes,
-    Question: questions,
-    Described: descriptions,
     Case: cases,
     Answer: answers,
     Marks: exam_marks,

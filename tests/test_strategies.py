@@ -14,7 +14,7 @@ from trimtab.errors import JobFailed, WrongUse
 from trimtab.predict.meshes import spread
 from trimtab.spec import Mesh, Strategy
 from trimtab.trace.branches import Absent, Nothing, branch_loss, branches_of, keep_branch
-from trimtab.trace.describe import described
+from trimtab.trace.summary import summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,11 +165,11 @@ def test_branches_that_do_not_agree_with_the_model_are_named(
 
 
 def test_a_job_says_what_it_is(tmp_path: Path) -> None:
-    assert described(job_file(tmp_path, TWO)).branches == ("wide", "deep")
-    found = described(job_file(tmp_path))
+    assert summary(job_file(tmp_path, TWO)).branches == ("wide", "deep")
+    found = summary(job_file(tmp_path))
     assert (found.branches, found.global_batch, found.samples) == ((), 64, None)
     with pytest.raises(WrongUse, match="no such file"):
-        described(f"{tmp_path}/missing.py:Job")
+        summary(f"{tmp_path}/missing.py:Job")
 
 
 class Pair(nn.Module):

@@ -290,11 +290,11 @@ def count_branches(job: Any, strategy: str) -> int:
     """How many branches a job has, where the strategy asks; reading a job by name runs its file."""
     from trimtab.jobs.load import name_of
     from trimtab.spec import Strategy
-    from trimtab.trace.describe import described
+    from trimtab.trace.summary import summary
 
     if strategy not in (Strategy.BRANCH, Strategy.HYBRID):
         return 0
-    return len(described(*name_of(job)).branches)
+    return len(summary(*name_of(job)).branches)
 
 
 def exam(only: str = "*", *, cache: bool = True) -> Marks:
@@ -371,7 +371,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     from trimtab.jobs.load import name_of
     from trimtab.planner.decide import Question, decide
     from trimtab.planner.stale import fingerprints
-    from trimtab.trace.summary import keep
+    from trimtab.trace.tracer import keep
 
     policy = make_policy(memory, deadline, objective, price, pins)
     where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
@@ -479,8 +479,8 @@ def foresight(
     from trimtab.pace.store import recall
     from trimtab.planner.foresight import Foresight
     from trimtab.predict.traces import traces
-    from trimtab.trace.summary import Named, fingerprint, keep
-    from trimtab.trace.tracer import cache_folder
+    from trimtab.trace.summary import Named, fingerprint
+    from trimtab.trace.tracer import cache_folder, keep
 
     def trace_all(
         settings: Sequence[Setting], device: Device, changes: dict[str, Any]

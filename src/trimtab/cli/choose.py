@@ -11,7 +11,7 @@ import typer
 
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _console, _print, _print_json, app
-from trimtab.cli.shape import Frozen, JobName, Lora, Seq, Set, job_options
+from trimtab.cli.shape import Clip, Frozen, JobName, Lora, NoCache, Seq, Set, job_options
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -45,15 +45,13 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Fix a choice: micro_batch=8, compile=false."),
     ] = None,
-    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
+    clip: Clip = None,
     given: Set = None,
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the plan as JSON.")] = None,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Trace again, even if nothing changed.")
-    ] = False,
+    no_cache: NoCache = False,
     json: Json = False,
 ) -> None:
     """Find the best configuration that fits, with reasons, without a GPU.

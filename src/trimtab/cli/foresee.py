@@ -10,7 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli.main import Json, _console, _print, _print_json, app
-from trimtab.cli.shape import Frozen, JobName, Lora, Seq, Set, job_options
+from trimtab.cli.shape import (
+    Allocator,
+    Clip,
+    Compile,
+    Frozen,
+    JobName,
+    Lora,
+    NoCache,
+    Optimizer,
+    Precision,
+    Recompute,
+    Seq,
+    Set,
+    job_options,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,20 +46,18 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     job: JobName,
     on: On = None,
     micro_batch: Annotated[int, typer.Option(help="Samples per forward pass on one rank.")] = 1,
-    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
-    recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
-    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,  # noqa: A002
+    precision: Precision = "bf16",
+    recompute: Recompute = "none",
+    compile: Compile = False,  # noqa: A002
     strategy: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, branch or hybrid.")] = "single",
-    optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
-    allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
-    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
+    optimizer: Optimizer = "fused",
+    allocator: Allocator = "default",
+    clip: Clip = None,
     given: Set = None,
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Trace again, even if nothing changed.")
-    ] = False,
+    no_cache: NoCache = False,
     json: Json = False,
 ) -> None:
     """Show what one configuration would need, without running it and without a GPU.
@@ -98,15 +110,15 @@ def _looked(
     For compiled code that is the same without compiling, which is quick to trace; otherwise recomputing.
     """
     from trimtab.errors import TrimtabError
-    from trimtab.spec import Recompute
+    from trimtab.spec import Recompute as How
 
     settings = [setting]
     spinner = _console(errors=True).status("tracing the first steps on fake tensors")
     with _maybe(spinner, quiet=quiet):
         if setting.compile and not quiet:
             settings.append(setting.replace(compile=False))
-        elif setting.recompute is Recompute.NONE and not quiet:
-            fuller = setting.replace(recompute=Recompute.FULL)
+        elif setting.recompute is How.NONE and not quiet:
+            fuller = setting.replace(recompute=How.FULL)
             if not known(setting, device) or known(fuller, device):
                 settings.append(fuller)
         first, *others = look(settings, device)
@@ -179,12 +191,12 @@ def exam(
 def profile(  # noqa: PLR0913, PLR0917 - each is an option
     job: JobName,
     micro_batch: Annotated[int, typer.Option(help="Samples per forward pass.")] = 1,
-    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")] = "bf16",
-    recompute: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
-    compile: Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")] = False,  # noqa: A002
-    optimizer: Annotated[str, typer.Option(help="fused, foreach or plain.")] = "fused",
-    allocator: Annotated[str, typer.Option(help="default or expandable.")] = "default",
-    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
+    precision: Precision = "bf16",
+    recompute: Recompute = "none",
+    compile: Compile = False,  # noqa: A002
+    optimizer: Optimizer = "fused",
+    allocator: Allocator = "default",
+    clip: Clip = None,
     given: Set = None,
     seq: Seq = None,
     lora: Lora = None,

@@ -17,6 +17,13 @@ JobName = Annotated[
         "slm:tiny and so on are small ones), or hf:FOLDER with a Hugging Face config.json.",
     ),
 ]
+Precision = Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")]
+Recompute = Annotated[str, typer.Option(help="none, full or selective.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")]
+Optimizer = Annotated[str, typer.Option(help="fused, foreach or plain.")]
+Allocator = Annotated[str, typer.Option(help="default or expandable.")]
+Clip = Annotated[float | None, typer.Option(help="Clip gradients to this norm.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Trace again, even if nothing changed.")]
 Set = Annotated[
     list[str] | None,
     typer.Option(

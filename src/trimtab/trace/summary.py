@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from trimtab import __version__
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.jobs.load import load
 from trimtab.spec import Noun, Workload
 from trimtab.trace.child import Say, ask, serve
-from trimtab.trace.tracer import _source, _sources, cache_folder
+from trimtab.trace.tracer import cache_folder, keep
+from trimtab.trace.tracer import fingerprint as of_job
 
 TIMEOUT_S = 120.0
 
@@ -46,27 +45,7 @@ def summary(job: str, overrides: dict[str, Any] | None = None, *, cache: bool = 
 
 def fingerprint(named: Named) -> str:
     """Changes with the job's name, what was changed on it, its source and the versions."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    parts = [json.dumps(named.to_builtins(), sort_keys=True, default=str), __version__, sys.version]
-    for package in ("torch", "transformers", "peft"):
-        try:
-            parts.append(version(package))
-        except PackageNotFoundError:
-            parts.append("")
-    parts += [_source(file) for file in _sources(named.job)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def keep(file: Path, text: str) -> None:
-    """Write a file of the cache whole or not at all; a cache that cannot be written is no reason to fail."""
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(file)
-    except OSError:
-        return
+    return of_job(named.job, json.dumps(named.to_builtins(), sort_keys=True, default=str))
 
 
 def described(job: Any, name: str) -> Workload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -186,15 +187,19 @@ def _source(file: Path) -> str:
         return str(file)
 
 
-def remember(file: Path, found: Noun) -> None:
-    """Write an answer beside the others; a cache that cannot be written is no reason to fail."""
-    try:
+def keep(file: Path, text: str) -> None:
+    """Write a file of the cache whole or not at all; a cache that cannot be written is no reason to fail."""
+    with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(found.to_json(), encoding="utf-8")
+        scratch.write_text(text, encoding="utf-8")
         scratch.replace(file)
+
+
+def remember(file: Path, found: Noun) -> None:
+    """Write a trace beside the others; the oldest make room."""
+    keep(file, found.to_json())
+    with contextlib.suppress(OSError):
         kept = sorted(file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
         for old in kept[:-MOST_CACHED]:
             old.unlink(missing_ok=True)
-    except OSError:
-        return
