@@ -1,0 +1,1 @@
+"""The user's own config files: read, understood, and edited in place."""
