@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from trimtab.api import (
+        apply,
         calibrate,
         cluster,
         detect,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
         plan,
         profile,
         read_plan,
+        revert,
+        show,
     )
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
@@ -40,6 +43,7 @@ __all__ = [
     "Node",
     "TrimtabError",
     "__version__",
+    "apply",
     "calibrate",
     "cluster",
     "detect",
@@ -50,6 +54,8 @@ __all__ = [
     "plan",
     "profile",
     "read_plan",
+    "revert",
+    "show",
 ]
 
 _HOMES = {
@@ -60,6 +66,7 @@ _HOMES = {
     "Link": "trimtab.spec",
     "Node": "trimtab.spec",
     "TrimtabError": "trimtab.errors",
+    "apply": "trimtab.api",
     "calibrate": "trimtab.api",
     "cluster": "trimtab.api",
     "detect": "trimtab.api",
@@ -70,6 +77,8 @@ _HOMES = {
     "plan": "trimtab.api",
     "profile": "trimtab.api",
     "read_plan": "trimtab.api",
+    "revert": "trimtab.api",
+    "show": "trimtab.api",
 }
 
 

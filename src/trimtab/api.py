@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.catalog.words import Word
+    from trimtab.configs.applying import Proposal
+    from trimtab.configs.showing import Display
     from trimtab.errors import TrimtabError
     from trimtab.exams.sit import Marks
     from trimtab.planner.foresight import Foresight, Memo
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     )
     from trimtab.trace.worker import Request
 
-VERBS = ("detect", "explain", "estimate", "exam", "profile", "calibrate", "plan")
+VERBS = ("detect", "explain", "estimate", "exam", "profile", "calibrate", "plan", "apply", "show", "revert")
 """What works today."""
 
 
@@ -565,3 +567,192 @@ def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -
     now = fingerprints(name, workload, found.places, versions())
     refuse(found, str(file), changes(found, now, where))
     return found
+
+
+def propose(  # noqa: PLR0913 - each is an option of the command
+    plan: Plan,
+    to: Sequence[str],
+    *,
+    target: str | None = None,
+    on: str | Cluster | None = None,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Proposal:
+    """What `apply` would change, before it changes anything."""
+    from trimtab.configs.applying import aim, proposed
+    from trimtab.configs.documents import read
+    from trimtab.configs.mapping import known
+
+    aims = [aim(str(one)) for one in to]
+
+    def replan(options: dict[str, Any]) -> Plan:
+        return _same_but(plan, options, on, cache=cache, say=say)
+
+    return proposed(
+        aims, plan, known(one.file for one in aims), opened=read, name=target, replan=replan
+    )
+
+
+def _same_but(
+    found: Plan, options: dict[str, Any], on: str | Cluster | None, *, cache: bool, say: Callable[[str], None]
+) -> Plan:
+    """The best plan for the job with some options changed, all but the cut of the batch as it was."""
+    from trimtab.configs.stages import pins_of
+
+    return plan(
+        found.job,
+        on if on is not None else _devices_of(found),
+        global_batch=found.choice.global_batch,
+        memory=found.policy.memory_share,
+        pins=pins_of(found.choice),
+        options={**found.options, **options},
+        cache=cache,
+        say=say,
+    )
+
+
+def _devices_of(found: Plan) -> Cluster:
+    """The devices that a plan is for, from its own words."""
+    from trimtab.planner.stale import used
+
+    nodes = len({one.node for one in found.places})
+    if not nodes:
+        return detect()
+    each = "+".join(used(found.places).removeprefix(f"{nodes} nodes of ").split(" + "))
+    return cluster(f"{nodes}x{each}" if nodes > 1 else each)
+
+
+def apply(  # noqa: PLR0913 - each is an option of the command
+    plan: Plan | Path | str,
+    to: str | Path | Sequence[str | Path],
+    *,
+    target: str | None = None,
+    on: str | Cluster | None = None,
+    beside: bool = False,
+    dry: bool = False,
+    cache: bool = True,
+) -> dict[str, Any]:
+    """Write a plan into config files: all of them, or none where one of them fails.
+
+    trimtab.apply(trimtab.plan("slm", "2xA30"), "config.py:slm_config")["edits"]
+    trimtab.apply("plan.json", ["conf/config.yaml", "train.sbatch"], dry=True)["diff"]
+    """
+    from os import PathLike
+
+    found = plan_from(plan)[0] if isinstance(plan, str | PathLike) else plan
+    places = [to] if isinstance(to, str | PathLike) else list(to)
+    proposal = propose(found, [str(one) for one in places], target=target, on=on, cache=cache)
+    return carry_out(proposal, found, beside=beside, dry=dry)
+
+
+def plan_from(file: Path | str) -> tuple[Plan, str]:
+    """A plan from its file, refused where it is stale; and a word where nobody could tell."""
+    from pathlib import Path
+
+    from trimtab.errors import BrokenFile
+    from trimtab.spec import Plan
+
+    path = Path(file)
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise BrokenFile(
+            f"plan {path}",
+            found=f"it cannot be read ({error.strerror})",
+            cure="Write one: trimtab plan JOB --out FILE",
+        ) from error
+    found = Plan.from_json(text, origin=f"plan {path}")
+    source = found.job.rpartition(":")[0]
+    if source.endswith(".py") and not Path(source).is_file():
+        return found, f"{source} is not here: whether the plan still holds for it was not checked."
+    return read_plan(path), ""
+
+
+def show(
+    file: str | Path,
+    on: str | Cluster | None = None,
+    *,
+    job: Any = None,
+    target: str | None = None,
+    options: dict[str, Any] | None = None,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Display:
+    """What a config would use, stage by stage, and what would be better.
+
+    trimtab.show("conf", "RTX 6000").stages[0].advice
+    """
+    from trimtab.configs.applying import aim, laid_out
+    from trimtab.configs.documents import read
+    from trimtab.configs.mapping import known
+    from trimtab.configs.showing import display, job_of
+    from trimtab.configs.targets import named
+
+    one = aim(str(file))
+    among = known([one.file])
+    layout = laid_out(one, among, opened=read, name=target)
+    meant = layout.main.site.target if layout.main else None
+    if meant is None:
+        meant = named(target, among) if target else next(known for known in among if known.stage is layout.stage)
+    asked = job if job is not None else job_of(meant, layout.main)
+    where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    if not where.devices:
+        return display(layout, meant, job=asked, gpus=None, device=None, seer=None, no_device=True)
+    seer = _Seer(asked, where, options or {}, cache=cache, say=say) if asked is not None else None
+    return display(
+        layout,
+        meant,
+        job=asked if isinstance(asked, str) or asked is None else _name(asked),
+        gpus=len(where.devices),
+        device=first_device(where).name,
+        seer=seer,
+    )
+
+
+def _name(job: Any) -> str:
+    from trimtab.jobs.load import name_of
+
+    return name_of(job)[0]
+
+
+class _Seer:
+    """Answers what `show` asks about a job on some devices."""
+
+    def __init__(
+        self, job: Any, where: Cluster, options: dict[str, Any], *, cache: bool, say: Callable[[str], None]
+    ) -> None:
+        self.job, self.where, self.options, self.cache, self.say = job, where, options, cache, say
+
+    def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
+        """What a setting needs, and how fast it is."""
+        from trimtab.errors import WrongUse
+
+        if setting.compile and setting.gpus > 1:
+            raise WrongUse(
+                "compiled code on several GPUs",
+                found="compiled code is estimated on one device only",
+                cure="Look at --on one of them.",
+            )
+        self.say("estimating")
+        device = first_device(self.where)
+        both = {**options, **self.options}
+        return look_closely(self.job, setting, device, where=self.where, options=both, cache=self.cache)[0]
+
+    def better(self, options: dict[str, Any], setting: Setting) -> Plan:
+        """The fastest way to run the same global batch on as many GPUs in the same precision."""
+        pins: dict[str, Any] = {
+            "gpus": setting.gpus,
+            "precision": setting.precision,
+            "compile": setting.compile,
+        }
+        if setting.gpus > 1:
+            pins["strategy"] = setting.strategy
+        return plan(
+            self.job,
+            self.where,
+            global_batch=setting.global_batch,
+            pins=pins,
+            options={**options, **self.options},
+            cache=self.cache,
+            say=self.say,
+        )

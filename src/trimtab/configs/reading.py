@@ -83,10 +83,11 @@ def read(site: Site, entries: Sequence[Entry], *, gpus: int | None = None, nodes
         if all(heard.likely().get(field) in among for field, among in knob.only.items()):
             heard.listen(knob, *held(knob, site.root, values), root=site.root)
     numbers = dict(heard.numbers)
-    launched = {"gpus": gpus, "nodes": nodes if nodes is not None else (1 if gpus is not None else None)}
-    for field, count in launched.items():
-        if count is not None:
-            numbers.setdefault(field, count)
+    if gpus is not None and "gpus" not in solved(numbers, heard.implied, []):
+        # The config leaves it to the launcher.
+        numbers["gpus"] = gpus
+        if "gpus_per_node" not in numbers:
+            numbers["nodes"] = nodes or 1
     facts: dict[str, int | str] = {**heard.likely(), **solved(numbers, heard.implied, heard.said)}
     if "strategy" not in site.target.fields() and "dp_shard" in site.target.fields():
         facts |= _strategy(facts)

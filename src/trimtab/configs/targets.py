@@ -254,8 +254,12 @@ def sites(document: Document, known: Sequence[Target], below: Path = ()) -> list
         for root in roots(target.marks, entries, below)
         if _is_at(target, root, entries)
     ]
-    beaten = {(name, one.root) for one in found for name in one.target.beats}
-    return [one for one in found if (one.target.name, one.root) not in beaten]
+    return [one for one in found if not any(_beats(other, one) for other in found)]
+
+
+def _beats(one: Site, other: Site) -> bool:
+    """Whether the other is part of what this one is."""
+    return other.target.name in one.target.beats and other.root[: len(one.root)] == one.root
 
 
 def site(
