@@ -1,1 +1,1 @@
-"""The user's own config files: read, understood, and edited in place."""
+"""Config files of users: read with the place of every value, edited in place, backed up and put back."""
