@@ -221,7 +221,11 @@ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False
 SAMPLES = {
     "hydra-lightning": [("config.yaml", HYDRA)],
     "slm-config": [("config.py", SLM)],
-    "transformers": [("train.py", ARGUMENTS_PY), ("args.yaml", ARGUMENTS_YAML), ("args.json", ARGUMENTS_JSON)],
+    "transformers": [
+        ("train.py", ARGUMENTS_PY),
+        ("args.yaml", ARGUMENTS_YAML),
+        ("args.json", ARGUMENTS_JSON),
+    ],
     "accelerate": [("accelerate.yaml", ACCELERATE), ("fsdp.yaml", ACCELERATE_FSDP)],
     "deepspeed": [("ds.json", DEEPSPEED), ("auto.json", DEEPSPEED_AUTO)],
     "lightning": [("cli.yaml", LIGHTNING)],

@@ -588,9 +588,7 @@ def propose(  # noqa: PLR0913 - each is an option of the command
     def replan(options: dict[str, Any]) -> Plan:
         return _same_but(plan, options, on, cache=cache, say=say)
 
-    return proposed(
-        aims, plan, known(one.file for one in aims), opened=read, name=target, replan=replan
-    )
+    return proposed(aims, plan, known(one.file for one in aims), opened=read, name=target, replan=replan)
 
 
 def _same_but(
@@ -668,7 +666,7 @@ def plan_from(file: Path | str) -> tuple[Plan, str]:
     return read_plan(path), ""
 
 
-def show(
+def show(  # noqa: PLR0913 - each is an option of the command
     file: str | Path,
     on: str | Cluster | None = None,
     *,
@@ -693,7 +691,9 @@ def show(
     layout = laid_out(one, among, opened=read, name=target)
     meant = layout.main.site.target if layout.main else None
     if meant is None:
-        meant = named(target, among) if target else next(known for known in among if known.stage is layout.stage)
+        meant = (
+            named(target, among) if target else next(known for known in among if known.stage is layout.stage)
+        )
     asked = job if job is not None else job_of(meant, layout.main)
     where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
     if not where.devices:

@@ -37,7 +37,9 @@ def diff(text: str) -> Text:
 def edits(found: Sequence[Edit]) -> RenderableType:
     """Which keys change, and to what."""
     count = len({one.file for one in found})
-    return Text(f"{len(found)} value{'s' * (len(found) != 1)} in {count} file{'s' * (count != 1)}", style="bold")
+    return Text(
+        f"{len(found)} value{'s' * (len(found) != 1)} in {count} file{'s' * (count != 1)}", style="bold"
+    )
 
 
 def notes(said: Sequence[str]) -> list[RenderableType]:
@@ -79,7 +81,7 @@ def display(found: Display) -> RenderableType:
         parts.append(Padding(_stages(found.stages), (0, 0, 0, 1), expand=False))
     for one in found.stages:
         for line in one.advice:
-            parts.append(_indented(one.name, line, "green"))  # noqa: PERF401 - reads better than nested
+            parts.append(_indented(one.name, line, "green"))
     return Group(*parts, *notes(found.said))
 
 

@@ -87,7 +87,7 @@ class Proposal:
         return found
 
 
-def proposed(
+def proposed(  # noqa: PLR0913 - what goes where, and whom to ask
     aims: Sequence[Aim],
     plan: Plan,
     known: Sequence[Target],
@@ -161,13 +161,13 @@ def _alone(one: Aim, known: Sequence[Target], document: Document, name: str | No
     return Layout(main=Opened(one.file, document, where))
 
 
-def _folder(folder: Path, known: Sequence[Target], opened: Callable[[Path], Document], name: str | None) -> Layout:
+def _folder(
+    folder: Path, known: Sequence[Target], opened: Callable[[Path], Document], name: str | None
+) -> Layout:
     among = [named(name, known)] if name else list(known)
     documents = [(file, opened(file)) for file in configs_in(folder)]
     mains = [
-        Opened(file, document, found)
-        for file, document in documents
-        for found in sites(document, among)
+        Opened(file, document, found) for file, document in documents for found in sites(document, among)
     ]
     if len(mains) > 1:
         listed = ", ".join(f"{one.file} ({one.site.target.name})" for one in mains)
@@ -202,7 +202,9 @@ def configs_in(folder: Path) -> list[Path]:
     found = sorted(_walked(folder, DEEPEST))
     if len(found) > MOST_FILES:
         raise WrongUse(
-            str(folder), found=f"it holds more than {MOST_FILES} files that may be configs", cure="Name one of them."
+            str(folder),
+            found=f"it holds more than {MOST_FILES} files that may be configs",
+            cure="Name one of them.",
         )
     return found
 

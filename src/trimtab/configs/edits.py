@@ -102,7 +102,8 @@ def exactly(setting: Setting, given: str) -> tuple[Setting, str]:
     if over:
         raise WrongUse(
             given,
-            found=f"a global batch of {setting.global_batch} cannot be cut into {setting.data_parallel} equal parts",
+            found=f"a global batch of {setting.global_batch} cannot be cut into "
+            f"{setting.data_parallel} equal parts",
             cure=f"Plan again with --global-batch {share * setting.data_parallel or setting.data_parallel}, "
             f"or with --pin gpus=N for an N that divides {setting.global_batch}.",
         )
@@ -183,7 +184,7 @@ def drafted(
     return draft
 
 
-def _one(
+def _one(  # noqa: PLR0913, PLR0917 - a key, what is there and what is wanted
     draft: Draft,
     knob: Knob,
     path: Path,
@@ -305,10 +306,7 @@ def overlaid(entries: Sequence[Entry], changes: Sequence[Edit]) -> list[Entry]:
     from trimtab.configs.texts import Entry as Place
 
     new = {one.path: one.after for one in changes}
-    kept = [
-        one.replace(value=new[one.path], computed="") if one.path in new else one
-        for one in entries
-    ]
+    kept = [one.replace(value=new[one.path], computed="") if one.path in new else one for one in entries]
     there = {one.path for one in entries}
     return kept + [
         Place(path=path, value=value, line=0, column=0) for path, value in new.items() if path not in there

@@ -43,7 +43,9 @@ def taught(file: Path) -> tuple[Target, ...]:
         raise BrokenFile(given, found=f"it is not TOML: {error}", cure=_CURE) from error
     rows = held.get("target", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise BrokenFile(given, found="target is no list of tables", cure="Write [[target]], with two brackets.")
+        raise BrokenFile(
+            given, found="target is no list of tables", cure="Write [[target]], with two brackets."
+        )
     found = []
     for row in rows:
         try:

@@ -74,7 +74,9 @@ def held(knob: Knob, root: Path, values: Mapping[Path, Entry]) -> tuple[Path, En
     return root + parts(knob.keys[0]), None
 
 
-def read(site: Site, entries: Sequence[Entry], *, gpus: int | None = None, nodes: int | None = None) -> Reading:
+def read(
+    site: Site, entries: Sequence[Entry], *, gpus: int | None = None, nodes: int | None = None
+) -> Reading:
     """What the entries say, by the meaning of the target; `gpus` and `nodes` are what the launcher gives."""
     values = {one.path: one for one in entries}
     heard = Heard()
@@ -149,7 +151,9 @@ class Heard:
         """Each key rules words out, and speaks for those that it spells; what all of them leave is meant."""
         spelt = words.spelt(knob, one.value)
         if not spelt:
-            self.said.append(f"{one.key} is {words.text(one.value)!r}, which is not one of the words known here")
+            self.said.append(
+                f"{one.key} is {words.text(one.value)!r}, which is not one of the words known here"
+            )
             return
         possible = {*spelt, *words.silent(knob)}
         before = self.votes.setdefault(knob.field, dict.fromkeys(WORDS[knob.field], 0))
@@ -250,5 +254,3 @@ def _mesh(reading: Reading, strategy: Strategy, count: int) -> Mesh:
         shard = reading.number("dp_shard") or reading.number("gpus_per_node") or count
         return Mesh(dp_shard=shard, dp_replicate=max(1, count // shard))
     return Mesh(dp_replicate=count)
-
-

@@ -1,4 +1,4 @@
-"""What a config would use, stage by stage, and what would be better: everything about `show` but the asking."""
+"""What a config would use, stage by stage, and what would be better: `show` without the asking."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def job_of(target: Target, opened: Opened | None) -> str | None:
     return None
 
 
-def options_in(keys: Mapping[str, str], root: tuple[str | int, ...], entries: Sequence[Entry]) -> dict[str, Any]:
+def options_in(
+    keys: Mapping[str, str], root: tuple[str | int, ...], entries: Sequence[Entry]
+) -> dict[str, Any]:
     """Options of the job, from the keys that hold them."""
     values = {one.path: one for one in entries}
     return {
@@ -121,10 +123,11 @@ def display(  # noqa: PLR0913 - what to show, and for whom
     elif seer is None and not target.partial:
         said.append("Which job this trains is not in the file: name it with --job for memory and time.")
     file = str(opened.file) if opened else layout.stages[0][0].file
-    shown = [
-        _shown(one.name, one.file, options | one.options, _of_stage(setting, one), seer, said)
+    plain = [
+        Shown(name=one.name, file=one.file, options=options | one.options, setting=_of_stage(setting, one))
         for one, _ in layout.stages
-    ] or [_shown(Path(file).stem, file, options, setting, seer, said)]
+    ] or [Shown(name=Path(file).stem, file=file, options=options, setting=setting)]
+    shown = [_shown(one, seer, said) for one in plain]
     return Display(
         file=file,
         target=target.name,
@@ -158,13 +161,11 @@ def _of_stage(setting: Setting, stage: StageConfig) -> Setting:
     )
 
 
-def _shown(
-    name: str, file: str, options: dict[str, Any], setting: Setting, seer: Seer | None, said: list[str]
-) -> Shown:
-    plain = Shown(name=name, file=file, setting=setting, options=options)
+def _shown(plain: Shown, seer: Seer | None, said: list[str]) -> Shown:
+    """A stage with what can be found out about it."""
     if seer is None:
         return plain
-    asked = options
+    asked, setting = plain.options, plain.setting
     try:
         try:
             found = seer.estimate(asked, setting)
@@ -174,7 +175,7 @@ def _shown(
             asked = {}
             found = seer.estimate(asked, setting)
     except TrimtabError as problem:
-        said.append(f"{name} cannot be estimated: {problem.found}. {problem.cure}")
+        said.append(f"{plain.name} cannot be estimated: {problem.found}. {problem.cure}")
         if isinstance(problem, JobFailed):
             raise
         return plain

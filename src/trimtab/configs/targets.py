@@ -19,7 +19,7 @@ from trimtab.errors import UnknownName, WrongUse, nearest
 from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Recompute, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from trimtab.configs.texts import Document, Entry
 
@@ -39,8 +39,12 @@ COUNTS = (
     "context",
     "workers",
 )
-"""Fields that are whole numbers. `rank_batch`: samples of one rank in an optimizer step; `round_batch`: samples
-of all ranks in one forward pass; `tensor` and `context`: ways that other axes split the model, which no plan does."""
+"""Fields that are whole numbers.
+
+rank_batch: samples of one rank in an optimizer step
+round_batch: samples of all ranks in one forward pass
+tensor, context: ways that other axes split the model, which no plan does
+"""
 WORDS: dict[str, tuple[str, ...]] = {
     "precision": tuple(one.value for one in Precision),
     "recompute": tuple(one.value for one in Recompute),
@@ -109,7 +113,9 @@ class Knob(Noun, frozen=True, kw_only=True):
             wrong += [
                 f"{one!r} is no {self.field}; there are {', '.join(ours)}" for one in used if one not in ours
             ]
-        wrong += [f"{one!r} is none of {', '.join(IMPLIED)}" for one in self.implied.values() if one not in IMPLIED]
+        wrong += [
+            f"{one!r} is none of {', '.join(IMPLIED)}" for one in self.implied.values() if one not in IMPLIED
+        ]
         if self.pattern:
             wrong += _bad_pattern(self.pattern)
         return wrong
@@ -180,7 +186,9 @@ class Target(Noun, frozen=True, kw_only=True):
             wrong.append(f"{self.name} has no marks to be known by")
         if not self.knobs:
             wrong.append(f"{self.name} has no knobs")
-        return wrong + [f"{self.name} lacks {one!r}, which is no field" for one in self.lacks if one not in FIELDS]
+        return wrong + [
+            f"{self.name} lacks {one!r}, which is no field" for one in self.lacks if one not in FIELDS
+        ]
 
     def fields(self) -> set[str]:
         """The fields that its keys hold."""

@@ -48,21 +48,22 @@ def is_auto(knob: Knob, value: Any) -> bool:
 
 def number(knob: Knob, value: Any) -> int | None:
     """The whole number that a value is, in any of the ways that configs write one; None where it is none."""
-    if isinstance(value, bool) or value is None:
-        return None
-    if knob.listed and isinstance(value, list):
-        return len(value)
     if isinstance(value, str):
-        if knob.pattern:
-            found = re.fullmatch(knob.pattern, value.strip())
-            return int(found["n"]) if found else None
-        if knob.listed and "," in value:
-            return len([one for one in value.split(",") if one.strip()])
-        value = value.strip()
-        return int(value) if re.fullmatch(r"[+-]?\d[\d_]*", value) else None
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else None
-    return value if isinstance(value, int) else None
+        return _in_text(knob, value.strip())
+    if isinstance(value, list):
+        return len(value) if knob.listed else None
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _in_text(knob: Knob, value: str) -> int | None:
+    if knob.pattern:
+        found = re.fullmatch(knob.pattern, value)
+        return int(found["n"]) if found else None
+    if knob.listed and "," in value:
+        return len([one for one in value.split(",") if one.strip()])
+    return int(value) if re.fullmatch(r"[+-]?\d[\d_]*", value) else None
 
 
 def numbered(knob: Knob, before: Any, wanted: int) -> Any:
@@ -79,7 +80,7 @@ def spelt(knob: Knob, value: Any) -> list[str]:
 
 
 def silent(knob: Knob) -> list[str]:
-    """Our words of which the key says nothing: it is left alone for them, so it does not speak against them."""
+    """Our words of which the key says nothing: it is left alone for them, and does not speak against them."""
     return [word for word in WORDS[knob.field] if word not in knob.words and word not in knob.near]
 
 
