@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from trimtab.catalog.words import Word
     from trimtab.configs.applying import Proposal
+    from trimtab.configs.files import Prepared, Written
     from trimtab.configs.showing import Display
     from trimtab.errors import TrimtabError
     from trimtab.exams.sit import Marks
@@ -640,7 +641,48 @@ def apply(  # noqa: PLR0913 - each is an option of the command
     found = plan_from(plan)[0] if isinstance(plan, str | PathLike) else plan
     places = [to] if isinstance(to, str | PathLike) else list(to)
     proposal = propose(found, [str(one) for one in places], target=target, on=on, cache=cache)
-    return carry_out(proposal, found, beside=beside, dry=dry)
+    ready = proposal.prepared(beside=beside)
+    return applied(proposal, ready, None if dry else write_plan(ready, found))
+
+
+def write_plan(ready: Sequence[Prepared], plan: Plan) -> Written:
+    """Write files that are ready, with backups that say what for."""
+    from trimtab.configs.files import write
+    from trimtab.render import setting_words
+
+    return write(ready, words=f"{plan.job}: {setting_words(plan.choice)}", fingerprint=plan.fingerprint())
+
+
+def applied(proposal: Proposal, ready: Sequence[Prepared], written: Written | None) -> dict[str, Any]:
+    """What `apply` answers: the edits and the diff, and where the backup is once they are written."""
+    backups = list(written.backups) if written else []
+    return {
+        "edits": [
+            {"file": one.file, "key": one.key, "before": one.before, "after": one.after, "line": one.line}
+            for one in proposal.edits
+        ],
+        "backup": backups[0] if backups else None,
+        "backups": backups,
+        "written": list(written.files) if written else [],
+        "files": proposal.files,
+        "diff": "".join(one.diff() for one in ready),
+        "stages": [one.to_builtins() for one in proposal.stages],
+        "said": [*proposal.said, *(written.said if written and written.files else ())],
+    }
+
+
+def revert(file: str | Path, *, backup: int | None = None, force: bool = False) -> dict[str, Any]:
+    """Put back a config that `apply` wrote; what is there now becomes a backup too."""
+    from trimtab.configs.files import revert as put_back
+
+    done = put_back(str(file), number=backup, force=force)
+    return {
+        "restored": done.file if done.backup else None,
+        "file": done.file,
+        "number": done.number,
+        "backup": done.backup,
+        "diff": done.diff,
+    }
 
 
 def plan_from(file: Path | str) -> tuple[Plan, str]:
@@ -739,7 +781,13 @@ class _Seer:
         return look_closely(self.job, setting, device, where=self.where, options=both, cache=self.cache)[0]
 
     def better(self, options: dict[str, Any], setting: Setting) -> Plan:
-        """The fastest way to run the same global batch on as many GPUs in the same precision."""
+        """The fastest way to run the same global batch on as many GPUs in the same precision.
+
+        Without recomputing where the config has none and something fits so: that takes few traces.
+        """
+        from trimtab.errors import NothingFits
+        from trimtab.spec import Recompute
+
         pins: dict[str, Any] = {
             "gpus": setting.gpus,
             "precision": setting.precision,
@@ -747,6 +795,14 @@ class _Seer:
         }
         if setting.gpus > 1:
             pins["strategy"] = setting.strategy
+        if setting.recompute is Recompute.NONE:
+            try:
+                return self._planned(options, setting, {**pins, "recompute": setting.recompute})
+            except NothingFits:
+                pass
+        return self._planned(options, setting, pins)
+
+    def _planned(self, options: dict[str, Any], setting: Setting, pins: dict[str, Any]) -> Plan:
         return plan(
             self.job,
             self.where,

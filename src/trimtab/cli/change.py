@@ -68,18 +68,19 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
     with progress() as say:
         proposal = api.propose(found, to, target=target, on=on, cache=not no_cache, say=say)
     proposal.said += [unchecked] if unchecked else []
-    preview = api.carry_out(proposal, found, beside=beside, dry=True)
+    ready = proposal.prepared(beside=beside)
+    preview = api.applied(proposal, ready, None)
     if not json:
         _show_proposal(preview, proposal.stages)
         for line in views.notes(proposal.said):
             _print(line, errors=True)
-    written = bool(preview["diff"]) and (yes or (not json and _asked()))
-    done = api.carry_out(proposal, found, beside=beside) if written else preview
+    changes = bool(preview["diff"])
+    written = api.write_plan(ready, found) if changes and (yes or (not json and _asked())) else None
     if json:
-        _print_json(done)
+        _print_json(api.applied(proposal, ready, written))
     elif written:
-        _print(f"written; backup {done['backup']}; `trimtab revert FILE` goes back")
-    elif preview["diff"] and not yes:
+        _print(views.written(written))
+    elif changes:
         _print("nothing was written; --yes writes", errors=True)
 
 
@@ -167,4 +168,8 @@ def revert(
         return
     if done["diff"]:
         sys.stdout.write(done["diff"]) if not sys.stdout.isatty() else _print(views.diff(done["diff"]))
-    _print(done["words"])
+    before = f"as before write {done['number']}"
+    if done["restored"]:
+        _print(f"{file}: put back {before}; what was there is kept in {done['backup']}")
+    else:
+        _print(f"{file}: is {before} already; nothing was written")

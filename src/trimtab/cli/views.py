@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from trimtab.configs.edits import Edit
+    from trimtab.configs.files import Written
     from trimtab.configs.showing import Display, Shown
     from trimtab.configs.stages import StagePlan
     from trimtab.configs.targets import Target
@@ -34,11 +34,16 @@ def diff(text: str) -> Text:
     return shown
 
 
-def edits(found: Sequence[Edit]) -> RenderableType:
-    """Which keys change, and to what."""
-    count = len({one.file for one in found})
-    return Text(
-        f"{len(found)} value{'s' * (len(found) != 1)} in {count} file{'s' * (count != 1)}", style="bold"
+def written(done: Written) -> RenderableType:
+    """Which files are new, and the way back."""
+    count = len(done.files)
+    many = f"{count} files" if count > 1 else done.files[0]
+    lines = [Text(inert(f"written: {many}"), style="bold")]
+    return Group(
+        *lines,
+        *(_indented("backup", one, "dim") for one in done.backups),
+        _indented("back", "; ".join(f"trimtab revert {one}" for one in done.files), "dim"),
+        *notes(done.said),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.configs.edits import Draft, drafted
+from trimtab.configs.files import Prepared, Wanted, prepared
 from trimtab.configs.stages import StageConfig, StagePlan, planned, safest, stage_edits, stage_in
 from trimtab.configs.targets import named, site, sites
 from trimtab.configs.texts import dotted, undotted
@@ -78,13 +79,23 @@ class Proposal:
     stages: tuple[StagePlan, ...] = ()
     files: list[str] = field(default_factory=list)
     """Every file that was looked at for the plan, changed or not."""
+    folders: list[Path] = field(default_factory=list)
+    """Folders that the user named: the files in them were not named one by one."""
 
-    def changes(self) -> dict[Path, dict[KeyPath, Any]]:
-        """New values by file and path."""
-        found: dict[Path, dict[KeyPath, Any]] = {}
+    def prepared(self, *, beside: bool = False) -> list[Prepared]:
+        """Every file before and after; an error for one is an error for all."""
+        changes: dict[str, dict[KeyPath, Any]] = {one: {} for one in self.files}
         for one in self.edits:
-            found.setdefault(Path(one.file), {})[one.path] = one.after
-        return found
+            changes[one.file][one.path] = one.after
+        wanted = [
+            Wanted(file=file, changes=new, beside=beside, add=True, named=not self._in_folder(file))
+            for file, new in changes.items()
+            if new
+        ]
+        return prepared(wanted, roots=self.folders)
+
+    def _in_folder(self, file: str) -> bool:
+        return any(Path(file).is_relative_to(one) for one in self.folders)
 
 
 def proposed(  # noqa: PLR0913 - what goes where, and whom to ask
@@ -101,6 +112,7 @@ def proposed(  # noqa: PLR0913 - what goes where, and whom to ask
     drafts: list[Draft] = []
     for one in aims:
         layout = laid_out(one, known, opened=opened, name=name)
+        found.folders += [one.file] if one.file.is_dir() else []
         stages = planned([config for config, _ in layout.stages], plan, replan)
         chosen = safest(plan, stages) if stages else None
         if layout.main is not None:
