@@ -242,8 +242,9 @@ class _Collector:
         section = _section(start, end, style="dict")
         section.extra = node
         for key, value in zip(node.keys, node.values, strict=True):
-            if isinstance(key, ast.Constant) and type(key.value) in (str, int):
-                self.put(section, key.value, self.value(value), key)
+            name = _constant_key(key)
+            if key is not None and name is not None:
+                self.put(section, name, self.value(value), key)
         return section
 
 
@@ -269,23 +270,28 @@ def _keys(target: ast.expr) -> list[str | int]:
     while not isinstance(target, ast.Name):
         if isinstance(target, ast.Attribute):
             keys.insert(0, target.attr)
-        elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-            if type(target.slice.value) not in (str, int):
-                return []
-            keys.insert(0, target.slice.value)
+        elif isinstance(target, ast.Subscript) and (key := _constant_key(target.slice)) is not None:
+            keys.insert(0, key)
         else:
             return []
         target = target.value
     return [target.id, *keys]
 
 
+def _constant_key(node: ast.expr | None) -> str | int | None:
+    """A key that is text or a whole number, and stands there as such."""
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, str | int) and not isinstance(value, bool) else None
+
+
 def _literal(node: ast.expr) -> Any:
     """A value that stands in the source; ValueError for one that does not."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
-    signed = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd)
-    if signed and isinstance(node.operand, ast.Constant) and type(node.operand.value) in (int, float):  # type: ignore[attr-defined]
-        return ast.literal_eval(node)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        number = node.operand.value if isinstance(node.operand, ast.Constant) else None
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            return -number if isinstance(node.op, ast.USub) else number
     raise ValueError("computed")
 
 

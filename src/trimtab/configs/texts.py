@@ -73,6 +73,8 @@ class Node:
     value: Any = None
     items: dict[str | int, Node] | None = None
     is_list: bool = False
+    parts: dict[str | int, Node] | None = None
+    """Values inside of a leaf that can be changed alone, as the count in `gpu:a100:4`."""
     computed: str = ""
     style: str = ""
     """How it is written, in the words of the format."""
@@ -108,7 +110,7 @@ class Format(Protocol):
     def parsed(self, text: str, origin: str) -> Node:
         """The tree of a text, or BrokenFile."""
 
-    def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
+    def replaced(self, page: Page, node: Node, value: Any, moving: set[int], /) -> list[Splice]:
         """The value written in the place of another; `moving` holds the ids of all nodes that change."""
 
     def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
@@ -269,8 +271,9 @@ def walked(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
     while stack:
         path, node = stack.pop()
         yield path, node
-        if node.items:
-            stack += [((*path, key), child) for key, child in reversed(node.items.items())]
+        inner = node.items or node.parts
+        if inner:
+            stack += [((*path, key), child) for key, child in reversed(inner.items())]
 
 
 def shows(node: Node) -> bool:
@@ -449,7 +452,7 @@ def _found(page: Page, path: KeyPath) -> Node | None:
     for size, key in enumerate(path):
         if key in node.repeats:
             _refuse_repeats(page, path[: size + 1], node.repeats[key])
-        child = (node.items or {}).get(key)
+        child = (node.items or node.parts or {}).get(key)
         if child is None:
             return None
         node = child
