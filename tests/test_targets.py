@@ -228,7 +228,19 @@ def test_a_key_that_counts_only_when_sharding_is_left_otherwise() -> None:
 
 
 def test_slurm_headers_keep_the_name_of_the_gpu() -> None:
-    assert edit_of(samples.SBATCH, "a.sbatch", plan(FSDP))[0] == {"gres": "gpu:a100:4"}
+    after, _, said = written(samples.SBATCH, "a.sbatch", plan(FSDP))
+    assert after.edited({}) == samples.SBATCH.replace("a100:2", "a100:4")
+    assert said == ["Slurm headers ask for devices: batch and precision belong into the job's own config."]
+    short = samples.SBATCH.replace("--nodes=1", "-N 1").replace("--gres=gpu:a100:2", "--gpus-per-node=2")
+    two_nodes = plan(FSDP, nodes=2)
+    assert "-N 2\n#SBATCH --gpus-per-node=2\n" in written(short, "a.sbatch", two_nodes)[0].edited({})
+
+
+def test_a_number_inside_a_text_is_replaced_alone() -> None:
+    knob = Knob(field="gpus", keys=("a",), pattern=r"cuda:(?P<n>\d+) devices")
+    assert words.number(knob, "cuda:2 devices") == 2
+    assert words.numbered(knob, "cuda:2 devices", 8) == "cuda:8 devices"
+    assert words.number(knob, "cpu") is None
 
 
 def test_micro_batches_are_full_and_the_global_batch_stays() -> None:

@@ -768,6 +768,7 @@ class _Seer:
     def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
         """What a setting needs, and how fast it is."""
         from trimtab.errors import WrongUse
+        from trimtab.spec import Precision
 
         if setting.compile and setting.gpus > 1:
             raise WrongUse(
@@ -775,8 +776,14 @@ class _Seer:
                 found="compiled code is estimated on one device only",
                 cure="Look at --on one of them.",
             )
-        self.say("estimating")
         device = first_device(self.where)
+        if device.bf16 is False and setting.precision in (Precision.BF16, Precision.BF16_TRUE):
+            raise WrongUse(
+                f"{setting.precision} on {device.name}",
+                found=f"{device.name} does not compute in bf16",
+                cure="Write fp16 or fp32 into the config, or look at another GPU.",
+            )
+        self.say("estimating")
         both = {**options, **self.options}
         return look_closely(self.job, setting, device, where=self.where, options=both, cache=self.cache)[0]
 
