@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import tomllib
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -474,7 +475,7 @@ def test_the_targets_that_come_with_trimtab_are_whole() -> None:
         assert set(one.beats) <= set(names)
         assert one.fields() <= set(FIELDS)
         assert one.source
-    text = (targets.files("trimtab.configs") / "targets.toml").read_text(encoding="utf-8")
+    text = (files("trimtab.configs") / "targets.toml").read_text(encoding="utf-8")
     assert msgspec.convert(tomllib.loads(text)["target"], tuple[Target, ...]) == built_in()
 
 

@@ -84,9 +84,7 @@ def display(found: Display) -> RenderableType:
         parts += [_indented("runs as", _as_it_runs(found), "dim"), Text()]
     if any(one.memory_bytes is not None for one in found.stages):
         parts.append(Padding(_stages(found.stages), (0, 0, 0, 1), expand=False))
-    for one in found.stages:
-        for line in one.advice:
-            parts.append(_indented(one.name, line, "green"))
+    parts += [_indented(stage.name, line, "green") for stage in found.stages for line in stage.advice]
     return Group(*parts, *notes(found.said))
 
 
