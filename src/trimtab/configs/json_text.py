@@ -15,7 +15,8 @@ from trimtab.configs import texts
 from trimtab.configs.texts import KeyPath, Node, Page, Splice
 from trimtab.errors import WrongUse
 
-_BLANK = re.compile(r"(?:[ \t\r\n]+|//[^\r\n]*|/\*.*?\*/)*", re.DOTALL)
+_COMMENT = r"//[^\r\n]*|/\*(?:[^*]|\*(?!/))*\*/"
+_BLANK = re.compile(rf"(?:[ \t\r\n]+|{_COMMENT})*")
 _REST_OF_LINE = re.compile(r"[ \t]*(?://[^\r\n]*|/\*[^\r\n]*?\*/)")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?(?![\w.])")
@@ -166,14 +167,15 @@ class _Json:
         return _Reader(text, origin).whole()
 
     def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
-        if isinstance(value, list | tuple) and node.items and len(node.items) == len(value):
-            return [
-                one
-                for child, new in zip(node.items.values(), value, strict=True)
-                if not texts.same(texts.plain(child), new)
-                for one in self.replaced(page, child, new, moving)
-            ]
-        return [Splice(node.start, node.end, written(value, page.text[node.start : node.end]))]
+        if isinstance(value, list | tuple) and node.is_list:
+            style = texts.ListStyle(
+                each=lambda child, new: self.replaced(page, child, new, moving), write=written, comment=_COMMENT
+            )
+            around = texts.relisted(page, node, value, style)
+            if around is not None:
+                return around
+        text = written(value, page.text[node.start : node.end])
+        return [texts.rewritten(page, node, text, _COMMENT)]
 
     def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
         if not node.is_section:

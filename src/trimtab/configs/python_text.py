@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
+_COMMENT = r"#[^\r\n]*"
 _DICTS = {"dict", "OrderedDict", "SimpleNamespace", "Namespace", "DictConfig", "ConfigDict"}
 """Calls that are a section with keys and no more."""
 
@@ -344,15 +345,19 @@ class _Python:
 
     def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
         old = page.text[node.start : node.end]
-        if isinstance(value, list | tuple) and node.items and len(node.items) == len(value):
-            return [
-                one
-                for child, new in zip(node.items.values(), value, strict=True)
-                if child.computed or not texts.same(texts.plain(child), new)
-                for one in self.replaced(page, child, new, moving)
-            ]
         quote = _quote_in(old) or _house_quote(page)
-        return [Splice(node.start, node.end, written(value, old, quote))]
+        if isinstance(value, list | tuple) and node.is_list and node.style != "calls":
+            style = texts.ListStyle(
+                each=lambda child, new: self.replaced(page, child, new, moving),
+                write=lambda new: written(new, quote=quote),
+                comment=_COMMENT,
+                lone_comma=node.style == "Tuple",
+            )
+            around = texts.relisted(page, node, value, style)
+            if around is not None:
+                return around
+            old = "(" if node.style == "Tuple" else "["
+        return [texts.rewritten(page, node, written(value, old, quote), _COMMENT)]
 
     def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
         if node.style in ("dict", "call"):

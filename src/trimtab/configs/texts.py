@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn, Protocol
@@ -100,6 +100,8 @@ class Splice:
     start: int
     end: int
     text: str
+    order: int = 0
+    """Among those at one place, the lower comes first."""
 
 
 class Format(Protocol):
@@ -311,10 +313,87 @@ def same(found: Any, wanted: Any) -> bool:
     return bool(found == wanted) and (numbers or type(found) is type(wanted))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListStyle:
+    """How a format writes lists in brackets."""
+
+    each: Callable[[Node, Any], list[Splice]]
+    """One item in place of another."""
+    write: Callable[[Any], str]
+    comment: str
+    """The pattern of its comments."""
+    lone_comma: bool = False
+    """Whether a single item needs a comma, as in Python's tuples."""
+
+
+def relisted(page: Page, node: Node, value: Any, style: ListStyle) -> list[Splice] | None:
+    """A list in brackets changed item by item, made longer or shorter around its comments.
+
+    None where it is better written afresh: there is no comment to save, or something else stands in it.
+    """
+    children = list((node.items or {}).values())
+    changed = [
+        one
+        for child, new in zip(children, value, strict=False)
+        if child.computed or not same(_whole(child), new)
+        for one in style.each(child, new)
+    ]
+    if len(children) == len(value):
+        return changed
+    edges = [node.start + 1, *(edge for child in children for edge in (child.start, child.end)), node.end - 1]
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
+    bare = {
+        start: re.sub(style.comment, lambda match: " " * len(match[0]), page.text[start:end])
+        for start, end in gaps
+        if start <= end
+    }
+    saves = any(page.text[start:end] != bare.get(start) for start, end in gaps)
+    if not saves or any(gap.strip() not in ("", ",") for gap in bare.values()):
+        return None
+    if len(value) > len(children):
+        return changed + _longer(page, node, [style.write(one) for one in value[len(children) :]], style)
+    commas = [start + gap.index(",") for start, gap in bare.items() if "," in gap]
+    after = children[len(value) - 1].end if value else node.start
+    gone = [comma for comma in commas if comma >= after][style.lone_comma and len(value) == 1 :]
+    dropped = [Splice(child.start, child.end, "") for child in children[len(value) :]]
+    return changed + dropped + [Splice(comma, comma + 1, "") for comma in gone]
+
+
+def rewritten(page: Page, node: Node, text: str, comment: str) -> Splice:
+    """A list in brackets replaced as a whole; the comments in it stay behind the new text."""
+    pattern = re.compile(comment)
+    at, found = node.start, []
+    leaves = sorted((one.start, one.end) for _, one in walked(node) if one.items is None)
+    for start, end in [*leaves, (node.end, node.end)] if node.items else []:
+        found += [match[0] for match in pattern.finditer(page.text, at, max(at, start))]
+        at = end
+    if not found:
+        return Splice(node.start, node.end, text)
+    rest = page.text[node.end : page.line_end(node.end)]
+    ends_line = not rest.strip() or pattern.match(page.text, node.end + len(rest) - len(rest.lstrip()))
+    tail = "" if ends_line else page.newline + page.indent(node.start)
+    return Splice(node.start, node.end, f"{text}  {' '.join(found)}{tail}")
+
+
+def _longer(page: Page, node: Node, new: list[str], style: ListStyle) -> list[Splice]:
+    """Items behind the last one; below the comment that stands behind it, if there is one."""
+    text = ", ".join(new)
+    if not node.items:
+        return [Splice(node.start + 1, node.start + 1, text)]
+    last = list(node.items.values())[-1]
+    rest = re.compile(rf"[ \t]*(,?)[ \t]*(?:{style.comment})", re.DOTALL).match(page.text, last.end)
+    if not rest:
+        return [Splice(last.end, last.end, f", {text}")]
+    below = f"{page.newline}{page.indent(last.start)}{text}"
+    if rest[1]:
+        return [Splice(rest.end(), rest.end(), below + ",")]
+    return [Splice(last.end, last.end, ","), Splice(rest.end(), rest.end(), below)]
+
+
 def spliced(text: str, splices: list[Splice]) -> str:
     """The text with these parts replaced; what is put in at one place keeps its order."""
     pieces, at = [], 0
-    for one in sorted(splices, key=lambda splice: (splice.start, splice.end)):
+    for one in sorted(splices, key=lambda splice: (splice.start, splice.order, splice.end)):
         if one.start < at:
             raise TrimtabError(
                 "an edit of two values at once",
@@ -419,7 +498,9 @@ def _splices(page: Page, changes: Changes, *, beside: bool, add: bool) -> list[S
     stays = {
         path
         for path, node in found.items()
-        if node is not None and not node.computed and page.format.same(_whole(node), changes[path])
+        if node is not None
+        and (not node.computed or isinstance(changes[path], str))
+        and page.format.same(_whole(node), changes[path])
     }
     moving = {id(node) for path, node in found.items() if node is not None and path not in stays}
     splices: list[Splice] = []
@@ -512,7 +593,8 @@ def _additions(page: Page, changes: dict[KeyPath, Any]) -> list[Splice]:
             level = level.setdefault(key, {})
         level[path[-1]] = value
     splices: list[Splice] = []
-    for home, new in sections.items():
+    # Two sections may end at one place: what goes into the inner one comes first.
+    for home, new in sorted(sections.items(), key=lambda item: -len(item[0])):
         node = _found(page, home)
         named = all(isinstance(key, str) for key in new)
         if node is None or node.is_list or node.inherited or not named:

@@ -18,6 +18,7 @@ from trimtab.configs import texts
 from trimtab.configs.texts import KeyPath, Node, Page, Splice
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
 
+_COMMENT = r"#[^\r\n]*"
 _GAP = re.compile(r"(?:[ \t\r\n]+|#[^\r\n]*)*")
 _BLANK = re.compile(r"[ \t]*")
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -275,14 +276,15 @@ class _Toml:
         return root
 
     def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
-        if isinstance(value, list | tuple) and node.items and len(node.items) == len(value):
-            return [
-                one
-                for child, new in zip(node.items.values(), value, strict=True)
-                if not texts.same(texts.plain(child), new)
-                for one in self.replaced(page, child, new, moving)
-            ]
-        return [Splice(node.start, node.end, written(value, page.text[node.start : node.end]))]
+        if isinstance(value, list | tuple) and node.is_list:
+            style = texts.ListStyle(
+                each=lambda child, new: self.replaced(page, child, new, moving), write=written, comment=_COMMENT
+            )
+            around = texts.relisted(page, node, value, style)
+            if around is not None:
+                return around
+        text = written(value, page.text[node.start : node.end])
+        return [texts.rewritten(page, node, text, _COMMENT)]
 
     def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
         if not node.is_section:
@@ -329,7 +331,8 @@ def _new_tables(page: Page, path: KeyPath, tables: dict[str | int, Any]) -> Spli
     for name, table in tables.items():
         lines += _table_lines((*path, name), table)
     blank = [""] if page.text.strip() and not re.search(r"(?:\r?\n){2}\Z", page.text) else []
-    return page.whole_lines(len(page.text), blank + lines)
+    put = page.whole_lines(len(page.text), blank + lines)
+    return Splice(put.start, put.end, put.text, order=1)  # below keys that an open table gains there
 
 
 def _table_lines(path: KeyPath, table: dict[str | int, Any]) -> list[str]:

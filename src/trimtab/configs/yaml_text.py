@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _PROPERTIES = re.compile(r"(?:[&!][^\s,\[\]{}]*(?:[ \t]+|$|(?=[\s,\]}]))|[\r\n][ \t]*|#[^\r\n]*)*")
 _GAP = re.compile(r"(?:[ \t\r\n]+|#[^\r\n]*)*")
+_COMMENT = r"(?<=[ \t\r\n])#[^\r\n]*"
 _COLON = re.compile(r"\s*:")
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {f"{_TAG}{name}": name for name in ("str", "int", "float", "bool", "null")}
@@ -487,9 +488,11 @@ def _content_end(page: Page, node: Node) -> int:
 
 
 def _list_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
-    children = list((node.items or {}).values())
     if not isinstance(value, list | tuple):
         return _inlined(page, node, inline(value))
+    if node.style == "flow":
+        return _flow_replaced(fmt, page, node, value, moving)
+    children = list((node.items or {}).values())
     changed = [
         one
         for child, new in zip(children, value, strict=False)
@@ -498,8 +501,6 @@ def _list_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[i
     ]
     if len(children) == len(value):
         return changed
-    if node.style == "flow":
-        return [Splice(node.start, node.end, inline(value))]
     if not value:
         return _inlined(page, node, "[]")
     if len(value) > len(children):
@@ -513,10 +514,18 @@ def _list_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[i
     ]
 
 
+def _flow_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
+    style = texts.ListStyle(
+        each=lambda child, new: fmt.replaced(page, child, new, moving), write=inline, comment=_COMMENT
+    )
+    around = texts.relisted(page, node, value, style)
+    return [texts.rewritten(page, node, inline(value), _COMMENT)] if around is None else around
+
+
 def _inlined(page: Page, node: Node, text: str) -> list[Splice]:
     """A value on the line of the key, in place of a list below it."""
     if node.style == "flow":
-        return [Splice(node.start, node.end, text)]
+        return [texts.rewritten(page, node, text, _COMMENT)]
     if node.extra.after is None:
         raise WrongUse(
             page.at(node.start),
