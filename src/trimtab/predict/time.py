@@ -35,7 +35,6 @@ LAUNCHES = {
     "aten::_embedding_bag_backward": 8,
     "aten::sort": 8,
     "aten::topk": 3,
-    "aten::nonzero": 5,
 }
 """Operations that the host hands out in several pieces."""
 PIECE_S = 12e-6

@@ -76,7 +76,7 @@ MIXED = 2
 FINDS_POSITIONS = {
     "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::masked_select",
 }  # fmt: skip
-"""Operations that look for the positions of a mask first, as nonzero does, and wait for how many there are."""
+"""Operations that look for the positions of a mask first, as nonzero does, and wait for their number."""
 POSITIONS = Work(op="aten::nonzero", kind="wait", dtype="")
 CHUNKS, CHUNK, TENSORS = 320, 65536, 110
 """What one launch of torch's many-tensor kernels takes: chunks of so many numbers, and so many tensors."""
