@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.spec import Work
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
+from trimtab.trace.formulas import launches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -72,8 +73,6 @@ ATTENTION_WORDS = ("attention",)
 ALIGNED = 16
 MIXED = 2
 """The layout of a convolution backward whose gradient lies otherwise than its input."""
-CHUNKS, CHUNK, TENSORS = 320, 65536, 110
-"""What one launch of torch's many-tensor kernels takes: chunks of so many numbers, and so many tensors."""
 
 
 @functools.cache
@@ -299,7 +298,7 @@ def _many(
         read_bytes=sum(map(_bytes, given)),
         write_bytes=0 if norm else sum(map(_bytes, changed)) + sum(map(_bytes, results)),
         dims=(len(lead), numbers),
-        kernels=max(1, -(-numbers // (CHUNKS * CHUNK)), -(-len(lead) // TENSORS)),
+        kernels=launches(len(lead), numbers),
     )
 
 
