@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Trace, Work
 
+
 class Unlike(Exception):  # noqa: N818 - no error: the answer is that there is none
     """Two traces are not of the same program with one block more."""
 
@@ -488,14 +489,14 @@ class _Extension:
             raise Unlike("what was said of the two differs")
         count = self.known + self.extra
         return tuple(
-            one.replace(f"({self.known} blocks)", f"({count} blocks)") if one.startswith(f"{self.blocks} ") else one
+            one.replace(f"({self.known} blocks)", f"({count} blocks)")
+            if one.startswith(f"{self.blocks} ")
+            else one
             for one in more
         )
 
 
-def _longer(
-    few: Trace, more: Trace, extra: int
-) -> tuple[tuple[Work, ...], tuple[int, ...], dict[str, int]]:
+def _longer(few: Trace, more: Trace, extra: int) -> tuple[tuple[Work, ...], tuple[int, ...], dict[str, int]]:
     """The operations with as many more blocks."""
     lists = [_works(few), _works(more)]
     likes = [[_like(one) for one in works] for works in lists]

@@ -7,18 +7,18 @@ its own. What all settings of a job share, imports above all, is done once; each
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from trimtab.errors import TrimtabError
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
-from trimtab.spec import PARTS, Device, Noun, Setting, Strategy, Trace
+from trimtab.spec import PARTS, Device, Noun, Recompute, Setting, Strategy, Trace
 from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
 from trimtab.trace.child import Say, serve
 from trimtab.trace.forks import forked
@@ -40,6 +40,11 @@ class Request(Noun, frozen=True, kw_only=True):
     setting: Setting
     device: Device
     clip: float | None = None
+
+
+WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
+"""How a model of many equal blocks is traced: all of them; a few for all; that, and a forward pass of all of
+them beside it."""
 
 
 class Requests(Noun, frozen=True, kw_only=True):
@@ -73,8 +78,19 @@ def ready(requests: Requests) -> Any:
     return job
 
 
-def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branch: str = "") -> None:
-    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it."""
+def trace(  # noqa: PLR0913 - what to trace, and how
+    job: Any,
+    request: Request,
+    deliver: Callable[[Trace, str], None],
+    *,
+    branch: str = "",
+    how: str = CHECKED,
+    timeout_s: float = 600.0,
+) -> None:
+    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it.
+
+    `how` says whether a few of its equal blocks may stand for all of them, and is delivered as it came out.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -93,11 +109,74 @@ def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branc
     with fake_mode, recorder:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
-        counts = _steps(job, request, recorder, branch)
-        recorder.paused = True
-        chosen = job.assumptions if isinstance(job, Job) else ()
-        assumed = (*chosen, *recorder.kernels.assumptions)
-        deliver(Trace(**_columns(recorder), **counts, assumptions=assumed))
+        model = _model(job, request, recorder, branch)
+        built = _Built(job, model, request, recorder, branch)
+        found = None
+        if how != WHOLE and not recorder.compiles and not request.setting.compile:
+            found = _from_few(built, check=how == CHECKED, timeout_s=timeout_s)
+        if found is not None:
+            deliver(found, how)
+        else:
+            deliver(_whole(built), WHOLE)
+
+
+class _Built(NamedTuple):
+    """A model that was built, and all that is needed to trace its steps."""
+
+    job: Any
+    model: Any
+    request: Request
+    recorder: Any
+    branch: str
+
+
+def _whole(built: _Built, *, forward: bool = False) -> Trace:
+    """The trace of the model as it is now; with `forward`, of its first forward pass alone."""
+    recorder = built.recorder
+    counts = _steps(built, forward=forward)
+    recorder.paused = True
+    chosen = built.job.assumptions if isinstance(built.job, Job) else ()
+    assumed = (*chosen, *recorder.kernels.assumptions)
+    return Trace(**_columns(recorder), **counts, assumptions=assumed)
+
+
+def _from_few(built: _Built, *, check: bool, timeout_s: float) -> Trace | None:
+    """The trace by those of the model with few of its equal blocks; None where it has to be traced whole.
+
+    With `check` the first forward pass of the whole model has to allocate what this trace says that it does:
+    a job may do something at the tenth block that the first four do not show.
+    """
+    from trimtab.trace.blocks import FEW, cut, longest, made
+    from trimtab.trace.layers import extended
+
+    repeated = longest(built.model)
+    if repeated is None:
+        return None
+
+    def few(count: int) -> Callable[[Say], None]:
+        def task(say: Say) -> None:
+            # Those that were cut off are there all the same: they hold their memory.
+            taken = cut(repeated, count)
+            say(msgspec.json.encode(_whole(built)))
+            del taken
+
+        return task
+
+    tasks = [few(FEW), few(FEW + 1)]
+    if check:
+        tasks.append(lambda say: say(msgspec.json.encode(_whole(built, forward=True))))
+    given = f"job {built.request.job}"
+    answers = dict(forked(tasks, given, timeout_s=timeout_s, most=1))
+    try:
+        small, larger, *whole = [Trace.from_json(answers[place]) for place in range(len(tasks))]
+    except TrimtabError:
+        # Whatever is wrong, the whole model will say it better, or not have it.
+        return None
+    found = extended(small, larger, blocks=repeated.name, known=FEW + 1, wanted=repeated.count)
+    if found is None or not whole:
+        return found
+    true = made(whole[0])
+    return found if made(found)[: len(true)] == true else None
 
 
 def _may_compile(job: Any) -> bool:
@@ -116,19 +195,29 @@ def _join_fake_group(setting: Setting) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.gpus)
 
 
-def _steps(job: Any, request: Request, recorder: Any, branch: str) -> dict[str, Any]:
+def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
+    """The job's model on the pretended device."""
     from trimtab.trace import step as steps
     from trimtab.trace.imitate import hide_tracing
 
-    setting = request.setting
     recorder.mark("build", "weights")
+    dropped: list[Any] = []
     with _blaming("model()"):
-        dropped: list[Any] = []
-        state = steps.prepare(job, setting, branch=branch, dropped=dropped)
+        model = steps.build(job, request.setting, branch=branch, dropped=dropped)
     if dropped:
         recorder.forget(dropped)
     # Only now are all libraries loaded that the model is made of.
     hide_tracing()
+    return model
+
+
+def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
+    from trimtab.trace import step as steps
+
+    job, model, request, recorder, branch = built
+    setting = request.setting
+    with _blaming("model()"):
+        state = steps.arrange(job, model, setting, branch=branch)
     for bucket in state.buckets:
         recorder.relabel(bucket, "communication")
     if not recorder.compiles:
@@ -137,6 +226,11 @@ def _steps(job: Any, request: Request, recorder: Any, branch: str) -> dict[str, 
     recorder.mark("batch", "inputs")
     with _blaming(f"batch({setting.micro_batch})"):
         batch = steps.make_batch(job, setting, "cuda")
+    if forward:
+        recorder.mark("step0", "activations")
+        with _blaming("loss()"):
+            steps.forward(state, batch)
+        return {}
     for number in range(STEPS):
         recorder.mark(f"step{number}", "activations")
         recorder.working = number == STEPS - 1
@@ -188,7 +282,8 @@ def _columns(recorder: Any) -> dict[str, Any]:
     names: dict[str, int] = {}
     ops: dict[str, int] = {}
     return {
-        "order": tuple(recorder.order),
+        # What goes when all is over is nobody's business.
+        "order": tuple(recorder.order[: recorder.marks.get("end")]),
         "sizes": tuple(recorder.sizes),
         "streams": tuple(recorder.streams),
         "parts": tuple(PARTS.index(part) for part in recorder.parts),
@@ -214,35 +309,77 @@ def _causes(recorder: Any) -> dict[str, Any]:
 
 
 class _Learnt(msgspec.Struct):
-    """The part of an answer that helps the next fork."""
+    """The part of an answer that matters for other copies of this process."""
 
     imported: list[str] = []
+    how: str = ""
+    """Whether a few blocks stood for all."""
+
+
+class _Part(NamedTuple):
+    """What one copy of this process traces: a request, as a rank of some branch sees it."""
+
+    number: int
+    """Which of the requests."""
+    request: Request
+    branch: str
 
 
 def _work(text: str, say: Say) -> None:
     warnings.simplefilter("ignore")
     requests = Requests.from_json(text)
     job = ready(requests)
+    parts = [
+        _Part(number, one, branch)
+        for number, one in enumerate(requests.each())
+        for branch in _ranks(job, one)
+    ]
+    lines: dict[int, dict[str, bytes]] = {}
+    for part, answer in zip(parts, _traced(job, requests, parts), strict=True):
+        lines.setdefault(part.number, {})[part.branch] = answer
+    say(b"\n".join(map(_fullest, lines.values())))
+
+
+def _traced(job: Any, requests: Requests, parts: list[_Part]) -> list[bytes]:
+    """The answer to each part. Whether few blocks may stand for all is checked once, for all of them."""
+    checked = min(range(len(parts)), key=lambda place: _effort(parts[place].request.setting))
+    ways = [CHECKED if place == checked else FEWER for place in range(len(parts))]
+    answers = _told(job, requests, list(zip(parts, ways, strict=True)))
+    came = [msgspec.json.decode(answer, type=_Learnt).how for answer in answers]
+    doubtful = [place for place, how in enumerate(came) if how == FEWER]
+    if came[checked] == CHECKED or not doubtful:
+        return answers
+    again = _told(job, requests, [(parts[place], WHOLE) for place in doubtful])
+    for place, answer in zip(doubtful, again, strict=True):
+        answers[place] = answer
+    return answers
+
+
+def _effort(setting: Setting) -> tuple[bool, bool, int]:
+    """What makes a forward pass long: sharding, recomputing."""
+    return setting.gpus > 1, setting.recompute is not Recompute.NONE, setting.micro_batch
+
+
+def _told(job: Any, requests: Requests, parts: list[tuple[_Part, str]]) -> list[bytes]:
+    """What copies of this process say of each part, traced in the way asked for."""
     before = frozenset(sys.modules)
 
-    def task(request: Request, branch: str) -> Callable[[Say], None]:
-        def tell(say: Say, found: Trace) -> None:
-            say(msgspec.json.encode({"trace": found, "imported": imported_since(before)}))
+    def task(part: _Part, how: str) -> Callable[[Say], None]:
+        def work(say: Say) -> None:
+            def tell(found: Trace, came: str) -> None:
+                say(msgspec.json.encode({"trace": found, "imported": imported_since(before), "how": came}))
 
-        return lambda say: trace(job, request, functools.partial(tell, say), branch=branch)
+            trace(job, part.request, tell, branch=part.branch, how=how, timeout_s=requests.timeout_s)
+
+        return work
 
     def learn(answer: bytes) -> None:
         import_as_well(msgspec.json.decode(answer, type=_Learnt).imported)
 
-    parts = [
-        (number, one, branch) for number, one in enumerate(requests.each()) for branch in _ranks(job, one)
-    ]
-    tasks = [task(one, branch) for _, one, branch in parts]
-    answers = dict(forked(tasks, f"job {requests.job}", timeout_s=requests.timeout_s, learn=learn))
-    lines: dict[int, dict[str, bytes]] = {}
-    for place, (number, _, branch) in enumerate(parts):
-        lines.setdefault(number, {})[branch] = answers[place]
-    say(b"\n".join(map(_fullest, lines.values())))
+    tasks = [task(*one) for one in parts]
+    given = f"job {requests.job}"
+    answers = dict(forked(tasks, given, timeout_s=requests.timeout_s, learn=learn))
+    return [answers[place] for place in range(len(parts))]
 
 
 def _ranks(job: Any, request: Request) -> list[str]:
