@@ -31,14 +31,14 @@ class Repeated(NamedTuple):
     name: str
     blocks: nn.Module
     """The list itself."""
-    count: int
+    length: int
 
 
 def longest(model: nn.Module) -> Repeated | None:
     """The longest list of equal blocks, where it is long enough to be worth it."""
     found = [Repeated(name, one, len(list(one.children()))) for name, one in repeated_blocks(model)]
-    found = [one for one in found if one.count >= MANY and one.name and are_equal(model, one.blocks)]
-    return max(found, key=lambda one: one.count, default=None)
+    found = [one for one in found if one.length >= MANY and one.name and are_equal(model, one.blocks)]
+    return max(found, key=lambda one: one.length, default=None)
 
 
 def are_equal(model: nn.Module, blocks: nn.Module) -> bool:
@@ -104,7 +104,8 @@ def _traits(value: Any) -> list[Hashable]:
         return [type(value), len(value), *(trait for one in value for trait in _traits(one))]
     if isinstance(value, dict):
         return [len(value), *(trait for key, one in value.items() for trait in (str(key), *_traits(one)))]
-    return [getattr(value, "__code__", type(value))]
+    code: Hashable = getattr(value, "__code__", None)
+    return [type(value) if code is None else code]
 
 
 def cut(repeated: Repeated, count: int) -> list[nn.Module]:

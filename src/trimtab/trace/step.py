@@ -129,10 +129,9 @@ def arrange(
         # Branches sum the gradients of what they share in the same way.
         buckets = [torch.empty_like(one) for one in parameters]
     scaler = torch.amp.GradScaler(device) if setting.precision is Precision.FP16 else None
-    if setting.compile:
-        model = torch.compile(model)
+    runs: Any = torch.compile(model) if setting.compile else model
     return Prepared(
-        job, model, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed), branch
+        job, runs, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed), branch
     )
 
 

@@ -1,4 +1,4 @@
-"""The child process that traces: requests come in on stdin as JSON, Traces or errors go out on stdout.
+"""The child process that traces: requests come in on stdin, a line of JSON each; Traces or errors go out.
 
 It pretends to have the target device, which cannot be undone, and runs the user's code: hence a process of
 its own. What all settings of a job share, imports above all, is done once; each is traced in a fork.
@@ -7,6 +7,7 @@ its own. What all settings of a job share, imports above all, is done once; each
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 import warnings
@@ -20,8 +21,9 @@ from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
 from trimtab.spec import PARTS, Device, Noun, Recompute, Setting, Strategy, Trace
 from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
-from trimtab.trace.child import Say, serve
+from trimtab.trace.child import Say, apart, told
 from trimtab.trace.forks import forked
+from trimtab.trace.standing import END
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,7 +174,7 @@ def _from_few(built: _Built, *, check: bool, timeout_s: float) -> Trace | None:
     except TrimtabError:
         # Whatever is wrong, the whole model will say it better, or not have it.
         return None
-    found = extended(small, larger, blocks=repeated.name, known=FEW + 1, wanted=repeated.count)
+    found = extended(small, larger, blocks=repeated.name, known=FEW + 1, wanted=repeated.length)
     if found is None or not whole:
         return found
     true = made(whole[0])
@@ -325,10 +327,26 @@ class _Part(NamedTuple):
     branch: str
 
 
-def _work(text: str, say: Say) -> None:
+def _stay() -> None:
+    """Answer requests about one job, a line each, until there are no more."""
     warnings.simplefilter("ignore")
-    requests = Requests.from_json(text)
-    job = ready(requests)
+    answer, job = apart(), None
+    for line in sys.stdin.buffer:
+        requests = Requests.from_json(line)
+        try:
+            job = ready(requests) if job is None else job
+            said = _answers(job, requests)
+        except TrimtabError as error:
+            said = told(error)
+        answer.write(said + END)
+        answer.flush()
+    os._exit(0)
+
+
+def _answers(job: Any, requests: Requests) -> bytes:
+    """A line for each request; none where it was only to be made ready."""
+    if not requests.settings:
+        return b""
     parts = [
         _Part(number, one, branch)
         for number, one in enumerate(requests.each())
@@ -337,7 +355,7 @@ def _work(text: str, say: Say) -> None:
     lines: dict[int, dict[str, bytes]] = {}
     for part, answer in zip(parts, _traced(job, requests, parts), strict=True):
         lines.setdefault(part.number, {})[part.branch] = answer
-    say(b"\n".join(map(_fullest, lines.values())))
+    return b"\n".join(map(_fullest, lines.values()))
 
 
 def _traced(job: Any, requests: Requests, parts: list[_Part]) -> list[bytes]:
@@ -419,4 +437,4 @@ def _peak(found: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    serve(_work)
+    _stay()
