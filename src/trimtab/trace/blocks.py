@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Trace
 
-FEW = 3
-"""Blocks of the smaller of two models: the first and the last may be special, and so may what is beside."""
 MANY = 16
 """From here on two small models are less work than one large one."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -104,8 +102,8 @@ def _traits(value: Any) -> list[Hashable]:
         return [type(value), len(value), *(trait for one in value for trait in _traits(one))]
     if isinstance(value, dict):
         return [len(value), *(trait for key, one in value.items() for trait in (str(key), *_traits(one)))]
-    code: Hashable = getattr(value, "__code__", None)
-    return [type(value) if code is None else code]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return [getattr(value, "__code__", kind)]
 
 
 def cut(repeated: Repeated, count: int) -> list[nn.Module]:

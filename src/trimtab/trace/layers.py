@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from trimtab.spec import Trace, Work
 
 
+FEW = 3
+"""Blocks of the smaller of two models: the first and the last may be special, and so may what is beside."""
+
+
 class Unlike(Exception):  # noqa: N818 - no error: the answer is that there is none
     """Two traces are not of the same program with one block more."""
 

@@ -19,14 +19,17 @@ import msgspec
 from trimtab.errors import TrimtabError
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
-from trimtab.spec import PARTS, Device, Noun, Recompute, Setting, Strategy, Trace
+from trimtab.spec import PARTS, Device, Mesh, Noun, Recompute, Setting, Strategy, Trace
 from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
 from trimtab.trace.child import Say, apart, told
 from trimtab.trace.forks import forked
+from trimtab.trace.layers import FEW, extended
 from trimtab.trace.standing import END
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from trimtab.trace.blocks import Repeated
 
 STEPS = 3
 """The first step makes optimizer states and workspaces, the second has all of them, the third shows how the
@@ -145,40 +148,61 @@ def _whole(built: _Built, *, forward: bool = False) -> Trace:
 def _from_few(built: _Built, *, check: bool, timeout_s: float) -> Trace | None:
     """The trace by those of the model with few of its equal blocks; None where it has to be traced whole.
 
-    With `check` the first forward pass of the whole model has to allocate what this trace says that it does:
-    a job may do something at the tenth block that the first four do not show.
+    With `check` the same has to hold for a forward pass, of which the whole is traced as well: a job may do
+    something at the tenth block that the first four do not show. For that the plainest setting will do.
     """
-    from trimtab.trace.blocks import FEW, cut, longest, made
-    from trimtab.trace.layers import extended
+    from trimtab.trace.blocks import longest, made
 
     repeated = longest(built.model)
     if repeated is None:
         return None
-
-    def few(count: int) -> Callable[[Say], None]:
-        def task(say: Say) -> None:
-            # Those that were cut off are there all the same: they hold their memory.
-            taken = cut(repeated, count)
-            say(msgspec.json.encode(_whole(built)))
-            del taken
-
-        return task
-
-    tasks = [few(FEW), few(FEW + 1)]
-    if check:
-        tasks.append(lambda say: say(msgspec.json.encode(_whole(built, forward=True))))
     given = f"job {built.request.job}"
-    answers = dict(forked(tasks, given, timeout_s=timeout_s, most=1))
+
+    def traced(built: _Built, counts: list[int], *, forward: bool) -> list[Trace]:
+        tasks = [_few(built, repeated, count, forward=forward) for count in counts]
+        answers = dict(forked(tasks, given, timeout_s=timeout_s, most=1))
+        return [Trace.from_json(answers[place]) for place in range(len(tasks))]
+
     try:
-        small, larger, *whole = [Trace.from_json(answers[place]) for place in range(len(tasks))]
+        if check:
+            *some, whole = traced(_plainly(built), [FEW, FEW + 1, repeated.length], forward=True)
+            guess = _all_of(some, repeated)
+            if guess is None or made(guess) != made(whole):
+                return None
+        return _all_of(traced(built, [FEW, FEW + 1], forward=False), repeated)
     except TrimtabError:
         # Whatever is wrong, the whole model will say it better, or not have it.
         return None
-    found = extended(small, larger, blocks=repeated.name, known=FEW + 1, wanted=repeated.length)
-    if found is None or not whole:
-        return found
-    true = made(whole[0])
-    return found if made(found)[: len(true)] == true else None
+
+
+def _all_of(some: list[Trace], repeated: Repeated) -> Trace | None:
+    return extended(*some, blocks=repeated.name, known=FEW + 1, wanted=repeated.length)
+
+
+def _few(built: _Built, repeated: Repeated, count: int, *, forward: bool) -> Callable[[Say], None]:
+    """Trace the model with the first blocks alone."""
+
+    def task(say: Say) -> None:
+        from trimtab.trace.blocks import cut
+
+        # Those that were cut off are there all the same: they hold their memory.
+        taken = cut(repeated, count)
+        found = _whole(built, forward=forward)
+        del taken
+        say(msgspec.json.encode(found))
+
+    return task
+
+
+def _plainly(built: _Built) -> _Built:
+    """The same model on one device, nothing recomputed."""
+    setting = built.request.setting.replace(recompute=Recompute.NONE)
+    if not built.branch:
+        micro = setting.micro_batch
+        setting = setting.replace(
+            strategy=Strategy.SINGLE, mesh=Mesh(), accumulation=1, global_batch=micro, shares=()
+        )
+    return built._replace(request=built.request.replace(setting=setting))
 
 
 def _may_compile(job: Any) -> bool:
@@ -234,8 +258,13 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
             steps.forward(state, batch)
         return {}
     for number in range(STEPS):
+        if number == STEPS - 1:
+            # Compiled code is still being tuned when others have settled.
+            if not recorder.compiles and recorder.repeat("step0", "step1", "step2"):
+                break
+            recorder.forget_works()
         recorder.mark(f"step{number}", "activations")
-        recorder.working = number == STEPS - 1
+        recorder.working = number > 0
         with _blaming("loss()"):
             steps.step(state, batch, clip=request.clip)
         _label(state, recorder)
@@ -327,15 +356,26 @@ class _Part(NamedTuple):
     branch: str
 
 
+class Sure:
+    """What is known of a job's blocks."""
+
+    few: bool | None = None
+    """Whether a few of them stand for all; None while nobody has checked."""
+
+    def others(self) -> str:
+        """How to trace where another one is being checked."""
+        return WHOLE if self.few is False else FEWER
+
+
 def _stay() -> None:
     """Answer requests about one job, a line each, until there are no more."""
     warnings.simplefilter("ignore")
-    answer, job = apart(), None
+    answer, job, sure = apart(), None, Sure()
     for line in sys.stdin.buffer:
         requests = Requests.from_json(line)
         try:
             job = ready(requests) if job is None else job
-            said = _answers(job, requests)
+            said = _answers(job, requests, sure)
         except TrimtabError as error:
             said = told(error)
         answer.write(said + END)
@@ -343,7 +383,7 @@ def _stay() -> None:
     os._exit(0)
 
 
-def _answers(job: Any, requests: Requests) -> bytes:
+def _answers(job: Any, requests: Requests, sure: Sure) -> bytes:
     """A line for each request; none where it was only to be made ready."""
     if not requests.settings:
         return b""
@@ -353,29 +393,28 @@ def _answers(job: Any, requests: Requests) -> bytes:
         for branch in _ranks(job, one)
     ]
     lines: dict[int, dict[str, bytes]] = {}
-    for part, answer in zip(parts, _traced(job, requests, parts), strict=True):
+    for part, answer in zip(parts, _traced(job, requests, parts, sure), strict=True):
         lines.setdefault(part.number, {})[part.branch] = answer
     return b"\n".join(map(_fullest, lines.values()))
 
 
-def _traced(job: Any, requests: Requests, parts: list[_Part]) -> list[bytes]:
-    """The answer to each part. Whether few blocks may stand for all is checked once, for all of them."""
-    checked = min(range(len(parts)), key=lambda place: _effort(parts[place].request.setting))
-    ways = [CHECKED if place == checked else FEWER for place in range(len(parts))]
+def _traced(job: Any, requests: Requests, parts: list[_Part], sure: Sure) -> list[bytes]:
+    """The answer to each part; those that few blocks gave are taken back if the check comes out otherwise."""
+    ways = [
+        FEWER if sure.few else WHOLE if sure.few is False else CHECKED,
+        *[sure.others()] * (len(parts) - 1),
+    ]
     answers = _told(job, requests, list(zip(parts, ways, strict=True)))
     came = [msgspec.json.decode(answer, type=_Learnt).how for answer in answers]
+    if ways[0] == CHECKED and came[0]:
+        sure.few = came[0] == CHECKED
     doubtful = [place for place, how in enumerate(came) if how == FEWER]
-    if came[checked] == CHECKED or not doubtful:
+    if sure.few or not doubtful:
         return answers
     again = _told(job, requests, [(parts[place], WHOLE) for place in doubtful])
     for place, answer in zip(doubtful, again, strict=True):
         answers[place] = answer
     return answers
-
-
-def _effort(setting: Setting) -> tuple[bool, bool, int]:
-    """What makes a forward pass long: sharding, recomputing."""
-    return setting.gpus > 1, setting.recompute is not Recompute.NONE, setting.micro_batch
 
 
 def _told(job: Any, requests: Requests, parts: list[tuple[_Part, str]]) -> list[bytes]:
