@@ -8,6 +8,7 @@ operations is as slow as the host, one of few large ones as slow as the device, 
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.predict import comms
@@ -231,25 +232,13 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
     With `fusing`, a compiled step is guessed from the trace of the eager one. A trace through the compiler
     itself says it better, and takes a minute where this takes none.
     """
-    works = [trace.works[number] for number in trace.sequence]
-    begin = trace.phases.get("backward", len(works))
-    end = trace.phases.get("optimizer", len(works))
-    how: dict[str, bool] = {
-        "compiled": setting.compile,
-        "selective": setting.recompute is Recompute.SELECTIVE,
-        "fusing": fusing,
-    }
-    once, whole = passes(works, pace, host, backward=range(begin, end), **how)
+    how = (setting.compile, setting.recompute is Recompute.SELECTIVE, fusing)
+    alone = _alone(trace.works, trace.sequence, _bounds(trace), pace, host, how)
     extra = setting.accumulation - 1
-    total = whole.total_s + extra * once.total_s
-    busy = whole.device_s + extra * once.device_s
-    taken = [pace.seconds(one) if one.kernels and one.kind != "collective" else 0.0 for one in trace.works]
-    forward = sum(taken[number] for number in trace.sequence[:begin])
-    back = sum(taken[number] for number in trace.sequence[begin:end])
-    exposed = communication(trace, setting, among, forward_s=forward, backward_s=back)
-    sums = [pace.seconds(one) if one.kind in ARITHMETIC else 0.0 for one in trace.works]
-    arithmetic = sum(sums[number] for number in trace.sequence)
-    arithmetic += extra * sum(sums[number] for number in trace.sequence[:end])
+    total = alone.whole.total_s + extra * alone.once.total_s
+    busy = alone.whole.device_s + extra * alone.once.device_s
+    exposed = communication(trace, setting, among, forward_s=alone.forward_s, backward_s=alone.backward_s)
+    arithmetic = alone.arithmetic_s + extra * alone.arithmetic_once_s
     share = arithmetic / busy if busy else 0.0
     filled = min(1.0, max(0.0, (share - THROTTLES_FROM) / (THROTTLES_AT - THROTTLES_FROM)))
     slowed = arithmetic * THROTTLED * filled
@@ -258,6 +247,59 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
         memory_s=busy - arithmetic,
         launch_s=max(0.0, total - busy - slowed),
         communication_s=exposed,
+    )
+
+
+class Alone(NamedTuple):
+    """A step of one device, as far as neither links nor accumulation have a say in it."""
+
+    once: Clocks
+    """Forward and backward."""
+    whole: Clocks
+    """And the optimizer."""
+    forward_s: float
+    backward_s: float
+    arithmetic_once_s: float
+    arithmetic_s: float
+
+
+def _bounds(trace: Trace) -> tuple[int, int]:
+    """Where the backward pass begins and ends."""
+    length = len(trace.sequence)
+    return trace.phases.get("backward", length), trace.phases.get("optimizer", length)
+
+
+@lru_cache(maxsize=128)
+def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered by
+    works: tuple[Work, ...],
+    sequence: tuple[int, ...],
+    bounds: tuple[int, int],
+    pace: Pace,
+    host: Host,
+    how: tuple[bool, bool, bool],
+) -> Alone:
+    """Work through a step; a plan asks for the same one with many layouts and numbers of micro-batches."""
+    begin, end = bounds
+    compiled, selective, fusing = how
+    once, whole = passes(
+        [works[number] for number in sequence],
+        pace,
+        host,
+        backward=range(begin, end),
+        compiled=compiled,
+        selective=selective,
+        fusing=fusing,
+    )
+    taken = [pace.seconds(one) if one.kernels and one.kind != "collective" else 0.0 for one in works]
+    sums = [pace.seconds(one) if one.kind in ARITHMETIC else 0.0 for one in works]
+    arithmetic = sum(sums[number] for number in sequence[:end])
+    return Alone(
+        once=once,
+        whole=whole,
+        forward_s=sum(taken[number] for number in sequence[:begin]),
+        backward_s=sum(taken[number] for number in sequence[begin:end]),
+        arithmetic_once_s=arithmetic,
+        arithmetic_s=arithmetic + sum(sums[number] for number in sequence[end:]),
     )
 
 
