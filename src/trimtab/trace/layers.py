@@ -66,7 +66,7 @@ def matched(
         if left < len(few) and few[left] == more[right]:
             left, right = left + 1, right + 1
             continue
-        length = _put_in(few, more, left, right)
+        length = _put_in(alike, more, likes, left, right)
         if length:
             before = zones[-1].end if zones else 0
             zones.append(Zone(right, length, _start(more, right, length, before), right + length))
@@ -80,16 +80,18 @@ def matched(
     return zones
 
 
-def _put_in(few: Sequence[Hashable], more: Sequence[Hashable], left: int, right: int) -> int:
+def _put_in(
+    alike: Sequence[Hashable], more: Sequence[Hashable], likes: Sequence[Hashable], left: int, right: int
+) -> int:
     """The length of the stretch that was put in here: the one after which most agrees; 0 for none."""
     best, best_agrees = 0, -1
-    for length in range(1, min(right, len(more) - len(few) - (right - left)) + 1):
+    for length in range(1, min(right, len(more) - len(alike) - (right - left)) + 1):
         if more[right - length] != more[right] or more[right - 1] != more[right + length - 1]:
             continue
         if more[right - length : right] != more[right : right + length]:
             continue
-        agrees = _agreement(few, more, left, right + length)
-        if agrees > best_agrees and (agrees or left == len(few)):
+        agrees = _agreement(alike, likes, left, right + length)
+        if agrees > best_agrees and (agrees or left == len(alike)):
             best, best_agrees = length, agrees
     return best
 

@@ -62,6 +62,8 @@ class Requests(Noun, frozen=True, kw_only=True):
     clip: float | None = None
     timeout_s: float = 600.0
     """For each of them."""
+    whole: bool = False
+    """Whether all blocks of a model are traced, however many are equal."""
 
     def each(self) -> list[Request]:
         """The requests one by one."""
@@ -362,10 +364,6 @@ class Sure:
     few: bool | None = None
     """Whether a few of them stand for all; None while nobody has checked."""
 
-    def others(self) -> str:
-        """How to trace where another one is being checked."""
-        return WHOLE if self.few is False else FEWER
-
 
 def _stay() -> None:
     """Answer requests about one job, a line each, until there are no more."""
@@ -387,6 +385,7 @@ def _answers(job: Any, requests: Requests, sure: Sure) -> bytes:
     """A line for each request; none where it was only to be made ready."""
     if not requests.settings:
         return b""
+    sure.few = False if requests.whole else sure.few
     parts = [
         _Part(number, one, branch)
         for number, one in enumerate(requests.each())
@@ -400,10 +399,9 @@ def _answers(job: Any, requests: Requests, sure: Sure) -> bytes:
 
 def _traced(job: Any, requests: Requests, parts: list[_Part], sure: Sure) -> list[bytes]:
     """The answer to each part; those that few blocks gave are taken back if the check comes out otherwise."""
-    ways = [
-        FEWER if sure.few else WHOLE if sure.few is False else CHECKED,
-        *[sure.others()] * (len(parts) - 1),
-    ]
+    ways = [WHOLE if sure.few is False else FEWER] * len(parts)
+    if sure.few is None:
+        ways[0] = CHECKED
     answers = _told(job, requests, list(zip(parts, ways, strict=True)))
     came = [msgspec.json.decode(answer, type=_Learnt).how for answer in answers]
     if ways[0] == CHECKED and came[0]:
