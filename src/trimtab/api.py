@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trimtab.exams.sit import Marks
     from trimtab.planner.foresight import Foresight, Memo
     from trimtab.predict.memory import Memory
+    from trimtab.predict.traces import Family
     from trimtab.spec import (
         Calibration,
         Cluster,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         Trace,
         Workload,
     )
+    from trimtab.trace.standing import Standing
     from trimtab.trace.worker import Request
 
 VERBS = ("detect", "explain", "estimate", "exam", "profile", "calibrate", "plan")
@@ -370,20 +372,31 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     """
     from trimtab.jobs.load import name_of
     from trimtab.planner.decide import Question, decide
+    from trimtab.planner.foresight import plain_device
+    from trimtab.planner.outlook import room_bytes
     from trimtab.planner.stale import fingerprints
+    from trimtab.trace.standing import Standing
+    from trimtab.trace.summary import is_known
     from trimtab.trace.tracer import keep
+    from trimtab.trace.worker import Requests
 
     policy = make_policy(memory, deadline, objective, price, pins)
     where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
     name, changed = name_of(job)
     overrides = changed | (options or {})
     given = {"global_batch": global_batch, "samples": samples, "epochs": epochs}
-    workload = workload_of(name, overrides, given, cache=cache, say=say)
-    question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
-    outlook, save, known = foresight(name, overrides, clip=clip, cache=cache, say=say)
-    file = known.with_name(f"plan-{_digest(known.name, question)}.json")
-    found = _same_plan(file) if cache else None
-    if found is None:
+    with Standing() as standing:
+        if not (cache and is_known(name, overrides)):
+            # It will be needed: let it load the job while this process asks what the job says of itself.
+            device = plain_device(min(where.devices, key=room_bytes))
+            standing.warm(Requests(job=name, overrides=overrides, settings=(), device=device))
+        workload = workload_of(name, overrides, given, cache=cache, say=say)
+        question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
+        outlook, save, known = foresight(name, overrides, standing, clip=clip, cache=cache, say=say)
+        file = known.with_name(f"plan-{_digest(known.name, question)}.json")
+        found = _same_plan(file) if cache else None
+        if found is not None:
+            return found
         try:
             found = decide(question, outlook)
         finally:
@@ -391,7 +404,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         prints = fingerprints(name, workload, found.places, versions())
         found = found.replace(fingerprints=prints, options=overrides)
         keep(file, found.to_json())
-    return found
+        return found
 
 
 def _digest(*parts: Any) -> str:
@@ -467,9 +480,10 @@ def make_policy(
     )
 
 
-def foresight(
+def foresight(  # noqa: PLR0913 - what a job is traced with
     job: str,
     overrides: dict[str, Any],
+    standing: Standing,
     *,
     clip: float | None = None,
     cache: bool = True,
@@ -482,10 +496,21 @@ def foresight(
     from trimtab.trace.summary import Named, fingerprint
     from trimtab.trace.tracer import cache_folder, keep
 
+    families: dict[str, Family] = {}
+
     def trace_all(
         settings: Sequence[Setting], device: Device, changes: dict[str, Any]
     ) -> list[Trace | TrimtabError]:
-        return traces(job, settings, device, overrides={**overrides, **changes}, clip=clip, cache=cache)
+        return traces(
+            job,
+            settings,
+            device,
+            overrides={**overrides, **changes},
+            clip=clip,
+            cache=cache,
+            families=families,
+            standing=standing,
+        )
 
     named = Named(job=job, overrides={**overrides, "clip": clip})
     file = cache_folder() / f"outlook-{fingerprint(named)}-{_predictor()}.json"

@@ -8,6 +8,7 @@ operations is as slow as the host, one of few large ones as slow as the device, 
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.predict import comms
@@ -124,36 +125,71 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
 
     With `fusing`, the operations are those of the eager step, and the compiler is taken to fuse them.
     """
+    return passes(
+        works, pace, host, backward=backward, compiled=compiled, selective=selective, fusing=fusing
+    )[1]
+
+
+def passes(  # noqa: PLR0913 - as above
+    works: list[Work],
+    pace: Pace,
+    host: Host,
+    *,
+    backward: range,
+    compiled: bool = False,
+    selective: bool = False,
+    fusing: bool = False,
+) -> tuple[Clocks, Clocks]:
+    """The clocks when the backward pass is over, and at the end."""
     device_clock = busy = waited = 0.0
     host_clock = START_S
+    between: Clocks | None = None
     ends: deque[float] = deque()
+    # A step has thousands of operations, and a hundred different ones.
+    known: list[dict[int, tuple[float, float | None]]] = [{}, {}, {}]
     for place, work in enumerate(works):
         behind = place in backward
-        together = FUSED_TOGETHER if fusing and work.kind in FUSED_KINDS else 1
         after = bool(backward) and place >= backward.stop
-        host_clock += _handing_out(work, host, backward=behind, after=after, compiled=compiled) / together
-        if selective and not behind and not compiled and work.kernels:
-            host_clock += SELECTIVE_S
-        if work.kind == "wait":
-            waited += max(0.0, device_clock - host_clock)
-            host_clock = max(host_clock, device_clock)
-            continue
-        if not work.kernels or work.kind == "collective":
+        if after and between is None:
+            between = Clocks(max(host_clock, device_clock), busy, host_clock - waited)
+        costs = known[2 if after else 1 if behind else 0]
+        cost = costs.get(id(work))
+        if cost is None:
+            handing = _handing_out(work, host, backward=behind, after=after, compiled=compiled)
+            together = FUSED_TOGETHER if fusing and work.kind in FUSED_KINDS else 1
+            handing /= together
+            if selective and not behind and not compiled and work.kernels:
+                handing += SELECTIVE_S
+            cost = costs[id(work)] = handing, _taken(work, pace, together)
+        handing, taken = cost
+        host_clock += handing
+        if taken is None:
+            if work.kind == "wait":
+                waited += max(0.0, device_clock - host_clock)
+                host_clock = max(host_clock, device_clock)
             continue
         if len(ends) >= QUEUE:
             free_at = ends.popleft()
-            waited += max(0.0, free_at - host_clock)
-            host_clock = max(host_clock, free_at)
-        share = FUSED if together > 1 else 1.0
-        taken = share * pace.seconds(work) + GAP_S / together
+            if free_at > host_clock:
+                waited += free_at - host_clock
+                host_clock = free_at
         busy += taken
-        device_clock = max(device_clock, host_clock) + taken
+        device_clock = max(host_clock, device_clock) + taken
         if work.kind == "recurrent":
             # The device works off the first steps while the host hands out the next.
             host_clock += pace.handing_out(work)
             device_clock = max(device_clock, host_clock)
         ends.append(device_clock)
-    return Clocks(max(host_clock, device_clock), busy, host_clock - waited)
+    whole = Clocks(max(host_clock, device_clock), busy, host_clock - waited)
+    return between or whole, whole
+
+
+def _taken(work: Work, pace: Pace, together: int) -> float | None:
+    """Seconds of the device for an operation; None where it has nothing to do there."""
+    if work.kind in ("wait", "collective") or not work.kernels:
+        return None
+    share = FUSED if together > 1 else 1.0
+    return share * pace.seconds(work) + GAP_S / together
 
 
 def _handing_out(  # noqa: PLR0911 - one way out for each kind
@@ -205,25 +241,13 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
     With `fusing`, a compiled step is guessed from the trace of the eager one. A trace through the compiler
     itself says it better, and takes a minute where this takes none.
     """
-    works = [trace.works[number] for number in trace.sequence]
-    begin = trace.phases.get("backward", len(works))
-    end = trace.phases.get("optimizer", len(works))
-    how: dict[str, bool] = {
-        "compiled": setting.compile,
-        "selective": setting.recompute is Recompute.SELECTIVE,
-        "fusing": fusing,
-    }
-    whole = run(works, pace, host, backward=range(begin, end), **how)
+    how = (setting.compile, setting.recompute is Recompute.SELECTIVE, fusing)
+    alone = _alone(trace.works, trace.sequence, _bounds(trace), pace, host, how)
     extra = setting.accumulation - 1
-    passes = run(works[:end], pace, host, backward=range(begin, end), **how) if extra else None
-    total = whole.total_s + (extra * passes.total_s if passes else 0.0)
-    busy = whole.device_s + (extra * passes.device_s if passes else 0.0)
-    forward = sum(pace.seconds(one) for one in works[:begin] if one.kernels and one.kind != "collective")
-    back = sum(pace.seconds(one) for one in works[begin:end] if one.kernels and one.kind != "collective")
-    exposed = communication(trace, setting, among, forward_s=forward, backward_s=back)
-    arithmetic = sum(pace.seconds(one) for one in works if one.kind in ARITHMETIC)
-    if passes:
-        arithmetic += extra * sum(pace.seconds(one) for one in works[:end] if one.kind in ARITHMETIC)
+    total = alone.whole.total_s + extra * alone.once.total_s
+    busy = alone.whole.device_s + extra * alone.once.device_s
+    exposed = communication(trace, setting, among, forward_s=alone.forward_s, backward_s=alone.backward_s)
+    arithmetic = alone.arithmetic_s + extra * alone.arithmetic_once_s
     share = arithmetic / busy if busy else 0.0
     filled = min(1.0, max(0.0, (share - THROTTLES_FROM) / (THROTTLES_AT - THROTTLES_FROM)))
     slowed = arithmetic * THROTTLED * filled
@@ -232,6 +256,59 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
         memory_s=busy - arithmetic,
         launch_s=max(0.0, total - busy - slowed),
         communication_s=exposed,
+    )
+
+
+class Alone(NamedTuple):
+    """A step of one device, as far as neither links nor accumulation have a say in it."""
+
+    once: Clocks
+    """Forward and backward."""
+    whole: Clocks
+    """And the optimizer."""
+    forward_s: float
+    backward_s: float
+    arithmetic_once_s: float
+    arithmetic_s: float
+
+
+def _bounds(trace: Trace) -> tuple[int, int]:
+    """Where the backward pass begins and ends."""
+    length = len(trace.sequence)
+    return trace.phases.get("backward", length), trace.phases.get("optimizer", length)
+
+
+@lru_cache(maxsize=128)
+def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered by
+    works: tuple[Work, ...],
+    sequence: tuple[int, ...],
+    bounds: tuple[int, int],
+    pace: Pace,
+    host: Host,
+    how: tuple[bool, bool, bool],
+) -> Alone:
+    """Work through a step; a plan asks for the same one with many layouts and numbers of micro-batches."""
+    begin, end = bounds
+    compiled, selective, fusing = how
+    once, whole = passes(
+        [works[number] for number in sequence],
+        pace,
+        host,
+        backward=range(begin, end),
+        compiled=compiled,
+        selective=selective,
+        fusing=fusing,
+    )
+    taken = [pace.seconds(one) if one.kernels and one.kind != "collective" else 0.0 for one in works]
+    sums = [pace.seconds(one) if one.kind in ARITHMETIC else 0.0 for one in works]
+    arithmetic = sum(sums[number] for number in sequence[:end])
+    return Alone(
+        once=once,
+        whole=whole,
+        forward_s=sum(taken[number] for number in sequence[:begin]),
+        backward_s=sum(taken[number] for number in sequence[begin:end]),
+        arithmetic_once_s=arithmetic,
+        arithmetic_s=arithmetic + sum(sums[number] for number in sequence[end:]),
     )
 
 

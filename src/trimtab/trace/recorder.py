@@ -291,6 +291,45 @@ class Recorder(TorchDispatchMode):
         if number is not None:
             self.order.append(~number)
 
+    def forget_works(self) -> None:
+        """The operations noted so far were not those of the step that is timed."""
+        self.works.clear()
+        self.sequence.clear()
+        self.by_engine.clear()
+        self.recomputed_flops = 0
+
+    def repeat(self, before: str, last: str, name: str) -> bool:
+        """Write down the last step once more, as `name`, where it left behind what the one before it did.
+
+        A step is settled when it ends as it began: what it freed of the step before it, its own end leaves in
+        the same order, sizes and all, for the next one to free. That one then does the same again. False, and
+        nothing is written, where it is not so.
+        """
+        begin, end = self.marks[last], len(self.order)
+        own = [one for one in self.order[begin:end] if one >= 0]
+        freed = {~one for one in self.order[begin:end] if one < 0}
+        earlier = {one for one in self.order[self.marks[before] : begin] if one >= 0}
+        left = sorted(set(own) - freed)
+        found = sorted(freed - set(own))
+        if not earlier.issuperset(found) or list(map(self._kind, left)) != list(map(self._kind, found)):
+            return False
+        self.mark(name, self.part)
+        again = dict(zip(found, left, strict=True))
+        for number in own:
+            again[number] = len(self.sizes)
+            self.sizes.append(self.sizes[number])
+            self.streams.append(self.streams[number])
+            for column in (self.parts, self.modules, self.ops):
+                column.append(column[number])
+            if number in self.causes:
+                self.causes[again[number]] = self.causes[number]
+        self.order += [again[one] if one >= 0 else ~again[~one] for one in self.order[begin:end]]
+        return True
+
+    def _kind(self, number: int) -> tuple[int, str, str, str, int]:
+        words = self.parts[number], self.modules[number], self.ops[number]
+        return self.sizes[number], *words, self.streams[number]
+
     def name_modules(self, model: Any) -> None:
         """From now on, note in which module of the model memory is taken."""
         names = {id(module): name for name, module in model.named_modules()}

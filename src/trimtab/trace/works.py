@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.spec import Work
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
+from trimtab.trace.formulas import launches
 from trimtab.trace.values import RAGGED
 
 if TYPE_CHECKING:
@@ -78,8 +79,6 @@ FINDS_POSITIONS = {
 }  # fmt: skip
 """Operations that look for the positions of a mask first, as nonzero does, and wait for their number."""
 POSITIONS = Work(op="aten::nonzero", kind="wait", dtype="")
-CHUNKS, CHUNK, TENSORS = 320, 65536, 110
-"""What one launch of torch's many-tensor kernels takes: chunks of so many numbers, and so many tensors."""
 
 
 @functools.cache
@@ -316,7 +315,7 @@ def _many(
         read_bytes=sum(map(_bytes, given)),
         write_bytes=0 if norm else sum(map(_bytes, changed)) + sum(map(_bytes, results)),
         dims=(len(lead), numbers),
-        kernels=max(1, -(-numbers // (CHUNKS * CHUNK)), -(-len(lead) // TENSORS)),
+        kernels=launches(len(lead), numbers),
     )
 
 
