@@ -14,12 +14,16 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
     """The estimate of a step with several micro-batches.
 
     From the second micro-batch on, the gradients of the earlier ones lie there all the while, also where a
-    step with one micro-batch has none yet. At most they add what was not already counted at the peak: an
-    upper bound, and exact where the peak lies before the backward pass.
+    step with one micro-batch has none yet: they add what was not already counted at the peak. Each new
+    gradient lies beside the sum until it is added, so the largest comes on top; a compiled backward pass
+    hands over all of them at once. An upper bound, and exact where the peak lies at the end of the backward
+    pass.
     """
     if setting.accumulation == 1:
         return estimate
-    more = max(0, gradient_bytes(trace) - estimate.parts.gradients)
+    each = gradients(trace)
+    early = max(0, sum(each) - estimate.parts.gradients)
+    more = sum(each) if setting.compile else early + max(each, default=0)
     if not more:
         return estimate
     band = estimate.band
@@ -37,12 +41,10 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
     )
 
 
-def gradient_bytes(trace: Trace) -> int:
-    """All gradients of one step together."""
+def gradients(trace: Trace) -> list[int]:
+    """Bytes of each gradient of one step."""
     begin, end = trace.marks.get("step1", 0), trace.marks.get("step2", len(trace.order))
     kind = PARTS.index("gradients")
-    return sum(
-        trace.sizes[number]
-        for number in trace.order[begin:end]
-        if number >= 0 and trace.parts[number] == kind
-    )
+    return [
+        trace.sizes[number] for number in trace.order[begin:end] if number >= 0 and trace.parts[number] == kind
+    ]

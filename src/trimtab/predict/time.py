@@ -11,11 +11,13 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.predict import comms
-from trimtab.spec import Precision, Recompute, Strategy
+from trimtab.predict.accumulate import gradients
+from trimtab.predict.fusion import fused
+from trimtab.spec import Precision, Recompute, Strategy, Work
 
 if TYPE_CHECKING:
     from trimtab.predict.pace import Pace
-    from trimtab.spec import Setting, Trace, Work
+    from trimtab.spec import Setting, Trace
 
 QUEUE = 1000
 """Launches that the host may be ahead of the device; then it waits."""
@@ -50,14 +52,6 @@ THROTTLES_FROM, THROTTLES_AT = 0.4, 0.6
 """Share of the device's time that is arithmetic: where that begins, and where it is in full."""
 OVERLAPPED = 0.9
 """Share of the computing that collectives can hide behind: they take some of the device's own time."""
-
-
-FUSED = 0.57
-"""What is left, after the compiler has fused them, of the time that operations without arithmetic take one by
-one: 0.56 for a GPT and 0.58 for a ResNet-50, eager and compiled on an H200."""
-FUSED_KINDS = ("pointwise", "reduction")
-FUSED_TOGETHER = 3
-"""Operations that one fused kernel stands for."""
 
 
 class Host(NamedTuple):
@@ -118,20 +112,15 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
     backward: range,
     compiled: bool = False,
     selective: bool = False,
-    fusing: bool = False,
 ) -> Clocks:
-    """Let both clocks run through operations; `backward` says which of them autograd's engine hands out.
-
-    With `fusing`, the operations are those of the eager step, and the compiler is taken to fuse them.
-    """
+    """Let both clocks run through operations; `backward` says which of them autograd's engine hands out."""
     device_clock = busy = waited = 0.0
     host_clock = START_S
     ends: deque[float] = deque()
     for place, work in enumerate(works):
         behind = place in backward
-        together = FUSED_TOGETHER if fusing and work.kind in FUSED_KINDS else 1
         after = bool(backward) and place >= backward.stop
-        host_clock += _handing_out(work, host, backward=behind, after=after, compiled=compiled) / together
+        host_clock += _handing_out(work, host, backward=behind, after=after, compiled=compiled)
         if selective and not behind and not compiled and work.kernels:
             host_clock += SELECTIVE_S
         if work.kind == "wait":
@@ -144,8 +133,7 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
             free_at = ends.popleft()
             waited += max(0.0, free_at - host_clock)
             host_clock = max(host_clock, free_at)
-        share = FUSED if together > 1 else 1.0
-        taken = share * pace.seconds(work) + GAP_S / together
+        taken = pace.seconds(work) + GAP_S
         busy += taken
         device_clock = max(device_clock, host_clock) + taken
         if work.kind == "recurrent":
@@ -202,21 +190,23 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
 ) -> Step:
     """Seconds of an optimizer step: `accumulation` passes forward and backward, and the optimizer.
 
-    With `fusing`, a compiled step is guessed from the trace of the eager one. A trace through the compiler
-    itself says it better, and takes a minute where this takes none.
+    With `fusing`, a compiled step is guessed from the trace of the eager one (`predict.fusion`). A trace
+    through the compiler itself says it better, and takes a minute where this takes none.
     """
+    if fusing:
+        trace = fused(trace, setting, pace)
     works = [trace.works[number] for number in trace.sequence]
     begin = trace.phases.get("backward", len(works))
     end = trace.phases.get("optimizer", len(works))
     how: dict[str, bool] = {
         "compiled": setting.compile,
         "selective": setting.recompute is Recompute.SELECTIVE,
-        "fusing": fusing,
     }
     whole = run(works, pace, host, backward=range(begin, end), **how)
     extra = setting.accumulation - 1
-    passes = run(works[:end], pace, host, backward=range(begin, end), **how) if extra else None
-    total = whole.total_s + (extra * passes.total_s if passes else 0.0)
+    again = [*works[:end], *map(_added, gradients(trace))]
+    passes = run(again, pace, host, backward=range(begin, end), **how) if extra else None
+    total = whole.total_s + (extra * _steady(passes, works[:end]) if passes else 0.0)
     busy = whole.device_s + (extra * passes.device_s if passes else 0.0)
     forward = sum(pace.seconds(one) for one in works[:begin] if one.kernels and one.kind != "collective")
     back = sum(pace.seconds(one) for one in works[begin:end] if one.kernels and one.kind != "collective")
@@ -232,6 +222,20 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
         memory_s=busy - arithmetic,
         launch_s=max(0.0, total - busy - slowed),
         communication_s=exposed,
+    )
+
+
+def _steady(passes: Clocks, works: list[Work]) -> float:
+    """Seconds of one more pass: the host runs ahead into the next one, where it waits for nothing."""
+    if any(one.kind == "wait" for one in works):
+        return passes.total_s
+    return max(passes.device_s, passes.host_s - START_S)
+
+
+def _added(size: int) -> Work:
+    """A gradient that is added to the sum of those before."""
+    return Work(
+        op="aten::add_", kind="pointwise", dtype="float32", read_bytes=2 * size, write_bytes=size, dims=(0, 1)
     )
 
 
