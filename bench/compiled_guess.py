@@ -1,9 +1,10 @@
 """How well a compiled step is guessed from the trace of the eager one, as `trimtab plan` does.
 
-    python bench/compiled_guess.py [JOB..]
+    python bench/compiled_guess.py [-v] [JOB..]
 
-Sets the guess against every compiled step that was measured on an H200: the compiled cases of the exam, and the
-compiled candidates of plan_quality.json. Takes some minutes the first time; no GPU is needed.
+Sets the guess against every compiled step that was measured on an H200: the compiled cases of the exam, and
+the compiled candidates of plan_quality.json. Takes some minutes the first time; no GPU is needed. With `-v`
+the eager candidates are shown beside them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import statistics
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-import plan_quality
+import plan_quality  # type: ignore[import-not-found] # beside this file
 
 from trimtab.catalog.clusters import stated
 from trimtab.exams.sit import cases, is_full_name
@@ -35,14 +36,13 @@ CONTEXT = 760 * 2**20
 class Row(NamedTuple):
     """A compiled step: what it is, seconds and bytes as measured, and as guessed."""
 
-    job: str
     name: str
     measured_s: float
     guessed_s: float
     measured_bytes: int
     """Of the whole process."""
-    low_bytes: int
     high_bytes: int
+    """The upper end of the guess."""
 
     @property
     def error(self) -> float:
@@ -51,16 +51,14 @@ class Row(NamedTuple):
 
 
 def guess(
-    job: str, name: str, setting: Setting, trace: Trace | TrimtabError, *, seconds: float, process: int
+    name: str, setting: Setting, trace: Trace | TrimtabError, *, seconds: float, process: int
 ) -> Row | None:
     """One row; None where the eager step could not be traced."""
     if not isinstance(trace, Trace):
         print(f"{name}: {trace}")
         return None
     found = accumulated(estimate(trace, setting, DEVICE, fusing=setting.compile)[0], trace, setting)
-    assert found.step_s is not None
-    band = found.band
-    return Row(job, name, seconds, found.step_s, process, band.low_bytes, band.high_bytes)
+    return Row(name, seconds, found.step_s or 0.0, process, found.band.high_bytes)
 
 
 def of_exam() -> Iterator[Row | None]:
@@ -73,7 +71,6 @@ def of_exam() -> Iterator[Row | None]:
         eager = measured.setting.replace(compile=False)
         (trace,) = traced_all(job, [eager], DEVICE, overrides=case.overrides, clip=case.clip)
         yield guess(
-            "exam",
             case.id,
             measured.setting,
             trace,
@@ -93,7 +90,7 @@ def of_plans(key: str, measured: list[dict[str, object]], *, eager: bool = False
         name = f"{key} {row['micro_batch']} {row['precision']} {row['recompute']}"
         seconds = one["batch"] / float(str(row["samples_per_s"]))
         process = int(str(row["reserved_bytes"])) + CONTEXT
-        yield guess(key, name, setting, trace, seconds=seconds, process=process)
+        yield guess(name, setting, trace, seconds=seconds, process=process)
 
 
 def summary(name: str, rows: list[Row]) -> str:

@@ -46,5 +46,7 @@ def gradients(trace: Trace) -> list[int]:
     begin, end = trace.marks.get("step1", 0), trace.marks.get("step2", len(trace.order))
     kind = PARTS.index("gradients")
     return [
-        trace.sizes[number] for number in trace.order[begin:end] if number >= 0 and trace.parts[number] == kind
+        trace.sizes[number]
+        for number in trace.order[begin:end]
+        if number >= 0 and trace.parts[number] == kind
     ]

@@ -20,8 +20,8 @@ GUESSED_LOW, GUESSED_HIGH = 0.5, 1.15
 """The band of a compiled setting that was not traced as such, around its memory without compiling: compiling
 has been seen to halve it and, seldom, to add to it."""
 GUESSED_AGAIN = 1.4
-"""Its upper end where blocks are recomputed: a compiled backward pass may compute one block again while another
-is still in use, and has been seen to take 29 % more than the eager one."""
+"""Its upper end where blocks are recomputed: a compiled backward pass may compute one block again while
+another is still in use, and has been seen to take 29 % more than the eager one."""
 
 
 def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of that

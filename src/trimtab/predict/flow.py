@@ -33,6 +33,7 @@ LOOSE = 0.01
 MANY_RESULTS = ("convolution", "attention", "recurrent")
 """Kinds whose results are more than `write_bytes` tells."""
 WORKSPACE = PARTS.index("workspace")
+OPERAND_PARTS = (PARTS.index("weights"), PARTS.index("inputs"))
 
 
 class Read(NamedTuple):
@@ -67,14 +68,14 @@ def flow(trace: Trace) -> Flow:
 
 
 def _standing(trace: Trace) -> set[int]:
-    """Allocations that are there when the last step begins."""
+    """Weights and inputs that are there when the last step begins."""
     alive: set[int] = set()
     for event in trace.order[: trace.marks.get("step2", 0)]:
         if event >= 0:
             alive.add(event)
         else:
             alive.discard(~event)
-    return alive
+    return {one for one in alive if trace.parts[one] in OPERAND_PARTS}
 
 
 class _Walk:
@@ -100,9 +101,9 @@ class _Walk:
         """One operation: what it made, then what it read."""
         found = self.found
         made = self._made(place, work)
-        if work.kind in ("view", "call", "wait", "optimizer", "collective") or not work.kernels:
-            reads, rest = (), 0
-        else:
+        reads: tuple[Read, ...] = ()
+        rest = 0
+        if work.kernels and work.kind not in ("wait", "optimizer", "collective"):
             reads, rest = self._read(work, made)
         if not made and work.write_bytes and reads:
             made = self._written_over(work, reads)
@@ -208,9 +209,7 @@ class _Walk:
 
 
 @lru_cache(maxsize=65536)
-def operands(
-    wanted: int, sizes: tuple[int, ...], likely: int = 1
-) -> tuple[tuple[tuple[int, int], ...], int]:
+def operands(wanted: int, sizes: tuple[int, ...], likely: int = 1) -> tuple[tuple[tuple[int, int], ...], int]:
     """Which of some tensors add up to the bytes read, and what is left over.
 
     The first ones are the better guess; one of the first `likely` is nearly always among them. Where none

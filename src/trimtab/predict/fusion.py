@@ -37,7 +37,7 @@ RANDOM = ("dropout", "bernoulli", "rand", "uniform", "normal_")
 IN_CACHE = 2**16
 """Bytes of a row that a kernel finds in a cache when it reads it again."""
 WIDE = 1 / 64
-"""A reduction that writes this share of what it reads has the step that follows it within: a norm, a softmax."""
+"""A reduction that writes this share of what it reads has the step after it within: a norm, a softmax."""
 ACROSS = ("batch_norm", "group_norm")
 """Norms whose rows lie all over memory, or are whole images."""
 AGAIN = 2.0
@@ -98,7 +98,7 @@ def fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
 
 
 def halved(work: Work, half: str) -> Work:
-    """A matrix product of a compiled backward pass: autocast holds there too, whatever the forward pass did."""
+    """A matrix product of a compiled backward pass: autocast holds there too, whatever it did before."""
     if work.kind != "matrix" or work.dtype not in ("float32", "tf32"):
         return work
     alignment = work.dims[4] // 2 if work.dims[4:] and work.dims[4] < ALIGNED_BYTES else ALIGNED_BYTES
@@ -173,7 +173,7 @@ def channels_last(works: list[Work]) -> bool:
 
 
 def inside(works: list[Work], backward: int, optimizer: int) -> list[bool]:
-    """Of each operation, whether it is in a compiled graph: what the model's call makes, and its backward pass.
+    """Of each operation, whether it is in a compiled graph: of the model's call, or of its backward pass.
 
     A loss outside of the model stays eager. Its backward pass comes first, and is taken to have as many
     operations. A trace that does not say where the model begins and ends is taken for all of it.
@@ -329,20 +329,22 @@ class _Plan:
             return tuple(works)
         inner = frozenset(tensor for one in rest for tensor in self.flow.makes[one])
         twice = {one for one in rest if self._reads_twice(one, rest)}
-        works += [_kernel([self.works[one]], self._sources([one]).total, 0, "reduction") for one in sorted(twice)]
+        works += [
+            _kernel([self.works[one]], self._sources([one]).total, 0, "reduction") for one in sorted(twice)
+        ]
         made = [tensor for one in rest for tensor in self.flow.makes[one]]
         writes = sum(self.flow.sizes[tensor] for tensor in made if tensor in self.written)
         writes += sum(self.works[one].write_bytes for one in rest if not self.flow.makes[one])
         parts = [self.works[one] for one in rest]
         # What a first pass has reduced, the second only uses.
-        reduces = any(self.works[one].kind == "reduction" for one in rest if one not in twice)
+        reduces = any(_reduces(self.works[one]) for one in rest if one not in twice)
         kind = "reduction" if reduces else "pointwise"
         return (*works, _kernel(parts, self._sources(rest, inner).total, writes, kind))
 
     def _is_apart(self, place: int, members: list[int]) -> bool:
         """Whether a reduction is a kernel of its own: of something in memory, and for nobody here."""
         work = self.works[place]
-        if work.kind != "reduction" or work.write_bytes > WIDE * work.read_bytes:
+        if not _reduces(work) or work.write_bytes > WIDE * work.read_bytes:
             return False
         inputs = [one.tensor for one in self.flow.reads[place]]
         group = self.group_of[place]
@@ -353,7 +355,7 @@ class _Plan:
 
     def _reads_twice(self, place: int, members: list[int]) -> bool:
         work = self.works[place]
-        if work.kind != "reduction" or not work.read_bytes:
+        if not _reduces(work):
             return False
         bulk = WIDE * work.read_bytes
         if work.write_bytes > bulk:
@@ -376,6 +378,11 @@ class _Plan:
             if any(not written or one in self.written for one in large):
                 return True
         return False
+
+
+def _reduces(work: Work) -> bool:
+    """Whether an operation reads for what it writes; the backward pass of a sum or a loss only spreads it."""
+    return work.kind == "reduction" and 2 * work.read_bytes >= work.write_bytes > 0
 
 
 def _top(parents: dict[int, int], place: int) -> int:
