@@ -195,7 +195,7 @@ class Pace:
     """Seconds of operations on one device."""
 
     def __init__(self, target: Rates, points: Sequence[Point] = ()) -> None:
-        self._target = target
+        self.target = target
         self._by_kind: dict[str, list[Point]] = {}
         for point in points:
             self._by_kind.setdefault(point.kind, []).append(point)
@@ -204,7 +204,7 @@ class Pace:
 
     def _seconds(self, work: Work) -> float:
         """What the device is busy."""
-        seconds = law(work, self._target)
+        seconds = law(work, self.target)
         correction = self._correction(work)
         # Where the host set the pace, kernels were no faster than their law: they waited.
         return seconds * math.exp(max(0.0, correction) if handing_out(work) > seconds else correction)

@@ -7,16 +7,18 @@ operations is as slow as the host, one of few large ones as slow as the device, 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.predict import comms
-from trimtab.spec import Precision, Recompute, Strategy
+from trimtab.predict.accumulate import gradients
+from trimtab.predict.fusion import fused
+from trimtab.spec import Precision, Recompute, Strategy, Work
 
 if TYPE_CHECKING:
     from trimtab.predict.pace import Pace
-    from trimtab.spec import Setting, Trace, Work
+    from trimtab.spec import Setting, Trace
 
 QUEUE = 1000
 """Launches that the host may be ahead of the device; then it waits."""
@@ -51,14 +53,6 @@ THROTTLES_FROM, THROTTLES_AT = 0.4, 0.6
 """Share of the device's time that is arithmetic: where that begins, and where it is in full."""
 OVERLAPPED = 0.9
 """Share of the computing that collectives can hide behind: they take some of the device's own time."""
-
-
-FUSED = 0.57
-"""What is left, after the compiler has fused them, of the time that operations without arithmetic take one by
-one: 0.56 for a GPT and 0.58 for a ResNet-50, eager and compiled on an H200."""
-FUSED_KINDS = ("pointwise", "reduction")
-FUSED_TOGETHER = 3
-"""Operations that one fused kernel stands for."""
 
 
 class Host(NamedTuple):
@@ -119,48 +113,23 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
     backward: range,
     compiled: bool = False,
     selective: bool = False,
-    fusing: bool = False,
 ) -> Clocks:
-    """Let both clocks run through operations; `backward` says which of them autograd's engine hands out.
-
-    With `fusing`, the operations are those of the eager step, and the compiler is taken to fuse them.
-    """
-    return passes(
-        works, pace, host, backward=backward, compiled=compiled, selective=selective, fusing=fusing
-    )[1]
-
-
-def passes(  # noqa: PLR0913 - as above
-    works: list[Work],
-    pace: Pace,
-    host: Host,
-    *,
-    backward: range,
-    compiled: bool = False,
-    selective: bool = False,
-    fusing: bool = False,
-) -> tuple[Clocks, Clocks]:
-    """The clocks when the backward pass is over, and at the end."""
+    """Let both clocks run through operations; `backward` says which of them autograd's engine hands out."""
     device_clock = busy = waited = 0.0
     host_clock = START_S
-    between: Clocks | None = None
     ends: deque[float] = deque()
     # A step has thousands of operations, and a hundred different ones.
     known: list[dict[int, tuple[float, float | None]]] = [{}, {}, {}]
     for place, work in enumerate(works):
         behind = place in backward
         after = bool(backward) and place >= backward.stop
-        if after and between is None:
-            between = Clocks(max(host_clock, device_clock), busy, host_clock - waited)
         costs = known[2 if after else 1 if behind else 0]
         cost = costs.get(id(work))
         if cost is None:
             handing = _handing_out(work, host, backward=behind, after=after, compiled=compiled)
-            together = FUSED_TOGETHER if fusing and work.kind in FUSED_KINDS else 1
-            handing /= together
             if selective and not behind and not compiled and work.kernels:
                 handing += SELECTIVE_S
-            cost = costs[id(work)] = handing, _taken(work, pace, together)
+            cost = costs[id(work)] = handing, _taken(work, pace)
         handing, taken = cost
         host_clock += handing
         if taken is None:
@@ -180,16 +149,14 @@ def passes(  # noqa: PLR0913 - as above
             host_clock += pace.handing_out(work)
             device_clock = max(device_clock, host_clock)
         ends.append(device_clock)
-    whole = Clocks(max(host_clock, device_clock), busy, host_clock - waited)
-    return between or whole, whole
+    return Clocks(max(host_clock, device_clock), busy, host_clock - waited)
 
 
-def _taken(work: Work, pace: Pace, together: int) -> float | None:
+def _taken(work: Work, pace: Pace) -> float | None:
     """Seconds of the device for an operation; None where it has nothing to do there."""
     if work.kind in ("wait", "collective") or not work.kernels:
         return None
-    share = FUSED if together > 1 else 1.0
-    return share * pace.seconds(work) + GAP_S / together
+    return pace.seconds(work) + GAP_S
 
 
 def _handing_out(  # noqa: PLR0911 - one way out for each kind
@@ -238,14 +205,17 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
 ) -> Step:
     """Seconds of an optimizer step: `accumulation` passes forward and backward, and the optimizer.
 
-    With `fusing`, a compiled step is guessed from the trace of the eager one. A trace through the compiler
-    itself says it better, and takes a minute where this takes none.
+    With `fusing`, a compiled step is guessed from the trace of the eager one (`predict.fusion`). A trace
+    through the compiler itself says it better, and takes a minute where this takes none.
     """
-    how = (setting.compile, setting.recompute is Recompute.SELECTIVE, fusing)
-    alone = _alone(trace.works, trace.sequence, _bounds(trace), pace, host, how)
+    if fusing:
+        trace = _fused(trace, setting, pace)
     extra = setting.accumulation - 1
-    total = alone.whole.total_s + extra * alone.once.total_s
-    busy = alone.whole.device_s + extra * alone.once.device_s
+    how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
+    sums = tuple(gradients(trace)) if extra else ()
+    alone = _alone(trace.works, trace.sequence, _bounds(trace), pace, host, how, sums)
+    total = alone.whole.total_s + extra * alone.again_s
+    busy = alone.whole.device_s + extra * alone.again_device_s
     exposed = communication(trace, setting, among, forward_s=alone.forward_s, backward_s=alone.backward_s)
     arithmetic = alone.arithmetic_s + extra * alone.arithmetic_once_s
     share = arithmetic / busy if busy else 0.0
@@ -262,10 +232,10 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
 class Alone(NamedTuple):
     """A step of one device, as far as neither links nor accumulation have a say in it."""
 
-    once: Clocks
-    """Forward and backward."""
     whole: Clocks
-    """And the optimizer."""
+    again_s: float
+    """One more pass forward and backward, whose gradients are added to those before."""
+    again_device_s: float
     forward_s: float
     backward_s: float
     arithmetic_once_s: float
@@ -278,6 +248,21 @@ def _bounds(trace: Trace) -> tuple[int, int]:
     return trace.phases.get("backward", length), trace.phases.get("optimizer", length)
 
 
+_FUSED: OrderedDict[Any, Trace] = OrderedDict()
+_FUSED_KEPT = 64
+
+
+def _fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
+    """What the compiler would make of a trace; remembered, as a plan asks for it with many layouts."""
+    key = trace.works, trace.sequence, setting.precision, setting.recompute, pace
+    found = _FUSED.get(key)
+    if found is None:
+        found = _FUSED[key] = fused(trace, setting, pace)
+        if len(_FUSED) > _FUSED_KEPT:
+            _FUSED.popitem(last=False)
+    return found
+
+
 @lru_cache(maxsize=128)
 def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered by
     works: tuple[Work, ...],
@@ -285,30 +270,45 @@ def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered
     bounds: tuple[int, int],
     pace: Pace,
     host: Host,
-    how: tuple[bool, bool, bool],
+    how: tuple[bool, bool],
+    sums: tuple[int, ...],
 ) -> Alone:
     """Work through a step; a plan asks for the same one with many layouts and numbers of micro-batches."""
     begin, end = bounds
-    compiled, selective, fusing = how
-    once, whole = passes(
-        [works[number] for number in sequence],
-        pace,
-        host,
-        backward=range(begin, end),
-        compiled=compiled,
-        selective=selective,
-        fusing=fusing,
-    )
+    compiled, selective = how
+    every = [works[number] for number in sequence]
+    backward = range(begin, end)
+    whole = run(every, pace, host, backward=backward, compiled=compiled, selective=selective)
+    again_s = again_device_s = 0.0
+    if sums:
+        more = [*every[:end], *map(_added, sums)]
+        again = run(more, pace, host, backward=backward, compiled=compiled, selective=selective)
+        again_s, again_device_s = _steady(again, every[:end]), again.device_s
     taken = [pace.seconds(one) if one.kernels and one.kind != "collective" else 0.0 for one in works]
-    sums = [pace.seconds(one) if one.kind in ARITHMETIC else 0.0 for one in works]
-    arithmetic = sum(sums[number] for number in sequence[:end])
+    computed = [pace.seconds(one) if one.kind in ARITHMETIC else 0.0 for one in works]
+    arithmetic = sum(computed[number] for number in sequence[:end])
     return Alone(
-        once=once,
         whole=whole,
+        again_s=again_s,
+        again_device_s=again_device_s,
         forward_s=sum(taken[number] for number in sequence[:begin]),
         backward_s=sum(taken[number] for number in sequence[begin:end]),
         arithmetic_once_s=arithmetic,
-        arithmetic_s=arithmetic + sum(sums[number] for number in sequence[end:]),
+        arithmetic_s=arithmetic + sum(computed[number] for number in sequence[end:]),
+    )
+
+
+def _steady(passes: Clocks, works: list[Work]) -> float:
+    """Seconds of one more pass: the host runs ahead into the next one, where it waits for nothing."""
+    if any(one.kind == "wait" for one in works):
+        return passes.total_s
+    return max(passes.device_s, passes.host_s - START_S)
+
+
+def _added(size: int) -> Work:
+    """A gradient that is added to the sum of those before."""
+    return Work(
+        op="aten::add_", kind="pointwise", dtype="float32", read_bytes=2 * size, write_bytes=size, dims=(0, 1)
     )
 
 

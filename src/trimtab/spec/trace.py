@@ -24,6 +24,8 @@ KINDS = (
 a module cost the host alone."""
 
 
+ENTER, LEAVE = "enter", "leave"
+"""Names of the calls that the whole model begins and ends with: what lies between, torch.compile compiles."""
 PERMUTED, BROADCAST, PROMOTED = 1, 2, 4
 """What keeps an operation from reading and writing in straight lines, as bits."""
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from trimtab.spec import Work
+from trimtab.spec.trace import ENTER, LEAVE
 from trimtab.trace.imitate import Stream
 from trimtab.trace.works import POSITIONS, finds_positions, work
 
@@ -54,6 +55,7 @@ def _is_view(func: Any) -> bool:
 
 
 CALL = Work(op="call", kind="call", dtype="", kernels=0)
+ENTERED, LEFT = (Work(op=op, kind="call", dtype="", kernels=0) for op in (ENTER, LEAVE))
 PLAIN = (FakeTensor,)
 ONE_TENSOR = 2
 """How often a storage is referred to when one tensor has it: by that tensor, and by whoever asks."""
@@ -339,12 +341,14 @@ class Recorder(TorchDispatchMode):
             stack.append(names.get(id(module), stack[-1]))
             self.module = stack[-1]
             if self.working:
-                self.note(CALL)
+                self.note(ENTERED if module is model else CALL)
 
-        def leave(_: Any, __: Any, ___: Any) -> None:
+        def leave(module: Any, _: Any, __: Any) -> None:
             if len(stack) > 1:
                 stack.pop()
             self.module = stack[-1]
+            if self.working and module is model:
+                self.note(LEFT)
 
         torch.nn.modules.module.register_module_forward_pre_hook(enter)
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True)
