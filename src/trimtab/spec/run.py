@@ -48,6 +48,9 @@ class IncidentKind(StrEnum):
     HANG = "hang"
     BAD_CHECKPOINT = "bad-checkpoint"
     RESIZE = "resize"
+    MICRO_BATCH = "micro-batch"
+    """Another micro-batch between two steps; the global batch stays."""
+    COMPILE = "compile"
     BUG = "bug"
 
 
