@@ -43,11 +43,18 @@ class Wiring(Protocol):
     def sent_any(self) -> bool:
         """Whether other ranks have got something of this attempt."""
 
+    @property
+    def rehearsed(self) -> bool:
+        """Whether it needs no more passes of one sample before the first step."""
+
     def begin(self) -> None:
         """Before an attempt: gradients are nought."""
 
     def before(self, number: int, count: int) -> None:
         """Before part `number` of `count`."""
+
+    def abandon(self) -> None:
+        """The part under way has failed: let go of what it holds."""
 
     def finish(self, failed_at: int | None, count: int) -> None:
         """After the parts: everybody has what they wait for, also where part `failed_at` failed."""

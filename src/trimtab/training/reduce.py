@@ -115,6 +115,8 @@ class Reducer:
 
     equal_parts = False
     """Whether all ranks have to run the same number of parts."""
+    rehearsed = True
+    """Whether it needs no pass of one sample before the first step."""
 
     def __init__(
         self, parameters: Sequence[tuple[nn.Parameter, Any, int]], bucket_bytes: int = BUCKET_BYTES
@@ -147,6 +149,12 @@ class Reducer:
     def before(self, number: int, count: int) -> None:
         """Part `number` of `count` follows; buckets are sent in the backward pass of the last."""
         self.armed = number == count - 1
+
+    def abandon(self) -> None:
+        """The part under way has failed; what the others have got already cannot be taken back."""
+        self.armed = False
+        if not self.sent_any:
+            self.begin()
 
     def finish(self, failed_at: int | None, count: int) -> None:
         """Send what is left, in order, and wait (on a GPU its stream waits, not the host).
@@ -347,6 +355,7 @@ class Alone:
 
     equal_parts = False
     sent_any = False
+    rehearsed = True
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -359,13 +368,16 @@ class Alone:
     def before(self, number: int, count: int) -> None:
         """Nothing to arrange before part `number` of `count`."""
 
+    def abandon(self) -> None:
+        """The part under way has failed."""
+        self.begin()
+
     def finish(self, failed_at: int | None, count: int) -> None:
         """Nobody to tell."""
 
     def squares(self) -> torch.Tensor:
         """The squared norm of all gradients."""
-        norms = torch._foreach_norm(self.gradients())
-        return torch.stack(norms).double().square().sum()
+        return summed_squares(self.gradients(), self._parameters[0].device)
 
     def gradients(self) -> list[torch.Tensor]:
         """Those that there are."""
@@ -373,3 +385,10 @@ class Alone:
 
     def close(self) -> None:
         """Nothing was changed."""
+
+
+def summed_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The squared norm of all of them together."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
