@@ -20,7 +20,7 @@ from trimtab.training.fitting import Fitting
 from trimtab.training.order import bounds
 from trimtab.training.precision import cast_frozen
 from trimtab.training.recovery import Sizes
-from trimtab.training.reduce import Alone, Buffers, Groups, Reducer, make_alike
+from trimtab.training.reduce import Alone, Buffers, Groups, Reducer, make_alike, running_statistics
 from trimtab.training.updating import Updater
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Wiring(Protocol):
 
     equal_parts: bool
     """Whether all ranks have to run the same number of parts."""
+    arrivals: int
+    """How often at most gradients come in a backward pass."""
 
     @property
     def sent_any(self) -> bool:
@@ -159,7 +161,7 @@ def prepare(
             cuda=device.type == "cuda",
         ),
         wiring=wiring,
-        buffers=Buffers([entry for entry, is_buffer in alike if is_buffer]),
+        buffers=Buffers([entry for entry, is_buffer in alike if is_buffer], running_statistics(model)),
         fitting=Fitting(
             Sizes(planned=planned, current=planned),
             device=device,
@@ -312,7 +314,8 @@ def _wiring(  # noqa: PLR0913 - what is wired, and how
         return Sharded(model, setting, groups, mid_backward)
     if mid_backward is not None:
         called = mid_backward
-        parameters[len(parameters) // 2].register_post_accumulate_grad_hook(lambda _: called())
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: called())
     if groups.size == 1:
         return Alone(parameters)
     entries: list[tuple[nn.Parameter, Any, int]] = []

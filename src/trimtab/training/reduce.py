@@ -123,6 +123,7 @@ class Reducer:
     ) -> None:
         """`parameters` come with the group that sums them and the number of ranks in it."""
         self.buckets = _buckets(parameters, bucket_bytes)
+        self.arrivals = len(parameters)
         self.next = 0
         self.armed = False
         self.sent_any = False
@@ -254,9 +255,15 @@ def _buckets(parameters: Sequence[tuple[nn.Parameter, Any, int]], most: int) -> 
 class Buffers:
     """Buffers that a forward pass changes: put back when a step is tried again, alike on all ranks after it."""
 
-    def __init__(self, entries: Sequence[tuple[torch.Tensor, Any, int]]) -> None:
-        """`entries` come with the group that shares them and the first rank in it; -1: nobody else has it."""
+    def __init__(
+        self, entries: Sequence[tuple[torch.Tensor, Any, int]], running: frozenset[int] = frozenset()
+    ) -> None:
+        """`entries` come with the group that shares them and the first rank in it; -1: nobody else has it.
+
+        `running` names by id the running statistics of normalisations, which change without counting it.
+        """
         self._entries = list(entries)
+        self._running = [number for number, (one, *_) in enumerate(entries) if id(one) in running]
         self._followed: list[int] | None = None
         """Which of them change; None before the first step has shown it."""
         self._versions: list[int] = []
@@ -274,14 +281,13 @@ class Buffers:
         """As they were before the step."""
         for number, copy in self._copies.items():
             buffer = self._entries[number][0]
-            if buffer._version != self._versions[number]:
-                buffer.copy_(copy)
-                self._versions[number] = buffer._version
+            buffer.copy_(copy)
+            self._versions[number] = buffer._version
 
     def strays(self) -> int:
         """How many have changed that are not known to."""
         known = () if self._followed is None else self._followed
-        return sum(number not in known for number in self._changed())
+        return len(set(self._changed()).difference(known))
 
     def learn(self, device: Any, size: int) -> None:
         """All ranks agree on which buffers change: called by all, when the status says that one has strays."""
@@ -303,11 +309,24 @@ class Buffers:
                 dist.broadcast(buffer, source, group=group)
 
     def _changed(self) -> list[int]:
-        return [
+        if not self._versions:
+            return []
+        counted = [
             number
             for number, (buffer, *_) in enumerate(self._entries)
-            if number < len(self._versions) and buffer._version != self._versions[number]
+            if buffer._version != self._versions[number]
         ]
+        return [*counted, *self._running]
+
+
+def running_statistics(model: nn.Module) -> frozenset[int]:
+    """Buffers of normalisations that follow the batches, by id."""
+    return frozenset(
+        id(buffer)
+        for module in model.modules()
+        if getattr(module, "track_running_stats", False)
+        for buffer in module.buffers(recurse=False)
+    )
 
 
 def make_alike(tensors: Iterable[tuple[torch.Tensor, Any, int]], device: Any) -> int:
@@ -359,6 +378,7 @@ class Alone:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = parameters
+        self.arrivals = len(parameters)
 
     def begin(self) -> None:
         """No gradients."""

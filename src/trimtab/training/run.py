@@ -256,7 +256,8 @@ class Run:
         if isinstance(self.plan, Plan):
             return self.plan.choice
         if isinstance(self.plan, Setting):
-            return self.plan
+            # One that was written by hand may have plain words where the choices are.
+            return Setting.from_builtins(self.plan.to_builtins())
         if self.plan is not None:
             raise WrongUse(
                 f"a plan of type {type(self.plan).__name__}",
@@ -304,6 +305,7 @@ class Run:
             self._say_compile,
             self._mid_backward if self._faults is not None else None,
         )  # fmt: skip
+        self._strikes_at = max(1, self._prepared.wiring.arrivals // 3)
         return self._prepared.model, self._prepared.updater.optimizer
 
     def loader(self, dataset: Any, seed: int = 0) -> Loader:
@@ -590,7 +592,9 @@ class Run:
         return self._faults.at(point, self._window.step, self.rank)
 
     def _mid_backward(self) -> None:
-        if self._open:
+        """Called as gradients come; a drill strikes when some have been sent and others not."""
+        self._arrived += 1
+        if self._open and self._arrived >= self._strikes_at:
             self._at("backward")
 
     def _backward(self, part: Part, loss: Any, share: Any) -> None:
@@ -602,7 +606,7 @@ class Run:
         self._loss = told.double() if self._loss is None else self._loss + told
         if self._scale.value != 1.0:
             weighted = weighted * self._scale.value
-        self._open = True
+        self._open, self._arrived = True, 0
         try:
             weighted.backward()
         finally:

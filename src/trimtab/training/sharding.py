@@ -113,6 +113,7 @@ class Sharded:
         self._ledger.mid_backward = mid_backward
         self._replicas = setting.mesh.dp_replicate
         self._units = [one for one in model.modules() if isinstance(one, FSDPModule)]
+        self.arrivals = len(self._units)
         self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._keeps_whole = self._small()
         self._key: tuple[bool, bool] | None = None
