@@ -16,6 +16,7 @@ import contextlib
 import os
 import time
 import traceback
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 MOST_ATTEMPTS = 40
 """Of one step; more means that something else than memory or numbers is wrong."""
+_COMPILER = "the compiler failed"
 LONE_TRIES = 3
 """How often one sample is tried again: others may have had the memory for a moment."""
 _OPS = {
@@ -93,7 +95,9 @@ class Part:
     __slots__ = ("_batch", "_cast", "_entered", "_host", "_run", "_share", "count", "done", "error", "number",
                  "samples")  # fmt: skip
 
-    def __init__(self, run: Run, host: Any, samples: int, share: Any, number: int, count: int) -> None:
+    def __init__(  # noqa: PLR0913 - made in two places, both here
+        self, run: Run, host: Any, *, samples: int, share: Any, number: int, count: int
+    ) -> None:
         self._run = run
         self._host = host
         self._batch: Any = None
@@ -133,7 +137,7 @@ class Part:
                 cure="Call it once inside of `with part:`.",
             )
         self._leave_autocast()
-        self._run._backward(self, loss, self._share)
+        self._run._backward(loss, self._share)
         self.done = True
 
     def __exit__(
@@ -149,9 +153,9 @@ class Part:
                     found="part.backward() was not called",
                     cure="Call it with the loss of the part.",
                 )
-            self._run._left(self)
+            self._run._left()
             return False
-        self.error = self._run._swallows(self, error)
+        self.error = self._run._swallows(error)
         if self.error is None:
             return False
         # What the failed pass left behind hangs on the frames that it came through.
@@ -338,7 +342,7 @@ class Run:
         return self.update()
 
     def parts(self, batch: Any) -> Iterator[Part]:
-        """The parts of a step, again and in other sizes until all ranks have succeeded; then call update()."""
+        """The parts of a step, again and in other sizes until all ranks have succeeded; update() follows."""
         ready = self._ready()
         self._outcome = None
         window, total = self._opened(ready, batch)
@@ -372,7 +376,7 @@ class Run:
             verdict, heard = self._close(ready, window, failed_at, len(parts))
             again = self._answer(ready, window, verdict, heard, bad)
             if again is None:
-                self._end(ready, window, heard, verdict, attempts, len(parts))
+                self._end(ready, window, heard, verdict, attempts=attempts, parts=len(parts))
                 return
             bad += again
 
@@ -381,7 +385,7 @@ class Run:
         self._rehearsing = True
         self._start_over(ready)
         for number in range(2):
-            part = Part(self, window.filler(), 0, 0.0, number, 2)
+            part = Part(self, window.filler(), samples=0, share=0.0, number=number, count=2)
             yield part
             if part.error is not None:
                 raise NothingFits(
@@ -425,7 +429,7 @@ class Run:
             status.agree(0.0, self.torch_device, self.size, least=True)
 
     def rollback_needed(self) -> bool:
-        """Whether the optimizer of any rank was interrupted halfway since the last step. All ranks call it."""
+        """Whether the optimizer of a rank was interrupted halfway in the last step. All ranks call it."""
         return bool(status.agree(float(self._rollback), self.torch_device, self.size, least=False))
 
     def memory(self) -> dict[str, int]:
@@ -559,13 +563,15 @@ class Run:
         if ready.wiring.equal_parts:
             count = self._most_parts(window, size)
         parts = [
-            Part(self, one.batch, one.samples, _share(weight, total), number, count)
+            Part(
+                self, one.batch, samples=one.samples, share=_share(weight, total), number=number, count=count
+            )
             for number, (one, weight) in enumerate(kept)
         ]
         self._weight: Any = sum(weight for _, weight in kept)
-        fillers = count - len(parts)
         parts += [
-            Part(self, window.filler(), 0, 0.0, len(parts) + number, count) for number in range(fillers)
+            Part(self, window.filler(), samples=0, share=0.0, number=number, count=count)
+            for number in range(len(parts), count)
         ]
         ready.regular = min(size, ready.regular_share)
         return parts
@@ -575,7 +581,7 @@ class Run:
         if window.indices or window.samples != window.size:
             shares = [one.samples for one in self.setting.shares]
             places = bounds(window.samples, self.groups.data_parallel, shares)
-            largest = max(stop - start for start, stop in zip(places, places[1:], strict=False))
+            largest = max(stop - start for start, stop in pairwise(places))
             return -(-largest // size)
         return int(status.agree(-(-window.size // size), self.torch_device, self.size, least=False))
 
@@ -597,7 +603,7 @@ class Run:
         if self._open and self._arrived >= self._strikes_at:
             self._at("backward")
 
-    def _backward(self, part: Part, loss: Any, share: Any) -> None:
+    def _backward(self, loss: Any, share: Any) -> None:
         preparing.check_loss(loss)
         weighted = loss if isinstance(share, float) and share == 1.0 else loss * share
         if self._faults is not None and self._at("gradient") == "nan":
@@ -612,13 +618,12 @@ class Run:
         finally:
             self._open = False
 
-    def _left(self, part: Part) -> None:
+    def _left(self) -> None:
         ready = self._ready()
         if ready.compiling is not None:
             ready.compiling.done()
-        del part
 
-    def _swallows(self, part: Part, error: BaseException) -> str | None:
+    def _swallows(self, error: BaseException) -> str | None:
         """What to say of an error that the step recovers from; None for one that it does not."""
         ready = self._ready()
         if is_out_of_memory(error):
@@ -626,8 +631,7 @@ class Run:
         if not isinstance(error, Exception):
             return None
         if ready.compiling is not None and ready.compiling.gives_up(error):
-            del part
-            return "compile"
+            return _COMPILER
         return None
 
     def _recover(self, ready: preparing.Prepared, window: Window, part: Part) -> None:
@@ -637,7 +641,7 @@ class Run:
         part._batch = part._host = None
         ready.wiring.abandon()
         ready.fitting.release()
-        if why == "compile":
+        if why == _COMPILER:
             return
         size = max(part.samples, 1)
         move = ready.fitting.failed(size=size, share=max(window.size, 1), step=self.steps)
@@ -649,7 +653,8 @@ class Run:
         if self._lone_failures > LONE_TRIES:
             self._fatal = f"one sample at once ran out of memory {self._lone_failures} times ({known}); {why}"
             return
-        self._tell(IncidentKind.OUT_OF_MEMORY, why, f"memory was given back, and one sample is tried again; {known}")
+        again = f"memory was given back, and one sample is tried again; {known}"
+        self._tell(IncidentKind.OUT_OF_MEMORY, why, again)
 
     def _close(
         self, ready: preparing.Prepared, window: Window, failed_at: int | None, count: int
@@ -745,6 +750,7 @@ class Run:
         window: Window,
         heard: Status,
         verdict: status.Verdict,
+        *,
         attempts: int,
         parts: int,
     ) -> None:

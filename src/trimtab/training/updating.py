@@ -1,4 +1,4 @@
-"""The optimizer step: skipped by the device itself where it can, undone by nobody, retried where unchanged."""
+"""The optimizer step: skipped by the device itself where it can be, tried again where it changed nothing."""
 
 from __future__ import annotations
 

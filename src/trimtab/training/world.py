@@ -1,8 +1,8 @@
 """Which process of how many this is, and how they meet.
 
-`read` is a pure function of the environment's variables: plain python, torchrun, srun, or RANK, WORLD_SIZE and
-LOCAL_RANK set by hand. `connect` makes the process group. What is half-set, contradictory or does not answer
-is an error at once, with the variable named; never a wait of half an hour.
+`read` is a pure function of the environment's variables: plain python, torchrun, srun, or RANK, WORLD_SIZE
+and LOCAL_RANK set by hand. `connect` makes the process group. What is half-set, contradictory or does not
+answer is an error at once, with the variable named; never a wait of half an hour.
 """
 
 from __future__ import annotations
@@ -234,6 +234,7 @@ def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) ->
 
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     if world.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(world.device))
@@ -243,7 +244,7 @@ def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) ->
         options["device_id"] = torch.device(world.device)
     dist.init_process_group(
         world.backend,
-        store=dist.PrefixStore(f"group{world.restarts}", store),
+        store=PrefixStore(f"group{world.restarts}", store),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(minutes=timeout_min),
@@ -254,9 +255,10 @@ def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) ->
 def connect_alone(world: World) -> None:
     """A process group of one, for what cannot do without."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     if not dist.is_initialized():
-        dist.init_process_group(world.backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(world.backend, store=HashStore(), rank=0, world_size=1)
 
 
 def disconnect() -> None:
@@ -272,6 +274,7 @@ def _met(world: World, join_s: float) -> Any:
     from datetime import timedelta
 
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     assert world.address is not None  # noqa: S101 - read() gives both where there is more than one
     assert world.port is not None  # noqa: S101
@@ -283,7 +286,7 @@ def _met(world: World, join_s: float) -> Any:
         _check_answers(world.address, world.port, join_s)
     wait = timedelta(seconds=join_s)
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             world.address, world.port, None, is_master=listens, timeout=wait, wait_for_workers=False
         )
         if store.add(f"rank{world.rank}/{world.restarts}", 1) > 1:
