@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         plan,
         profile,
         read_plan,
+        train,
     )
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
@@ -50,6 +51,7 @@ __all__ = [
     "plan",
     "profile",
     "read_plan",
+    "train",
 ]
 
 _HOMES = {
@@ -70,6 +72,7 @@ _HOMES = {
     "plan": "trimtab.api",
     "profile": "trimtab.api",
     "read_plan": "trimtab.api",
+    "train": "trimtab.api",
 }
 
 
