@@ -1,1 +1,1 @@
-"""Trains a job: the loop, and what keeps it going while memory, numbers and machines fail."""
+"""Trains a job under a plan, and keeps it going while memory, numbers and machines fail."""
