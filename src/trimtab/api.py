@@ -608,8 +608,8 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     """What is to be trained, checked and planned, and the processes that have to be started for it.
 
     `steps` optimizer steps in all; `procs` processes here; `pins` fix choices of the plan; `checkpoint_steps`
-    and `checkpoint_s` lie between checkpoints, of which `keep` are kept; `evaluate_steps` between evaluations;
-    `every` steps a line is printed; `faults` is the file of a drill.
+    or `checkpoint_s` lie between checkpoints, of which `keep` stay; `evaluate_steps` between evaluations; a
+    line is printed `every` so many steps; `faults` is the file of a drill.
     """
     import os
 
@@ -620,6 +620,7 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     from trimtab.training.faults import read as read_faults
     from trimtab.training.world import ALONE
     from trimtab.training.world import read as read_world
+    from trimtab.units import parse_whole
 
     name, changed = name_of(job)
     overrides = changed | (options or {})
@@ -648,9 +649,8 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     if world.is_main:
         # One rank plans; the others learn it from that one.
         ranks = procs if world.launcher == ALONE else world.size
-        together = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or min(
-            world.size, len(here.devices) or world.size
-        )
+        told = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
+        together = told or min(world.size, len(here.devices) or world.size)
         per_node = None if world.launcher == ALONE else together
         chosen = plan_to_train(name, overrides, plan, ranks, pins, here, per_node=per_node, say=say)
     asked = task.Task(
@@ -683,7 +683,7 @@ def run_training(task: Task, fleet: Fleet | None) -> Ending:
     return worker.run(task) if fleet is None else start.launch(task, fleet)
 
 
-def plan_to_train(  # noqa: PLR0913 - what a plan is made of
+def plan_to_train(  # noqa: PLR0913, PLR0917 - what a plan is made of
     job: str,
     overrides: dict[str, Any],
     given: Plan | Path | str | None,

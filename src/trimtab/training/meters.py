@@ -79,6 +79,13 @@ class Line(Noun, frozen=True, kw_only=True):
             parts.append(f"skipped: {self.skipped}")
         return ", ".join(parts)
 
+    def fitted(self, width: int) -> str:
+        """As much of it as a terminal of that width shows in one line, from the left."""
+        text = self.text
+        while len(text) > width and ", " in text:
+            text = text.rpartition(", ")[0]
+        return text
+
 
 def _short(value: float) -> str:
     """A speed in as few digits as a person reads.
@@ -126,7 +133,7 @@ def printed_every(steps: int | None) -> int:
 class Meters:
     """Shows and keeps the lines of one run; only rank 0 has one."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a field
         self,
         *,
         every: int,
@@ -186,15 +193,16 @@ class Meters:
         if self.quiet:
             return
         if self.as_json:
-            self._write(json.dumps(line.to_builtins()))
+            self.write(json.dumps(line.to_builtins()))
         elif self._live is not None:
             # A terminal keeps only what is worth scrolling back to.
             if line.skipped or line.validation_loss is not None or line.step == self.steps:
                 self._live.console.print(line.text, markup=False, highlight=False)
         else:
-            self._write(line.text)
+            self.write(line.text)
 
-    def _write(self, text: str) -> None:
+    def write(self, text: str) -> None:
+        """A line of the answer."""
         self.stream.write(text + "\n")
         self.stream.flush()
 
@@ -223,7 +231,8 @@ class Meters:
 
             ahead = (self.steps - line.step) * line.samples / self._speed
             left = f" of {self.steps}, {format_duration(ahead)} left"
-        self._live.update(Text(line.text.replace(":", f"{left}:", 1), no_wrap=False))
+        width = self._live.console.width - len(left)
+        self._live.update(Text(line.fitted(width).replace(":", f"{left}:", 1)))
 
     def _to_board(self, line: Line) -> None:
         assert self._board is not None  # noqa: S101 - asked before
@@ -240,7 +249,7 @@ def _board(folder: Path | None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder))
 
 
 class Clock:

@@ -79,19 +79,18 @@ def several_nodes(one: Cluster, nodes: int) -> Cluster:
 
 def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Setting:
     """How processes without a GPU share the work."""
-    wrong = contradictions({**pins, "gpus": procs}, workload, procs)
+    strategy = Strategy(pins.get("strategy", Strategy.DDP if procs > 1 else Strategy.SINGLE))
+    wrong = contradictions({**pins, "gpus": procs, "strategy": strategy}, workload, procs)
     if pins.get("gpus", procs) != procs:
         wrong.append((f"gpus={pins['gpus']}, and there are {procs} processes", f"use --procs {pins['gpus']}"))
     if wrong:
         what, cure = wrong[0]
+        given = " ".join(f"--pin {key}={value}" for key, value in pins.items())
         raise WrongUse(
-            "--pin " + " --pin ".join(f"{key}={value}" for key, value in pins.items())
-            if pins
-            else f"--procs {procs}",
+            given or f"--procs {procs}",
             found=what.replace("GPUs", "processes").replace("GPU", "process"),
             cure=cure.replace("GPUs", "processes").capitalize() + ".",
         )
-    strategy = Strategy(pins.get("strategy", Strategy.DDP if procs > 1 else Strategy.SINGLE))
     mesh = spread(strategy, procs, branches=len(workload.branches))
     micro, rounds = _cut(workload.global_batch, mesh.data_parallel, pins)
     return Setting(

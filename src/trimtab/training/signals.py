@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
@@ -28,9 +28,8 @@ ECHO_S = 3.0
 are one."""
 SILENCE_S = 20.0
 """How long after a request no step may end before the process gives up on ending well."""
-TOO_MANY = 1000
+FIELD = 10_000
 """More ranks than the packed request can tell apart."""
-CHECKPOINT = float(TOO_MANY**2)
 
 
 def exit_code(asked: signal.Signals) -> int:
@@ -42,26 +41,39 @@ def exit_code(asked: signal.Signals) -> int:
     return 128 + asked
 
 
-def packed(asked: signal.Signals | None, *, checkpoint: bool = False) -> float:
-    """One number that can be summed over ranks: who was asked what, and whether a checkpoint is due.
+class Request(NamedTuple):
+    """What ranks tell each other beside the status of a step."""
 
-    A float of 32 bits keeps whole numbers to 16.7 million, so there is room for 999 ranks that heard
-    SIGUSR1, 999 that heard anything else, and rank 0's word on the checkpoint.
+    asked: signal.Signals | None = None
+    """A signal to end by."""
+    news: bool = False
+    """Whether a rank has incidents that rank 0 does not know yet."""
+    checkpoint: bool = False
+    """Whether rank 0's clock says that a checkpoint is due."""
+
+
+def packed(one: Request) -> float:
+    """A request as one number that can be summed over ranks.
+
+    Whole numbers are exact in 64 bits up to 9e15: from the right, there are four digits for ranks that were
+    asked to end, four for those that were warned, four for those with news, and the rest for the checkpoint.
     """
-    ending = 0.0 if asked is None else float(TOO_MANY) if asked is signal.SIGUSR1 else 1.0
-    return ending + (CHECKPOINT if checkpoint else 0.0)
+    ended = one.asked is not None and one.asked is not signal.SIGUSR1
+    fields = (ended, one.asked is signal.SIGUSR1, one.news, one.checkpoint)
+    return float(sum(int(field) * FIELD**place for place, field in enumerate(fields)))
 
 
-def unpacked(total: float) -> tuple[signal.Signals | None, bool]:
-    """What the ranks asked for together: a signal to end by, and whether a checkpoint is due.
+def unpacked(total: float) -> Request:
+    """What ranks asked for together.
 
-    >>> unpacked(packed(signal.SIGUSR1) + packed(None, checkpoint=True))
-    (<Signals.SIGUSR1: 10>, True)
+    >>> unpacked(packed(Request(signal.SIGUSR1)) + packed(Request(checkpoint=True))).checkpoint
+    True
     """
-    checkpoint, ending = divmod(round(total), round(CHECKPOINT))
-    warned, ended = divmod(ending, TOO_MANY)
+    left, ended = divmod(round(total), FIELD)
+    left, warned = divmod(left, FIELD)
+    checkpoint, news = divmod(left, FIELD)
     asked = signal.SIGTERM if ended else signal.SIGUSR1 if warned else None
-    return asked, checkpoint > 0
+    return Request(asked, news > 0, checkpoint > 0)
 
 
 class Signals:
@@ -84,6 +96,9 @@ class Signals:
         self._wakeup = -1
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            # Python hears signals in its main thread alone: whoever has that answers them.
+            return self
         self._mouth.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         for one in HEARD:
@@ -94,6 +109,8 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._before:
+            return
         signal.set_wakeup_fd(self._wakeup)
         for one, handler in self._before.items():
             signal.signal(one, handler)  # type: ignore[arg-type] # what signal() gave, it takes

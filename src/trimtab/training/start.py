@@ -75,7 +75,7 @@ def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
 
 
 def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
-    """torchrun's command line."""
+    """The command line of torchrun."""
     if fleet.rendezvous:
         place = [
             f"--nnodes={fleet.nodes}",
@@ -145,9 +145,11 @@ def _agent(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen
 def _wait(agent: subprocess.Popen[bytes], control: Control) -> int:
     """Wait for torchrun, and pass on what we are asked."""
     heard: list[signal.Signals] = []
-    before = {
-        one: signal.signal(one, lambda number, _: heard.append(signal.Signals(number))) for one in HEARD
-    }
+
+    def note(number: int, _: object) -> None:
+        heard.append(signal.Signals(number))
+
+    before = {one: signal.signal(one, note) for one in HEARD}
     told: set[tuple[int, int]] = set()
     try:
         while (code := agent.poll()) is None:

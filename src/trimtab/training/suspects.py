@@ -62,7 +62,7 @@ def first_bad(
         with _watched(model) as seen:
             loss = compute()
             is_bad = not _finite(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         found = found or _forward(seen) or (Suspect(phase=LOSS) if is_bad else _backward(seen, model))
     return found
 
@@ -89,11 +89,11 @@ def _watched(model: nn.Module) -> Iterator[_Seen]:
     handles: list[Any] = []
 
     def watch(name: str, side: str, values: Any) -> None:
-        for one in tree_leaves(values):
-            if isinstance(one, torch.Tensor) and one.requires_grad:
-                handles.append(
-                    one.register_hook(lambda grad: seen.gradients.append((name, side, _finite(grad))))
-                )
+        handles.extend(
+            one.register_hook(lambda grad: seen.gradients.append((name, side, _finite(grad))))
+            for one in tree_leaves(values)
+            if isinstance(one, torch.Tensor) and one.requires_grad
+        )
 
     def before(name: str, _: nn.Module, values: Any, named: Any) -> None:
         watch(name, "in", (values, named))
@@ -173,7 +173,7 @@ def keep_fp32(model: nn.Module, name: str) -> bool:
         return tree_map_only(torch.Tensor, lambda one: _narrow(one, before), output)
 
     module.forward = forward  # type: ignore[method-assign]
-    module._trimtab_fp32 = True  # type: ignore[assignment]  # noqa: SLF001 - our own mark
+    module._trimtab_fp32 = True  # noqa: SLF001 - our own mark
     return True
 
 

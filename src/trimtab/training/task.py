@@ -96,7 +96,7 @@ def check_trainable(job: Any, name: str) -> None:
         raise JobFailed(
             f"job {name}",
             found="it has no dataset(), which planning does without and training does not",
-            cure="Give it dataset(self), which returns a torch dataset whose items collate to what batch() returns.",
+            cure="Give it dataset(): a torch dataset whose items collate to what batch() returns.",
         )
 
 
@@ -108,7 +108,7 @@ def place(out: Path | str | None, job: str) -> Path:
     """
     if out is not None:
         return Path(out)
-    file, colon, attribute = job.rpartition(":")
+    file, _, attribute = job.rpartition(":")
     stem = Path(file).stem if file.endswith(".py") else Path(file).name if file else ""
     name = "-".join(part for part in (stem, Path(attribute).name) if part)
     return RUNS / "".join(one if one.isalnum() or one in "-._" else "-" for one in name)

@@ -97,7 +97,7 @@ def _unforeseen(error: Exception, control: Control | None) -> int:
 def steps_done() -> int:
     """How far this process had come; 0 where the loop was never reached."""
     loop = sys.modules.get("trimtab.training.loop")
-    return int(getattr(loop, "REACHED", 0)) if loop else 0
+    return int(loop.Progress.step) if loop else 0
 
 
 def _say(text: str) -> None:
