@@ -47,6 +47,7 @@ class IncidentKind(StrEnum):
     TIME_LIMIT = "time-limit"
     HANG = "hang"
     BAD_CHECKPOINT = "bad-checkpoint"
+    FULL_DISK = "full-disk"
     RESIZE = "resize"
     BUG = "bug"
 
