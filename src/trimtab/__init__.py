@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
     from trimtab.spec import Cluster, Device, Finding, Link, Node
+    from trimtab.training.run import Run
 
 __all__ = [
     "Cluster",
@@ -39,6 +40,7 @@ __all__ = [
     "Job",
     "Link",
     "Node",
+    "Run",
     "TrimtabError",
     "__version__",
     "calibrate",
@@ -61,6 +63,7 @@ _HOMES = {
     "Job": "trimtab.jobs.job",
     "Link": "trimtab.spec",
     "Node": "trimtab.spec",
+    "Run": "trimtab.training.run",
     "TrimtabError": "trimtab.errors",
     "calibrate": "trimtab.api",
     "cluster": "trimtab.api",

@@ -49,6 +49,9 @@ class IncidentKind(StrEnum):
     BAD_CHECKPOINT = "bad-checkpoint"
     FULL_DISK = "full-disk"
     RESIZE = "resize"
+    MICRO_BATCH = "micro-batch"
+    """Another micro-batch between two steps; the global batch stays."""
+    COMPILE = "compile"
     BUG = "bug"
 
 
