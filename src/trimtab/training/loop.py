@@ -79,7 +79,9 @@ class Drill:
 class Stateful:
     """Something with a state, as the keeper takes it."""
 
-    def __init__(self, state: Callable[[], dict[str, Any]], load_state: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, state: Callable[[], dict[str, Any]], load_state: Callable[[dict[str, Any]], None]
+    ) -> None:
         self.state_dict = state
         self.load_state_dict = load_state
 
@@ -102,7 +104,7 @@ class Training:
             self.scribe.tell(IncidentKind.RESIZE, "the plan is for another number of processes", resized)
         self.faults = Faults(task.faults_due, self.scribe.folder.root) if task.faults_due else None
         drill = None if self.faults is None else Drill(self.faults)
-        self.run = Run(self.plan, job=self.job, world=world, listen=self.scribe.hear, faults=drill)
+        self.run = Run(self.plan, job=self.job, connected=world, listen=self.scribe.hear, faults=drill)
         stack.callback(self.run.close)
         self._build()
 

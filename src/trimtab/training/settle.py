@@ -76,11 +76,16 @@ def settled(task: Task, job: Any, world: World) -> tuple[Plan, str]:
 def resized(task: Task, plan: Plan, job: Any, world: World) -> tuple[Plan, str]:
     """A plan for another number of processes, with the same global batch."""
     nodes = _nodes(world)
-    choice, words = divided(plan.choice, world.size, nodes=nodes, branches=len(getattr(job, "branches", {}) or {}))
+    choice, words = divided(
+        plan.choice, world.size, nodes=nodes, branches=len(getattr(job, "branches", {}) or {})
+    )
     if world.device.startswith("cuda") and nodes == 1:
         planned = _planned(task, plan, world.size)
         if planned is not None:
-            return planned, f"planned again for {world.size} GPUs; the global batch stays {choice.global_batch}"
+            return (
+                planned,
+                f"planned again for {world.size} GPUs; the global batch stays {choice.global_batch}",
+            )
     return plan.replace(choice=choice, places=()), words
 
 
@@ -94,8 +99,22 @@ def _planned(task: Task, plan: Plan, gpus: int) -> Plan | None:
     """A new plan from `trimtab plan`, in a process of its own: a rank has no business tracing."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
-        pins = {key: value for key, value in plan.policy.pins.items() if key not in ("gpus", "data_parallel", "micro_batch", "accumulation", "strategy")}
-        command = [sys.executable, "-m", "trimtab", "plan", task.job, "--pin", f"gpus={gpus}", "--out", str(file)]
+        pins = {
+            key: value
+            for key, value in plan.policy.pins.items()
+            if key not in ("gpus", "data_parallel", "micro_batch", "accumulation", "strategy")
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "trimtab",
+            "plan",
+            task.job,
+            "--pin",
+            f"gpus={gpus}",
+            "--out",
+            str(file),
+        ]
         for key, value in pins.items():
             command += ["--pin", f"{key}={value}"]
         for key, value in task.options.items():
