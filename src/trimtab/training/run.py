@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.errors import NothingFits, WrongUse
+from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import load
 from trimtab.spec import Incident, IncidentKind, Mesh, Plan, Setting, Strategy
 from trimtab.training import preparing, status, world
