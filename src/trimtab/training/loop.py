@@ -211,10 +211,10 @@ class Training:
     def _announce(self) -> None:
         choice = self.plan.choice
         words = f"micro-batch {choice.micro_batch} x {choice.accumulation} x {choice.data_parallel}"
-        where = "the CPU: nothing is estimated" if self.run.device.type == "cpu" else str(self.run.device)
+        where = "without a GPU" if self.run.device.type == "cpu" else f"on {torch.cuda.get_device_name()}"
         self.scribe.meters.say(
             f"{self.task.job}, {choice.strategy}, {words} = global batch {choice.global_batch}, "
-            f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} on {where}"
+            f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
 
     def _step(self, window: Window, clock: Clock) -> Request:

@@ -68,13 +68,14 @@ class Scribe:
         if not self.world.is_main:
             return
         before = self._before()
+        self.folder.events_file.touch()
         if before.get("state") == "running":
             lines = self.folder.lines()
             self.tell(
                 IncidentKind.LOST_RANK,
                 f"attempt {before['attempt']}, with {before['procs']} process{'es' * (before['procs'] > 1)}, "
                 "ended without a word: a process was killed, or its node was lost",
-                "this attempt goes on from the last checkpoint",
+                "this attempt goes on from the last checkpoint, or from the start",
                 step=lines[-1]["step"] if lines else 0,
             )
         self._attempt = int(before.get("attempt", 0)) + 1

@@ -100,7 +100,6 @@ def environment(before: Mapping[str, str], fleet: Fleet, control: Path, cores: i
     found = {name: value for name, value in before.items() if name not in LAUNCHED}
     found[FOLDER] = str(control)
     found.setdefault("OMP_NUM_THREADS", str(max(1, cores // fleet.procs)))
-    found.setdefault("LOGLEVEL", "CRITICAL")
     found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     found.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     return found
@@ -216,10 +215,15 @@ def main() -> int:
     """Be torchrun."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     end_with_parent()
+    import logging
+
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if "TORCHELASTIC_LOG" not in os.environ:
+        # What it would say is said by the ranks and by their parent, in their words.
+        logging.disable(logging.ERROR)
     try:
         run.main(sys.argv[1:])
     except SignalException as asked:
