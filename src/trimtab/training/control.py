@@ -45,6 +45,14 @@ class Control:
         """Let no rank start any more."""
         self._write("stopping", str(int(asked)))
 
+    def done(self) -> None:
+        """The run has come to its end, whatever was asked meanwhile."""
+        self._write("done", "")
+
+    def is_done(self) -> bool:
+        """Whether the run has come to its end."""
+        return self._file("done").exists()
+
     def fail(self, error: TrimtabError) -> None:
         """An error that would come again; the first rank to say so is heard."""
         known = type(error).__name__ if getattr(errors, type(error).__name__, None) else "TrimtabError"

@@ -20,6 +20,7 @@ import torch
 from trimtab.errors import JobFailed
 from trimtab.jobs.load import failed, load
 from trimtab.spec import IncidentKind
+from trimtab.training.control import given
 from trimtab.training.evaluate import evaluate, validation_of
 from trimtab.training.faults import Faults, tear
 from trimtab.training.folder import RunFolder, RunIdentity
@@ -57,7 +58,10 @@ def train(task: Task) -> Ending:
     """Train until the task is done or a signal asks for the end."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     world = read(os.environ, gpus)
+    notes = given()
     with Signals() as signals:
+        # What the parent was asked while this process was still waking up.
+        signals.asked = signals.asked or (notes.stopping() if notes is not None else None)
         connect(world, timeout_min=task.timeout_min)
         with ExitStack() as stack:
             ending = Training(task, world, signals, stack).go()

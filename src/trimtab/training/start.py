@@ -185,10 +185,10 @@ def _judged(code: int, control: Control, fleet: Fleet) -> str:
     if error is not None:
         raise error
     asked = control.stopping()
+    if control.is_done() or (code == 0 and asked is None):
+        return ""
     if asked is not None:
         return asked.name
-    if code == 0:
-        return ""
     signals = {-int(one): one.name for one in HEARD} | {exit_code(one): one.name for one in HEARD}
     if code in signals:
         return signals[code]

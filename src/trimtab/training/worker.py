@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -38,12 +39,17 @@ def main(arguments: list[str]) -> int:
         if control.is_over():
             return 0
         end_with_parent()
+        # Until the run listens, Ctrl-C ends this process without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from trimtab.training.task import Task
 
     file = Path(arguments[0])
     task = Task.from_json(file.read_bytes(), origin=str(file))
     try:
-        return run(task).exit_code
+        ending = run(task)
+        if control is not None and not ending.asked:
+            control.done()
+        return ending.exit_code
     except TrimtabError as error:
         if control is None:
             raise
