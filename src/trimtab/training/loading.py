@@ -100,7 +100,9 @@ def window_of(batch: Any, *, samples: int | None = None, step: int = 0, epoch: i
             found="there is no tensor in it whose first length counts samples",
             cure="Give tensors, or dicts, lists or tuples of them, or a window of run.loader().",
         ) from error
-    return Window(step=step, epoch=epoch, samples=size if samples is None else samples, size=size, batch=batch)
+    return Window(
+        step=step, epoch=epoch, samples=size if samples is None else samples, size=size, batch=batch
+    )
 
 
 @dataclass(kw_only=True)
@@ -292,9 +294,7 @@ class _Source:
     ) -> None:
         self.dataset = dataset
         self.order = order
-        self.share = functools.partial(
-            share_of, rank=rank, data_parallel=data_parallel, shares=shares
-        )
+        self.share = functools.partial(share_of, rank=rank, data_parallel=data_parallel, shares=shares)
         self.separate = separate
 
     def __getitem__(self, step: int) -> tuple[Any, bytes | None] | TrimtabError:

@@ -285,12 +285,16 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def packed(values: dict[str, Any]) -> bytes:
-    """Plain values as bytes that can be read without running anything; an error names what cannot."""
+    """Plain values as bytes that can be read without running anything.
+
+    An error names those that cannot, among them each of `objects` by its own name.
+    """
     plain = _without_numpy(values)
     data = _saved(plain)
     if _is_safe(data):
         return data
-    guilty = [name for name, one in plain.items() if not _is_safe(_saved(one))]
+    each = {**{name: one for name, one in plain.items() if name != "objects"}, **plain.get("objects", {})}
+    guilty = [name for name, one in each.items() if not _is_safe(_saved(one))]
     raise WrongUse(
         f"the state of {', '.join(guilty)}",
         found="it holds objects of classes of its own, which a checkpoint could not be read back safely with",

@@ -71,7 +71,9 @@ class Manifest(Noun, frozen=True, kw_only=True):
 class StagedPlanner(DefaultSavePlanner):
     """Plans by the tensors as they are spread over ranks, and writes copies of them that are at rest."""
 
-    def __init__(self, live: dict[str, torch.Tensor], staged: Mapping[str, torch.Tensor], first: bool) -> None:
+    def __init__(
+        self, live: dict[str, torch.Tensor], staged: Mapping[str, torch.Tensor], first: bool
+    ) -> None:
         super().__init__()
         self.staged = staged
         self.set_up_planner(live, is_coordinator=first)
@@ -189,9 +191,7 @@ def manifest_of(folder: Path) -> Manifest | None:
         return None
 
 
-def fault_in(
-    folder: Path, rank: int = 0, size: int = 1, mark: Callable[[Path], FileMark] = mark_of
-) -> str:
+def fault_in(folder: Path, rank: int = 0, size: int = 1, mark: Callable[[Path], FileMark] = mark_of) -> str:
     """What is wrong with a checkpoint, in words, by the files that fall to one of several ranks; or ''."""
     manifest = manifest_of(folder)
     if manifest is None:
