@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import pickle
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +84,10 @@ def world_of(size: int, rank: int, store: Path) -> Iterator[bool]:
         return
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(store), size),
+        store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=timedelta(seconds=60),
     )
     try:
         yield True

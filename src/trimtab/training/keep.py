@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Incident, IncidentKind
@@ -100,7 +100,7 @@ class Keeper:
     and may raise what a disk would.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the outside world, each with a default
         self,
         folder: str | Path,
         *,
@@ -519,7 +519,7 @@ class Ranks:
         dist.scatter_object_list(own, divided if self.first else None, src=0, group=self.group)
         return own[0]
 
-    def reduced(self, make: Callable[[], Any], combine: Callable[[list[Any]], None]) -> Failure | None:
+    def reduced(self, make: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Failure | None:
         """Let the first rank combine what all ranks made; the Failure of any, on all of them."""
         made = self._gathered(make)
         failure = None
