@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Incident, IncidentKind
@@ -100,7 +100,7 @@ class Keeper:
     and may raise what a disk would.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the outside world, each with a default
         self,
         folder: str | Path,
         *,
@@ -178,7 +178,9 @@ class Keeper:
 
     # Saving
 
-    def _task(self, step: int, objects: Mapping[str, Any], extra: dict[str, Any], metric: float | None) -> _Task:
+    def _task(
+        self, step: int, objects: Mapping[str, Any], extra: dict[str, Any], metric: float | None
+    ) -> _Task:
         taken = states.snapshot(objects, self.ranks.rank, self.ranks.size)
         values = {
             "rank": self.ranks.rank,
@@ -254,7 +256,8 @@ class Keeper:
 
         def written() -> tuple[Any, dict[str, FileMark]]:
             results = writer.write_data(planner.finish_plan(plan), planner).wait()
-            files = {one.storage_data.relative_path for one in results}
+            # By name: a rank to whom nothing fell has an empty file, which no result speaks of.
+            files = {one.name for one in folder.glob(f"__{self.ranks.rank}_*")}
             if data is not None:
                 plain = f"plain-{self.ranks.rank}.pt"
                 write_synced(folder / plain, data)
@@ -272,8 +275,11 @@ class Keeper:
         """Vouch for all files, and give the folder its name."""
         unseen = [one for one in marks if not (folder / one).exists()]
         if unseen:
-            raise OSError(0, f"{unseen[0]} was written by another node and is not seen by this one; the folder "
-                          "has to be on a disk that all nodes share")
+            raise OSError(
+                0,
+                f"{unseen[0]} was written by another node and is not seen by this one; the folder "
+                "has to be on a disk that all nodes share",
+            )
         manifest = Manifest(
             step=task.step,
             world=self.ranks.size,
@@ -352,9 +358,7 @@ class Keeper:
         shapes = {name: shape for name, (shape, _) in (others | own).items()}
         found = states.wanted(objects, shapes)
         self._check(path, found, lenient=manifest.frozen is not None and frozen is None, objects=objects)
-        plain = [
-            states.unpacked((path / f"plain-{rank}.pt").read_bytes()) for rank in range(manifest.world)
-        ]
+        plain = [states.unpacked((path / f"plain-{rank}.pt").read_bytes()) for rank in range(manifest.world)]
         names = states.parameter_names(objects)
         place = self.ranks.rank, self.ranks.size
         fresh: dict[str, dict[str, torch.Tensor]] = {}
@@ -478,7 +482,9 @@ class Ranks:
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if together else 0
         self.size = dist.get_world_size() if together else 1
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_min)) if together else None
+        self.group = (
+            dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_min)) if together else None
+        )
 
     @property
     def first(self) -> bool:
@@ -513,7 +519,7 @@ class Ranks:
         dist.scatter_object_list(own, divided if self.first else None, src=0, group=self.group)
         return own[0]
 
-    def reduced(self, make: Callable[[], Any], combine: Callable[[list[Any]], None]) -> Failure | None:
+    def reduced(self, make: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Failure | None:
         """Let the first rank combine what all ranks made; the Failure of any, on all of them."""
         made = self._gathered(make)
         failure = None

@@ -126,7 +126,8 @@ def _take_optimizer(
         for name, parameter in zip(held, group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    taken.tensors[_state_key(label, name, key, parameter, value, place)] = value.detach()
+                    mark = _rank_mark(parameter, value, place)
+                    taken.tensors[f"{label}:{name}:{key}{mark}"] = value.detach()
                 else:
                     rest[f"{label}:{name}:{key}"] = value
     taken.values[label] = {"groups": groups, "rest": rest}
@@ -142,17 +143,13 @@ def _named(names: Mapping[int, str], label: str, parameter: nn.Parameter) -> str
     return names[id(parameter)]
 
 
-def _state_key(
-    label: str, name: str, key: str, parameter: nn.Parameter, value: torch.Tensor, place: tuple[int, int]
-) -> str:
-    """Where a tensor of an optimizer is kept.
+def _rank_mark(parameter: nn.Parameter, value: torch.Tensor, place: tuple[int, int]) -> str:
+    """What the name of an optimizer's tensor ends in where it fits only the same rank of as many.
 
-    What belongs to one rank's shard alone, and does not say so by being a DTensor, fits only the same rank
-    of as many.
+    That is what belongs to one rank's shard of a parameter, and does not say so by being a DTensor.
     """
-    full = f"{label}:{name}:{key}"
     lone = isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1
-    return f"{full}@{place[0]}/{place[1]}" if lone else full
+    return f"@{place[0]}/{place[1]}" if lone else ""
 
 
 @dataclass
@@ -262,7 +259,8 @@ def load_module(label: str, module: nn.Module, values: list[dict[str, Any]]) -> 
 
 def random_states() -> dict[str, Any]:
     """Where the random number generators of this process stand."""
-    name, words, place, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - what datasets draw from
+    numpy: Any = np.random.get_state()  # noqa: NPY002 - what datasets draw from
+    name, words, place, has_gauss, gauss = numpy
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(words.astype(np.int64)), int(place), int(has_gauss), float(gauss)),
@@ -285,12 +283,16 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def packed(values: dict[str, Any]) -> bytes:
-    """Plain values as bytes that can be read without running anything; an error names what cannot."""
+    """Plain values as bytes that can be read without running anything.
+
+    An error names those that cannot, among them each of `objects` by its own name.
+    """
     plain = _without_numpy(values)
     data = _saved(plain)
     if _is_safe(data):
         return data
-    guilty = [name for name, one in plain.items() if not _is_safe(_saved(one))]
+    each = {**{name: one for name, one in plain.items() if name != "objects"}, **plain.get("objects", {})}
+    guilty = [name for name, one in each.items() if not _is_safe(_saved(one))]
     raise WrongUse(
         f"the state of {', '.join(guilty)}",
         found="it holds objects of classes of its own, which a checkpoint could not be read back safely with",

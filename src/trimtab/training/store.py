@@ -11,7 +11,8 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from trimtab.errors import TrimtabError
@@ -71,7 +72,9 @@ class Manifest(Noun, frozen=True, kw_only=True):
 class StagedPlanner(DefaultSavePlanner):
     """Plans by the tensors as they are spread over ranks, and writes copies of them that are at rest."""
 
-    def __init__(self, live: dict[str, torch.Tensor], staged: Mapping[str, torch.Tensor], first: bool) -> None:
+    def __init__(
+        self, live: dict[str, torch.Tensor], staged: Mapping[str, torch.Tensor], first: bool
+    ) -> None:
         super().__init__()
         self.staged = staged
         self.set_up_planner(live, is_coordinator=first)
@@ -117,7 +120,7 @@ class Stage:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor."""
     local = getattr(tensor, "to_local", None)
-    return tensor if local is None else local()  # type: ignore[no-any-return]
+    return tensor if local is None else local()
 
 
 class SafeReader(FileSystemReader):
@@ -137,10 +140,9 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of that name, if an index may have it."""
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size)):
-            found = getattr(torch, name)
-            if isinstance(found, torch.dtype) or found is torch.Size:
-                return found
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype) or (found is not None and found is torch.Size):
+            return found
         allowed = _INDEX_CLASSES.get(module, set())
         if allowed is None or name in allowed:
             return super().find_class(module, name)
@@ -189,9 +191,7 @@ def manifest_of(folder: Path) -> Manifest | None:
         return None
 
 
-def fault_in(
-    folder: Path, rank: int = 0, size: int = 1, mark: Callable[[Path], FileMark] = mark_of
-) -> str:
+def fault_in(folder: Path, rank: int = 0, size: int = 1, mark: Callable[[Path], FileMark] = mark_of) -> str:
     """What is wrong with a checkpoint, in words, by the files that fall to one of several ranks; or ''."""
     manifest = manifest_of(folder)
     if manifest is None:
@@ -210,4 +210,4 @@ def fault_in(
     # Hidden files come from network file systems and desktops, not from us.
     known = {MANIFEST, *manifest.files}
     extra = [one.name for one in folder.iterdir() if one.name not in known and not one.name.startswith(".")]
-    return f"{sorted(extra)[0]} does not belong to it" if extra else ""
+    return f"{min(extra)} does not belong to it" if extra else ""
