@@ -27,23 +27,25 @@ class Compiling:
         self._say = say
         self._proven: set[int] = set()
         self._trying: int | None = None
-        self._call: Any = torch.compile(model._call_impl, dynamic=False)
-
-    @property
-    def on(self) -> bool:
+        self._call: Any = None
+        self.on = True
         """Whether it has not been given up."""
-        return self._call is not None
 
     def use(self, samples: int, regular: int) -> None:
         """Before a part of so many samples, where parts mostly have `regular`."""
-        wanted = self._call is not None and samples == regular
-        self._model.__dict__["_compiled_call_impl"] = self._call if wanted else None
+        wanted = self.on and samples == regular
         self._trying = samples if wanted and samples not in self._proven else None
         if self._trying is not None:
             self._say(
                 f"the first step with {samples} samples at once compiles the model",
                 "warming up: this takes up to a few minutes, once",
             )
+            if self._call is None:
+                try:
+                    self._call = torch.compile(self._model._call_impl, dynamic=False)
+                except Exception as error:  # noqa: BLE001 - whatever it is, the model runs without
+                    self.gives_up(error)
+        self._model.__dict__["_compiled_call_impl"] = self._call if wanted else None
 
     def done(self) -> None:
         """The part that use() was called for has gone through forward and backward."""
@@ -58,6 +60,7 @@ class Compiling:
         text = (str(error).strip().split("\n") or [""])[0][:300]
         self._say(f"compiling failed: {type(error).__name__}: {text}", "going on without torch.compile")
         self._call = self._trying = None
+        self.on = False
         self._model.__dict__["_compiled_call_impl"] = None
         return True
 

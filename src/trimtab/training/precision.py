@@ -57,7 +57,7 @@ def allocator_variables(setting: Setting, env: Mapping[str, str]) -> dict[str, s
     """What has to be in the environment before CUDA starts, so that the allocator is the planned one.
 
     >>> from trimtab.spec import Setting
-    >>> plan = Setting(micro_batch=1, global_batch=1, allocator="expandable")
+    >>> plan = Setting(micro_batch=1, global_batch=1, allocator=Allocator.EXPANDABLE)
     >>> allocator_variables(plan, {})["PYTORCH_CUDA_ALLOC_CONF"]
     'expandable_segments:True'
     """

@@ -20,7 +20,7 @@ from trimtab.training.fitting import Fitting
 from trimtab.training.order import bounds
 from trimtab.training.precision import cast_frozen
 from trimtab.training.recovery import Sizes
-from trimtab.training.reduce import Alone, Buffers, Groups, Reducer, make_alike
+from trimtab.training.reduce import Alone, Buffers, Groups, Reducer, make_alike, running_statistics
 from trimtab.training.updating import Updater
 
 if TYPE_CHECKING:
@@ -38,16 +38,25 @@ class Wiring(Protocol):
 
     equal_parts: bool
     """Whether all ranks have to run the same number of parts."""
+    arrivals: int
+    """How often at most gradients come in a backward pass."""
 
     @property
     def sent_any(self) -> bool:
         """Whether other ranks have got something of this attempt."""
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether it needs no more passes of one sample before the first step."""
 
     def begin(self) -> None:
         """Before an attempt: gradients are nought."""
 
     def before(self, number: int, count: int) -> None:
         """Before part `number` of `count`."""
+
+    def abandon(self) -> None:
+        """The part under way has failed: let go of what it holds."""
 
     def finish(self, failed_at: int | None, count: int) -> None:
         """After the parts: everybody has what they wait for, also where part `failed_at` failed."""
@@ -152,7 +161,7 @@ def prepare(
             cuda=device.type == "cuda",
         ),
         wiring=wiring,
-        buffers=Buffers([entry for entry, is_buffer in alike if is_buffer]),
+        buffers=Buffers([entry for entry, is_buffer in alike if is_buffer], running_statistics(model)),
         fitting=Fitting(
             Sizes(planned=planned, current=planned),
             device=device,
@@ -305,7 +314,8 @@ def _wiring(  # noqa: PLR0913 - what is wired, and how
         return Sharded(model, setting, groups, mid_backward)
     if mid_backward is not None:
         called = mid_backward
-        parameters[len(parameters) // 2].register_post_accumulate_grad_hook(lambda _: called())
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: called())
     if groups.size == 1:
         return Alone(parameters)
     entries: list[tuple[nn.Parameter, Any, int]] = []

@@ -115,12 +115,15 @@ class Reducer:
 
     equal_parts = False
     """Whether all ranks have to run the same number of parts."""
+    rehearsed = True
+    """Whether it needs no pass of one sample before the first step."""
 
     def __init__(
         self, parameters: Sequence[tuple[nn.Parameter, Any, int]], bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         """`parameters` come with the group that sums them and the number of ranks in it."""
         self.buckets = _buckets(parameters, bucket_bytes)
+        self.arrivals = len(parameters)
         self.next = 0
         self.armed = False
         self.sent_any = False
@@ -147,6 +150,12 @@ class Reducer:
     def before(self, number: int, count: int) -> None:
         """Part `number` of `count` follows; buckets are sent in the backward pass of the last."""
         self.armed = number == count - 1
+
+    def abandon(self) -> None:
+        """The part under way has failed; what the others have got already cannot be taken back."""
+        self.armed = False
+        if not self.sent_any:
+            self.begin()
 
     def finish(self, failed_at: int | None, count: int) -> None:
         """Send what is left, in order, and wait (on a GPU its stream waits, not the host).
@@ -246,9 +255,15 @@ def _buckets(parameters: Sequence[tuple[nn.Parameter, Any, int]], most: int) -> 
 class Buffers:
     """Buffers that a forward pass changes: put back when a step is tried again, alike on all ranks after it."""
 
-    def __init__(self, entries: Sequence[tuple[torch.Tensor, Any, int]]) -> None:
-        """`entries` come with the group that shares them and the first rank in it; -1: nobody else has it."""
+    def __init__(
+        self, entries: Sequence[tuple[torch.Tensor, Any, int]], running: frozenset[int] = frozenset()
+    ) -> None:
+        """`entries` come with the group that shares them and the first rank in it; -1: nobody else has it.
+
+        `running` names by id the running statistics of normalisations, which change without counting it.
+        """
         self._entries = list(entries)
+        self._running = [number for number, (one, *_) in enumerate(entries) if id(one) in running]
         self._followed: list[int] | None = None
         """Which of them change; None before the first step has shown it."""
         self._versions: list[int] = []
@@ -266,14 +281,13 @@ class Buffers:
         """As they were before the step."""
         for number, copy in self._copies.items():
             buffer = self._entries[number][0]
-            if buffer._version != self._versions[number]:
-                buffer.copy_(copy)
-                self._versions[number] = buffer._version
+            buffer.copy_(copy)
+            self._versions[number] = buffer._version
 
     def strays(self) -> int:
         """How many have changed that are not known to."""
         known = () if self._followed is None else self._followed
-        return sum(number not in known for number in self._changed())
+        return len(set(self._changed()).difference(known))
 
     def learn(self, device: Any, size: int) -> None:
         """All ranks agree on which buffers change: called by all, when the status says that one has strays."""
@@ -295,11 +309,24 @@ class Buffers:
                 dist.broadcast(buffer, source, group=group)
 
     def _changed(self) -> list[int]:
-        return [
+        if not self._versions:
+            return []
+        counted = [
             number
             for number, (buffer, *_) in enumerate(self._entries)
-            if number < len(self._versions) and buffer._version != self._versions[number]
+            if buffer._version != self._versions[number]
         ]
+        return [*counted, *self._running]
+
+
+def running_statistics(model: nn.Module) -> frozenset[int]:
+    """Buffers of normalisations that follow the batches, by id."""
+    return frozenset(
+        id(buffer)
+        for module in model.modules()
+        if getattr(module, "track_running_stats", False)
+        for buffer in module.buffers(recurse=False)
+    )
 
 
 def make_alike(tensors: Iterable[tuple[torch.Tensor, Any, int]], device: Any) -> int:
@@ -347,9 +374,11 @@ class Alone:
 
     equal_parts = False
     sent_any = False
+    rehearsed = True
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = parameters
+        self.arrivals = len(parameters)
 
     def begin(self) -> None:
         """No gradients."""
@@ -359,13 +388,16 @@ class Alone:
     def before(self, number: int, count: int) -> None:
         """Nothing to arrange before part `number` of `count`."""
 
+    def abandon(self) -> None:
+        """The part under way has failed."""
+        self.begin()
+
     def finish(self, failed_at: int | None, count: int) -> None:
         """Nobody to tell."""
 
     def squares(self) -> torch.Tensor:
         """The squared norm of all gradients."""
-        norms = torch._foreach_norm(self.gradients())
-        return torch.stack(norms).double().square().sum()
+        return summed_squares(self.gradients(), self._parameters[0].device)
 
     def gradients(self) -> list[torch.Tensor]:
         """Those that there are."""
@@ -373,3 +405,10 @@ class Alone:
 
     def close(self) -> None:
         """Nothing was changed."""
+
+
+def summed_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The squared norm of all of them together."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 MOST_ATTEMPTS = 40
 """Of one step; more means that something else than memory or numbers is wrong."""
+LONE_TRIES = 3
+"""How often one sample is tried again: others may have had the memory for a moment."""
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -212,7 +214,7 @@ class Run:
         self._proposed: Move | None = None
         self._fatal: str | None = None
         self._window: Window | None = None
-        self._open = False
+        self._open = self._rehearsing = False
         self._outcome: Outcome | None = None
 
     # who and where
@@ -261,7 +263,8 @@ class Run:
         if isinstance(self.plan, Plan):
             return self.plan.choice
         if isinstance(self.plan, Setting):
-            return self.plan
+            # One that was written by hand may have plain words where the choices are.
+            return Setting.from_builtins(self.plan.to_builtins())
         if self.plan is not None:
             raise WrongUse(
                 f"a plan of type {type(self.plan).__name__}",
@@ -319,6 +322,7 @@ class Run:
             self._say_compile,
             self._mid_backward if self._faults is not None else None,
         )  # fmt: skip
+        self._strikes_at = max(1, self._prepared.wiring.arrivals // 3)
         return self._prepared.model, self._prepared.updater.optimizer
 
     def loader(self, dataset: Any, seed: int = 0) -> Loader:
@@ -357,6 +361,8 @@ class Run:
         window, total = self._opened(ready, batch)
         attempts = bad = 0
         self._remember(ready)
+        if not ready.wiring.rehearsed:
+            yield from self._rehearsal(ready, window)
         while True:
             attempts += 1
             if attempts > MOST_ATTEMPTS:
@@ -386,6 +392,22 @@ class Run:
                 self._end(ready, window, heard, verdict, attempts, len(parts))
                 return
             bad += again
+
+    def _rehearsal(self, ready: preparing.Prepared, window: Window) -> Iterator[Part]:
+        """Passes of one sample that count for nothing: they show what ranks say to each other in a pass."""
+        self._rehearsing = True
+        self._start_over(ready)
+        for number in range(2):
+            part = Part(self, window.filler(), 0, 0.0, number, 2)
+            yield part
+            if part.error is not None:
+                raise NothingFits(
+                    "the first pass of this run",
+                    found=f"a single sample ran out of memory: {part.error}",
+                    cure="Use more recomputation, more devices, or devices with more memory.",
+                )
+        ready.wiring.finish(None, 2)
+        self._rehearsing = False
 
     def update(self) -> Outcome:
         """Finish the step whose parts() have been gone through."""
@@ -542,6 +564,7 @@ class Run:
             self._device_random = torch.cuda.get_rng_state(self.torch_device)
         ready.buffers.begin()
         self._first = True
+        self._lone_failures = 0
 
     def _start_over(self, ready: preparing.Prepared) -> None:
         if not self._first:
@@ -594,12 +617,14 @@ class Run:
 
     def _at(self, point: str) -> Any:
         """A drill, where one is on."""
-        if self._faults is None or self._window is None:
+        if self._faults is None or self._window is None or self._rehearsing:
             return None
         return self._faults.at(point, self._window.step, self.rank)
 
     def _mid_backward(self) -> None:
-        if self._open:
+        """Called as gradients come; a drill strikes when some have been sent and others not."""
+        self._arrived += 1
+        if self._open and self._arrived >= self._strikes_at:
             self._at("backward")
 
     def _backward(self, part: Part, loss: Any, share: Any) -> None:
@@ -611,7 +636,7 @@ class Run:
         self._loss = told.double() if self._loss is None else self._loss + told
         if self._scale.value != 1.0:
             weighted = weighted * self._scale.value
-        self._open = True
+        self._open, self._arrived = True, 0
         try:
             weighted.backward()
         finally:
@@ -640,17 +665,21 @@ class Run:
         self._loss = None
         why = part.error or ""
         part._batch = part._host = None
-        if not ready.wiring.sent_any and not ready.wiring.equal_parts:
-            ready.wiring.begin()
+        ready.wiring.abandon()
         ready.fitting.release()
         if why == "compile":
             return
         size = max(part.samples, 1)
         move = ready.fitting.failed(size=size, share=max(window.size, 1), step=self.steps)
-        if move is None:
-            self._fatal = f"one sample at once ran out of memory ({ready.fitting.room().said()}); {why}"
+        if move is not None:
+            self._tell(IncidentKind.OUT_OF_MEMORY, why, move.why)
             return
-        self._tell(IncidentKind.OUT_OF_MEMORY, why, move.why)
+        self._lone_failures += 1
+        known = ready.fitting.room().said()
+        if self._lone_failures > LONE_TRIES:
+            self._fatal = f"one sample at once ran out of memory {self._lone_failures} times ({known}); {why}"
+            return
+        self._tell(IncidentKind.OUT_OF_MEMORY, why, f"memory was given back, and one sample is tried again; {known}")
 
     def _close(
         self, ready: preparing.Prepared, window: Window, failed_at: int | None, count: int
