@@ -176,7 +176,8 @@ def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]
                 continue
             told.add((rank.pid, number))
             with contextlib.suppress(psutil.NoSuchProcess):
-                rank.send_signal(one)
+                # Python that is still waking up dies of SIGINT with a traceback, and of SIGTERM without.
+                rank.send_signal(signal.SIGTERM if one is signal.SIGINT else one)
 
 
 def _judged(code: int, control: Control, fleet: Fleet) -> str:
