@@ -6,18 +6,20 @@ through the process group, announced in the status of a step, so that a step wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
-from contextlib import ExitStack
+import traceback
+from contextlib import ExitStack, contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.errors import JobFailed
+from trimtab.errors import JobFailed, TrimtabError
 from trimtab.jobs.load import failed, load
 from trimtab.spec import IncidentKind
 from trimtab.training.control import given
@@ -26,6 +28,7 @@ from trimtab.training.faults import Faults, tear
 from trimtab.training.folder import RunFolder, RunIdentity
 from trimtab.training.keep import Keeper
 from trimtab.training.ladder import Ladder
+from trimtab.training.loading import checked_order
 from trimtab.training.meters import Clock, Line, Meters, measured_mfu, printed_every, tokens_in
 from trimtab.training.order import mixed
 from trimtab.training.run import Run
@@ -34,10 +37,11 @@ from trimtab.training.settle import gathered, settled, together
 from trimtab.training.signals import Request, Signals, packed, unpacked
 from trimtab.training.task import Ending, check_trainable
 from trimtab.training.trouble import Trouble
+from trimtab.training.worker import is_lost
 from trimtab.training.world import connect, disconnect, read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from trimtab.training.loading import Window
     from trimtab.training.run import Outcome
@@ -102,7 +106,12 @@ class Training:
         self._waited_s = 0.0
         self.job = load(task.job, task.options)
         check_trainable(self.job, task.job)
+        with self._blaming("dataset()"):
+            self.dataset = self.job.dataset()
+            self.validation = validation_of(self.job)
         self.plan, resized = settled(task, self.job, world)
+        # Before there is a folder, so that what is wrong leaves nothing behind.
+        checked_order(self.dataset, self.plan.choice.global_batch)
         self.scribe = self._scribe(stack)
         if resized:
             self.scribe.tell(IncidentKind.RESIZE, "the plan is for another number of processes", resized)
@@ -113,6 +122,16 @@ class Training:
         self._build()
 
     # getting ready
+
+    @contextmanager
+    def _blaming(self, member: str) -> Iterator[None]:
+        """Errors of the job's own code are the job's."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, TrimtabError) or is_lost(error) or not is_of_job(error):
+                raise
+            raise failed(f"{member} of job {self.task.job}", error, "Mend the job.") from error
 
     def _scribe(self, stack: ExitStack) -> Scribe:
         """The folder, taken up by rank 0; an error there is one on all ranks."""
@@ -146,13 +165,9 @@ class Training:
         """Model, optimizer and data, in the state they were left in."""
         task, job = self.task, self.job
         torch.manual_seed(task.seed)
-        self.run.prepare()
-        try:
-            dataset = job.dataset()
-            self.validation = validation_of(job)
-        except Exception as error:
-            raise failed("dataset()", error, "Mend the job.") from error
-        self.loader = self.run.loader(dataset, task.seed)
+        with self._blaming("model() and optimizer()"):
+            self.run.prepare()
+        self.loader = self.run.loader(self.dataset, task.seed)
         epochs = max(1, int(getattr(job, "epochs", 1) or 1))
         self.steps = task.steps or self.loader.order.steps_per_epoch * epochs
         meters = self.scribe.meters
@@ -194,7 +209,11 @@ class Training:
         dropped = self.scribe.folder.rewind(loaded.step)
         Progress.step = self.scribe.step = loaded.step
         again = f"; {dropped} step{'s' * (dropped > 1)} after it will be taken again" if dropped else ""
-        self.scribe.meters.say(f"resumes {self.scribe.folder.root} at step {loaded.step}{again}")
+        self.scribe.tell(
+            IncidentKind.RESUME,
+            f"{loaded.path.name} was found in {self.scribe.folder.root}",
+            f"the run goes on from step {loaded.step}{again}",
+        )
         return loaded.step
 
     # the run
@@ -227,7 +246,9 @@ class Training:
         done = scribe.step = window.step + 1
         run.asked = packed(Request(self.signals.asked, bool(scribe.news), self._is_due()))
         run.spike_limit = self.trouble.limit
-        outcome = run.step(window)
+        rate = rate_of(run.optimizer)
+        with self._blaming("loss()"):
+            outcome = run.step(window)
         time_s = clock.lap()
         self.signals.silence_s = max(self.signals.silence_s, PATIENCE * time_s)
         self.signals.step_ended()
@@ -238,7 +259,7 @@ class Training:
         if self._goes_back(window, outcome):
             return request._replace(asked=None)
         validation = self._evaluated(done)
-        self._log(window, outcome, time_s, validation)
+        self._log(window, outcome, time_s, rate, validation)
         if self._saves(done, request, validation):
             self._save(done, validation)
         if validation is not None:
@@ -332,7 +353,9 @@ class Training:
             return None
         return evaluate(self.run, self.validation)
 
-    def _log(self, window: Window, outcome: Outcome, time_s: float, validation: float | None) -> None:
+    def _log(
+        self, window: Window, outcome: Outcome, time_s: float, rate: float | None, validation: float | None
+    ) -> None:
         indices = self._indices(window)
         if not self.world.is_main:
             return
@@ -353,7 +376,7 @@ class Training:
             reserved_bytes=memory.get("peak_reserved_bytes"),
             data_wait_s=self.loader.waited_s - self._waited_s,
             grad_norm=outcome.grad_norm if isfinite(outcome.grad_norm) else None,
-            lr=rate_of(self.run.optimizer),
+            lr=rate,
             micro_batch=outcome.micro_batch,
             gpus=self.world.size,
             attempts=outcome.attempts,
@@ -375,6 +398,17 @@ class Training:
     def _before_write(self, step: int) -> None:
         if self.faults is not None:
             self.faults.at("write", step, self.world.rank)
+
+
+def is_of_job(error: BaseException) -> bool:
+    """Whether an error came out of a job's code: a frame of it is neither ours nor an installed package's."""
+    ours, jobs = str(Path(__file__).parent.parent), str(Path(load.__code__.co_filename).parent)
+    frames = [one.filename for one in traceback.extract_tb(error.__traceback__)]
+    return any(
+        one.startswith(jobs)
+        or not (one.startswith((ours, "<")) or "site-packages" in one or one == contextlib.__file__)
+        for one in frames
+    )
 
 
 def rate_of(optimizer: Any) -> float | None:

@@ -21,6 +21,10 @@ ATTEMPT = "attempt.json"
 """What the next attempt finds: whether this one ended in order."""
 
 
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count > 1)}"
+
+
 class Scribe:
     """The incidents of one attempt."""
 
@@ -69,13 +73,21 @@ class Scribe:
             return
         before = self._before()
         self.folder.events_file.touch()
+        lines = self.folder.lines()
         if before.get("state") == "running":
-            lines = self.folder.lines()
             self.tell(
                 IncidentKind.LOST_RANK,
-                f"attempt {before['attempt']}, with {before['procs']} process{'es' * (before['procs'] > 1)}, "
+                f"attempt {before['attempt']}, with {_processes(before['procs'])}, "
                 "ended without a word: a process was killed, or its node was lost",
                 "this attempt goes on from the last checkpoint, or from the start",
+                step=lines[-1]["step"] if lines else 0,
+            )
+        if before and before["procs"] != self.world.size:
+            self.tell(
+                IncidentKind.RESIZE,
+                f"the last attempt had {_processes(before['procs'])}, and this one has "
+                f"{_processes(self.world.size)}",
+                "the same global batch is divided among them",
                 step=lines[-1]["step"] if lines else 0,
             )
         self._attempt = int(before.get("attempt", 0)) + 1
@@ -89,6 +101,10 @@ class Scribe:
             what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
             self.tell(IncidentKind.BUG, f"rank 0 raised {what}", "this attempt ends")
         self._note("ended")
+        checkpoints = self.folder.checkpoints
+        if error is not None and not self.folder.lines() and not any(checkpoints.iterdir()):
+            # A run that never took a step lays no claim to its folder.
+            (self.folder.root / "run.json").unlink(missing_ok=True)
 
     def _before(self) -> dict[str, Any]:
         try:
