@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         plan,
         profile,
         read_plan,
+        train,
     )
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
@@ -52,6 +53,7 @@ __all__ = [
     "plan",
     "profile",
     "read_plan",
+    "train",
 ]
 
 _HOMES = {
@@ -73,6 +75,7 @@ _HOMES = {
     "plan": "trimtab.api",
     "profile": "trimtab.api",
     "read_plan": "trimtab.api",
+    "train": "trimtab.api",
 }
 
 

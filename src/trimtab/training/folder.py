@@ -39,7 +39,7 @@ class RunIdentity(Noun, frozen=True, kw_only=True):
 
     job: str
     """As it was named; the folder that its file is in does not count."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies an empty dict given as a default
     """Members of the job that were set from outside."""
     global_batch: int
     seed: int = 0
@@ -76,7 +76,7 @@ class RunFolder:
     _writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913 - all that an opening asks, by name
         cls,
         out: str | Path,
         *,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs.job import samples_in
@@ -100,7 +100,9 @@ def window_of(batch: Any, *, samples: int | None = None, step: int = 0, epoch: i
             found="there is no tensor in it whose first length counts samples",
             cure="Give tensors, or dicts, lists or tuples of them, or a window of run.loader().",
         ) from error
-    return Window(step=step, epoch=epoch, samples=size if samples is None else samples, size=size, batch=batch)
+    return Window(
+        step=step, epoch=epoch, samples=size if samples is None else samples, size=size, batch=batch
+    )
 
 
 @dataclass(kw_only=True)
@@ -187,13 +189,16 @@ class Loader:
         order = self.order
         return {"samples": order.samples, "global_batch": order.global_batch, "seed": order.seed}
 
+    def _share(self) -> functools.partial[Any]:
+        return functools.partial(
+            share_of, rank=self.rank, data_parallel=self.data_parallel, shares=self.shares
+        )
+
     def _reading(self, until: int) -> DataLoader[Any]:
         """The reader, told where to begin; made once, so that its workers live through epochs."""
         self._asked[:] = self.step, until
         if self._reader is None:
-            source = _Source(
-                self.dataset, self.order, self.rank, self.data_parallel, self.shares, self.collate is not None
-            )
+            source = _Source(self.dataset, self.order, self._share(), separate=self.collate is not None)
             self._reader = DataLoader(
                 source,
                 batch_size=None,
@@ -223,7 +228,7 @@ class Loader:
             raise fetched
         batch, packed = fetched
         all_of_it = self.order.batch(self.step)
-        mine = share_of(all_of_it.indices, self.rank, self.data_parallel, self.shares)
+        mine = self._share()(all_of_it.indices)
         return Window(
             step=self.step,
             epoch=all_of_it.epoch,
@@ -275,26 +280,16 @@ class _Steps:
         return iter(range(*self.asked))
 
 
-class _Source:
+class _Source(Dataset[Any]):
     """Maps a step to the collated samples of one rank; what goes wrong is returned, whole, not raised.
 
     A worker process cannot raise an error of ours: the reader would rebuild it from a text.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        order: Order,
-        rank: int,
-        data_parallel: int,
-        shares: tuple[int, ...],
-        separate: bool,
-    ) -> None:
+    def __init__(self, dataset: Any, order: Order, share: Callable[[Any], Any], *, separate: bool) -> None:
         self.dataset = dataset
         self.order = order
-        self.share = functools.partial(
-            share_of, rank=rank, data_parallel=data_parallel, shares=shares
-        )
+        self.share = share
         self.separate = separate
 
     def __getitem__(self, step: int) -> tuple[Any, bytes | None] | TrimtabError:
@@ -373,7 +368,7 @@ def _inside(batch: Any, change: Callable[[Any], Any]) -> Any:
 def _rebuilt(batch: dict[Any, Any], changed: dict[Any, Any]) -> Any:
     """A dict of some other class, as tokenizers give it; a plain one where the class takes no dict."""
     try:
-        return type(batch)(changed)  # type: ignore[call-arg]
+        return type(batch)(changed)
     except TypeError:
         return changed
 

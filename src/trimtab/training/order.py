@@ -69,9 +69,7 @@ class Batch(NamedTuple):
     indices: Indices
 
 
-def epoch_order(
-    seed: int, epoch: int, samples: int, start: int = 0, stop: int | None = None
-) -> Indices:
+def epoch_order(seed: int, epoch: int, samples: int, start: int = 0, stop: int | None = None) -> Indices:
     """Places start to stop of the permutation of an epoch.
 
     A Feistel network keyed by seed and epoch permutes the numbers below a power of two; a number that lands

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.errors import NothingFits, WrongUse
+from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import load
 from trimtab.spec import Incident, IncidentKind, Mesh, Plan, Setting, Strategy
 from trimtab.training import preparing, status, world
@@ -181,12 +182,17 @@ class Run:
         faults: Faults = None,
         device: str | None = None,
         join_s: float = world.JOIN_S,
+        connected: World | None = None,
     ) -> None:
-        """`plan` is a Plan, its file, a Setting, or nothing: then all samples of a batch go at once."""
+        """`plan` is a Plan, its file, a Setting, or nothing: then all samples of a batch go at once.
+
+        `connected` is the world of a caller who has made the process group, and will leave it.
+        """
         self.job = load(job) if isinstance(job, str) else job
         self.plan = _read(plan) if isinstance(plan, str | Path) else plan
         gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-        self.world: World = world.read(os.environ, gpus)
+        self._connects = connected is None
+        self.world: World = connected or world.read(os.environ, gpus)
         self.setting = self._chosen()
         preparing.check(self.setting, self.world)
         self.torch_device = torch.device(self.world.device)
@@ -194,7 +200,8 @@ class Run:
             torch.cuda.set_device(self.torch_device)
         configure(self.setting)
         self.autocast = autocast_dtype(self.setting)
-        world.connect(self.world, timeout_min=timeout_min, join_s=join_s)
+        if self._connects:
+            world.connect(self.world, timeout_min=timeout_min, join_s=join_s)
         self.groups = make_groups(self.setting, self.world)
         self.asked = 0.0
         """Summed over ranks in the next step, and handed back in its Outcome."""
@@ -277,6 +284,16 @@ class Run:
             micro_batch=-(-batch // size),
             global_batch=batch,
         )
+
+    @property
+    def schedule(self) -> Any:
+        """The LR scheduler that is stepped with every update; None where there is none."""
+        return self._ready().schedule
+
+    @property
+    def branches(self) -> int:
+        """Groups of ranks that each compute a term of the loss; 1 where every rank computes all of it."""
+        return self.setting.mesh.branch
 
     # getting ready
 
@@ -464,6 +481,18 @@ class Run:
         """A batch, where this process computes."""
         return on_device(batch, self.torch_device)
 
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """This rank's loss of a batch that is on the device, for passes of one's own."""
+        ready = self._ready()
+        assert ready.loss is not None  # noqa: S101 - there is a job
+        loss: torch.Tensor = ready.loss(ready.model, batch)
+        return loss
+
+    def weight_of(self, batch: Any) -> float:
+        """What the loss of a batch is a mean over."""
+        ready = self._ready()
+        return float(samples_in(batch) if ready.weight is None else ready.weight(batch))
+
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Autocast as in a part, for passes of one's own."""
@@ -493,7 +522,8 @@ class Run:
             self._prepared.wiring.close()
             if self._prepared.compiling is not None:
                 self._prepared.compiling.off()
-        world.disconnect()
+        if self._connects:
+            world.disconnect()
 
     def __enter__(self) -> Self:
         return self
