@@ -242,10 +242,17 @@ class Bridge(trimtab.Job):
     global_batch = WHOLE
     branches = {"left": "left", "right": "right"}  # noqa: RUF012 - as jobs have it
 
+    follows = True
+    """Whether there are statistics of the batches; in one branch more than in the other."""
+
     def model(self) -> Any:
         torch.manual_seed(0)
-        towers = {name: nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 1))
-                  for name in self.branches}  # fmt: skip
+        towers = {
+            name: nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 1))
+            for name in self.branches
+        }
+        if self.follows:
+            towers["left"].insert(1, nn.BatchNorm1d(16))
         return nn.ModuleDict({"shared": nn.Linear(8, 16), "norm": nn.BatchNorm1d(16), **towers})
 
     def batch(self, size: int) -> Any:
@@ -264,6 +271,8 @@ class Bridge(trimtab.Job):
 
 class Calm(Bridge):
     """The same without what parts of a batch change."""
+
+    follows = False
 
     def losses(self, model: Any, batch: Any) -> Any:
         held = model["shared"](batch["x"]).tanh()
@@ -335,6 +344,10 @@ def test_four_ranks_in_branches_and_replicas_of_shards() -> None:
         # What normalisation has seen is the first rank's everywhere.
         for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
             assert torch.equal(found["branch 2"][1][name], reports[0]["branch 2"][1][name])
+        if own == "left":
+            for name in ("left.1.running_mean", "left.1.num_batches_tracked"):
+                assert torch.equal(found["branch 2"][1][name], reports[0]["branch 2"][1][name])
+            assert int(found["branch 2"][1]["left.1.num_batches_tracked"]) > STEPS
         for keeps in (0.05, 0.0):
             close(found[f"hsdp {keeps}"], clip=0.5)
             assert found[f"hsdp {keeps}"].attempts == [1, 2, 2, 1, 1]

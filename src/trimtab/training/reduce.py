@@ -289,14 +289,22 @@ class Buffers:
         known = () if self._followed is None else self._followed
         return len(set(self._changed()).difference(known))
 
-    def learn(self, device: Any, size: int) -> None:
+    def learn(self, device: Any) -> None:
         """All ranks agree on which buffers change; all call it when the status says that one has strays."""
-        mask = torch.zeros(max(1, len(self._entries)), dtype=torch.int64, device=device)
-        for number in (*self._changed(), *(self._followed or ())):
-            mask[number] = 1
-        if size > 1:
-            dist.all_reduce(mask, op=dist.ReduceOp.MAX)
-        self._followed = [number for number, flag in enumerate(mask.tolist()) if flag and self._entries]
+        mine = {*self._changed(), *(self._followed or ())}
+        # First what all ranks hold, then what only those of this branch hold: other branches have other ones.
+        for shared in (True, False):
+            numbers = [
+                number
+                for number, (_, group, source) in enumerate(self._entries)
+                if source >= 0 and (group is None) is shared
+            ]
+            if numbers:
+                flags = [int(number in mine) for number in numbers]
+                mask = torch.tensor(flags, dtype=torch.int64, device=device)
+                dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._entries[numbers[0]][1])
+                mine |= {number for number, flag in zip(numbers, mask.tolist(), strict=True) if flag}
+        self._followed = sorted(mine)
 
     def settle(self) -> None:
         """After a step: rank 0's values on all ranks."""

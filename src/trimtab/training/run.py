@@ -402,7 +402,7 @@ class Run:
         self._rehearsing = True
         self._start_over(ready)
         for number in range(2):
-            part = Part(self, window.filler(), samples=0, share=0.0, number=number, count=2)
+            part = Part(self, self._filler(ready, window), samples=0, share=0.0, number=number, count=2)
             yield part
             if part.error is not None:
                 raise NothingFits(
@@ -545,21 +545,34 @@ class Run:
         own = not isinstance(batch, Window)
         window = window_of(batch, step=self.steps) if own else batch
         self._window = window
+        self._pieces: tuple[int, list[tuple[Any, Any]]] | None = None
         groups = self.groups
         unknown = own and groups.data_parallel > 1
         if ready.weight is None and not unknown:
             return window, window.samples
-        local: Any = window.size
-        if ready.weight is not None:
-            pieces = window.parts(ready.fitting.sizes.current)
-            local = sum(_weight(ready.weight, one.batch) for one in pieces)
+        self._pieces = self._cut(ready, window)
+        local = sum(weight for _, weight in self._pieces[1])
         if groups.data_alone:
             return window, local
-        whole = torch.as_tensor(local, dtype=torch.float64).to(self.torch_device).reshape(1)
+        if isinstance(local, torch.Tensor):
+            whole = local.double().to(self.torch_device).reshape(())
+        else:
+            # Filled on the device: a copy from here would wait for the optimizer.
+            whole = torch.full((), float(local), dtype=torch.float64, device=self.torch_device)
         dist.all_reduce(whole, group=groups.data_group)
-        if unknown and ready.weight is None and self.torch_device.type == "cpu":
-            return window, float(whole)
-        return window, whole[0]
+        return window, whole
+
+    def _cut(self, ready: preparing.Prepared, window: Window) -> tuple[int, list[tuple[Any, Any]]]:
+        """The window in parts of the micro-batch, each with its weight.
+
+        Parts that count for nothing are left out: a mean over nothing is not a number, whatever it counts.
+        """
+        size, weigh = ready.fitting.sizes.current, ready.weight
+        pieces = window.parts(size)
+        if weigh is None:
+            return size, [(one, one.samples) for one in pieces]
+        weighed = [(one, _weight(weigh, one.batch)) for one in pieces]
+        return size, [(one, weight) for one, weight in weighed if _counts(weight)]
 
     def _remember(self, ready: preparing.Prepared) -> None:
         """What a repetition begins with again: random numbers and buffers."""
@@ -583,12 +596,9 @@ class Run:
     def _split(self, ready: preparing.Prepared, window: Window, total: Any) -> list[Part]:
         """The parts of this attempt, with the share of each in the loss of the whole global batch."""
         size = ready.fitting.sizes.current
-        pieces = window.parts(size)
-        weights = [
-            one.samples if ready.weight is None else _weight(ready.weight, one.batch) for one in pieces
-        ]
-        # A mean over nothing is not a number, even when it counts for nothing.
-        kept = [(one, weight) for one, weight in zip(pieces, weights, strict=True) if _counts(weight)]
+        if self._pieces is None or self._pieces[0] != size:
+            self._pieces = self._cut(ready, window)
+        kept = self._pieces[1]
         count = len(kept)
         if ready.wiring.equal_parts:
             count = self._most_parts(window, size)
@@ -600,11 +610,20 @@ class Run:
         ]
         self._weight: Any = sum(weight for _, weight in kept)
         parts += [
-            Part(self, window.filler(), samples=0, share=0.0, number=number, count=count)
+            Part(self, self._filler(ready, window), samples=0, share=0.0, number=number, count=count)
             for number in range(len(parts), count)
         ]
         ready.regular = min(size, ready.regular_share)
         return parts
+
+    def _filler(self, ready: preparing.Prepared, window: Window) -> Any:
+        """One sample to keep the others company with; one that counts, so that its loss is a number."""
+        if ready.weight is not None:
+            for start in range(window.size):
+                found = window.part(start, start + 1).batch
+                if _counts(_weight(ready.weight, found)):
+                    return found
+        return window.filler()
 
     def _most_parts(self, window: Window, size: int) -> int:
         """How many parts the rank with the largest share has; all have to run as many."""
@@ -645,6 +664,10 @@ class Run:
         self._open, self._arrived = True, 0
         try:
             weighted.backward()
+        except BaseException:
+            # A loop of one's own may still hold the loss, and by it all that the pass has kept.
+            loss.detach_()
+            raise
         finally:
             self._open = False
 
@@ -784,8 +807,9 @@ class Run:
         attempts: int,
         parts: int,
     ) -> None:
+        norm = heard.squares**0.5 / self._scale.value
         if heard.strays:
-            ready.buffers.learn(self.torch_device, self.size)
+            ready.buffers.learn(self.torch_device)
         good = verdict.kind == status.GOOD
         if good:
             ready.buffers.settle()
@@ -804,7 +828,7 @@ class Run:
             loss=heard.loss,
             weight=heard.weight,
             samples=samples,
-            grad_norm=heard.squares**0.5 / self._scale.value,
+            grad_norm=norm,
             skipped="" if good else verdict.why,
             attempts=attempts,
             parts=parts,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import socket
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,8 @@ JOIN_S = 120.0
 """How long processes wait for each other to come, before the first one says who is missing."""
 _FIRST_PORT, _PORTS = 20_000, 20_000
 """Where srun's processes meet, by the number of the job, unless MASTER_PORT says."""
+_MEETINGS = itertools.count()
+"""Processes that make several runs meet as often, and torchrun remembers the meetings before."""
 _CURE = (
     "Start with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every "
     "process; for a single process unset them all."
@@ -238,13 +241,14 @@ def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) ->
 
     if world.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(world.device))
-    store = _met(world, join_s)
+    meeting = f"{world.restarts}.{next(_MEETINGS)}"
+    store = _met(world, join_s, meeting)
     options: dict[str, Any] = {}
     if world.device.startswith("cuda"):
         options["device_id"] = torch.device(world.device)
     dist.init_process_group(
         world.backend,
-        store=PrefixStore(f"group{world.restarts}", store),
+        store=PrefixStore(f"group{meeting}", store),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(minutes=timeout_min),
@@ -269,7 +273,7 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _met(world: World, join_s: float) -> Any:
+def _met(world: World, join_s: float, meeting: str) -> Any:
     """A store in which all processes have said that they are there."""
     from datetime import timedelta
 
@@ -289,11 +293,11 @@ def _met(world: World, join_s: float) -> Any:
         store = TCPStore(
             world.address, world.port, None, is_master=listens, timeout=wait, wait_for_workers=False
         )
-        if store.add(f"rank{world.rank}/{world.restarts}", 1) > 1:
+        if store.add(f"rank{world.rank}/{meeting}", 1) > 1:
             raise _fault(f"RANK={world.rank}", "another process of this run has the same rank")
     except dist.DistError as error:
         raise _fault(place, f"rank 0 does not answer as a store: {_line(error)}") from error
-    keys = [f"rank{number}/{world.restarts}" for number in range(world.size)]
+    keys = [f"rank{number}/{meeting}" for number in range(world.size)]
     try:
         store.wait(keys, wait)
     except (dist.DistError, RuntimeError) as error:
