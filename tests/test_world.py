@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from trimtab.errors import EnvironmentFault
-from trimtab.training.world import World, connect, disconnect, read
+from trimtab.training.world import World, _met, connect, disconnect, read
 from worlds import free_port, variables
 
 HAND = variables(1, 2, 29500)
@@ -189,7 +189,7 @@ def test_two_processes_with_one_rank_are_an_error() -> None:
 
     def joins(rank: int) -> None:
         try:
-            connect(world(port, rank=rank, size=3), join_s=2)
+            _met(world(port, rank=rank, size=3), 2, "the same meeting")
         except EnvironmentFault as error:
             errors.append(str(error))
 
