@@ -12,8 +12,7 @@ from torch import nn
 import trimtab
 from trimtab.errors import EnvironmentFault, JobFailed, NothingFits, WrongUse
 from trimtab.spec import Incident, IncidentKind, Mesh, OptimizerImplementation, Precision, Setting, Strategy
-from trimtab.training import recovery
-from trimtab.training import run as running
+from trimtab.training import recovery, stepper
 from trimtab.training.compiling import Compiling
 from trimtab.training.run import Run
 
@@ -233,7 +232,7 @@ def test_a_loss_above_the_limit_is_skipped_and_the_same_on_a_gradient_that_is_no
             # The loss is nought, its slope has no end.
             return (model(batch) * 0).abs().sqrt().sum()
 
-        run._ready().loss = root  # noqa: SLF001
+        run._stepper.ready().loss = root  # noqa: SLF001
         outcome = run.step(samples())
         assert "the norm of the gradients is nan" in outcome.skipped
 
@@ -267,7 +266,7 @@ def test_fp16_lowers_its_scale_and_tries_again_instead_of_skipping() -> None:
         model, _ = run.prepare(network(), sgd, loss=loss, clip=0.1)
         outcome = run.step(samples().float())
         assert not outcome.skipped
-        assert run._scale.value * 2 ** (outcome.attempts - 1) == 2.0**16  # noqa: SLF001
+        assert run._stepper.scale.value * 2 ** (outcome.attempts - 1) == 2.0**16  # noqa: SLF001
     by_hand = network()
     optimizer = sgd(by_hand.parameters())
     loss(by_hand, samples().float()).backward()
@@ -424,7 +423,7 @@ def test_a_compiler_that_fails_does_not_stop_the_run() -> None:
     seen: list[Incident] = []
     with Run(setting(4, compile=True), listen=seen.append) as run:
         model, _ = run.prepare(network(), sgd, loss=squared)
-        compiling = run._ready().compiling  # noqa: SLF001
+        compiling = run._stepper.ready().compiling  # noqa: SLF001
         assert compiling is not None
         compiling._call = broken  # noqa: SLF001
         outcomes = [run.step(samples(seed=number)) for number in range(3)]
@@ -586,4 +585,4 @@ def test_copies_of_a_model_are_not_touched() -> None:
         run.prepare(model, sgd, loss=squared)
         run.step(samples())
     assert far(kept, [one.detach() for one in network().parameters()]) == 0
-    assert running.MOST_ATTEMPTS > recovery.PATIENCE / 2
+    assert stepper.MOST_ATTEMPTS > recovery.PATIENCE / 2
