@@ -12,6 +12,8 @@ import torch
 from trimtab.training import recovery
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trimtab.spec import Estimate
     from trimtab.training.recovery import Move, Room, Sizes
 
@@ -20,23 +22,54 @@ LOOKS_EVERY = 25
 _PACES = 10
 
 
+class Gauge:
+    """The memory of this process on its GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        """Bytes of live tensors."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """The most since the last reset()."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def limit(self) -> int:
+        """What this process may use: what it holds and what is free, within its share of the device."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        share: Any = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)
+        allowed = int(total * share(self._device)) if share is not None else total
+        return min(allowed, torch.cuda.memory_reserved(self._device) + free)
+
+    def reset(self) -> None:
+        """Begin a new peak."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def give_back(self) -> None:
+        """What the allocator keeps for later."""
+        torch.cuda.empty_cache()
+
+
 class Fitting:
     """The micro-batch of this rank, and what has been measured with it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is measured, and by what
         self,
         sizes: Sizes,
         *,
-        device: torch.device,
+        gauge: Gauge | None,
         estimate: Estimate | None,
         estimated_for: int,
         grows_beyond: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`grows_beyond` allows more than the plan where there is much room."""
+        """`grows_beyond` allows more than the plan where there is much room; no gauge: nothing is known."""
         self.sizes = sizes
-        self._device = device
-        self._cuda = device.type == "cuda"
-        self._grows_beyond = grows_beyond and self._cuda
+        self._gauge = gauge
+        self._grows_beyond = grows_beyond
+        self._clock = clock
         self._sample_bytes: float | None = None
         self._fixed_bytes = 0
         if estimate is not None and estimated_for:
@@ -47,19 +80,15 @@ class Fitting:
         self._paces: list[float] = []
         self._before: tuple[Sizes, float] | None = None
         self._last: float | None = None
-        self._measured_at: int | None = None
 
     def release(self) -> None:
         """Give back what nobody holds."""
         gc.collect()
-        if self._cuda:
-            torch.cuda.empty_cache()
+        if self._gauge is not None:
+            self._gauge.give_back()
 
     def failed(self, *, size: int, share: int, step: int) -> Move | None:
         """After an out-of-memory with `size` samples, and after release(); None: nothing smaller is left."""
-        if size > 1 and self._measured_at == size:
-            # It went well before at this size, so what was measured then does not tell.
-            self._sample_bytes = None
         move = recovery.after_failure(self.sizes, size=size, share=share, room=self.room(), step=step)
         if move is not None:
             self.take(move)
@@ -69,15 +98,15 @@ class Fitting:
         """Use another micro-batch from now on."""
         before, self.sizes = self.sizes, move.sizes
         pace = median(self._paces) if len(self._paces) >= _PACES // 2 else None
-        grew = move.sizes.current > before.current and pace is not None and self._cuda
+        grew = move.sizes.current > before.current and self._gauge is not None
         self._before = (before, pace) if grew and pace is not None else None
         self._paces, self._last = [], None
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._gauge is not None:
+            self._gauge.reset()
 
     def after_step(self, *, share: int, step: int) -> Move | None:
         """A move that the last step suggests; mostly none."""
-        now = time.perf_counter()
+        now = self._clock()
         if self._last is not None and share:
             self._paces = [*self._paces[1 - _PACES :], (now - self._last) / share]
         self._last = now
@@ -90,8 +119,8 @@ class Fitting:
             return None
         room = self.room(measure=True)
         move = recovery.grown(self.sizes, share=share, room=room, step=step)
-        if move is None and self._cuda:
-            peak = torch.cuda.max_memory_allocated(self._device)
+        if move is None and self._gauge is not None:
+            peak = self._gauge.peak()
             move = recovery.adjusted(self.sizes, share=share, room=room, peak_bytes=peak, step=step)
             beyond = move is not None and move.sizes.current > self.sizes.planned
             move = None if beyond and not self._grows_beyond else move
@@ -99,24 +128,15 @@ class Fitting:
 
     def room(self, *, measure: bool = False) -> Room:
         """What is known of memory now."""
-        if not self._cuda:
+        if self._gauge is None:
             return recovery.Room()
-        fixed = torch.cuda.memory_allocated(self._device)
+        fixed = self._gauge.allocated()
         if measure:
-            peak = torch.cuda.max_memory_allocated(self._device)
+            peak = self._gauge.peak()
             if peak > fixed:
                 self._sample_bytes = (peak - fixed) / self.sizes.current
-                self._measured_at = self.sizes.current
         return recovery.Room(
-            limit_bytes=limit_bytes(self._device),
+            limit_bytes=self._gauge.limit(),
             fixed_bytes=max(fixed, self._fixed_bytes),
             sample_bytes=self._sample_bytes,
         )
-
-
-def limit_bytes(device: torch.device) -> int:
-    """What this process may use on a GPU: what it holds and what is free, within its share."""
-    free, total = torch.cuda.mem_get_info(device)
-    share: Any = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)
-    allowed = int(total * share(device)) if share is not None else total
-    return min(allowed, torch.cuda.memory_reserved(device) + free)

@@ -16,7 +16,7 @@ from trimtab.trace import step as steps
 from trimtab.trace.branches import branch_loss, branches_of, keep_branch
 from trimtab.training import world
 from trimtab.training.compiling import Compiling
-from trimtab.training.fitting import Fitting
+from trimtab.training.fitting import Fitting, Gauge
 from trimtab.training.order import bounds
 from trimtab.training.precision import cast_frozen
 from trimtab.training.recovery import Sizes
@@ -166,7 +166,7 @@ def prepare(
         buffers=Buffers([entry for entry, is_buffer in alike if is_buffer], running_statistics(model)),
         fitting=Fitting(
             Sizes(planned=planned, current=planned),
-            device=device,
+            gauge=Gauge(device) if device.type == "cuda" else None,
             estimate=wanted.estimate,
             estimated_for=planned,
             grows_beyond=not setting.compile and not wanted.pinned,
