@@ -30,7 +30,7 @@ GIB = 2**30
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
@@ -44,7 +44,7 @@ def test_out_of_memory_is_recognised(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [None, ValueError("out of memory of names"), RuntimeError("mat1 and mat2 do not match"), KeyError("x")]
+    "error", [None, ValueError("out of memory"), RuntimeError("mat1 and mat2 do not match"), KeyError("x")]
 )
 def test_another_error_is_not_out_of_memory(error: BaseException | None) -> None:
     assert not is_out_of_memory(error)

@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.multiprocessing as processes
+from torch.multiprocessing.spawn import start_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +38,8 @@ def everywhere(size: int, function: Callable[..., Any], *args: Any, timeout_s: f
     """What a function returns on every rank; the function is one of a module. An error there is one here."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        context = processes.start_processes(
-            _one, (size, port, folder, function, args), nprocs=size, join=False, start_method="spawn"
+        context = start_processes(  # type: ignore[no-untyped-call]
+            _one, (size, port, folder, (function, args)), nprocs=size, join=False, start_method="spawn"
         )
         until = time.monotonic() + timeout_s
         try:
@@ -52,8 +52,10 @@ def everywhere(size: int, function: Callable[..., Any], *args: Any, timeout_s: f
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]  # noqa: S301
 
 
-def _one(rank: int, size: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+def _one(rank: int, size: int, port: int, folder: str, told: tuple[Callable[..., Any], Any]) -> None:
     import torch
+
+    function, args = told
 
     torch.set_num_threads(1)
     os.environ.update(variables(rank, size, port))

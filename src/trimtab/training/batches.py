@@ -18,14 +18,17 @@ def on_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         moved = {key: on_device(one, device) for key, one in batch.items()}
-        if type(batch) is dict:
-            return moved
-        try:
-            return type(batch)(moved)  # type: ignore[call-arg]  # as tokenizers give it
-        except TypeError:
-            return moved
+        return moved if type(batch) is dict else _rebuilt(batch, moved)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(on_device(one, device) for one in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(on_device(one, device) for one in batch)
     return batch
+
+
+def _rebuilt(batch: Any, moved: dict[Any, Any]) -> Any:
+    """A mapping of some other class, as tokenizers give it; a plain one where the class takes no dict."""
+    try:
+        return type(batch)(moved)
+    except TypeError:
+        return moved

@@ -258,7 +258,7 @@ def folder_fault(given: str, error: OSError) -> TrimtabError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return EnvironmentFault(given, found=f"it cannot be written: {error.strerror}", cure=_ANOTHER)
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return WrongUse(given, found=f"{error.filename} is a file, not a folder", cure=_ANOTHER)
+        return WrongUse(given, found="a part of its path is a file, not a folder", cure=_ANOTHER)
     return EnvironmentFault(given, found=f"it cannot be used: {error.strerror}", cure=_ANOTHER)
 
 

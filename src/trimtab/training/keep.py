@@ -126,7 +126,7 @@ class Keeper:
         self._writer: threading.Thread | None = None
         if self.ranks.first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".*-*"):
+            for leftover in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def save(
@@ -234,7 +234,7 @@ class Keeper:
     ) -> Failure | None:
         folder = self.folder / f".writing-{name}"
         # Hashed from the disk's cache after writing: less to go wrong than hashing on the way.
-        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+        writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(self.ranks.first)
         index: list[Any] = []
 

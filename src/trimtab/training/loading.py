@@ -94,7 +94,7 @@ def window_of(batch: Any, *, samples: int | None = None, step: int = 0, epoch: i
     """A plain batch as a window; `samples` is the sum over ranks, where there are several."""
     try:
         size = samples_in(batch)
-    except (TypeError, IndexError, StopIteration, AttributeError) as error:
+    except (TypeError, IndexError, StopIteration, AttributeError, RecursionError) as error:
         raise WrongUse(
             f"a batch of type {type(batch).__name__}",
             found="there is no tensor in it whose first length counts samples",

@@ -145,7 +145,9 @@ def prepare(
     if not parameters:
         raise JobFailed("model()", found="no parameter of it takes a gradient", cure="Leave some unfrozen.")
     optimizer = _optimizer(wanted, model, parameters, named)
-    wiring = _wiring(model, parameters, groups, own, setting, mid_backward)
+    if sharded:
+        _not_fused(optimizer)
+    wiring = _wiring(model, wanted, own, mid_backward)
     places = bounds(setting.global_batch, groups.data_parallel, [one.samples for one in setting.shares])
     share = places[groups.data_rank + 1] - places[groups.data_rank]
     planned = setting.shares[groups.data_rank].micro_batch if setting.shares else setting.micro_batch
@@ -281,6 +283,16 @@ def _optimizer(
     )
 
 
+def _not_fused(optimizer: Any) -> None:
+    """Of the fused optimizers, torch has Adam's alone for sharded parameters."""
+    if isinstance(optimizer, torch.optim.Adam):
+        return
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        if options.get("fused"):
+            options.update(fused=False, foreach=True)
+    optimizer._step_supports_amp_scaling = False
+
+
 def _takes(optimizer: Any) -> Any:
     import inspect
 
@@ -300,14 +312,9 @@ class _Maker:
         self.optimizer = make
 
 
-def _wiring(  # noqa: PLR0913 - what is wired, and how
-    model: nn.Module,
-    parameters: list[nn.Parameter],
-    groups: Groups,
-    own: str,
-    setting: Setting,
-    mid_backward: Callable[[], None] | None,
-) -> Wiring:
+def _wiring(model: nn.Module, wanted: Wanted, own: str, mid_backward: Callable[[], None] | None) -> Wiring:
+    setting, groups = wanted.setting, wanted.groups
+    parameters = [one for one in model.parameters() if one.requires_grad]
     if setting.strategy in SHARDED:
         from trimtab.training.sharding import Sharded
 

@@ -87,7 +87,7 @@ class Sizes(Noun, frozen=True, kw_only=True):
     current: int
     changed_at: int = 0
     """Optimizer step at which it last changed."""
-    failed: dict[str, tuple[int, int]] = {}
+    failed: dict[str, tuple[int, int]] = {}  # noqa: RUF012 - msgspec copies it
     """Micro-batches that ran out of memory: how often, and the step from which one may be tried again."""
     slow: int | None = None
     """From this size up a sample took longer."""

@@ -119,10 +119,10 @@ class Reducer:
     """Whether it needs no pass of one sample before the first step."""
 
     def __init__(
-        self, parameters: Sequence[tuple[nn.Parameter, Any, int]], bucket_bytes: int = BUCKET_BYTES
+        self, parameters: Sequence[tuple[nn.Parameter, Any, int]], bucket_bytes: int | None = None
     ) -> None:
         """`parameters` come with the group that sums them and the number of ranks in it."""
-        self.buckets = _buckets(parameters, bucket_bytes)
+        self.buckets = _buckets(parameters, bucket_bytes or BUCKET_BYTES)
         self.arrivals = len(parameters)
         self.next = 0
         self.armed = False
@@ -253,7 +253,7 @@ def _buckets(parameters: Sequence[tuple[nn.Parameter, Any, int]], most: int) -> 
 
 
 class Buffers:
-    """Buffers that a forward pass changes: put back when a step is tried again, alike on all ranks after it."""
+    """Buffers that a forward pass changes: put back when a step is repeated, alike on all ranks after it."""
 
     def __init__(
         self, entries: Sequence[tuple[torch.Tensor, Any, int]], running: frozenset[int] = frozenset()
@@ -289,14 +289,22 @@ class Buffers:
         known = () if self._followed is None else self._followed
         return len(set(self._changed()).difference(known))
 
-    def learn(self, device: Any, size: int) -> None:
-        """All ranks agree on which buffers change: called by all, when the status says that one has strays."""
-        mask = torch.zeros(max(1, len(self._entries)), dtype=torch.int64, device=device)
-        for number in (*self._changed(), *(self._followed or ())):
-            mask[number] = 1
-        if size > 1:
-            dist.all_reduce(mask, op=dist.ReduceOp.MAX)
-        self._followed = [number for number, flag in enumerate(mask.tolist()) if flag and self._entries]
+    def learn(self, device: Any) -> None:
+        """All ranks agree on which buffers change; all call it when the status says that one has strays."""
+        mine = {*self._changed(), *(self._followed or ())}
+        # First what all ranks hold, then what only those of this branch hold: other branches have other ones.
+        for shared in (True, False):
+            numbers = [
+                number
+                for number, (_, group, source) in enumerate(self._entries)
+                if source >= 0 and (group is None) is shared
+            ]
+            if numbers:
+                flags = [int(number in mine) for number in numbers]
+                mask = torch.tensor(flags, dtype=torch.int64, device=device)
+                dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._entries[numbers[0]][1])
+                mine |= {number for number, flag in zip(numbers, mask.tolist(), strict=True) if flag}
+        self._followed = sorted(mine)
 
     def settle(self) -> None:
         """After a step: rank 0's values on all ranks."""

@@ -16,6 +16,7 @@ import contextlib
 import os
 import time
 import traceback
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 MOST_ATTEMPTS = 40
 """Of one step; more means that something else than memory or numbers is wrong."""
+_COMPILER = "the compiler failed"
 LONE_TRIES = 3
 """How often one sample is tried again: others may have had the memory for a moment."""
 _OPS = {
@@ -94,7 +96,9 @@ class Part:
     __slots__ = ("_batch", "_cast", "_entered", "_host", "_run", "_share", "count", "done", "error", "number",
                  "samples")  # fmt: skip
 
-    def __init__(self, run: Run, host: Any, samples: int, share: Any, number: int, count: int) -> None:
+    def __init__(  # noqa: PLR0913 - made in two places, both here
+        self, run: Run, host: Any, *, samples: int, share: Any, number: int, count: int
+    ) -> None:
         self._run = run
         self._host = host
         self._batch: Any = None
@@ -134,7 +138,7 @@ class Part:
                 cure="Call it once inside of `with part:`.",
             )
         self._leave_autocast()
-        self._run._backward(self, loss, self._share)
+        self._run._backward(loss, self._share)
         self.done = True
 
     def __exit__(
@@ -150,9 +154,9 @@ class Part:
                     found="part.backward() was not called",
                     cure="Call it with the loss of the part.",
                 )
-            self._run._left(self)
+            self._run._left()
             return False
-        self.error = self._run._swallows(self, error)
+        self.error = self._run._swallows(error)
         if self.error is None:
             return False
         # What the failed pass left behind hangs on the frames that it came through.
@@ -355,7 +359,7 @@ class Run:
         return self.update()
 
     def parts(self, batch: Any) -> Iterator[Part]:
-        """The parts of a step, again and in other sizes until all ranks have succeeded; then call update()."""
+        """The parts of a step, again and in other sizes until all ranks have succeeded; update() follows."""
         ready = self._ready()
         self._outcome = None
         window, total = self._opened(ready, batch)
@@ -389,7 +393,7 @@ class Run:
             verdict, heard = self._close(ready, window, failed_at, len(parts))
             again = self._answer(ready, window, verdict, heard, bad)
             if again is None:
-                self._end(ready, window, heard, verdict, attempts, len(parts))
+                self._end(ready, window, heard, verdict, attempts=attempts, parts=len(parts))
                 return
             bad += again
 
@@ -398,7 +402,7 @@ class Run:
         self._rehearsing = True
         self._start_over(ready)
         for number in range(2):
-            part = Part(self, window.filler(), 0, 0.0, number, 2)
+            part = Part(self, self._filler(ready, window), samples=0, share=0.0, number=number, count=2)
             yield part
             if part.error is not None:
                 raise NothingFits(
@@ -442,7 +446,7 @@ class Run:
             status.agree(0.0, self.torch_device, self.size, least=True)
 
     def rollback_needed(self) -> bool:
-        """Whether the optimizer of any rank was interrupted halfway since the last step. All ranks call it."""
+        """Whether the optimizer of a rank was interrupted halfway in the last step. All ranks call it."""
         return bool(status.agree(float(self._rollback), self.torch_device, self.size, least=False))
 
     def memory(self) -> dict[str, int]:
@@ -541,21 +545,34 @@ class Run:
         own = not isinstance(batch, Window)
         window = window_of(batch, step=self.steps) if own else batch
         self._window = window
+        self._pieces: tuple[int, list[tuple[Any, Any]]] | None = None
         groups = self.groups
         unknown = own and groups.data_parallel > 1
         if ready.weight is None and not unknown:
             return window, window.samples
-        local: Any = window.size
-        if ready.weight is not None:
-            pieces = window.parts(ready.fitting.sizes.current)
-            local = sum(_weight(ready.weight, one.batch) for one in pieces)
+        self._pieces = self._cut(ready, window)
+        local = sum(weight for _, weight in self._pieces[1])
         if groups.data_alone:
             return window, local
-        whole = torch.as_tensor(local, dtype=torch.float64).to(self.torch_device).reshape(1)
+        if isinstance(local, torch.Tensor):
+            whole = local.double().to(self.torch_device).reshape(())
+        else:
+            # Filled on the device: a copy from here would wait for the optimizer.
+            whole = torch.full((), float(local), dtype=torch.float64, device=self.torch_device)
         dist.all_reduce(whole, group=groups.data_group)
-        if unknown and ready.weight is None and self.torch_device.type == "cpu":
-            return window, float(whole)
-        return window, whole[0]
+        return window, whole
+
+    def _cut(self, ready: preparing.Prepared, window: Window) -> tuple[int, list[tuple[Any, Any]]]:
+        """The window in parts of the micro-batch, each with its weight.
+
+        Parts that count for nothing are left out: a mean over nothing is not a number, whatever it counts.
+        """
+        size, weigh = ready.fitting.sizes.current, ready.weight
+        pieces = window.parts(size)
+        if weigh is None:
+            return size, [(one, one.samples) for one in pieces]
+        weighed = [(one, _weight(weigh, one.batch)) for one in pieces]
+        return size, [(one, weight) for one, weight in weighed if _counts(weight)]
 
     def _remember(self, ready: preparing.Prepared) -> None:
         """What a repetition begins with again: random numbers and buffers."""
@@ -579,33 +596,41 @@ class Run:
     def _split(self, ready: preparing.Prepared, window: Window, total: Any) -> list[Part]:
         """The parts of this attempt, with the share of each in the loss of the whole global batch."""
         size = ready.fitting.sizes.current
-        pieces = window.parts(size)
-        weights = [
-            one.samples if ready.weight is None else _weight(ready.weight, one.batch) for one in pieces
-        ]
-        # A mean over nothing is not a number, even when it counts for nothing.
-        kept = [(one, weight) for one, weight in zip(pieces, weights, strict=True) if _counts(weight)]
+        if self._pieces is None or self._pieces[0] != size:
+            self._pieces = self._cut(ready, window)
+        kept = self._pieces[1]
         count = len(kept)
         if ready.wiring.equal_parts:
             count = self._most_parts(window, size)
         parts = [
-            Part(self, one.batch, one.samples, _share(weight, total), number, count)
+            Part(
+                self, one.batch, samples=one.samples, share=_share(weight, total), number=number, count=count
+            )
             for number, (one, weight) in enumerate(kept)
         ]
         self._weight: Any = sum(weight for _, weight in kept)
-        fillers = count - len(parts)
         parts += [
-            Part(self, window.filler(), 0, 0.0, len(parts) + number, count) for number in range(fillers)
+            Part(self, self._filler(ready, window), samples=0, share=0.0, number=number, count=count)
+            for number in range(len(parts), count)
         ]
         ready.regular = min(size, ready.regular_share)
         return parts
+
+    def _filler(self, ready: preparing.Prepared, window: Window) -> Any:
+        """One sample to keep the others company with; one that counts, so that its loss is a number."""
+        if ready.weight is not None:
+            for start in range(window.size):
+                found = window.part(start, start + 1).batch
+                if _counts(_weight(ready.weight, found)):
+                    return found
+        return window.filler()
 
     def _most_parts(self, window: Window, size: int) -> int:
         """How many parts the rank with the largest share has; all have to run as many."""
         if window.indices or window.samples != window.size:
             shares = [one.samples for one in self.setting.shares]
             places = bounds(window.samples, self.groups.data_parallel, shares)
-            largest = max(stop - start for start, stop in zip(places, places[1:], strict=False))
+            largest = max(stop - start for start, stop in pairwise(places))
             return -(-largest // size)
         return int(status.agree(-(-window.size // size), self.torch_device, self.size, least=False))
 
@@ -627,7 +652,7 @@ class Run:
         if self._open and self._arrived >= self._strikes_at:
             self._at("backward")
 
-    def _backward(self, part: Part, loss: Any, share: Any) -> None:
+    def _backward(self, loss: Any, share: Any) -> None:
         preparing.check_loss(loss)
         weighted = loss if isinstance(share, float) and share == 1.0 else loss * share
         if self._faults is not None and self._at("gradient") == "nan":
@@ -639,16 +664,19 @@ class Run:
         self._open, self._arrived = True, 0
         try:
             weighted.backward()
+        except BaseException:
+            # A loop of one's own may still hold the loss, and by it all that the pass has kept.
+            loss.detach_()
+            raise
         finally:
             self._open = False
 
-    def _left(self, part: Part) -> None:
+    def _left(self) -> None:
         ready = self._ready()
         if ready.compiling is not None:
             ready.compiling.done()
-        del part
 
-    def _swallows(self, part: Part, error: BaseException) -> str | None:
+    def _swallows(self, error: BaseException) -> str | None:
         """What to say of an error that the step recovers from; None for one that it does not."""
         ready = self._ready()
         if is_out_of_memory(error):
@@ -656,8 +684,7 @@ class Run:
         if not isinstance(error, Exception):
             return None
         if ready.compiling is not None and ready.compiling.gives_up(error):
-            del part
-            return "compile"
+            return _COMPILER
         return None
 
     def _recover(self, ready: preparing.Prepared, window: Window, part: Part) -> None:
@@ -667,7 +694,7 @@ class Run:
         part._batch = part._host = None
         ready.wiring.abandon()
         ready.fitting.release()
-        if why == "compile":
+        if why == _COMPILER:
             return
         size = max(part.samples, 1)
         move = ready.fitting.failed(size=size, share=max(window.size, 1), step=self.steps)
@@ -679,7 +706,8 @@ class Run:
         if self._lone_failures > LONE_TRIES:
             self._fatal = f"one sample at once ran out of memory {self._lone_failures} times ({known}); {why}"
             return
-        self._tell(IncidentKind.OUT_OF_MEMORY, why, f"memory was given back, and one sample is tried again; {known}")
+        again = f"memory was given back, and one sample is tried again; {known}"
+        self._tell(IncidentKind.OUT_OF_MEMORY, why, again)
 
     def _close(
         self, ready: preparing.Prepared, window: Window, failed_at: int | None, count: int
@@ -775,11 +803,13 @@ class Run:
         window: Window,
         heard: Status,
         verdict: status.Verdict,
+        *,
         attempts: int,
         parts: int,
     ) -> None:
+        norm = heard.squares**0.5 / self._scale.value
         if heard.strays:
-            ready.buffers.learn(self.torch_device, self.size)
+            ready.buffers.learn(self.torch_device)
         good = verdict.kind == status.GOOD
         if good:
             ready.buffers.settle()
@@ -798,7 +828,7 @@ class Run:
             loss=heard.loss,
             weight=heard.weight,
             samples=samples,
-            grad_norm=heard.squares**0.5 / self._scale.value,
+            grad_norm=norm,
             skipped="" if good else verdict.why,
             attempts=attempts,
             parts=parts,

@@ -124,10 +124,8 @@ def judged(status: Status, *, limit: float | None, scale: float = 1.0) -> Verdic
     """
     from math import isfinite, sqrt
 
-    if status.fatal:
-        return Verdict(FATAL)
-    if status.failed:
-        return Verdict(REPLAY)
+    if status.fatal or status.failed:
+        return Verdict(FATAL if status.fatal else REPLAY)
     if status.rollback:
         return Verdict(ROLLBACK, "the optimizer of a rank was interrupted halfway")
     if not isfinite(status.loss):

@@ -1,4 +1,4 @@
-"""The optimizer step: skipped by the device itself where it can, undone by nobody, retried where unchanged."""
+"""The optimizer step: skipped by the device itself where it can be, tried again where it changed nothing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,21 @@ class Updater:
         self.clip = clip
         # A fused optimizer reads on the device whether to do anything. Sharded parameters do not mix with
         # plain tensors in one call.
-        amp = getattr(optimizer, "_step_supports_amp_scaling", False)
-        self.on_device = bool(amp) and cuda and not sharded
+        amp = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._called_off_on_device = amp and cuda and not sharded
         self.before: Callable[[], Any] | None = None
         """Called before every try: a drill may raise from it."""
         self._of: Any = None
         self._states = -1
         self._ready: frozenset[int] = frozenset()
         self._tensors: list[torch.Tensor] = []
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device itself can call the step off, so that the host need not wait before it."""
+        # The first step of SGD leaves its momentum as it found the memory where it is called off.
+        begun = bool(self.optimizer.state) or isinstance(self.optimizer, torch.optim.Adam)
+        return self._called_off_on_device and begun
 
     def launch(
         self, found_bad: torch.Tensor, divisor: torch.Tensor | None, release: Callable[[], None]

@@ -1,14 +1,15 @@
 """Which process of how many this is, and how they meet.
 
-`read` is a pure function of the environment's variables: plain python, torchrun, srun, or RANK, WORLD_SIZE and
-LOCAL_RANK set by hand. `connect` makes the process group. What is half-set, contradictory or does not answer
-is an error at once, with the variable named; never a wait of half an hour.
+`read` is a pure function of the environment's variables: plain python, torchrun, srun, or RANK, WORLD_SIZE
+and LOCAL_RANK set by hand. `connect` makes the process group. What is half-set, contradictory or does not
+answer is an error at once, with the variable named; never a wait of half an hour.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import socket
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,8 @@ JOIN_S = 120.0
 """How long processes wait for each other to come, before the first one says who is missing."""
 _FIRST_PORT, _PORTS = 20_000, 20_000
 """Where srun's processes meet, by the number of the job, unless MASTER_PORT says."""
+_MEETINGS = itertools.count()
+"""Processes that make several runs meet as often, and torchrun remembers the meetings before."""
 _CURE = (
     "Start with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every "
     "process; for a single process unset them all."
@@ -234,16 +237,18 @@ def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) ->
 
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     if world.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(world.device))
-    store = _met(world, join_s)
+    meeting = f"{world.restarts}.{next(_MEETINGS)}"
+    store = _met(world, join_s, meeting)
     options: dict[str, Any] = {}
     if world.device.startswith("cuda"):
         options["device_id"] = torch.device(world.device)
     dist.init_process_group(
         world.backend,
-        store=dist.PrefixStore(f"group{world.restarts}", store),
+        store=PrefixStore(f"group{meeting}", store),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(minutes=timeout_min),
@@ -254,9 +259,10 @@ def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) ->
 def connect_alone(world: World) -> None:
     """A process group of one, for what cannot do without."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     if not dist.is_initialized():
-        dist.init_process_group(world.backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(world.backend, store=HashStore(), rank=0, world_size=1)
 
 
 def disconnect() -> None:
@@ -267,11 +273,12 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _met(world: World, join_s: float) -> Any:
+def _met(world: World, join_s: float, meeting: str) -> Any:
     """A store in which all processes have said that they are there."""
     from datetime import timedelta
 
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     assert world.address is not None  # noqa: S101 - read() gives both where there is more than one
     assert world.port is not None  # noqa: S101
@@ -283,14 +290,14 @@ def _met(world: World, join_s: float) -> Any:
         _check_answers(world.address, world.port, join_s)
     wait = timedelta(seconds=join_s)
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             world.address, world.port, None, is_master=listens, timeout=wait, wait_for_workers=False
         )
-        if store.add(f"rank{world.rank}/{world.restarts}", 1) > 1:
+        if store.add(f"rank{world.rank}/{meeting}", 1) > 1:
             raise _fault(f"RANK={world.rank}", "another process of this run has the same rank")
     except dist.DistError as error:
         raise _fault(place, f"rank 0 does not answer as a store: {_line(error)}") from error
-    keys = [f"rank{number}/{world.restarts}" for number in range(world.size)]
+    keys = [f"rank{number}/{meeting}" for number in range(world.size)]
     try:
         store.wait(keys, wait)
     except (dist.DistError, RuntimeError) as error:
