@@ -12,12 +12,14 @@ import random
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from trimtab.training.faults import Fault, FaultKind
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 STEPS, HALF = 120, 60
 SAMPLES, BATCH = 400, 64
@@ -57,7 +59,7 @@ class Soak:
 def schedule(draw: random.Random, steps: range, ranks: int) -> list[Fault]:
     """Fifty faults, spread over some steps and ranks."""
 
-    def at() -> dict[str, int]:
+    def at() -> dict[str, Any]:
         return {"step": draw.choice(steps), "rank": draw.randrange(ranks)}
 
     found = [

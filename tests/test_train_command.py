@@ -317,7 +317,8 @@ def test_two_processes_survive_a_drill_and_end_where_one_would(
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     rows = [json.loads(one) for one in out.splitlines()]
-    kinds = [one["kind"] for one in rows[-1]["events"]]
+    # What happens to rank 1 is written a step later.
+    kinds = [one["kind"] for one in sorted(rows[-1]["events"], key=lambda one: one["at_s"])]
     assert kinds[:4] == ["out-of-memory", "not-a-number", "lost-rank", "resume"]
     assert [one["step"] for one in rows if one.get("step", 0) > 4][-10:] == list(range(5, 15))
     assert losses(run) == pytest.approx(losses(calm), abs=1e-9)
@@ -393,7 +394,7 @@ def test_ranks_that_torchrun_started_train_as_well(home: Path, calm: Path, tmp_p
         ("Nobody", (), 2, "has no Nobody"),
     ],
 )
-def test_what_cannot_be_trained_is_said_at_once_and_leaves_nothing(
+def test_what_cannot_be_trained_is_said_at_once_and_leaves_nothing(  # noqa: PLR0917 - a table
     home: Path, tmp_path: Path, job: str, options: tuple[str, ...], code: int, found: str
 ) -> None:
     out = tmp_path / "run"
