@@ -305,7 +305,9 @@ def test_two_processes_survive_a_drill_and_end_where_one_would(
     drill = [
         {"kind": "out-of-memory", "step": 2, "rank": 1, "point": "backward"},
         {"kind": "not-a-number", "step": 3, "rank": 1},
-        {"kind": "kill", "step": 6, "rank": 1},
+        # Time enough for the checkpoint of step 4 to be written.
+        {"kind": "slow", "step": 6, "rank": 0, "seconds": 2.0},
+        {"kind": "kill", "step": 7, "rank": 1},
         {"kind": "out-of-memory", "step": 8, "rank": 0, "point": "optimizer"},
     ]
     (tmp_path / "faults.json").write_text(json.dumps(drill), encoding="utf-8")
