@@ -119,12 +119,14 @@ def test_mfu_follows_from_the_plans_by_time_devices_and_samples() -> None:
 def test_requests_of_many_ranks_are_read_back_from_their_sum(
     heard: list[signal.Signals | None], due: bool
 ) -> None:
-    total = torch.tensor([signals.packed(one) for one in heard], dtype=torch.float32).sum()
-    total += signals.packed(None, checkpoint=due)
-    asked, checkpoint = signals.unpacked(float(total))
-    assert checkpoint is due
-    assert (asked is None) == all(one is None for one in heard)
-    if asked is signal.SIGUSR1:
+    requests = [signals.Request(one, news=number == 3) for number, one in enumerate(heard)]
+    requests.append(signals.Request(checkpoint=due))
+    total = torch.tensor([signals.packed(one) for one in requests], dtype=torch.float64).sum()
+    together = signals.unpacked(float(total))
+    assert together.checkpoint is due
+    assert together.news is (len(heard) > 3)
+    assert (together.asked is None) == all(one is None for one in heard)
+    if together.asked is signal.SIGUSR1:
         assert not {signal.SIGTERM, signal.SIGINT} & set(heard)
 
 

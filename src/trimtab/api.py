@@ -644,7 +644,8 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
         seed=seed,
         timeout_min=timeout_min,
     )
-    task.check_trainable(find(name, overrides), name)
+    loaded = find(name, overrides)
+    task.check_trainable(loaded, name)
     chosen = None
     if world.is_main:
         # One rank plans; the others learn it from that one.
@@ -652,7 +653,8 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
         told = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
         together = told or min(world.size, len(here.devices) or world.size)
         per_node = None if world.launcher == ALONE else together
-        chosen = plan_to_train(name, overrides, plan, ranks, pins, here, per_node=per_node, say=say)
+        question = (name, loaded, overrides, here)
+        chosen = plan_to_train(question, plan, ranks, pins, per_node=per_node, say=say)
     asked = task.Task(
         job=name,
         options=overrides,
@@ -683,28 +685,29 @@ def run_training(task: Task, fleet: Fleet | None) -> Ending:
     return worker.run(task) if fleet is None else start.launch(task, fleet)
 
 
-def plan_to_train(  # noqa: PLR0913, PLR0917 - what a plan is made of
-    job: str,
-    overrides: dict[str, Any],
+def plan_to_train(  # noqa: PLR0913 - what a plan is made of
+    question: tuple[str, Any, dict[str, Any], Cluster],
     given: Plan | Path | str | None,
     ranks: int | None,
     pins: Mapping[str, Any] | Iterable[str],
-    here: Cluster,
     *,
     per_node: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The plan that a run follows: the one given, one made for these GPUs, or a plain one for the CPU.
 
-    `ranks` is how many processes there will be, where that is settled, and `per_node` how many of them a
-    launcher has started on this node.
+    The question is the job's name, the job, what was changed on it, and this machine. `ranks` is how many
+    processes there will be, where that is settled, and `per_node` how many of them a launcher has started
+    on this node.
     """
     from pathlib import Path
 
     from trimtab.errors import WrongUse
     from trimtab.spec import Plan
+    from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan, several_nodes
 
+    name, job, overrides, here = question
     policy = make_policy(0.9, None, "speed", None, pins)
     if given is not None:
         if policy.pins:
@@ -713,7 +716,7 @@ def plan_to_train(  # noqa: PLR0913, PLR0917 - what a plan is made of
                 found="the plan has made its choices",
                 cure="Pin them where it is made: trimtab plan JOB --pin KEY=VALUE --out FILE.",
             )
-        found = given if isinstance(given, Plan) else read_plan(Path(given), job=job, on=here)
+        found = given if isinstance(given, Plan) else read_plan(Path(given), job=name, on=here)
         if ranks is not None and per_node is None and ranks != found.choice.gpus:
             raise WrongUse(
                 f"--procs {ranks} with a plan for {found.choice.gpus} processes",
@@ -722,8 +725,7 @@ def plan_to_train(  # noqa: PLR0913, PLR0917 - what a plan is made of
             )
         return found
     if not here.devices:
-        workload = workload_of(job, overrides, {}, say=say)
-        return cpu_plan(job, workload, ranks or 1, policy.pins, overrides)
+        return cpu_plan(name, described(job, name), ranks or 1, policy.pins, overrides)
     nodes = 1 if per_node is None or ranks is None else max(1, ranks // per_node)
     if ranks is not None and ranks > nodes * len(here.devices):
         raise WrongUse(
@@ -732,4 +734,4 @@ def plan_to_train(  # noqa: PLR0913, PLR0917 - what a plan is made of
             cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU.",
         )
     fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})
-    return plan(job, several_nodes(here, nodes), pins=fixed, options=overrides, say=say)
+    return plan(name, several_nodes(here, nodes), pins=fixed, options=overrides, say=say)

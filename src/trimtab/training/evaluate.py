@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ def rounds(samples: int, ranks: int, size: int) -> int:
     (2, 1)
     """
     places = bounds(samples, ranks)
-    most = max(stop - start for start, stop in zip(places, places[1:], strict=False))
+    most = max(stop - start for start, stop in pairwise(places))
     return -(-most // size)
 
 

@@ -230,7 +230,7 @@ class Meters:
             from trimtab.units import format_duration
 
             ahead = (self.steps - line.step) * line.samples / self._speed
-            left = f" of {self.steps}, {format_duration(ahead)} left"
+            left = f" of {self.steps}" + (f", {format_duration(ahead)} left" if ahead else "")
         width = self._live.console.width - len(left)
         self._live.update(Text(line.fitted(width).replace(":", f"{left}:", 1)))
 

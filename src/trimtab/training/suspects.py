@@ -172,8 +172,8 @@ def keep_fp32(model: nn.Module, name: str) -> bool:
             return output
         return tree_map_only(torch.Tensor, lambda one: _narrow(one, before), output)
 
-    module.forward = forward  # type: ignore[method-assign]
-    module._trimtab_fp32 = True  # noqa: SLF001 - our own mark
+    # As plain attributes: what torch makes of an assignment to a module is of no use here.
+    module.__dict__.update(forward=forward, _trimtab_fp32=True)
     return True
 
 

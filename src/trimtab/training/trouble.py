@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from trimtab.training.run import Outcome, Run
     from trimtab.training.scribe import Scribe
 
+AGAIN = "once more"
+"""How the engine speaks of the repetition that every bad step gets: no answer of the ladder."""
 HALF_ENOUGH = (Precision.FP32, Precision.TF32)
 """Precisions in which there is nothing to keep in fp32."""
 
@@ -73,13 +75,13 @@ class Trouble:
             slower = f"the learning rate is now {self.ladder.rate:g} of the job's"
             self.scribe.tell(kind, why, f"the step is skipped, and {slower}", step=done)
         elif rung is Rung.SKIP:
-            self.scribe.tell(kind, why, "the step is skipped: the weights stay as they were", step=done)
+            self.scribe.tell(kind, why, "the step is skipped: the weights stay", step=done)
         else:
             self.scribe.tell(kind, why, "the run goes back to its last good checkpoint", step=done)
         return rung is Rung.ROLL_BACK
 
     def restored(self, saved: Ladder, *, rolled_back: bool) -> None:
-        """After a checkpoint was loaded: the ladder of a resumed run, or what was learnt before going back."""
+        """After a checkpoint was loaded: the ladder of that run, or what was learnt before going back."""
         if rolled_back:
             self.ladder = rules.rolled_back(self.ladder, saved)
             self.multiply_rate(self.ladder.rate / saved.rate)
@@ -146,7 +148,8 @@ class Trouble:
         return earliest(None if one is None else Suspect.from_json(one) for one in told)
 
     def _stop(self, kind: IncidentKind, done: int, why: str) -> NoReturn:
-        seen = tuple(f"step {one.step}: {one.done}" for one in self.scribe.seen if one.kind is kind)
+        answers = [one for one in self.scribe.seen if one.kind is kind and AGAIN not in one.done]
+        seen = tuple(f"at step {one.step} {one.done}" for one in answers)
         text = rules.report(self.ladder, kind, done, why, seen[-4:])
         self.scribe.tell(kind, why, f"the run is stopped. {text}", step=done)
         raise JobFailed(

@@ -47,9 +47,6 @@ def main(arguments: list[str]) -> int:
     task = Task.from_json(file.read_bytes(), origin=str(file))
     try:
         ending = run(task)
-        if control is not None and not ending.asked:
-            control.done()
-        return ending.exit_code
     except TrimtabError as error:
         if control is None:
             raise
@@ -57,6 +54,9 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - every rank ends with a word on why
         return _unforeseen(error, control)
+    if control is not None and not ending.asked:
+        control.done()
+    return ending.exit_code
 
 
 def run(task: Task) -> Ending:
