@@ -21,6 +21,7 @@ from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.spec.base import Noun, below
 from trimtab.training.control import FOLDER, Control, end_with_parent
 from trimtab.training.signals import HEARD, exit_code
+from trimtab.training.signals import heard as hearing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -148,7 +149,7 @@ def _wait(agent: subprocess.Popen[bytes], control: Control) -> int:
     def note(number: int, _: object) -> None:
         heard.append(signal.Signals(number))
 
-    before = {one: signal.signal(one, note) for one in HEARD}
+    before = {one: signal.signal(one, note) for one in hearing()}
     told: set[tuple[int, int]] = set()
     try:
         while (code := agent.poll()) is None:
@@ -177,7 +178,7 @@ def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]
             told.add((rank.pid, number))
             with contextlib.suppress(psutil.NoSuchProcess):
                 # Python that is still waking up dies of SIGINT with a traceback, and of SIGTERM without.
-                rank.send_signal(signal.SIGTERM if one is signal.SIGINT else one)
+                rank.send_signal(one if one is signal.SIGUSR1 else signal.SIGTERM)
 
 
 def _judged(code: int, control: Control, fleet: Fleet) -> str:
