@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.spec.base import Noun, below
@@ -155,7 +155,9 @@ def _wait(agent: subprocess.Popen[bytes], control: Control) -> int:
         while (code := agent.poll()) is None:
             if heard:
                 control.stop(heard[0])
-                _pass_on(agent.pid, heard, told)
+                if not _pass_on(agent.pid, heard, told) and told:
+                    # All ranks have ended as they were asked: there is nothing left to start again.
+                    agent.terminate()
             time.sleep(POLL_S)
     finally:
         for one, handler in before.items():
@@ -163,14 +165,17 @@ def _wait(agent: subprocess.Popen[bytes], control: Control) -> int:
     return code
 
 
-def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]) -> None:
-    """Every signal to every rank, once; ranks that torchrun has only just started are told as well."""
+def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]) -> bool:
+    """Every signal to every rank, once, those included that torchrun has only just started.
+
+    False where there is no rank left.
+    """
     import psutil
 
     try:
         ranks = psutil.Process(agent).children()
     except psutil.NoSuchProcess:
-        return
+        return False
     for rank in ranks:
         for number, one in enumerate(heard):
             if (rank.pid, number) in told:
@@ -179,6 +184,16 @@ def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]
             with contextlib.suppress(psutil.NoSuchProcess):
                 # Python that is still waking up dies of SIGINT with a traceback, and of SIGTERM without.
                 rank.send_signal(one if one is signal.SIGUSR1 else signal.SIGTERM)
+    return any(_is_alive(rank) for rank in ranks)
+
+
+def _is_alive(rank: Any) -> bool:
+    import psutil
+
+    try:
+        return bool(rank.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _judged(code: int, control: Control, fleet: Fleet) -> str:
