@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -32,11 +32,14 @@ from trimtab.spec import (
     Workload,
 )
 from trimtab.training import control as control_module
-from trimtab.training import meters, resize, signals, start, task, worker
+from trimtab.training import evaluate, loop, meters, resize, settle, signals, start, task, worker
 from trimtab.training.control import Control
 from trimtab.training.faults import Fault, FaultKind, Faults, read, tear
+from trimtab.training.folder import RunFolder, RunIdentity
 from trimtab.training.meters import Line, Meters, measured_mfu
+from trimtab.training.scribe import Scribe
 from trimtab.training.task import Ending, Task
+from trimtab.training.world import World
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -417,7 +420,7 @@ def test_a_task_survives_json() -> None:
     assert Task.from_json(one.to_json()) == one
 
 
-@pytest.mark.parametrize("module", [meters, signals, start, task, worker])
+@pytest.mark.parametrize("module", [evaluate, meters, signals, start, task, worker])
 def test_the_examples_in_the_docstrings_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 
@@ -425,3 +428,108 @@ def test_the_examples_in_the_docstrings_hold(module: object) -> None:
 def test_an_unhelpful_end_is_an_error_of_the_environment(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match="a rank ended without a word; 3 restarts did not help"):
         start._judged(1, Control(tmp_path), start.Fleet(procs=2, restarts=3))  # noqa: SLF001
+
+
+# --- settling, and writing down ---
+
+
+def test_a_plan_for_other_processes_is_divided_and_said_so() -> None:
+    plan = resize.cpu_plan("slm:tiny", WORKLOAD, 4, {"micro_batch": 2}, {})
+    asked = Task(job="slm:tiny", plan=plan, out="x")
+    found, words = settle.settled(asked, object(), World())
+    assert (found.choice.gpus, found.choice.global_batch, found.choice.micro_batch) == (1, 16, 2)
+    assert "4 -> 1 processes, ddp -> single, micro-batch 2 x 2 -> 2 x 8" in words
+    same, nothing = settle.settled(asked.replace(plan=found), object(), World())
+    assert (same, nothing) == (found, "")
+    with pytest.raises(WrongUse, match="rank 0 was given no plan"):
+        settle.settled(asked.replace(plan=None), object(), World())
+
+
+def opened(place: Path, size: int = 1) -> tuple[Scribe, io.StringIO]:
+    identity = RunIdentity(job="a", global_batch=16)
+    folder = RunFolder.open(place, identity=identity, plan=resize.cpu_plan("a", WORKLOAD, 1, {}, {}))
+    stream = io.StringIO()
+    world = World(size=size, address="a", port=1) if size > 1 else World()
+    return Scribe(world, folder, Meters(every=1, steps=1, stream=stream)), stream
+
+
+def kinds(scribe: Scribe) -> list[str]:
+    return [one.kind.value for one in scribe.folder.events()]
+
+
+def test_an_attempt_says_how_the_one_before_it_ended(tmp_path: Path) -> None:
+    first, _ = opened(tmp_path)
+    first.begin()
+    assert first.folder.events_file.exists()
+    first.folder.log({"step": 7, "loss": 1.0})
+    first.folder.close()
+    second, _ = opened(tmp_path)
+    second.begin()
+    assert kinds(second) == ["lost-rank"]
+    assert second.folder.events()[0].step == 7
+    second.end()
+    second.folder.close()
+    third, _ = opened(tmp_path, size=3)
+    third.begin()
+    assert kinds(third) == ["lost-rank", "resize"]
+    third.end(RuntimeError("what was that"))
+    assert kinds(third)[-1] == "bug"
+    third.folder.close()
+    fourth, _ = opened(tmp_path, size=3)
+    fourth.begin()
+    assert len(kinds(fourth)) == 3
+    fourth.end(RuntimeError("Connection closed by peer"))
+    fourth.folder.close()
+    fifth, _ = opened(tmp_path, size=3)
+    fifth.begin()
+    assert kinds(fifth)[-1] == "lost-rank"
+
+
+def test_a_run_that_never_took_a_step_leaves_its_folder_to_others(tmp_path: Path) -> None:
+    scribe, _ = opened(tmp_path)
+    scribe.begin()
+    scribe.end(JobFailed("loss()", found="a", cure="b"))
+    scribe.folder.close()
+    assert not (tmp_path / "run.json").exists()
+    again, _ = opened(tmp_path)
+    again.begin()
+    again.folder.log({"step": 1, "loss": 1.0})
+    again.end(JobFailed("loss()", found="a", cure="b"))
+    assert (tmp_path / "run.json").exists()
+
+
+def test_steps_of_the_engine_are_counted_as_people_do(tmp_path: Path) -> None:
+    scribe, _ = opened(tmp_path)
+    scribe.hear(Incident(kind=IncidentKind.OUT_OF_MEMORY, at_s=1.0, step=0, rank=0, why="a", done="b"))
+    assert scribe.folder.events()[0].step == 1
+
+
+def test_a_reader_that_goes_away_does_not_end_a_training() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:  # noqa: ARG002 - as a stream has it
+            raise BrokenPipeError
+
+    shown = Meters(every=1, steps=5, stream=Gone())
+    for step in range(1, 6):
+        shown.step(line(step))
+    shown.close()
+
+
+def test_errors_of_a_job_are_told_from_ours(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.py"
+    file.write_text("def loss():\n    return {}['answer']\n", encoding="utf-8")
+    theirs: dict[str, Any] = {}
+    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), theirs)  # noqa: S102 - a job's code
+    with pytest.raises(KeyError) as caught:
+        theirs["loss"]()
+    assert loop.is_of_job(caught.value)
+    error = KeyError("ours")
+    assert not loop.is_of_job(error)
+
+
+def test_evaluation_makes_as_many_passes_on_every_rank() -> None:
+    assert evaluate.rounds(10, 3, 2) == 2
+    assert evaluate.rounds(1, 4, 2) == 1
+    with pytest.raises(JobFailed, match="has no samples that can be counted"):
+        evaluate.validation_of(type("Job", (), {"validation": lambda _: []})())
+    assert evaluate.validation_of(object()) is None

@@ -680,9 +680,21 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
 
 def run_training(task: Task, fleet: Fleet | None) -> Ending:
     """Train, in this process or in those that it starts."""
+    from trimtab.errors import EnvironmentFault
     from trimtab.training import start, worker
 
-    return worker.run(task) if fleet is None else start.launch(task, fleet)
+    if fleet is not None:
+        return start.launch(task, fleet)
+    try:
+        return worker.run(task)
+    except Exception as error:
+        if not worker.is_lost(error):
+            raise
+        raise EnvironmentFault(
+            "trimtab train",
+            found=f"another rank is gone: {str(error).splitlines()[0][:200]}",
+            cure="Look at what that rank said; the same command resumes from the last checkpoint.",
+        ) from error
 
 
 def plan_to_train(  # noqa: PLR0913 - what a plan is made of

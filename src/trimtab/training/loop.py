@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 import traceback
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.errors import JobFailed, TrimtabError
+from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError
 from trimtab.jobs.load import failed, load
 from trimtab.spec import IncidentKind
 from trimtab.training.control import given
@@ -35,10 +36,12 @@ from trimtab.training.run import Run
 from trimtab.training.scribe import Scribe
 from trimtab.training.settle import gathered, settled, together
 from trimtab.training.signals import Request, Signals, packed, unpacked
+from trimtab.training.states import snapshot
 from trimtab.training.task import Ending, check_trainable
 from trimtab.training.trouble import Trouble
 from trimtab.training.worker import is_lost
 from trimtab.training.world import connect, disconnect, read
+from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,6 +53,12 @@ if TYPE_CHECKING:
 
 PATIENCE = 5.0
 """After a signal, times the longest step until silence means that a rank is gone."""
+
+
+STATES = 2
+"""Tensors that an optimizer keeps for every parameter, as Adam does."""
+MEMORY_S = 0.5
+"""Between two looks at the memory."""
 
 
 class Progress:
@@ -104,6 +113,8 @@ class Training:
         self.loss: float | None = None
         self.best: float | None = None
         self._waited_s = 0.0
+        self._asked_s = 0.0
+        self._peaks: dict[str, int] = {}
         self.job = load(task.job, task.options)
         check_trainable(self.job, task.job)
         with self._blaming("dataset()"):
@@ -182,10 +193,25 @@ class Training:
             timeout_min=task.timeout_min,
         )
         self.trouble = Trouble(self.run, self.keeper, self.scribe)
+        together(self.world, self._check_room)
         if self._resumed() is None:
             # Whatever was logged had no checkpoint to go with it.
             self.scribe.folder.rewind(0)
         self.saved_s = time.monotonic()
+
+    def _check_room(self) -> None:
+        """A disk that has no room for one checkpoint is said so before the first step."""
+        folder = self.scribe.folder.root
+        learn = [one for one in self.run.model.parameters() if one.requires_grad]
+        state = sum(one.numel() * one.element_size() for one in learn) * STATES
+        need = snapshot({"model": self.run.model}).size_bytes + state
+        free = shutil.disk_usage(folder).free
+        if free < need and not any(self.scribe.folder.checkpoints.iterdir()):
+            raise EnvironmentFault(
+                f"--out {folder}",
+                found=f"{format_bytes(free)} are free, and a checkpoint takes about {format_bytes(need)}",
+                cure="Free some room, or give a folder on another disk with --out.",
+            )
 
     def _objects(self) -> dict[str, Any]:
         run = self.run
@@ -228,7 +254,8 @@ class Training:
         for window in self.loader.windows(self.steps):
             asked = self._step(window, clock).asked
             if asked is not None:
-                return self._finished(asked)
+                # A rank that was asked itself knows by which signal; the others know that there was one.
+                return self._finished(self.signals.asked or asked)
         return self._finished(None)
 
     def _announce(self) -> None:
@@ -359,7 +386,7 @@ class Training:
         indices = self._indices(window)
         if not self.world.is_main:
             return
-        memory, choice = self.run.memory(), self.plan.choice
+        memory, choice = self._memory(), self.plan.choice
         samples = outcome.samples
         tokens = tokens_in(samples, outcome.weight, getattr(self.job, "seq", None))
         share = samples / choice.global_batch
@@ -385,8 +412,16 @@ class Training:
             indices=indices,
         )
         self._waited_s = self.loader.waited_s
-        self.scribe.folder.log(line.to_builtins())
+        plain = line.to_builtins()
+        self.scribe.folder.log(plain if indices else {key: plain[key] for key in plain if key != "indices"})
         self.scribe.meters.step(line)
+
+    def _memory(self) -> dict[str, int]:
+        """Peaks of this process; asking takes a good part of a millisecond, so it is not done every step."""
+        now = time.monotonic()
+        if now - self._asked_s > MEMORY_S:
+            self._asked_s, self._peaks = now, self.run.memory()
+        return self._peaks
 
     def _indices(self, window: Window) -> tuple[int, ...] | None:
         """In a drill, which samples the ranks computed; branches compute the same ones."""

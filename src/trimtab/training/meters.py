@@ -202,9 +202,12 @@ class Meters:
             self.write(line.text)
 
     def write(self, text: str) -> None:
-        """A line of the answer."""
-        self.stream.write(text + "\n")
-        self.stream.flush()
+        """A line of the answer; a reader that has gone away does not end a training."""
+        try:
+            self.stream.write(text + "\n")
+            self.stream.flush()
+        except OSError:
+            self.quiet = True
 
     def _say(self, text: str) -> None:
         if self.quiet:

@@ -3,6 +3,7 @@
     SIGTERM   a scheduler or a person wants the machine back
     SIGUSR1   Slurm's warning before the time limit, as in `#SBATCH --signal=USR1@120`
     SIGINT    Ctrl-C
+    SIGHUP    the terminal is gone; with nohup it is not heard
 
 One rank that is asked is enough: the request travels with the status of the step, and all ranks end after
 the same one. A second request that comes later than an echo of the first ends the process at once; so does a
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 ECHO_S = 3.0
 """A scheduler signals every process of a job, and torchrun passes its own copy on: within this time, two
 are one."""
@@ -30,6 +31,11 @@ SILENCE_S = 20.0
 """How long after a request no step may end before the process gives up on ending well."""
 FIELD = 10_000
 """More ranks than the packed request can tell apart."""
+
+
+def heard() -> list[signal.Signals]:
+    """The signals that this process answers: not what nohup had it ignore."""
+    return [one for one in HEARD if one is not signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 def exit_code(asked: signal.Signals) -> int:
@@ -101,7 +107,7 @@ class Signals:
             return self
         self._mouth.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        for one in HEARD:
+        for one in heard():
             self._before[one] = signal.signal(one, self._noted)
         self._thread.start()
         return self

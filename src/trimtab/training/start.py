@@ -15,12 +15,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.spec.base import Noun, below
 from trimtab.training.control import FOLDER, Control, end_with_parent
 from trimtab.training.signals import HEARD, exit_code
+from trimtab.training.signals import heard as hearing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -148,13 +149,15 @@ def _wait(agent: subprocess.Popen[bytes], control: Control) -> int:
     def note(number: int, _: object) -> None:
         heard.append(signal.Signals(number))
 
-    before = {one: signal.signal(one, note) for one in HEARD}
+    before = {one: signal.signal(one, note) for one in hearing()}
     told: set[tuple[int, int]] = set()
     try:
         while (code := agent.poll()) is None:
             if heard:
                 control.stop(heard[0])
-                _pass_on(agent.pid, heard, told)
+                if not _pass_on(agent.pid, heard, told) and told:
+                    # All ranks have ended as they were asked: there is nothing left to start again.
+                    agent.terminate()
             time.sleep(POLL_S)
     finally:
         for one, handler in before.items():
@@ -162,14 +165,17 @@ def _wait(agent: subprocess.Popen[bytes], control: Control) -> int:
     return code
 
 
-def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]) -> None:
-    """Every signal to every rank, once; ranks that torchrun has only just started are told as well."""
+def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]) -> bool:
+    """Every signal to every rank, once, those included that torchrun has only just started.
+
+    False where there is no rank left.
+    """
     import psutil
 
     try:
         ranks = psutil.Process(agent).children()
     except psutil.NoSuchProcess:
-        return
+        return False
     for rank in ranks:
         for number, one in enumerate(heard):
             if (rank.pid, number) in told:
@@ -177,7 +183,17 @@ def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]
             told.add((rank.pid, number))
             with contextlib.suppress(psutil.NoSuchProcess):
                 # Python that is still waking up dies of SIGINT with a traceback, and of SIGTERM without.
-                rank.send_signal(signal.SIGTERM if one is signal.SIGINT else one)
+                rank.send_signal(one if one is signal.SIGUSR1 else signal.SIGTERM)
+    return any(_is_alive(rank) for rank in ranks)
+
+
+def _is_alive(rank: Any) -> bool:
+    import psutil
+
+    try:
+        return bool(rank.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _judged(code: int, control: Control, fleet: Fleet) -> str:
