@@ -113,6 +113,11 @@ class Training:
         self.loss: float | None = None
         self.best: float | None = None
         self._waited_s = 0.0
+        self.rate: float | None = None
+        self.due = False
+        """A checkpoint is wanted after the next step that is settled."""
+        self.ending: signal.Signals | None = None
+        """What asked for the end of the run."""
         self._asked_s = 0.0
         self._peaks: dict[str, int] = {}
         self.job = load(task.job, task.options)
@@ -251,12 +256,18 @@ class Training:
         else:
             self._announce()
         clock = Clock()
-        for window in self.loader.windows(self.steps):
-            asked = self._step(window, clock).asked
-            if asked is not None:
+        self._prompt()
+        steps = self.run.over(self.loader.windows(self.steps), self._settles)
+        while True:
+            with self._blaming("loss()"):
+                taken = next(steps, None)
+            if taken is None:
+                return self._finished(None)
+            self._follow(*taken, clock)
+            if self.ending is not None and not self.run.ahead:
                 # A rank that was asked itself knows by which signal; the others know that there was one.
-                return self._finished(self.signals.asked or asked)
-        return self._finished(None)
+                return self._finished(self.signals.asked or self.ending)
+            self._prompt()
 
     def _announce(self) -> None:
         choice = self.plan.choice
@@ -267,15 +278,17 @@ class Training:
             f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
 
-    def _step(self, window: Window, clock: Clock) -> Request:
-        """One optimizer step, and all that may follow from it."""
-        run, scribe = self.run, self.scribe
+    def _prompt(self) -> None:
+        """What the next step is to know and to ask the other ranks."""
+        news = bool(self.scribe.news)
+        self.run.asked = packed(Request(self.signals.asked, news, self._is_due()))
+        self.run.spike_limit = self.trouble.limit
+        self.rate = rate_of(self.run.optimizer)
+
+    def _follow(self, window: Window, outcome: Outcome, clock: Clock) -> None:
+        """All that may follow from a step."""
+        scribe, rate = self.scribe, self.rate
         done = scribe.step = window.step + 1
-        run.asked = packed(Request(self.signals.asked, bool(scribe.news), self._is_due()))
-        run.spike_limit = self.trouble.limit
-        rate = rate_of(run.optimizer)
-        with self._blaming("loss()"):
-            outcome = run.step(window)
         time_s = clock.lap()
         self.signals.silence_s = max(self.signals.silence_s, PATIENCE * time_s)
         self.signals.step_ended()
@@ -284,14 +297,20 @@ class Training:
         if request.news:
             scribe.share()
         if self._goes_back(window, outcome):
-            return request._replace(asked=None)
+            return
+        self.due = self.due or request.checkpoint
+        self.ending = self.ending or request.asked
+        if self.run.ahead:
+            # The next window has been computed already: what was asked for is done after that one.
+            self._log(window, outcome, time_s, rate, None)
+            return
         validation = self._evaluated(done)
         self._log(window, outcome, time_s, rate, validation)
-        if self._saves(done, request, validation):
+        if self._saves(done) or validation is not None:
             self._save(done, validation)
+            self.due = False
         if validation is not None:
             clock.restart()
-        return request
 
     def _goes_back(self, window: Window, outcome: Outcome) -> bool:
         """Judge the step; True where the run went back and the step never was."""
@@ -318,10 +337,14 @@ class Training:
     def _is_due(self) -> bool:
         return self.world.is_main and time.monotonic() - self.saved_s >= self.task.checkpoint_s
 
-    def _saves(self, done: int, request: Request, validation: float | None) -> bool:
+    def _settles(self, window: Window) -> bool:
+        """Whether something follows on this step that needs its outcome, before the next is computed."""
+        done = window.step + 1
+        return self._saves(done) or self._evaluates(done)
+
+    def _saves(self, done: int) -> bool:
         by_steps = self.task.checkpoint_steps is not None and done % self.task.checkpoint_steps == 0
-        last = done == self.steps or request.asked is not None
-        return by_steps or request.checkpoint or validation is not None or last
+        return by_steps or self.due or self.ending is not None or done == self.steps
 
     def _save(self, done: int, validation: float | None) -> None:
         """A checkpoint, unless the weights of a rank are not what the others have."""
@@ -373,12 +396,13 @@ class Training:
     # evaluation, lines, drills
 
     def _evaluated(self, done: int) -> float | None:
-        if self.validation is None:
-            return None
-        every = self.task.evaluate_steps or self.loader.order.steps_per_epoch
-        if done % every and done != self.steps:
+        if self.validation is None or not self._evaluates(done):
             return None
         return evaluate(self.run, self.validation)
+
+    def _evaluates(self, done: int) -> bool:
+        every = self.task.evaluate_steps or self.loader.order.steps_per_epoch
+        return self.validation is not None and (done % every == 0 or done == self.steps)
 
     def _log(
         self, window: Window, outcome: Outcome, time_s: float, rate: float | None, validation: float | None

@@ -267,22 +267,36 @@ class Buffers:
         self._followed: list[int] | None = None
         """Which of them change; None before the first step has shown it."""
         self._versions: list[int] = []
-        self._copies: dict[int, torch.Tensor] = {}
+        self.copies: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
         """Remember what there is before a step."""
         if not self._entries:
             return
         watched = range(len(self._entries)) if self._followed is None else self._followed
-        self._copies = {number: self._entries[number][0].clone() for number in watched}
+        self.copies = {}
+        by_kind: dict[Any, list[int]] = {}
+        for number in watched:
+            buffer = self._entries[number][0]
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append(number)
+        for (kind, _), numbers in by_kind.items():
+            buffers = [self._entries[number][0] for number in numbers]
+            # Few launches for many small buffers.
+            plain = kind in (torch.float32, torch.float16, torch.bfloat16, torch.int64)
+            copied = torch._foreach_add(buffers, 0) if plain else [one.clone() for one in buffers]
+            self.copies.update(zip(numbers, copied, strict=True))
         self._versions = [buffer._version for buffer, *_ in self._entries]
 
     def back(self) -> None:
         """As they were before the step."""
-        for number, copy in self._copies.items():
+        for number, copy in self.copies.items():
             buffer = self._entries[number][0]
             buffer.copy_(copy)
             self._versions[number] = buffer._version
+
+    def is_settled(self, ranks: int) -> bool:
+        """Whether it is known which of them change, and no other rank has to hear of it after a step."""
+        return not self._entries or (self._followed is not None and (ranks == 1 or not self._followed))
 
     def strays(self) -> int:
         """How many have changed that are not known to."""
@@ -310,7 +324,7 @@ class Buffers:
         """After a step: rank 0's values on all ranks."""
         if self._entries and self._followed is None:
             self._followed = []
-        self._copies = {}
+        self.copies = {}
         for number in self._followed or ():
             buffer, group, source = self._entries[number]
             if source >= 0:

@@ -31,12 +31,13 @@ from trimtab.training.parts import Outcome, Part
 from trimtab.training.precision import LossScale, configure
 from trimtab.training.recovery import Sizes
 from trimtab.training.reduce import make_groups
-from trimtab.training.stepper import Stepper
+from trimtab.training.stepper import Flight, Stepper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from trimtab.spec import Incident
+    from trimtab.training.loading import Window
     from trimtab.training.stepper import Faults
     from trimtab.training.world import World
 
@@ -84,6 +85,9 @@ class Run:
             world.connect(self.world, timeout_min=timeout_min, join_s=join_s)
         self.groups = make_groups(self.setting, self.world)
         self._stepper = Stepper(self.setting, self.world, self.groups, faults=faults, listen=listen)
+        self.ahead = False
+        """Whether the passes of the next window have been computed already, in over()."""
+        self._moved = False
 
     # who and where
 
@@ -242,6 +246,44 @@ class Run:
                 part.backward(ready.loss(ready.model, part.batch))
         return self.update()
 
+    def over(
+        self, windows: Iterable[Window], settles: Callable[[Window], bool] | None = None
+    ) -> Iterator[tuple[Window, Outcome]]:
+        """Steps over windows, each with its outcome, in order; what comes of it is the same as with step().
+
+        Where the device itself decides whether an update happens, the host does not wait for the outcome: it
+        hands out the passes of the next window meanwhile, and says so in `ahead`. After a window for which
+        `settles` is true it does wait: what is saved or evaluated then is the state after that step.
+        """
+        stepper = self._stepper
+        flight: Flight | None = None
+        for window in windows:
+            passes = stepper.passes(window) if stepper.flies() else None
+            if flight is not None:
+                before, flight = flight, None
+                good = stepper.landed(before)
+                # What was computed on top of a bad step is thrown away.
+                passes = passes if good else None
+                self.ahead, self._moved = passes is not None, False
+                yield before.window, self.update()
+                self.ahead = False
+                if self._moved:
+                    # The run has gone back: this window comes again when its time has come.
+                    stepper.ready().wiring.begin()
+                    continue
+            if passes is None:
+                yield window, self.step(window)
+                continue
+            stepper.take_off(passes)
+            if settles is not None and settles(window):
+                stepper.landed(passes)
+                yield window, self.update()
+            else:
+                flight = passes
+        if flight is not None:
+            stepper.landed(flight)
+            yield flight.window, self.update()
+
     def parts(self, batch: Any) -> Iterator[Part]:
         """The parts of a step, again and in other sizes until all ranks have succeeded; update() follows."""
         return self._stepper.parts(batch)
@@ -306,7 +348,7 @@ class Run:
         stepper.steps = int(state.get("steps", stepper.steps))
         if state.get("scale") and stepper.scale.value != 1.0:
             stepper.scale = LossScale.from_builtins(state["scale"])
-        stepper.rollback = False
+        stepper.rollback, self._moved = False, True
         if state.get("sizes") and stepper.prepared is not None:
             saved = Sizes.from_builtins(state["sizes"])
             if saved.planned == stepper.prepared.fitting.sizes.planned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,24 @@ MOST_ATTEMPTS = 40
 _COMPILER = "the compiler failed"
 LONE_TRIES = 3
 """How often one sample is tried again: others may have had the memory for a moment."""
+
+
+@dataclass(kw_only=True)
+class Flight:
+    """A step whose outcome is not known yet, and what repeating it would begin with."""
+
+    window: Window
+    total: Any
+    """Weight of the whole global batch."""
+    random: torch.Tensor
+    device_random: torch.Tensor | None
+    copies: dict[int, torch.Tensor]
+    """Buffers before the step."""
+    attempts: int = 0
+    parts: int = 0
+    failed_at: int | None = None
+    limit: float | None = None
+    """The spike limit that the device has judged by."""
 
 
 class Stepper:
@@ -71,6 +90,9 @@ class Stepper:
         self._open = self._rehearsing = False
         self._arrived = 0
         self._strikes_at = 1
+        self._random = torch.empty(0)
+        self._device_random: torch.Tensor | None = None
+        self._pieces: tuple[int, list[tuple[Any, Any]]] | None = None
 
     def prepare(self, wanted: preparing.Wanted) -> preparing.Prepared:
         """Make everything ready for the first step."""
@@ -84,18 +106,18 @@ class Stepper:
         ready = self.ready()
         self.outcome = None
         window, total = self._opened(ready, batch)
-        attempts = bad = 0
         self._remember(ready)
         if not ready.wiring.rehearsed:
             yield from self._rehearsal(ready, window)
+        yield from self._attempts(ready, window, total)
+
+    def _attempts(
+        self, ready: preparing.Prepared, window: Window, total: Any, *, attempts: int = 0, bad: int = 0
+    ) -> Iterator[Part]:
+        """One attempt after the other, until one stands or is skipped."""
         while True:
             attempts += 1
-            if attempts > MOST_ATTEMPTS:
-                raise NothingFits(
-                    f"optimizer step {window.step}",
-                    found=f"it failed {MOST_ATTEMPTS} times",
-                    cure="Look at the events before this one.",
-                )
+            _check(window, attempts)
             self._start_over(ready)
             parts = self._split(ready, window, total)
             failed_at = None
@@ -117,6 +139,76 @@ class Stepper:
                 self._end(ready, window, heard, verdict, attempts=attempts, parts=len(parts))
                 return
             bad += again
+
+    # a step ahead
+
+    def flies(self) -> bool:
+        """Whether nothing of the next passes depends on the outcome of this step."""
+        ready = self.ready()
+        return (
+            ready.updater.on_device
+            and ready.loss is not None
+            and self.faults is None
+            and self.scale.value == 1.0
+            and ready.wiring.rehearsed
+            and not ready.wiring.equal_parts
+            and ready.buffers.is_settled(self.world.size)
+        )
+
+    def passes(self, batch: Any) -> Flight:
+        """Forward and backward over a window, again in smaller parts while nobody else has heard of it."""
+        ready = self.ready()
+        window, total = self._opened(ready, batch)
+        self._remember(ready)
+        flight = Flight(
+            window=window,
+            total=total,
+            random=self._random,
+            device_random=self._device_random,
+            copies=ready.buffers.copies,
+        )
+        while True:
+            flight.attempts += 1
+            _check(window, flight.attempts)
+            self._start_over(ready)
+            parts = self._split(ready, window, total)
+            flight.failed_at, flight.parts = None, len(parts)
+            for part in parts:
+                with part:
+                    part.backward(ready.loss(ready.model, part.batch))  # type: ignore[misc]  # flies() looked
+                if part.error is not None:
+                    flight.failed_at = part.number
+                    self._recover(ready, window, part)
+                    break
+            if flight.failed_at is None or self._fatal is not None or ready.wiring.sent_any:
+                return flight
+
+    def take_off(self, flight: Flight) -> None:
+        """Tell the others, and start the update; the outcome is asked for later."""
+        flight.limit = self.spike_limit
+        self._send(self.ready(), flight.window, flight.failed_at, flight.parts)
+
+    def landed(self, flight: Flight) -> bool:
+        """Wait for the outcome of a step, and repeat it where it is bad; whether it was good at once."""
+        ready, window = self.ready(), flight.window
+        later = self._window, self._pieces, self._random, self._device_random
+        self._window, self._pieces = window, None
+        heard = self._exchange.wait()
+        verdict = status.judged(heard, limit=flight.limit, scale=self.scale.value)
+        if verdict.kind == status.GOOD:
+            self._end(ready, window, heard, verdict, attempts=flight.attempts, parts=flight.parts)
+            self._window, self._pieces, self._random, self._device_random = later
+            return True
+        self._random, self._device_random = flight.random, flight.device_random
+        ready.buffers.copies = flight.copies
+        again = self._answer(ready, window, verdict, heard, 0)
+        if again is None:
+            self._end(ready, window, heard, verdict, attempts=flight.attempts, parts=flight.parts)
+        else:
+            for part in self._attempts(ready, window, flight.total, attempts=flight.attempts, bad=again):
+                with part:
+                    part.backward(ready.loss(ready.model, part.batch))  # type: ignore[misc]  # as above
+        return False
 
     def _rehearsal(self, ready: preparing.Prepared, window: Window) -> Iterator[Part]:
         """Passes of one sample that count for nothing: they show what ranks say to each other in a pass."""
@@ -147,7 +239,7 @@ class Stepper:
         own = not isinstance(batch, Window)
         window = window_of(batch, step=self.steps) if own else batch
         self._window = window
-        self._pieces: tuple[int, list[tuple[Any, Any]]] | None = None
+        self._pieces = None
         groups = self.groups
         unknown = own and groups.data_parallel > 1
         if ready.weight is None and not unknown:
@@ -179,8 +271,8 @@ class Stepper:
     def _remember(self, ready: preparing.Prepared) -> None:
         """What a repetition begins with again: random numbers and buffers."""
         self._random = torch.get_rng_state()
-        if self.device.type == "cuda":
-            self._device_random = torch.cuda.get_rng_state(self.device)
+        cuda = self.device.type == "cuda"
+        self._device_random = torch.cuda.get_rng_state(self.device) if cuda else None
         ready.buffers.begin()
         self._first = True
         self._lone_failures = 0
@@ -188,7 +280,7 @@ class Stepper:
     def _start_over(self, ready: preparing.Prepared) -> None:
         if not self._first:
             torch.set_rng_state(self._random)
-            if self.device.type == "cuda":
+            if self._device_random is not None:
                 torch.cuda.set_rng_state(self._device_random, self.device)
             ready.buffers.back()
         self._first = False
@@ -317,7 +409,20 @@ class Stepper:
     def _close(
         self, ready: preparing.Prepared, window: Window, failed_at: int | None, count: int
     ) -> tuple[status.Verdict, Status]:
-        """Sum over ranks, let all of them know, and start the update where the device can call it off."""
+        """Sum over ranks, and update where all is well."""
+        self._send(ready, window, failed_at, count)
+        heard = self._exchange.wait()
+        scale = self.scale.value
+        verdict = status.judged(heard, limit=self.spike_limit, scale=scale)
+        updater = ready.updater
+        if verdict.kind == status.GOOD and not updater.on_device:
+            norm = heard.squares**0.5 / scale
+            gradients = ready.wiring.gradients()
+            self._stepping(ready, lambda: updater.apply(gradients, norm, scale, ready.fitting.release))
+        return verdict, heard
+
+    def _send(self, ready: preparing.Prepared, window: Window, failed_at: int | None, count: int) -> None:
+        """Let all ranks know, and start the update where the device can call it off."""
         wiring, failed = ready.wiring, failed_at is not None
         wiring.finish(failed_at, count)
         scale = self.scale.value
@@ -340,13 +445,6 @@ class Stepper:
             found_bad = self._exchange.found_bad(self.spike_limit)
             divisor = self._exchange.divisor(updater.clip, scale)
             self._stepping(ready, lambda: updater.launch(found_bad, divisor, ready.fitting.release))
-        heard = self._exchange.wait()
-        verdict = status.judged(heard, limit=self.spike_limit, scale=scale)
-        if verdict.kind == status.GOOD and not updater.on_device:
-            norm = heard.squares**0.5 / scale
-            gradients = wiring.gradients()
-            self._stepping(ready, lambda: updater.apply(gradients, norm, scale, ready.fitting.release))
-        return verdict, heard
 
     def _stepping(self, ready: preparing.Prepared, act: Callable[[], None]) -> None:
         if self.faults is not None:
@@ -480,6 +578,15 @@ class Stepper:
             self._listen(
                 Incident(kind=kind, at_s=time.time(), step=step, rank=self.world.rank, why=why, done=done)
             )
+
+
+def _check(window: Window, attempts: int) -> None:
+    if attempts > MOST_ATTEMPTS:
+        raise NothingFits(
+            f"optimizer step {window.step}",
+            found=f"it failed {MOST_ATTEMPTS} times",
+            cure="Look at the events before this one.",
+        )
 
 
 def _weight(weight: Callable[[Any], Any], batch: Any) -> Any:
