@@ -15,7 +15,7 @@ import trimtab
 from test_cli import trimtab_cli
 from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse
 from trimtab.exams.sit import cases
-from trimtab.jobs.head import IGNORED, token_losses
+from trimtab.jobs.head import IGNORED, mean_token_loss, token_losses
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import BUILT_IN, name_of
 from trimtab.jobs.naics import lorentz_distance, on_hyperboloid
@@ -207,6 +207,37 @@ def test_losses_by_pieces_are_those_of_the_whole(pieces: int, *, autocast: bool)
         torch.testing.assert_close(
             one, other, rtol=0.02 if autocast else 1e-5, atol=0.03 if autocast else 1e-5
         )
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 64, 1000])
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_mean_loss_has_the_gradients_of_the_mean_of_losses(pieces: int, kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    exact = torch.float64 if kind is torch.float64 else torch.float32
+    hidden = torch.randn(4, 16, 8, dtype=exact, requires_grad=True)
+    weight = torch.randn(50, 8, dtype=exact, requires_grad=True)
+    targets = torch.randint(50, (4, 16))
+    targets[0, :5] = IGNORED
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind is torch.bfloat16):
+        loss = 3 * mean_token_loss(hidden, weight, targets, pieces=pieces)
+    wanted = 3 * token_losses(hidden, weight, targets, pieces=1).sum() / (targets != IGNORED).sum()
+    near = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0.03}[kind]
+    torch.testing.assert_close(loss, wanted, rtol=near, atol=near)
+    found, right = (torch.autograd.grad(one, [hidden, weight]) for one in (loss, wanted))
+    torch.testing.assert_close(found, right, rtol=near, atol=near)
+
+
+def test_a_mean_loss_of_nothing_is_nothing_and_a_frozen_head_takes_no_gradient() -> None:
+    hidden, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(5, 8)
+    ignored = torch.full((2, 3), IGNORED)
+    loss = mean_token_loss(hidden, weight, ignored, pieces=2)
+    torch.autograd.backward(loss)
+    assert loss.item() == 0
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+    assert weight.grad is None
+    with torch.no_grad():
+        assert not mean_token_loss(hidden, weight, torch.ones(2, 3, dtype=torch.long), pieces=2).requires_grad
 
 
 def test_points_lie_on_the_hyperboloid_and_a_point_is_near_itself() -> None:

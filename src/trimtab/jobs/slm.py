@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab.jobs.head import token_losses
+from trimtab.jobs.head import mean_token_loss
 from trimtab.jobs.job import Job
 from trimtab.jobs.synthetic import Synthetic, walk
 
@@ -68,9 +68,13 @@ class LanguageModel(nn.Module):
         """The mean loss of a token."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16:
+            # Else the sum that every block adds to stays in fp32, at twice the traffic. fp16 could overflow.
+            x = x.to(torch.bfloat16)
         for block in self.blocks:
             x = block(x)
-        return token_losses(self.norm(x), self.tokens.weight, targets, pieces=self.pieces).mean()
+        return mean_token_loss(self.norm(x), self.tokens.weight, targets, pieces=self.pieces)
 
 
 class Slm(Job):
@@ -87,7 +91,7 @@ class Slm(Job):
     dropout = 0.1
     rate = 3e-4
     pieces = 8
-    """Tokens whose logits are there at once; 0 for all of them."""
+    """In how many pieces the logits are made; 1 for all of them at once."""
     tiny: ClassVar[dict[str, Any]] = {
         "global_batch": 16,
         "samples": 1600,
