@@ -16,7 +16,10 @@ from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
 from trimtab.training.folder import RunIdentity
 from trimtab.training.order import Order as SampleOrder
+from trimtab.training.precision import LossScale
+from trimtab.training.recovery import Move, Room, Sizes
 from trimtab.training.store import FileMark, Manifest
+from trimtab.training.world import World as RunWorld
 
 names = st.text(min_size=1, max_size=12)
 counts = st.integers(min_value=0, max_value=2**50)
@@ -369,6 +372,32 @@ manifests = st.builds(
     files=st.dictionaries(names, file_marks, max_size=3),
 )
 
+loss_scales = st.builds(LossScale, value=st.floats(2.0**-10, 2.0**24), good=counts)
+rooms = st.builds(
+    Room, limit_bytes=maybe(counts), fixed_bytes=maybe(counts), sample_bytes=maybe(st.floats(0, 1e12))
+)
+micro_batches = st.builds(
+    Sizes,
+    planned=positive,
+    current=positive,
+    changed_at=counts,
+    failed=st.dictionaries(positive.map(str), st.tuples(counts, counts), max_size=3),
+    slow=maybe(positive),
+)
+moves = st.builds(Move, sizes=micro_batches, why=names)
+run_worlds = st.builds(
+    lambda rank, more, **others: RunWorld(rank=rank, size=rank + more, **others),
+    counts,
+    positive,
+    local_rank=counts,
+    node=counts,
+    launcher=names,
+    address=maybe(names),
+    port=maybe(positive),
+    restarts=counts,
+    agent_listens=st.booleans(),
+)
+
 NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Peaks: peaks,
     spec.DeviceProcess: process,
@@ -417,4 +446,9 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     RunIdentity: identities,
     FileMark: file_marks,
     Manifest: manifests,
+    LossScale: loss_scales,
+    Room: rooms,
+    Sizes: micro_batches,
+    Move: moves,
+    RunWorld: run_worlds,
 }

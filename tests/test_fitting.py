@@ -25,7 +25,7 @@ class Numbers(Gauge):
         return self.fixed
 
     def peak(self) -> int:
-        return self.fixed + self.sample * self.fitting.sizes.current
+        return int(self.fixed + self.sample * self.fitting.sizes.current)
 
     def limit(self) -> int:
         return self.most

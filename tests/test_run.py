@@ -586,3 +586,23 @@ def test_copies_of_a_model_are_not_touched() -> None:
         run.step(samples())
     assert far(kept, [one.detach() for one in network().parameters()]) == 0
     assert stepper.MOST_ATTEMPTS > recovery.PATIENCE / 2
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, sgd])
+def test_a_step_that_the_device_calls_off_leaves_no_trace(make: Any) -> None:
+    """The way of a GPU, with a fused optimizer that can be called off on a CPU just as well."""
+    ends = []
+    for device_decides in (False, True):
+        with Run(setting(5, optimizer=OptimizerImplementation.FUSED), faults=Drill(("gradient", 2))) as run:
+            model, _ = run.prepare(network(), make, loss=squared, clip=0.05)
+            updater = run._stepper.ready().updater  # noqa: SLF001
+            updater._called_off_on_device = device_decides  # noqa: SLF001
+            outcomes = [run.step(samples(seed=number)) for number in range(3)]
+            run.spike_limit = 0.0
+            skipped = run.step(samples())
+            ends.append([one.detach().clone() for one in model.parameters()])
+        assert updater.on_device is device_decides
+        assert [one.attempts for one in outcomes] == [1, 1, 2]
+        assert skipped.skipped
+    assert max(float((a - b).abs().max()) for a, b in zip(*ends, strict=True)) < 1e-6
+    assert far(model, expected(3, make=make, clip=0.05)[1]) < 1e-6
