@@ -439,6 +439,7 @@ def test_a_plan_for_other_processes_is_divided_and_said_so() -> None:
     found, words = settle.settled(asked, object(), World())
     assert (found.choice.gpus, found.choice.global_batch, found.choice.micro_batch) == (1, 16, 2)
     assert "4 -> 1 processes, ddp -> single, micro-batch 2 x 2 -> 2 x 8" in words
+    assert "times are scaled" in found.estimate.assumptions[-1]
     same, nothing = settle.settled(asked.replace(plan=found), object(), World())
     assert (same, nothing) == (found, "")
     with pytest.raises(WrongUse, match="rank 0 was given no plan"):

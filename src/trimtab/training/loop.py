@@ -35,7 +35,7 @@ from trimtab.training.order import mixed
 from trimtab.training.run import Run
 from trimtab.training.scribe import Scribe
 from trimtab.training.settle import gathered, settled, together
-from trimtab.training.signals import Request, Signals, packed, unpacked
+from trimtab.training.signals import SILENCE_S, Request, Signals, packed, unpacked
 from trimtab.training.states import snapshot
 from trimtab.training.task import Ending, check_trainable
 from trimtab.training.trouble import Trouble
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from trimtab.training.world import World
 
 PATIENCE = 5.0
-"""After a signal, times the longest step until silence means that a rank is gone."""
+"""After a signal, times the last step until silence means that a rank is gone."""
 
 
 STATES = 2
@@ -290,7 +290,7 @@ class Training:
         scribe, rate = self.scribe, self.rate
         done = scribe.step = window.step + 1
         time_s = clock.lap()
-        self.signals.silence_s = max(self.signals.silence_s, PATIENCE * time_s)
+        self.signals.silence_s = max(SILENCE_S, PATIENCE * time_s)
         self.signals.step_ended()
         Progress.step = done
         request = unpacked(outcome.asked)
@@ -353,21 +353,17 @@ class Training:
         if validation is not None and isfinite(validation):
             self.best = validation if self.best is None else min(self.best, validation)
         extra = {"ladder": self.trouble.ladder.to_json(), "best": self.best, "loss": self.loss}
-        self.signals.saving = True
-        try:
+        with self.signals.busy():
             self.keeper.save(done, self._objects(), extra, metric=validation)
             if self.faults is not None and self.faults.at("checkpoint", done, self.world.rank) == "tear":
                 self.keeper.finish()
                 tear(self.scribe.folder.checkpoints)
-        finally:
-            self.signals.saving = False
         self.saved_s = time.monotonic()
 
     def _finished(self, asked: signal.Signals | None) -> Ending:
         """Everything on the disk, and the last words."""
-        self.signals.saving = True
-        saved = self.keeper.finish()
-        self.signals.saving = False
+        with self.signals.busy():
+            saved = self.keeper.finish()
         self.scribe.share()
         if asked is not None:
             self.scribe.tell(
@@ -398,7 +394,8 @@ class Training:
     def _evaluated(self, done: int) -> float | None:
         if self.validation is None or not self._evaluates(done):
             return None
-        return evaluate(self.run, self.validation)
+        with self.signals.busy():
+            return evaluate(self.run, self.validation)
 
     def _evaluates(self, done: int) -> bool:
         every = self.task.evaluate_steps or self.loader.order.steps_per_epoch

@@ -17,6 +17,7 @@ from trimtab.training.start import LAUNCHED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.spec import Estimate
     from trimtab.training.task import Task
     from trimtab.training.world import World
 
@@ -86,7 +87,23 @@ def resized(task: Task, plan: Plan, job: Any, world: World) -> tuple[Plan, str]:
                 planned,
                 f"planned again for {world.size} GPUs; the global batch stays {choice.global_batch}",
             )
-    return plan.replace(choice=choice, places=()), words
+    return plan.replace(choice=choice, places=(), estimate=scaled(plan, world.size)), words
+
+
+def scaled(plan: Plan, gpus: int) -> Estimate:
+    """The estimate of a plan as if time went down with the devices: the work of a step stays the same."""
+    known, ratio = plan.estimate, plan.choice.gpus / gpus
+    return known.replace(
+        step_s=None if known.step_s is None else known.step_s * ratio,
+        samples_per_s=None if known.samples_per_s is None else known.samples_per_s / ratio,
+        step_time=None,
+        hours=None,
+        gpu_hours=None,
+        assumptions=(
+            *known.assumptions,
+            f"divided for {gpus} processes, not planned again: times are scaled",
+        ),
+    )
 
 
 def _nodes(world: World) -> int:

@@ -21,6 +21,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType, TracebackType
 
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -92,8 +93,7 @@ class Signals:
     def __init__(self, *, silence_s: float = SILENCE_S) -> None:
         self.asked: signal.Signals | None = None
         self.silence_s = silence_s
-        self.saving = False
-        """While a checkpoint is written no step ends, and that is well."""
+        self._is_busy = False
         self._first_s = 0.0
         self._last_step_s = time.monotonic()
         self._before: dict[signal.Signals, object] = {}
@@ -125,6 +125,16 @@ class Signals:
         self._thread.join(timeout=1.0)
         self._ear.close()
         self._mouth.close()
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a checkpoint is written or the run evaluates, no step ends, and that is well."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+            self.step_ended()
 
     def step_ended(self) -> None:
         """Tell the listener that the run moves."""
@@ -159,5 +169,5 @@ class Signals:
 
     def _give_up_if_silent(self) -> None:
         since = max(self._first_s, self._last_step_s)
-        if self.asked is not None and not self.saving and time.monotonic() - since > self.silence_s:
+        if self.asked is not None and not self._is_busy and time.monotonic() - since > self.silence_s:
             os._exit(exit_code(self.asked))
