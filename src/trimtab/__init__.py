@@ -26,10 +26,12 @@ if TYPE_CHECKING:
         plan,
         profile,
         read_plan,
+        train,
     )
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
     from trimtab.spec import Cluster, Device, Finding, Link, Node
+    from trimtab.training.run import Run
 
 __all__ = [
     "Cluster",
@@ -38,6 +40,7 @@ __all__ = [
     "Job",
     "Link",
     "Node",
+    "Run",
     "TrimtabError",
     "__version__",
     "calibrate",
@@ -50,6 +53,7 @@ __all__ = [
     "plan",
     "profile",
     "read_plan",
+    "train",
 ]
 
 _HOMES = {
@@ -59,6 +63,7 @@ _HOMES = {
     "Job": "trimtab.jobs.job",
     "Link": "trimtab.spec",
     "Node": "trimtab.spec",
+    "Run": "trimtab.training.run",
     "TrimtabError": "trimtab.errors",
     "calibrate": "trimtab.api",
     "cluster": "trimtab.api",
@@ -70,6 +75,7 @@ _HOMES = {
     "plan": "trimtab.api",
     "profile": "trimtab.api",
     "read_plan": "trimtab.api",
+    "train": "trimtab.api",
 }
 
 
