@@ -45,7 +45,9 @@ class Work(Noun, frozen=True, kw_only=True):
     attention: batch, heads, queries, keys, head size, causal; recurrent: layers, steps, batch, width;
     optimizer: tensors, numbers; others: obstacles, last dimension. What they mean: trimtab.trace.works."""
     kernels: int = 1
-    """Launches that it makes."""
+    """Launches that it makes; of a recurrent layer, the cells: steps times layers times directions."""
+    fresh: bool = False
+    """Whether its shape follows from what the model computes, and so is another in every step."""
 
     def faults(self) -> list[str]:
         """Counts are not negative, and the kind is known."""

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.spec import Work
 from trimtab.trace.imitate import Stream
-from trimtab.trace.works import work
+from trimtab.trace.works import POSITIONS, finds_positions, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -168,6 +168,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         out = self.kernels.run(func, name, args, kwargs)
         if self.working:
+            self.note(POSITIONS if finds_positions(name, args) else None)
             self.note(work(func, name, args, kwargs, out))
         if name == "aten::add" and _from_engine() and self._takes_over(args[0], out):
             return out
