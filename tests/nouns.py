@@ -14,11 +14,17 @@ from trimtab.pace.measure import Order
 from trimtab.predict.rating import Yardstick
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
+from trimtab.training.faults import HOME, Fault, FaultKind
 from trimtab.training.folder import RunIdentity
+from trimtab.training.ladder import Ladder
+from trimtab.training.meters import Line
 from trimtab.training.order import Order as SampleOrder
 from trimtab.training.precision import LossScale
 from trimtab.training.recovery import Move, Room, Sizes
+from trimtab.training.start import Fleet
 from trimtab.training.store import FileMark, Manifest
+from trimtab.training.suspects import BACKWARD, BATCH, FORWARD, Suspect
+from trimtab.training.task import Ending, Task
 from trimtab.training.world import World as RunWorld
 
 names = st.text(min_size=1, max_size=12)
@@ -398,6 +404,59 @@ run_worlds = st.builds(
     agent_listens=st.booleans(),
 )
 
+faults = st.sampled_from(FaultKind).flatmap(
+    lambda kind: st.builds(
+        Fault,
+        kind=st.just(kind),
+        step=counts,
+        rank=counts,
+        point=st.sampled_from(["", *HOME[kind]]),
+        seconds=seconds,
+    )
+)
+ladders = st.builds(
+    Ladder,
+    height=counts,
+    calm=counts,
+    rate=st.floats(0.01, 1),
+    kept=st.lists(names, max_size=2).map(tuple),
+    losses=st.lists(st.floats(-1e9, 1e9), max_size=3).map(tuple),
+)
+suspects = st.builds(
+    Suspect, module=names, kind=names, phase=st.sampled_from([BATCH, FORWARD, BACKWARD]), order=counts
+)
+lines = st.builds(
+    Line,
+    step=positive,
+    epoch=counts,
+    loss=maybe(st.floats(-1e9, 1e9)),
+    time_s=seconds,
+    samples=positive,
+    samples_per_s=seconds,
+    mfu=maybe(st.floats(0, 1)),
+    allocated_bytes=maybe(counts),
+    skipped=maybe(names),
+    indices=maybe(st.lists(counts, max_size=3).map(tuple)),
+)
+fleets = st.builds(Fleet, procs=positive, nodes=names, rendezvous=names, restarts=counts)
+tasks = st.builds(
+    Task,
+    job=names,
+    options=st.dictionaries(names, st.integers(-9, 9) | names, max_size=2),
+    plan=maybe(plans),
+    out=names,
+    steps=maybe(positive),
+    seed=counts,
+    faults_due=st.lists(faults, max_size=2).map(tuple),
+)
+endings = st.builds(
+    Ending,
+    step=counts,
+    loss=maybe(st.floats(-1e9, 1e9)),
+    out=names,
+    asked=st.sampled_from(["", "SIGTERM", "SIGUSR1"]),
+)
+
 NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Peaks: peaks,
     spec.DeviceProcess: process,
@@ -451,4 +510,11 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Sizes: micro_batches,
     Move: moves,
     RunWorld: run_worlds,
+    Fault: faults,
+    Ladder: ladders,
+    Suspect: suspects,
+    Line: lines,
+    Fleet: fleets,
+    Task: tasks,
+    Ending: endings,
 }

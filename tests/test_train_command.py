@@ -199,8 +199,8 @@ def test_a_run_leaves_its_plan_its_log_its_events_and_its_checkpoints(calm: Path
     ]
     assert [one["lr"] for one in told[:2]] == pytest.approx([1e-2, 1e-2 * 0.9874639560909117])
     kept = sorted(one.name for one in (calm / "checkpoints").iterdir())
-    assert len(kept) == 3  # the last two, and the best
-    assert kept[-1] == "step-00000014"
+    best = min((one for one in told if one["validation_loss"]), key=lambda one: one["validation_loss"])
+    assert kept == [f"step-{step:08d}" for step in sorted({10, 14, best["step"]})]
 
 
 def test_evaluation_is_of_every_sample_once_an_epoch_and_never_at_the_start(home: Path, calm: Path) -> None:

@@ -433,8 +433,7 @@ class Training:
             indices=indices,
         )
         self._waited_s = self.loader.waited_s
-        plain = line.to_builtins()
-        self.scribe.folder.log(plain if indices else {key: plain[key] for key in plain if key != "indices"})
+        self.scribe.folder.log(line.to_log())
         self.scribe.meters.step(line)
 
     def _memory(self) -> dict[str, int]:

@@ -79,6 +79,10 @@ class Line(Noun, frozen=True, kw_only=True):
             parts.append(f"skipped: {self.skipped}")
         return ", ".join(parts)
 
+    def to_log(self) -> dict[str, Any]:
+        """As log.jsonl and --json have it; indices only where there are some."""
+        return {key: value for key, value in self.to_builtins().items() if key != "indices" or value}
+
     def fitted(self, width: int) -> str:
         """As much of it as a terminal of that width shows in one line, from the left."""
         text = self.text
@@ -193,7 +197,7 @@ class Meters:
         if self.quiet:
             return
         if self.as_json:
-            self.write(json.dumps(line.to_builtins()))
+            self.write(json.dumps(line.to_log()))
         elif self._live is not None:
             # A terminal keeps only what is worth scrolling back to.
             if line.skipped or line.validation_loss is not None or line.step == self.steps:
