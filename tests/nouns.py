@@ -14,6 +14,18 @@ from trimtab.pace.measure import Order
 from trimtab.predict.rating import Yardstick
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
+from trimtab.training.faults import HOME, Fault, FaultKind
+from trimtab.training.folder import RunIdentity
+from trimtab.training.ladder import Ladder
+from trimtab.training.meters import Line
+from trimtab.training.order import Order as SampleOrder
+from trimtab.training.precision import LossScale
+from trimtab.training.recovery import Move, Room, Sizes
+from trimtab.training.start import Fleet
+from trimtab.training.store import FileMark, Manifest
+from trimtab.training.suspects import BACKWARD, BATCH, FORWARD, Suspect
+from trimtab.training.task import Ending, Task
+from trimtab.training.world import World as RunWorld
 
 names = st.text(min_size=1, max_size=12)
 counts = st.integers(min_value=0, max_value=2**50)
@@ -340,6 +352,111 @@ yardsticks = st.builds(
 orders = st.builds(Order, device=names, budget_s=seconds)
 measured = st.builds(Measured, allocated_bytes=maybe(counts), step_s=maybe(seconds), out_of_memory=names)
 
+sample_orders = st.builds(
+    lambda batch, more, seed: SampleOrder(samples=batch + more, global_batch=batch, seed=seed),
+    st.integers(1, 10_000),
+    counts,
+    st.integers(-5, 2**40),
+)
+identities = st.builds(
+    RunIdentity,
+    job=names,
+    options=st.dictionaries(names, st.integers(-9, 9) | names, max_size=2),
+    global_batch=positive,
+    seed=st.integers(-5, 2**40),
+)
+file_marks = st.builds(
+    FileMark, size_bytes=counts, sha256=st.text("0123456789abcdef", min_size=64, max_size=64)
+)
+manifests = st.builds(
+    Manifest,
+    step=counts,
+    world=positive,
+    saved_at_s=seconds,
+    metric=maybe(st.floats(-1e9, 1e9)),
+    frozen=maybe(names),
+    files=st.dictionaries(names, file_marks, max_size=3),
+)
+
+loss_scales = st.builds(LossScale, value=st.floats(2.0**-10, 2.0**24), good=counts)
+rooms = st.builds(
+    Room, limit_bytes=maybe(counts), fixed_bytes=maybe(counts), sample_bytes=maybe(st.floats(0, 1e12))
+)
+micro_batches = st.builds(
+    Sizes,
+    planned=positive,
+    current=positive,
+    changed_at=counts,
+    failed=st.dictionaries(positive.map(str), st.tuples(counts, counts), max_size=3),
+    slow=maybe(positive),
+)
+moves = st.builds(Move, sizes=micro_batches, why=names)
+run_worlds = st.builds(
+    lambda rank, more, **others: RunWorld(rank=rank, size=rank + more, **others),
+    counts,
+    positive,
+    local_rank=counts,
+    node=counts,
+    launcher=names,
+    address=maybe(names),
+    port=maybe(positive),
+    restarts=counts,
+    agent_listens=st.booleans(),
+)
+
+faults = st.sampled_from(FaultKind).flatmap(
+    lambda kind: st.builds(
+        Fault,
+        kind=st.just(kind),
+        step=counts,
+        rank=counts,
+        point=st.sampled_from(["", *HOME[kind]]),
+        seconds=seconds,
+    )
+)
+ladders = st.builds(
+    Ladder,
+    height=counts,
+    calm=counts,
+    rate=st.floats(0.01, 1),
+    kept=st.lists(names, max_size=2).map(tuple),
+    losses=st.lists(st.floats(-1e9, 1e9), max_size=3).map(tuple),
+)
+suspects = st.builds(
+    Suspect, module=names, kind=names, phase=st.sampled_from([BATCH, FORWARD, BACKWARD]), order=counts
+)
+lines = st.builds(
+    Line,
+    step=positive,
+    epoch=counts,
+    loss=maybe(st.floats(-1e9, 1e9)),
+    time_s=seconds,
+    samples=positive,
+    samples_per_s=seconds,
+    mfu=maybe(st.floats(0, 1)),
+    allocated_bytes=maybe(counts),
+    skipped=maybe(names),
+    indices=maybe(st.lists(counts, max_size=3).map(tuple)),
+)
+fleets = st.builds(Fleet, procs=positive, nodes=names, rendezvous=names, restarts=counts)
+tasks = st.builds(
+    Task,
+    job=names,
+    options=st.dictionaries(names, st.integers(-9, 9) | names, max_size=2),
+    plan=maybe(plans),
+    out=names,
+    steps=maybe(positive),
+    seed=counts,
+    faults_due=st.lists(faults, max_size=2).map(tuple),
+)
+endings = st.builds(
+    Ending,
+    step=counts,
+    loss=maybe(st.floats(-1e9, 1e9)),
+    out=names,
+    asked=st.sampled_from(["", "SIGTERM", "SIGUSR1"]),
+)
+
 NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Peaks: peaks,
     spec.DeviceProcess: process,
@@ -384,4 +501,20 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Answer: answers,
     Marks: exam_marks,
     Measured: measured,
+    SampleOrder: sample_orders,
+    RunIdentity: identities,
+    FileMark: file_marks,
+    Manifest: manifests,
+    LossScale: loss_scales,
+    Room: rooms,
+    Sizes: micro_batches,
+    Move: moves,
+    RunWorld: run_worlds,
+    Fault: faults,
+    Ladder: ladders,
+    Suspect: suspects,
+    Line: lines,
+    Fleet: fleets,
+    Task: tasks,
+    Ending: endings,
 }

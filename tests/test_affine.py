@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import JobFailed
-from trimtab.predict.affine import at, close, same_program
+from trimtab.predict.affine import _between, at, close, same_program
 from trimtab.predict.memory import memory
 from trimtab.predict.traces import _ends, between, partner_of, resized
 from trimtab.spec import Cause, Mesh, Setting, Strategy, Trace, Work
@@ -206,3 +206,8 @@ def test_a_trace_whose_causes_are_not_there_is_refused() -> None:
         trace(4, caused=((9, 0),))
     with pytest.raises(ValueError, match="caused names"):
         trace(4, caused=((0, 5),))
+
+
+@given(st.integers(0, 10**12), st.integers(0, 10**12), st.fractions(-4, 4, max_denominator=64))
+def test_between_rounds_as_fractions_do(one: int, other: int, share: Fraction) -> None:
+    assert _between(one, other, share) == max(0, round(one + (other - one) * share))

@@ -80,6 +80,20 @@ class Chain(Job):
         return model(batch[0]).mean()
 
 
+class Dropping(Job):
+    # What attention drops forward has to be dropped again when the block is recomputed.
+    def model(self):
+        class Attend(Block):
+            def forward(self, x):
+                y = self.norm(x).unflatten(-1, (4, 64)).transpose(1, 2)
+                y = F.scaled_dot_product_attention(y, y, y, dropout_p=0.1)
+                return super().forward(x + y.transpose(1, 2).flatten(-2))
+
+        net = Net()
+        net.blocks = nn.ModuleList(Attend() for _ in range(2))
+        return net
+
+
 class Broken(Job):
     # A number read from the device ends the graph; the rest is another one.
     def model(self):
@@ -163,6 +177,11 @@ def test_recomputation_is_compiled_too(tmp_path: Path) -> None:
     kept, again = (estimate(tmp_path, compile=True, recompute=one) for one in ("none", "full"))
     hidden = 64 * 128 * 1024 * 2
     assert activations(kept) - activations(again) > hidden
+
+
+def test_randomness_is_recomputed_under_the_compiler(tmp_path: Path) -> None:
+    kept, again = (estimate(tmp_path, "Dropping", compile=True, recompute=one) for one in ("none", "full"))
+    assert activations(again) < activations(kept)
 
 
 @pytest.mark.parametrize("name", ["Broken", "Recurrent", "Host"])

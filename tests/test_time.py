@@ -90,6 +90,77 @@ class Even:
     def seconds(_: Work) -> float:
         return 1e-4
 
+    @staticmethod
+    def handing_out(_: Work) -> float:
+        return 1e-2
+
+
+def recurrent(layers: int, steps: int, batch: int, width: int, dtype: str = "float16") -> Work:
+    numbers = layers * 8 * width**2
+    return Work(
+        op="aten::_cudnn_rnn",
+        kind="recurrent",
+        dtype=dtype,
+        flops=2 * steps * batch * numbers,
+        read_bytes=2 * steps * numbers,
+        dims=(layers, steps, batch, width),
+        kernels=steps * layers,
+    )
+
+
+def test_a_recurrent_layer_costs_the_host_its_launches_while_the_device_goes_on() -> None:
+    works = [copy(1024)] * 50
+    ahead = time.run([*works, recurrent(2, 100, 8, 64)], Even(), HOST, backward=range(0))  # type: ignore[arg-type]
+    # 5 ms of the device, handed out in half a millisecond, while the host is at the 10 ms of launches.
+    assert ahead.total_s == pytest.approx(1e-2, rel=0.2)
+    behind = time.run([recurrent(2, 100, 8, 64), *works], Even(), HOST, backward=range(0))  # type: ignore[arg-type]
+    assert behind.total_s == pytest.approx(1e-2 + 5e-3, rel=0.15)
+
+
+def test_launches_of_recurrent_layers_are_counted_by_cells() -> None:
+    two, four = recurrent(2, 128, 256, 512), recurrent(4, 128, 256, 512)
+    assert pace.handing_out(four) == 2 * pace.handing_out(two) > 1e-3
+    assert pace.handing_out(copy(1024)) == 0
+    # Layers run beside each other, so the device waits for steps and not for layers.
+    assert pace.law(four, RATES) < 1.9 * pace.law(two, RATES)
+
+
+@pytest.mark.parametrize(
+    ("work", "whole"),
+    [
+        (recurrent(1, 128, 64, 1024), True),
+        (recurrent(2, 128, 64, 1024), False),
+        (recurrent(1, 128, 64, 1152), False),
+        (recurrent(1, 128, 64, 1000), False),
+        (recurrent(1, 128, 256, 1024), False),
+        (recurrent(1, 128, 60, 1024), False),
+        (recurrent(1, 128, 64, 1024, "float32"), False),
+    ],
+)
+def test_one_layer_in_fp16_is_one_kernel(work: Work, whole: bool) -> None:
+    assert (pace.handing_out(work) == 0) is whole
+
+
+def test_a_measurement_at_the_pace_of_the_host_says_nothing_of_the_device() -> None:
+    work = recurrent(3, 256, 64, 512)
+    alone = pace.handing_out(work)
+    assert alone > pace.law(work, RATES)
+    for factor in (0.6, 1.5):
+        known = Calibration(device="H200 SXM 141GB", works=(work,), seconds=(factor * alone,))
+        found = pace.Pace(RATES, pace.points(known, RATES))
+        assert found.handing_out(work) == pytest.approx(factor * alone * pace.IN_A_STEP)
+        assert found.seconds(work) == pytest.approx(max(1.0, factor) * pace.law(work, RATES))
+
+
+def test_a_product_of_a_shape_not_met_before_costs_the_host_more() -> None:
+    known, new = [copy(1024)] * 100, [copy(1024).replace(fresh=True)] * 100
+    for compiled in (False, True):
+        usual, weighed = (
+            time.run(works, Even(), HOST, backward=range(0), compiled=compiled).host_s  # type: ignore[arg-type]
+            for works in (known, new)
+        )
+        assert weighed - usual == pytest.approx(100 * time.FRESH_S)
+
 
 def test_small_operations_run_at_the_pace_of_the_host_and_large_ones_of_the_device() -> None:
     works = [copy(1024)] * 100
@@ -153,7 +224,8 @@ def test_accumulation_repeats_the_passes_and_not_the_optimizer() -> None:
         for count in (1, 4)
     )
     optimizer = found.pace.seconds(adam)
-    assert four - optimizer == pytest.approx(4 * (once - optimizer), rel=0.1)
+    # The host is ahead by then: a pass does not begin anew.
+    assert four - optimizer == pytest.approx(4 * (once - optimizer) - 3 * time.START_S, rel=0.02)
 
 
 def test_reducing_gradients_is_hidden_behind_a_long_backward_pass_only() -> None:
@@ -245,3 +317,93 @@ def test_calibrating_without_a_gpu_leaves_with_exit_code_5() -> None:
     done = trimtab_cli("calibrate", env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 5
     assert "no GPU" in done.stderr
+
+
+EXPERTS = """
+import torch
+from torch import nn
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(16, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.head = nn.Linear(16, 24, bias=False)
+
+    def forward(self, x, kept):
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            ROWS
+        out[chosen == 0] = 0
+        return self.head(out)
+
+
+class Job:
+    def model(self):
+        return Experts()
+
+    def batch(self, size):
+        return torch.randn(size, 16), torch.randint(0, 4, (size,))
+
+    def loss(self, model, batch):
+        return model(*batch).square().mean()
+"""
+BY_POSITIONS = "rows = (chosen == number).nonzero().squeeze(-1); out.index_add_(0, rows, expert(x[rows]))"
+BY_MASK = "out[chosen == number] = expert(x[chosen == number])"
+BY_THE_BATCH = "out[kept == number] = expert(x[kept == number])"
+
+
+@pytest.mark.parametrize(
+    ("rows", "fresh", "waits"),
+    [
+        # Forward, the gradient of the weight, and none of the input, which is the batch.
+        (BY_POSITIONS, 4 * 2, 4),
+        # Twice forward and twice backward; what the first puts into is zeros, which take no gradient.
+        (BY_MASK, 4 * 2, 4 * 4 - 1),
+        # One batch, one shape.
+        (BY_THE_BATCH, 0, 4 * 4 - 1),
+    ],
+)
+def test_products_over_rows_that_the_model_chooses_are_fresh_and_no_others(
+    tmp_path: Path, rows: str, fresh: int, waits: int
+) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(EXPERTS.replace("ROWS", rows), encoding="utf-8")
+    # A quarter of 64 rows are 16, as many as the model is wide.
+    setting = Setting(micro_batch=64, global_batch=64, precision=Precision.FP32)
+    trace = traced(Request(job=f"{file}:Job", setting=setting, device=H200), cache=False)
+    works = [trace.works[number] for number in trace.sequence]
+    assert sum(one.fresh for one in works) == fresh
+    assert all(one.kind == "matrix" for one in works if one.fresh)
+    assert sum(one.kind == "wait" for one in works) == waits
+
+
+RECURRENT = """
+import torch
+from torch import nn
+
+
+class Job:
+    def model(self):
+        return nn.GRU(16, 32, num_layers=2, bidirectional=True, batch_first=True)
+
+    def batch(self, size):
+        return torch.randn(size, 12, 16)
+
+    def loss(self, model, batch):
+        return model(batch)[0].float().square().mean()
+"""
+
+
+def test_autocast_hands_recurrent_layers_fp16_whatever_it_is_set_to(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(RECURRENT, encoding="utf-8")
+    setting = Setting(micro_batch=8, global_batch=8, precision=Precision.BF16)
+    trace = traced(Request(job=f"{file}:Job", setting=setting, device=H200), cache=False)
+    layers = [one for one in trace.works if one.kind == "recurrent"]
+    assert [one.op for one in layers] == ["aten::_cudnn_rnn", "aten::_cudnn_rnn_backward"]
+    assert {one.dtype for one in layers} == {"float16"}
+    # Two layers, both ways, twelve steps.
+    assert {one.kernels for one in layers} == {2 * 2 * 12}

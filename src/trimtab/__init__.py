@@ -29,10 +29,12 @@ if TYPE_CHECKING:
         read_plan,
         revert,
         show,
+        train,
     )
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
     from trimtab.spec import Cluster, Device, Finding, Link, Node
+    from trimtab.training.run import Run
 
 __all__ = [
     "Cluster",
@@ -41,6 +43,7 @@ __all__ = [
     "Job",
     "Link",
     "Node",
+    "Run",
     "TrimtabError",
     "__version__",
     "apply",
@@ -56,6 +59,7 @@ __all__ = [
     "read_plan",
     "revert",
     "show",
+    "train",
 ]
 
 _HOMES = {
@@ -65,6 +69,7 @@ _HOMES = {
     "Job": "trimtab.jobs.job",
     "Link": "trimtab.spec",
     "Node": "trimtab.spec",
+    "Run": "trimtab.training.run",
     "TrimtabError": "trimtab.errors",
     "apply": "trimtab.api",
     "calibrate": "trimtab.api",
@@ -79,6 +84,7 @@ _HOMES = {
     "read_plan": "trimtab.api",
     "revert": "trimtab.api",
     "show": "trimtab.api",
+    "train": "trimtab.api",
 }
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trimtab.exams.sit import Marks
     from trimtab.planner.foresight import Foresight, Memo
     from trimtab.predict.memory import Memory
+    from trimtab.predict.traces import Family
     from trimtab.spec import (
         Calibration,
         Cluster,
@@ -27,9 +28,24 @@ if TYPE_CHECKING:
         Trace,
         Workload,
     )
+    from trimtab.trace.standing import Standing
     from trimtab.trace.worker import Request
+    from trimtab.training.start import Fleet
+    from trimtab.training.task import Ending, Task
 
-VERBS = ("detect", "explain", "estimate", "exam", "profile", "calibrate", "plan", "apply", "show", "revert")
+VERBS = (
+    "detect",
+    "explain",
+    "estimate",
+    "exam",
+    "profile",
+    "calibrate",
+    "plan",
+    "apply",
+    "show",
+    "revert",
+    "train",
+)
 """What works today."""
 
 
@@ -373,20 +389,31 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     """
     from trimtab.jobs.load import name_of
     from trimtab.planner.decide import Question, decide
+    from trimtab.planner.foresight import plain_device
+    from trimtab.planner.outlook import room_bytes
     from trimtab.planner.stale import fingerprints
+    from trimtab.trace.standing import Standing
+    from trimtab.trace.summary import is_known
     from trimtab.trace.tracer import keep
+    from trimtab.trace.worker import Requests
 
     policy = make_policy(memory, deadline, objective, price, pins)
     where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
     name, changed = name_of(job)
     overrides = changed | (options or {})
     given = {"global_batch": global_batch, "samples": samples, "epochs": epochs}
-    workload = workload_of(name, overrides, given, cache=cache, say=say)
-    question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
-    outlook, save, known = foresight(name, overrides, clip=clip, cache=cache, say=say)
-    file = known.with_name(f"plan-{_digest(known.name, question)}.json")
-    found = _same_plan(file) if cache else None
-    if found is None:
+    with Standing() as standing:
+        if not (cache and is_known(name, overrides)):
+            # It will be needed: let it load the job while this process asks what the job says of itself.
+            device = plain_device(min(where.devices, key=room_bytes))
+            standing.warm(Requests(job=name, overrides=overrides, settings=(), device=device))
+        workload = workload_of(name, overrides, given, cache=cache, say=say)
+        question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
+        outlook, save, known = foresight(name, overrides, standing, clip=clip, cache=cache, say=say)
+        file = known.with_name(f"plan-{_digest(known.name, question)}.json")
+        found = _same_plan(file) if cache else None
+        if found is not None:
+            return found
         try:
             found = decide(question, outlook)
         finally:
@@ -394,7 +421,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         prints = fingerprints(name, workload, found.places, versions())
         found = found.replace(fingerprints=prints, options=overrides)
         keep(file, found.to_json())
-    return found
+        return found
 
 
 def _digest(*parts: Any) -> str:
@@ -470,9 +497,10 @@ def make_policy(
     )
 
 
-def foresight(
+def foresight(  # noqa: PLR0913 - what a job is traced with
     job: str,
     overrides: dict[str, Any],
+    standing: Standing,
     *,
     clip: float | None = None,
     cache: bool = True,
@@ -485,10 +513,21 @@ def foresight(
     from trimtab.trace.summary import Named, fingerprint
     from trimtab.trace.tracer import cache_folder, keep
 
+    families: dict[str, Family] = {}
+
     def trace_all(
         settings: Sequence[Setting], device: Device, changes: dict[str, Any]
     ) -> list[Trace | TrimtabError]:
-        return traces(job, settings, device, overrides={**overrides, **changes}, clip=clip, cache=cache)
+        return traces(
+            job,
+            settings,
+            device,
+            overrides={**overrides, **changes},
+            clip=clip,
+            cache=cache,
+            families=families,
+            standing=standing,
+        )
 
     named = Named(job=job, overrides={**overrides, "clip": clip})
     file = cache_folder() / f"outlook-{fingerprint(named)}-{_predictor()}.json"
@@ -819,3 +858,183 @@ class _Seer:
             cache=self.cache,
             say=self.say,
         )
+
+
+def train(job: Any, plan: Plan | Path | str | None = None, **asked: Any) -> Ending:
+    """Train a job, elastically: by a plan, or by one that is made here for this machine.
+
+    trimtab.train("slm:tiny", steps=20, out="runs/first")
+    trimtab.train(MyJob, "plan.json", out="runs/big")
+    trimtab.train("bridge:tiny", procs=2, pins={"strategy": "branch"}, steps=20)
+
+    `asked` is what `prepare_training` takes. What is found in `out` is resumed, on any number of processes.
+    Started by torchrun or srun, it is one rank; otherwise it starts the ranks that the plan asks for.
+    """
+    return run_training(*prepare_training(job, plan, **asked))
+
+
+def prepare_training(  # noqa: PLR0913 - each is an option of the command
+    job: Any,
+    plan: Plan | Path | str | None = None,
+    *,
+    steps: int | None = None,
+    procs: int | None = None,
+    nodes: str = "1",
+    rendezvous: str | None = None,
+    restarts: int | None = None,
+    pins: Mapping[str, Any] | Iterable[str] = (),
+    out: Path | str | None = None,
+    seed: int = 0,
+    checkpoint_steps: int | None = None,
+    checkpoint_s: float | None = None,
+    keep: int | None = None,
+    evaluate_steps: int | None = None,
+    every: int | None = None,
+    faults: Path | None = None,
+    timeout_min: float = 10.0,
+    options: dict[str, Any] | None = None,
+    json: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Task, Fleet | None]:
+    """What is to be trained, checked and planned, and the processes that have to be started for it.
+
+    `steps` optimizer steps in all; `procs` processes here; `pins` fix choices of the plan; `checkpoint_steps`
+    or `checkpoint_s` lie between checkpoints, of which `keep` stay; `evaluate_steps` between evaluations; a
+    line is printed `every` so many steps; `faults` is the file of a drill.
+    """
+    import os
+
+    from trimtab.errors import WrongUse
+    from trimtab.jobs.load import load as find
+    from trimtab.jobs.load import name_of
+    from trimtab.training import start, task
+    from trimtab.training.faults import read as read_faults
+    from trimtab.training.world import ALONE
+    from trimtab.training.world import read as read_world
+    from trimtab.units import parse_whole
+
+    name, changed = name_of(job)
+    overrides = changed | (options or {})
+    here = detect()
+    world = read_world(os.environ, len(here.devices))
+    if world.launcher != ALONE and procs is not None:
+        raise WrongUse(
+            f"--procs {procs}",
+            found=f"this process is rank {world.rank} of {world.size} already (started {world.launcher})",
+            cure="Leave --procs out, or start `trimtab train` without the launcher.",
+        )
+    places, meeting = start.read_nodes(nodes, rendezvous)
+    schedule = read_faults(faults) if faults is not None else ()
+    task.check(
+        procs=procs,
+        steps=steps,
+        checkpoint_every=checkpoint_steps,
+        keep=keep,
+        evaluate_every=evaluate_steps,
+        every=every,
+        seed=seed,
+        timeout_min=timeout_min,
+    )
+    loaded = find(name, overrides)
+    task.check_trainable(loaded, name)
+    chosen = None
+    if world.is_main:
+        # One rank plans; the others learn it from that one.
+        ranks = procs if world.launcher == ALONE else world.size
+        told = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
+        together = told or min(world.size, len(here.devices) or world.size)
+        per_node = None if world.launcher == ALONE else together
+        question = (name, loaded, overrides, here)
+        chosen = plan_to_train(question, plan, ranks, pins, per_node=per_node, say=say)
+    asked = task.Task(
+        job=name,
+        options=overrides,
+        plan=chosen,
+        out=str(task.place(out, name)),
+        steps=steps,
+        seed=seed,
+        checkpoint_steps=checkpoint_steps,
+        checkpoint_s=task.CHECKPOINT_S if checkpoint_s is None else checkpoint_s,
+        keep=task.KEPT if keep is None else keep,
+        evaluate_steps=evaluate_steps,
+        every=every,
+        json=json,
+        faults_due=tuple(schedule),
+        timeout_min=timeout_min,
+    )
+    count = procs or (1 if chosen is None else chosen.choice.gpus)
+    if world.launcher != ALONE or (count == 1 and not meeting):
+        return asked, None
+    many = start.RESTARTS if restarts is None else restarts
+    return asked, start.Fleet(procs=count, nodes=places, rendezvous=meeting, restarts=many)
+
+
+def run_training(task: Task, fleet: Fleet | None) -> Ending:
+    """Train, in this process or in those that it starts."""
+    from trimtab.errors import EnvironmentFault
+    from trimtab.training import start, worker
+
+    if fleet is not None:
+        return start.launch(task, fleet)
+    try:
+        return worker.run(task)
+    except Exception as error:
+        if not worker.is_lost(error):
+            raise
+        raise EnvironmentFault(
+            "trimtab train",
+            found=f"another rank is gone: {str(error).splitlines()[0][:200]}",
+            cure="Look at what that rank said; the same command resumes from the last checkpoint.",
+        ) from error
+
+
+def plan_to_train(  # noqa: PLR0913 - what a plan is made of
+    question: tuple[str, Any, dict[str, Any], Cluster],
+    given: Plan | Path | str | None,
+    ranks: int | None,
+    pins: Mapping[str, Any] | Iterable[str],
+    *,
+    per_node: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """The plan that a run follows: the one given, one made for these GPUs, or a plain one for the CPU.
+
+    The question is the job's name, the job, what was changed on it, and this machine. `ranks` is how many
+    processes there will be, where that is settled, and `per_node` how many of them a launcher has started
+    on this node.
+    """
+    from pathlib import Path
+
+    from trimtab.errors import WrongUse
+    from trimtab.spec import Plan
+    from trimtab.trace.summary import described
+    from trimtab.training.resize import cpu_plan, several_nodes
+
+    name, job, overrides, here = question
+    policy = make_policy(0.9, None, "speed", None, pins)
+    if given is not None:
+        if policy.pins:
+            raise WrongUse(
+                "--plan with --pin",
+                found="the plan has made its choices",
+                cure="Pin them where it is made: trimtab plan JOB --pin KEY=VALUE --out FILE.",
+            )
+        found = given if isinstance(given, Plan) else read_plan(Path(given), job=name, on=here)
+        if ranks is not None and per_node is None and ranks != found.choice.gpus:
+            raise WrongUse(
+                f"--procs {ranks} with a plan for {found.choice.gpus} processes",
+                found="they are not as many",
+                cure=f"Leave --procs out, or plan again with --pin gpus={ranks}.",
+            )
+        return found
+    if not here.devices:
+        return cpu_plan(name, described(job, name), ranks or 1, policy.pins, overrides)
+    nodes = 1 if per_node is None or ranks is None else max(1, ranks // per_node)
+    if ranks is not None and ranks > nodes * len(here.devices):
+        raise WrongUse(
+            f"--procs {ranks}",
+            found=f"this machine has {len(here.devices)} GPU{'s' * (len(here.devices) > 1)}",
+            cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU.",
+        )
+    fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})
+    return plan(name, several_nodes(here, nodes), pins=fixed, options=overrides, say=say)

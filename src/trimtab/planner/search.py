@@ -317,9 +317,16 @@ class _Search:
                     known = wanted.get(one.strategy)
                     if known is None or one.layout.gpus > known.layout.gpus:
                         wanted[one.strategy] = one
-        self.outlook.prepare(
-            [(one.setting(cut), one.layout) for one in [family, *wanted.values()] for cut in ends(one.cuts)]
-        )
+        self._ask([family])
+        # That has told what the model holds, and so which of the others are too large to be worth a trace.
+        self._ask([one for one in wanted.values() if self._may_fit(one)])
+
+    def _ask(self, families: list[Family]) -> None:
+        self.outlook.prepare([(one.setting(cut), one.layout) for one in families for cut in ends(one.cuts)])
+
+    def _may_fit(self, family: Family) -> bool:
+        floor = self.outlook.floor(family.setting(family.cuts[-1]), family.layout)
+        return floor.need_bytes <= allowed(family.layout, self.policy)
 
     def _estimated(self, family: Family, cut: Cut) -> Seen | None:
         """The setting with the first allocator that makes it fit, or else with the one that needs least."""

@@ -14,12 +14,12 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
     """The estimate of a step with several micro-batches.
 
     From the second micro-batch on, the gradients of the earlier ones lie there all the while, also where a
-    step with one micro-batch has none yet. At most they add what was not already counted at the peak: an
-    upper bound, and exact where the peak lies before the backward pass.
+    step with one micro-batch has none yet. Each new gradient lies beside the sum until it is added; a
+    compiled backward pass hands over all of them at once.
     """
     if setting.accumulation == 1:
         return estimate
-    more = max(0, gradient_bytes(trace) - estimate.parts.gradients)
+    more = sum(gradients(trace)) if setting.compile else _risen(trace)
     if not more:
         return estimate
     band = estimate.band
@@ -37,12 +37,32 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
     )
 
 
-def gradient_bytes(trace: Trace) -> int:
-    """All gradients of one step together."""
+def gradients(trace: Trace) -> list[int]:
+    """Bytes of each gradient of one step."""
     begin, end = trace.marks.get("step1", 0), trace.marks.get("step2", len(trace.order))
     kind = PARTS.index("gradients")
-    return sum(
+    return [
         trace.sizes[number]
         for number in trace.order[begin:end]
         if number >= 0 and trace.parts[number] == kind
-    )
+    ]
+
+
+def _risen(trace: Trace) -> int:
+    """How much higher the peak of a step is when the gradients of earlier micro-batches are there."""
+    begin, end = trace.marks.get("step1", 0), trace.marks.get("step2", len(trace.order))
+    kind = PARTS.index("gradients")
+    whole = sum(gradients(trace))
+    live = own = plain = summed = 0
+    for position, number in enumerate(trace.order[:end]):
+        allocation = number if number >= 0 else ~number
+        size = trace.sizes[allocation] if number >= 0 else -trace.sizes[allocation]
+        is_gradient = trace.parts[allocation] == kind
+        live += size
+        # A gradient counts for itself while it is new; then it is a part of the sum.
+        new = size if is_gradient and number >= 0 else 0
+        own += size if is_gradient else 0
+        if position >= begin:
+            plain = max(plain, live)
+            summed = max(summed, live - own + new + whole)
+    return max(0, summed - plain)

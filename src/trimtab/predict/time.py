@@ -7,15 +7,18 @@ operations is as slow as the host, one of few large ones as slow as the device, 
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections import OrderedDict, deque
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.predict import comms
-from trimtab.spec import Precision, Recompute, Strategy
+from trimtab.predict.accumulate import gradients
+from trimtab.predict.fusion import fused
+from trimtab.spec import Precision, Recompute, Strategy, Work
 
 if TYPE_CHECKING:
     from trimtab.predict.pace import Pace
-    from trimtab.spec import Setting, Trace, Work
+    from trimtab.spec import Setting, Trace
 
 QUEUE = 1000
 """Launches that the host may be ahead of the device; then it waits."""
@@ -35,10 +38,14 @@ LAUNCHES = {
     "aten::_embedding_bag_backward": 8,
     "aten::sort": 8,
     "aten::topk": 3,
-    "aten::nonzero": 5,
 }
 """Operations that the host hands out in several pieces."""
 PIECE_S = 12e-6
+FRESH_S = 150e-6
+"""What a matrix product of a shape not met before costs the host: cuBLAS weighs its kernels anew, and keeps
+its choices by shape. Where rows follow from what the model computes, as of experts, every step brings others.
+Beside an H200, 699 products of a mixture of experts, 576 of them such, took 169 us of the host each in a
+profile, where 10 to 20 are usual; the profile's own cost is taken off."""
 THROTTLED = 0.08
 """How much longer arithmetic takes when it fills a step: operations are calibrated one at a time, in bursts,
 and in a step of little else the power limit lowers the clock. Seen on an H200 from 5 to 8 %."""
@@ -46,14 +53,6 @@ THROTTLES_FROM, THROTTLES_AT = 0.4, 0.6
 """Share of the device's time that is arithmetic: where that begins, and where it is in full."""
 OVERLAPPED = 0.9
 """Share of the computing that collectives can hide behind: they take some of the device's own time."""
-
-
-FUSED = 0.57
-"""What is left, after the compiler has fused them, of the time that operations without arithmetic take one by
-one: 0.56 for a GPT and 0.58 for a ResNet-50, eager and compiled on an H200."""
-FUSED_KINDS = ("pointwise", "reduction")
-FUSED_TOGETHER = 3
-"""Operations that one fused kernel stands for."""
 
 
 class Host(NamedTuple):
@@ -114,38 +113,50 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
     backward: range,
     compiled: bool = False,
     selective: bool = False,
-    fusing: bool = False,
 ) -> Clocks:
-    """Let both clocks run through operations; `backward` says which of them autograd's engine hands out.
-
-    With `fusing`, the operations are those of the eager step, and the compiler is taken to fuse them.
-    """
+    """Let both clocks run through operations; `backward` says which of them autograd's engine hands out."""
     device_clock = busy = waited = 0.0
     host_clock = START_S
     ends: deque[float] = deque()
+    # A step has thousands of operations, and a hundred different ones.
+    known: list[dict[int, tuple[float, float | None]]] = [{}, {}, {}]
     for place, work in enumerate(works):
         behind = place in backward
-        together = FUSED_TOGETHER if fusing and work.kind in FUSED_KINDS else 1
         after = bool(backward) and place >= backward.stop
-        host_clock += _handing_out(work, host, backward=behind, after=after, compiled=compiled) / together
-        if selective and not behind and not compiled and work.kernels:
-            host_clock += SELECTIVE_S
-        if work.kind == "wait":
-            waited += max(0.0, device_clock - host_clock)
-            host_clock = max(host_clock, device_clock)
-            continue
-        if not work.kernels or work.kind == "collective":
+        costs = known[2 if after else 1 if behind else 0]
+        cost = costs.get(id(work))
+        if cost is None:
+            handing = _handing_out(work, host, backward=behind, after=after, compiled=compiled)
+            if selective and not behind and not compiled and work.kernels:
+                handing += SELECTIVE_S
+            cost = costs[id(work)] = handing, _taken(work, pace)
+        handing, taken = cost
+        host_clock += handing
+        if taken is None:
+            if work.kind == "wait":
+                waited += max(0.0, device_clock - host_clock)
+                host_clock = max(host_clock, device_clock)
             continue
         if len(ends) >= QUEUE:
             free_at = ends.popleft()
-            waited += max(0.0, free_at - host_clock)
-            host_clock = max(host_clock, free_at)
-        share = FUSED if together > 1 else 1.0
-        taken = share * pace.seconds(work) + GAP_S / together
+            if free_at > host_clock:
+                waited += free_at - host_clock
+                host_clock = free_at
         busy += taken
-        device_clock = max(device_clock, host_clock) + taken
+        device_clock = max(host_clock, device_clock) + taken
+        if work.kind == "recurrent":
+            # The device works off the first steps while the host hands out the next.
+            host_clock += pace.handing_out(work)
+            device_clock = max(device_clock, host_clock)
         ends.append(device_clock)
     return Clocks(max(host_clock, device_clock), busy, host_clock - waited)
+
+
+def _taken(work: Work, pace: Pace) -> float | None:
+    """Seconds of the device for an operation; None where it has nothing to do there."""
+    if work.kind in ("wait", "collective") or not work.kernels:
+        return None
+    return pace.seconds(work) + GAP_S
 
 
 def _handing_out(  # noqa: PLR0911 - one way out for each kind
@@ -161,10 +172,11 @@ def _handing_out(  # noqa: PLR0911 - one way out for each kind
         return host.forward_s + work.dims[0] * host.tensor_s if work.dims else host.forward_s
     if after:
         return host.plain_s
+    weighing = FRESH_S if work.fresh else 0.0
     if compiled:
-        return host.compiled_s
+        return host.compiled_s + weighing
     pieces = (LAUNCHES.get(work.op, 1) - 1) * PIECE_S
-    return (host.backward_s if backward else host.forward_s) + pieces
+    return (host.backward_s if backward else host.forward_s) + pieces + weighing
 
 
 class Step(NamedTuple):
@@ -193,28 +205,19 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
 ) -> Step:
     """Seconds of an optimizer step: `accumulation` passes forward and backward, and the optimizer.
 
-    With `fusing`, a compiled step is guessed from the trace of the eager one. A trace through the compiler
-    itself says it better, and takes a minute where this takes none.
+    With `fusing`, a compiled step is guessed from the trace of the eager one (`predict.fusion`). A trace
+    through the compiler itself says it better, and takes a minute where this takes none.
     """
-    works = [trace.works[number] for number in trace.sequence]
-    begin = trace.phases.get("backward", len(works))
-    end = trace.phases.get("optimizer", len(works))
-    how: dict[str, bool] = {
-        "compiled": setting.compile,
-        "selective": setting.recompute is Recompute.SELECTIVE,
-        "fusing": fusing,
-    }
-    whole = run(works, pace, host, backward=range(begin, end), **how)
+    if fusing:
+        trace = _fused(trace, setting, pace)
     extra = setting.accumulation - 1
-    passes = run(works[:end], pace, host, backward=range(begin, end), **how) if extra else None
-    total = whole.total_s + (extra * passes.total_s if passes else 0.0)
-    busy = whole.device_s + (extra * passes.device_s if passes else 0.0)
-    forward = sum(pace.seconds(one) for one in works[:begin] if one.kernels and one.kind != "collective")
-    back = sum(pace.seconds(one) for one in works[begin:end] if one.kernels and one.kind != "collective")
-    exposed = communication(trace, setting, among, forward_s=forward, backward_s=back)
-    arithmetic = sum(pace.seconds(one) for one in works if one.kind in ARITHMETIC)
-    if passes:
-        arithmetic += extra * sum(pace.seconds(one) for one in works[:end] if one.kind in ARITHMETIC)
+    how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
+    sums = tuple(gradients(trace)) if extra else ()
+    alone = _alone(trace.works, trace.sequence, _bounds(trace), pace, host, how, sums)
+    total = alone.whole.total_s + extra * alone.again_s
+    busy = alone.whole.device_s + extra * alone.again_device_s
+    exposed = communication(trace, setting, among, forward_s=alone.forward_s, backward_s=alone.backward_s)
+    arithmetic = alone.arithmetic_s + extra * alone.arithmetic_once_s
     share = arithmetic / busy if busy else 0.0
     filled = min(1.0, max(0.0, (share - THROTTLES_FROM) / (THROTTLES_AT - THROTTLES_FROM)))
     slowed = arithmetic * THROTTLED * filled
@@ -223,6 +226,89 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
         memory_s=busy - arithmetic,
         launch_s=max(0.0, total - busy - slowed),
         communication_s=exposed,
+    )
+
+
+class Alone(NamedTuple):
+    """A step of one device, as far as neither links nor accumulation have a say in it."""
+
+    whole: Clocks
+    again_s: float
+    """One more pass forward and backward, whose gradients are added to those before."""
+    again_device_s: float
+    forward_s: float
+    backward_s: float
+    arithmetic_once_s: float
+    arithmetic_s: float
+
+
+def _bounds(trace: Trace) -> tuple[int, int]:
+    """Where the backward pass begins and ends."""
+    length = len(trace.sequence)
+    return trace.phases.get("backward", length), trace.phases.get("optimizer", length)
+
+
+_FUSED: OrderedDict[Any, Trace] = OrderedDict()
+_FUSED_KEPT = 64
+
+
+def _fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
+    """What the compiler would make of a trace; remembered, as a plan asks for it with many layouts."""
+    key = trace.works, trace.sequence, setting.precision, setting.recompute, pace
+    found = _FUSED.get(key)
+    if found is None:
+        found = _FUSED[key] = fused(trace, setting, pace)
+        if len(_FUSED) > _FUSED_KEPT:
+            _FUSED.popitem(last=False)
+    return found
+
+
+@lru_cache(maxsize=128)
+def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered by
+    works: tuple[Work, ...],
+    sequence: tuple[int, ...],
+    bounds: tuple[int, int],
+    pace: Pace,
+    host: Host,
+    how: tuple[bool, bool],
+    sums: tuple[int, ...],
+) -> Alone:
+    """Work through a step; a plan asks for the same one with many layouts and numbers of micro-batches."""
+    begin, end = bounds
+    compiled, selective = how
+    every = [works[number] for number in sequence]
+    backward = range(begin, end)
+    whole = run(every, pace, host, backward=backward, compiled=compiled, selective=selective)
+    again_s = again_device_s = 0.0
+    if sums:
+        more = [*every[:end], *map(_added, sums)]
+        again = run(more, pace, host, backward=backward, compiled=compiled, selective=selective)
+        again_s, again_device_s = _steady(again, every[:end]), again.device_s
+    taken = [pace.seconds(one) if one.kernels and one.kind != "collective" else 0.0 for one in works]
+    computed = [pace.seconds(one) if one.kind in ARITHMETIC else 0.0 for one in works]
+    arithmetic = sum(computed[number] for number in sequence[:end])
+    return Alone(
+        whole=whole,
+        again_s=again_s,
+        again_device_s=again_device_s,
+        forward_s=sum(taken[number] for number in sequence[:begin]),
+        backward_s=sum(taken[number] for number in sequence[begin:end]),
+        arithmetic_once_s=arithmetic,
+        arithmetic_s=arithmetic + sum(computed[number] for number in sequence[end:]),
+    )
+
+
+def _steady(passes: Clocks, works: list[Work]) -> float:
+    """Seconds of one more pass: the host runs ahead into the next one, where it waits for nothing."""
+    if any(one.kind == "wait" for one in works):
+        return passes.total_s
+    return max(passes.device_s, passes.host_s - START_S)
+
+
+def _added(size: int) -> Work:
+    """A gradient that is added to the sum of those before."""
+    return Work(
+        op="aten::add_", kind="pointwise", dtype="float32", read_bytes=2 * size, write_bytes=size, dims=(0, 1)
     )
 
 

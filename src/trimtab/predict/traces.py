@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trimtab.spec import Device, Setting
+    from trimtab.trace.standing import Standing
 
 Family = dict[int, Trace | TrimtabError]
 """What is known of a family, by micro-batch."""
@@ -32,17 +33,25 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
     overrides: dict[str, Any] | None = None,
     clip: float | None = None,
     cache: bool = True,
+    families: dict[str, Family] | None = None,
+    standing: Standing | None = None,
 ) -> list[Trace | TrimtabError]:
     """The traces of several settings of one job, or why there is none.
 
     Without `cache` nothing is read from disk and nothing is traced for later; settings of one family help
-    each other in any case.
+    each other in any case. `families` are what the caller keeps of earlier answers, and are added to;
+    `standing` is the process that traces, where the caller keeps one.
     """
     requests = [
         Request(job=job, overrides=overrides or {}, setting=one, device=device, clip=clip) for one in settings
     ]
     names = [family(one) for one in requests]
-    known = {name: _cached(one) if cache else {} for name, one in zip(names, requests, strict=True)}
+    kept = {} if families is None else families
+    known = {}
+    for name, request in zip(names, requests, strict=True):
+        if name not in kept:
+            kept[name] = _cached(request) if cache else {}
+        known[name] = kept[name]
     for choose in (_ends, _every):
         chosen = []
         for name, found in known.items():
@@ -54,7 +63,9 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
             chosen.append((name, resized(one, partner_of(one.micro_batch))))
         if chosen:
             these = [one for _, one in chosen]
-            answers = traced_all(job, these, device, overrides=overrides, clip=clip, cache=cache)
+            answers = traced_all(
+                job, these, device, overrides=overrides, clip=clip, cache=cache, standing=standing
+            )
             for (name, one), answer in zip(chosen, answers, strict=True):
                 known[name][one.micro_batch] = answer
     every = [between(known[name], one.micro_batch) for name, one in zip(names, settings, strict=True)]

@@ -47,7 +47,13 @@ class IncidentKind(StrEnum):
     TIME_LIMIT = "time-limit"
     HANG = "hang"
     BAD_CHECKPOINT = "bad-checkpoint"
+    FULL_DISK = "full-disk"
     RESIZE = "resize"
+    RESUME = "resume"
+    """An attempt goes on from a checkpoint."""
+    MICRO_BATCH = "micro-batch"
+    """Another micro-batch between two steps; the global batch stays."""
+    COMPILE = "compile"
     BUG = "bug"
 
 

@@ -24,6 +24,8 @@ KINDS = (
 a module cost the host alone."""
 
 
+ENTER, LEAVE = "enter", "leave"
+"""Names of the calls that the whole model begins and ends with: what lies between, torch.compile compiles."""
 PERMUTED, BROADCAST, PROMOTED = 1, 2, 4
 """What keeps an operation from reading and writing in straight lines, as bits."""
 
@@ -45,7 +47,9 @@ class Work(Noun, frozen=True, kw_only=True):
     attention: batch, heads, queries, keys, head size, causal; recurrent: layers, steps, batch, width;
     optimizer: tensors, numbers; others: obstacles, last dimension. What they mean: trimtab.trace.works."""
     kernels: int = 1
-    """Launches that it makes."""
+    """Launches that it makes; of a recurrent layer, the cells: steps times layers times directions."""
+    fresh: bool = False
+    """Whether its shape follows from what the model computes, and so is another in every step."""
 
     def faults(self) -> list[str]:
         """Counts are not negative, and the kind is known."""

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 Say = Any
 """A function that takes the answer and ends the process."""
 PAUSE_S = 0.05
+REPEATABLE = {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
+"""Nothing is downloaded by a job that is only looked at; sets have the same order every time."""
+
+
+def environment(scratch: str) -> dict[str, str]:
+    """What a process that traces finds.
+
+    No GPU is touched, and what torch.compile leaves lies in a scratch folder, where no real run finds it.
+    """
+    return os.environ | REPEATABLE | {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": scratch}
 
 
 class Asked(Protocol):
@@ -70,8 +80,7 @@ def ask_all(  # noqa: PLR0913 - who is asked what, and how long
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=None if show else subprocess.PIPE,
-        # Nothing is downloaded by a job that is only looked at; sets have the same order every time.
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"} | env,
+        env=os.environ | REPEATABLE | env,
         start_new_session=True,
     )
     try:
@@ -164,7 +173,12 @@ def answering(work: Callable[[Say], None], answer: IO[bytes]) -> None:
 
 def serve(work: Callable[[str, Say], None]) -> None:
     """Be such a process: give `work` the request's text and the way to answer."""
-    # The answer goes out on the real stdout; whatever the user's code prints goes to stderr.
+    answer = apart()
+    answering(lambda say: work(sys.stdin.read(), say), answer)
+
+
+def apart() -> IO[bytes]:
+    """The real stdout, for answers; whatever the user's code prints goes to stderr from now on."""
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    answering(lambda say: work(sys.stdin.read(), say), answer)
+    return answer

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -139,6 +139,9 @@ def _let_dynamo_look(recorder: Recorder) -> None:
         if module.name != "trimtab.trace.step":
             torch._dynamo.trace_rules.add(module.name)
     replace(type(recorder), ignore_compile_internals=classmethod(lambda _: True))
+    again = getattr(torch._prims.rng_prims, "graphsafe_run_with_rng_state", None)
+    if again is not None:
+        again.py_impl(type(recorder))(_run_again)
     replace(frames, _compile=_aside(recorder, frames._compile))
     # The backward pass is compiled when it first runs, outside of dynamo.
     replace(inductor, fx_codegen_and_compile=_aside(recorder, inductor.fx_codegen_and_compile))
@@ -153,6 +156,28 @@ def _aside(recorder: Recorder, whole: Callable[..., Any]) -> Callable[..., Any]:
     return silent
 
 
+class _Generator(torch.Generator):
+    """Random numbers of the pretended device: nobody draws any, and all states are one."""
+
+    device = torch.device("cuda", 0)
+
+    def clone_state(self) -> Self:
+        """The same."""
+        return self
+
+    graphsafe_get_state = clone_state
+
+    def graphsafe_set_state(self, _: torch.Generator) -> Self:
+        """Nothing to do."""
+        return self
+
+
+def _run_again(recorder: Recorder, op: Any, *args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
+    """An operation that draws, when what it drew forward is drawn again backward: the operation as it is."""
+    del rng_state
+    return recorder.__torch_dispatch__(op, (), args, kwargs)
+
+
 def _answer_for_cuda() -> None:
     """What the compiler asks of CUDA that nothing else does."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -164,6 +189,7 @@ def _answer_for_cuda() -> None:
         set_rng_state=lambda *_: None,
         _exchange_device=lambda *_: 0,
         _maybe_exchange_device=lambda *_: 0,
+        default_generators=(_Generator(),),
     )
     # Constants stay on the host, and the guard that is there already stays.
     replace(FakeTensorMode, avoid_device_init=True)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 AT_ONCE = 2
 """Copies at a time, where there are as many cores: memory is bounded too."""
 PAUSE_S = 0.02
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl."""
 
 Task = Any
 """A function that is given the way to answer, and answers."""
@@ -60,18 +62,20 @@ def forked(
     *,
     timeout_s: float,
     learn: Callable[[bytes], None] = lambda _: None,
+    most: int | None = None,
 ) -> Iterator[tuple[int, bytes]]:
     """Run every task in a copy of this process; number and answer of each, as they come.
 
     An answer is JSON as `child.told` reads it. `given` names the job in errors. `learn` sees each answer
-    while there are copies yet to be made.
+    while there are copies yet to be made. `most` are at work at a time.
     """
+    most = most or at_once()
     waiting = list(enumerate(tasks))
     running: list[Fork] = []
     # Copies share memory until one of them writes; collecting garbage would write everywhere.
     gc.freeze()
     while waiting or running:
-        while waiting and len(running) < at_once():
+        while waiting and len(running) < most:
             number, task = waiting.pop(0)
             running.append(_fork(number, task, timeout_s))
         _watch(running, given, timeout_s)
@@ -96,6 +100,7 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
         return Fork(number, pid, answer, errors, time.monotonic() + timeout_s)
     code = 1
     try:
+        _end_with_original()
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
         answering(task, answer)
@@ -106,6 +111,14 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
+
+
+def _end_with_original() -> None:
+    """Ask the system to end this copy when its original ends: nobody else watches copies of copies."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _status(one: Fork) -> int | None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 WARP = 32
 MULTIPROCESSOR_THREADS = 2048
 MOST_THREADS = 512
+CHUNKS, CHUNK, TENSORS = 320, 65536, 110
+"""What one launch of torch's many-tensor kernels takes: chunks of so many numbers, and so many tensors."""
 COLUMN_SUM = "column sum"
 CONVOLUTION = "convolution "
 """Followed by the phase."""
@@ -40,6 +42,15 @@ def column_sum(rows: int, columns: int) -> int:
         return 0
     blocks = max(min(-(-target // grid), -(-each // 16)), -(-each // 256))
     return 4 * columns * blocks * WARP * vector if blocks > 1 else 0
+
+
+def launches(tensors: int, numbers: int) -> int:
+    """Kernels of an operation on many tensors at once, by what one launch of torch's takes.
+
+    >>> launches(290, 1_000_000), launches(3, 50_000_000)
+    (3, 3)
+    """
+    return max(1, -(-numbers // (CHUNKS * CHUNK)), -(-tensors // TENSORS))
 
 
 def flat(shape: convolution.Shape) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ class Kernels:
         if name in shapes.DENSE_RESULTS:
             out = shapes.with_dense_first(out)
         self.values.learn(name, args, out)
+        self.values.trail(name, args, kwargs, out)
         if result is None:
             self.values.follow(func, name, args, kwargs, out)
         return out

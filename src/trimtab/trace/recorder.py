@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from trimtab.spec import Work
+from trimtab.spec.trace import ENTER, LEAVE
 from trimtab.trace.imitate import Stream
-from trimtab.trace.works import work
+from trimtab.trace.works import POSITIONS, finds_positions, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,6 +55,7 @@ def _is_view(func: Any) -> bool:
 
 
 CALL = Work(op="call", kind="call", dtype="", kernels=0)
+ENTERED, LEFT = (Work(op=op, kind="call", dtype="", kernels=0) for op in (ENTER, LEAVE))
 PLAIN = (FakeTensor,)
 ONE_TENSOR = 2
 """How often a storage is referred to when one tensor has it: by that tensor, and by whoever asks."""
@@ -168,6 +170,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         out = self.kernels.run(func, name, args, kwargs)
         if self.working:
+            self.note(POSITIONS if finds_positions(name, args) else None)
             self.note(work(func, name, args, kwargs, out))
         if name == "aten::add" and _from_engine() and self._takes_over(args[0], out):
             return out
@@ -290,6 +293,45 @@ class Recorder(TorchDispatchMode):
         if number is not None:
             self.order.append(~number)
 
+    def forget_works(self) -> None:
+        """The operations noted so far were not those of the step that is timed."""
+        self.works.clear()
+        self.sequence.clear()
+        self.by_engine.clear()
+        self.recomputed_flops = 0
+
+    def repeat(self, before: str, last: str, name: str) -> bool:
+        """Write down the last step once more, as `name`, where it left behind what the one before it did.
+
+        A step is settled when it ends as it began: what it freed of the step before it, its own end leaves in
+        the same order, sizes and all, for the next one to free. That one then does the same again. False, and
+        nothing is written, where it is not so.
+        """
+        begin, end = self.marks[last], len(self.order)
+        own = [one for one in self.order[begin:end] if one >= 0]
+        freed = {~one for one in self.order[begin:end] if one < 0}
+        earlier = {one for one in self.order[self.marks[before] : begin] if one >= 0}
+        left = sorted(set(own) - freed)
+        found = sorted(freed - set(own))
+        if not earlier.issuperset(found) or list(map(self._kind, left)) != list(map(self._kind, found)):
+            return False
+        self.mark(name, self.part)
+        again = dict(zip(found, left, strict=True))
+        for number in own:
+            again[number] = len(self.sizes)
+            self.sizes.append(self.sizes[number])
+            self.streams.append(self.streams[number])
+            for column in (self.parts, self.modules, self.ops):
+                column.append(column[number])
+            if number in self.causes:
+                self.causes[again[number]] = self.causes[number]
+        self.order += [again[one] if one >= 0 else ~again[~one] for one in self.order[begin:end]]
+        return True
+
+    def _kind(self, number: int) -> tuple[int, str, str, str, int]:
+        words = self.parts[number], self.modules[number], self.ops[number]
+        return self.sizes[number], *words, self.streams[number]
+
     def name_modules(self, model: Any) -> None:
         """From now on, note in which module of the model memory is taken."""
         names = {id(module): name for name, module in model.named_modules()}
@@ -299,12 +341,14 @@ class Recorder(TorchDispatchMode):
             stack.append(names.get(id(module), stack[-1]))
             self.module = stack[-1]
             if self.working:
-                self.note(CALL)
+                self.note(ENTERED if module is model else CALL)
 
-        def leave(_: Any, __: Any, ___: Any) -> None:
+        def leave(module: Any, _: Any, __: Any) -> None:
             if len(stack) > 1:
                 stack.pop()
             self.module = stack[-1]
+            if self.working and module is model:
+                self.note(LEFT)
 
         torch.nn.modules.module.register_module_forward_pre_hook(enter)
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True)

@@ -120,7 +120,8 @@ def register_rnn(library: torch.library.Library) -> None:
     def run(mode: int, source: Any, states: list[Any], weights: list[Any], settings: tuple[Any, ...]) -> Any:
         biases, layers, dropout, train, both, first = settings
         if torch.is_autocast_enabled("cuda") and source.dtype == torch.float32:
-            half = torch.get_autocast_dtype("cuda")
+            # Autocast hands cuDNN's recurrent layers fp16, whatever dtype it is set to.
+            half = torch.float16
             source, states = source.to(half), [one.to(half) for one in states]
             weights = [one.to(half) for one in weights]
         size = states[0].shape[2]

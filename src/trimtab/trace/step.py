@@ -78,17 +78,17 @@ def make_batch(job: Any, setting: Setting, device: str) -> Any:
         return job.batch(setting.micro_batch)
 
 
-def prepare(
+def build(
     job: Any,
     setting: Setting,
     device: str = "cuda",
     *,
     branch: str = "",
     dropped: list[nn.Module] | None = None,
-) -> Prepared:
-    """Build the model, arrange recomputation and sharding, make the optimizer.
+) -> nn.Module:
+    """The job's model.
 
-    With `branch`, as a rank of that branch has them; what only other branches need goes to `dropped`.
+    With `branch`, as a rank of that branch has it; what only other branches need goes to `dropped`.
     """
     torch.backends.cuda.matmul.allow_tf32 = setting.precision is Precision.TF32
     torch.backends.cudnn.allow_tf32 = setting.precision is not Precision.FP32
@@ -103,6 +103,18 @@ def prepare(
         if dropped is not None:
             dropped += others
         del others
+    return model
+
+
+def prepare(job: Any, setting: Setting, device: str = "cuda", *, branch: str = "") -> Prepared:
+    """Build the model, arrange recomputation and sharding, make the optimizer."""
+    return arrange(job, build(job, setting, device, branch=branch), setting, device, branch=branch)
+
+
+def arrange(
+    job: Any, model: nn.Module, setting: Setting, device: str = "cuda", *, branch: str = ""
+) -> Prepared:
+    """Everything between building the model and the first step."""
     recomputed = recompute(model, setting.recompute)
     autocast = AUTOCAST.get(setting.precision)
     if setting.strategy in (Strategy.FSDP, Strategy.HSDP):
@@ -117,22 +129,27 @@ def prepare(
         # Branches sum the gradients of what they share in the same way.
         buckets = [torch.empty_like(one) for one in parameters]
     scaler = torch.amp.GradScaler(device) if setting.precision is Precision.FP16 else None
-    if setting.compile:
-        model = torch.compile(model)
+    runs: Any = torch.compile(model) if setting.compile else model
     return Prepared(
-        job, model, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed), branch
+        job, runs, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed), branch
     )
 
 
-def step(state: Prepared, batch: Any, *, clip: float | None = None) -> torch.Tensor:
-    """One optimizer step."""
-    state.optimizer.zero_grad(set_to_none=True)
+def forward(state: Prepared, batch: Any) -> torch.Tensor:
+    """The loss of one micro-batch."""
     with torch.autocast(state.device, dtype=state.autocast, enabled=state.autocast is not None):
         if state.branch:
             loss = branch_loss(state.job, state.model, batch, state.branch)
         else:
             loss = state.job.loss(state.model, batch)
     _check_loss(loss)
+    return loss
+
+
+def step(state: Prepared, batch: Any, *, clip: float | None = None) -> torch.Tensor:
+    """One optimizer step."""
+    state.optimizer.zero_grad(set_to_none=True)
+    loss = forward(state, batch)
     scaler = state.scaler
     (loss if scaler is None else scaler.scale(loss)).backward()
     if state.branch:

@@ -31,7 +31,7 @@ class Named(Noun, frozen=True, kw_only=True):
 def summary(job: str, overrides: dict[str, Any] | None = None, *, cache: bool = True) -> Workload:
     """The workload of a job, from the cache where its source is unchanged."""
     named = Named(job=job, overrides=overrides or {})
-    file = cache_folder() / f"summary-{fingerprint(named)}.json"
+    file = _file(named)
     if cache and file.is_file():
         try:
             return Workload.from_json(file.read_bytes(), origin=str(file))
@@ -41,6 +41,15 @@ def summary(job: str, overrides: dict[str, Any] | None = None, *, cache: bool = 
     found = Workload.from_builtins(answer["workload"])
     keep(file, found.to_json())
     return found
+
+
+def is_known(job: str, overrides: dict[str, Any] | None = None) -> bool:
+    """Whether the workload of a job is in the cache."""
+    return _file(Named(job=job, overrides=overrides or {})).is_file()
+
+
+def _file(named: Named) -> Path:
+    return cache_folder() / f"summary-{fingerprint(named)}.json"
 
 
 def fingerprint(named: Named) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ from trimtab.errors import TrimtabError
 from trimtab.jobs import load
 from trimtab.jobs.load import BUILT_IN, FOLDER
 from trimtab.spec import Allocator, Trace
-from trimtab.trace.child import ask_all
 from trimtab.trace.forks import at_once
+from trimtab.trace.standing import Standing
 from trimtab.trace.worker import Requests
 
 if TYPE_CHECKING:
@@ -55,10 +54,12 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
     overrides: dict[str, Any] | None = None,
     clip: float | None = None,
     cache: bool = True,
+    standing: Standing | None = None,
 ) -> list[Trace | TrimtabError]:
     """The traces of several settings of one job, or why there is none; one child traces what is not cached.
 
-    What fails for all of them, such as a job that cannot be loaded, is raised.
+    What fails for all of them, such as a job that cannot be loaded, is raised. `standing` is a child that
+    stays; without one, a child is started and ends.
     """
     requests = Requests(
         job=job,
@@ -77,24 +78,21 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
     }
     if missing:
         asked = requests.replace(settings=tuple(missing.values()))
-        for file, answer in zip(missing, _asked(asked), strict=True):
+        for file, answer in zip(missing, _asked(asked, standing), strict=True):
             found[file] = answer
             if isinstance(answer, Trace):
                 remember(file, answer)
     return [found[file] for file in files]
 
 
-def _asked(requests: Requests) -> list[Trace | TrimtabError]:
+def _asked(requests: Requests, standing: Standing | None) -> list[Trace | TrimtabError]:
     rounds = 1 + -(-len(requests.settings) // at_once())
-    with tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
-        answers = ask_all(
-            "trimtab.trace.worker",
-            requests,
-            # No GPU is touched, and torch.compile leaves nothing that a real run could find.
-            {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": scratch},
-            timeout_s=rounds * requests.timeout_s,
-            watch=True,
-        )
+    timeout_s = rounds * requests.timeout_s
+    if standing is not None:
+        answers = standing.ask_all(requests, timeout_s=timeout_s)
+    else:
+        with Standing() as alone:
+            answers = alone.ask_all(requests, timeout_s=timeout_s)
     if len(answers) < len(requests.settings):
         # The job could not be loaded, or is not there.
         raise next(one for one in answers if isinstance(one, TrimtabError))

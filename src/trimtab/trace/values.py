@@ -39,6 +39,10 @@ FILLED: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "aten::ones_like": lambda _: 1,
 }
 """Operations that give every entry one value."""
+RAGGED = "_trimtab_ragged"
+"""The attribute of a tensor with a length that follows from what the model computes: that length."""
+PUTS = ("index_put", "index_add", "index_copy", "index_fill", "scatter")
+"""Words in operations whose result is as long as what something is put into."""
 KEEPS_VALUES = {"aten::_amp_foreach_non_finite_check_and_unscale_"}
 """Writes a flag that is raised only when numbers overflow, which a trace never sees."""
 
@@ -59,6 +63,31 @@ class Values:
 
     def __init__(self, assume: Callable[[str], None]) -> None:
         self.assume = assume
+        self._ragged = False
+        """Whether there is such a tensor at all."""
+
+    def trail(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Carry on which tensors have a length that follows from what the model computes."""
+        if not self._ragged:
+            return
+        puts = name.endswith("_") or any(word in name for word in PUTS)
+        given = args[:1] if puts else (args, kwargs)
+        lengths = {getattr(one, RAGGED) for one in tree_leaves(given) if hasattr(one, RAGGED)}
+        if not lengths:
+            return
+        for one in tree_leaves(out):
+            if isinstance(one, torch.Tensor) and lengths.intersection(one.shape):
+                setattr(one, RAGGED, max(lengths.intersection(one.shape)))
+
+    def _as_long_as(self, mask: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Note that a result is as long as a mask has entries set, unless those are known.
+
+        Masks of known numbers follow from the batch, of which a measured run has one.
+        """
+        if not hasattr(mask, "_trimtab_real"):
+            self._ragged = True
+            setattr(out, RAGGED, self.count(mask))
+        return out
 
     def share(self, mask: torch.Tensor) -> float:
         """The share of a mask's entries that are set; one half where nothing is known."""
@@ -201,12 +230,16 @@ class Values:
         """Operations whose result is as long as a mask has entries set."""
         if name == "aten::nonzero":
             found = self.count(args[0])
-            return torch.empty((found, args[0].dim()), dtype=torch.int64, device=args[0].device)
+            made = torch.empty((found, args[0].dim()), dtype=torch.int64, device=args[0].device)
+            return self._as_long_as(args[0], made)
         if name == "aten::masked_select":
             found = self.count(args[1])
-            return args[0].new_empty((found,))
+            return self._as_long_as(args[1], args[0].new_empty((found,)))
         if name == "aten::index":
-            return func(args[0], self.without_masks(args[1]), **kwargs)
+            taken = func(args[0], self.without_masks(args[1]), **kwargs)
+            for mask in filter(_is_mask, args[1]):
+                self._as_long_as(mask, taken)
+            return taken
         if name in ("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"):
             self.assume("all entries of a tensor passed to unique are taken to differ")
             size = args[0].numel()
@@ -224,7 +257,7 @@ class Values:
         """Indices with each boolean mask replaced by the positions it would stand for."""
         replaced: list[Any] = []
         for index in indices:
-            if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+            if _is_mask(index):
                 found = self.count(index)
                 replaced += [
                     torch.empty((found,), dtype=torch.int64, device=index.device) for _ in range(index.dim())
@@ -232,6 +265,10 @@ class Values:
             else:
                 replaced.append(index)
         return replaced
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _worth_computing(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The child process that traces: requests come in on stdin as JSON, Traces or errors go out on stdout.
+"""The child process that traces: requests come in on stdin, a line of JSON each; Traces or errors go out.
 
 It pretends to have the target device, which cannot be undone, and runs the user's code: hence a process of
 its own. What all settings of a job share, imports above all, is done once; each is traced in a fork.
@@ -7,24 +7,29 @@ its own. What all settings of a job share, imports above all, is done once; each
 from __future__ import annotations
 
 import contextlib
-import functools
+import os
 import random
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from trimtab.errors import TrimtabError
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
-from trimtab.spec import PARTS, Device, Noun, Setting, Strategy, Trace
+from trimtab.spec import PARTS, Device, Mesh, Noun, Recompute, Setting, Strategy, Trace
 from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
-from trimtab.trace.child import Say, serve
+from trimtab.trace.child import Say, apart, told
 from trimtab.trace.forks import forked
+from trimtab.trace.layers import FEW, extended
+from trimtab.trace.standing import END
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from trimtab.trace.blocks import Repeated
 
 STEPS = 3
 """The first step makes optimizer states and workspaces, the second has all of them, the third shows how the
@@ -42,6 +47,11 @@ class Request(Noun, frozen=True, kw_only=True):
     clip: float | None = None
 
 
+WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
+"""How a model of many equal blocks is traced: all of them; a few for all; that, and a forward pass of all of
+them beside it."""
+
+
 class Requests(Noun, frozen=True, kw_only=True):
     """Settings of one job to trace for one device."""
 
@@ -52,6 +62,8 @@ class Requests(Noun, frozen=True, kw_only=True):
     clip: float | None = None
     timeout_s: float = 600.0
     """For each of them."""
+    whole: bool = False
+    """Whether all blocks of a model are traced, however many are equal."""
 
     def each(self) -> list[Request]:
         """The requests one by one."""
@@ -73,8 +85,19 @@ def ready(requests: Requests) -> Any:
     return job
 
 
-def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branch: str = "") -> None:
-    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it."""
+def trace(  # noqa: PLR0913 - what to trace, and how
+    job: Any,
+    request: Request,
+    deliver: Callable[[Trace, str], None],
+    *,
+    branch: str = "",
+    how: str = CHECKED,
+    timeout_s: float = 600.0,
+) -> None:
+    """Run the first steps of a job on fake tensors, write down what they ask for, and deliver it.
+
+    `how` says whether a few of its equal blocks may stand for all of them, and is delivered as it came out.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -93,11 +116,95 @@ def trace(job: Any, request: Request, deliver: Callable[[Trace], None], *, branc
     with fake_mode, recorder:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
-        counts = _steps(job, request, recorder, branch)
-        recorder.paused = True
-        chosen = job.assumptions if isinstance(job, Job) else ()
-        assumed = (*chosen, *recorder.kernels.assumptions)
-        deliver(Trace(**_columns(recorder), **counts, assumptions=assumed))
+        model = _model(job, request, recorder, branch)
+        built = _Built(job, model, request, recorder, branch)
+        found = None
+        if how != WHOLE and not recorder.compiles and not request.setting.compile:
+            found = _from_few(built, check=how == CHECKED, timeout_s=timeout_s)
+        if found is not None:
+            deliver(found, how)
+        else:
+            deliver(_whole(built), WHOLE)
+
+
+class _Built(NamedTuple):
+    """A model that was built, and all that is needed to trace its steps."""
+
+    job: Any
+    model: Any
+    request: Request
+    recorder: Any
+    branch: str
+
+
+def _whole(built: _Built, *, forward: bool = False) -> Trace:
+    """The trace of the model as it is now; with `forward`, of its first forward pass alone."""
+    recorder = built.recorder
+    counts = _steps(built, forward=forward)
+    recorder.paused = True
+    chosen = built.job.assumptions if isinstance(built.job, Job) else ()
+    assumed = (*chosen, *recorder.kernels.assumptions)
+    return Trace(**_columns(recorder), **counts, assumptions=assumed)
+
+
+def _from_few(built: _Built, *, check: bool, timeout_s: float) -> Trace | None:
+    """The trace by those of the model with few of its equal blocks; None where it has to be traced whole.
+
+    With `check` the same has to hold for a forward pass, of which the whole is traced as well: a job may do
+    something at the tenth block that the first four do not show. For that the plainest setting will do.
+    """
+    from trimtab.trace.blocks import longest, made
+
+    repeated = longest(built.model)
+    if repeated is None:
+        return None
+    given = f"job {built.request.job}"
+
+    def traced(built: _Built, counts: list[int], *, forward: bool) -> list[Trace]:
+        tasks = [_few(built, repeated, count, forward=forward) for count in counts]
+        answers = dict(forked(tasks, given, timeout_s=timeout_s, most=1))
+        return [Trace.from_json(answers[place]) for place in range(len(tasks))]
+
+    try:
+        if check:
+            *some, whole = traced(_plainly(built), [FEW, FEW + 1, repeated.length], forward=True)
+            guess = _all_of(some, repeated)
+            if guess is None or made(guess) != made(whole):
+                return None
+        return _all_of(traced(built, [FEW, FEW + 1], forward=False), repeated)
+    except TrimtabError:
+        # Whatever is wrong, the whole model will say it better, or not have it.
+        return None
+
+
+def _all_of(some: list[Trace], repeated: Repeated) -> Trace | None:
+    return extended(*some, blocks=repeated.name, known=FEW + 1, wanted=repeated.length)
+
+
+def _few(built: _Built, repeated: Repeated, count: int, *, forward: bool) -> Callable[[Say], None]:
+    """Trace the model with the first blocks alone."""
+
+    def task(say: Say) -> None:
+        from trimtab.trace.blocks import cut
+
+        # Those that were cut off are there all the same: they hold their memory.
+        taken = cut(repeated, count)
+        found = _whole(built, forward=forward)
+        del taken
+        say(msgspec.json.encode(found))
+
+    return task
+
+
+def _plainly(built: _Built) -> _Built:
+    """The same model on one device, nothing recomputed."""
+    setting = built.request.setting.replace(recompute=Recompute.NONE)
+    if not built.branch:
+        micro = setting.micro_batch
+        setting = setting.replace(
+            strategy=Strategy.SINGLE, mesh=Mesh(), accumulation=1, global_batch=micro, shares=()
+        )
+    return built._replace(request=built.request.replace(setting=setting))
 
 
 def _may_compile(job: Any) -> bool:
@@ -116,19 +223,29 @@ def _join_fake_group(setting: Setting) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.gpus)
 
 
-def _steps(job: Any, request: Request, recorder: Any, branch: str) -> dict[str, Any]:
+def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
+    """The job's model on the pretended device."""
     from trimtab.trace import step as steps
     from trimtab.trace.imitate import hide_tracing
 
-    setting = request.setting
     recorder.mark("build", "weights")
+    dropped: list[Any] = []
     with _blaming("model()"):
-        dropped: list[Any] = []
-        state = steps.prepare(job, setting, branch=branch, dropped=dropped)
+        model = steps.build(job, request.setting, branch=branch, dropped=dropped)
     if dropped:
         recorder.forget(dropped)
     # Only now are all libraries loaded that the model is made of.
     hide_tracing()
+    return model
+
+
+def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
+    from trimtab.trace import step as steps
+
+    job, model, request, recorder, branch = built
+    setting = request.setting
+    with _blaming("model()"):
+        state = steps.arrange(job, model, setting, branch=branch)
     for bucket in state.buckets:
         recorder.relabel(bucket, "communication")
     if not recorder.compiles:
@@ -137,9 +254,19 @@ def _steps(job: Any, request: Request, recorder: Any, branch: str) -> dict[str, 
     recorder.mark("batch", "inputs")
     with _blaming(f"batch({setting.micro_batch})"):
         batch = steps.make_batch(job, setting, "cuda")
+    if forward:
+        recorder.mark("step0", "activations")
+        with _blaming("loss()"):
+            steps.forward(state, batch)
+        return {}
     for number in range(STEPS):
+        if number == STEPS - 1:
+            # Compiled code is still being tuned when others have settled.
+            if not recorder.compiles and recorder.repeat("step0", "step1", "step2"):
+                break
+            recorder.forget_works()
         recorder.mark(f"step{number}", "activations")
-        recorder.working = number == STEPS - 1
+        recorder.working = number > 0
         with _blaming("loss()"):
             steps.step(state, batch, clip=request.clip)
         _label(state, recorder)
@@ -188,7 +315,8 @@ def _columns(recorder: Any) -> dict[str, Any]:
     names: dict[str, int] = {}
     ops: dict[str, int] = {}
     return {
-        "order": tuple(recorder.order),
+        # What goes when all is over is nobody's business.
+        "order": tuple(recorder.order[: recorder.marks.get("end")]),
         "sizes": tuple(recorder.sizes),
         "streams": tuple(recorder.streams),
         "parts": tuple(PARTS.index(part) for part in recorder.parts),
@@ -214,35 +342,99 @@ def _causes(recorder: Any) -> dict[str, Any]:
 
 
 class _Learnt(msgspec.Struct):
-    """The part of an answer that helps the next fork."""
+    """The part of an answer that matters for other copies of this process."""
 
     imported: list[str] = []
+    how: str = ""
+    """Whether a few blocks stood for all."""
 
 
-def _work(text: str, say: Say) -> None:
+class _Part(NamedTuple):
+    """What one copy of this process traces: a request, as a rank of some branch sees it."""
+
+    number: int
+    """Which of the requests."""
+    request: Request
+    branch: str
+
+
+class Sure:
+    """What is known of a job's blocks."""
+
+    few: bool | None = None
+    """Whether a few of them stand for all; None while nobody has checked."""
+
+
+def _stay() -> None:
+    """Answer requests about one job, a line each, until there are no more."""
     warnings.simplefilter("ignore")
-    requests = Requests.from_json(text)
-    job = ready(requests)
+    answer, job, sure = apart(), None, Sure()
+    for line in sys.stdin.buffer:
+        requests = Requests.from_json(line)
+        try:
+            job = ready(requests) if job is None else job
+            said = _answers(job, requests, sure)
+        except TrimtabError as error:
+            said = told(error)
+        answer.write(said + END)
+        answer.flush()
+    os._exit(0)
+
+
+def _answers(job: Any, requests: Requests, sure: Sure) -> bytes:
+    """A line for each request; none where it was only to be made ready."""
+    if not requests.settings:
+        return b""
+    sure.few = False if requests.whole else sure.few
+    parts = [
+        _Part(number, one, branch)
+        for number, one in enumerate(requests.each())
+        for branch in _ranks(job, one)
+    ]
+    lines: dict[int, dict[str, bytes]] = {}
+    for part, answer in zip(parts, _traced(job, requests, parts, sure), strict=True):
+        lines.setdefault(part.number, {})[part.branch] = answer
+    return b"\n".join(map(_fullest, lines.values()))
+
+
+def _traced(job: Any, requests: Requests, parts: list[_Part], sure: Sure) -> list[bytes]:
+    """The answer to each part; those that few blocks gave are taken back if the check comes out otherwise."""
+    ways = [WHOLE if sure.few is False else FEWER] * len(parts)
+    if sure.few is None:
+        ways[0] = CHECKED
+    answers = _told(job, requests, list(zip(parts, ways, strict=True)))
+    came = [msgspec.json.decode(answer, type=_Learnt).how for answer in answers]
+    if ways[0] == CHECKED and came[0]:
+        sure.few = came[0] == CHECKED
+    doubtful = [place for place, how in enumerate(came) if how == FEWER]
+    if sure.few or not doubtful:
+        return answers
+    again = _told(job, requests, [(parts[place], WHOLE) for place in doubtful])
+    for place, answer in zip(doubtful, again, strict=True):
+        answers[place] = answer
+    return answers
+
+
+def _told(job: Any, requests: Requests, parts: list[tuple[_Part, str]]) -> list[bytes]:
+    """What copies of this process say of each part, traced in the way asked for."""
     before = frozenset(sys.modules)
 
-    def task(request: Request, branch: str) -> Callable[[Say], None]:
-        def tell(say: Say, found: Trace) -> None:
-            say(msgspec.json.encode({"trace": found, "imported": imported_since(before)}))
+    def task(part: _Part, how: str) -> Callable[[Say], None]:
+        def work(say: Say) -> None:
+            def tell(found: Trace, came: str) -> None:
+                say(msgspec.json.encode({"trace": found, "imported": imported_since(before), "how": came}))
 
-        return lambda say: trace(job, request, functools.partial(tell, say), branch=branch)
+            trace(job, part.request, tell, branch=part.branch, how=how, timeout_s=requests.timeout_s)
+
+        return work
 
     def learn(answer: bytes) -> None:
         import_as_well(msgspec.json.decode(answer, type=_Learnt).imported)
 
-    parts = [
-        (number, one, branch) for number, one in enumerate(requests.each()) for branch in _ranks(job, one)
-    ]
-    tasks = [task(one, branch) for _, one, branch in parts]
-    answers = dict(forked(tasks, f"job {requests.job}", timeout_s=requests.timeout_s, learn=learn))
-    lines: dict[int, dict[str, bytes]] = {}
-    for place, (number, _, branch) in enumerate(parts):
-        lines.setdefault(number, {})[branch] = answers[place]
-    say(b"\n".join(map(_fullest, lines.values())))
+    tasks = [task(*one) for one in parts]
+    given = f"job {requests.job}"
+    answers = dict(forked(tasks, given, timeout_s=requests.timeout_s, learn=learn))
+    return [answers[place] for place in range(len(parts))]
 
 
 def _ranks(job: Any, request: Request) -> list[str]:
@@ -282,4 +474,4 @@ def _peak(found: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    serve(_work)
+    _stay()

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.spec import Work
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
+from trimtab.trace.formulas import launches
+from trimtab.trace.values import RAGGED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -72,8 +74,11 @@ ATTENTION_WORDS = ("attention",)
 ALIGNED = 16
 MIXED = 2
 """The layout of a convolution backward whose gradient lies otherwise than its input."""
-CHUNKS, CHUNK, TENSORS = 320, 65536, 110
-"""What one launch of torch's many-tensor kernels takes: chunks of so many numbers, and so many tensors."""
+FINDS_POSITIONS = {
+    "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::masked_select",
+}  # fmt: skip
+"""Operations that look for the positions of a mask first, as nonzero does, and wait for their number."""
+POSITIONS = Work(op="aten::nonzero", kind="wait", dtype="")
 
 
 @functools.cache
@@ -114,6 +119,16 @@ def work(  # noqa: PLR0911 - one way out for each kind
     if "_foreach_" in name or "_fused_" in name or "_amp_foreach" in name:
         return _many(name, args, given, results, written)
     return _elementwise(name, args, given, results, written)
+
+
+def finds_positions(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operation is given a mask on the device, and has to find the positions it stands for."""
+    if name not in FINDS_POSITIONS:
+        return False
+    if "index_put" in name and args[2].numel() == 1 and not (len(args) > 3 and args[3]):  # noqa: PLR2004
+        # One value into all of them needs no positions.
+        return False
+    return any(_on_device(one) and one.dtype in (torch.bool, torch.uint8) for one in _tensors(args[1]))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -157,6 +172,7 @@ def _matrix(name: str, args: tuple[Any, ...], out: Any) -> Work:
         read_bytes=_bytes(left) + _bytes(right) + extra,
         write_bytes=_bytes(out),
         dims=(batch, rows, columns, inner, min(map(_alignment, (left, right, out)))),
+        fresh=hasattr(left, RAGGED) or hasattr(right, RAGGED),
     )
 
 
@@ -277,7 +293,7 @@ def _recurrent(name: str, args: tuple[Any, ...], _: Any) -> Work:
         read_bytes=steps * sum(map(_bytes, matrices)) + _bytes(source),
         write_bytes=steps * batch * size * source.element_size() * layers,
         dims=(layers * (2 if both else 1), steps, batch, size),
-        kernels=steps * layers,
+        kernels=steps * layers * (2 if both else 1),
     )
 
 
@@ -299,7 +315,7 @@ def _many(
         read_bytes=sum(map(_bytes, given)),
         write_bytes=0 if norm else sum(map(_bytes, changed)) + sum(map(_bytes, results)),
         dims=(len(lead), numbers),
-        kernels=max(1, -(-numbers // (CHUNKS * CHUNK)), -(-len(lead) // TENSORS)),
+        kernels=launches(len(lead), numbers),
     )
 
 

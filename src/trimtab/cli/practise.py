@@ -1,0 +1,114 @@
+"""The command that trains."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.choose import progress
+from trimtab.cli.main import app
+from trimtab.cli.shape import Frozen, JobName, Lora, Seq, Set, job_options
+
+
+@app.command()
+def train(  # noqa: PLR0913, PLR0917 - each is an option
+    job: JobName,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="From `trimtab plan --out`; without, one is made here."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Stop after so many optimizer steps; without, at the job's end.")
+    ] = None,
+    procs: Annotated[
+        int | None, typer.Option(help="Processes on this machine; without, as many as the plan has GPUs.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The run's folder: resumed where there is one. Default: runs/JOB."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the first weights and of the order of samples.")] = 0,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Fix a choice: strategy=branch, micro_batch=8."),
+    ] = None,
+    given: Set = None,
+    seq: Seq = None,
+    lora: Lora = None,
+    frozen: Frozen = False,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints.")
+    ] = None,
+    checkpoint_minutes: Annotated[
+        float | None, typer.Option(metavar="MINUTES", help="Minutes between checkpoints; default 10.")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(metavar="COUNT", help="Checkpoints kept beside the best; default 3.")
+    ] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS", help="Steps between evaluations, for a job with validation(); default an epoch."
+        ),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(metavar="STEPS", help="Steps between printed lines; default 1, or 10 in long runs."),
+    ] = None,
+    nodes: Annotated[
+        str, typer.Option(metavar="MIN:MAX", help="Nodes, for a run that goes on with what is left.")
+    ] = "1",
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet.")
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(metavar="COUNT", help="How often lost processes are started again; default 10."),
+    ] = None,
+    timeout_min: Annotated[
+        float, typer.Option(metavar="MINUTES", help="How long processes wait for one that is silent.")
+    ] = 10.0,
+    faults: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A drill: faults to survive; see docs/training.md.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a line: steps, then events.")
+    ] = False,
+) -> None:
+    """Train a job, elastically: plans for this machine if no plan is given.
+
+    The job's own code is run. Out of memory, numbers that are not finite, lost processes and signals are
+    answered and written to events.jsonl. Exit code 143 or 138 when SIGTERM or SIGUSR1 ended it, with a
+    checkpoint saved; the same command resumes.
+    """
+    from trimtab import api
+
+    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
+    with progress() as say:
+        task = api.prepare_training(
+            job,
+            plan,
+            steps=steps,
+            procs=procs,
+            nodes=nodes,
+            rendezvous=rendezvous,
+            restarts=restarts,
+            pins=pin or [],
+            out=out,
+            seed=seed,
+            checkpoint_steps=checkpoint_every,
+            checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
+            keep=keep,
+            evaluate_steps=evaluate_every,
+            every=every,
+            faults=faults,
+            timeout_min=timeout_min,
+            options=options,
+            json=json,
+            say=say,
+        )
+    code = api.run_training(*task).exit_code
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,400 @@
+"""What torch.compile would make of an eager step, guessed from the eager trace.
+
+Inductor fuses neighbouring operations that do no arithmetic to speak of into one kernel: what is made and
+used up inside of it never reaches memory. Here, operations that no matrix product, attention, convolution or
+other library call separates make one kernel. It reads what comes from outside and writes what is read
+outside. Three more rules follow torch's own:
+
+* What the eager step keeps for the backward pass, and a kernel there could work out again from what is in
+  memory anyway, is not written: the partitioner would rather compute it again.
+* A reduction whose result the same kernel needs for every element reads its input a second time, unless a row
+  is short enough to stay in a cache.
+* Matrix products with awkward sides are padded where that is faster, and convolutions run with channels last.
+
+Running the compiler itself says it better (`trimtab.trace.compiled`), and takes a minute a setting.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import isqrt
+from typing import TYPE_CHECKING, NamedTuple
+
+from trimtab.predict.flow import flow
+from trimtab.spec import Precision, Work
+from trimtab.spec.trace import ENTER, LEAVE
+
+if TYPE_CHECKING:
+    from trimtab.predict.flow import Flow
+    from trimtab.predict.pace import Pace, Rates
+    from trimtab.spec import Setting, Trace
+
+FUSED_KINDS = ("pointwise", "reduction", "gather")
+LIBRARY = ("_embedding_bag", "sort", "topk", "nonzero", "ctc_loss", "_unique", "histc", "bincount", "cdist")
+"""Parts of the names of operations that inductor calls as they are."""
+RANDOM = ("dropout", "bernoulli", "rand", "uniform", "normal_")
+"""Of which the numbers drawn are kept: drawing them again would give others."""
+IN_CACHE = 2**16
+"""Bytes of a row that a kernel finds in a cache when it reads it again."""
+WIDE = 1 / 64
+"""A reduction that writes this share of what it reads has the step after it within: a norm, a softmax."""
+ACROSS = ("batch_norm", "group_norm")
+"""Norms whose rows lie all over memory, or are whole images."""
+AGAIN = 2.0
+"""A tensor is computed again where reading what it follows from moves no more than this times its own bytes,
+which writing and reading it would."""
+HALF_OF = {Precision.BF16: "bfloat16", Precision.FP16: "float16"}
+"""What autocast computes in."""
+HALF = set(HALF_OF.values())
+ALIGNED_BYTES = 16
+PADDED_GAIN = 1.1
+"""Inductor pads where its own measurement says that it is so much faster."""
+BALANCE = 0.5
+NODES_A_CONVOLUTION = 300
+"""In a graph of more operations than this for each convolution, inductor leaves the layout as it is."""
+SMALL_CHANNELS = 64
+CHANNELS_LAST = 1
+NAME = "fused"
+SEED = "aten::ones_like"
+"""What a backward pass begins with: the gradient of the loss by itself."""
+
+
+class Roots(NamedTuple):
+    """What has to be read from memory: tensors, how much of each, and bytes of what is not known."""
+
+    tensors: dict[int, int]
+    unknown: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.tensors.values()) + self.unknown
+
+
+def fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
+    """The trace with the operations that the compiled step would have; allocations stay the eager ones."""
+    plan = _Plan(trace)
+    half = HALF_OF.get(setting.precision)
+    works, places = [], []
+    for place, number in enumerate(trace.sequence):
+        work = trace.works[number]
+        if plan.inside[place]:
+            if half and place >= plan.backward:
+                work = halved(work, half)
+            called = _called(work, pace, channels_last=plan.channels_last)
+            made = plan.kernels.get(place, ()) if place in plan.group_of else called
+            kept = [one for one in made if one.kernels]
+        else:
+            kept = [work]
+        works += kept
+        places += [place] * len(kept)
+    numbers: dict[Work, int] = {}
+    sequence = tuple(numbers.setdefault(one, len(numbers)) for one in works)
+    return trace.replace(
+        works=tuple(numbers),
+        sequence=sequence,
+        phases={name: sum(place < at for place in places) for name, at in trace.phases.items()},
+    )
+
+
+def halved(work: Work, half: str) -> Work:
+    """A matrix product of a compiled backward pass: autocast holds there too, whatever it did before."""
+    if work.kind != "matrix" or work.dtype not in ("float32", "tf32"):
+        return work
+    alignment = work.dims[4] // 2 if work.dims[4:] and work.dims[4] < ALIGNED_BYTES else ALIGNED_BYTES
+    return work.replace(
+        dtype=half,
+        read_bytes=work.read_bytes // 2,
+        write_bytes=work.write_bytes // 2,
+        dims=(*work.dims[:4], alignment),
+    )
+
+
+def _called(work: Work, pace: Pace, *, channels_last: bool) -> tuple[Work, ...]:
+    """An operation that inductor leaves to a library, as it calls it."""
+    if work.kind == "matrix":
+        return padded(work, pace)
+    if work.kind == "convolution" and channels_last and _is_flat(work):
+        return (work.replace(dims=(*work.dims[:4], CHANNELS_LAST, *work.dims[5:])),)
+    return (work,)
+
+
+def padded(work: Work, pace: Pace) -> tuple[Work, ...]:
+    """A matrix product as inductor would call it: its sides padded to whole 16 bytes where that is faster.
+
+    Operands with a side to pad are copied before.
+    """
+    size = 2 if work.dtype in HALF else 4
+    unit = ALIGNED_BYTES // size
+    batch, rows, columns, inner, *_ = work.dims
+    longer = tuple(-(-side // unit) * unit for side in (rows, columns, inner))
+    if longer == (rows, columns, inner) or not _is_bound_by_arithmetic(work, pace.target):
+        return (work,)
+    left = rows * inner if (rows, inner) != (longer[0], longer[2]) else 0
+    right = columns * inner if (columns, inner) != (longer[1], longer[2]) else 0
+    copied = size * batch * (left + right)
+    copy = Work(
+        op=NAME, kind="pointwise", dtype=work.dtype, read_bytes=copied, write_bytes=copied, dims=(0, inner)
+    )
+    even = work.replace(
+        dims=(batch, *longer, ALIGNED_BYTES), flops=2 * batch * longer[0] * longer[1] * longer[2]
+    )
+    faster = pace.seconds(work) > PADDED_GAIN * (pace.seconds(copy) + pace.seconds(even))
+    return (copy, even) if faster else (work,)
+
+
+def _is_bound_by_arithmetic(work: Work, device: Rates) -> bool:
+    """As inductor asks: products for each number touched, against half of what the device could do a byte."""
+    _, rows, columns, inner, *_ = work.dims
+    touched = rows * inner + inner * columns + rows * columns
+    return rows * columns * inner > touched * BALANCE * device.peak(work.dtype) / device.bandwidth
+
+
+def _is_flat(work: Work) -> bool:
+    """Whether a convolution is over images: its kernel is a square."""
+    area = work.dims[5]
+    return isqrt(area) ** 2 == area
+
+
+def channels_last(works: list[Work]) -> bool:
+    """Whether inductor lays images out with channels last in a graph of these operations."""
+    found = [one for one in works if one.op.endswith("convolution") and one.kind == "convolution"]
+    flat = [one for one in found if _is_flat(one)]
+    if not flat or len(works) >= NODES_A_CONVOLUTION * len(found):
+        return False
+    shapes = [(one.dims[0], one.dims[2], one.dims[3] // one.dims[5], one.dims[5]) for one in flat]
+    if any(groups > 1 and inner > 1 for groups, _, inner, _ in shapes):
+        return False
+    if any(groups * outer * 2 <= inner and area > 1 for groups, outer, inner, area in shapes):
+        return False
+    return not all(
+        groups * outer <= SMALL_CHANNELS and inner <= SMALL_CHANNELS for groups, outer, inner, _ in shapes
+    )
+
+
+def inside(works: list[Work], backward: int, optimizer: int) -> list[bool]:
+    """Of each operation, whether it is in a compiled graph: of the model's call, or of its backward pass.
+
+    A loss outside of the model stays eager. Its backward pass comes first, and is taken to have as many
+    operations. A trace that does not say where the model begins and ends is taken for all of it.
+    """
+    whole = not any(one.op == ENTER for one in works)
+    depth, found = int(whole), []
+    eager = 0
+    for work in works[:backward]:
+        if work.kind == "call" and work.op == ENTER:
+            depth, eager = depth + 1, 0
+        found.append(depth > 0)
+        if work.kind == "call" and work.op == LEAVE:
+            depth = max(0, depth - 1)
+        eager += work.kernels > 0 and not depth and work.op != SEED
+    for work in works[backward:optimizer]:
+        found.append(eager <= 0)
+        eager -= work.kernels > 0
+    return [*found, *[False] * (len(works) - len(found))]
+
+
+class _Plan:
+    """Who fuses with whom, and what each kernel then moves."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.works = [trace.works[number] for number in trace.sequence]
+        self.backward = trace.phases.get("backward", len(self.works))
+        self.inside = inside(self.works, self.backward, trace.phases.get("optimizer", len(self.works)))
+        own = [one for one, compiled in zip(self.works, self.inside, strict=True) if compiled]
+        self.channels_last = channels_last(own)
+        self.flow: Flow = flow(trace)
+        self.readers: dict[int, list[int]] = defaultdict(list)
+        for place, reads in enumerate(self.flow.reads):
+            for one in reads:
+                self.readers[one.tensor].append(place)
+        self.group_of = self._grouped()
+        self.members: dict[int, list[int]] = defaultdict(list)
+        for place, name in self.group_of.items():
+            self.members[name].append(place)
+        self.known_roots: dict[int, Roots] = {}
+        self.written: set[int] = set()
+        """Tensors that kernels write to memory."""
+        for place in self.group_of:
+            for tensor in self.flow.makes[place]:
+                if self._is_written(tensor, place):
+                    self.written.add(tensor)
+        self.kernels = {max(members): self._kernels(members) for members in self.members.values()}
+
+    def is_fused(self, place: int) -> bool:
+        """Whether an operation becomes a part of a kernel that inductor writes."""
+        work = self.works[place]
+        return (
+            self.inside[place]
+            and work.kernels > 0
+            and work.kind in FUSED_KINDS
+            and not any(word in work.op for word in LIBRARY)
+        )
+
+    def _grouped(self) -> dict[int, int]:
+        """By place, the name of its group: connected operations with equally many library calls before them.
+
+        A way from one to another of them through a library call would have one more, so that no kernel
+        waits for itself.
+        """
+        levels: dict[int, int] = {}
+        mine: dict[int, int] = {}
+        parents: dict[int, int] = {}
+        floor = highest = 0
+        for place, work in enumerate(self.works):
+            if place == self.backward or work.kind == "wait" or not self.inside[place]:
+                # Another graph begins here.
+                floor = highest + 1
+            level = max([floor, *(levels.get(one.tensor, 0) for one in self.flow.reads[place])])
+            fuses = self.is_fused(place)
+            for tensor in self.flow.makes[place]:
+                levels[tensor] = level if fuses else level + 1
+            highest = max(highest, level + 1)
+            if fuses:
+                mine[place], parents[place] = level, place
+                for other in self._neighbours(place):
+                    if mine.get(other) == level:
+                        parents[_top(parents, other)] = _top(parents, place)
+        return {place: _top(parents, place) for place in mine}
+
+    def _neighbours(self, place: int) -> list[int]:
+        """Earlier operations that made what this one reads, or read the same."""
+        work = self.works[place]
+        bulk = max(work.read_bytes, work.write_bytes)
+        found = []
+        for one in self.flow.reads[place]:
+            maker = self.flow.makers.get(one.tensor)
+            found += [maker] if maker is not None else []
+            if 2 * one.size >= bulk:
+                found += [other for other in self.readers[one.tensor] if other < place]
+        return found
+
+    def _is_written(self, tensor: int, place: int) -> bool:
+        """Whether a tensor that is made inside of a kernel has to reach memory."""
+        group = self.group_of[place]
+        outside = [one for one in self.readers[tensor] if self.group_of.get(one) != group]
+        size = self.flow.sizes[tensor]
+        if any(one not in self.group_of for one in outside):
+            return True
+        if outside:
+            if any(word in self.works[place].op for word in RANDOM) and tensor == self._drawn(place):
+                return True
+            later = all(one >= self.backward > place for one in outside)
+            found = self.roots(tensor)
+            return sum(found.tensors.values()) + found.unknown > size * (AGAIN if later else 1.0)
+        if self.readers[tensor]:
+            return False
+        dies = self.flow.dies.get(tensor)
+        if dies is None:
+            return True
+        # Who reads it was not found. What lives on into the backward pass is kept there by eager code alone.
+        return dies > max(self.members[group]) + 1 and not place < self.backward <= dies
+
+    def _drawn(self, place: int) -> int:
+        """What an operation drew: of its results the smallest, a mask."""
+        return min(self.flow.makes[place], key=self.flow.sizes.__getitem__)
+
+    def roots(self, tensor: int) -> Roots:
+        """What is in memory that a tensor can be worked out from: itself, where it is."""
+        maker = self.flow.makers.get(tensor)
+        if tensor in self.written or maker is None or maker not in self.group_of:
+            return Roots({tensor: self.flow.sizes[tensor]}, 0)
+        if tensor not in self.known_roots:
+            self.known_roots[tensor] = self._sources([maker])
+        return self.known_roots[tensor]
+
+    def _sources(self, places: list[int], inner: frozenset[int] = frozenset()) -> Roots:
+        """What operations read from memory, `inner` tensors left out."""
+        tensors: dict[int, int] = {}
+        unknown = 0
+        for place in places:
+            unknown += self.flow.unknown[place]
+            for one in self.flow.reads[place]:
+                if one.tensor in inner:
+                    continue
+                found = self.roots(one.tensor)
+                unknown += found.unknown
+                alone = len(found.tensors) == 1 and one.tensor in found.tensors
+                for tensor, size in found.tensors.items():
+                    more = one.size if alone else size
+                    tensors[tensor] = min(self.flow.sizes[tensor], tensors.get(tensor, 0) + more)
+        return Roots(tensors, unknown)
+
+    def _kernels(self, members: list[int]) -> tuple[Work, ...]:
+        """The kernels that a group becomes: reductions that go before, then the one that writes."""
+        apart = [one for one in members if self._is_apart(one, members)]
+        rest = sorted(set(members) - set(apart))
+        works = [self.works[one].replace(op=NAME) for one in apart]
+        if not rest:
+            return tuple(works)
+        inner = frozenset(tensor for one in rest for tensor in self.flow.makes[one])
+        twice = {one for one in rest if self._reads_twice(one, rest)}
+        works += [
+            _kernel([self.works[one]], self._sources([one]).total, 0, "reduction") for one in sorted(twice)
+        ]
+        made = [tensor for one in rest for tensor in self.flow.makes[one]]
+        writes = sum(self.flow.sizes[tensor] for tensor in made if tensor in self.written)
+        writes += sum(self.works[one].write_bytes for one in rest if not self.flow.makes[one])
+        parts = [self.works[one] for one in rest]
+        # What a first pass has reduced, the second only uses.
+        reduces = any(_reduces(self.works[one]) for one in rest if one not in twice)
+        kind = "reduction" if reduces else "pointwise"
+        return (*works, _kernel(parts, self._sources(rest, inner).total, writes, kind))
+
+    def _is_apart(self, place: int, members: list[int]) -> bool:
+        """Whether a reduction is a kernel of its own: of something in memory, and for nobody here."""
+        work = self.works[place]
+        if not _reduces(work) or work.write_bytes > WIDE * work.read_bytes:
+            return False
+        inputs = [one.tensor for one in self.flow.reads[place]]
+        group = self.group_of[place]
+        ready = all(
+            one in self.written or self.group_of.get(self.flow.makers.get(one, -1)) != group for one in inputs
+        )
+        return ready and not self._leads_to(place, members, WIDE * work.read_bytes)
+
+    def _reads_twice(self, place: int, members: list[int]) -> bool:
+        work = self.works[place]
+        if not _reduces(work):
+            return False
+        bulk = WIDE * work.read_bytes
+        if work.write_bytes > bulk:
+            row = work.dims[1] * (2 if work.dtype in HALF else 4) if len(work.dims) > 1 else 0
+            long = row > IN_CACHE or any(word in work.op for word in ACROSS)
+        else:
+            long = 4 * work.read_bytes > IN_CACHE * max(1, work.write_bytes)
+        return long and self._leads_to(place, members, bulk, written=True)
+
+    def _leads_to(self, place: int, members: list[int], bulk: float, *, written: bool = False) -> bool:
+        """Whether something large follows from an operation within its kernel, to be written if asked."""
+        reached = set(self.flow.makes[place])
+        if written and any(self.flow.sizes[one] >= bulk for one in reached & self.written):
+            return True
+        for other in members:
+            if other <= place or not reached & {one.tensor for one in self.flow.reads[other]}:
+                continue
+            reached |= set(self.flow.makes[other])
+            large = [one for one in self.flow.makes[other] if self.flow.sizes[one] >= bulk]
+            if any(not written or one in self.written for one in large):
+                return True
+        return False
+
+
+def _reduces(work: Work) -> bool:
+    """Whether an operation reads for what it writes; the backward pass of a sum or a loss only spreads it."""
+    return work.kind == "reduction" and 2 * work.read_bytes >= work.write_bytes > 0
+
+
+def _top(parents: dict[int, int], place: int) -> int:
+    while parents[place] != place:
+        parents[place] = parents[parents[place]]
+        place = parents[place]
+    return place
+
+
+def _kernel(parts: list[Work], read_bytes: int, write_bytes: int, kind: str) -> Work:
+    lead = max(parts, key=lambda one: one.read_bytes + one.write_bytes)
+    last = lead.dims[1] if len(lead.dims) > 1 else 1
+    return Work(
+        op=NAME, kind=kind, dtype=lead.dtype, read_bytes=read_bytes, write_bytes=write_bytes, dims=(0, last)
+    )

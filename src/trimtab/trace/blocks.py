@@ -1,0 +1,123 @@
+"""Finds the long list of equal blocks that most of a large model is, and takes most of them out.
+
+What runs for one block runs for all of them (`trimtab.trace.layers`), so that a few tell the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trimtab.trace.step import repeated_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from trimtab.spec import Trace
+
+MANY = 16
+"""From here on two small models are less work than one large one."""
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+
+
+class Repeated(NamedTuple):
+    """A list of equal blocks."""
+
+    name: str
+    blocks: nn.Module
+    """The list itself."""
+    length: int
+
+
+def longest(model: nn.Module) -> Repeated | None:
+    """The longest list of equal blocks, where it is long enough to be worth it."""
+    found = [Repeated(name, one, len(list(one.children()))) for name, one in repeated_blocks(model)]
+    found = [one for one in found if one.length >= MANY and one.name and are_equal(model, one.blocks)]
+    return max(found, key=lambda one: one.length, default=None)
+
+
+def are_equal(model: nn.Module, blocks: nn.Module) -> bool:
+    """Whether the blocks of a list differ in nothing but their values and their number."""
+    each = list(blocks.children())
+    own = [_held(block) for block in each]
+    inside = set().union(*own)
+    outside = _held(model, but=blocks)
+    if len(inside) < sum(map(len, own)) or inside & outside:
+        # Something belongs to two of them, or to one and to the rest of the model.
+        return False
+    natures = [_nature(block) for block in each]
+    if any(len(one) != len(natures[0]) for one in natures):
+        return False
+    return all(_same(column) for column in zip(*natures, strict=True))
+
+
+def _same(column: tuple[Hashable, ...]) -> bool:
+    """Whether a trait is the same in all blocks, or the number of the block in each."""
+    return len(set(column)) == 1 or column == tuple(range(len(column)))
+
+
+def _held(module: nn.Module, but: nn.Module | None = None) -> set[int]:
+    """The tensors and modules of a module, by identity."""
+    found: set[int] = set()
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        if one is but:
+            continue
+        found.add(id(one))
+        found |= {
+            id(tensor) for tensor in (*one._parameters.values(), *one._buffers.values()) if tensor is not None
+        }
+        waiting += [child for child in one._modules.values() if child is not None]
+    return found
+
+
+def _nature(block: nn.Module) -> list[Hashable]:
+    """All that the program of a block can depend on, save values of tensors."""
+    found: list[Hashable] = []
+    for name, module in block.named_modules():
+        found.append((name, type(module)))
+        for tensors in (module._parameters, module._buffers):
+            found += [(key, _layout(one)) for key, one in tensors.items()]
+        for key, value in sorted(vars(module).items()):
+            if key not in BOOKKEEPING:
+                found += [key, *_traits(value)]
+    return found
+
+
+def _layout(tensor: torch.Tensor | None) -> Hashable:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _traits(value: Any) -> list[Hashable]:
+    """A value as far as it can be compared; of what cannot, the type."""
+    if isinstance(value, PLAIN):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [type(value), len(value), *(trait for one in value for trait in _traits(one))]
+    if isinstance(value, dict):
+        return [len(value), *(trait for key, one in value.items() for trait in (str(key), *_traits(one)))]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return [getattr(value, "__code__", kind)]
+
+
+def cut(repeated: Repeated, count: int) -> list[nn.Module]:
+    """Leave the first blocks of a list; the others are returned, and hold their memory while they live."""
+    taken = list(repeated.blocks.children())[count:]
+    assert isinstance(repeated.blocks, nn.ModuleList | nn.Sequential)  # noqa: S101 - as they are found
+    del repeated.blocks[count:]
+    return taken
+
+
+def made(trace: Trace) -> list[tuple[int, str, str]]:
+    """What is allocated from the first step on, in order: size, operation and module."""
+    numbers = [one for one in trace.order[trace.marks["step0"] :] if one >= 0]
+    return [
+        (trace.sizes[one], trace.op_names[trace.ops[one]], trace.module_names[trace.modules[one]])
+        for one in numbers
+    ]

@@ -1,0 +1,127 @@
+"""A tracing process that stays, for whoever asks several times: torch and the job are loaded once.
+
+with Standing() as worker:
+worker.ask_all(requests, timeout_s=600)
+worker.ask_all(others, timeout_s=600)    # at once, where it is the same job on the same device
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from trimtab.trace.child import PAUSE_S, died, environment, heard, too_long
+from trimtab.trace.host import limit_bytes, resident_bytes, too_much
+
+if TYPE_CHECKING:
+    from trimtab.errors import TrimtabError
+    from trimtab.trace.worker import Requests
+
+END = b"\n\n"
+"""Follows the answers to a request."""
+
+
+class Standing:
+    """One process at a time; another job or device takes another one."""
+
+    def __init__(self, module: str = "trimtab.trace.worker") -> None:
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._job = ""
+        """What the process has loaded."""
+        self._owed = 0
+        """Answers that nobody has waited for."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def warm(self, requests: Requests) -> None:
+        """Let the process load a job while the caller does something else."""
+        self._send(requests.replace(settings=()))
+        self._owed += 1
+
+    def ask_all(self, requests: Requests, *, timeout_s: float) -> list[dict[str, Any] | TrimtabError]:
+        """Every answer to the requests, as `child.ask_all` gives them."""
+        try:
+            self._send(requests)
+            ends_at = time.monotonic() + timeout_s
+            while self._owed:
+                # What went wrong while it was loading goes wrong again, and is told then.
+                self._answer(requests, ends_at, timeout_s)
+                self._owed -= 1
+            return [heard(line) for line in self._answer(requests, ends_at, timeout_s).splitlines()]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process and all that it has started."""
+        process, self._process, self._owed = self._process, None, 0
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if self._errors is not None:
+            self._errors.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _send(self, requests: Requests) -> None:
+        job = requests.replace(settings=(), clip=None, timeout_s=1.0).to_json()
+        if self._process is None or self._process.poll() is not None or job != self._job:
+            self.close()
+            self._start()
+            self._job = job
+        assert self._process is not None  # noqa: S101 - it was started
+        assert self._process.stdin is not None  # noqa: S101 - with a pipe
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(requests.to_json().encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _start(self) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="trimtab-")
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment(self._scratch.name),
+            start_new_session=True,
+        )
+
+    def _answer(self, requests: Requests, ends_at: float, timeout_s: float) -> bytes:
+        """What it says to one request, while it stays within time and memory."""
+        process, given = self._process, f"job {requests.job}"
+        assert process is not None  # noqa: S101 - it was asked
+        assert process.stdout is not None  # noqa: S101 - with a pipe
+        said = bytearray()
+        while not said.endswith(END):
+            if select.select([process.stdout], [], [], PAUSE_S)[0]:
+                more = os.read(process.stdout.fileno(), 2**20)
+                if not more:
+                    raise died(given, process.wait(), self._complaints())
+                said += more
+            elif time.monotonic() > ends_at:
+                raise too_long(given, timeout_s)
+            elif resident_bytes(process.pid) > limit_bytes():
+                raise too_much(given)
+        return bytes(said).strip()
+
+    def _complaints(self) -> str:
+        assert self._errors is not None  # noqa: S101 - the process has them
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")

@@ -1,0 +1,354 @@
+"""The folder of a run: who it belongs to, its plan, one line a step, one line an event, its checkpoints.
+
+Everything that can be wrong with a folder is said when it is opened, before any training. Only the first
+rank writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse
+from trimtab.spec import Incident
+from trimtab.spec.base import Noun, below
+from trimtab.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_PROBE_BYTES = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OWNED = ("log.jsonl", "checkpoints")
+"""What only a run leaves behind; a folder with them and without a run.json is somebody else's."""
+_ANOTHER = "Give another folder with --out."
+
+
+class RunIdentity(Noun, frozen=True, kw_only=True):
+    """What makes two trainings the same run. Devices, strategy and micro-batch do not."""
+
+    job: str
+    """As it was named; the folder that its file is in does not count."""
+    options: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies an empty dict given as a default
+    """Members of the job that were set from outside."""
+    global_batch: int
+    seed: int = 0
+
+    def faults(self) -> list[str]:
+        """A step takes something."""
+        return below(1, global_batch=self.global_batch)
+
+    def differences(self, other: RunIdentity) -> list[str]:
+        """A phrase for each thing in which another run differs.
+
+        >>> one = RunIdentity(job="a.py:A", global_batch=8)
+        >>> one.differences(RunIdentity(job="b/a.py:A", global_batch=16))
+        ['global_batch 8, not 16']
+        """
+        mine, its = msgspec.to_builtins(self), msgspec.to_builtins(other)
+        mine["job"], its["job"] = (one["job"].rpartition("/")[2] for one in (mine, its))
+        return [f"{name} {told}, not {its[name]}" for name, told in mine.items() if told != its[name]]
+
+
+@dataclass(kw_only=True)
+class RunFolder:
+    """An open run folder.
+
+    folder = RunFolder.open("runs/a", identity=identity, plan=plan)
+    folder.log({"step": 1, "loss": 2.5})
+    folder.event(incident)
+    """
+
+    root: Path
+    main: bool = True
+    """Whether this process writes; the others only know where things are."""
+    _lock: int | None = field(default=None, repr=False)
+    _writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @classmethod
+    def open(  # noqa: PLR0913 - all that an opening asks, by name
+        cls,
+        out: str | Path,
+        *,
+        identity: RunIdentity,
+        plan: Noun,
+        main: bool = True,
+        needs_bytes: int = 0,
+        patience_s: float = 15.0,
+    ) -> RunFolder:
+        """Make the folder or take it up again; raises what is wrong with it.
+
+        `needs_bytes` have to be free on its disk. Another process that still holds the folder is given
+        `patience_s` to end: an earlier attempt may be on its way out.
+        """
+        folder = cls(root=Path(out).absolute(), main=main)
+        if not main:
+            return folder
+        folder._claim(identity, needs_bytes, patience_s)
+        try:
+            folder._take_up(identity, plan)
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are kept."""
+        return self.root / "checkpoints"
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan that the run is under now."""
+        return self.root / "plan.json"
+
+    @property
+    def log_file(self) -> Path:
+        """One JSON line a step."""
+        return self.root / "log.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        """One JSON line an incident."""
+        return self.root / "events.jsonl"
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Add the line of a step."""
+        self._append(self.log_file, msgspec.json.encode(line))
+
+    def event(self, incident: Incident) -> None:
+        """Add an incident; any thread may."""
+        self._append(self.events_file, incident.to_json().encode())
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was logged, in order."""
+        return list(_whole_lines(self.log_file))
+
+    def events(self) -> list[Incident]:
+        """What happened, in order; lines of other versions that cannot be read are left out."""
+        found = []
+        for line in _whole_lines(self.events_file):
+            try:
+                found.append(Incident.from_builtins(line))
+            except msgspec.ValidationError:
+                continue
+        return found
+
+    def rewind(self, step: int) -> int:
+        """Drop the log lines of steps after `step`, which will be taken again; how many there were."""
+        if not self.main or not self.log_file.exists():
+            return 0
+        lines = self.lines()
+        kept = [one for one in lines if one.get("step", 0) <= step]
+        if len(kept) < len(lines):
+            write_whole(self.log_file, b"".join(msgspec.json.encode(one) + b"\n" for one in kept))
+        return len(lines) - len(kept)
+
+    def keep_plan(self, plan: Noun) -> None:
+        """Write the plan that the run is under from now on."""
+        if self.main:
+            write_whole(self.plan_file, plan.to_json(indent=2).encode() + b"\n")
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _claim(self, identity: RunIdentity, needs_bytes: int, patience_s: float) -> None:
+        """The folder is there, may be written, has room, is of this run, and no one else's now."""
+        given = f"--out {self.root}"
+        if self.root.exists() and not self.root.is_dir():
+            raise WrongUse(given, found="it is a file", cure=_ANOTHER)
+        try:
+            self._refuse_others(identity)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.root / "run.lock", patience_s)
+            probe = self.root / f".probe-{os.getpid()}"
+            try:
+                write_synced(probe, bytes(_PROBE_BYTES))
+            finally:
+                probe.unlink(missing_ok=True)
+            free = shutil.disk_usage(self.root).free
+        except OSError as error:
+            self.close()
+            raise folder_fault(given, error) from error
+        if self._lock is None:
+            holder = _text(self.root / "run.lock") or "another process"
+            raise EnvironmentFault(
+                given,
+                found=f"{holder} is training into it",
+                cure="Wait for it to end, stop it, or give another folder with --out.",
+            )
+        if free < needs_bytes:
+            self.close()
+            raise EnvironmentFault(
+                given,
+                found=f"{format_bytes(free)} are free there, and the checkpoints of this run take "
+                f"{format_bytes(needs_bytes)}",
+                cure="Free some room, or give a folder on another disk with --out.",
+            )
+
+    def _refuse_others(self, identity: RunIdentity) -> None:
+        """An error where the folder is of another run."""
+        given, file = f"--out {self.root}", self.root / "run.json"
+        if not file.exists():
+            strange = [name for name in _OWNED if (self.root / name).exists()]
+            # A first attempt that was ended between making the folder and writing run.json left it empty.
+            if "checkpoints" in strange and not any((self.root / "checkpoints").iterdir()):
+                strange.remove("checkpoints")
+            if strange:
+                raise WrongUse(
+                    given, found=f"there is a {strange[0]} in it that no run of ours wrote", cure=_ANOTHER
+                )
+            return
+        before = RunIdentity.from_json(file.read_bytes(), origin=str(file))
+        differences = before.differences(identity)
+        if differences:
+            raise WrongUse(
+                given,
+                found=f"it is another run's: that one has {'; '.join(differences)}",
+                cure="Give another folder with --out, or resume with what that run has.",
+            )
+
+    def _take_up(self, identity: RunIdentity, plan: Noun) -> None:
+        try:
+            if not (self.root / "run.json").exists():
+                write_whole(self.root / "run.json", identity.to_json(indent=2).encode() + b"\n")
+            self.keep_plan(plan)
+            for file in (self.log_file, self.events_file):
+                _mend(file)
+        except OSError as error:
+            raise folder_fault(f"--out {self.root}", error) from error
+
+    def _append(self, file: Path, line: bytes) -> None:
+        """One line in one write: a crash leaves it whole or leaves it out, or torn at the very end."""
+        if not self.main:
+            return
+        with self._writing:
+            handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(handle, line + b"\n")
+            except OSError as error:
+                # Nothing that is only told may stop what is being told of; a full disk is said elsewhere.
+                if error.errno not in _FULL:
+                    raise
+            finally:
+                os.close(handle)
+
+
+def folder_fault(given: str, error: OSError) -> TrimtabError:
+    """What an error of the file system means for a folder."""
+    if error.errno in _FULL:
+        return EnvironmentFault(
+            given,
+            found="its disk is full, or your share of it is",
+            cure="Free some room, or give a folder on another disk with --out.",
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return EnvironmentFault(given, found=f"it cannot be written: {error.strerror}", cure=_ANOTHER)
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return WrongUse(given, found="a part of its path is a file, not a folder", cure=_ANOTHER)
+    return EnvironmentFault(given, found=f"it cannot be used: {error.strerror}", cure=_ANOTHER)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there was no room left."""
+    return error.errno in _FULL
+
+
+def write_synced(file: Path, data: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
+    with file.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_whole(file: Path, data: bytes) -> None:
+    """Replace a file by another in one instant, so that no reader and no crash sees a half of it."""
+    scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        write_synced(scratch, data)
+        scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems sync names by themselves, and say so by refusing.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _locked(file: Path, patience_s: float, wait: Callable[[float], None] = time.sleep) -> int | None:
+    """Hold a file for this process alone; None where another one does not let go of it in time.
+
+    A lock of this kind is the process's own: workers that it forked do not hold it after its end.
+    """
+    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                return handle  # a file system without locks: nothing to be learnt from it
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                os.close(handle)
+                raise
+            if time.monotonic() >= deadline:
+                os.close(handle)
+                return None
+            wait(min(0.2, patience_s))
+        else:
+            os.ftruncate(handle, 0)
+            os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            return handle
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _whole_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The JSON lines of a file; one that a crash has torn is left out."""
+    if not file.exists():
+        return
+    for line in file.read_bytes().split(b"\n"):
+        try:
+            value = msgspec.json.decode(line) if line else None
+        except msgspec.DecodeError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _mend(file: Path) -> None:
+    """Take a torn last line off, so that the next one does not run into it."""
+    if not file.exists():
+        return
+    data = file.read_bytes()
+    if data and not data.endswith(b"\n"):
+        write_whole(file, data[: data.rfind(b"\n") + 1])

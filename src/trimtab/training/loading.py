@@ -1,0 +1,377 @@
+"""Reads the samples of each optimizer step: windows, which a rank cuts into parts of any size.
+
+A window is what one rank takes of one global batch. It is read as a whole, ahead of time, by as many worker
+processes as planned; how it is then cut may change from one attempt to the next without reading it again.
+Random augmentation is seeded by sample and epoch, so ranks, workers and resumes have no say in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
+from trimtab.jobs.job import samples_in
+from trimtab.jobs.load import failed
+from trimtab.training.order import Order, mixed, share_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+_PREFETCH = 2
+"""Windows that each worker has ready."""
+
+
+class Part(NamedTuple):
+    """Some samples of a window, collated: one forward and backward pass."""
+
+    batch: Any
+    samples: int
+    indices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What one rank takes of the global batch of one optimizer step."""
+
+    step: int = 0
+    """Counted from 0 over all epochs."""
+    epoch: int = 0
+    samples: int
+    """Of the whole global batch, over all ranks."""
+    indices: tuple[int, ...] = ()
+    """Of this rank's samples in the dataset; empty where a plain batch was wrapped."""
+    size: int
+    """This rank's samples."""
+    batch: Any = None
+    """All of them collated, one more than `size` (the filler) where there are none; None where `items` are
+    kept instead."""
+    items: Sequence[Any] = ()
+    """The samples one by one, where the job collates them itself."""
+    collate: Callable[[list[Any]], Any] | None = None
+    pin: bool = False
+
+    def part(self, start: int, stop: int) -> Part:
+        """Samples start to stop of this rank; free of charge where they are slices."""
+        if self.collate is not None:
+            batch = _collated(list(self.items[start:stop]), self.collate)
+            batch = _mapped(batch, _pinned) if self.pin else batch
+        elif (start, stop) == (0, self.size):
+            batch = self.batch
+        else:
+            batch = cut(self.batch, start, stop)
+        return Part(batch, stop - start, self.indices[start:stop])
+
+    def parts(self, micro_batch: int) -> list[Part]:
+        """All of the window in parts of that size; the last may be smaller, and there may be none.
+
+        >>> [one.samples for one in window_of(torch.zeros(5, 2)).parts(2)]
+        [2, 2, 1]
+        """
+        starts = range(0, self.size, micro_batch)
+        return [self.part(start, min(start + micro_batch, self.size)) for start in starts]
+
+    def filler(self) -> Any:
+        """One sample of the global batch, for a rank that has to take part without samples of its own."""
+        return self.part(0, 1).batch if self.size else self._lone()
+
+    def _lone(self) -> Any:
+        if self.collate is None:
+            return self.batch
+        batch = _collated(list(self.items), self.collate)
+        return _mapped(batch, _pinned) if self.pin else batch
+
+
+def window_of(batch: Any, *, samples: int | None = None, step: int = 0, epoch: int = 0) -> Window:
+    """A plain batch as a window; `samples` is the sum over ranks, where there are several."""
+    try:
+        size = samples_in(batch)
+    except (TypeError, IndexError, StopIteration, AttributeError, RecursionError) as error:
+        raise WrongUse(
+            f"a batch of type {type(batch).__name__}",
+            found="there is no tensor in it whose first length counts samples",
+            cure="Give tensors, or dicts, lists or tuples of them, or a window of run.loader().",
+        ) from error
+    return Window(
+        step=step, epoch=epoch, samples=size if samples is None else samples, size=size, batch=batch
+    )
+
+
+@dataclass(kw_only=True)
+class Loader:
+    """Windows of one rank, in the order that seed and epoch decide, from where it stands.
+
+    for window in loader:              # what is left of this epoch
+        run.step(window)
+
+    `windows(until)` goes on over epochs. `step` counts the optimizer steps that were handed out.
+    """
+
+    dataset: Any
+    order: Order
+    rank: int = 0
+    """Among the data-parallel ranks."""
+    data_parallel: int = 1
+    shares: tuple[int, ...] = ()
+    """Samples of a full global batch that each rank takes, where they are unlike."""
+    workers: int = 0
+    """Processes that read; 0 reads in this one, when the window is asked for."""
+    pin: bool = False
+    """Put batches where a GPU can copy them from while it computes."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """The job's own; without it, samples are stacked."""
+    clock: Callable[[], float] = time.monotonic
+    step: int = field(default=0, init=False)
+    waited_s: float = field(default=0.0, init=False)
+    """Seconds spent waiting for samples, in all."""
+    _moves: int = field(default=0, init=False)
+    _reader: DataLoader[Any] | None = field(default=None, init=False)
+    _asked: list[int] = field(default_factory=lambda: [0, 0], init=False)
+
+    @property
+    def epoch(self) -> int:
+        """That the next window is of."""
+        return self.step // self.order.steps_per_epoch
+
+    def __len__(self) -> int:
+        """Windows an epoch."""
+        return self.order.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Window]:
+        yield from self.windows((self.epoch + 1) * self.order.steps_per_epoch)
+
+    def windows(self, until: int) -> Iterator[Window]:
+        """The windows of steps `self.step` to until - 1; goes on from elsewhere if the position is moved."""
+        while self.step < until:
+            moves = self._moves
+            read = iter(self._reading(until))
+            while self.step < until and moves == self._moves:
+                began = self.clock()
+                window = self._next(read)
+                self.waited_s += self.clock() - began
+                # Before it is handed out: what is saved after this step goes on with the one that follows.
+                self.step += 1
+                yield window
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what it is a position in."""
+        return {"step": self.step, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a saved position, on any number of ranks."""
+        for name, now in self._identity().items():
+            if state[name] != now:
+                raise WrongUse(
+                    "the position in the data of this checkpoint",
+                    found=f"it was saved with {name} {state[name]}, and this run has {now}",
+                    cure=f"Resume with {name} {state[name]}, or start a new run in another folder.",
+                )
+        self.move(state["step"])
+
+    def move(self, step: int) -> None:
+        """Hand out that step next."""
+        self.step = step
+        self._moves += 1
+
+    def close(self) -> None:
+        """End the workers."""
+        self._reader = None
+
+    def _identity(self) -> dict[str, int]:
+        order = self.order
+        return {"samples": order.samples, "global_batch": order.global_batch, "seed": order.seed}
+
+    def _share(self) -> functools.partial[Any]:
+        return functools.partial(
+            share_of, rank=self.rank, data_parallel=self.data_parallel, shares=self.shares
+        )
+
+    def _reading(self, until: int) -> DataLoader[Any]:
+        """The reader, told where to begin; made once, so that its workers live through epochs."""
+        self._asked[:] = self.step, until
+        if self._reader is None:
+            source = _Source(self.dataset, self.order, self._share(), separate=self.collate is not None)
+            self._reader = DataLoader(
+                source,
+                batch_size=None,
+                sampler=_Steps(self._asked),
+                num_workers=self.workers,
+                pin_memory=self.pin and self.collate is None,
+                prefetch_factor=_PREFETCH if self.workers else None,
+                persistent_workers=self.workers > 0,
+                # Its own generator: the reader would draw a seed from the one that training draws from.
+                generator=torch.Generator(),
+            )
+        return self._reader
+
+    def _next(self, read: Iterator[Any]) -> Window:
+        try:
+            fetched = next(read)
+        except RuntimeError as error:
+            if "worker" not in str(error):
+                raise
+            raise EnvironmentFault(
+                f"reading samples with {self.workers} workers",
+                found=str(error).strip().split("\n")[0],
+                cure="A worker was ended from outside, mostly for lack of memory or of room in /dev/shm: use "
+                "fewer, as in --pin workers=0.",
+            ) from error
+        if isinstance(fetched, TrimtabError):
+            raise fetched
+        batch, packed = fetched
+        all_of_it = self.order.batch(self.step)
+        mine = self._share()(all_of_it.indices)
+        return Window(
+            step=self.step,
+            epoch=all_of_it.epoch,
+            samples=len(all_of_it.indices),
+            indices=tuple(mine.tolist()),
+            size=len(mine),
+            batch=batch,
+            items=() if packed is None else pickle.loads(packed),  # noqa: S301 - our own worker packed it
+            collate=self.collate,
+            pin=self.pin,
+        )
+
+
+def checked_order(dataset: Any, global_batch: int, seed: int = 0) -> Order:
+    """The order of a dataset's samples; an error where it has none that can be kept."""
+    if dataset is None:
+        raise JobFailed("dataset()", found="it returned None", cure="Return the dataset to train on.")
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise JobFailed(
+            "dataset()",
+            found=f"a {type(dataset).__name__} gives its samples in an order of its own",
+            cure="Return a dataset with __len__ and __getitem__(index): only such a one can be shared over "
+            "ranks and resumed without losing or repeating a sample.",
+        )
+    try:
+        samples = len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise JobFailed(
+            "dataset()",
+            found=f"a {type(dataset).__name__} does not say how many samples it has",
+            cure="Give it __len__.",
+        ) from error
+    if samples < global_batch:
+        raise WrongUse(
+            f"a dataset of {samples} samples",
+            found=f"one optimizer step takes global_batch {global_batch}",
+            cure=f"Give it at least {global_batch} samples, or a global_batch of at most {max(samples, 1)}.",
+        )
+    return Order(samples=samples, global_batch=global_batch, seed=seed)
+
+
+class _Steps:
+    """The steps to read, as the loader last asked for them."""
+
+    def __init__(self, asked: list[int]) -> None:
+        self.asked = asked
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(*self.asked))
+
+
+class _Source(Dataset[Any]):
+    """Maps a step to the collated samples of one rank; what goes wrong is returned, whole, not raised.
+
+    A worker process cannot raise an error of ours: the reader would rebuild it from a text.
+    """
+
+    def __init__(self, dataset: Any, order: Order, share: Callable[[Any], Any], *, separate: bool) -> None:
+        self.dataset = dataset
+        self.order = order
+        self.share = share
+        self.separate = separate
+
+    def __getitem__(self, step: int) -> tuple[Any, bytes | None] | TrimtabError:
+        wanted = self.order.batch(step)
+        mine = self.share(wanted.indices).tolist() or wanted.indices[:1].tolist()
+        try:
+            items = self._items(wanted.epoch, mine)
+            if self.separate:
+                # As bytes: tensors by the thousand would each take a file descriptor on their way here.
+                return None, pickle.dumps(items)
+            return _collated(items, default_collate), None
+        except TrimtabError as error:
+            return error
+
+    def _items(self, epoch: int, indices: Iterable[int]) -> list[Any]:
+        """The samples, each read under random numbers of its own; those of training are left alone."""
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+        items = []
+        try:
+            for index in indices:
+                seed = mixed(self.order.seed, epoch, index)
+                random.seed(seed)
+                np.random.seed(seed % 2**32)  # noqa: NPY002 - what datasets draw from
+                # Not torch.manual_seed, which would also seed the GPU that trains.
+                torch.default_generator.manual_seed(seed % 2**63)
+                try:
+                    items.append(self.dataset[index])
+                except Exception as error:
+                    raise failed(
+                        f"dataset()[{index}]", error, "Mend the sample, or the code that reads it."
+                    ) from error
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002
+            torch.set_rng_state(before[2])
+        return items
+
+
+def _collated(items: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    try:
+        return collate(items)
+    except Exception as error:
+        cure = "Mend collate(items)."
+        if collate is default_collate:
+            cure = "Give samples of one shape, or a job with collate(items) that makes a batch of them."
+        raise failed(f"a batch of {len(items)} samples", error, cure) from error
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """Samples start to stop of a collated batch: views of its tensors, slices of its lists of texts."""
+    if isinstance(batch, torch.Tensor):
+        return batch[start:stop] if batch.dim() else batch
+    if isinstance(batch, list | tuple) and batch and all(isinstance(one, str | bytes) for one in batch):
+        return batch[start:stop]
+    return _inside(batch, lambda one: cut(one, start, stop))
+
+
+def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    return _inside(batch, lambda one: _mapped(one, change))
+
+
+def _inside(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same container with everything in it changed; anything else as it is."""
+    if isinstance(batch, dict):
+        changed = {key: change(one) for key, one in batch.items()}
+        return changed if type(batch) is dict else _rebuilt(batch, changed)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(change(one) for one in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(change(one) for one in batch)
+    return batch
+
+
+def _rebuilt(batch: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A dict of some other class, as tokenizers give it; a plain one where the class takes no dict."""
+    try:
+        return type(batch)(changed)
+    except TypeError:
+        return changed
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor

@@ -1,0 +1,472 @@
+"""The whole run: from a task to the last step, through whatever happens on the way.
+
+Every rank runs this. Rank 0 writes the folder and the terminal; what happens to another rank reaches it
+through the process group, announced in the status of a step, so that a step without news costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+import traceback
+from contextlib import ExitStack, contextmanager
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError
+from trimtab.jobs.load import failed, load
+from trimtab.spec import IncidentKind
+from trimtab.training.control import given
+from trimtab.training.evaluate import evaluate, validation_of
+from trimtab.training.faults import Faults, tear
+from trimtab.training.folder import RunFolder, RunIdentity
+from trimtab.training.keep import Keeper
+from trimtab.training.ladder import Ladder
+from trimtab.training.loading import checked_order
+from trimtab.training.meters import Clock, Line, Meters, measured_mfu, printed_every, tokens_in
+from trimtab.training.order import mixed
+from trimtab.training.run import Run
+from trimtab.training.scribe import Scribe
+from trimtab.training.settle import gathered, settled, together
+from trimtab.training.signals import SILENCE_S, Request, Signals, packed, unpacked
+from trimtab.training.states import snapshot
+from trimtab.training.task import Ending, check_trainable
+from trimtab.training.trouble import Trouble
+from trimtab.training.worker import is_lost
+from trimtab.training.world import connect, disconnect, read
+from trimtab.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trimtab.training.loading import Window
+    from trimtab.training.run import Outcome
+    from trimtab.training.task import Task
+    from trimtab.training.world import World
+
+PATIENCE = 5.0
+"""After a signal, times the last step until silence means that a rank is gone."""
+
+
+STATES = 2
+"""Tensors that an optimizer keeps for every parameter, as Adam does."""
+MEMORY_S = 0.5
+"""Between two looks at the memory."""
+
+
+class Progress:
+    """How far this process has come, for whoever asks when it has crashed."""
+
+    step = 0
+
+
+def train(task: Task) -> Ending:
+    """Train until the task is done or a signal asks for the end."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    world = read(os.environ, gpus)
+    notes = given()
+    with Signals() as signals:
+        # What the parent was asked while this process was still waking up.
+        signals.asked = signals.asked or (notes.stopping() if notes is not None else None)
+        connect(world, timeout_min=task.timeout_min)
+        with ExitStack() as stack:
+            ending = Training(task, world, signals, stack).go()
+        disconnect()
+    return ending
+
+
+class Drill:
+    """Faults as the engine asks for them: it counts steps from 0, people from 1."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+
+    def at(self, point: str, step: int, rank: int) -> str | None:
+        """Strike, if something is due."""
+        return self.faults.at(point, step + 1, rank)
+
+
+class Stateful:
+    """Something with a state, as the keeper takes it."""
+
+    def __init__(
+        self, state: Callable[[], dict[str, Any]], load_state: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.state_dict = state
+        self.load_state_dict = load_state
+
+
+class Training:
+    """One attempt at a run."""
+
+    def __init__(self, task: Task, world: World, signals: Signals, stack: ExitStack) -> None:
+        self.task = task
+        self.world = world
+        self.signals = signals
+        self.loss: float | None = None
+        self.best: float | None = None
+        self._waited_s = 0.0
+        self.rate: float | None = None
+        self.due = False
+        """A checkpoint is wanted after the next step that is settled."""
+        self.ending: signal.Signals | None = None
+        """What asked for the end of the run."""
+        self._asked_s = 0.0
+        self._peaks: dict[str, int] = {}
+        self.job = load(task.job, task.options)
+        check_trainable(self.job, task.job)
+        with self._blaming("dataset()"):
+            self.dataset = self.job.dataset()
+            self.validation = validation_of(self.job)
+        self.plan, resized = settled(task, self.job, world)
+        # Before there is a folder, so that what is wrong leaves nothing behind.
+        checked_order(self.dataset, self.plan.choice.global_batch)
+        self.scribe = self._scribe(stack)
+        if resized:
+            self.scribe.tell(IncidentKind.RESIZE, "the plan is for another number of processes", resized)
+        self.faults = Faults(task.faults_due, self.scribe.folder.root) if task.faults_due else None
+        drill = None if self.faults is None else Drill(self.faults)
+        self.run = Run(self.plan, job=self.job, connected=world, listen=self.scribe.hear, faults=drill)
+        stack.callback(self.run.close)
+        self._build()
+
+    # getting ready
+
+    @contextmanager
+    def _blaming(self, member: str) -> Iterator[None]:
+        """Errors of the job's own code are the job's."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, TrimtabError) or is_lost(error) or not is_of_job(error):
+                raise
+            raise failed(f"{member} of job {self.task.job}", error, "Mend the job.") from error
+
+    def _scribe(self, stack: ExitStack) -> Scribe:
+        """The folder, taken up by rank 0; an error there is one on all ranks."""
+        task = self.task
+        options = {key: value for key, value in task.options.items() if key != "global_batch"}
+        identity = RunIdentity(
+            job=task.job, options=options, global_batch=self.plan.choice.global_batch, seed=task.seed
+        )
+        folder = RunFolder(root=Path(task.out).absolute(), main=False)
+
+        def take_up() -> None:
+            nonlocal folder
+            folder = RunFolder.open(task.out, identity=identity, plan=self.plan)
+            stack.callback(folder.close)
+
+        together(self.world, take_up)
+        meters = Meters(
+            every=task.every or printed_every(task.steps),
+            steps=task.steps,
+            as_json=task.json,
+            quiet=not self.world.is_main,
+            tensorboard=folder.root / "tensorboard" if self.world.is_main else None,
+        )
+        stack.callback(meters.close)
+        scribe = Scribe(self.world, folder, meters)
+        scribe.begin()
+        stack.push(lambda _, error, __: scribe.end(error))
+        return scribe
+
+    def _build(self) -> None:
+        """Model, optimizer and data, in the state they were left in."""
+        task, job = self.task, self.job
+        torch.manual_seed(task.seed)
+        with self._blaming("model() and optimizer()"):
+            self.run.prepare()
+        self.loader = self.run.loader(self.dataset, task.seed)
+        epochs = max(1, int(getattr(job, "epochs", 1) or 1))
+        self.steps = task.steps or self.loader.order.steps_per_epoch * epochs
+        meters = self.scribe.meters
+        meters.steps, meters.every = self.steps, task.every or printed_every(self.steps)
+        # Ranks draw unlike numbers from here on; a checkpoint of as many ranks puts them back.
+        torch.manual_seed(mixed(task.seed, self.world.rank) % 2**63)
+        self.keeper = Keeper(
+            self.scribe.folder.checkpoints,
+            last=task.keep,
+            tell=self.scribe.write,
+            before_write=None if self.faults is None else self._before_write,
+            timeout_min=task.timeout_min,
+        )
+        self.trouble = Trouble(self.run, self.keeper, self.scribe)
+        together(self.world, self._check_room)
+        if self._resumed() is None:
+            # Whatever was logged had no checkpoint to go with it.
+            self.scribe.folder.rewind(0)
+        self.saved_s = time.monotonic()
+
+    def _check_room(self) -> None:
+        """A disk that has no room for one checkpoint is said so before the first step."""
+        folder = self.scribe.folder.root
+        learn = [one for one in self.run.model.parameters() if one.requires_grad]
+        state = sum(one.numel() * one.element_size() for one in learn) * STATES
+        need = snapshot({"model": self.run.model}).size_bytes + state
+        free = shutil.disk_usage(folder).free
+        if free < need and not any(self.scribe.folder.checkpoints.iterdir()):
+            raise EnvironmentFault(
+                f"--out {folder}",
+                found=f"{format_bytes(free)} are free, and a checkpoint takes about {format_bytes(need)}",
+                cure="Free some room, or give a folder on another disk with --out.",
+            )
+
+    def _objects(self) -> dict[str, Any]:
+        run = self.run
+        found = {
+            "model": run.model,
+            "optimizer": run.optimizer,
+            "loader": self.loader,
+            "run": Stateful(run.state, run.load_state),
+        }
+        return found | ({} if run.schedule is None else {"schedule": run.schedule})
+
+    def _resumed(self, *, before: int | None = None) -> int | None:
+        """Go on from the newest whole checkpoint, or from one before a step; None where there is none."""
+        loaded = self.keeper.load_latest(self._objects(), before=before)
+        if loaded is None:
+            return None
+        # Ranks other than the first have no extra: they hear it.
+        extra = together(self.world, lambda: loaded.extra)
+        self.trouble.restored(Ladder.from_json(extra["ladder"]), rolled_back=before is not None)
+        self.best, self.loss = extra["best"], extra["loss"]
+        dropped = self.scribe.folder.rewind(loaded.step)
+        Progress.step = self.scribe.step = loaded.step
+        again = f"; {dropped} step{'s' * (dropped > 1)} after it will be taken again" if dropped else ""
+        self.scribe.tell(
+            IncidentKind.RESUME,
+            f"{loaded.path.name} was found in {self.scribe.folder.root}",
+            f"the run goes on from step {loaded.step}{again}",
+        )
+        return loaded.step
+
+    # the run
+
+    def go(self) -> Ending:
+        """Take the steps that are left."""
+        if self.loader.step >= self.steps:
+            self.scribe.meters.say(f"{self.scribe.folder.root} has its {self.steps} steps already")
+        else:
+            self._announce()
+        clock = Clock()
+        self._prompt()
+        steps = self.run.over(self.loader.windows(self.steps), self._settles)
+        while True:
+            with self._blaming("loss()"):
+                taken = next(steps, None)
+            if taken is None:
+                return self._finished(None)
+            self._follow(*taken, clock)
+            if self.ending is not None and not self.run.ahead:
+                # A rank that was asked itself knows by which signal; the others know that there was one.
+                return self._finished(self.signals.asked or self.ending)
+            self._prompt()
+
+    def _announce(self) -> None:
+        choice = self.plan.choice
+        words = f"micro-batch {choice.micro_batch} x {choice.accumulation} x {choice.data_parallel}"
+        where = "without a GPU" if self.run.device.type == "cpu" else f"on {torch.cuda.get_device_name()}"
+        self.scribe.meters.say(
+            f"{self.task.job}, {choice.strategy}, {words} = global batch {choice.global_batch}, "
+            f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
+        )
+
+    def _prompt(self) -> None:
+        """What the next step is to know and to ask the other ranks."""
+        news = bool(self.scribe.news)
+        self.run.asked = packed(Request(self.signals.asked, news, self._is_due()))
+        self.run.spike_limit = self.trouble.limit
+        self.rate = rate_of(self.run.optimizer)
+
+    def _follow(self, window: Window, outcome: Outcome, clock: Clock) -> None:
+        """All that may follow from a step."""
+        scribe, rate = self.scribe, self.rate
+        done = scribe.step = window.step + 1
+        time_s = clock.lap()
+        self.signals.silence_s = max(SILENCE_S, PATIENCE * time_s)
+        self.signals.step_ended()
+        Progress.step = done
+        request = unpacked(outcome.asked)
+        if request.news:
+            scribe.share()
+        if self._goes_back(window, outcome):
+            return
+        self.due = self.due or request.checkpoint
+        self.ending = self.ending or request.asked
+        if self.run.ahead:
+            # The next window has been computed already: what was asked for is done after that one.
+            self._log(window, outcome, time_s, rate, None)
+            return
+        validation = self._evaluated(done)
+        self._log(window, outcome, time_s, rate, validation)
+        if self._saves(done) or validation is not None:
+            self._save(done, validation)
+            self.due = False
+        if validation is not None:
+            clock.restart()
+
+    def _goes_back(self, window: Window, outcome: Outcome) -> bool:
+        """Judge the step; True where the run went back and the step never was."""
+        done = window.step + 1
+        before = done
+        if outcome.rollback_needed:
+            why = "the optimizer of a rank was interrupted halfway"
+        elif not outcome.skipped:
+            self.trouble.after_good(outcome.loss)
+            self.loss = outcome.loss
+            return False
+        elif not self.trouble.answer(window, outcome):
+            return False
+        else:
+            why, before = outcome.skipped, self.trouble.since or done
+        if self._resumed(before=before) is None:
+            raise JobFailed(
+                f"step {done}",
+                found=f"{why}, and there is no checkpoint from before step {before} to go back to",
+                cure="Save more often, with --checkpoint-every STEPS.",
+            )
+        return True
+
+    def _is_due(self) -> bool:
+        return self.world.is_main and time.monotonic() - self.saved_s >= self.task.checkpoint_s
+
+    def _settles(self, window: Window) -> bool:
+        """Whether something follows on this step that needs its outcome, before the next is computed."""
+        done = window.step + 1
+        return self._saves(done) or self._evaluates(done)
+
+    def _saves(self, done: int) -> bool:
+        by_steps = self.task.checkpoint_steps is not None and done % self.task.checkpoint_steps == 0
+        return by_steps or self.due or self.ending is not None or done == self.steps
+
+    def _save(self, done: int, validation: float | None) -> None:
+        """A checkpoint, unless the weights of a rank are not what the others have."""
+        if self.run.rollback_needed():
+            return
+        if validation is not None and isfinite(validation):
+            self.best = validation if self.best is None else min(self.best, validation)
+        extra = {"ladder": self.trouble.ladder.to_json(), "best": self.best, "loss": self.loss}
+        with self.signals.busy():
+            self.keeper.save(done, self._objects(), extra, metric=validation)
+            if self.faults is not None and self.faults.at("checkpoint", done, self.world.rank) == "tear":
+                self.keeper.finish()
+                tear(self.scribe.folder.checkpoints)
+        self.saved_s = time.monotonic()
+
+    def _finished(self, asked: signal.Signals | None) -> Ending:
+        """Everything on the disk, and the last words."""
+        with self.signals.busy():
+            saved = self.keeper.finish()
+        self.scribe.share()
+        if asked is not None:
+            self.scribe.tell(
+                IncidentKind.TIME_LIMIT if asked is signal.SIGUSR1 else IncidentKind.PREEMPTION,
+                f"{asked.name} asked for the end",
+                f"the step was finished and the checkpoint of step {saved} kept; the same command resumes",
+            )
+        ending = Ending(
+            step=self.loader.step, loss=self.loss, out=self.task.out, asked=asked.name if asked else ""
+        )
+        self.scribe.meters.close()
+        if self.world.is_main:
+            self._last_words(ending)
+        return ending
+
+    def _last_words(self, ending: Ending) -> None:
+        folder, meters = self.scribe.folder, self.scribe.meters
+        if self.task.json:
+            events = [one.to_builtins() for one in folder.events()]
+            last = {"events": events, "steps": ending.step, "out": ending.out, "asked": ending.asked or None}
+            meters.write(json.dumps(last))
+            return
+        loss = "" if ending.loss is None else f", loss {ending.loss:.4f}"
+        meters.say(f"{ending.step} of {self.steps} steps{loss}, in {folder.root}")
+
+    # evaluation, lines, drills
+
+    def _evaluated(self, done: int) -> float | None:
+        if self.validation is None or not self._evaluates(done):
+            return None
+        with self.signals.busy():
+            return evaluate(self.run, self.validation)
+
+    def _evaluates(self, done: int) -> bool:
+        every = self.task.evaluate_steps or self.loader.order.steps_per_epoch
+        return self.validation is not None and (done % every == 0 or done == self.steps)
+
+    def _log(
+        self, window: Window, outcome: Outcome, time_s: float, rate: float | None, validation: float | None
+    ) -> None:
+        indices = self._indices(window)
+        if not self.world.is_main:
+            return
+        memory, choice = self._memory(), self.plan.choice
+        samples = outcome.samples
+        tokens = tokens_in(samples, outcome.weight, getattr(self.job, "seq", None))
+        share = samples / choice.global_batch
+        line = Line(
+            step=window.step + 1,
+            epoch=window.epoch,
+            loss=outcome.loss if isfinite(outcome.loss) else None,
+            time_s=time_s,
+            samples=samples,
+            samples_per_s=samples / time_s,
+            tokens_per_s=None if tokens is None else tokens / time_s,
+            mfu=measured_mfu(self.plan.estimate, choice.gpus, self.world.size, share, time_s),
+            allocated_bytes=memory.get("peak_allocated_bytes"),
+            reserved_bytes=memory.get("peak_reserved_bytes"),
+            data_wait_s=self.loader.waited_s - self._waited_s,
+            grad_norm=outcome.grad_norm if isfinite(outcome.grad_norm) else None,
+            lr=rate,
+            micro_batch=outcome.micro_batch,
+            gpus=self.world.size,
+            attempts=outcome.attempts,
+            skipped=outcome.skipped or None,
+            validation_loss=validation,
+            indices=indices,
+        )
+        self._waited_s = self.loader.waited_s
+        self.scribe.folder.log(line.to_log())
+        self.scribe.meters.step(line)
+
+    def _memory(self) -> dict[str, int]:
+        """Peaks of this process; asking takes a good part of a millisecond, so it is not done every step."""
+        now = time.monotonic()
+        if now - self._asked_s > MEMORY_S:
+            self._asked_s, self._peaks = now, self.run.memory()
+        return self._peaks
+
+    def _indices(self, window: Window) -> tuple[int, ...] | None:
+        """In a drill, which samples the ranks computed; branches compute the same ones."""
+        if self.faults is None:
+            return None
+        mine = window.indices if self.run.groups.branch == 0 else ()
+        return tuple(index for some in gathered(self.world, mine) for index in some)
+
+    def _before_write(self, step: int) -> None:
+        if self.faults is not None:
+            self.faults.at("write", step, self.world.rank)
+
+
+def is_of_job(error: BaseException) -> bool:
+    """Whether an error came out of a job's code: a frame of it is neither ours nor an installed package's."""
+    ours, jobs = str(Path(__file__).parent.parent), str(Path(load.__code__.co_filename).parent)
+    frames = [one.filename for one in traceback.extract_tb(error.__traceback__)]
+    return any(
+        one.startswith(jobs)
+        or not (one.startswith((ours, "<")) or "site-packages" in one or one == contextlib.__file__)
+        for one in frames
+    )
+
+
+def rate_of(optimizer: Any) -> float | None:
+    """The learning rate of the first group."""
+    groups = optimizer.param_groups
+    return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None

@@ -1,0 +1,166 @@
+"""The same global batch on another number of processes, and the settings of machines without a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.catalog.clusters import network_link
+from trimtab.errors import WrongUse
+from trimtab.planner.batch import cut, cuts
+from trimtab.planner.pins import contradictions
+from trimtab.predict.meshes import spread
+from trimtab.spec import (
+    Band,
+    Estimate,
+    Footprint,
+    Mesh,
+    OptimizerImplementation,
+    Plan,
+    Policy,
+    Precision,
+    Reason,
+    Recompute,
+    Setting,
+    Strategy,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.spec import Cluster, Workload
+
+UNKNOWN = "nothing was estimated: the memory and the speed of a CPU are not predicted"
+
+
+def cpu_plan(
+    job: str, workload: Workload, procs: int, pins: Mapping[str, Any], options: dict[str, Any]
+) -> Plan:
+    """A plan for processes without a GPU: the batch divided, in fp32, unless pins say otherwise."""
+    choice = cpu_setting(workload, procs, pins)
+    return Plan(
+        job=job,
+        options=options,
+        choice=choice,
+        estimate=Estimate(
+            allocated_bytes=0,
+            reserved_bytes=0,
+            process_bytes=0,
+            parts=Footprint(),
+            band=Band(low_bytes=0, high_bytes=0),
+            assumptions=(UNKNOWN,),
+        ),
+        policy=Policy(pins=dict(pins)),
+        reasons=(
+            Reason(subject="device", value="cpu", why="this process may use no GPU"),
+            Reason(
+                subject="micro_batch",
+                value=str(choice.micro_batch),
+                why=f"the global batch of {workload.global_batch} over {choice.data_parallel} "
+                f"data-parallel process{'es' * (choice.data_parallel > 1)}, in {choice.accumulation} "
+                f"part{'s' * (choice.accumulation > 1)}",
+            ),
+        ),
+        workload=workload,
+        recommendation="Trains on the CPU: there is no GPU that this process may use.",
+    )
+
+
+def several_nodes(one: Cluster, nodes: int) -> Cluster:
+    """A cluster of so many nodes like this one: what a rank knows of the machines it cannot see."""
+    if nodes <= 1:
+        return one
+    node, within = one.nodes[0], [link for link in one.links if link.node == 0]
+    joined = [link.replace(node=number) for number in range(nodes) for link in within]
+    return one.replace(
+        nodes=tuple(node.replace(name=f"{node.name}-{number}") for number in range(nodes)),
+        links=(*joined, network_link({device.model or device.name for device in node.devices})),
+    )
+
+
+def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Setting:
+    """How processes without a GPU share the work."""
+    strategy = Strategy(pins.get("strategy", Strategy.DDP if procs > 1 else Strategy.SINGLE))
+    wrong = contradictions({**pins, "gpus": procs, "strategy": strategy}, workload, procs)
+    if pins.get("gpus", procs) != procs:
+        wrong.append((f"gpus={pins['gpus']}, and there are {procs} processes", f"use --procs {pins['gpus']}"))
+    if wrong:
+        what, cure = wrong[0]
+        given = " ".join(f"--pin {key}={value}" for key, value in pins.items())
+        raise WrongUse(
+            given or f"--procs {procs}",
+            found=what.replace("GPUs", "processes").replace("GPU", "process"),
+            cure=cure.replace("GPUs", "processes").capitalize() + ".",
+        )
+    mesh = spread(strategy, procs, branches=len(workload.branches))
+    micro, rounds = _cut(workload.global_batch, mesh.data_parallel, pins)
+    return Setting(
+        strategy=strategy,
+        mesh=mesh,
+        micro_batch=micro,
+        accumulation=rounds,
+        global_batch=workload.global_batch,
+        precision=Precision(pins.get("precision", Precision.FP32)),
+        recompute=Recompute(pins.get("recompute", Recompute.NONE)),
+        compile=bool(pins.get("compile", False)),
+        optimizer=OptimizerImplementation(pins.get("optimizer", OptimizerImplementation.FUSED)),
+        workers=int(pins.get("workers", 0)),
+    )
+
+
+def _cut(global_batch: int, data_parallel: int, pins: Mapping[str, Any]) -> tuple[int, int]:
+    if "micro_batch" in pins:
+        found = cut(global_batch, data_parallel, micro_batch=int(pins["micro_batch"]))
+        if found is not None:
+            return found
+    if "accumulation" in pins:
+        wanted = int(pins["accumulation"])
+        fitting = [one for one in cuts(global_batch, data_parallel) if one[1] == wanted]
+        if fitting:
+            return fitting[0]
+        raise WrongUse(
+            f"--pin accumulation={wanted}",
+            found=f"a share of the global batch {global_batch} cannot be cut into that many even parts",
+            cure=f"Pin one of {', '.join(str(one[1]) for one in cuts(global_batch, data_parallel))}.",
+        )
+    return cuts(global_batch, data_parallel)[0]
+
+
+def divided(setting: Setting, procs: int, *, nodes: int = 1, branches: int = 0) -> tuple[Setting, str]:
+    """A setting for another number of processes, with the same global batch, and what was done in words.
+
+    The micro-batch never grows, so that what fitted one device still does where weights are replicated; a
+    strategy that the new number does not allow gives way to its nearest kin.
+    """
+    strategy, mesh = _kin(setting.strategy, procs, nodes, branches)
+    share = -(-setting.global_batch // mesh.data_parallel)
+    micro = min(setting.micro_batch, share)
+    rounds = -(-share // micro)
+    # As even as that many rounds allow.
+    micro = -(-share // rounds)
+    found = setting.replace(
+        strategy=strategy, mesh=mesh, micro_batch=micro, accumulation=-(-share // micro), shares=()
+    )
+    words = f"{setting.gpus} -> {procs} processes"
+    if strategy is not setting.strategy:
+        words += f", {setting.strategy} -> {strategy}"
+    words += (
+        f", micro-batch {setting.micro_batch} x {setting.accumulation} -> "
+        f"{found.micro_batch} x {found.accumulation}; the global batch stays {setting.global_batch}"
+    )
+    return found, words
+
+
+def _kin(strategy: Strategy, procs: int, nodes: int, branches: int) -> tuple[Strategy, Mesh]:
+    """The strategy and the mesh nearest to what was, for so many processes."""
+    if procs == 1:
+        return Strategy.SINGLE, Mesh()
+    wanted = Strategy.DDP if strategy is Strategy.SINGLE else strategy
+    if wanted is Strategy.HSDP and (nodes < 2 or procs % nodes or procs == nodes):  # noqa: PLR2004 - several
+        wanted = Strategy.FSDP
+    if wanted in (Strategy.BRANCH, Strategy.HYBRID):
+        if branches > 1 and procs % branches == 0:
+            wanted = Strategy.BRANCH if procs == branches else Strategy.HYBRID
+        else:
+            # Every rank needs every branch again: sharded, they need the least room.
+            wanted = Strategy.FSDP
+    return wanted, spread(wanted, procs, nodes=nodes, branches=branches)

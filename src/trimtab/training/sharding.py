@@ -1,0 +1,291 @@
+"""FSDP2 whose ranks survive each other's out-of-memory.
+
+A sharded pass is a fixed sequence of collectives: weights are gathered, gradients are scattered. Every
+collective goes through an object of ours, which writes the sequence down in a pass of one sample before the
+first step. A rank that fails in the middle lets go of its memory and then takes part in what is left of the
+sequence with empty hands, so that the others come to the end of their pass; the status tells them that it
+counts for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from trimtab.training.reduce import summed_squares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from trimtab.spec import Setting
+    from trimtab.training.reduce import Groups
+
+KEEPS_WHOLE = 0.05
+"""Gradients stay whole between the parts of a step where they take less than this share of the device."""
+_CPU_BYTES = 2**30
+
+
+class Collective(NamedTuple):
+    """One entry of the sequence."""
+
+    gathers: bool
+    """Whether weights are gathered; else gradients are scattered."""
+    group: Any
+    given: int
+    """Elements that this rank puts in."""
+    got: int
+    dtype: torch.dtype
+    then: Any
+    """The group over which the result is summed afterwards, as replicas of shards do; None for none."""
+
+
+class Ledger:
+    """Which collectives a pass consists of, and how far the one under way has come."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[bool, bool], list[Collective]] = {}
+        """By whether a pass sends its gradients, and whether it is the last of a step."""
+        self.now: list[Collective] = []
+        self.mid_backward: Callable[[], None] | None = None
+
+    def note(self, entry: Collective) -> None:
+        """Just before a collective is issued."""
+        if self.mid_backward is not None and not entry.gathers:
+            self.mid_backward()
+        self.now.append(entry)
+
+
+class _Gather(DefaultAllGather):
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        entry = Collective(
+            True, group, input_tensor.numel(), output_tensor.numel(), output_tensor.dtype, None
+        )
+        self._ledger.note(entry)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _Scatter(DefaultReduceScatter):
+    def __init__(self, ledger: Ledger, unit: Any) -> None:
+        self._ledger = ledger
+        self._unit = unit
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        unit = self._unit
+        replicas = unit._all_reduce_process_group if unit._is_hsdp and unit.all_reduce_grads else None
+        entry = Collective(
+            False, group, input_tensor.numel(), output_tensor.numel(), output_tensor.dtype, replicas
+        )
+        self._ledger.note(entry)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+class Sharded:
+    """Gradients that FSDP2 sums and scatters; sums, not means: losses are weighted before."""
+
+    equal_parts = True
+    sent_any = True
+    """Gathering weights is sending: a rank never repeats a part alone."""
+
+    def __init__(
+        self, model: nn.Module, setting: Setting, groups: Groups, mid_backward: Callable[[], None] | None
+    ) -> None:
+        self._model: Any = model
+        self._ledger = Ledger()
+        self._ledger.mid_backward = mid_backward
+        self._replicas = setting.mesh.dp_replicate
+        self._units = [one for one in model.modules() if isinstance(one, FSDPModule)]
+        self.arrivals = len(self._units)
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._keeps_whole = self._small()
+        self._key: tuple[bool, bool] | None = None
+        self._done = 0
+        self._clean = True
+        self._alone = groups.size == 1
+        for module in self._units:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            for unit in _groups_of(module):
+                module.set_custom_all_gather(_Gather(self._ledger))
+                module.set_custom_reduce_scatter(_Scatter(self._ledger, unit))
+
+    def _small(self) -> bool:
+        """Whether whole gradients may lie there while parts add up; else each part scatters its own."""
+        whole = sum(one.numel() * max(4, one.element_size()) for one in self._parameters)
+        device = self._parameters[0].device
+        room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _CPU_BYTES
+        return whole <= KEEPS_WHOLE * room
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether the sequences of all kinds of parts are known."""
+        return self._alone or len(self._ledger.known) > 1
+
+    def begin(self) -> None:
+        """No gradients, nothing in flight, weights in shards."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if not self._clean:
+            self._drop_whole()
+        self._key, self._clean = None, False
+
+    def before(self, number: int, count: int) -> None:
+        """Part `number` of `count` follows."""
+        self._learn()
+        self._key = sends, last = self._kinds(count)[number]
+        self._model.set_requires_gradient_sync(sends)
+        # Replicas of shards sum what the parts of a step have added up, once.
+        self._model.set_requires_all_reduce(last)
+
+    def abandon(self) -> None:
+        """The part under way has failed: let go of all that it holds."""
+        self._done, self._key = len(self._ledger.now), None
+        self._ledger.now = []
+        reset(self._model)
+        self._drop_whole()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def finish(self, failed_at: int | None, count: int) -> None:
+        """Take part in what the others still wait for, where this rank has failed."""
+        if failed_at is None:
+            self._learn()
+            self._clean = True
+            return
+        kinds = self._kinds(count)
+        left = self._ledger.known[kinds[failed_at]][self._done :]
+        for kind in kinds[failed_at + 1 :]:
+            left = left + self._ledger.known[kind]
+        if not self._alone:
+            issue(left, self._parameters[0].device)
+
+    def squares(self) -> torch.Tensor:
+        """The squared norm of this rank's shards; replicas share out what they all hold."""
+        return summed_squares(self.gradients(), self._parameters[0].device) / self._replicas
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's shards of them."""
+        return [one.grad._local_tensor for one in self._parameters if one.grad is not None]  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """The model stays sharded."""
+
+    def _kinds(self, count: int) -> list[tuple[bool, bool]]:
+        """For each of so many parts whether it sends its gradients, and whether it is the last."""
+        lasts = [number == count - 1 for number in range(count)]
+        return [(last or not self._keeps_whole, last) for last in lasts]
+
+    def _learn(self) -> None:
+        """The part that has just gone well shows how such parts go."""
+        if self._key is not None:
+            self._ledger.known[self._key] = self._ledger.now
+        self._ledger.now = []
+
+    def _drop_whole(self) -> None:
+        for module in self._units:
+            for unit in _groups_of(module):
+                for one in unit.fsdp_params:
+                    one.unsharded_accumulated_grad = None
+                    if hasattr(one, "_unsharded_param"):
+                        one._unsharded_param.grad = None
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """The parameter groups of a sharded module; older versions of torch have one at most."""
+    state = module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is not None:
+        return list(found)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def issue(left: list[Collective], device: torch.device) -> None:
+    """Take part in collectives with zeros, in their order, and forget what comes of them."""
+    given: dict[torch.dtype, torch.Tensor] = {}
+    got: dict[torch.dtype, torch.Tensor] = {}
+    for dtype in {one.dtype for one in left}:
+        mine = [one for one in left if one.dtype is dtype]
+        given[dtype] = torch.zeros(max(one.given for one in mine), dtype=dtype, device=device)
+        got[dtype] = torch.zeros(max(one.got for one in mine), dtype=dtype, device=device)
+    gather, scatter = DefaultAllGather(), DefaultReduceScatter()
+    for one in left:
+        into, of = got[one.dtype][: one.got], given[one.dtype][: one.given]
+        if one.gathers:
+            gather(into, of, one.group)
+            continue
+        # Sums of zeros with what the others sent would grow from one collective to the next.
+        of.zero_()
+        scatter(into, of, one.group, dist.ReduceOp.SUM)
+        if one.then is not None:
+            dist.all_reduce(into, group=one.then)
+
+
+def reset(model: Any) -> None:
+    """After an exception in a pass: nothing under way, all weights in shards."""
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+    else:
+        reset_by_hand(model)
+
+
+def reset_by_hand(model: Any) -> None:
+    """The same for a torch that cannot do it itself (before 2.12)."""
+    root = model._get_fsdp_state()
+    context = root._comm_ctx
+    streams = [
+        getattr(context, name)
+        for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream",
+                     "all_reduce_stream")
+        if hasattr(context, name)
+    ]  # fmt: skip
+    current = root._device_handle.current_stream()
+    for stream in streams:
+        # What is in flight may still read memory that is about to be given back.
+        current.wait_stream(stream)
+    if hasattr(context, "all_gather_state"):
+        context.all_gather_state = None
+    if isinstance(getattr(context, "reduce_scatter_states", None), list):
+        context.reduce_scatter_states.clear()
+    elif hasattr(context, "reduce_scatter_state"):
+        context.reduce_scatter_state = None
+    context.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        getattr(state, "_modules_to_run_forward", set()).clear()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for unit in _groups_of(module):
+                _reset_group(unit)
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(unit: Any) -> None:
+    result = unit._all_gather_result
+    if result is not None and hasattr(result.all_gather_work, "wait"):
+        result.all_gather_work.wait()
+    for name in ("_all_gather_result", "_post_reduce_event", "_all_reduce_state",
+                 "_reshard_after_forward_event", "_partial_reduce_output"):  # fmt: skip
+        if hasattr(unit, name):
+            setattr(unit, name, None)
+    unit._post_forward_indices.clear()
+    unit._training_state = TrainingState.IDLE
+    unit._to_sharded()

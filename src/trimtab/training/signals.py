@@ -1,0 +1,173 @@
+"""Signals that ask a run to end: the step is finished, the state saved, then the process ends.
+
+    SIGTERM   a scheduler or a person wants the machine back
+    SIGUSR1   Slurm's warning before the time limit, as in `#SBATCH --signal=USR1@120`
+    SIGINT    Ctrl-C
+    SIGHUP    the terminal is gone; with nohup it is not heard
+
+One rank that is asked is enough: the request travels with the status of the step, and all ranks end after
+the same one. A second request that comes later than an echo of the first ends the process at once; so does a
+first one when no step ends any more, because another rank is gone and a collective waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType, TracebackType
+
+HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+ECHO_S = 3.0
+"""A scheduler signals every process of a job, and torchrun passes its own copy on: within this time, two
+are one."""
+SILENCE_S = 20.0
+"""How long after a request no step may end before the process gives up on ending well."""
+FIELD = 10_000
+"""More ranks than the packed request can tell apart."""
+
+
+def heard() -> list[signal.Signals]:
+    """The signals that this process answers: not what nohup had it ignore."""
+    return [one for one in HEARD if one is not signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+
+
+def exit_code(asked: signal.Signals) -> int:
+    """What a process that ended by request leaves with, as shells count: 128 and the signal's number.
+
+    >>> exit_code(signal.SIGTERM)
+    143
+    """
+    return 128 + asked
+
+
+class Request(NamedTuple):
+    """What ranks tell each other beside the status of a step."""
+
+    asked: signal.Signals | None = None
+    """A signal to end by."""
+    news: bool = False
+    """Whether a rank has incidents that rank 0 does not know yet."""
+    checkpoint: bool = False
+    """Whether rank 0's clock says that a checkpoint is due."""
+
+
+def packed(one: Request) -> float:
+    """A request as one number that can be summed over ranks.
+
+    Whole numbers are exact in 64 bits up to 9e15: from the right, there are four digits for ranks that were
+    asked to end, four for those that were warned, four for those with news, and the rest for the checkpoint.
+    """
+    ended = one.asked is not None and one.asked is not signal.SIGUSR1
+    fields = (ended, one.asked is signal.SIGUSR1, one.news, one.checkpoint)
+    return float(sum(int(field) * FIELD**place for place, field in enumerate(fields)))
+
+
+def unpacked(total: float) -> Request:
+    """What ranks asked for together.
+
+    >>> unpacked(packed(Request(signal.SIGUSR1)) + packed(Request(checkpoint=True))).checkpoint
+    True
+    """
+    left, ended = divmod(round(total), FIELD)
+    left, warned = divmod(left, FIELD)
+    checkpoint, news = divmod(left, FIELD)
+    asked = signal.SIGTERM if ended else signal.SIGUSR1 if warned else None
+    return Request(asked, news > 0, checkpoint > 0)
+
+
+class Signals:
+    """Listens while a run goes on: `with Signals() as signals: ... signals.asked`.
+
+    A thread reads the signals as they come, since Python's own handlers wait for the main thread, and that
+    may be inside a collective that never ends.
+    """
+
+    def __init__(self, *, silence_s: float = SILENCE_S) -> None:
+        self.asked: signal.Signals | None = None
+        self.silence_s = silence_s
+        self._is_busy = False
+        self._first_s = 0.0
+        self._last_step_s = time.monotonic()
+        self._before: dict[signal.Signals, object] = {}
+        self._ear, self._mouth = socket.socketpair()
+        self._thread = threading.Thread(target=self._listen, name="trimtab-signals", daemon=True)
+        self._wakeup = -1
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            # Python hears signals in its main thread alone: whoever has that answers them.
+            return self
+        self._mouth.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        for one in heard():
+            self._before[one] = signal.signal(one, self._noted)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._before:
+            return
+        signal.set_wakeup_fd(self._wakeup)
+        for one, handler in self._before.items():
+            signal.signal(one, handler)  # type: ignore[arg-type] # what signal() gave, it takes
+        with contextlib.suppress(OSError):
+            self._ear.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=1.0)
+        self._ear.close()
+        self._mouth.close()
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a checkpoint is written or the run evaluates, no step ends, and that is well."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+            self.step_ended()
+
+    def step_ended(self) -> None:
+        """Tell the listener that the run moves."""
+        self._last_step_s = time.monotonic()
+
+    def _noted(self, number: int, _: FrameType | None) -> None:
+        """Python asks for a handler before it writes to the listener; the work is done there."""
+
+    def _listen(self) -> None:
+        while True:
+            self._ear.settimeout(1.0 if self.asked is not None else None)
+            try:
+                heard = self._ear.recv(1)
+            except TimeoutError:
+                self._give_up_if_silent()
+                continue
+            except OSError:
+                return
+            if not heard:
+                return
+            if heard[0] in {int(one) for one in HEARD}:
+                self._take(signal.Signals(heard[0]))
+
+    def _take(self, one: signal.Signals) -> None:
+        now = time.monotonic()
+        if self.asked in (None, signal.SIGUSR1):
+            # Slurm warns first and ends later: what was begun at the warning goes on.
+            self._first_s = now if self.asked is None or one is not signal.SIGUSR1 else self._first_s
+            self.asked = self.asked if one is signal.SIGUSR1 and self.asked else one
+        elif now - self._first_s > ECHO_S and one is not signal.SIGUSR1:
+            os._exit(exit_code(one))
+
+    def _give_up_if_silent(self) -> None:
+        since = max(self._first_s, self._last_step_s)
+        if self.asked is not None and not self._is_busy and time.monotonic() - since > self.silence_s:
+            os._exit(exit_code(self.asked))

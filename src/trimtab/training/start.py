@@ -1,0 +1,254 @@
+"""Starts the ranks of a run on this machine through torchrun, and waits for them.
+
+`python -m trimtab.training.start ARGUMENTS` is torchrun with three habits more: it ends when its parent
+does, it leaves SIGUSR1 to the ranks, and it does not print a traceback when it is asked to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import EnvironmentFault, WrongUse
+from trimtab.spec.base import Noun, below
+from trimtab.training.control import FOLDER, Control, end_with_parent
+from trimtab.training.signals import HEARD, exit_code
+from trimtab.training.signals import heard as hearing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from trimtab.training.task import Ending, Task
+
+RESTARTS = 10
+POLL_S = 0.1
+SHUTDOWN_S = 60
+"""How long torchrun lets ranks save before it kills them."""
+WORKER = "trimtab.training.worker"
+LAUNCHED = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
+"""Variables of a launcher, which must not leak into what is launched from here."""
+
+
+class Fleet(Noun, frozen=True, kw_only=True):
+    """How many ranks to start here, and which other nodes take part."""
+
+    procs: int
+    nodes: str = "1"
+    """As torchrun takes them: 2, or 1:4 for as many as there are."""
+    rendezvous: str = ""
+    """host:port where nodes meet; empty on one node."""
+    restarts: int = RESTARTS
+
+    def faults(self) -> list[str]:
+        """At least one process."""
+        return below(1, procs=self.procs) + below(0, restarts=self.restarts)
+
+
+def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
+    """Nodes as torchrun takes them, checked: 2, or 1:4.
+
+    >>> read_nodes("1:4", "head:29400")
+    ('1:4', 'head:29400')
+    """
+    least, colon, most = text.partition(":")
+    numbers = [one for one in (least, most if colon else least) if one.isascii() and one.isdigit()]
+    if len(numbers) != 2 or not 1 <= int(numbers[0]) <= int(numbers[1]):  # noqa: PLR2004 - least and most
+        raise WrongUse(
+            f"--nodes {text}",
+            found="it is neither a number of nodes nor MIN:MAX",
+            cure="Write --nodes 2, or --nodes 1:4 for a run that goes on with what is left.",
+        )
+    if int(numbers[1]) > 1 and not rendezvous:
+        raise WrongUse(
+            f"--nodes {text}",
+            found="several nodes need a place to meet",
+            cure="Give all of them the same --rendezvous HOST:PORT, where HOST is one of them.",
+        )
+    return text, rendezvous or ""
+
+
+def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
+    """The command line of torchrun."""
+    if fleet.rendezvous:
+        place = [
+            f"--nnodes={fleet.nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={fleet.rendezvous}",
+            f"--rdzv-id={run_id}",
+        ]
+    else:
+        place = ["--standalone", "--nnodes=1"]
+    return [
+        *place,
+        f"--nproc-per-node={fleet.procs}",
+        f"--max-restarts={fleet.restarts}",
+        "-m",
+        WORKER,
+        str(task_file),
+    ]
+
+
+def environment(before: Mapping[str, str], fleet: Fleet, control: Path, cores: int) -> dict[str, str]:
+    """Variables of the ranks: no launcher's, cores shared out, and torchrun's own talk turned down."""
+    found = {name: value for name, value in before.items() if name not in LAUNCHED}
+    found[FOLDER] = str(control)
+    found.setdefault("OMP_NUM_THREADS", str(max(1, cores // fleet.procs)))
+    found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    found.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
+    return found
+
+
+def launch(task: Task, fleet: Fleet) -> Ending:
+    """Start the ranks and wait for the end; raises the error of a rank."""
+    folder = Path(tempfile.mkdtemp(prefix="trimtab-run-"))
+    try:
+        control = Control(folder)
+        task_file = folder / "task.json"
+        task_file.write_text(task.to_json(), encoding="utf-8")
+        command = [sys.executable, "-m", "trimtab.training.start", *arguments(fleet, task_file, run_id(task))]
+        env = environment(os.environ, fleet, folder, _cores())
+        # A session of its own: Ctrl-C reaches the ranks once, through us.
+        with _agent(command, env) as agent:
+            code = _wait(agent, control)
+        return ending(task, _judged(code, control, fleet))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_id(task: Task) -> str:
+    """What nodes of the same run call it."""
+    return "trimtab-" + "".join(one if one.isalnum() else "-" for one in task.out)[-48:]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def _agent(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(command, env=env, start_new_session=True) as agent:  # noqa: S603 - our own program
+        try:
+            yield agent
+        finally:
+            if agent.poll() is None:
+                agent.terminate()
+
+
+def _wait(agent: subprocess.Popen[bytes], control: Control) -> int:
+    """Wait for torchrun, and pass on what we are asked."""
+    heard: list[signal.Signals] = []
+
+    def note(number: int, _: object) -> None:
+        heard.append(signal.Signals(number))
+
+    before = {one: signal.signal(one, note) for one in hearing()}
+    told: set[tuple[int, int]] = set()
+    try:
+        while (code := agent.poll()) is None:
+            if heard:
+                control.stop(heard[0])
+                if not _pass_on(agent.pid, heard, told) and told:
+                    # All ranks have ended as they were asked: there is nothing left to start again.
+                    agent.terminate()
+            time.sleep(POLL_S)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    return code
+
+
+def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]) -> bool:
+    """Every signal to every rank, once, those included that torchrun has only just started.
+
+    False where there is no rank left.
+    """
+    import psutil
+
+    try:
+        ranks = psutil.Process(agent).children()
+    except psutil.NoSuchProcess:
+        return False
+    for rank in ranks:
+        for number, one in enumerate(heard):
+            if (rank.pid, number) in told:
+                continue
+            told.add((rank.pid, number))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # Python that is still waking up dies of SIGINT with a traceback, and of SIGTERM without.
+                rank.send_signal(one if one is signal.SIGUSR1 else signal.SIGTERM)
+    return any(_is_alive(rank) for rank in ranks)
+
+
+def _is_alive(rank: Any) -> bool:
+    import psutil
+
+    try:
+        return bool(rank.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _judged(code: int, control: Control, fleet: Fleet) -> str:
+    """The signal that ended the run, if one did; raises what went wrong."""
+    error = control.error()
+    if error is not None:
+        raise error
+    asked = control.stopping()
+    if control.is_done() or (code == 0 and asked is None):
+        return ""
+    if asked is not None:
+        return asked.name
+    signals = {-int(one): one.name for one in HEARD} | {exit_code(one): one.name for one in HEARD}
+    if code in signals:
+        return signals[code]
+    last = control.last_crash()
+    raise EnvironmentFault(
+        f"trimtab train with {fleet.procs} process{'es' * (fleet.procs > 1)}",
+        found=(last or "a rank ended without a word")
+        + f"; {fleet.restarts} restart{'s' * (fleet.restarts != 1)} did not help",
+        cure="Read the lines above; the same command resumes from the last checkpoint.",
+    )
+
+
+def ending(task: Task, asked: str) -> Ending:
+    """Where the run's folder says that it ended."""
+    from trimtab.training.folder import RunFolder
+    from trimtab.training.task import Ending
+
+    lines = RunFolder(root=Path(task.out).absolute(), main=False).lines()
+    last = lines[-1] if lines else {}
+    return Ending(step=last.get("step", 0), loss=last.get("loss"), out=task.out, asked=asked)
+
+
+def main() -> int:
+    """Be torchrun."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    end_with_parent()
+    import logging
+
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if "TORCHELASTIC_LOG" not in os.environ:
+        # What it would say is said by the ranks and by their parent, in their words.
+        logging.disable(logging.ERROR)
+    try:
+        run.main(sys.argv[1:])
+    except SignalException as asked:
+        return 128 + asked.sigval
+    except ChildFailedError:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

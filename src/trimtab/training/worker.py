@@ -1,0 +1,123 @@
+"""One rank of a run: `python -m trimtab.training.worker TASK`, as torchrun starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from trimtab.errors import TrimtabError
+from trimtab.training.control import Control, end_with_parent, given
+
+if TYPE_CHECKING:
+    from trimtab.training.task import Ending, Task
+
+LOST = 75
+"""Exit code of a rank whose peers are gone: try again, as sysexits.h has it."""
+LOST_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "timed out waiting",
+    "timeout waiting for",
+    "nccl communicator was aborted",
+    "remote process has exited",
+    "watchdog caught collective operation timeout",
+)
+"""How torch's backends say that another rank is gone."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run a task from its file; notes for the parent where there is one."""
+    control = given()
+    if control is not None:
+        if control.is_over():
+            return 0
+        end_with_parent()
+        # Until the run listens, Ctrl-C ends this process without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from trimtab.training.task import Task
+
+    file = Path(arguments[0])
+    task = Task.from_json(file.read_bytes(), origin=str(file))
+    try:
+        ending = run(task)
+    except TrimtabError as error:
+        if control is None:
+            raise
+        control.fail(error)
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - every rank ends with a word on why
+        return _unforeseen(error, control)
+    if control is not None and not ending.asked:
+        control.done()
+    return ending.exit_code
+
+
+def run(task: Task) -> Ending:
+    """Train, in this process, as the rank that its variables make it."""
+    from trimtab.training.precision import allocator_variables
+
+    if task.plan is not None:
+        # Before CUDA starts, or they are not heard.
+        os.environ.update(allocator_variables(task.plan.choice, os.environ))
+    from trimtab.training.loop import train
+
+    return train(task)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank is gone.
+
+    >>> is_lost(RuntimeError("[..pair.cc:553] Connection closed by peer [127.0.0.1]:4711"))
+    True
+    """
+    kinds = {one.__name__ for one in type(error).__mro__}
+    text = str(error).lower()
+    return bool(kinds & {"DistBackendError", "DistNetworkError"}) or any(one in text for one in LOST_WORDS)
+
+
+def _unforeseen(error: Exception, control: Control | None) -> int:
+    if is_lost(error):
+        _say(f"another rank is gone: {str(error).splitlines()[0][:200]}")
+        return LOST
+    traceback.print_exc()
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+    if control is not None and control.crash(text, steps_done()):
+        control.fail(
+            TrimtabError(
+                "trimtab train",
+                found=f"it crashed again and again: {text}",
+                cure="This is a bug in trimtab, or in a library under it: please report the traceback above.",
+            )
+        )
+    return 1
+
+
+def steps_done() -> int:
+    """How far this process had come; 0 where the loop was never reached."""
+    loop = sys.modules.get("trimtab.training.loop")
+    return int(loop.Progress.step) if loop else 0
+
+
+def _say(text: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    sys.stderr.write(f"trimtab: rank {rank}: {text}\n")
+
+
+def leave(code: int) -> NoReturn:
+    """End at once, without waiting for threads and groups whose peers may be gone."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

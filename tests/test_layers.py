@@ -1,0 +1,302 @@
+"""Traces of few equal blocks give the trace of many: the pure part, and the same job traced both ways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from trimtab.catalog.clusters import stated
+from trimtab.predict.affine import same_program
+from trimtab.predict.memory import memory
+from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Trace, Work
+from trimtab.trace.blocks import MANY, are_equal, cut, longest
+from trimtab.trace.formulas import launches
+from trimtab.trace.layers import extended, matched
+from trimtab.trace.standing import Standing
+from trimtab.trace.worker import Requests
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 2**20
+
+
+class Writer:
+    """Writes a trace down by hand."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.sizes: list[int] = []
+        self.modules: list[str] = []
+        self.works: list[Work] = []
+        self.marks: dict[str, int] = {}
+
+    def alloc(self, size: int, module: str = "") -> int:
+        self.order.append(len(self.sizes))
+        self.sizes.append(size)
+        self.modules.append(module)
+        return len(self.sizes) - 1
+
+    def free(self, number: int) -> None:
+        self.order.append(~number)
+
+    def work(self, op: str, *dims: int, kind: str = "pointwise") -> None:
+        kernels = launches(*dims) if kind == "optimizer" else 1
+        made = Work(op=op, kind=kind, dtype="float32", read_bytes=sum(dims), dims=dims, kernels=kernels)
+        self.works.append(made)
+
+    def trace(self, phases: dict[str, int], parameters: int) -> Trace:
+        count = len(self.sizes)
+        names = list(dict.fromkeys(self.modules))
+        works = list(dict.fromkeys(self.works))
+        return Trace(
+            order=tuple(self.order),
+            sizes=tuple(self.sizes),
+            streams=(0,) * count,
+            parts=(3,) * count,
+            modules=tuple(names.index(one) for one in self.modules),
+            ops=(0,) * count,
+            module_names=tuple(names),
+            op_names=("aten::mm",),
+            marks=self.marks,
+            works=tuple(works),
+            sequence=tuple(works.index(one) for one in self.works),
+            phases=phases,
+            parameters=parameters,
+            trainable=parameters,
+            recomputed=(f"layers ({parameters // 10} blocks)",),
+        )
+
+
+def model(count: int, *, strange: int | None = None) -> Trace:
+    """Blocks that keep two tensors each until their backward pass, gradients until the next step."""
+    writer = Writer()
+    writer.marks["build"] = 0
+    for _ in range(count):
+        writer.alloc(10 * MIB)
+    left: list[int] = []
+    phases: dict[str, int] = {}
+    for number in range(2):
+        writer.marks[f"step{number}"] = len(writer.order)
+        writer.works.clear()
+        for one in left:
+            writer.free(one)
+        left = []
+        phases["forward"] = 0
+        before = writer.alloc(3 * MIB, "embed")
+        kept = []
+        for block in range(count):
+            wide = writer.alloc((5 if block == strange else 4) * MIB, f"layers.{block}.mlp")
+            after = writer.alloc(3 * MIB, f"layers.{block}")
+            kept.append((before, wide))
+            writer.work("aten::mm", 4, 4)
+            before = after
+        logits = writer.alloc(50 * MIB, "head")
+        phases["backward"] = len(writer.works)
+        writer.free(logits)
+        writer.free(before)
+        for source, wide in reversed(kept):
+            left.append(writer.alloc(10 * MIB))
+            writer.work("aten::mm_backward", 4, 4)
+            writer.free(wide)
+            writer.free(source)
+        phases["optimizer"] = len(writer.works)
+        norms = writer.alloc(512 * count)
+        writer.work("aten::_fused_adamw_", 9 * count, 10 * count, kind="optimizer")
+        writer.free(norms)
+    writer.marks["end"] = len(writer.order)
+    return writer.trace(phases, 10 * count)
+
+
+@pytest.mark.parametrize("count", [4, 5, 6, 16, 80])
+def test_few_blocks_give_many_exactly(count: int) -> None:
+    found, true = extended(model(3), model(4), blocks="layers", known=4, wanted=count), model(count)
+    assert found is not None
+    # Frees in a row may come in any order.
+    assert same_program(found, true)
+    assert found.replace(order=()) == true.replace(order=())
+
+
+@given(st.integers(3, 8), st.integers(1, 40))
+def test_any_two_give_the_same(few: int, more: int) -> None:
+    found = extended(model(few), model(few + 1), blocks="layers", known=few + 1, wanted=few + 1 + more)
+    assert found is not None
+    assert memory(found) == memory(model(few + 1 + more))
+
+
+def test_a_block_that_is_larger_gives_no_answer() -> None:
+    assert extended(model(3), model(4, strange=2), blocks="layers", known=4, wanted=9) is None
+
+
+def test_traces_of_other_jobs_give_no_answer() -> None:
+    other = model(4).replace(op_names=("aten::bmm",))
+    assert extended(model(3), other, blocks="layers", known=4, wanted=9) is None
+
+
+def test_two_more_blocks_at_once_are_no_single_one() -> None:
+    found = extended(model(3), model(5), blocks="layers", known=4, wanted=9)
+    assert found is None or found.parameters != model(9).parameters
+
+
+def test_what_is_put_in_is_found_wherever_it_repeats() -> None:
+    (zone,) = matched("abcabcx", "abcabcabcx", "abcabcx", "abcabcabcx")
+    assert (zone.length, zone.start, zone.end) == (3, 0, 9)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, number: int, act: str = "gelu") -> None:
+        super().__init__()
+        self.layer_idx, self.act = number, act
+        self.inner = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(8, 2)
+
+
+def stack(**strange: Any) -> Stack:
+    return Stack([Block(8, number, **(strange if number == 5 else {})) for number in range(MANY)])
+
+
+def test_the_list_of_equal_blocks_is_found_and_cut() -> None:
+    made = stack()
+    found = longest(made)
+    assert found is not None
+    assert (found.name, found.length) == ("blocks", MANY)
+    assert len(cut(found, 3)) == MANY - 3
+    assert len(made.blocks) == 3
+
+
+def shared() -> Stack:
+    made = stack()
+    made.blocks[3].inner = made.blocks[7].inner
+    return made
+
+
+def tied() -> Stack:
+    made = stack()
+    made.other = made.blocks[3].inner
+    return made
+
+
+def frozen() -> Stack:
+    made = stack()
+    next(made.blocks[0].parameters()).requires_grad = False
+    return made
+
+
+@pytest.mark.parametrize("made", [stack(act="relu"), shared(), tied(), frozen()])
+def test_blocks_that_differ_or_share_are_not_equal(made: Stack) -> None:
+    assert not are_equal(made, made.blocks)
+    assert longest(made) is None
+
+
+JOB = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, at):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(100, 64), nn.Linear(64, 100)
+        self.blocks = nn.ModuleList(Block() for _ in range(17))
+        self.at = at
+
+    def forward(self, x):
+        x, extra = self.embed(x), 0.0
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == self.at:
+                extra = extra + x.float().exp().mean()
+        return self.head(x), extra
+
+
+class Job:
+    at = -1
+
+    def model(self):
+        return Net(self.at)
+
+    def batch(self, size):
+        return torch.randint(0, 100, (size, 32))
+
+    def loss(self, model, batch):
+        out, extra = model(batch)
+        return nn.functional.cross_entropy(out.flatten(0, 1), batch.flatten()) + extra
+
+
+class Strange(Job):
+    at = 10
+"""
+SETTINGS = [
+    (Strategy.SINGLE, Recompute.NONE, Precision.BF16),
+    (Strategy.SINGLE, Recompute.FULL, Precision.FP32),
+    (Strategy.FSDP, Recompute.SELECTIVE, Precision.BF16),
+]
+
+
+def whole_and_few(folder: Path, name: str, setting: Setting) -> list[Trace]:
+    job = folder / "job.py"
+    job.write_text(JOB, encoding="utf-8")
+    asked = Requests(job=f"{job}:{name}", settings=(setting,), device=stated("H100").devices[0], clip=1.0)
+    found = []
+    for whole in (True, False):
+        with Standing() as worker:
+            (answer,) = worker.ask_all(asked.replace(whole=whole), timeout_s=300)
+        assert isinstance(answer, dict), answer
+        assert (answer["how"] == "whole") == (whole or name == "Strange")
+        found.append(Trace.from_builtins(answer["trace"]))
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "recompute", "precision"), SETTINGS)
+def test_a_job_traced_by_few_blocks_is_the_job_traced_whole(
+    strategy: Strategy,
+    recompute: Recompute,
+    precision: Precision,
+    tmp_path: Path,
+) -> None:
+    mesh = Mesh(dp_shard=4) if strategy is Strategy.FSDP else Mesh()
+    setting = Setting(
+        strategy=strategy,
+        mesh=mesh,
+        micro_batch=4,
+        global_batch=4 * mesh.data_parallel,
+        recompute=recompute,
+        precision=precision,
+    )
+    whole, few = whole_and_few(tmp_path, "Job", setting)
+    assert same_program(whole, few)
+    assert few.sizes == whole.sizes
+    assert [few.works[one] for one in few.sequence] == [whole.works[one] for one in whole.sequence]
+    assert memory(few) == memory(whole)
+    assert few.parameters == whole.parameters
+
+
+def test_what_happens_at_the_tenth_block_is_not_missed(tmp_path: Path) -> None:
+    setting = Setting(micro_batch=4, global_batch=4)
+    whole, few = whole_and_few(tmp_path, "Strange", setting)
+    assert memory(few) == memory(whole)
+    assert same_program(whole, few)

@@ -1,0 +1,536 @@
+"""The parts of `trimtab train` that need no training: lines, signals, drills, notes, other sizes."""
+
+from __future__ import annotations
+
+import doctest
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
+from trimtab.spec import (
+    Band,
+    Estimate,
+    Footprint,
+    Incident,
+    IncidentKind,
+    Mesh,
+    Plan,
+    Setting,
+    Strategy,
+    Workload,
+)
+from trimtab.training import control as control_module
+from trimtab.training import evaluate, loop, meters, resize, settle, signals, start, task, worker
+from trimtab.training.control import Control
+from trimtab.training.faults import Fault, FaultKind, Faults, read, tear
+from trimtab.training.folder import RunFolder, RunIdentity
+from trimtab.training.meters import Line, Meters, measured_mfu
+from trimtab.training.scribe import Scribe
+from trimtab.training.task import Ending, Task
+from trimtab.training.world import World
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORKLOAD = Workload(name="w", global_batch=16, samples=100)
+
+
+def line(step: int = 1, **changes: object) -> Line:
+    fields = {"epoch": 0, "loss": 2.5, "time_s": 0.1, "samples": 4, "samples_per_s": 40.0} | changes
+    return Line(step=step, **fields)  # type: ignore[arg-type]
+
+
+# --- lines ---
+
+
+def test_a_line_can_be_grepped_whatever_is_known() -> None:
+    assert line(7).text.startswith("iter 7: loss 2.5000, time 100.00ms, mfu -%, 40 samples/s")
+    full = line(
+        7, mfu=0.4512, tokens_per_s=572_345.0, allocated_bytes=2**30, reserved_bytes=2**31, data_wait_s=0.002
+    )
+    assert full.text == (
+        "iter 7: loss 2.5000, time 100.00ms, mfu 45.12%, 40 samples/s, 572,345 tokens/s, "
+        "allocated 1.0 GiB, reserved 2.0 GiB, data wait 2.0ms"
+    )
+    assert "skipped: the gradient is nan" in line(7, loss=None, skipped="the gradient is nan").text
+
+
+def test_a_live_line_is_cut_to_the_terminal_at_a_comma() -> None:
+    full = line(7, mfu=0.4512, tokens_per_s=572_345.0, allocated_bytes=2**30)
+    assert full.fitted(60) == "iter 7: loss 2.5000, time 100.00ms, mfu 45.12%, 40 samples/s"
+    assert full.fitted(500) == full.text
+
+
+def test_lines_are_printed_every_so_many_steps_and_the_last_always() -> None:
+    stream = io.StringIO()
+    shown = Meters(every=10, steps=25, stream=stream)
+    for step in range(1, 24):
+        shown.step(line(step))
+    shown.close()
+    assert [one.split(":")[0] for one in stream.getvalue().splitlines()] == ["iter 10", "iter 20", "iter 23"]
+
+
+def test_json_lines_have_what_the_contract_names(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Meters(every=1, steps=2, as_json=True)
+    shown.step(line(1))
+    shown.event(Incident(kind=IncidentKind.RESIZE, at_s=1.0, step=1, why="a", done="b"))
+    shown.step(line(2, mfu=0.5))
+    shown.close()
+    told = capsys.readouterr()
+    rows = [json.loads(one) for one in told.out.splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {"step", "loss", "samples_per_s", "mfu", "allocated_bytes", "reserved_bytes"} <= set(rows[0])
+    assert "resize at step 1: a; b" in told.err
+
+
+def test_mfu_follows_from_the_plans_by_time_devices_and_samples() -> None:
+    known = Estimate(
+        allocated_bytes=1,
+        reserved_bytes=1,
+        process_bytes=1,
+        parts=Footprint(),
+        band=Band(low_bytes=1, high_bytes=1),
+        mfu=0.4,
+        step_s=2.0,
+    )
+    assert measured_mfu(known, 4, 4, 1.0, 2.0) == pytest.approx(0.4)
+    assert measured_mfu(known, 4, 2, 0.5, 2.0) == pytest.approx(0.4)
+    assert measured_mfu(known, 4, 4, 1.0, 1.0) == pytest.approx(0.8)
+    assert measured_mfu(known.replace(mfu=None), 4, 4, 1.0, 1.0) is None
+    assert measured_mfu(None, 1, 1, 1.0, 1.0) is None
+
+
+# --- signals ---
+
+
+@given(
+    st.lists(st.sampled_from([None, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]), max_size=900),
+    st.booleans(),
+)
+def test_requests_of_many_ranks_are_read_back_from_their_sum(
+    heard: list[signal.Signals | None], due: bool
+) -> None:
+    requests = [signals.Request(one, news=number == 3) for number, one in enumerate(heard)]
+    requests.append(signals.Request(checkpoint=due))
+    total = torch.tensor([signals.packed(one) for one in requests], dtype=torch.float64).sum()
+    together = signals.unpacked(float(total))
+    assert together.checkpoint is due
+    assert together.news is (len(heard) > 3)
+    assert (together.asked is None) == all(one is None for one in heard)
+    if together.asked is signal.SIGUSR1:
+        assert not {signal.SIGTERM, signal.SIGINT} & set(heard)
+
+
+def test_a_signal_is_noted_and_what_was_there_before_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with signals.Signals() as listening:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: listening.asked is signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: listening.asked is signal.SIGTERM)
+        # An echo, from a scheduler and torchrun each.
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def wait_for(what: object, seconds: float = 5.0) -> None:
+    until = time.monotonic() + seconds
+    assert callable(what)
+    while not what():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.01)
+
+
+BLOCKED = """
+import sys, threading, time
+from trimtab.training.signals import Signals
+import trimtab.training.signals as module
+module.ECHO_S = 0.2
+with Signals(silence_s={silence}) as signals:
+    print("ready", flush=True)
+    # As a collective does: a wait that no Python code can end.
+    lock = threading.Lock(); lock.acquire(); lock.acquire()
+"""
+
+
+@pytest.mark.parametrize("silence_s", [0.5, 60.0])
+def test_a_process_whose_collective_hangs_ends_by_itself_or_at_the_second_request(silence_s: float) -> None:
+    code = BLOCKED.format(silence=silence_s)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        if silence_s > 1:
+            time.sleep(0.5)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 143
+
+
+# --- drills ---
+
+
+def test_a_fault_strikes_once_at_its_rank_and_place_also_after_a_restart(tmp_path: Path) -> None:
+    schedule = [Fault(kind=FaultKind.OUT_OF_MEMORY, step=3, rank=1, point="backward")]
+    faults = Faults(schedule, tmp_path)
+    for place, step, rank in (("backward", 2, 1), ("forward", 3, 1), ("backward", 3, 0)):
+        assert faults.at(place, step, rank) is None
+    with pytest.raises(torch.OutOfMemoryError, match="drill"):
+        faults.at("backward", 3, 1)
+    assert faults.at("backward", 3, 1) is None
+    assert Faults(schedule, tmp_path).at("backward", 4, 1) is None
+
+
+def test_every_kind_of_fault_does_what_it_says(tmp_path: Path) -> None:
+    schedule = [
+        Fault(kind=FaultKind.NOT_A_NUMBER, step=1),
+        Fault(kind=FaultKind.TORN_CHECKPOINT, step=1),
+        Fault(kind=FaultKind.FULL_DISK, step=1),
+        Fault(kind=FaultKind.SLOW, step=1, seconds=0.05),
+        Fault(kind=FaultKind.TERMINATE, step=2),
+    ]
+    faults = Faults(schedule, tmp_path)
+    assert faults.at("gradient", 1, 0) == "nan"
+    assert faults.at("checkpoint", 1, 0) == "tear"
+    with pytest.raises(OSError, match="drill") as caught:
+        faults.at("write", 1, 0)
+    assert caught.value.errno == errno.ENOSPC
+    began = time.monotonic()
+    assert faults.at("forward", 1, 0) is None
+    assert time.monotonic() - began >= 0.05
+    with signals.Signals() as listening:
+        faults.at("forward", 2, 0)
+        wait_for(lambda: listening.asked is signal.SIGTERM)
+
+
+def test_the_largest_file_of_the_newest_checkpoint_is_torn(tmp_path: Path) -> None:
+    assert tear(tmp_path) is None
+    for number, name in enumerate(("old", "new")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "small").write_bytes(b"x" * 10)
+        (tmp_path / name / "large").write_bytes(b"x" * 100)
+        os.utime(tmp_path / name, ns=(number, number))
+    assert tear(tmp_path) == tmp_path / "new" / "large"
+    assert (tmp_path / "new" / "large").stat().st_size == 50
+    assert (tmp_path / "old" / "large").stat().st_size == 100
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("nonsense", "it is no schedule"),
+        ('[{"kind": "meteor", "step": 1}]', "it is no schedule"),
+        ('[{"kind": "kill", "step": -1}]', "must be at least 0"),
+        ('[{"kind": "kill", "step": 1, "point": "write"}]', "kill strikes at"),
+        ('{"kind": "kill"}', "it is no schedule"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read_is_refused(tmp_path: Path, text: str, found: str) -> None:
+    file = tmp_path / "faults.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(WrongUse, match=found):
+        read(file)
+    with pytest.raises(WrongUse, match="cannot be read"):
+        read(tmp_path / "none.json")
+
+
+# --- notes between processes, and the command line of torchrun ---
+
+
+def test_notes_travel_between_processes(tmp_path: Path) -> None:
+    notes = Control(tmp_path)
+    assert not notes.is_over()
+    assert notes.error() is None
+    assert notes.stopping() is None
+    notes.fail(JobFailed("loss()", found="a", cure="b"))
+    notes.fail(WrongUse("late", found="c", cure="d"))
+    error = notes.error()
+    assert isinstance(error, JobFailed)
+    assert (error.given, error.exit_code) == ("loss()", 4)
+    assert notes.is_over()
+    other = Control(tmp_path / "other")
+    other.folder.mkdir()
+    other.stop(signal.SIGUSR1)
+    assert other.is_over()
+    assert other.stopping() is signal.SIGUSR1
+
+
+def test_the_same_crash_at_the_same_step_is_a_bug_and_others_are_not(tmp_path: Path) -> None:
+    notes = Control(tmp_path)
+    assert [notes.crash("boom", step) for step in (1, 1, 2, 1)] == [False, False, False, True]
+    assert notes.last_crash() == "boom"
+
+
+def test_a_rank_that_starts_after_the_end_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(control_module.FOLDER, str(tmp_path))
+    Control(tmp_path).stop(signal.SIGTERM)
+    assert worker.main(["/no/such/task"]) == 0
+
+
+def test_torchrun_is_told_what_to_start(tmp_path: Path) -> None:
+    alone = start.arguments(start.Fleet(procs=2, restarts=3), tmp_path / "task.json", "id")
+    assert alone[:2] == ["--standalone", "--nnodes=1"]
+    assert alone[2:4] == ["--nproc-per-node=2", "--max-restarts=3"]
+    assert alone[4:] == ["-m", "trimtab.training.worker", str(tmp_path / "task.json")]
+    several = start.arguments(start.Fleet(procs=8, nodes="1:4", rendezvous="head:1"), tmp_path, "id")
+    assert several[:4] == ["--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=head:1", "--rdzv-id=id"]
+
+
+def test_ranks_get_their_share_of_cores_and_no_other_launchers_variables(tmp_path: Path) -> None:
+    env = start.environment({"RANK": "3", "PATH": "p"}, start.Fleet(procs=4), tmp_path, cores=10)
+    assert "RANK" not in env
+    assert (env["PATH"], env["OMP_NUM_THREADS"], env[control_module.FOLDER]) == ("p", "2", str(tmp_path))
+    assert (
+        start.environment({"OMP_NUM_THREADS": "7"}, start.Fleet(procs=4), tmp_path, 1)["OMP_NUM_THREADS"]
+        == "7"
+    )
+
+
+@pytest.mark.parametrize("text", ["0", "4:2", "x", "1:", ":2", "1:2:3", "-1"])
+def test_nodes_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(WrongUse, match="neither a number of nodes"):
+        start.read_nodes(text, "a:1")
+
+
+def test_several_nodes_need_a_place_to_meet() -> None:
+    assert start.read_nodes("1", None) == ("1", "")
+    with pytest.raises(WrongUse, match="a place to meet"):
+        start.read_nodes("1:4", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("[../pair.cc:553] Connection closed by peer [127.0.0.1]:4711", True),
+        ("NCCL communicator was aborted on rank 1", True),
+        ("shapes do not match", False),
+    ],
+)
+def test_a_lost_peer_is_told_from_a_bug(text: str, lost: bool) -> None:
+    assert worker.is_lost(RuntimeError(text)) is lost
+
+
+def test_the_end_of_a_run_is_an_exit_code() -> None:
+    assert Ending(step=1, out="x").exit_code == 0
+    assert [Ending(step=1, out="x", asked=one).exit_code for one in ("SIGTERM", "SIGUSR1", "SIGINT")] == [
+        143,
+        138,
+        130,
+    ]
+
+
+# --- another number of processes ---
+
+
+@given(
+    st.integers(1, 512),
+    st.integers(1, 64),
+    st.integers(1, 16),
+    st.integers(1, 24),
+    st.sampled_from([Strategy.DDP, Strategy.FSDP, Strategy.HSDP, Strategy.BRANCH, Strategy.HYBRID]),
+)
+def test_the_global_batch_is_the_same_on_any_number_of_processes(
+    batch: int, micro: int, before: int, after: int, strategy: Strategy
+) -> None:
+    mesh = Mesh(dp_replicate=before)
+    micro = min(micro, -(-batch // before))
+    share = -(-batch // before)
+    rounds = -(-share // micro)
+    first = Setting(
+        strategy=Strategy.SINGLE if before == 1 else strategy,
+        mesh=mesh,
+        micro_batch=micro,
+        accumulation=rounds,
+        global_batch=batch,
+    )
+    found, words = resize.divided(first, after, nodes=2 if after % 2 == 0 and after > 2 else 1, branches=2)
+    assert found.global_batch == batch
+    assert found.gpus == after
+    assert found.micro_batch <= first.micro_batch
+    assert f"-> {after} processes" in words
+
+
+def test_a_strategy_gives_way_to_its_kin_where_the_number_does_not_allow_it() -> None:
+    branch = Setting(
+        strategy=Strategy.HYBRID,
+        mesh=Mesh(branch=2, dp_replicate=2),
+        micro_batch=4,
+        accumulation=2,
+        global_batch=16,
+    )
+    assert [resize.divided(branch, many, branches=2)[0].strategy for many in (1, 2, 3, 4)] == [
+        Strategy.SINGLE,
+        Strategy.BRANCH,
+        Strategy.FSDP,
+        Strategy.HYBRID,
+    ]
+
+
+def test_a_machine_without_a_gpu_gets_a_plain_plan() -> None:
+    plan = resize.cpu_plan("slm:tiny", WORKLOAD, 3, {}, {})
+    assert (plan.choice.strategy, plan.choice.micro_batch, plan.choice.accumulation) == (Strategy.DDP, 6, 1)
+    assert "not predicted" in plan.estimate.assumptions[0]
+    assert Plan.from_json(plan.to_json()) == plan
+    pinned = resize.cpu_setting(WORKLOAD, 2, {"micro_batch": 3, "precision": "bf16", "workers": 1})
+    assert (pinned.micro_batch, pinned.accumulation, pinned.precision, pinned.workers) == (3, 3, "bf16", 1)
+    assert resize.cpu_setting(WORKLOAD, 2, {"accumulation": 4}).micro_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("procs", "pins", "found"),
+    [
+        (2, {"strategy": "branch"}, "the job has no branches"),
+        (1, {"strategy": "ddp"}, "needs several processes"),
+        (2, {"micro_batch": 9}, "share of the global batch 16 is 8"),
+        (2, {"accumulation": 7}, "cannot be cut"),
+        (2, {"gpus": 3}, "there are 2 processes"),
+        (17, {"strategy": "ddp"}, "17 data-parallel processes for a global batch of 16"),
+    ],
+)
+def test_pins_that_cannot_be_are_refused_without_a_gpu_too(
+    procs: int, pins: dict[str, object], found: str
+) -> None:
+    with pytest.raises(WrongUse, match=found):
+        resize.cpu_setting(WORKLOAD, procs, pins)
+
+
+def test_a_task_survives_json() -> None:
+    one = Task(
+        job="slm:tiny",
+        plan=resize.cpu_plan("slm:tiny", WORKLOAD, 1, {}, {}),
+        out="x",
+        steps=3,
+        faults_due=(Fault(kind=FaultKind.KILL, step=1),),
+    )
+    assert Task.from_json(one.to_json()) == one
+
+
+@pytest.mark.parametrize("module", [evaluate, meters, signals, start, task, worker])
+def test_the_examples_in_the_docstrings_hold(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+def test_an_unhelpful_end_is_an_error_of_the_environment(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="a rank ended without a word; 3 restarts did not help"):
+        start._judged(1, Control(tmp_path), start.Fleet(procs=2, restarts=3))  # noqa: SLF001
+
+
+# --- settling, and writing down ---
+
+
+def test_a_plan_for_other_processes_is_divided_and_said_so() -> None:
+    plan = resize.cpu_plan("slm:tiny", WORKLOAD, 4, {"micro_batch": 2}, {})
+    asked = Task(job="slm:tiny", plan=plan, out="x")
+    found, words = settle.settled(asked, object(), World())
+    assert (found.choice.gpus, found.choice.global_batch, found.choice.micro_batch) == (1, 16, 2)
+    assert "4 -> 1 processes, ddp -> single, micro-batch 2 x 2 -> 2 x 8" in words
+    assert "times are scaled" in found.estimate.assumptions[-1]
+    same, nothing = settle.settled(asked.replace(plan=found), object(), World())
+    assert (same, nothing) == (found, "")
+    with pytest.raises(WrongUse, match="rank 0 was given no plan"):
+        settle.settled(asked.replace(plan=None), object(), World())
+
+
+def opened(place: Path, size: int = 1) -> tuple[Scribe, io.StringIO]:
+    identity = RunIdentity(job="a", global_batch=16)
+    folder = RunFolder.open(place, identity=identity, plan=resize.cpu_plan("a", WORKLOAD, 1, {}, {}))
+    stream = io.StringIO()
+    world = World(size=size, address="a", port=1) if size > 1 else World()
+    return Scribe(world, folder, Meters(every=1, steps=1, stream=stream)), stream
+
+
+def kinds(scribe: Scribe) -> list[str]:
+    return [one.kind.value for one in scribe.folder.events()]
+
+
+def test_an_attempt_says_how_the_one_before_it_ended(tmp_path: Path) -> None:
+    first, _ = opened(tmp_path)
+    first.begin()
+    assert first.folder.events_file.exists()
+    first.folder.log({"step": 7, "loss": 1.0})
+    first.folder.close()
+    second, _ = opened(tmp_path)
+    second.begin()
+    assert kinds(second) == ["lost-rank"]
+    assert second.folder.events()[0].step == 7
+    second.end()
+    second.folder.close()
+    third, _ = opened(tmp_path, size=3)
+    third.begin()
+    assert kinds(third) == ["lost-rank", "resize"]
+    third.end(RuntimeError("what was that"))
+    assert kinds(third)[-1] == "bug"
+    third.folder.close()
+    fourth, _ = opened(tmp_path, size=3)
+    fourth.begin()
+    assert len(kinds(fourth)) == 3
+    fourth.end(RuntimeError("Connection closed by peer"))
+    fourth.folder.close()
+    fifth, _ = opened(tmp_path, size=3)
+    fifth.begin()
+    assert kinds(fifth)[-1] == "lost-rank"
+
+
+def test_a_run_that_never_took_a_step_leaves_its_folder_to_others(tmp_path: Path) -> None:
+    scribe, _ = opened(tmp_path)
+    scribe.begin()
+    scribe.end(JobFailed("loss()", found="a", cure="b"))
+    scribe.folder.close()
+    assert not (tmp_path / "run.json").exists()
+    again, _ = opened(tmp_path)
+    again.begin()
+    again.folder.log({"step": 1, "loss": 1.0})
+    again.end(JobFailed("loss()", found="a", cure="b"))
+    assert (tmp_path / "run.json").exists()
+
+
+def test_steps_of_the_engine_are_counted_as_people_do(tmp_path: Path) -> None:
+    scribe, _ = opened(tmp_path)
+    scribe.hear(Incident(kind=IncidentKind.OUT_OF_MEMORY, at_s=1.0, step=0, rank=0, why="a", done="b"))
+    assert scribe.folder.events()[0].step == 1
+
+
+def test_a_reader_that_goes_away_does_not_end_a_training() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:  # noqa: ARG002 - as a stream has it
+            raise BrokenPipeError
+
+    shown = Meters(every=1, steps=5, stream=Gone())
+    for step in range(1, 6):
+        shown.step(line(step))
+    shown.close()
+
+
+def test_errors_of_a_job_are_told_from_ours(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.py"
+    file.write_text("def loss():\n    return {}['answer']\n", encoding="utf-8")
+    theirs: dict[str, Any] = {}
+    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), theirs)  # noqa: S102 - a job's code
+    with pytest.raises(KeyError) as caught:
+        theirs["loss"]()
+    assert loop.is_of_job(caught.value)
+    error = KeyError("ours")
+    assert not loop.is_of_job(error)
+
+
+def test_evaluation_makes_as_many_passes_on_every_rank() -> None:
+    assert evaluate.rounds(10, 3, 2) == 2
+    assert evaluate.rounds(1, 4, 2) == 1
+    with pytest.raises(JobFailed, match="has no samples that can be counted"):
+        evaluate.validation_of(type("Job", (), {"validation": lambda _: []})())
+    assert evaluate.validation_of(object()) is None
