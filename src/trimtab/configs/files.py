@@ -20,6 +20,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_in
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ _DIFF_LINES = 40
 Replace = Callable[[Path, Path], Any]
 
 
-class Wanted(Noun, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
     """What is to change in one file."""
 
     file: str
@@ -144,7 +146,8 @@ def _merged(first: Wanted, second: Wanted) -> Wanted:
                 found=f"both {first.changes[path]!r} and {second.changes[path]!r} are wanted",
                 cure="Name the file once.",
             )
-    return first.replace(
+    return replace_in(
+        first,
         changes={**first.changes, **second.changes},
         beside=first.beside or second.beside,
         add=first.add or second.add,
