@@ -109,6 +109,23 @@ def test_a_single_stage_can_be_named(conf: Path) -> None:
     }
 
 
+def test_a_job_that_does_not_know_the_stages_options_runs_them_all_alike(conf: Path) -> None:
+    def replan(_: dict[str, Any]) -> Plan:
+        raise UnknownName("option negatives=8", found="the job has no option 'negatives'", cure="")
+
+    found = proposed([aim(str(conf))], MAIN, built_in(), opened=documents.read, replan=replan)
+    assert {one.setting.micro_batch for one in found.stages} == {16}
+    assert any("no option 'negatives'" in one for one in found.said)
+
+
+def test_a_stage_for_which_nothing_fits_is_named(conf: Path) -> None:
+    def replan(_: dict[str, Any]) -> Plan:
+        raise NothingFits("naics on T4", found="nothing fits", cure="Use two GPUs.")
+
+    with pytest.raises(NothingFits, match="stage 02_stage: naics on T4"):
+        proposed([aim(str(conf))], MAIN, built_in(), opened=documents.read, replan=replan)
+
+
 def test_a_broken_stage_stops_everything(conf: Path) -> None:
     broken = "n_negatives: 8\nname: a\npositive_level: 1\npositive_level: 2\n"
     (conf / "curriculum" / "02_stage.yaml").write_text(broken, encoding="utf-8")
@@ -209,6 +226,17 @@ def test_a_computed_value_is_refused_or_written_beside(tmp_path: Path) -> None:
     line = file.read_text(encoding="utf-8").splitlines()[4]
     assert '"batch_size": 20' in line
     assert "2 * 9" in line.partition("#")[2]
+
+
+def test_a_value_that_another_key_gives_is_refused_or_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    text = samples.HYDRA.replace("batch_size: 4 ", "batch_size: ${sizes.batch} ")
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(WrongUse, match=r"config.yaml:9: .*worked out from sizes.batch.*--beside"):
+        trimtab.apply(plan(SINGLE), file)
+    assert file.read_text(encoding="utf-8") == text
+    trimtab.apply(plan(SINGLE), file, beside=True)
+    assert "batch_size: 20 " in file.read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -615,6 +615,7 @@ def propose(  # noqa: PLR0913 - each is an option of the command
     *,
     target: str | None = None,
     on: str | Cluster | None = None,
+    beside: bool = False,
     cache: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> Proposal:
@@ -628,7 +629,8 @@ def propose(  # noqa: PLR0913 - each is an option of the command
     def replan(options: dict[str, Any]) -> Plan:
         return _same_but(plan, options, on, cache=cache, say=say)
 
-    return proposed(aims, plan, known(one.file for one in aims), opened=read, name=target, replan=replan)
+    among = known(one.file for one in aims)
+    return proposed(aims, plan, among, opened=read, name=target, beside=beside, replan=replan)
 
 
 def _same_but(
@@ -679,7 +681,7 @@ def apply(  # noqa: PLR0913 - each is an option of the command
 
     found = plan_from(plan)[0] if isinstance(plan, str | PathLike) else plan
     places = [to] if isinstance(to, str | PathLike) else list(to)
-    proposal = propose(found, [str(one) for one in places], target=target, on=on, cache=cache)
+    proposal = propose(found, [str(one) for one in places], target=target, on=on, beside=beside, cache=cache)
     ready = proposal.prepared(beside=beside)
     return applied(proposal, ready, None if dry else write_plan(ready, found))
 

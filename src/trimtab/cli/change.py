@@ -66,7 +66,7 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
         )
     found, unchecked = api.plan_from(plan)
     with progress() as say:
-        proposal = api.propose(found, to, target=target, on=on, cache=not no_cache, say=say)
+        proposal = api.propose(found, to, target=target, on=on, beside=beside, cache=not no_cache, say=say)
     proposal.said += [unchecked] if unchecked else []
     ready = proposal.prepared(beside=beside)
     preview = api.applied(proposal, ready, None)

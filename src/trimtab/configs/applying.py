@@ -105,6 +105,7 @@ def proposed(  # noqa: PLR0913 - what goes where, and whom to ask
     *,
     opened: Callable[[Path], Document],
     name: str | None = None,
+    beside: bool = False,
     replan: Callable[[dict[str, Any]], Plan],
 ) -> Proposal:
     """The edits that write a plan into all the files, and what none of them can hold."""
@@ -113,11 +114,13 @@ def proposed(  # noqa: PLR0913 - what goes where, and whom to ask
     for one in aims:
         layout = laid_out(one, known, opened=opened, name=name)
         found.folders += [one.file] if one.file.is_dir() else []
-        stages = planned([config for config, _ in layout.stages], plan, replan)
+        stages, said = planned([config for config, _ in layout.stages], plan, replan)
+        found.said += said
         chosen = safest(plan, stages) if stages else None
         if layout.main is not None:
             file = str(layout.main.file)
-            drafts.append(drafted(layout.main.site, layout.main.document, plan, file=file, setting=chosen))
+            where, document = layout.main.site, layout.main.document
+            drafts.append(drafted(where, document, plan, file=file, setting=chosen, beside=beside))
             found.files.append(file)
         for (config, document), how in zip(layout.stages, stages, strict=True):
             assert layout.stage is not None  # noqa: S101 - stages come from it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ ELSEWHERE = {
     "allocator": "Start the job with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: no key here holds it.",
     "micro_batch": "No key here holds the micro-batch: give the job's data loader {value} samples a batch.",
 }
+
+
+_BORROWED = re.compile(r"\$\{+ *([^}]+?) *\}")
+"""A reference to another key or variable, as Hydra and others write it."""
 
 
 class Edit(Noun, frozen=True, kw_only=True):
@@ -145,19 +150,32 @@ def facts_of(setting: Setting, nodes: int = 1) -> dict[str, int | str]:
     }
 
 
-def edits(
-    site: Site, document: Document, plan: Plan, *, file: str, setting: Setting | None = None
+def edits(  # noqa: PLR0913 - a plan, where it goes, and how
+    site: Site,
+    document: Document,
+    plan: Plan,
+    *,
+    file: str,
+    setting: Setting | None = None,
+    beside: bool = False,
 ) -> tuple[list[Edit], list[str]]:
     """The edits that make a config say what a plan does, and what it cannot say.
 
-    `setting` stands in for the plan's choice where a stage has one of its own.
+    `setting` stands in for the plan's choice where a stage has one of its own; with `beside`, values that
+    another key gives are replaced too.
     """
-    found = drafted(site, document, plan, file=file, setting=setting)
+    found = drafted(site, document, plan, file=file, setting=setting, beside=beside)
     return found.edits, [*found.said, *found.missing.values()]
 
 
-def drafted(
-    site: Site, document: Document, plan: Plan, *, file: str, setting: Setting | None = None
+def drafted(  # noqa: PLR0913 - as above
+    site: Site,
+    document: Document,
+    plan: Plan,
+    *,
+    file: str,
+    setting: Setting | None = None,
+    beside: bool = False,
 ) -> Draft:
     """As `edits`, with what no key holds kept apart: another file of the same job may hold it."""
     draft = Draft(file=file)
@@ -179,6 +197,8 @@ def drafted(
         if all(wanted.get(key) in among for key, among in knob.only.items()):
             path, entry = held(knob, site.root, values)
             _one(draft, knob, path, entry, wanted, present)
+    if not beside:
+        _refuse_borrowed(draft)
     _elsewhere(draft, site.target, wanted)
     _check(site, entries, draft, wanted)
     return draft
@@ -246,6 +266,17 @@ def _after(draft: Draft, knob: Knob, current: Any, value: int | str) -> tuple[An
         draft.settled.add(knob.field)
         draft.say(knob.lacks[word])
     return words.wanted(knob, word)
+
+
+def _refuse_borrowed(draft: Draft) -> None:
+    """A value such as ${batch.size} is another key's: whoever reads that key would not see the change."""
+    for one in draft.edits:
+        if isinstance(one.before, str) and (found := _BORROWED.search(one.before)):
+            raise WrongUse(
+                f"{one.file}:{one.line}: {one.key}",
+                found=f"it is {one.before}, which is worked out from {found[1]}",
+                cure=f"Make {found[1]} give {words.text(one.after)}, or write that here with --beside.",
+            )
 
 
 def _says(

@@ -13,6 +13,7 @@ from trimtab.configs import words
 from trimtab.configs.edits import Edit, exactly
 from trimtab.configs.targets import Knob, parts, roots
 from trimtab.configs.texts import dotted
+from trimtab.errors import NothingFits, UnknownName
 from trimtab.spec import Estimate, Noun, Setting
 
 if TYPE_CHECKING:
@@ -81,28 +82,45 @@ def _number(entry: Entry | None) -> int | None:
 
 def planned(
     stages: Sequence[StageConfig], plan: Plan, replan: Callable[[dict[str, Any]], Plan]
-) -> tuple[StagePlan, ...]:
-    """Each stage with the cut of the batch that is fastest for it, and what that needs.
+) -> tuple[tuple[StagePlan, ...], list[str]]:
+    """Each stage with the cut of the batch that is fastest for it, what that needs, and what is to be said.
 
     `replan` finds the best plan for the job with some options changed, all else pinned as in the plan.
     """
     found: dict[str, Plan] = {}
+    said: list[str] = []
+    chosen = []
     for one in stages:
         key = repr(sorted(one.options.items()))
         if key not in found:
-            asked = {name: value for name, value in one.options.items() if plan.options.get(name) != value}
-            found[key] = replan(one.options) if asked else plan
-    return tuple(
-        StagePlan(
-            name=one.name,
-            file=one.file,
-            options=one.options,
-            setting=exactly(best.choice, f"plan for stage {one.name}")[0],
-            estimate=best.estimate,
+            found[key] = _best(one, plan, replan, said)
+        setting, _ = exactly(found[key].choice, f"plan for stage {one.name}")
+        chosen.append(
+            StagePlan(
+                name=one.name,
+                file=one.file,
+                options=one.options,
+                setting=setting,
+                estimate=found[key].estimate,
+            )
         )
-        for one in stages
-        for best in [found[repr(sorted(one.options.items()))]]
-    )
+    return tuple(chosen), said
+
+
+def _best(stage: StageConfig, plan: Plan, replan: Callable[[dict[str, Any]], Plan], said: list[str]) -> Plan:
+    if all(plan.options.get(name) == value for name, value in stage.options.items()):
+        return plan
+    try:
+        return replan(stage.options)
+    except UnknownName as problem:
+        said.append(
+            f"All stages run as the plan does: {problem.found}, so it cannot be told what they change."
+        )
+        return plan
+    except NothingFits as problem:
+        nothing = NothingFits(f"stage {stage.name}: {problem.given}", found=problem.found, cure=problem.cure)
+        nothing.nearest = problem.nearest
+        raise nothing from problem
 
 
 def pins_of(setting: Setting) -> dict[str, Any]:
