@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -66,14 +67,6 @@ class Kind:
     samples: st.SearchStrategy[c.Sample]
     judge: Callable[[str], Any]
     values: st.SearchStrategy[Any]
-
-
-def by_shell(text: str) -> Any:
-    """By a shell that runs the script without its command."""
-    script = text.lstrip("\ufeff").replace("\r\n", "\n").partition("python train.py")[0]
-    done = subprocess.run(["bash", "-c", f"set -a\n{script}\nenv -0"], capture_output=True, check=True, env={})
-    found = dict(one.split("=", 1) for one in done.stdout.decode().split("\0") if one)
-    return {key.lower(): value for key, value in found.items() if key not in ("PWD", "SHLVL", "_", "OLDPWD")}
 
 
 KINDS = {
@@ -256,3 +249,104 @@ def test_apply_and_revert_give_back_every_byte(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_apply_and_revert_give_back_every_byte_of_ten_thousand_documents(name: str) -> None:
     returned(MANY, name)
+
+
+# Scripts: everything is text there, so that they have their own judges.
+
+shell_values = st.one_of(
+    st.integers(0, 10**6),
+    st.booleans(),
+    c.words,
+    st.sampled_from(["it's", "a b", "$HOME", "`x`", '"', "a\\\\b", "#no", "a#b", "", "*", "~", "x;y", "(1)"]),
+)
+shell_trees = st.dictionaries(c.keys.map(str.upper).map("X_{}".format), shell_values, min_size=1, max_size=5)
+
+
+def by_shell(text: str) -> dict[str, str]:
+    """By a shell that runs the script without its command."""
+    script = text.lstrip("\ufeff").replace("\r\n", "\n").partition("python train.py")[0]
+    done = subprocess.run(["bash", "-c", f"set -a\n{script}\nenv -0"], capture_output=True, check=True, env={})
+    found = dict(one.split("=", 1) for one in done.stdout.decode().split("\0") if one)
+    return {key: value for key, value in found.items() if key.startswith("X_")}
+
+
+def in_words(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def scripts(count: int) -> None:
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(shell_trees, st.integers(0, 2**32), st.data())
+    def attempt(tree: dict[str, Any], seed: int, data: st.DataObject) -> None:
+        pen = c.Pen(Random(seed))  # noqa: S311 - a choice of style is no secret
+        text = "\n".join(c.shell_lines(pen, tree))
+        sample = c.Sample(text=text, tree=tree, comments=pen.comments)
+        before = by_shell(text)
+        assert before == {key: in_words(value) for key, value in tree.items()}, "the sample itself is wrong"
+        chosen = data.draw(st.lists(st.sampled_from(sorted(tree)), min_size=1, max_size=3, unique=True))
+        changes: dict[KeyPath, Any] = {(key,): data.draw(shell_values) for key in chosen}
+        changes["X_NEW",] = data.draw(shell_values)
+        after = documents.read(text, "run.sh").edited(changes, add=True)
+        found = by_shell(after)
+        for (key,), value in changes.items():
+            same_flag = isinstance(value, bool) and before.get(str(key)) in ("1", "0")
+            assert found.pop(str(key)) == (str(int(value)) if same_flag else in_words(value))
+        assert found == {key: value for key, value in before.items() if (key,) not in changes}
+        survives(sample, after)
+
+    attempt()
+
+
+def test_the_variables_of_scripts_change_as_a_shell_sees_them() -> None:
+    scripts(60)
+
+
+@pytest.mark.slow
+def test_the_variables_of_ten_thousand_scripts_change_as_a_shell_sees_them() -> None:
+    scripts(MANY)
+
+
+OPTION = re.compile(r"^#SBATCH (?:-(\w) ?|--([\w-]+)[= ])(\S+)", re.MULTILINE)
+LONG = {"N": "nodes", "n": "ntasks", "G": "gpus"}
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "nodes": st.integers(1, 99),
+        "ntasks": st.integers(1, 99),
+        "gpus": st.integers(1, 99),
+        "gres": st.sampled_from(["gpu:1", "gpu:a100:4", "gpu:8,tmp:5"]),
+        "mem": st.sampled_from(["0", "64G"]),
+        "time": st.sampled_from(["24:00:00", "1-0", "30"]),
+        "cpus-per-task": st.integers(1, 99),
+    },
+).filter(bool)
+
+
+def by_sbatch(text: str) -> dict[str, str]:
+    header = text.partition("export ")[0]
+    return {LONG.get(match[1]) or match[2]: match[3] for match in OPTION.finditer(header)}
+
+
+def batches(count: int) -> None:
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(options, st.integers(0, 2**32), options)
+    def attempt(tree: dict[str, Any], seed: int, wanted: dict[str, Any]) -> None:
+        pen = c.Pen(Random(seed))  # noqa: S311 - a choice of style is no secret
+        text = "\n".join(c.sbatch_lines(pen, tree))
+        before = {key: str(value) for key, value in tree.items()}
+        assert by_sbatch(text) == before, "the sample itself is wrong"
+        after = documents.read(text, "run.sbatch").edited({(key,): one for key, one in wanted.items()}, add=True)
+        assert by_sbatch(after) == before | {key: str(one) for key, one in wanted.items()}
+        survives(c.Sample(text=text, tree=tree, comments=pen.comments), after)
+        assert after.partition("export ")[2] == text.partition("export ")[2]
+
+    attempt()
+
+
+def test_the_options_of_batch_scripts_change_in_the_spelling_they_have() -> None:
+    batches(200)
+
+
+@pytest.mark.slow
+def test_the_options_of_ten_thousand_batch_scripts_change() -> None:
+    batches(MANY)

@@ -265,8 +265,10 @@ def word_of(value: Any, like: str = "") -> str:
         return ""
     if isinstance(value, bool):
         old = like.strip("'\"")
-        yes, no = next((pair for pair in _PAIRS if old.lower() in pair), _PAIRS[0])
-        word = yes if value else no
+        pair = next((pair for pair in _PAIRS if old.lower() in pair), None)
+        word = (pair or _PAIRS[0])[0 if value else 1]
+        if pair is None:
+            return word
         return word.upper() if old.isupper() else word.capitalize() if old[:1].isupper() else word
     if isinstance(value, float):
         return texts.scientific(value, like.strip("'\""))
