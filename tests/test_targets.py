@@ -228,6 +228,15 @@ def test_a_key_that_counts_only_when_sharding_is_left_otherwise() -> None:
     assert sharded["fsdp_config.fsdp_activation_checkpointing"] is True
 
 
+def test_a_table_where_a_word_was_expected_is_left_and_said() -> None:
+    whole = "strategy:\n    class_path: FSDPStrategy\n    init_args: {sharding_strategy: FULL_SHARD}\n"
+    text = samples.LIGHTNING.replace("strategy: ddp\n", whole)
+    found, said = edit_of(text, "cli.yaml", plan(FSDP))
+    assert not [key for key in found if "strategy" in key]
+    assert "trainer.strategy holds a table, and stays; planned: fsdp." in said
+    assert "strategy" not in read(text, "cli.yaml").facts
+
+
 def test_slurm_headers_keep_the_name_of_the_gpu() -> None:
     after, _, said = written(samples.SBATCH, "a.sbatch", plan(FSDP))
     assert after.edited({}) == samples.SBATCH.replace("a100:2", "a100:4")

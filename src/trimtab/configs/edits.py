@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trimtab.configs import words
-from trimtab.configs.reading import held, read
+from trimtab.configs.reading import held, read, table
 from trimtab.configs.targets import WORDS
 from trimtab.configs.texts import dotted
 from trimtab.errors import TrimtabError, WrongUse
@@ -196,7 +196,11 @@ def drafted(  # noqa: PLR0913 - as above
     for knob in site.target.knobs:
         if all(wanted.get(key) in among for key, among in knob.only.items()):
             path, entry = held(knob, site.root, values)
-            _one(draft, knob, path, entry, wanted, present)
+            if entry is None and (whole := table(knob, site.root, values)):
+                draft.settled.add(knob.field)
+                draft.say(f"{dotted(whole)} holds a table, and stays; planned: {wanted[knob.field]}.")
+            else:
+                _one(draft, knob, path, entry, wanted, present)
     if not beside:
         _refuse_borrowed(draft)
     _elsewhere(draft, site.target, wanted)

@@ -74,6 +74,15 @@ def held(knob: Knob, root: Path, values: Mapping[Path, Entry]) -> tuple[Path, En
     return root + parts(knob.keys[0]), None
 
 
+def table(knob: Knob, root: Path, values: Mapping[Path, Entry]) -> Path | None:
+    """The key of a knob that holds a whole table where a value was expected: strategy: {class_path: ...}."""
+    for key in knob.keys:
+        path = root + parts(key)
+        if any(len(one) > len(path) and one[: len(path)] == path for one in values):
+            return path
+    return None
+
+
 def read(
     site: Site, entries: Sequence[Entry], *, gpus: int | None = None, nodes: int | None = None
 ) -> Reading:
@@ -83,7 +92,12 @@ def read(
     # What counts only under some strategy is read when the strategy is known.
     for knob in sorted(site.target.knobs, key=lambda one: bool(one.only)):
         if all(heard.likely().get(field) in among for field, among in knob.only.items()):
-            heard.listen(knob, *held(knob, site.root, values), root=site.root)
+            path, entry = held(knob, site.root, values)
+            if entry is None and (whole := table(knob, site.root, values)):
+                heard.left_open.add(knob.field)
+                heard.said.append(f"{dotted(whole)} holds a table, and is not known")
+            else:
+                heard.listen(knob, path, entry, root=site.root)
     numbers = dict(heard.numbers)
     if gpus is not None and "gpus" not in solved(numbers, heard.implied, []):
         # The config leaves it to the launcher.
