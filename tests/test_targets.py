@@ -322,11 +322,21 @@ def test_an_unknown_target_gives_the_nearest() -> None:
         site(documents.read("a: 1\n", "a.yaml"), built_in(), origin="a.yaml", name="deepsped")
 
 
+def test_a_target_that_was_named_has_to_be_there() -> None:
+    document = documents.read("a: {b: 1}\n", "a.yaml")
+    with pytest.raises(WrongUse, match="none of the keys of deepspeed"):
+        site(document, built_in(), origin="a.yaml", name="deepspeed")
+    # Unless somebody says where it is to go.
+    assert site(document, built_in(), origin="a.yaml", name="deepspeed", below=("a",)).root == ("a",)
+
+
 def test_two_configs_in_a_file_are_told_apart_by_their_place() -> None:
     text = samples.SLM + samples.SLM.replace("slm_config", "tiny_config").partition("\n")[2]
     document = documents.read(text, "c.py")
     with pytest.raises(WrongUse, match=r"2 configs of slm-config.*c.py:slm_config, c.py:tiny_config"):
         site(document, built_in(), origin="c.py")
+    with pytest.raises(WrongUse, match="2 configs of slm-config"):
+        site(document, built_in(), origin="c.py", name="slm-config")
     assert site(document, built_in(), origin="c.py", below=("tiny_config",)).root == ("tiny_config",)
 
 

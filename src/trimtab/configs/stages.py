@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.configs import words
 from trimtab.configs.edits import Edit, exactly
-from trimtab.configs.targets import Knob, parts, roots
+from trimtab.configs.targets import Index, Knob, parts, roots
 from trimtab.configs.texts import dotted
 from trimtab.errors import NothingFits, UnknownName
 from trimtab.spec import Estimate, Noun, Setting
@@ -53,7 +53,7 @@ class StagePlan(Noun, frozen=True, kw_only=True):
 def stage_in(document: Document, stage: Stage, *, file: str, stem: str) -> StageConfig | None:
     """The stage that a document describes; None where it is something else."""
     entries = document.entries()
-    found = roots(stage.marks, entries)
+    found = roots(stage.marks, Index(entries))
     if not found:
         return None
     root = found[0]

@@ -228,39 +228,48 @@ def parts(key: str) -> Path:
     return tuple(key.split("."))
 
 
-def roots(marks: Sequence[Sequence[str]], entries: Sequence[Entry], below: Path = ()) -> list[Path]:
+class Index:
+    """The keys of a document, tables included, ready to be asked for by their last word."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.paths: set[Path] = set()
+        for one in entries:
+            path = one.path
+            # A key that holds a table has no entry of its own.
+            while path and path not in self.paths:
+                self.paths.add(path)
+                path = path[:-1]
+        self.by_end: dict[str | int, list[Path]] = {}
+        for path in self.paths:
+            self.by_end.setdefault(path[-1], []).append(path)
+
+    def above(self, end: Path) -> list[Path]:
+        """What comes before a key, wherever it is."""
+        return [path[: -len(end)] for path in self.by_end.get(end[-1], []) if path[-len(end) :] == end]
+
+
+def roots(marks: Sequence[Sequence[str]], index: Index, below: Path = ()) -> list[Path]:
     """The paths below which one key of every group is."""
-    held = {one.path for one in entries}
-    for one in entries:
-        # A key that holds a table has no entry of its own.
-        held.update(one.path[:size] for size in range(1, len(one.path)))
-    found: dict[Path, None] = {}
-    for key in marks[0]:
-        end = parts(key)
-        for path in held:
-            root = path[: -len(end)]
-            if path[-len(end) :] == end and root[: len(below)] == below:
-                found[root] = None
+    found = {root for key in marks[0] for root in index.above(parts(key)) if root[: len(below)] == below}
     return sorted(
-        (root for root in found if all(any(root + parts(key) in held for key in group) for group in marks)),
+        (
+            root
+            for root in found
+            if all(any(root + parts(key) in index.paths for key in group) for group in marks)
+        ),
         key=lambda root: (len(root), str(root)),
     )
 
 
-def _is_at(target: Target, root: Path, entries: Sequence[Entry]) -> bool:
-    never = {root + parts(key) for key in target.never}
-    return not any(one.path[: len(path)] == path for one in entries for path in never)
-
-
 def sites(document: Document, known: Sequence[Target], below: Path = ()) -> list[Site]:
     """Every target that a document can be, with where."""
-    entries = document.entries()
+    index = Index(document.entries())
     found = [
         Site(target=target, root=root)
         for target in known
         if not target.formats or document.kind in target.formats
-        for root in roots(target.marks, entries, below)
-        if _is_at(target, root, entries)
+        for root in roots(target.marks, index, below)
+        if not any(root + parts(key) in index.paths for key in target.never)
     ]
     return [one for one in found if not any(_beats(other, one) for other in found)]
 
@@ -274,12 +283,13 @@ def site(
     document: Document, known: Sequence[Target], *, origin: str, name: str | None = None, below: Path = ()
 ) -> Site:
     """The target that a document is; an error that says what to do where that is not clear."""
+    given = f"{origin}:{dotted(below)}" if below else origin
     if name is not None:
-        return _told(document, named(name, known), below)
-    found = sites(document, known, below)
+        found = _told(document, named(name, known), below, given)
+    else:
+        found = sites(document, known, below)
     if len(found) == 1:
         return found[0]
-    given = f"{origin}:{dotted(below)}" if below else origin
     if not found:
         raise WrongUse(
             given,
@@ -289,7 +299,7 @@ def site(
         )
     names = list(dict.fromkeys(one.target.name for one in found))
     if len(names) == 1:
-        listed = ", ".join(f"{origin}:{dotted(one.root)}" for one in found)
+        listed = ", ".join(f"{origin}:{dotted(one.root)}" if one.root else origin for one in found)
         raise WrongUse(
             given, found=f"it holds {len(found)} configs of {names[0]}", cure=f"Name one of {listed}."
         )
@@ -300,11 +310,15 @@ def site(
     )
 
 
-def _told(document: Document, target: Target, below: Path) -> Site:
-    """Where a target is that the user named: by its marks, else by its knobs, else where they pointed."""
-    entries = document.entries()
-    found = roots(target.marks, entries, below)
-    if not found:
-        keys = [[key for knob in target.knobs for key in knob.keys]]
-        found = roots(keys, entries, below)
-    return Site(target=target, root=found[0] if found else below)
+def _told(document: Document, target: Target, below: Path, given: str) -> list[Site]:
+    """Where a target is that the user named: by its marks, else by any of its keys, else where they pointed."""
+    index = Index(document.entries())
+    keys = [[key for knob in target.knobs for key in knob.keys]]
+    found = roots(target.marks, index, below) or roots(keys, index, below)
+    if not found and not below:
+        raise WrongUse(
+            given,
+            found=f"it has none of the keys of {target.name}",
+            cure=f"Name another target, or the place where they belong: {given}:PATH.",
+        )
+    return [Site(target=target, root=root) for root in found or [below]]
