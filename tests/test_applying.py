@@ -11,12 +11,13 @@ import config_samples as samples
 import trimtab
 from test_cli import trimtab_cli
 from test_targets import ESTIMATE, FSDP, SINGLE, plan
+from trimtab.api import devices_of
 from trimtab.configs import documents
 from trimtab.configs.applying import aim, laid_out, proposed
 from trimtab.configs.showing import Display, display, job_of
 from trimtab.configs.targets import built_in, named
 from trimtab.errors import NothingFits, UnknownName, WrongUse
-from trimtab.spec import Band, Footprint, Precision, Recompute, Setting
+from trimtab.spec import Band, Footprint, Place, Precision, Recompute, Setting
 from trimtab.units import GIB
 
 if TYPE_CHECKING:
@@ -182,6 +183,19 @@ def test_hidden_folders_and_backups_are_not_looked_at(conf: Path) -> None:
     kept.mkdir(parents=True)
     (kept / "config.yaml").write_text(samples.HYDRA, encoding="utf-8")
     assert all(".trimtab" not in one.file for one in proposal(conf).edits)
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(1, 1), (1, 4), (2, 8)])
+def test_a_plan_knows_its_devices_by_the_names_it_shows(nodes: int, each: int) -> None:
+    name = "Quadro RTX 6000 24GB (Turing)"
+    places = tuple(
+        Place(node=node, node_name=f"node{node}", device=device, name=name)
+        for node in range(nodes)
+        for device in range(each)
+    )
+    found = devices_of(MAIN.replace(places=places))
+    assert [len(node.devices) for node in found.nodes] == [each] * nodes
+    assert {one.model for one in found.devices} == {name}
 
 
 # --- written for real ---

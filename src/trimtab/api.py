@@ -641,7 +641,7 @@ def _same_but(
 
     return plan(
         found.job,
-        on if on is not None else _devices_of(found),
+        on if on is not None else devices_of(found),
         global_batch=found.choice.global_batch,
         memory=found.policy.memory_share,
         pins=pins_of(found.choice),
@@ -651,7 +651,7 @@ def _same_but(
     )
 
 
-def _devices_of(found: Plan) -> Cluster:
+def devices_of(found: Plan) -> Cluster:
     """The devices that a plan is for, from its own words."""
     from trimtab.planner.stale import used
 

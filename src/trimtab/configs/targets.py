@@ -311,7 +311,7 @@ def site(
 
 
 def _told(document: Document, target: Target, below: Path, given: str) -> list[Site]:
-    """Where a target is that the user named: by its marks, else by any of its keys, else where they pointed."""
+    """Where a target is that the user named: by its marks, by any of its keys, or where they pointed."""
     index = Index(document.entries())
     keys = [[key for knob in target.knobs for key in knob.keys]]
     found = roots(target.marks, index, below) or roots(keys, index, below)
