@@ -14,6 +14,7 @@ from test_targets import ESTIMATE, FSDP, SINGLE, plan
 from trimtab.api import devices_of
 from trimtab.configs import documents
 from trimtab.configs.applying import aim, laid_out, proposed
+from trimtab.configs.files import write
 from trimtab.configs.showing import Display, display, job_of
 from trimtab.configs.targets import built_in, named
 from trimtab.errors import NothingFits, UnknownName, WrongUse
@@ -83,6 +84,12 @@ def test_stages_get_their_own_cut_of_one_global_batch(conf: Path) -> None:
     assert any("only where your trainer reads them" in one for one in found.said)
     (second,) = [one for one in found.prepared() if one.file.endswith("02_stage.yaml")]
     assert second.after.decode().startswith(samples.STAGE.format(number=2, positives=16, negatives=8))
+    done = write(found.prepared(), words="a test")
+    assert len(done.files) == 3
+    assert values(proposal(conf)) == {}
+    for file in done.files:
+        trimtab.revert(file)
+    assert values(proposal(conf)) == wrote
 
 
 def test_positives_change_nothing_in_memory(conf: Path) -> None:

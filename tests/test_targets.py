@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import tomllib
 from importlib.resources import files
@@ -343,6 +344,36 @@ def test_two_configs_in_a_file_are_told_apart_by_their_place() -> None:
 def test_arguments_are_found_wherever_they_are_nested() -> None:
     text = "run:\n  args:\n    per_device_train_batch_size: 4\n"
     assert site(documents.read(text, "a.yaml"), built_in(), origin="a.yaml").root == ("run", "args")
+
+
+# --- the frameworks themselves, where they are installed ---
+
+
+def test_the_keys_for_transformers_are_fields_of_its_arguments_with_those_defaults() -> None:
+    arguments = pytest.importorskip("transformers").TrainingArguments
+    fields = {one.name: one for one in dataclasses.fields(arguments)}
+    for knob in targets.named("transformers", built_in()).knobs:
+        (key,) = knob.keys
+        assert key in fields
+        if knob.default is not None:
+            # No value at all is how newer versions spell false.
+            assert (fields[key].default or type(knob.default)()) == knob.default, key
+        for value in knob.words.values():
+            assert knob.field == "optimizer" or isinstance(value, bool)
+    names = pytest.importorskip("transformers.training_args").OptimizerNames
+    knob = next(one for one in targets.named("transformers", built_in()).knobs if one.field == "optimizer")
+    assert {names(one).value for one in knob.words.values()} == set(knob.words.values())
+
+
+@pytest.mark.parametrize("text", [samples.ACCELERATE, samples.ACCELERATE_FSDP])
+def test_accelerate_reads_the_plan_from_its_edited_config(text: str, tmp_path: Path) -> None:
+    config = pytest.importorskip("accelerate.commands.config.config_args").ClusterConfig
+    file = tmp_path / "config.yaml"
+    file.write_text(written(text, "a.yaml", plan(FSDP, nodes=2))[0].edited({}), encoding="utf-8")
+    found = config.from_yaml_file(str(file))
+    assert (found.num_processes, found.num_machines) == (4, 2)
+    assert found.mixed_precision == "bf16"
+    assert str(found.distributed_type).endswith("FSDP")
 
 
 # --- reading ---
