@@ -40,7 +40,8 @@ def toml_text() -> str:
 def json_text() -> str:
     """The same in JSON."""
     stages = ",\n".join(
-        f'  "stage_{number}": {{\n    "batch_size": {number},\n    "lr": 2e-4\n  }}' for number in range(LINES // 4)
+        f'  "stage_{number}": {{\n    "batch_size": {number},\n    "lr": 2e-4\n  }}'
+        for number in range(LINES // 4)
     )
     return f"{{\n{stages}\n}}\n"
 
