@@ -18,7 +18,9 @@ scalars = st.one_of(
     st.booleans(),
     st.floats(allow_nan=False, allow_infinity=False, width=32),
     words,
-    st.sampled_from(["bf16", "auto", "2e-4", "yes", "1:30", "2020-01-01", "# no", "a: b", "", "0x1f", "- a", "~"]),
+    st.sampled_from(
+        ["bf16", "auto", "2e-4", "yes", "1:30", "2020-01-01", "# no", "a: b", "", "0x1f", "- a", "~"]
+    ),
 )
 few = st.sampled_from([4, 8, "bf16"])  # often the same, so that aliases have something to share
 scalars = scalars | few
@@ -109,7 +111,9 @@ def yaml_scalar(pen: Pen, value: Any) -> str:
 
 def yaml_word(pen: Pen, value: Any) -> str:
     if isinstance(value, bool):
-        return pen.random.choice({True: ["true", "True", "yes", "on"], False: ["false", "FALSE", "no"]}[value])
+        return pen.random.choice(
+            {True: ["true", "True", "yes", "on"], False: ["false", "FALSE", "no"]}[value]
+        )
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float):
@@ -206,11 +210,17 @@ def toml_lines(pen: Pen, tree: dict[str, Any], path: tuple[str, ...] = ()) -> li
     for key, value in tree.items():
         if isinstance(value, dict) and pen.maybe(0.7):
             later.append((key, value))
-        elif isinstance(value, dict) and not any(isinstance(one, dict) for one in value.values()) and pen.maybe():
+        elif (
+            isinstance(value, dict)
+            and not any(isinstance(one, dict) for one in value.values())
+            and pen.maybe()
+        ):
             lines += [f"{key}.{name} = {toml_scalar(pen, one)}{pen.comment()}" for name, one in value.items()]
         else:
             lines += pen.own_lines("")
-            lines.append(f"{key}{pen.random.choice([' = ', '=', '  = '])}{toml_scalar(pen, value)}{pen.comment()}")
+            lines.append(
+                f"{key}{pen.random.choice([' = ', '=', '  = '])}{toml_scalar(pen, value)}{pen.comment()}"
+            )
     for key, value in later:
         lines += [*pen.own_lines(""), f"[{'.'.join((*path, key))}]{pen.comment()}"]
         lines += toml_lines(pen, value, (*path, key))
@@ -256,7 +266,7 @@ def shell_lines(pen: Pen, tree: dict[str, Any]) -> list[str]:
     for key, value in tree.items():
         lines += pen.own_lines("")
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        shown = quote(text) if pen.maybe(0.7) or any(one in text for one in "\\\"$`!") else f'"{text}"'
+        shown = quote(text) if pen.maybe(0.7) or any(one in text for one in '\\"$`!') else f'"{text}"'
         lines.append(f"{'export ' if pen.maybe() else ''}{key.upper()}={shown}{pen.comment()}")
     return [*lines, "python train.py --lr 1e-4 \\", "    --name 'A=5 # no'"]
 

@@ -307,7 +307,9 @@ def test_a_link_that_leads_outside_is_refused(file: Path, monkeypatch: pytest.Mo
     inner.mkdir()
     (inner / "link.yaml").symlink_to("../train.yaml")
     monkeypatch.chdir(inner)
-    with pytest.raises(WrongUse, match=r"leads to .*train.yaml, outside of the current folder. Name .* itself"):
+    with pytest.raises(
+        WrongUse, match=r"leads to .*train.yaml, outside of the current folder. Name .* itself"
+    ):
         apply("link.yaml")
     assert file.read_bytes() == OLD
 
@@ -418,7 +420,9 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
         file = disk / "a.yaml"
         file.write_bytes(OLD + b"# " + b"x" * 40_000 + b"\n")
         before = file.read_bytes()
-        with pytest.raises(EnvironmentFault, match=r"No space left on device. Nothing was changed. Free some"):
+        with pytest.raises(
+            EnvironmentFault, match=r"No space left on device. Nothing was changed. Free some"
+        ):
             apply(file)
         assert file.read_bytes() == before
         assert left_behind(disk) == []

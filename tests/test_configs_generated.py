@@ -71,7 +71,9 @@ class Kind:
 
 KINDS = {
     "yaml": Kind("a.yaml", c.samples(c.yaml_lines, c.leaves | st.none()), by_yaml, c.leaves | st.none()),
-    "json": Kind("a.json", c.samples(c.json_lines, c.leaves | st.none(), mark="//"), by_json, c.leaves | st.none()),
+    "json": Kind(
+        "a.json", c.samples(c.json_lines, c.leaves | st.none(), mark="//"), by_json, c.leaves | st.none()
+    ),
     "toml": Kind("a.toml", c.samples(c.toml_lines, c.leaves), by_toml, c.leaves),
     "python": Kind("a.py", c.samples(c.python_lines, c.leaves | st.none()), by_python, c.leaves | st.none()),
 }
@@ -265,7 +267,9 @@ shell_trees = st.dictionaries(c.keys.map(str.upper).map("X_{}".format), shell_va
 def by_shell(text: str) -> dict[str, str]:
     """By a shell that runs the script without its command."""
     script = text.lstrip("\ufeff").replace("\r\n", "\n").partition("python train.py")[0]
-    done = subprocess.run(["bash", "-c", f"set -a\n{script}\nenv -0"], capture_output=True, check=True, env={})
+    done = subprocess.run(
+        ["bash", "-c", f"set -a\n{script}\nenv -0"], capture_output=True, check=True, env={}
+    )
     found = dict(one.split("=", 1) for one in done.stdout.decode().split("\0") if one)
     return {key: value for key, value in found.items() if key.startswith("X_")}
 
@@ -335,7 +339,9 @@ def batches(count: int) -> None:
         text = "\n".join(c.sbatch_lines(pen, tree))
         before = {key: str(value) for key, value in tree.items()}
         assert by_sbatch(text) == before, "the sample itself is wrong"
-        after = documents.read(text, "run.sbatch").edited({(key,): one for key, one in wanted.items()}, add=True)
+        after = documents.read(text, "run.sbatch").edited(
+            {(key,): one for key, one in wanted.items()}, add=True
+        )
         assert by_sbatch(after) == before | {key: str(one) for key, one in wanted.items()}
         survives(c.Sample(text=text, tree=tree, comments=pen.comments), after)
         assert after.partition("export ")[2] == text.partition("export ")[2]

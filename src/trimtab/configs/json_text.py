@@ -169,7 +169,9 @@ class _Json:
     def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
         if isinstance(value, list | tuple) and node.is_list:
             style = texts.ListStyle(
-                each=lambda child, new: self.replaced(page, child, new, moving), write=written, comment=_COMMENT
+                each=lambda child, new: self.replaced(page, child, new, moving),
+                write=written,
+                comment=_COMMENT,
             )
             around = texts.relisted(page, node, value, style)
             if around is not None:

@@ -336,10 +336,13 @@ def added(page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> S
             )
     export = "export " if node.extra.exported else ""
     lines = [f"{export}{key}={written(value, loose=node.extra.loose)}" for key, value in new.items()]
-    if node.extra.after is not None:
-        return page.whole_lines(page.next_line(node.extra.after), lines)
     first = node.extra.first_command
-    return page.whole_lines(page.line_start(first) if first is not None else len(page.text), lines)
+    if node.extra.after is not None:
+        at = page.next_line(node.extra.after)
+    else:
+        at = page.line_start(first) if first is not None else len(page.text)
+    put = page.whole_lines(at, lines)
+    return Splice(put.start, put.end, put.text, order=1)  # below options of a batch script that go there too
 
 
 def beside(page: Page, node: Node) -> Splice:

@@ -588,6 +588,8 @@ def _additions(page: Page, changes: dict[KeyPath, Any]) -> list[Splice]:
     sections: dict[KeyPath, dict[str | int, Any]] = {}
     for path, value in changes.items():
         home = _home(page, path)
+        if not all(isinstance(key, str) for key in path[len(home) :]):
+            _refuse_home(page, home, _found(page, home))
         level = sections.setdefault(home, {})
         for key in path[len(home) : -1]:
             level = level.setdefault(key, {})
@@ -596,8 +598,7 @@ def _additions(page: Page, changes: dict[KeyPath, Any]) -> list[Splice]:
     # Two sections may end at one place: what goes into the inner one comes first.
     for home, new in sorted(sections.items(), key=lambda item: -len(item[0])):
         node = _found(page, home)
-        named = all(isinstance(key, str) for key in new)
-        if node is None or node.is_list or node.inherited or not named:
+        if node is None or node.is_list or node.inherited:
             _refuse_home(page, home, node)
         splices += page.format.added(page, home, node, new)
     return splices
@@ -661,17 +662,26 @@ def duplicate(origin: str, text: str, key: str, places: tuple[int, int], *, kind
     )
 
 
+_READABLE = (0.01, 10_000)
+"""Numbers that nobody writes with an exponent."""
+
+
 def scientific(value: float, like: str = "") -> str:
     """A float as text that every reader takes for a float: with a point, and a sign in the exponent.
 
-    The exponent is kept where `like`, the old text, has one.
+    The exponent is kept where `like`, the old text, has one and the number needs one.
 
     >>> scientific(0.0002), scientific(0.0002, "1e-4"), scientific(1e22), scientific(5.0)
     ('0.0002', '2.0e-4', '1.0e+22', '5.0')
     """
     text = repr(float(value))
     mantissa, _, exponent = text.partition("e")
-    if not exponent and value and re.fullmatch(r"[-+]?[\d._]+[eE][-+]?\d+", like):
+    if (
+        not exponent
+        and not _READABLE[0] <= abs(value) < _READABLE[1]
+        and value
+        and re.fullmatch(r"[-+]?[\d._]+[eE][-+]?\d+", like)
+    ):
         mantissa, exponent = _shortest_exponent(value)
     if not exponent:
         return text

@@ -235,6 +235,15 @@ class _Composer:
             node.extra.last = items[len(items)] = self.node(event, events, depth + 1)
         node.items = items
 
+    def key(self, event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> tuple[str | None, bool]:
+        """The text of a key, and whether it is without quotes; None for a key that is no scalar."""
+        if type(event).__name__ == "ScalarEvent" and not event.anchor:
+            return str(event.value), not event.style
+        node = self.node(event, events, depth + 1)
+        if node.items is not None:
+            return None, False
+        return str(getattr(event, "value", None) or node.value), not node.style
+
     def fill_section(self, node: Node, events: Iterator[yaml.Event], depth: int) -> None:
         items: dict[str | int, Node] = {}
         inherited: list[Node] = []
@@ -242,14 +251,13 @@ class _Composer:
             if type(event).__name__ == "MappingEndEvent":
                 node.end = event.end_mark.index
                 break
-            key = self.node(event, events, depth + 1)
+            name, is_plain = self.key(event, events, depth)
             node.extra.last = value = self.node(next(events), events, depth + 1)
             colon = _COLON.match(self.text, event.end_mark.index)
             value.extra.after = _end_of_properties(value, colon.end() if colon else None)
-            if key.items is not None:
+            if name is None:
                 continue
-            name = getattr(event, "value", None) or str(key.value)
-            if name == "<<" and not key.style:
+            if name == "<<" and is_plain:
                 inherited += list((value.items or {}).values()) if value.is_list else [value]
                 continue
             begin = event.start_mark.index
@@ -292,6 +300,8 @@ def resolved(text: str) -> Any:
     """
     if text in _WORDS:
         return _WORDS[text]
+    if text[0] not in "+-.0123456789":
+        return text
     if _INT.fullmatch(text) and len(text) <= _MOST_DIGITS:
         return int(text.replace("_", ""))
     for base, pattern in _BASES.items():
