@@ -336,8 +336,7 @@ class Oracle:
         if options and not self.knows:
             raise UnknownName("option negatives=24", found="the job has no option", cure="")
         texts = (options.get("negatives", 24) + 2) / 26
-        kept = 0.3 if setting.recompute is Recompute.FULL else 1.0
-        need = int((1 + setting.micro_batch * texts * kept) * GIB)
+        need = int((1 + setting.micro_batch * texts) * GIB)
         room = int(self.gib * GIB)
         return ESTIMATE.replace(
             process_bytes=need,
@@ -362,6 +361,12 @@ def shown(place: Path | str, oracle: Oracle | None, gpus: int | None = 1) -> Dis
     layout = laid_out(aim(str(place)), built_in(), opened=documents.read)
     target = layout.main.site.target if layout.main else named("hydra-lightning", built_in())
     return display(layout, target, job="naics" if oracle else None, gpus=gpus, device="T4", seer=oracle)
+
+
+def test_what_a_layouts_model_does_without_a_key_is_assumed_and_said(conf: Path) -> None:
+    found = shown(conf, Oracle())
+    assert {one.setting.recompute for one in found.stages} == {Recompute.FULL}
+    assert any("recompute full is assumed" in one for one in found.said)
 
 
 def test_every_stage_is_shown_with_its_memory_and_advice_with_numbers(conf: Path) -> None:

@@ -114,10 +114,16 @@ def display(  # noqa: PLR0913 - what to show, and for whom
     opened = layout.main
     entries = opened.document.entries() if opened else []
     reading = read(opened.site, entries, gpus=gpus) if opened else Reading(target=target.name)
+    assumed = {one: word for one, word in target.subject.assumes.items() if one not in reading.facts}
+    reading = reading.replace(facts=reading.facts | assumed)
     setting = as_setting(reading, gpus=gpus or 1)
     root = opened.site.root if opened else ()
     options = options_in(target.subject.options, root, entries)
     said = [*reading.said, *_unknown(reading, target, gpus)]
+    said += [
+        f"{one} {word} is assumed: no key says it, and the model of this layout does it."
+        for one, word in assumed.items()
+    ]
     if no_device:
         said.append("This machine has no GPU: name one with --on for memory and time.")
     elif seer is None and not target.partial:

@@ -138,6 +138,8 @@ class Subject(Noun, frozen=True, kw_only=True):
     """The key of a folder with a Hugging Face config.json."""
     options: dict[str, str] = {}
     """Options of the job, by the key that holds each."""
+    assumes: dict[str, str] = {}
+    """What the code around the config does though no key says it, by field."""
 
 
 class Stage(Noun, frozen=True, kw_only=True):
