@@ -40,7 +40,10 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
     beside: Annotated[
         bool, typer.Option("--beside", help="Replace computed values too; each stays in a comment.")
     ] = False,
-    on: On = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICES", help="For which devices stages are planned; default: the plan's."),
+    ] = None,
     list_targets: Annotated[
         bool, typer.Option("--list-targets", help="List the configs that are understood.")
     ] = False,
