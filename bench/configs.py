@@ -11,11 +11,15 @@ from __future__ import annotations
 import platform
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trimtab.configs import documents, files
-from trimtab.configs.texts import KeyPath
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trimtab.configs.texts import KeyPath
 
 LINES = 10_000
 RUNS = 5
@@ -24,7 +28,7 @@ RUNS = 5
 def yaml_text() -> str:
     """Stages of a curriculum, one below the other."""
     return "".join(
-        f"stage_{number}:\n  batch_size: {number}  # of stage {number}\n  name: 'stage {number}'\n  lr: 2.0e-4\n"
+        f"stage_{number}:\n  batch_size: {number}  # of {number}\n  name: 'stage {number}'\n  lr: 2.0e-4\n"
         for number in range(LINES // 4)
     )
 

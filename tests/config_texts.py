@@ -13,7 +13,7 @@ keys = st.from_regex(r"[a-z][a-z_]{0,7}", fullmatch=True).filter(
     lambda key: key not in ("on", "off", "yes", "no", "true", "false", "null") and not _is_reserved(key)
 )
 words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc", "Cn")), max_size=8)
-scalars = st.one_of(
+scalars: st.SearchStrategy[Any] = st.one_of(
     st.integers(-(10**12), 10**12),
     st.booleans(),
     st.floats(allow_nan=False, allow_infinity=False, width=32),
@@ -22,8 +22,6 @@ scalars = st.one_of(
         ["bf16", "auto", "2e-4", "yes", "1:30", "2020-01-01", "# no", "a: b", "", "0x1f", "- a", "~"]
     ),
 )
-few = st.sampled_from([4, 8, "bf16"])  # often the same, so that aliases have something to share
-scalars = scalars | few
 lists = st.lists(scalars, max_size=4)
 leaves = scalars | lists
 
@@ -110,23 +108,18 @@ def yaml_scalar(pen: Pen, value: Any) -> str:
 
 
 def yaml_word(pen: Pen, value: Any) -> str:
-    if isinstance(value, bool):
-        return pen.random.choice(
-            {True: ["true", "True", "yes", "on"], False: ["false", "FALSE", "no"]}[value]
-        )
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        text = repr(value)
-        return text if "." in text and "e" not in text else f"{value:.20e}"
-    if value is None:
-        return pen.random.choice(["null", "~"])
+    if value is None or isinstance(value, bool):
+        words = {None: ["null", "~"], True: ["true", "True", "yes", "on"], False: ["false", "FALSE", "no"]}
+        return pen.random.choice(words[value])
+    if isinstance(value, int | float):
+        return f"{value:.20e}" if "e" in repr(value) else repr(value)
+    choices = [_escaped(value)]
     reserved = ("yes", "no", "on", "off", "true", "false", "null")
-    if value.isascii() and value.isalpha() and value.lower() not in reserved and pen.maybe():
-        return str(value)
-    if pen.maybe() and value.isprintable():
-        return "'" + value.replace("'", "''") + "'"
-    return _escaped(value)
+    if value.isascii() and value.isalpha() and value.lower() not in reserved:
+        choices.append(str(value))
+    if value.isprintable():
+        choices.append("'" + value.replace("'", "''") + "'")
+    return pen.random.choice(choices)
 
 
 def yaml_flow(pen: Pen, value: Any) -> str:

@@ -1,21 +1,19 @@
-"""Generated config files: after an edit only the named values differ, every comment survives, and back is back.
+"""Generated config files: an edit changes the named values alone, comments survive, and back is back.
 
 Each format is judged by a reader that is not ours. `make soak` tries 10,000 documents of each.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import subprocess
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -24,10 +22,14 @@ from hypothesis import strategies as st
 
 import config_texts as c
 from trimtab.configs import documents, files
-from trimtab.configs.texts import KeyPath
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trimtab.configs.texts import KeyPath
 
 MANY = 10_000
-FEW = 150
+FEW = 100
 
 
 def by_yaml(text: str) -> Any:
@@ -36,8 +38,10 @@ def by_yaml(text: str) -> Any:
 
 def by_json(text: str) -> Any:
     """Without the comments and trailing commas, which a string may look like."""
-    token = r'"(?:[^"\\]|\\.)*"|//[^\r\n]*|/\*.*?\*/|,(?=(?:\s|//[^\r\n]*)*[\]}])|.'
-    kept = [one for one in re.findall(token, text.lstrip("\ufeff"), re.DOTALL) if one[:2] not in ("//", "/*")]
+    pattern = r'"(?:[^"\\]|\\.)*"|//[^\r\n]*|/\*.*?\*/|,(?=(?:\s|//[^\r\n]*)*[\]}])|.'
+    kept = [
+        one for one in re.findall(pattern, text.lstrip("\ufeff"), re.DOTALL) if one[:2] not in ("//", "/*")
+    ]
     plain = "".join(one for one in kept)
     return json.loads(re.sub(r'("(?:[^"\\]|\\.)*")|,(?=\s*[\]}])', lambda match: match[1] or "", plain))
 
@@ -163,6 +167,8 @@ def tried(count: int, name: str) -> None:
     @given(edits(KINDS[name]))
     def attempt(case: tuple[c.Sample, dict[KeyPath, Any]]) -> None:
         check_an_edit(KINDS[name], *case)
+        if count > FEW:
+            check_back(KINDS[name], *case)
 
     attempt()
 
@@ -174,7 +180,7 @@ def test_only_the_named_values_change(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_only_the_named_values_change_in_ten_thousand_documents(name: str) -> None:
+def test_only_the_named_values_change_in_ten_thousand_documents_and_back_is_back(name: str) -> None:
     tried(MANY, name)
 
 
@@ -229,8 +235,8 @@ def test_new_keys_are_added_and_nothing_else_changes(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_new_keys_are_added_to_ten_thousand_documents(name: str) -> None:
-    added(MANY, name)
+def test_new_keys_are_added_to_many_documents(name: str) -> None:
+    added(MANY // 5, name)
 
 
 def returned(count: int, name: str) -> None:
@@ -245,12 +251,6 @@ def returned(count: int, name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_apply_and_revert_give_back_every_byte(name: str) -> None:
     returned(FEW // 3, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_apply_and_revert_give_back_every_byte_of_ten_thousand_documents(name: str) -> None:
-    returned(MANY, name)
 
 
 # Scripts: everything is text there, so that they have their own judges.

@@ -5,14 +5,16 @@ from __future__ import annotations
 import doctest
 from importlib import import_module
 from textwrap import dedent
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from trimtab.configs import documents, texts
-from trimtab.configs.texts import KeyPath
 from trimtab.errors import BrokenFile, TrimtabError, UnknownName, WrongUse
+
+if TYPE_CHECKING:
+    from trimtab.configs.texts import KeyPath
 
 MODULES = [
     "texts",
@@ -727,7 +729,7 @@ def test_the_format_is_known_by_name_and_by_content(name: str, text: str, kind: 
 
 
 def test_a_format_that_cannot_be_told_is_asked_for() -> None:
-    with pytest.raises(WrongUse, match="neither its name nor its content.*Name one of yaml, toml"):
+    with pytest.raises(WrongUse, match=r"neither its name nor its content.*Name one of yaml, toml"):
         documents.read("hello", "notes.txt")
     with pytest.raises(WrongUse, match="the format ini: it is not one that is known"):
         documents.read("a: 1", "a.yaml", kind="ini")

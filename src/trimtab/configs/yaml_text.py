@@ -83,6 +83,8 @@ class _More:
     """The aliases of this anchor."""
     keys: dict[str | int, int] = field(default_factory=dict)
     """Where its own keys begin."""
+    size: int = 1
+    """Values in it, itself included."""
     last: Node | None = None
     """The value that ends it."""
     after: int | None = None
@@ -139,7 +141,9 @@ class _Composer:
             return node
         if event.anchor:
             self.open_anchors.add(event.anchor)
+        before = self.count
         (self.fill_list if node.is_list else self.fill_section)(node, events, depth)
+        node.extra.size = 1 + self.count - before
         self.open_anchors.discard(event.anchor or "")
         return node
 
@@ -197,9 +201,11 @@ class _Composer:
         through = f"*{event.anchor}"
         if event.anchor in self.open_anchors:
             return Node(begin, end, value=None, computed=through, extra=_More(begin=begin), style="alias")
+        if self.count + target.extra.size > texts.MOST_NODES:
+            self.refuse_size(begin, deep=False)
         node = self.cloned(target, through)
         node.start, node.end, node.style = begin, end, "alias"
-        node.extra = _More(begin=begin, anchor=event.anchor)
+        node.extra = _More(begin=begin, anchor=event.anchor, size=target.extra.size)
         target.extra.readers.append(node)
         if node.is_section:
             for child in (node.items or {}).values():
@@ -267,10 +273,10 @@ class _Composer:
             items[name] = value
             node.extra.keys[name] = begin
         for source in inherited:
-            for name, child in (source.items or {}).items():
-                if name not in items:
-                    items[name] = self.cloned(child, child.shared or "<<")
-                    items[name].inherited = True
+            for own, child in (source.items or {}).items():
+                if own not in items:
+                    items[own] = self.cloned(child, child.shared or "<<")
+                    items[own].inherited = True
         node.items = items
 
 
