@@ -212,7 +212,7 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
         trace = _fused(trace, setting, pace)
     extra = setting.accumulation - 1
     how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
-    sums = tuple(gradients(trace)) if extra else ()
+    sums = tuple(gradients(trace)) if extra else None
     alone = _alone(trace.works, trace.sequence, _bounds(trace), pace, host, how, sums)
     total = alone.whole.total_s + extra * alone.again_s
     busy = alone.whole.device_s + extra * alone.again_device_s
@@ -271,16 +271,19 @@ def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered
     pace: Pace,
     host: Host,
     how: tuple[bool, bool],
-    sums: tuple[int, ...],
+    sums: tuple[int, ...] | None,
 ) -> Alone:
-    """Work through a step; a plan asks for the same one with many layouts and numbers of micro-batches."""
+    """Work through a step; a plan asks for the same one with many layouts and numbers of micro-batches.
+
+    `sums` are the gradients that a further pass adds to; None where there is no further pass.
+    """
     begin, end = bounds
     compiled, selective = how
     every = [works[number] for number in sequence]
     backward = range(begin, end)
     whole = run(every, pace, host, backward=backward, compiled=compiled, selective=selective)
     again_s = again_device_s = 0.0
-    if sums:
+    if sums is not None:
         more = [*every[:end], *map(_added, sums)]
         again = run(more, pace, host, backward=backward, compiled=compiled, selective=selective)
         again_s, again_device_s = _steady(again, every[:end]), again.device_s
