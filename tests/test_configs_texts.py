@@ -145,6 +145,8 @@ def test_a_yaml_list_changes_item_by_item(text: str, changes: dict[KeyPath, Any]
         ("a: &x 4 # four\nb: *x\nc: *x\n", {("a",): 8}, "a: 8 # four\nb: &x 4\nc: *x\n"),
         ("a: &x 4\nb: *x\n", {("a",): 8, ("b",): 8}, "a: &x 8\nb: 8\n"),
         ("a: &x 4\nb: *x\nc: [*x]\n", {("a",): 8, ("b",): 9}, "a: 8\nb: 9\nc: [&x 4]\n"),
+        ("a: &x 4\nb: [*x]\n", {("a",): 8, ("b",): []}, "a: 8\nb: []\n"),
+        ("a: &x 4\nb: [*x, 5]\n", {("a",): 8, ("b",): [4, 6]}, "a: 8\nb: [&x 4, 6]\n"),
         # A merged key is overridden where it is merged.
         (
             "base: &b\n  n: 4\n  m: 5\ns:\n  <<: *b\nt: 1\n",
@@ -524,6 +526,12 @@ def test_no_comment_is_put_into_a_text_that_runs_over_lines() -> None:
 def test_what_python_sets_twice_is_read_but_not_changed(text: str, path: KeyPath, lines: str) -> None:
     documents.read(text, "a.py").entries()
     assert lines in refused("a.py", text, {path: 4}).found
+
+
+def test_names_that_one_assignment_sets_are_not_changed_apart() -> None:
+    problem = refused("a.py", "a = b = {'n': 4}\n", {("a", "n"): 8})
+    assert "read by b.n (through the same assignment)" in problem.found
+    assert edited("a.py", "a = b = 4\n", {("a",): 8, ("b",): 8}) == "a = b = 8\n"
 
 
 def test_calls_of_one_name_are_numbered() -> None:
