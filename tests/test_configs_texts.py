@@ -76,6 +76,7 @@ def test_the_examples_in_the_documentation_of_the_code_are_true(name: str) -> No
         ("p: fp16\n", {("p",): "12:30:45"}, 'p: "12:30:45"\n'),
         ("p: fp16\n", {("p",): "a: b #c"}, 'p: "a: b #c"\n'),
         ("p: 'x'\n", {("p",): "it's"}, "p: 'it''s'\n"),
+        ("p: 'x'# c\n", {("p",): 4}, "p: 4 # c\n"),
         ("p: 4\n", {("p",): None}, "p: null\n"),
         ("p: ~\n", {("p",): 4}, "p: 4\n"),
         ("p:\nq: 1\n", {("p",): 4}, "p: 4\nq: 1\n"),
@@ -87,6 +88,7 @@ def test_the_examples_in_the_documentation_of_the_code_are_true(name: str) -> No
         ("d: !!str 4 # x\n", {("d",): "5"}, 'd: !!str "5" # x\n'),
         ("d: !!str 4 # x\n", {("d",): 5}, "d: 5 # x\n"),
         ("a: |  # keep\n  x\n  y\n\nb: 2\n", {("a",): "z"}, "a: z  # keep\n\nb: 2\n"),
+        ("a:\n|\n  x\nb: 2\n", {("a",): 4}, "a:\n  4\nb: 2\n"),
         ("a: >-\n  x\n  y\nb: 2\n", {("b",): 3}, "a: >-\n  x\n  y\nb: 3\n"),
         ("a: one\n  two\nb: 2\n", {("a",): "z"}, "a: z\nb: 2\n"),
         ("? a\n: 4\n", {("a",): 8}, "? a\n: 8\n"),
@@ -216,6 +218,16 @@ def test_a_missing_yaml_key_is_added_in_the_indentation_of_the_file(
     text: str, changes: dict[KeyPath, Any], after: str
 ) -> None:
     assert edited("a.yaml", text, changes, add=True) == after
+
+
+def test_an_empty_document_takes_keys_and_no_value() -> None:
+    text = "---\n# nothing\n---\na: 1\n"
+    assert "this document is empty" in refused("a.yaml", text, {(0,): 4}).found
+    assert edited("a.yaml", text, {(0, "b"): 4}, add=True) == "---\n# nothing\nb: 4\n---\na: 1\n"
+
+
+def test_a_key_without_a_colon_is_refused() -> None:
+    assert "begins with ?" in refused("a.yaml", "? a\n", {("a",): 4}).found
 
 
 def test_interpolations_are_computed() -> None:
