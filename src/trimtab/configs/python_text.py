@@ -180,8 +180,8 @@ class _Collector:
             home = child
         node = self.value(value)
         if chained:
-            for _, one in texts.walked(node):
-                one.shared = "the same assignment"
+            for _, inner in texts.walked(node):
+                inner.shared = "the same assignment"
         self.put(home, keys[-1], node, value)
 
     def again(self, statement: ast.AugAssign, home: Node) -> None:
