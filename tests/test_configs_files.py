@@ -135,7 +135,7 @@ def test_revert_goes_back_step_by_step_and_stops_at_the_first(file: Path) -> Non
         seen.append(documents.read(file).entries()[0].value)
     assert seen == [16, 8, 4]
     assert file.read_bytes() == OLD
-    with pytest.raises(WrongUse, match=r"already as it was before the first write.*there are 2 .*6 "):
+    with pytest.raises(WrongUse, match=r"every write .* taken back already.*there are 2 .*6 "):
         files.revert("train.yaml")
 
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import config_texts as c
 from trimtab.configs import documents, files
+from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -356,3 +357,92 @@ def test_the_options_of_batch_scripts_change_in_the_spelling_they_have() -> None
 @pytest.mark.slow
 def test_the_options_of_ten_thousand_batch_scripts_change() -> None:
     batches(MANY)
+
+
+# Damaged files
+
+SCRAPS = [
+    "'",
+    '"',
+    "#",
+    ":",
+    "- ",
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    "\n",
+    "\n\n",
+    "  ",
+    "\t",
+    "&a ",
+    "*a",
+    "|\n",
+    "=",
+    "\\",
+    "(",
+    ")",
+]
+SCRAPS += [
+    "<<: *a0",
+    "!x ",
+    "? ",
+    "---\n",
+    '"""',
+    "//",
+    "/*",
+    "\r",
+    "\u2028",
+    "\x85",
+    "\x0c",
+    "0",
+    "lambda: ",
+    "$(",
+    "`",
+]
+NAMES = ["a.yaml", "a.json", "a.toml", "a.py", "a.sh", ".env", "a.sbatch"]
+
+
+def damaged(count: int, name: str) -> None:
+    """Whatever stands in a file: an edit, or a refusal that is the user's to act on, and no bug of ours."""
+    kind = next((one for one in KINDS.values() if one.file == name), KINDS["yaml"])
+
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        kind.samples,
+        st.lists(st.tuples(st.floats(0, 1), st.sampled_from(SCRAPS)), min_size=1, max_size=4),
+        st.data(),
+    )
+    def attempt(sample: c.Sample, scraps: list[tuple[float, str]], data: st.DataObject) -> None:
+        text = sample.text
+        for share, scrap in scraps:
+            at = int(share * len(text))
+            text = text[:at] + scrap + text[at + (len(scrap) % 2) :]
+        try:
+            page = documents.read(text.encode(), name)
+        except WrongUse:
+            return
+        entries = [one for one in page.entries() if one.path]
+        if not entries:
+            return
+        entry = data.draw(st.sampled_from(entries))
+        changes: dict[KeyPath, Any] = {entry.path: data.draw(st.sampled_from([8, "bf16", True, [1, 2], 0.5]))}
+        try:
+            after = page.edited(changes, beside=True)
+        except WrongUse:
+            return
+        assert documents.read(after, name).edited(changes, beside=True) == after
+
+    attempt()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_damaged_file_is_edited_or_refused(name: str) -> None:
+    damaged(FEW, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_many_damaged_files_are_edited_or_refused(name: str) -> None:
+    damaged(MANY // 2, name)

@@ -76,6 +76,7 @@ def test_the_examples_in_the_documentation_of_the_code_are_true(name: str) -> No
         ("p: fp16\n", {("p",): "12:30:45"}, 'p: "12:30:45"\n'),
         ("p: fp16\n", {("p",): "a: b #c"}, 'p: "a: b #c"\n'),
         ("p: 'x'\n", {("p",): "it's"}, "p: 'it''s'\n"),
+        ("p: 'x'# c\n", {("p",): 4}, "p: 4 # c\n"),
         ("p: 4\n", {("p",): None}, "p: null\n"),
         ("p: ~\n", {("p",): 4}, "p: 4\n"),
         ("p:\nq: 1\n", {("p",): 4}, "p: 4\nq: 1\n"),
@@ -87,6 +88,7 @@ def test_the_examples_in_the_documentation_of_the_code_are_true(name: str) -> No
         ("d: !!str 4 # x\n", {("d",): "5"}, 'd: !!str "5" # x\n'),
         ("d: !!str 4 # x\n", {("d",): 5}, "d: 5 # x\n"),
         ("a: |  # keep\n  x\n  y\n\nb: 2\n", {("a",): "z"}, "a: z  # keep\n\nb: 2\n"),
+        ("a:\n|\n  x\nb: 2\n", {("a",): 4}, "a:\n  4\nb: 2\n"),
         ("a: >-\n  x\n  y\nb: 2\n", {("b",): 3}, "a: >-\n  x\n  y\nb: 3\n"),
         ("a: one\n  two\nb: 2\n", {("a",): "z"}, "a: z\nb: 2\n"),
         ("? a\n: 4\n", {("a",): 8}, "? a\n: 8\n"),
@@ -145,6 +147,8 @@ def test_a_yaml_list_changes_item_by_item(text: str, changes: dict[KeyPath, Any]
         ("a: &x 4 # four\nb: *x\nc: *x\n", {("a",): 8}, "a: 8 # four\nb: &x 4\nc: *x\n"),
         ("a: &x 4\nb: *x\n", {("a",): 8, ("b",): 8}, "a: &x 8\nb: 8\n"),
         ("a: &x 4\nb: *x\nc: [*x]\n", {("a",): 8, ("b",): 9}, "a: 8\nb: 9\nc: [&x 4]\n"),
+        ("a: &x 4\nb: [*x]\n", {("a",): 8, ("b",): []}, "a: 8\nb: []\n"),
+        ("a: &x 4\nb: [*x, 5]\n", {("a",): 8, ("b",): [4, 6]}, "a: 8\nb: [&x 4, 6]\n"),
         # A merged key is overridden where it is merged.
         (
             "base: &b\n  n: 4\n  m: 5\ns:\n  <<: *b\nt: 1\n",
@@ -214,6 +218,16 @@ def test_a_missing_yaml_key_is_added_in_the_indentation_of_the_file(
     text: str, changes: dict[KeyPath, Any], after: str
 ) -> None:
     assert edited("a.yaml", text, changes, add=True) == after
+
+
+def test_an_empty_document_takes_keys_and_no_value() -> None:
+    text = "---\n# nothing\n---\na: 1\n"
+    assert "this document is empty" in refused("a.yaml", text, {(0,): 4}).found
+    assert edited("a.yaml", text, {(0, "b"): 4}, add=True) == "---\n# nothing\nb: 4\n---\na: 1\n"
+
+
+def test_a_key_without_a_colon_is_refused() -> None:
+    assert "begins with ?" in refused("a.yaml", "? a\n", {("a",): 4}).found
 
 
 def test_interpolations_are_computed() -> None:
@@ -524,6 +538,12 @@ def test_no_comment_is_put_into_a_text_that_runs_over_lines() -> None:
 def test_what_python_sets_twice_is_read_but_not_changed(text: str, path: KeyPath, lines: str) -> None:
     documents.read(text, "a.py").entries()
     assert lines in refused("a.py", text, {path: 4}).found
+
+
+def test_names_that_one_assignment_sets_are_not_changed_apart() -> None:
+    problem = refused("a.py", "a = b = {'n': 4}\n", {("a", "n"): 8})
+    assert "read by b.n (through the same assignment)" in problem.found
+    assert edited("a.py", "a = b = 4\n", {("a",): 8, ("b",): 8}) == "a = b = 8\n"
 
 
 def test_calls_of_one_name_are_numbered() -> None:

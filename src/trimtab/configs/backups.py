@@ -155,7 +155,7 @@ def chosen(file: Path, number: int | None, now: str) -> Backup:
     if not stack:
         raise WrongUse(
             str(file),
-            found="it is already as it was before the first write",
+            found="every write of trimtab to it has been taken back already",
             cure=f"Name a backup to go to with --backup N: there are {known}.",
         )
     return next(one for one in history if one.number == stack[-1])

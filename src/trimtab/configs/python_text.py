@@ -128,7 +128,7 @@ class _Collector:
     def statement(self, statement: ast.stmt, home: Node) -> None:
         if isinstance(statement, ast.Assign):
             for target in statement.targets:
-                self.assign(target, statement.value, home)
+                self.assign(target, statement.value, home, chained=len(statement.targets) > 1)
         elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
             self.assign(statement.target, statement.value, home)
         elif isinstance(statement, ast.AugAssign):
@@ -163,11 +163,11 @@ class _Collector:
             if given is not None:
                 self.put(home, one.arg, self.value(given), given)
 
-    def assign(self, target: ast.expr, value: ast.expr, home: Node) -> None:
+    def assign(self, target: ast.expr, value: ast.expr, home: Node, *, chained: bool = False) -> None:
         if isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
             if len(target.elts) == len(value.elts):
                 for one, part in zip(target.elts, value.elts, strict=True):
-                    self.assign(one, part, home)
+                    self.assign(one, part, home, chained=chained)
             return
         keys = _keys(target)
         if not keys:
@@ -178,7 +178,11 @@ class _Collector:
                 child = _section(*self.span(target), style="scattered")
                 (home.items if home.items is not None else {})[key] = child
             home = child
-        self.put(home, keys[-1], self.value(value), value)
+        node = self.value(value)
+        if chained:
+            for _, inner in texts.walked(node):
+                inner.shared = "the same assignment"
+        self.put(home, keys[-1], node, value)
 
     def again(self, statement: ast.AugAssign, home: Node) -> None:
         """`x += 1` makes the value of x something that only Python knows."""

@@ -199,12 +199,25 @@ class Page:
     def edited(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
         """The whole text with these values changed, and nothing else."""
         _refuse_impossible(self, changes)
+        try:
+            return self.bom + self._edited(changes, beside=beside, add=add)
+        except TrimtabError as problem:
+            if isinstance(problem, WrongUse) or len(changes) == 1:
+                raise
+        # Two values can be entangled, as an anchor and a list that reads it are: one after the other, then.
+        page = self
+        for path, value in changes.items():
+            page = reread(self, page._edited({path: value}, beside=beside, add=add))
+        verify(self, page, changes, [Splice(0, len(self.text), page.text)])
+        return self.bom + page.text
+
+    def _edited(self, changes: Changes, *, beside: bool, add: bool) -> str:
         splices = _splices(self, changes, beside=beside, add=add)
         if not splices:
-            return self.bom + self.text
+            return self.text
         after = spliced(self.text, splices)
         verify(self, reread(self, after), changes, splices)
-        return self.bom + after
+        return after
 
 
 def read(text: str, origin: str, fmt: Format) -> Page:
@@ -393,7 +406,11 @@ def _longer(page: Page, node: Node, new: list[str], style: ListStyle) -> list[Sp
 def spliced(text: str, splices: list[Splice]) -> str:
     """The text with these parts replaced; what is put in at one place keeps its order."""
     pieces, at = [], 0
+    done: Splice | None = None
     for one in sorted(splices, key=lambda splice: (splice.start, splice.order, splice.end)):
+        if one == done and one.start < one.end:
+            continue  # two names of one value, both with the same new one
+        done = one
         if one.start < at:
             raise TrimtabError(
                 "an edit of two values at once",

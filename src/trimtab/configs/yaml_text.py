@@ -106,7 +106,10 @@ class _Composer:
         for event in events:
             if type(event).__name__ == "DocumentStartEvent":
                 self.anchors = {}
-                yield self.node(next(events), events, 0)
+                root = self.node(next(events), events, 0)
+                if root.items is None and root.extra.begin == root.end:
+                    root.style = "void"
+                yield root
 
     def events(self) -> Iterator[yaml.Event]:
         import yaml
@@ -261,6 +264,8 @@ class _Composer:
             node.extra.last = value = self.node(next(events), events, depth + 1)
             colon = _COLON.match(self.text, event.end_mark.index)
             value.extra.after = _end_of_properties(value, colon.end() if colon else None)
+            if colon is None and node.style == "block" and value.items is None:
+                value.style = "unsaid"
             if name is None:
                 continue
             if name == "<<" and is_plain:
@@ -396,6 +401,9 @@ class _Yaml:
     def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
         if node.style == "alias":
             return [Splice(node.start, node.end, inline(value))]
+        if node.style == "void":
+            found = "this document is empty"
+            raise WrongUse(page.at(node.start), found=found, cure="Name a key to be added to it.")
         if node.shared:
             _refuse_inherited(page, node)
         if node.computed and node.items is None and node.extra.tag not in _PLAIN_TAGS:
@@ -468,10 +476,18 @@ def _tag_dropped(page: Page, node: Node, value: Any) -> list[Splice]:
 
 def _scalar_replaced(page: Page, node: Node, value: Any) -> list[Splice]:
     old = page.text[node.start : node.end]
+    if node.style == "unsaid" and not old:
+        raise WrongUse(
+            page.at(node.start),
+            found="a key that begins with ? and has no value",
+            cure="Write it with a colon, then try again.",
+        )
     if node.style in ("|", ">"):
         return _block_text_replaced(page, node, value)
     if node.start < node.end:
-        return [Splice(node.start, node.end, inline(value, old))]
+        # Behind a quote a comment may begin at once; behind anything else it needs a blank.
+        gap = " " if page.text.startswith("#", node.end) else ""
+        return [Splice(node.start, node.end, inline(value, old) + gap)]
     before = page.text[node.start - 1 : node.start]
     text = inline(value)
     if before in (":", "-") or not before.strip():
@@ -486,7 +502,11 @@ def _block_text_replaced(page: Page, node: Node, value: Any) -> list[Splice]:
     head_end = header.end() if header else node.start + 1
     line_end = page.line_end(node.start)
     end = _content_end(page, node)
-    splices = [Splice(node.start, head_end, inline(value))]
+    # A `|` may stand in a column of its own that is too far left for anything else; its lines are not.
+    inner = page.indent(page.next_line(node.start))
+    alone = not page.text[page.line_start(node.start) : node.start].strip()
+    pad = inner[page.place(node.start)[1] - 1 :] if alone else ""
+    splices = [Splice(node.start, head_end, pad + inline(value))]
     return splices + ([Splice(line_end, end, "")] if end > line_end else [])
 
 
@@ -612,7 +632,7 @@ def _in_place_of_null(page: Page, path: KeyPath, node: Node, new: dict[str | int
     if not path or (parent.style == "documents" and len(path) == 1):
         if page.text[node.start : node.end].strip():
             return [Splice(node.start, node.end, inline(new))]
-        at = page.next_line(node.end)
+        at = node.end if node.end in page.line_starts else page.next_line(node.end)
         return [page.whole_lines(at, _lines(new, "", _step(page)))]
     if not simple:
         blank = "" if page.text[node.start - 1 : node.start].strip() == "" else " "
