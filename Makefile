@@ -34,7 +34,8 @@ test: $(READY)
 	@$(BIN)/python -m pytest -n auto -m 'not slow'
 
 soak: $(READY)
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -n auto -m slow tests/test_configs_generated.py
+	@$(BIN)/python -m pytest -m slow --ignore tests/test_configs_generated.py
 
 check: $(READY)
 	@$(BIN)/ruff check .
