@@ -12,11 +12,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trimtab
 from trimtab.errors import TrimtabError
 from trimtab.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HAND = json.loads((Path(__file__).parent / "plan_tables.json").read_text(encoding="utf-8"))
 
@@ -35,31 +38,29 @@ def planned(job: str, on: str, **options: Any) -> tuple[str, str, str]:
     return how, format_bytes(found.process_bytes), rate
 
 
-def presets() -> list[str]:
+def presets() -> Iterator[str]:
     """The small language model on every GPU of the guide."""
-    lines = [
+    yield from (
         "| GPU | by hand: amp, length, batch | batch for good MFU | plan | memory | samples/s |",
         "|---|---|---|---|--:|--:|",
-    ]
+    )
     for row in HAND["presets"]:
         by_hand = "-" if row["amp"] is None else f"{row['amp']}, {row['max_length']}, {row['batch']}"
         how, memory, rate = planned("slm", row["on"])
-        lines.append(f"| {row['gpu']} | {by_hand} | {row['mfu_batch'] or '-'} | {how} | {memory} | {rate} |")
-    return lines
+        yield f"| {row['gpu']} | {by_hand} | {row['mfu_batch'] or '-'} | {how} | {memory} | {rate} |"
 
 
-def strategies() -> list[str]:
+def strategies() -> Iterator[str]:
     """Two frozen models on one to four GPUs: the rule's choice and the plan's, both estimated."""
-    lines = [
+    yield from (
         "| GPUs | the rule | batch (effective) | estimated | plan | memory | samples/s |",
         "|---|---|--:|---|---|--:|--:|",
-    ]
+    )
     for row in HAND["strategies"]:
         on = f"{row['gpus']}x{row['on']}"
         how, memory, rate = planned("bridge", on, pins={"gpus": row["gpus"]})
         said = f"{row['batch']} ({row['effective']})"
-        lines.append(f"| {on} | {row['rule']} | {said} | {ruled(row, on)} | {how} | {memory} | {rate} |")
-    return lines
+        yield f"| {on} | {row['rule']} | {said} | {ruled(row, on)} | {how} | {memory} | {rate} |"
 
 
 def ruled(row: dict[str, Any], on: str) -> str:
@@ -83,7 +84,8 @@ def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     if wanted not in tables:
         sys.exit(f"usage: python bench/plan_tables.py {' | '.join(tables)}")
-    print("\n".join(tables[wanted]()))
+    for line in tables[wanted]():
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
