@@ -48,6 +48,8 @@ class Pen:
     comments: list[str] = field(default_factory=list)
     mark: str = "#"
     anchors: dict[tuple[str, Any], str] = field(default_factory=dict)
+    count: int = 0
+    """Of anchors, each of which has a name of its own."""
 
     def comment(self, often: float = 0.4) -> str:
         if self.random.random() > often:
@@ -100,7 +102,8 @@ def yaml_scalar(pen: Pen, value: Any) -> str:
     if known and pen.maybe(0.6):
         return f"*{known} " if pen.maybe() else f"*{known}"
     if pen.maybe(0.1):
-        name = f"a{len(pen.anchors)}"
+        name = f"a{pen.count}"
+        pen.count += 1
         text = f"&{name} {yaml_word(pen, value)}"
         pen.anchors[type(value).__name__, value] = name
         return text

@@ -149,6 +149,9 @@ def test_a_yaml_list_changes_item_by_item(text: str, changes: dict[KeyPath, Any]
         ("a: &x 4\nb: *x\nc: [*x]\n", {("a",): 8, ("b",): 9}, "a: 8\nb: 9\nc: [&x 4]\n"),
         ("a: &x 4\nb: [*x]\n", {("a",): 8, ("b",): []}, "a: 8\nb: []\n"),
         ("a: &x 4\nb: [*x, 5]\n", {("a",): 8, ("b",): [4, 6]}, "a: 8\nb: [&x 4, 6]\n"),
+        ("a: [&x 4, 5]\nb: *x\n", {("a",): [5]}, "a: [5]\nb: &x 4\n"),
+        ("a:\n- &x 4\n- 5\nb: *x\n", {("a",): 1}, "a: 1\nb: &x 4\n"),
+        ("a:\n- 5\n- &x 4\nb: *x\n", {("a",): [5]}, "a:\n- 5\nb: &x 4\n"),
         # A merged key is overridden where it is merged.
         (
             "base: &b\n  n: 4\n  m: 5\ns:\n  <<: *b\nt: 1\n",

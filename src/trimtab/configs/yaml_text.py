@@ -444,24 +444,35 @@ def _refuse_inherited(page: Page, node: Node) -> None:
 
 def _anchor_moved(page: Page, node: Node, moving: set[int]) -> list[Splice]:
     """What others read through an alias keeps its value: the first of them takes over anchor and old text."""
+    taken = _taken_over(page, node, moving)
+    if not taken:
+        return []
+    start = page.text.index("&", node.extra.begin)
+    name = re.compile(r"&[^\s,\[\]{}]*[ \t]*").match(page.text, start)
+    return [Splice(start, name.end() if name else start + 1, ""), *taken]
+
+
+def _anchors_saved(page: Page, dropped: list[Node], moving: set[int]) -> list[Splice]:
+    """The same for everything in values that go altogether."""
+    inside = [one for child in dropped for _, one in texts.walked(child)]
+    gone = moving | {id(one) for one in inside}
+    own = [one for one in inside if one.style != "alias" and not one.shared]
+    return [splice for one in own for splice in _taken_over(page, one, gone)]
+
+
+def _taken_over(page: Page, node: Node, moving: set[int]) -> list[Splice]:
     readers = [one for one in node.extra.readers if id(one) not in moving]
     if not readers:
         return []
-    old = page.text[node.start : node.end]
-    if node.items is not None or "\n" in old or "\r" in old or not old:
+    old = page.text[node.start : node.end] or "null"
+    if node.items is not None or "\n" in old or "\r" in old:
         raise WrongUse(
             page.at(node.start),
             found=f"{len(readers)} other places read this value through *{node.extra.anchor}",
             cure="Write the value out there, or change all of them.",
         )
     first = min(readers, key=lambda one: one.start)
-    drop = Splice(node.extra.begin, node.extra.begin + 1 + len(node.extra.anchor), "")
-    if page.text[drop.start : drop.start + 1] != "&":
-        at = page.text.index("&", drop.start)
-        drop = Splice(at, at + 1 + len(node.extra.anchor), "")
-    blank = re.compile(r"[ \t]*").match(page.text, drop.end)
-    end = blank.end() if blank else drop.end
-    return [Splice(drop.start, end, ""), Splice(first.start, first.end, f"&{node.extra.anchor} {old}")]
+    return [Splice(first.start, first.end, f"&{node.extra.anchor} {old}")]
 
 
 def _tag_dropped(page: Page, node: Node, value: Any) -> list[Splice]:
@@ -524,11 +535,11 @@ def _content_end(page: Page, node: Node) -> int:
 
 
 def _list_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
+    children = list((node.items or {}).values())
     if not isinstance(value, list | tuple):
-        return _inlined(page, node, inline(value))
+        return _inlined(page, node, inline(value)) + _anchors_saved(page, children, moving)
     if node.style == "flow":
         return _flow_replaced(fmt, page, node, value, moving)
-    children = list((node.items or {}).values())
     changed = [
         one
         for child, new in zip(children, value, strict=False)
@@ -537,8 +548,9 @@ def _list_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[i
     ]
     if len(children) == len(value):
         return changed
+    changed += _anchors_saved(page, children[len(value) :], moving)
     if not value:
-        return _inlined(page, node, "[]")
+        return _inlined(page, node, "[]") + changed
     if len(value) > len(children):
         dash = " " * (page.place(node.start)[1] - 1) + "- "
         at = page.next_line(_content_end(page, children[-1]))
@@ -555,7 +567,10 @@ def _flow_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[i
         each=lambda child, new: fmt.replaced(page, child, new, moving), write=inline, comment=_COMMENT
     )
     around = texts.relisted(page, node, value, style)
-    return [texts.rewritten(page, node, inline(value), _COMMENT)] if around is None else around
+    children = list((node.items or {}).values())
+    if around is None:
+        return [texts.rewritten(page, node, inline(value), _COMMENT), *_anchors_saved(page, children, moving)]
+    return around + _anchors_saved(page, children[len(value) :], moving)
 
 
 def _inlined(page: Page, node: Node, text: str) -> list[Splice]:
