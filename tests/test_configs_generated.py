@@ -265,6 +265,9 @@ shell_values = st.one_of(
 shell_trees = st.dictionaries(c.keys.map(str.upper).map("X_{}".format), shell_values, min_size=1, max_size=5)
 
 
+FLAGS = [("0", "1"), ("no", "yes"), ("off", "on"), ("false", "true")]
+
+
 def by_shell(text: str) -> dict[str, str]:
     """By a shell that runs the script without its command."""
     script = text.lstrip("\ufeff").replace("\r\n", "\n").partition("python train.py")[0]
@@ -294,8 +297,11 @@ def scripts(count: int) -> None:
         after = documents.read(text, "run.sh").edited(changes, add=True)
         found = by_shell(after)
         for (key,), value in changes.items():
-            same_flag = isinstance(value, bool) and before.get(str(key)) in ("1", "0")
-            assert found.pop(str(key)) == (str(int(value)) if same_flag else in_words(value))
+            # A flag keeps the words that it was written in.
+            old = before.get(str(key), "").lower()
+            pair = next((one for one in FLAGS if isinstance(value, bool) and old in one), ("false", "true"))
+            word = found.pop(str(key))
+            assert (word.lower() == pair[value]) if isinstance(value, bool) else (word == in_words(value))
         assert found == {key: value for key, value in before.items() if (key,) not in changes}
         survives(sample, after)
 

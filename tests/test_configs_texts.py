@@ -588,6 +588,7 @@ def test_broken_python_is_refused_with_its_place(text: str, found: str) -> None:
         ("A=\n", {("A",): 4}, "A=4\n"),
         ("A=1\n", {("A",): True}, "A=1\n"),
         ("A=1\n", {("A",): False}, "A=0\n"),
+        ("A=0\n", {("A",): "FALSE"}, "A=FALSE\n"),
         ("A=Yes\n", {("A",): False}, "A=No\n"),
         ("cat <<EOF\nA=5\nEOF\nA=1\n", {("A",): 2}, "cat <<EOF\nA=5\nEOF\nA=2\n"),
         ("x 'A=5\nA=6'\nA=1\n", {("A",): 2}, "x 'A=5\nA=6'\nA=2\n"),

@@ -287,7 +287,7 @@ def means(found: Any, wanted: Any) -> bool:
         text = word_of(found).lower()
         return any(text == pair[0 if wanted else 1] for pair in _PAIRS)
     if isinstance(wanted, list | tuple | str) or wanted is None:
-        return word_of(found) == word_of(wanted) or found == typed(word_of(wanted))
+        return word_of(found) == word_of(wanted) or texts.same(found, typed(word_of(wanted)))
     return texts.same(found, wanted)
 
 
