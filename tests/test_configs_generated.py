@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 
     from trimtab.configs.texts import KeyPath
 
+
+def so_many(count: int) -> settings:
+    """That many documents, the same ones in every run."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 MANY = 10_000
 FEW = 100
 
