@@ -499,4 +499,4 @@ def test_a_damaged_file_is_edited_or_refused(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_many_damaged_files_are_edited_or_refused(name: str) -> None:
-    damaged(MANY // 2, name)
+    damaged(MANY // 10, name)
