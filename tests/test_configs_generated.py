@@ -176,13 +176,7 @@ def check_back(kind: Kind, sample: c.Sample, changes: dict[KeyPath, Any]) -> Non
 
 
 def tried(count: int, name: str) -> None:
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @so_many(count)
     @given(edits(KINDS[name]))
     def attempt(case: tuple[c.Sample, dict[KeyPath, Any]]) -> None:
         check_an_edit(KINDS[name], *case)
@@ -234,13 +228,7 @@ def with_additions(tree: Any, changes: dict[KeyPath, Any]) -> Any:
 def added(count: int, name: str) -> None:
     kind = KINDS[name]
 
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @so_many(count)
     @given(additions(kind))
     def attempt(case: tuple[c.Sample, dict[KeyPath, Any]]) -> None:
         sample, changes = case
@@ -265,13 +253,7 @@ def test_new_keys_are_added_to_many_documents(name: str) -> None:
 
 
 def returned(count: int, name: str) -> None:
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @so_many(count)
     @given(edits(KINDS[name]))
     def attempt(case: tuple[c.Sample, dict[KeyPath, Any]]) -> None:
         check_back(KINDS[name], *case)
@@ -313,13 +295,7 @@ def in_words(value: Any) -> str:
 
 
 def scripts(count: int) -> None:
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @so_many(count)
     @given(shell_trees, st.integers(0, 2**32), st.data())
     def attempt(tree: dict[str, Any], seed: int, data: st.DataObject) -> None:
         pen = c.Pen(Random(seed))  # noqa: S311 - a choice of style is no secret
@@ -375,13 +351,7 @@ def by_sbatch(text: str) -> dict[str, str]:
 
 
 def batches(count: int) -> None:
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @so_many(count)
     @given(options, st.integers(0, 2**32), options)
     def attempt(tree: dict[str, Any], seed: int, wanted: dict[str, Any]) -> None:
         pen = c.Pen(Random(seed))  # noqa: S311 - a choice of style is no secret
@@ -456,13 +426,7 @@ def damaged(count: int, name: str) -> None:
     """Whatever stands in a file: an edit, or a refusal that is the user's to act on, and no bug of ours."""
     kind = next((one for one in KINDS.values() if one.file == name), KINDS["yaml"])
 
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @so_many(count)
     @given(
         kind.samples,
         st.lists(st.tuples(st.floats(0, 1), st.sampled_from(SCRAPS)), min_size=1, max_size=4),
