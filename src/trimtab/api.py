@@ -584,20 +584,16 @@ def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -
     Without `job` the job that the plan names is looked at; without `on` the cluster is left out, so that a
     plan can be read anywhere.
     """
-    from trimtab.errors import BrokenFile
+    from trimtab.planner.stale import read
+
+    return _still_true(read(file), str(file), job=job, on=on)
+
+
+def _still_true(found: Plan, origin: str, *, job: Any = None, on: str | Cluster | None = None) -> Plan:
+    """The plan, refused where something is not what it assumed."""
     from trimtab.jobs.load import name_of
     from trimtab.planner.stale import changes, fingerprints, refuse
-    from trimtab.spec import Plan
 
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise BrokenFile(
-            f"plan {file}",
-            found=f"it cannot be read ({error.strerror})",
-            cure="Write one: trimtab plan --out FILE",
-        ) from error
-    found = Plan.from_json(text, origin=f"plan {file}")
     name, overrides = name_of(found.job if job is None else job)
     workload = workload_of(name, overrides or found.options, {})
     if found.workload is not None:
@@ -605,7 +601,7 @@ def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -
         workload = workload.replace(global_batch=found.workload.global_batch)
     where = None if on is None else cluster(on) if isinstance(on, str) else on
     now = fingerprints(name, workload, found.places, versions())
-    refuse(found, str(file), changes(found, now, where))
+    refuse(found, origin, changes(found, now, where))
     return found
 
 
@@ -730,23 +726,14 @@ def plan_from(file: Path | str) -> tuple[Plan, str]:
     """A plan from its file, refused where it is stale; and a word where nobody could tell."""
     from pathlib import Path
 
-    from trimtab.errors import BrokenFile
-    from trimtab.spec import Plan
+    from trimtab.planner.stale import read
 
     path = Path(file)
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise BrokenFile(
-            f"plan {path}",
-            found=f"it cannot be read ({error.strerror})",
-            cure="Write one: trimtab plan JOB --out FILE",
-        ) from error
-    found = Plan.from_json(text, origin=f"plan {path}")
+    found = read(path)
     source = found.job.rpartition(":")[0]
     if source.endswith(".py") and not Path(source).is_file():
         return found, f"{source} is not here: whether the plan still holds for it was not checked."
-    return read_plan(path), ""
+    return _still_true(found, str(path)), ""
 
 
 def show(  # noqa: PLR0913 - each is an option of the command

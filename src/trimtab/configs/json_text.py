@@ -167,17 +167,12 @@ class _Json:
         return _Reader(text, origin).whole()
 
     def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
-        if isinstance(value, list | tuple) and node.is_list:
-            style = texts.ListStyle(
-                each=lambda child, new: self.replaced(page, child, new, moving),
-                write=written,
-                comment=_COMMENT,
-            )
-            around = texts.relisted(page, node, value, style)
-            if around is not None:
-                return around
-        text = written(value, page.text[node.start : node.end])
-        return [texts.rewritten(page, node, text, _COMMENT)]
+        style = texts.ListStyle(
+            each=lambda child, new: self.replaced(page, child, new, moving),
+            write=written,
+            comment=_COMMENT,
+        )
+        return texts.written_anew(page, node, value, style, written)
 
     def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
         if not node.is_section:

@@ -339,6 +339,17 @@ class ListStyle:
     """Whether a single item needs a comma, as in Python's tuples."""
 
 
+def written_anew(
+    page: Page, node: Node, value: Any, style: ListStyle, write: Callable[[Any, str], str]
+) -> list[Splice]:
+    """A list item by item where that can be, anything else as a whole, in the style it is written in."""
+    if isinstance(value, list | tuple) and node.is_list:
+        around = relisted(page, node, value, style)
+        if around is not None:
+            return around
+    return [rewritten(page, node, write(value, page.text[node.start : node.end]), style.comment)]
+
+
 def relisted(page: Page, node: Node, value: Any, style: ListStyle) -> list[Splice] | None:
     """A list in brackets changed item by item, made longer or shorter around its comments.
 

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.errors import WrongUse
+from trimtab.errors import BrokenFile, WrongUse
 from trimtab.planner.outlook import kind, room_bytes
+from trimtab.spec import Plan
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
-    from trimtab.spec import Cluster, Place, Plan, Workload
+    from pathlib import Path
+
+    from trimtab.spec import Cluster, Place, Workload
 
 FILE = "file "
 """What the key of a source file begins with."""
+
+
+def read(file: Path) -> Plan:
+    """A plan as its file has it, whether it still holds or not."""
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise BrokenFile(
+            f"plan {file}",
+            found=f"it cannot be read ({error.strerror})",
+            cure="Write one: trimtab plan JOB --out FILE",
+        ) from error
+    return Plan.from_json(text, origin=f"plan {file}")
 
 
 def fingerprints(

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import load
+from trimtab.planner import stale
 from trimtab.spec import Mesh, Plan, Setting, Strategy
 from trimtab.training import preparing, status, world
 from trimtab.training.batches import on_device
@@ -71,7 +72,7 @@ class Run:
         `connected` is the world of a caller who has made the process group, and will leave it.
         """
         self.job = load(job) if isinstance(job, str) else job
-        self.plan = _read(plan) if isinstance(plan, str | Path) else plan
+        self.plan = stale.read(Path(plan)) if isinstance(plan, str | Path) else plan
         gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
         self._connects = connected is None
         self.world: World = connected or world.read(os.environ, gpus)
@@ -408,14 +409,3 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _read(file: str | Path) -> Plan:
-    path = Path(file)
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise WrongUse(
-            f"plan {path}", found=f"it cannot be read: {error.strerror}", cure="Give the file of a plan."
-        ) from error
-    return Plan.from_json(text, origin=str(path))
