@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from config_nouns import config_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
 from trimtab.exams.measure import Measured
@@ -517,4 +518,5 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Fleet: fleets,
     Task: tasks,
     Ending: endings,
+    **config_nouns(settings(), estimates()),
 }

@@ -292,3 +292,8 @@ def test_turing_without_tensor_cores_gets_no_tensor_peaks(name: str) -> None:
 @pytest.mark.parametrize("module", [clusters, describe, lookup, tables])
 def test_the_examples_in_the_docstrings_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("row", devices(), ids=lambda row: row.name)
+def test_the_name_that_plans_and_tables_show_can_be_typed(row: DeviceRow) -> None:
+    assert typed(row.name)[0] is row

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from trimtab.api import (
+        apply,
         calibrate,
         cluster,
         detect,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
         plan,
         profile,
         read_plan,
+        revert,
+        show,
         train,
     )
     from trimtab.errors import TrimtabError
@@ -43,6 +46,7 @@ __all__ = [
     "Run",
     "TrimtabError",
     "__version__",
+    "apply",
     "calibrate",
     "cluster",
     "detect",
@@ -53,6 +57,8 @@ __all__ = [
     "plan",
     "profile",
     "read_plan",
+    "revert",
+    "show",
     "train",
 ]
 
@@ -65,6 +71,7 @@ _HOMES = {
     "Node": "trimtab.spec",
     "Run": "trimtab.training.run",
     "TrimtabError": "trimtab.errors",
+    "apply": "trimtab.api",
     "calibrate": "trimtab.api",
     "cluster": "trimtab.api",
     "detect": "trimtab.api",
@@ -75,6 +82,8 @@ _HOMES = {
     "plan": "trimtab.api",
     "profile": "trimtab.api",
     "read_plan": "trimtab.api",
+    "revert": "trimtab.api",
+    "show": "trimtab.api",
     "train": "trimtab.api",
 }
 

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.catalog.words import Word
+    from trimtab.configs.applying import Proposal
+    from trimtab.configs.files import Prepared, Written
+    from trimtab.configs.showing import Display
     from trimtab.errors import TrimtabError
     from trimtab.exams.sit import Marks
     from trimtab.planner.foresight import Foresight, Memo
@@ -30,7 +33,19 @@ if TYPE_CHECKING:
     from trimtab.training.start import Fleet
     from trimtab.training.task import Ending, Task
 
-VERBS = ("detect", "explain", "estimate", "exam", "profile", "calibrate", "plan", "train")
+VERBS = (
+    "detect",
+    "explain",
+    "estimate",
+    "exam",
+    "profile",
+    "calibrate",
+    "plan",
+    "apply",
+    "show",
+    "revert",
+    "train",
+)
 """What works today."""
 
 
@@ -592,6 +607,259 @@ def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -
     now = fingerprints(name, workload, found.places, versions())
     refuse(found, str(file), changes(found, now, where))
     return found
+
+
+def propose(  # noqa: PLR0913 - each is an option of the command
+    plan: Plan,
+    to: Sequence[str],
+    *,
+    target: str | None = None,
+    on: str | Cluster | None = None,
+    beside: bool = False,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Proposal:
+    """What `apply` would change, before it changes anything."""
+    from trimtab.configs.applying import aim, proposed
+    from trimtab.configs.documents import read
+    from trimtab.configs.mapping import known
+
+    aims = [aim(str(one)) for one in to]
+
+    def replan(options: dict[str, Any]) -> Plan:
+        return _same_but(plan, options, on, cache=cache, say=say)
+
+    among = known(one.file for one in aims)
+    return proposed(aims, plan, among, opened=read, name=target, beside=beside, replan=replan)
+
+
+def _same_but(
+    found: Plan, options: dict[str, Any], on: str | Cluster | None, *, cache: bool, say: Callable[[str], None]
+) -> Plan:
+    """The best plan for the job with some options changed, all but the cut of the batch as it was."""
+    from trimtab.configs.stages import pins_of
+
+    return plan(
+        found.job,
+        on if on is not None else devices_of(found),
+        global_batch=found.choice.global_batch,
+        memory=found.policy.memory_share,
+        pins=pins_of(found.choice),
+        options={**found.options, **options},
+        cache=cache,
+        say=say,
+    )
+
+
+def devices_of(found: Plan) -> Cluster:
+    """The devices that a plan is for, from its own words."""
+    from trimtab.planner.stale import used
+
+    nodes = len({one.node for one in found.places})
+    if not nodes:
+        return detect()
+    each = "+".join(used(found.places).removeprefix(f"{nodes} nodes of ").split(" + "))
+    return cluster(f"{nodes}x{each}" if nodes > 1 else each)
+
+
+def apply(  # noqa: PLR0913 - each is an option of the command
+    plan: Plan | Path | str,
+    to: str | Path | Sequence[str | Path],
+    *,
+    target: str | None = None,
+    on: str | Cluster | None = None,
+    beside: bool = False,
+    dry: bool = False,
+    cache: bool = True,
+) -> dict[str, Any]:
+    """Write a plan into config files: all of them, or none where one of them fails.
+
+    trimtab.apply(trimtab.plan("slm", "2xA30"), "config.py:slm_config")["edits"]
+    trimtab.apply("plan.json", ["conf/config.yaml", "train.sbatch"], dry=True)["diff"]
+    """
+    from os import PathLike
+
+    found = plan_from(plan)[0] if isinstance(plan, str | PathLike) else plan
+    places = [to] if isinstance(to, str | PathLike) else list(to)
+    proposal = propose(found, [str(one) for one in places], target=target, on=on, beside=beside, cache=cache)
+    ready = proposal.prepared(beside=beside)
+    return applied(proposal, ready, None if dry else write_plan(ready, found))
+
+
+def write_plan(ready: Sequence[Prepared], plan: Plan) -> Written:
+    """Write files that are ready, with backups that say what for."""
+    from trimtab.configs.files import write
+    from trimtab.render import setting_words
+
+    return write(ready, words=f"{plan.job}: {setting_words(plan.choice)}", fingerprint=plan.fingerprint())
+
+
+def applied(proposal: Proposal, ready: Sequence[Prepared], written: Written | None) -> dict[str, Any]:
+    """What `apply` answers: the edits and the diff, and where the backup is once they are written."""
+    backups = list(written.backups) if written else []
+    return {
+        "edits": [
+            {"file": one.file, "key": one.key, "before": one.before, "after": one.after, "line": one.line}
+            for one in proposal.edits
+        ],
+        "backup": backups[0] if backups else None,
+        "backups": backups,
+        "written": list(written.files) if written else [],
+        "files": proposal.files,
+        "diff": "".join(one.diff() for one in ready),
+        "stages": [one.to_builtins() for one in proposal.stages],
+        "said": [*proposal.said, *(written.said if written and written.files else ())],
+    }
+
+
+def revert(file: str | Path, *, backup: int | None = None, force: bool = False) -> dict[str, Any]:
+    """Put back a config that `apply` wrote; what is there now becomes a backup too."""
+    from trimtab.configs.files import revert as put_back
+
+    done = put_back(str(file), number=backup, force=force)
+    return {
+        "restored": done.file if done.backup else None,
+        "file": done.file,
+        "number": done.number,
+        "backup": done.backup,
+        "diff": done.diff,
+    }
+
+
+def plan_from(file: Path | str) -> tuple[Plan, str]:
+    """A plan from its file, refused where it is stale; and a word where nobody could tell."""
+    from pathlib import Path
+
+    from trimtab.errors import BrokenFile
+    from trimtab.spec import Plan
+
+    path = Path(file)
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise BrokenFile(
+            f"plan {path}",
+            found=f"it cannot be read ({error.strerror})",
+            cure="Write one: trimtab plan JOB --out FILE",
+        ) from error
+    found = Plan.from_json(text, origin=f"plan {path}")
+    source = found.job.rpartition(":")[0]
+    if source.endswith(".py") and not Path(source).is_file():
+        return found, f"{source} is not here: whether the plan still holds for it was not checked."
+    return read_plan(path), ""
+
+
+def show(  # noqa: PLR0913 - each is an option of the command
+    file: str | Path,
+    on: str | Cluster | None = None,
+    *,
+    job: Any = None,
+    target: str | None = None,
+    options: dict[str, Any] | None = None,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Display:
+    """What a config would use, stage by stage, and what would be better.
+
+    trimtab.show("conf", "RTX 6000").stages[0].advice
+    """
+    from trimtab.configs.applying import aim, laid_out
+    from trimtab.configs.documents import read
+    from trimtab.configs.mapping import known
+    from trimtab.configs.showing import display, job_of
+    from trimtab.configs.targets import named
+
+    one = aim(str(file))
+    among = known([one.file])
+    layout = laid_out(one, among, opened=read, name=target)
+    meant = layout.main.site.target if layout.main else None
+    if meant is None:
+        meant = (
+            named(target, among) if target else next(known for known in among if known.stage is layout.stage)
+        )
+    asked = job if job is not None else job_of(meant, layout.main)
+    where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    if not where.devices:
+        return display(layout, meant, job=asked, gpus=None, device=None, seer=None, no_device=True)
+    seer = _Seer(asked, where, options or {}, cache=cache, say=say) if asked is not None else None
+    return display(
+        layout,
+        meant,
+        job=asked if isinstance(asked, str) or asked is None else _name(asked),
+        gpus=len(where.devices),
+        device=first_device(where).name,
+        seer=seer,
+    )
+
+
+def _name(job: Any) -> str:
+    from trimtab.jobs.load import name_of
+
+    return name_of(job)[0]
+
+
+class _Seer:
+    """Answers what `show` asks about a job on some devices."""
+
+    def __init__(
+        self, job: Any, where: Cluster, options: dict[str, Any], *, cache: bool, say: Callable[[str], None]
+    ) -> None:
+        self.job, self.where, self.options, self.cache, self.say = job, where, options, cache, say
+
+    def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
+        """What a setting needs, and how fast it is."""
+        from trimtab.errors import WrongUse
+        from trimtab.spec import Precision
+
+        if setting.compile and setting.gpus > 1:
+            raise WrongUse(
+                "compiled code on several GPUs",
+                found="compiled code is estimated on one device only",
+                cure="Look at --on one of them.",
+            )
+        device = first_device(self.where)
+        if device.bf16 is False and setting.precision in (Precision.BF16, Precision.BF16_TRUE):
+            raise WrongUse(
+                f"{setting.precision} on {device.name}",
+                found=f"{device.name} does not compute in bf16",
+                cure="Write fp16 or fp32 into the config, or look at another GPU.",
+            )
+        self.say("estimating")
+        both = {**options, **self.options}
+        return look_closely(self.job, setting, device, where=self.where, options=both, cache=self.cache)[0]
+
+    def better(self, options: dict[str, Any], setting: Setting) -> Plan:
+        """The fastest way to run the same global batch on as many GPUs in the same precision.
+
+        Without recomputing where the config has none and something fits so: that takes few traces.
+        """
+        from trimtab.errors import NothingFits
+        from trimtab.spec import Recompute
+
+        pins: dict[str, Any] = {
+            "gpus": setting.gpus,
+            "precision": setting.precision,
+            "compile": setting.compile,
+        }
+        if setting.gpus > 1:
+            pins["strategy"] = setting.strategy
+        if setting.recompute is Recompute.NONE:
+            try:
+                return self._planned(options, setting, {**pins, "recompute": setting.recompute})
+            except NothingFits:
+                pass
+        return self._planned(options, setting, pins)
+
+    def _planned(self, options: dict[str, Any], setting: Setting, pins: dict[str, Any]) -> Plan:
+        return plan(
+            self.job,
+            self.where,
+            global_batch=setting.global_batch,
+            pins=pins,
+            options={**options, **self.options},
+            cache=self.cache,
+            say=self.say,
+        )
 
 
 def train(job: Any, plan: Plan | Path | str | None = None, **asked: Any) -> Ending:

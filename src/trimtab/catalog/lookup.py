@@ -42,6 +42,9 @@ def _by_typed() -> dict[str, tuple[DeviceRow, str]]:
     for driver, row in _by_driver().items():
         # "Quadro RTX 6000" and "RTX 6000" have one plain name; the typed one carries the note.
         found.setdefault(driver, (row, ""))
+    for row in devices():
+        # What plans and tables call it can be typed too.
+        found.setdefault(plain_name(row.name), (row, ""))
     return found
 
 

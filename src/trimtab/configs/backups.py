@@ -1,0 +1,161 @@
+"""The numbered backups beside a config: what each holds, and which one `revert` takes.
+
+.trimtab/backups/3/manifest.json    when, for which plan, which files
+.trimtab/backups/3/train.yaml       the file as it was before
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from trimtab.configs.locks import FOLDER
+from trimtab.errors import BrokenFile, UnknownName, WrongUse
+from trimtab.spec.base import Noun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+
+class Saved(Noun, frozen=True, kw_only=True):
+    """One file of a backup."""
+
+    file: str
+    """Its name in the folder."""
+    sha256: str
+    """Of the copy that is kept: the file as it was before."""
+    after_sha256: str
+    """Of what was written then."""
+
+
+class Backup(Noun, frozen=True, kw_only=True):
+    """What one write replaced."""
+
+    number: int
+    date: str
+    """When, as YYYY-MM-DDTHH:MM:SS with the offset from UTC."""
+    words: str = ""
+    """What was done, in a sentence."""
+    plan: str = ""
+    """The fingerprint of the plan that was written."""
+    restored: int | None = None
+    """The backup that was put back, where that was what was done."""
+    files: tuple[Saved, ...] = ()
+
+    def saved(self, name: str) -> Saved | None:
+        """The file of this name."""
+        return next((one for one in self.files if one.file == name), None)
+
+
+def digest(data: bytes) -> str:
+    """The sha256 of a file's content."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def folder_of(folder: Path) -> Path:
+    """Where the backups of a folder lie."""
+    return folder / FOLDER / "backups"
+
+
+def numbers(folder: Path) -> list[int]:
+    """Of all backups of a folder, those of broken ones included."""
+    place = folder_of(folder)
+    if not place.is_dir():
+        return []
+    return sorted(int(path.name) for path in place.iterdir() if path.name.isascii() and path.name.isdigit())
+
+
+def backups(file: Path) -> list[Backup]:
+    """All backups that hold a file, oldest first; one without a manifest was never finished."""
+    real = file.resolve()
+    found = [_manifest(real.parent, number) for number in numbers(real.parent)]
+    return [one for one in found if one is not None and one.saved(real.name)]
+
+
+def _manifest(folder: Path, number: int) -> Backup | None:
+    path = folder_of(folder) / str(number) / MANIFEST
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Backup)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, ValueError) as problem:
+        raise BrokenFile(
+            str(path),
+            found=f"the backup's manifest cannot be read: {problem}",
+            cure=f"The copies beside it can be put back by hand; then remove the folder {path.parent}.",
+        ) from None
+
+
+def content(file: Path, backup: Backup) -> bytes:
+    """The file as a backup holds it."""
+    real = file.resolve()
+    saved = backup.saved(real.name)
+    path = folder_of(real.parent) / str(backup.number) / real.name
+    try:
+        data = path.read_bytes()
+    except OSError as problem:
+        raise BrokenFile(
+            str(path), found=f"the copy cannot be read: {problem.strerror}", cure=_OTHER
+        ) from None
+    if saved is None or digest(data) != saved.sha256:
+        raise BrokenFile(str(path), found="the copy is not what was saved: its checksum differs", cure=_OTHER)
+    return data
+
+
+_OTHER = "Name another backup with --backup N."
+
+
+def stood(history: Sequence[Backup], name: str, now: str) -> list[Backup]:
+    """The writes that took place. One that was killed between backup and replace left the file as it was."""
+    kept = []
+    for number, one in enumerate(history):
+        saved = one.saved(name)
+        later = history[number + 1].saved(name) if number + 1 < len(history) else None
+        then = later.sha256 if later else now
+        if saved and (then != saved.sha256 or then == saved.after_sha256):
+            kept.append(one)
+    return kept
+
+
+def undone(history: Sequence[Backup]) -> list[int]:
+    """The backups that `revert` would take, one call after the other, nearest last.
+
+    Each write that was not taken back adds one; taking backup N back leads to where things stood before it.
+    """
+    before: dict[int, list[int]] = {}
+    stack: list[int] = []
+    for one in history:
+        before[one.number] = list(stack)
+        stack = list(before.get(one.restored, [])) if one.restored is not None else [*stack, one.number]
+    return stack
+
+
+def chosen(file: Path, number: int | None, now: str) -> Backup:
+    """The backup that was named, or that of the last write that still stands; `now` is the file's sha256."""
+    history = backups(file)
+    known = ", ".join(f"{one.number} ({one.date[:16].replace('T', ' ')})" for one in history[-5:])
+    if not history:
+        raise WrongUse(
+            str(file),
+            found="there is no backup of it",
+            cure="Only what trimtab apply has written can be put back.",
+        )
+    if number is not None:
+        for one in history:
+            if one.number == number:
+                return one
+        given = f"{file} --backup {number}"
+        raise UnknownName(given, found="there is no such backup", cure=f"There are {known}.")
+    stack = undone(stood(history, file.resolve().name, now))
+    if not stack:
+        raise WrongUse(
+            str(file),
+            found="it is already as it was before the first write",
+            cure=f"Name a backup to go to with --backup N: there are {known}.",
+        )
+    return next(one for one in history if one.number == stack[-1])

@@ -1,0 +1,250 @@
+"""JSON, with the comments and trailing commas that many programs allow in it.
+
+Not covered: the other liberties of JSON5 (keys without quotes, single quotes, hexadecimal numbers).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from trimtab.configs import texts
+from trimtab.configs.texts import KeyPath, Node, Page, Splice
+from trimtab.errors import WrongUse
+
+_COMMENT = r"//[^\r\n]*|/\*(?:[^*]|\*(?!/))*\*/"
+_BLANK = re.compile(rf"(?:[ \t\r\n]+|{_COMMENT})*")
+_REST_OF_LINE = re.compile(r"[ \t]*(?://[^\r\n]*|/\*[^\r\n]*?\*/)")
+_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?(?![\w.])")
+_WORD = re.compile(r"-?[A-Za-z]+")
+_WORDS = {
+    "true": True,
+    "false": False,
+    "null": None,
+    "NaN": math.nan,
+    "Infinity": math.inf,
+    "-Infinity": -math.inf,
+}
+
+
+def read(text: str, origin: str) -> Page:
+    """The document of a text.
+
+    >>> read('{"a": [1, 2,], /* b */ "c": true}', "a.json").edited({("c",): False})
+    '{"a": [1, 2,], /* b */ "c": false}'
+    """
+    return texts.read(text, origin, JSON)
+
+
+@dataclass
+class _Reader:
+    """A pass over the text."""
+
+    text: str
+    origin: str
+    at: int = 0
+
+    def fail(self, found: str, at: int | None = None) -> NoReturn:
+        raise texts.broken_at(self.origin, self.text, self.at if at is None else at, found, kind="JSON")
+
+    def skip(self) -> None:
+        """Over blanks and comments."""
+        match = _BLANK.match(self.text, self.at)
+        self.at = match.end() if match else self.at
+        if self.text.startswith("/*", self.at):
+            self.fail("a comment begins here and never ends")
+
+    def peek(self) -> str:
+        self.skip()
+        return self.text[self.at : self.at + 1]
+
+    def whole(self) -> Node:
+        if not self.peek():
+            self.fail("the file is empty" if not self.text.strip() else "there is no value in it")
+        node = self.node(0)
+        if self.peek():
+            self.fail(f"the value ends before {self.peek()!r}")
+        return node
+
+    def node(self, depth: int) -> Node:
+        if depth > texts.DEEPEST:
+            self.fail(f"more than {texts.DEEPEST} levels of brackets")
+        letter = self.peek()
+        if letter == "{":
+            return self.section(depth)
+        if letter == "[":
+            return self.list(depth)
+        start = self.at
+        if letter == '"':
+            return Node(start, self.string(), json.loads(self.text[start : self.at]))
+        number = _NUMBER.match(self.text, start)
+        if number:
+            self.at = number.end()
+            is_float = bool(number[1] or number[2])
+            return Node(start, self.at, float(number[0]) if is_float else self.whole_number(number[0], start))
+        word = _WORD.match(self.text, start)
+        if word and word[0] in _WORDS:
+            self.at = word.end()
+            return Node(start, self.at, _WORDS[word[0]])
+        if not letter:
+            self.fail("the file ends where a value should be")
+        return self.fail(f"a value cannot begin with {word[0] if word else letter!r}")
+
+    def whole_number(self, text: str, start: int) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            return self.fail(f"a number of {len(text)} digits", start)
+
+    def string(self) -> int:
+        match = _STRING.match(self.text, self.at)
+        if match is None:
+            self.fail("text in quotes that does not end, or that holds a line break or an unknown escape")
+        self.at = match.end()
+        return self.at
+
+    def section(self, depth: int) -> Node:
+        node = Node(self.at, 0, items={}, extra={})
+        self.at += 1
+        while self.peek() != "}":
+            start = self.at
+            if self.peek() != '"':
+                self.fail("a key in double quotes should be here" if self.peek() else "a { is never closed")
+            key = json.loads(self.text[start : self.string()])
+            if key in node.extra:
+                raise texts.duplicate(self.origin, self.text, key, (node.extra[key], start), kind="JSON")
+            if self.peek() != ":":
+                self.fail(f"a colon should follow the key {key!r}")
+            self.at += 1
+            node.extra[key] = start
+            node.items[key] = self.node(depth + 1)  # type: ignore[index]
+            self.comma("}")
+        self.at += 1
+        node.end = self.at
+        return node
+
+    def list(self, depth: int) -> Node:
+        node = Node(self.at, 0, items={}, is_list=True)
+        self.at += 1
+        while self.peek() != "]":
+            node.items[len(node.items)] = self.node(depth + 1)  # type: ignore[index,arg-type]
+            self.comma("]")
+        self.at += 1
+        node.end = self.at
+        return node
+
+    def comma(self, closing: str) -> None:
+        if self.peek() == ",":
+            self.at += 1
+        elif self.peek() != closing:
+            found = f"found {self.peek()!r}" if self.peek() else "the file ends"
+            self.fail(f"a comma or {closing} should be here; {found}")
+
+
+def written(value: Any, like: str = "") -> str:
+    """A value as JSON."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise WrongUse(f"the value {value}", found="JSON has no such number", cure="Give a finite one.")
+        return texts.scientific(value, like)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)}: {written(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(written, value)) + "]"
+    return json.dumps(value, ensure_ascii="\\u" in like)
+
+
+class _Json:
+    """The format."""
+
+    kind = "json"
+
+    def parsed(self, text: str, origin: str) -> Node:
+        return _Reader(text, origin).whole()
+
+    def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
+        if isinstance(value, list | tuple) and node.is_list:
+            style = texts.ListStyle(
+                each=lambda child, new: self.replaced(page, child, new, moving),
+                write=written,
+                comment=_COMMENT,
+            )
+            around = texts.relisted(page, node, value, style)
+            if around is not None:
+                return around
+        text = written(value, page.text[node.start : node.end])
+        return [texts.rewritten(page, node, text, _COMMENT)]
+
+    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+        if not node.is_section:
+            texts.refuse_leaf(page, path, node)
+        members = [(json.dumps(key), value) for key, value in new.items()]
+        if not node.items:
+            return [_into_empty(page, node, members)]
+        key_start, last = node.extra[list(node.items)[-1]], list(node.items.values())[-1]
+        if page.text[page.line_start(key_start) : key_start].strip(" \t"):
+            return _after_last(
+                page, last.end, ",".join(f" {key}: {written(value)}" for key, value in members)
+            )
+        indent, step = page.indent(key_start), _step(page)
+        lead = page.newline + indent
+        body = [f"{lead}{key}: {_laid_out(value, page, indent, step)}" for key, value in members]
+        return _after_last(page, last.end, ",".join(body))
+
+    def beside(self, page: Page, node: Node) -> list[Splice]:
+        raise WrongUse(page.at(node.start), found="JSON has no computed values", cure="Change it by hand.")
+
+    def same(self, found: Any, wanted: Any) -> bool:
+        return texts.same(found, wanted)
+
+
+def _after_last(page: Page, end: int, body: str) -> list[Splice]:
+    """New members after the last one, with a comma after them where this file has it there.
+
+    Members on lines of their own go below a comment that stands behind the last one.
+    """
+    blank = _BLANK.match(page.text, end)
+    comma = blank.end() if blank else end
+    trailing = page.text.startswith(",", comma)
+    at = comma + 1 if trailing else end
+    below = _REST_OF_LINE.match(page.text, at) if body.startswith(page.newline) else None
+    put = Splice(below.end(), below.end(), body) if below else Splice(at, at, body)
+    if trailing:
+        return [Splice(put.start, put.end, body + ",")]
+    if put.start == end:
+        return [Splice(end, end, "," + body)]
+    return [Splice(end, end, ","), put]
+
+
+def _into_empty(page: Page, node: Node, members: list[tuple[str, Any]]) -> Splice:
+    """Members into `{}`, whatever comments stand in it."""
+    step = _step(page)
+    if "\n" not in page.text.strip():
+        return Splice(node.start + 1, node.start + 1, ", ".join(f"{k}: {written(v)}" for k, v in members))
+    inner = page.indent(node.start) + step
+    lines = [f"{page.newline}{inner}{key}: {_laid_out(value, page, inner, step)}" for key, value in members]
+    blank = not page.text[node.start + 1 : node.end - 1].strip(" \t")
+    tail = page.newline + page.indent(node.start) if blank else ""
+    return Splice(node.start + 1, node.end - 1 if blank else node.start + 1, ",".join(lines) + tail)
+
+
+def _laid_out(value: Any, page: Page, indent: str, step: str) -> str:
+    """A new section over several lines, as the file around it is."""
+    if not isinstance(value, dict):
+        return written(value)
+    inner = indent + step
+    lines = [f"{inner}{json.dumps(k)}: {_laid_out(v, page, inner, step)}" for k, v in value.items()]
+    return "{" + page.newline + f",{page.newline}".join(lines) + page.newline + indent + "}"
+
+
+def _step(page: Page) -> str:
+    """One level of this file's indentation: the blanks before its first indented line."""
+    match = re.search(r"[\r\n]([ \t]+)\S", page.text)
+    return match[1] if match else "  "
+
+
+JSON = _Json()

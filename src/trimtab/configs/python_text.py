@@ -1,0 +1,497 @@
+"""Python source as a config: parsed, never executed.
+
+    slm_config = {"batch_size": 4}              ("slm_config", "batch_size")
+    opts = dict(lr=1e-4)                        ("opts", "lr")
+    BATCH = 4                                   ("BATCH",)
+    class Train: lr: float = 1e-4               ("Train", "lr"), and field(default=1e-4)
+    args = TrainingArguments(bf16=True)         ("TrainingArguments", "bf16"), wherever the call stands
+    config["batch_size"] = 4; config.lr = 1     ("config", "batch_size"), ("config", "lr")
+
+Names inside of a function come under its name, with the defaults of its parameters. A call that occurs
+several times comes with a number: ("AdamW", 0, "lr"). What is set twice can be read (the last one counts) but
+not changed.
+Not covered: values that Python must work out. They are entries with their source in `computed`.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import math
+import re
+import tokenize
+import warnings
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trimtab.configs import texts
+from trimtab.configs.texts import KeyPath, Node, Page, Splice
+from trimtab.errors import WrongUse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_COMMENT = r"#[^\r\n]*"
+_DICTS = {"dict", "OrderedDict", "SimpleNamespace", "Namespace", "DictConfig", "ConfigDict"}
+"""Calls that are a section with keys and no more."""
+
+
+def read(text: str, origin: str) -> Page:
+    """The document of a text.
+
+    >>> read("config = {'batch': 4}  # small", "a.py").edited({("config", "batch"): 8})
+    "config = {'batch': 8}  # small"
+    """
+    return texts.read(text, origin, PYTHON)
+
+
+def _tree(text: str, origin: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # odd escapes in the user's strings are not our business
+            return ast.parse(text)
+    except SyntaxError as problem:
+        said = f"Python cannot read it: {problem.msg}"
+        raise texts.broken(origin, problem.lineno or 1, problem.offset or 1, said, kind="Python") from None
+    except (RecursionError, MemoryError):
+        raise texts.broken(origin, 1, 1, "it is nested too deeply for Python", kind="Python") from None
+    except ValueError as problem:
+        raise texts.broken(origin, 1, 1, f"Python cannot read it: {problem}", kind="Python") from None
+
+
+@dataclass
+class _Collector:
+    """From Python's syntax tree to nodes."""
+
+    text: str
+    origin: str
+    root: Node = field(default_factory=lambda: _section(0, 0))
+    calls: dict[str, list[Node]] = field(default_factory=dict)
+
+    @cached_property
+    def lines(self) -> list[int]:
+        return [0, *(match.end() for match in _LINE_END.finditer(self.text))]
+
+    @cached_property
+    def is_ascii(self) -> bool:
+        return self.text.isascii()
+
+    def offset(self, line: int, column: int) -> int:
+        """A place of Python's, whose columns count bytes, as a place in the text."""
+        start = self.lines[line - 1]
+        if self.is_ascii:
+            return start + column
+        end = self.lines[line] if line < len(self.lines) else len(self.text)
+        return start + len(self.text[start:end].encode()[:column].decode(errors="ignore"))
+
+    def span(self, node: ast.expr) -> tuple[int, int]:
+        return (
+            self.offset(node.lineno, node.col_offset),
+            self.offset(node.end_lineno or node.lineno, node.end_col_offset or node.col_offset),
+        )
+
+    def collect(self) -> Node:
+        tree = _tree(self.text, self.origin)
+        self.body(tree.body, self.root)
+        for call in _calls(tree):
+            self.named_call(call)
+        for name, found in self.calls.items():
+            self.place_calls(name, found)
+        self.root.end = len(self.text)
+        return self.root
+
+    def place_calls(self, name: str, found: list[Node]) -> None:
+        """Under the name of what is called; numbered where there are several."""
+        items = self.root.items if self.root.items is not None else {}
+        if name in items:  # a class or a function of this file: its own values stay where they are
+            return
+        if len(found) == 1:
+            items[name] = found[0]
+            return
+        items[name] = Node(
+            found[0].start, found[-1].end, items=dict(enumerate(found)), is_list=True, style="calls"
+        )
+
+    def named_call(self, call: ast.Call) -> None:
+        name = _last_name(call.func)
+        if not name or name in _DICTS or name == "field" or not any(word.arg for word in call.keywords):
+            return
+        node = self.keywords(call)
+        self.calls.setdefault(name, []).append(node)
+
+    def body(self, statements: list[ast.stmt], home: Node) -> None:
+        for statement in statements:
+            self.statement(statement, home)
+
+    def statement(self, statement: ast.stmt, home: Node) -> None:
+        if isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                self.assign(target, statement.value, home)
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            self.assign(statement.target, statement.value, home)
+        elif isinstance(statement, ast.AugAssign):
+            self.again(statement, home)
+        elif isinstance(statement, ast.ClassDef):
+            inner = self.inner(statement.name, statement, home)
+            self.body(statement.body, inner)
+        elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner = self.inner(statement.name, statement, home)
+            self.defaults(statement.args, inner)
+            self.body(statement.body, inner)
+        else:
+            for block in ("body", "orelse", "finalbody"):
+                self.body([one for one in getattr(statement, block, []) if isinstance(one, ast.stmt)], home)
+            for part in [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:
+                self.body(part.body, home)
+
+    def inner(self, name: str, statement: ast.stmt, home: Node) -> Node:
+        items = home.items if home.items is not None else {}
+        start = self.offset(statement.lineno, statement.col_offset)
+        if name in items and items[name].style == "scope":
+            return items[name]
+        items[name] = _section(start, self.offset(statement.end_lineno or statement.lineno, 0), style="scope")
+        items[name].extra = statement
+        return items[name]
+
+    def defaults(self, arguments: ast.arguments, home: Node) -> None:
+        plain = [*arguments.posonlyargs, *arguments.args]
+        for one, value in zip(plain[len(plain) - len(arguments.defaults) :], arguments.defaults, strict=True):
+            self.put(home, one.arg, self.value(value), value)
+        for one, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            if given is not None:
+                self.put(home, one.arg, self.value(given), given)
+
+    def assign(self, target: ast.expr, value: ast.expr, home: Node) -> None:
+        if isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
+            if len(target.elts) == len(value.elts):
+                for one, part in zip(target.elts, value.elts, strict=True):
+                    self.assign(one, part, home)
+            return
+        keys = _keys(target)
+        if not keys:
+            return
+        for key in keys[:-1]:
+            child = (home.items or {}).get(key)
+            if child is None or not child.is_section:
+                child = _section(*self.span(target), style="scattered")
+                (home.items if home.items is not None else {})[key] = child
+            home = child
+        self.put(home, keys[-1], self.value(value), value)
+
+    def again(self, statement: ast.AugAssign, home: Node) -> None:
+        """`x += 1` makes the value of x something that only Python knows."""
+        keys = _keys(statement.target)
+        for key in keys[:-1]:
+            home = (home.items or {}).get(key, home)
+        if keys and keys[-1] in (home.items or {}):
+            self.note_repeat(home, keys[-1], self.span(statement.target)[0])
+
+    def note_repeat(self, home: Node, key: str | int, start: int) -> None:
+        first = (home.items or {})[key]
+        home.repeats.setdefault(key, [first.start]).append(start)
+
+    def put(self, home: Node, key: str | int, node: Node, value: ast.expr) -> None:
+        items = home.items if home.items is not None else {}
+        if key in items:
+            self.note_repeat(home, key, self.span(value)[0])
+        items[key] = node
+
+    def value(self, node: ast.expr) -> Node:
+        start, end = self.span(node)
+        if isinstance(node, ast.Dict):
+            return self.dict(node)
+        if isinstance(node, ast.List | ast.Tuple) and not any(
+            isinstance(one, ast.Starred) for one in node.elts
+        ):
+            items: dict[str | int, Node] = {number: self.value(one) for number, one in enumerate(node.elts)}
+            return Node(start, end, items=items, is_list=True, style=type(node).__name__)
+        if isinstance(node, ast.Call):
+            return self.call(node)
+        try:
+            literal = _literal(node)
+        except ValueError:
+            return Node(start, end, computed=self.text[start:end], extra=node)
+        return Node(start, end, literal, extra=node)
+
+    def call(self, node: ast.Call) -> Node:
+        """`dict(...)` is a section, `field(default=...)` its default, and any other call is computed."""
+        start, end = self.span(node)
+        name = _last_name(node.func)
+        if name == "field":
+            for word in node.keywords:
+                if word.arg == "default":
+                    return self.value(word.value)
+                if word.arg == "default_factory" and isinstance(word.value, ast.Lambda):
+                    return self.value(word.value.body)
+        if name in _DICTS and not node.args:
+            return self.keywords(node)
+        return Node(start, end, computed=self.text[start:end], extra=node)
+
+    def keywords(self, node: ast.Call) -> Node:
+        start, end = self.span(node)
+        section = _section(start, end, style="call")
+        section.extra = node
+        for word in node.keywords:
+            if word.arg:
+                self.put(section, word.arg, self.value(word.value), word.value)
+        return section
+
+    def dict(self, node: ast.Dict) -> Node:
+        start, end = self.span(node)
+        section = _section(start, end, style="dict")
+        section.extra = node
+        for key, value in zip(node.keys, node.values, strict=True):
+            name = _constant_key(key)
+            if key is not None and name is not None:
+                self.put(section, name, self.value(value), key)
+        return section
+
+
+def _section(start: int, end: int, style: str = "scope") -> Node:
+    return Node(start, end, items={}, style=style)
+
+
+def _calls(tree: ast.Module) -> Iterator[ast.Call]:
+    """Calls in the order of the text."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return iter(sorted(found, key=lambda node: (node.lineno, node.col_offset)))
+
+
+def _last_name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _keys(target: ast.expr) -> list[str | int]:
+    """`a.b["c"]` as keys; nothing where a part of it is computed."""
+    keys: list[str | int] = []
+    while not isinstance(target, ast.Name):
+        if isinstance(target, ast.Attribute):
+            keys.insert(0, target.attr)
+        elif isinstance(target, ast.Subscript) and (key := _constant_key(target.slice)) is not None:
+            keys.insert(0, key)
+        else:
+            return []
+        target = target.value
+    return [target.id, *keys]
+
+
+def _constant_key(node: ast.expr | None) -> str | int | None:
+    """A key that is text or a whole number, and stands there as such."""
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, str | int) and not isinstance(value, bool) else None
+
+
+def _literal(node: ast.expr) -> Any:
+    """A value that stands in the source; ValueError for one that does not."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        number = node.operand.value if isinstance(node.operand, ast.Constant) else None
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            return -number if isinstance(node.op, ast.USub) else number
+    raise ValueError("computed")
+
+
+def written(value: Any, like: str = "", quote: str = '"') -> str:
+    """A value as Python: numbers and brackets in the manner of the text that stood there."""
+    if isinstance(value, float):
+        return _float(value, like)
+    if isinstance(value, dict):
+        inner = ", ".join(
+            f"{written(key, '', quote)}: {written(one, '', quote)}" for key, one in value.items()
+        )
+        return f"{{{inner}}}"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(written(one, "", quote) for one in value)
+        if like.startswith("("):
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        return f"[{inner}]"
+    return _text(value, quote) if isinstance(value, str) else repr(value)
+
+
+def _float(value: float, like: str) -> str:
+    if not math.isfinite(value):
+        return f'float("{value}")'
+    text = texts.scientific(value, like)
+    dotless = re.fullmatch(r"[-+]?\d+[eE].*", like)
+    return re.sub(r"\.0(?=[eE])", "", text) if dotless else text
+
+
+def _text(value: str, quote: str) -> str:
+    return quote + "".join(_letter(letter, quote) for letter in value) + quote
+
+
+def _letter(letter: str, quote: str) -> str:
+    if letter in "'\"":
+        return f"\\{letter}" if letter == quote else letter
+    return repr(letter)[1:-1]
+
+
+def _quote_in(text: str) -> str:
+    return next((letter for letter in text if letter in "'\""), "")
+
+
+class _Python:
+    """The format."""
+
+    kind = "python"
+
+    def parsed(self, text: str, origin: str) -> Node:
+        return _Collector(text, origin).collect()
+
+    def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
+        old = page.text[node.start : node.end]
+        quote = _quote_in(old) or _house_quote(page)
+        if isinstance(value, list | tuple) and node.is_list and node.style != "calls":
+            style = texts.ListStyle(
+                each=lambda child, new: self.replaced(page, child, new, moving),
+                write=lambda new: written(new, quote=quote),
+                comment=_COMMENT,
+                lone_comma=node.style == "Tuple",
+            )
+            around = texts.relisted(page, node, value, style)
+            if around is not None:
+                return around
+            old = "(" if node.style == "Tuple" else "["
+        return [texts.rewritten(page, node, written(value, old, quote), _COMMENT)]
+
+    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+        if node.style in ("dict", "call"):
+            return _into_brackets(page, node, new)
+        if node.style == "scope" and path and isinstance(node.extra, ast.ClassDef):
+            return [_into_class(page, path, node, new)]
+        if node.style == "scope" and not path:
+            return [_at_the_end(page, new)]
+        return _refuse_place(page, path, node)
+
+    def beside(self, page: Page, node: Node) -> list[Splice]:
+        return [_comment(page, node)]
+
+    def same(self, found: Any, wanted: Any) -> bool:
+        return texts.same(found, wanted)
+
+
+def _refuse_place(page: Page, path: KeyPath, node: Node) -> NoReturn:
+    if node.items is None:
+        texts.refuse_leaf(page, path, node)
+    raise WrongUse(
+        f"{page.at(node.start)}: {texts.dotted(path)}",
+        found="there is no dict, call or class here that a key could be added to",
+        cure="Add it by hand.",
+    )
+
+
+def _house_quote(page: Page) -> str:
+    """The quotes that this file uses more often."""
+    return "'" if page.text.count("'") > page.text.count('"') else '"'
+
+
+def _tokens(page: Page) -> list[tuple[int, int, int]]:
+    """Kind, start and end of every token."""
+    lines = page.line_starts
+    found = tokenize.generate_tokens(io.StringIO(page.text, newline="").readline)
+    return [
+        (token.type, lines[token.start[0] - 1] + token.start[1], lines[token.end[0] - 1] + token.end[1])
+        for token in found
+        if token.type != tokenize.ENDMARKER
+    ]
+
+
+def _comment(page: Page, node: Node) -> Splice:
+    """The old expression behind the line on which it ends."""
+    at = page.line_end(node.end)
+    ends = {start for kind, start, _ in _tokens(page) if kind in (tokenize.NEWLINE, tokenize.NL)}
+    if at not in ends and at != len(page.text):
+        raise WrongUse(
+            page.at(node.start),
+            found="the line goes on behind this value, so that no comment can stand there",
+            cure="Change it by hand.",
+        )
+    return Splice(at, at, f"  # was: {' '.join(node.computed.split())}")
+
+
+def _into_brackets(page: Page, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+    """Keys behind the last one of a dict or a call, on lines of their own where that one has its own."""
+    quote = _house_quote(page)
+    is_call = node.style == "call"
+    body = [
+        f"{key}={written(value, quote=quote)}" if is_call else written({key: value}, quote=quote)[1:-1]
+        for key, value in new.items()
+    ]
+    close = node.end - 1
+    skipped = (tokenize.COMMENT, tokenize.NL)
+    inside = [token for token in _tokens(page) if node.start <= token[1] < close and token[0] not in skipped]
+    end = inside[-1][2]
+    mark = page.text[end - 1]
+    if mark in "{(" and end - 1 == inside[-1][1] and not node.items and _is_opening(node, page, end):
+        return [Splice(end, end, ", ".join(body))]
+    trailing = mark == ","
+    lead = _own_line(page, node)
+    if lead is None:
+        return [Splice(end, end, ("" if trailing else ",") + " " + ", ".join(body))]
+    rest = re.compile(r"[ \t]*#[^\r\n]*").match(page.text, end)
+    at = rest.end() if rest else end
+    text = page.newline + lead + f",{page.newline}{lead}".join(body) + ("," if trailing else "")
+    if trailing:
+        return [Splice(at, at, text)]
+    return [Splice(end, end, ","), Splice(at, at, text)] if at > end else [Splice(end, end, "," + text)]
+
+
+def _is_opening(node: Node, page: Page, end: int) -> bool:
+    """Whether this bracket is the one that the node itself opens."""
+    if isinstance(node.extra, ast.Dict):
+        return end == node.start + 1
+    return not node.extra.args and not node.extra.keywords and page.text[end - 1] == "("
+
+
+def _own_line(page: Page, node: Node) -> str | None:
+    """The blanks before the last key, if nothing else stands before it on its line."""
+    place = _Collector(page.text, page.origin)
+    if isinstance(node.extra, ast.Dict):
+        last = node.extra.keys[-1] or node.extra.values[-1]
+    else:
+        parts: list[Any] = [*node.extra.args, *node.extra.keywords]
+        last = max(parts, key=lambda part: (part.lineno, part.col_offset))
+    start = place.offset(last.lineno, last.col_offset)
+    before = page.text[page.line_start(start) : start]
+    return page.indent(start) if not before.strip(" \t*") else None
+
+
+def _at_the_end(page: Page, new: dict[str | int, Any]) -> Splice:
+    quote = _house_quote(page)
+    return page.whole_lines(
+        len(page.text), [f"{key} = {written(value, quote=quote)}" for key, value in new.items()]
+    )
+
+
+def _into_class(page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> Splice:
+    """A default behind the last line of a class, with a type where the class is a dataclass."""
+    body = node.extra.body
+    place = _Collector(page.text, page.origin)
+    first = place.offset(body[0].lineno, body[0].col_offset)
+    if page.text[page.line_start(first) : first].strip():
+        _refuse_place(page, path, node)
+    # Before the first method: a default below methods is easily overlooked.
+    fields = [
+        one for one in body if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    end = place.offset(fields[-1].end_lineno, 0) if fields else None
+    at = page.next_line(end) if end is not None else page.line_start(first)
+    typed = any("dataclass" in ast.unparse(one) for one in node.extra.decorator_list)
+    quote = _house_quote(page)
+    lines = [
+        f"{page.indent(first)}{key}{f': {_type_of(value)}' if typed else ''} = {written(value, quote=quote)}"
+        for key, value in new.items()
+    ]
+    return page.whole_lines(at, lines)
+
+
+def _type_of(value: Any) -> str:
+    return "object" if value is None else type(value).__name__
+
+
+PYTHON = _Python()

@@ -1,0 +1,361 @@
+"""Variables of the environment, as .env files and the `export` lines of shell scripts set them.
+
+    export BATCH_SIZE=4     # a comment
+    LR='2e-4' OMP_NUM_THREADS=8 python train.py
+
+Everything is text to a shell; what looks like a number or a boolean is read as one. A value with `$` or
+backquotes is computed. Here-documents and text in quotes that runs over lines are passed over.
+Not covered: arrays, `declare`, and what a script does to its variables by other means.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from trimtab.configs import texts
+from trimtab.configs.texts import KeyPath, Node, Page, Splice
+from trimtab.errors import WrongUse
+
+_GAP = re.compile(r"(?:[ \t]|\\(?:\r\n|\r|\n))*")
+_SEPARATOR = re.compile(r"[;&|]+|[\r\n]+")
+_NAME = re.compile(r"([A-Za-z_]\w*)=", re.ASCII)
+_LOOSE_NAME = re.compile(r"([A-Za-z_][\w.]*)[ \t]*=[ \t]*", re.ASCII)
+_EXPORT = re.compile(r"export[ \t]+")
+_HERE = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
+_SAFE = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
+_INT = re.compile(r"[-+]?(?:0|[1-9]\d{0,17})")
+_FLOAT = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?")
+_PAIRS = (("true", "false"), ("yes", "no"), ("on", "off"), ("1", "0"))
+
+
+def read(text: str, origin: str) -> Page:
+    """The document of a text.
+
+    >>> read("export BATCH=4  # small", "run.sh").edited({("BATCH",): 8})
+    'export BATCH=8  # small'
+    """
+    return texts.read(text, origin, SHELL)
+
+
+def typed(text: str) -> Any:
+    """A word as the number or boolean that it looks like, or as text.
+
+    >>> [typed(one) for one in ("4", "1e-4", "True", "007", "a")]
+    [4, 0.0001, True, '007', 'a']
+    """
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return text.lower() == "true" if text.lower() in ("true", "false") else text
+
+
+@dataclass(slots=True)
+class _More:
+    """Where new variables go."""
+
+    exported: bool = True
+    after: int | None = None
+    """Inside of the last line that sets variables and stands at the left edge."""
+    first_command: int | None = None
+    loose: bool = False
+
+
+@dataclass
+class _Scanner:
+    """A pass over a script, one command at a time."""
+
+    text: str
+    origin: str
+    loose: bool
+    at: int = 0
+    here: list[tuple[bool, str]] = field(default_factory=list)
+    more: _More = field(default_factory=_More)
+    root: Node = field(default_factory=lambda: Node(0, 0, items={}, style="variables"))
+
+    def scan(self) -> Node:
+        self.more.loose = self.loose
+        self.more.exported = not self.loose
+        self.root.extra = self.more
+        while self.at < len(self.text):
+            self.command()
+        self.root.end = len(self.text)
+        return self.root
+
+    def fail(self, at: int, found: str) -> None:
+        raise texts.broken_at(self.origin, self.text, at, found, kind="shell")
+
+    def command(self) -> None:
+        """Variables at its head, then the rest of it, up to the next command."""
+        match = _GAP.match(self.text, self.at)
+        self.at = start = match.end() if match else self.at
+        export = _EXPORT.match(self.text, self.at)
+        if export:
+            self.at = export.end()
+        found = 0
+        while self.variable():
+            found += 1
+            if self.loose:
+                break
+            gap = _GAP.match(self.text, self.at)
+            self.at = gap.end() if gap else self.at
+        ended = self.at
+        alone = self.rest()
+        at_edge = start == 0 or self.text[start - 1] in "\r\n"
+        if found and alone and at_edge:
+            self.more.after = ended
+            if self.loose:  # what a script sets is for the programs that it starts, and is always exported
+                self.more.exported = bool(export)
+        elif not found and not alone and self.more.first_command is None:
+            self.more.first_command = start
+
+    def variable(self) -> bool:
+        match = (_LOOSE_NAME if self.loose else _NAME).match(self.text, self.at)
+        if match is None:
+            return False
+        start = self.at = match.end()
+        if self.loose and self.text[start : start + 1] not in ("'", '"'):
+            return self.loose_word(match[1], start)
+        value, asks = self.word()
+        computed = self.text[start : self.at] if asks else ""
+        node = Node(start, self.at, computed or typed(value), style="word", computed=computed)
+        self.put(match[1], node)
+        return True
+
+    def loose_word(self, name: str, start: int) -> bool:
+        """The unquoted value of a .env file: up to a comment or the end of the line."""
+        match = re.compile(r"[^\r\n]*?(?=[ \t]+#|[ \t]*(?:[\r\n]|\Z))").match(self.text, start)
+        self.at = match.end() if match else start
+        value = self.text[start : self.at]
+        self.put(
+            name, Node(start, self.at, typed(value), style="word", computed=value if "$" in value else "")
+        )
+        return True
+
+    def put(self, name: str, node: Node) -> None:
+        items = self.root.items if self.root.items is not None else {}
+        if name in items:
+            self.root.repeats.setdefault(name, [items[name].start]).append(node.start)
+        items[name] = node
+
+    def word(self) -> tuple[str, bool]:
+        """A word of the shell without its quotes, and whether the shell computes a part of it."""
+        value, computed = "", False
+        while self.at < len(self.text) and self.text[self.at] not in " \t\r\n;&|()<>":
+            letter = self.text[self.at]
+            if letter in "'\"":
+                part, asks = self.quoted(letter)
+                value, computed = value + part, computed or asks
+                continue
+            if letter in "$`":
+                self.expansion()
+                computed = True
+                continue
+            if letter == "\\":
+                self.at += 1
+            value += self.text[self.at : self.at + 1]
+            self.at += 1
+        return value, computed
+
+    def quoted(self, quote: str) -> tuple[str, bool]:
+        start = self.at
+        body = r"'([^']*)'" if quote == "'" else r'"((?:[^"\\]|\\.)*)"'
+        match = re.compile(body, re.DOTALL).match(self.text, start)
+        if match is None:
+            self.fail(start, f"a {quote} that is never closed")
+            raise AssertionError
+        self.at = match.end()
+        if quote == "'":
+            return match[1], False
+        asks = bool(re.search(r"(?<!\\)(?:\\\\)*[$`]", match[1]))
+        return re.sub(r'\\([\\"$`])', r"\1", match[1]), asks
+
+    def expansion(self) -> None:
+        """Over `$X`, `${X:-4}`, `$(...)` or what stands in backquotes."""
+        start = self.at
+        opener = self.text[start : start + 2]
+        if self.text[start] == "`":
+            end = self.text.find("`", start + 1)
+            if end < 0:
+                self.fail(start, "a ` that is never closed")
+            self.at = end + 1
+        elif opener in ("${", "$("):
+            self.at = start + 2
+            self.balanced(start, "}" if opener == "${" else ")")
+        else:
+            self.at += 1
+
+    def balanced(self, start: int, closing: str) -> None:
+        opening = {"}": "{", ")": "("}[closing]
+        depth = 1
+        while depth:
+            letter = self.text[self.at : self.at + 1]
+            if not letter:
+                self.fail(start, f"a ${opening} that is never closed")
+            if letter in "'\"":
+                self.quoted(letter)
+                continue
+            depth += (letter == opening) - (letter == closing)
+            self.at += 2 if letter == "\\" else 1
+
+    def rest(self) -> bool:
+        """Over what is left of a command; whether there was nothing."""
+        empty = True
+        while self.at < len(self.text):
+            letter = self.text[self.at]
+            end = _SEPARATOR.match(self.text, self.at)
+            if end:
+                self.at = end.end()
+                if self.here and end[0][0] in "\r\n":
+                    self.at = end.start() + (2 if end[0].startswith("\r\n") else 1)
+                    self.skip_here()
+                break
+            if letter in " \t":
+                self.at += 1
+            elif letter == "#" and (self.at == 0 or self.text[self.at - 1] in " \t\r\n;"):
+                match = re.compile(r"[^\r\n]*").match(self.text, self.at)
+                self.at = match.end() if match else self.at
+            else:
+                empty = False
+                self.piece(letter)
+        return empty
+
+    def piece(self, letter: str) -> None:
+        document = _HERE.match(self.text, self.at)
+        if document and not self.text.startswith("<<<", self.at):
+            self.here.append((bool(document[1]), document[3]))
+            self.at = document.end()
+        elif letter in "'\"":
+            self.quoted(letter)
+        elif letter == "\\":
+            self.at += 2
+        elif self.text.startswith("$(", self.at) or letter == "`":
+            self.expansion()
+        else:
+            self.at += 3 if self.text.startswith("<<<", self.at) else 1
+
+    def skip_here(self) -> None:
+        for tabs, word in self.here:
+            blanks = r"[ \t]*"
+            pattern = re.compile(rf"^{blanks if tabs else ''}{word}{blanks}$", re.MULTILINE)
+            match = pattern.search(self.text.replace("\r", "\n"), self.at)
+            self.at = match.end() if match else len(self.text)
+        self.here = []
+
+
+def written(value: Any, like: str = "", *, loose: bool = False) -> str:
+    """A value as a word, in the quotes of the text that stood there."""
+    text = word_of(value, like)
+    quote = like[:1] if like[:1] in ("'", '"') else ""
+    if not quote and _SAFE.fullmatch(text):
+        return text
+    if quote in ("'", "") and "'" not in text:
+        return f"'{text}'"
+    if "\n" in text and loose:
+        raise WrongUse(f"the value {text!r}", found="it runs over lines", cure="Give it on one line.")
+    return '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
+
+
+def word_of(value: Any, like: str = "") -> str:
+    """A value as the shell holds it: text."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        old = like.strip("'\"")
+        pair = next((pair for pair in _PAIRS if old.lower() in pair), None)
+        word = (pair or _PAIRS[0])[0 if value else 1]
+        if pair is None:
+            return word
+        return word.upper() if old.isupper() else word.capitalize() if old[:1].isupper() else word
+    if isinstance(value, float):
+        return texts.scientific(value, like.strip("'\""))
+    if isinstance(value, list | tuple):
+        return ",".join(map(word_of, value))
+    return str(value)
+
+
+def means(found: Any, wanted: Any) -> bool:
+    """Whether a word means a value: 1 means true where true was wanted.
+
+    >>> means(1, True), means("0,1", [0, 1]), means(4, "4"), means(0, True)
+    (True, True, True, False)
+    """
+    if isinstance(wanted, bool):
+        text = word_of(found).lower()
+        return any(text == pair[0 if wanted else 1] for pair in _PAIRS)
+    if isinstance(wanted, list | tuple | str) or wanted is None:
+        return word_of(found) == word_of(wanted) or found == typed(word_of(wanted))
+    return texts.same(found, wanted)
+
+
+class _Shell:
+    """The format."""
+
+    kind = "shell"
+
+    def parsed(self, text: str, origin: str) -> Node:
+        name = PurePath(origin).name
+        return scanned(text, origin, loose=name.startswith(".env") or name.endswith(".env"))
+
+    def replaced(self, page: Page, node: Node, value: Any, _: set[int]) -> list[Splice]:
+        return [replaced(page, node, value, loose=page.root.extra.loose)]
+
+    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+        return [added(page, path, node, new)]
+
+    def beside(self, page: Page, node: Node) -> list[Splice]:
+        return [beside(page, node)]
+
+    def same(self, found: Any, wanted: Any) -> bool:
+        return means(found, wanted)
+
+
+def scanned(text: str, origin: str, *, loose: bool = False) -> Node:
+    """The variables of a script."""
+    return _Scanner(text, origin, loose).scan()
+
+
+def replaced(page: Page, node: Node, value: Any, *, loose: bool = False) -> Splice:
+    """A word in place of another."""
+    return Splice(node.start, node.end, written(value, page.text[node.start : node.end], loose=loose))
+
+
+def added(page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> Splice:
+    """Variables below the last that are set, or above the first command."""
+    if node.style != "variables":
+        texts.refuse_leaf(page, path, node)
+    for key, value in new.items():
+        if isinstance(value, dict) or not re.fullmatch(r"[A-Za-z_]\w*", str(key), re.ASCII):
+            raise WrongUse(
+                f"{page.origin}: {texts.dotted((*path, key))}",
+                found="a variable has one name, of letters, digits and underscores",
+                cure="Name the variable.",
+            )
+    export = "export " if node.extra.exported else ""
+    lines = [f"{export}{key}={written(value, loose=node.extra.loose)}" for key, value in new.items()]
+    first = node.extra.first_command
+    if node.extra.after is not None:
+        at = page.next_line(node.extra.after)
+    else:
+        at = page.line_start(first) if first is not None else len(page.text)
+    put = page.whole_lines(at, lines)
+    return Splice(put.start, put.end, put.text, order=1)  # below options of a batch script that go there too
+
+
+def beside(page: Page, node: Node) -> Splice:
+    """The old words behind the line."""
+    at = page.line_end(node.end)
+    rest = page.text[node.end : at]
+    if re.search(r"['\"`]|\\$", rest.partition(" #")[0]) or "<<" in rest:
+        raise WrongUse(
+            page.at(node.start),
+            found="the command goes on behind this value, so that no comment can stand there",
+            cure="Change it by hand.",
+        )
+    return Splice(at, at, f"  # was: {' '.join(node.computed.split())}")
+
+
+SHELL = _Shell()

@@ -1,0 +1,252 @@
+"""What a config would use, stage by stage, and what would be better: `show` without the asking."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trimtab.configs.edits import exactly
+from trimtab.configs.reading import Found, Reading, as_setting, read
+from trimtab.configs.targets import parts
+from trimtab.errors import JobFailed, NothingFits, TrimtabError, UnknownName
+from trimtab.spec import Noun, Setting
+from trimtab.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trimtab.configs.applying import Layout, Opened
+    from trimtab.configs.stages import StageConfig
+    from trimtab.configs.targets import Target
+    from trimtab.configs.texts import Entry
+    from trimtab.spec import Estimate, Plan
+
+WORTH = 1.03
+"""How many times as fast something has to be to be advised."""
+TIGHT = 0.9
+"""Share of the memory above which a setting has no room for what differs from step to step."""
+
+
+class Shown(Noun, frozen=True, kw_only=True):
+    """One stage, or the whole training where it has none."""
+
+    name: str
+    file: str
+    setting: Setting
+    options: dict[str, Any] = {}
+    """What the config says of the job."""
+    memory_bytes: int | None = None
+    capacity_bytes: int | None = None
+    utilization: float | None = None
+    """Share of the GPU's memory."""
+    fits: bool | None = None
+    rating: str | None = None
+    """poor, fair, good or excellent use of the GPU's arithmetic; `does not fit` where it does not."""
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    mfu: float | None = None
+    advice: tuple[str, ...] = ()
+
+
+class Display(Noun, frozen=True, kw_only=True):
+    """A config, as it is and as it could be."""
+
+    file: str
+    target: str
+    title: str
+    job: str | None = None
+    device: str | None = None
+    found: tuple[Found, ...] = ()
+    """The keys that were understood."""
+    global_batch: int | None = None
+    stages: tuple[Shown, ...]
+    said: tuple[str, ...] = ()
+
+
+class Seer(Protocol):
+    """What can be asked about the job."""
+
+    def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
+        """What a setting needs, and how fast it is."""
+
+    def better(self, options: dict[str, Any], setting: Setting) -> Plan:
+        """The fastest way to run the same global batch on as many GPUs in the same precision."""
+
+
+def job_of(target: Target, opened: Opened | None) -> str | None:
+    """The job that a config describes; None where it cannot be told."""
+    subject = target.subject
+    if subject.name or opened is None:
+        return subject.name or None
+    entries = {one.path: one for one in opened.document.entries()}
+    entry = entries.get(opened.site.root + parts(subject.folder)) if subject.folder else None
+    if entry is None or entry.computed or not isinstance(entry.value, str):
+        return None
+    for base in (Path(), opened.file.parent):
+        if (base / entry.value / "config.json").is_file():
+            return f"hf:{base / entry.value}"
+    return None
+
+
+def options_in(
+    keys: Mapping[str, str], root: tuple[str | int, ...], entries: Sequence[Entry]
+) -> dict[str, Any]:
+    """Options of the job, from the keys that hold them."""
+    values = {one.path: one for one in entries}
+    return {
+        option: one.value
+        for option, key in keys.items()
+        if (one := values.get(root + parts(key))) is not None and not one.computed and one.value is not None
+    }
+
+
+def display(  # noqa: PLR0913 - what to show, and for whom
+    layout: Layout,
+    target: Target,
+    *,
+    job: str | None,
+    gpus: int | None,
+    device: str | None,
+    seer: Seer | None,
+    no_device: bool = False,
+) -> Display:
+    """The config with an estimate for every stage, as far as there is somebody to ask."""
+    opened = layout.main
+    entries = opened.document.entries() if opened else []
+    reading = read(opened.site, entries, gpus=gpus) if opened else Reading(target=target.name)
+    assumed = {one: word for one, word in target.subject.assumes.items() if one not in reading.facts}
+    reading = reading.replace(facts=reading.facts | assumed)
+    setting = as_setting(reading, gpus=gpus or 1)
+    root = opened.site.root if opened else ()
+    options = options_in(target.subject.options, root, entries)
+    said = [*reading.said, *_unknown(reading, target, gpus)]
+    said += [
+        f"{one} {word} is assumed: no key says it, and the model of this layout does it."
+        for one, word in assumed.items()
+    ]
+    if no_device:
+        said.append("This machine has no GPU: name one with --on for memory and time.")
+    elif seer is None and not target.partial:
+        said.append("Which job this trains is not in the file: name it with --job for memory and time.")
+    file = str(opened.file) if opened else layout.stages[0][0].file
+    plain = [
+        Shown(name=one.name, file=one.file, options=options | one.options, setting=_of_stage(setting, one))
+        for one, _ in layout.stages
+    ] or [Shown(name=Path(file).stem, file=file, options=options, setting=setting)]
+    shown = [_shown(one, seer, said) for one in plain]
+    return Display(
+        file=file,
+        target=target.name,
+        title=target.title,
+        job=job,
+        device=device,
+        found=reading.found,
+        global_batch=reading.number("global_batch"),
+        stages=tuple(shown),
+        said=tuple(dict.fromkeys(said)),
+    )
+
+
+def _unknown(reading: Reading, target: Target, gpus: int | None) -> list[str]:
+    """What is assumed where the config leaves it open."""
+    found = []
+    if reading.number("micro_batch") is None and not target.partial:
+        found.append("The micro-batch is not known: 1 is assumed.")
+    asked = reading.number("gpus")
+    if asked and gpus and asked > gpus:
+        found.append(f"The config asks for {asked} GPUs, and there {'is' if gpus == 1 else 'are'} {gpus}.")
+    return found
+
+
+def _of_stage(setting: Setting, stage: StageConfig) -> Setting:
+    """The main config's setting with the stage's own cut of the batch."""
+    micro = stage.micro_batch or setting.micro_batch
+    rounds = stage.accumulation or setting.accumulation
+    return setting.replace(
+        micro_batch=micro, accumulation=rounds, global_batch=micro * rounds * setting.data_parallel
+    )
+
+
+def _shown(plain: Shown, seer: Seer | None, said: list[str]) -> Shown:
+    """A stage with what can be found out about it."""
+    if seer is None:
+        return plain
+    asked, setting = plain.options, plain.setting
+    try:
+        try:
+            found = seer.estimate(asked, setting)
+        except UnknownName as problem:
+            # The user's own job need not have the options that the built-in one has.
+            said.append(f"{problem.given} is left out: {problem.found}.")
+            asked = {}
+            found = seer.estimate(asked, setting)
+    except TrimtabError as problem:
+        said.append(f"{plain.name} cannot be estimated: {problem.found}. {problem.cure}")
+        if isinstance(problem, JobFailed):
+            raise
+        return plain
+    capacity = found.capacity_bytes
+    return plain.replace(
+        memory_bytes=found.process_bytes,
+        capacity_bytes=capacity,
+        utilization=found.process_bytes / capacity if capacity else None,
+        fits=found.fits,
+        rating="does not fit" if found.fits is False else found.mfu_rating,
+        step_s=found.step_s,
+        samples_per_s=found.samples_per_s,
+        mfu=found.mfu,
+        advice=tuple(_advice(asked, setting, found, seer)),
+    )
+
+
+def _advice(options: dict[str, Any], setting: Setting, found: Estimate, seer: Seer) -> list[str]:
+    """What would be better, with its numbers."""
+    try:
+        best = seer.better(options, setting)
+    except NothingFits as problem:
+        return [f"nothing fits with a global batch of {setting.global_batch}: {problem.cure}"]
+    except TrimtabError as problem:
+        return [f"nothing better was looked for: {problem.found}"]
+    choice, note = exactly(best.choice, "advice")
+    estimate = seer.estimate(options, choice) if note else best.estimate
+    better = _better(setting, found, choice, estimate)
+    return [better] if better else [_as_good(setting, found)]
+
+
+def _as_good(setting: Setting, found: Estimate) -> str:
+    share = _share(found)
+    tight = "; there is little room left" if share is not None and share > TIGHT else ""
+    return f"{_cut(setting)} is as fast as anything that keeps {setting.global_batch}{tight}"
+
+
+def _better(setting: Setting, found: Estimate, choice: Setting, estimate: Estimate) -> str:
+    """A sentence where the other choice is better; nothing where it is not."""
+    before, after = found.step_s, estimate.step_s
+    faster = before / after if before and after else None
+    if found.fits is not False and (faster is None or faster < WORTH):
+        return ""
+    how = _cut(choice)
+    how += f" with recompute {choice.recompute}" if choice.recompute is not setting.recompute else ""
+    kept = f"keeps {choice.global_batch} exactly and uses {_use(estimate)}"
+    if found.fits is False:
+        room = f" of {format_bytes(found.capacity_bytes)}" if found.capacity_bytes else ""
+        return f"{_cut(setting)} needs {format_bytes(found.process_bytes)}{room}: {how} {kept}"
+    assert before is not None  # noqa: S101 - faster comes from them
+    assert after is not None  # noqa: S101
+    return (
+        f"{_cut(setting)} uses {_use(found)}: {how} {kept}; it would be {faster:.1f} x as fast "
+        f"({format_duration(after)} a step instead of {format_duration(before)})"
+    )
+
+
+def _cut(setting: Setting) -> str:
+    return f"micro-batch {setting.micro_batch} x {setting.accumulation}"
+
+
+def _share(found: Estimate) -> float | None:
+    return found.process_bytes / found.capacity_bytes if found.capacity_bytes else None
+
+
+def _use(found: Estimate) -> str:
+    share = _share(found)
+    return f"{share:.0%} of this GPU" if share is not None else format_bytes(found.process_bytes)

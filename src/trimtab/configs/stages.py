@@ -1,0 +1,166 @@
+"""Stages: files beside a config of which each changes the job for a part of the training.
+
+More negatives to an anchor are more samples in memory, so each stage has a micro-batch of its own that is
+fastest; all keep one global batch. How many positives an anchor has changes what is drawn, not what is in
+memory: one positive goes through the model with each anchor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.configs import words
+from trimtab.configs.edits import Edit, exactly
+from trimtab.configs.targets import Index, Knob, parts, roots
+from trimtab.configs.texts import dotted
+from trimtab.errors import NothingFits, UnknownName
+from trimtab.spec import Estimate, Noun, Setting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trimtab.configs.targets import Stage
+    from trimtab.configs.texts import Document, Entry
+    from trimtab.spec import Plan
+
+SAME = ("strategy", "precision", "recompute", "compile")
+"""What all stages of a training have in common: only the cut of the batch may differ."""
+
+
+class StageConfig(Noun, frozen=True, kw_only=True):
+    """A stage as its file has it."""
+
+    name: str
+    file: str
+    root: tuple[str | int, ...] = ()
+    options: dict[str, Any] = {}
+    """Options of the job that the stage sets."""
+    micro_batch: int | None = None
+    """Its own; None where the main config's counts."""
+    accumulation: int | None = None
+
+
+class StagePlan(Noun, frozen=True, kw_only=True):
+    """How a stage will run."""
+
+    name: str
+    file: str
+    options: dict[str, Any] = {}
+    setting: Setting
+    estimate: Estimate
+
+
+def stage_in(document: Document, stage: Stage, *, file: str, stem: str) -> StageConfig | None:
+    """The stage that a document describes; None where it is something else."""
+    entries = document.entries()
+    found = roots(stage.marks, Index(entries))
+    if not found:
+        return None
+    root = found[0]
+    values = {one.path: one for one in entries}
+    options = {
+        option: one.value
+        for option, key in stage.options.items()
+        if (one := values.get(root + parts(key))) is not None and not one.computed
+    }
+    named = values.get((*root, "name"))
+    return StageConfig(
+        name=named.value if named is not None and isinstance(named.value, str) else stem,
+        file=file,
+        root=root,
+        options=options,
+        micro_batch=_number(values.get(root + parts(stage.micro_batch))),
+        accumulation=_number(values.get(root + parts(stage.accumulation))),
+    )
+
+
+def _number(entry: Entry | None) -> int | None:
+    if entry is None or entry.computed:
+        return None
+    return words.number(Knob(field="micro_batch", keys=("-",)), entry.value)
+
+
+def planned(
+    stages: Sequence[StageConfig], plan: Plan, replan: Callable[[dict[str, Any]], Plan]
+) -> tuple[tuple[StagePlan, ...], list[str]]:
+    """Each stage with the cut of the batch that is fastest for it, what that needs, and what is to be said.
+
+    `replan` finds the best plan for the job with some options changed, all else pinned as in the plan.
+    """
+    found: dict[str, Plan] = {}
+    said: list[str] = []
+    chosen = []
+    for one in stages:
+        key = repr(sorted(one.options.items()))
+        if key not in found:
+            found[key] = _best(one, plan, replan, said)
+        setting, _ = exactly(found[key].choice, f"plan for stage {one.name}")
+        chosen.append(
+            StagePlan(
+                name=one.name,
+                file=one.file,
+                options=one.options,
+                setting=setting,
+                estimate=found[key].estimate,
+            )
+        )
+    return tuple(chosen), said
+
+
+def _best(stage: StageConfig, plan: Plan, replan: Callable[[dict[str, Any]], Plan], said: list[str]) -> Plan:
+    if all(plan.options.get(name) == value for name, value in stage.options.items()):
+        return plan
+    try:
+        return replan(stage.options)
+    except UnknownName as problem:
+        said.append(
+            f"All stages run as the plan does: {problem.found}, so it cannot be told what they change."
+        )
+        return plan
+    except NothingFits as problem:
+        nothing = NothingFits(f"stage {stage.name}: {problem.given}", found=problem.found, cure=problem.cure)
+        nothing.nearest = problem.nearest
+        raise nothing from problem
+
+
+def pins_of(setting: Setting) -> dict[str, Any]:
+    """What a stage's plan takes over from the plan of the training."""
+    return {"gpus": setting.gpus, **{one: getattr(setting, one) for one in SAME}}
+
+
+def safest(plan: Plan, stages: Sequence[StagePlan]) -> Setting:
+    """The cut that is safe for every stage: the smallest micro-batch of all."""
+    choice = exactly(plan.choice, f"plan for {plan.job}")[0]
+    return min((choice, *(one.setting for one in stages)), key=lambda one: one.micro_batch)
+
+
+def stage_edits(
+    stage: Stage, config: StageConfig, chosen: StagePlan, document: Document, *, main: Setting | None
+) -> list[Edit]:
+    """What changes in a stage's file; a stage that runs as the main config says needs no keys of its own."""
+    values = {one.path: one for one in document.entries()}
+    wanted = {
+        stage.micro_batch: ("micro_batch", chosen.setting.micro_batch),
+        stage.accumulation: ("accumulation", chosen.setting.accumulation),
+    }
+    paths = {key: config.root + parts(key) for key in wanted}
+    same = main is not None and all(getattr(main, field) == value for field, value in wanted.values())
+    if same and not any(path in values for path in paths.values()):
+        return []
+    found = []
+    for key, (field, value) in wanted.items():
+        entry = values.get(paths[key])
+        if entry is not None and not entry.computed and _number(entry) == value:
+            continue
+        found.append(
+            Edit(
+                file=config.file,
+                key=dotted(paths[key]),
+                before=None if entry is None else entry.computed or entry.value,
+                after=value,
+                path=paths[key],
+                line=None if entry is None else entry.line,
+                field=field,
+            )
+        )
+    return found

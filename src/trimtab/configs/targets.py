@@ -1,0 +1,326 @@
+"""Targets: what the keys of a framework's config mean.
+
+A target is data: each knob says which field of ours a key holds, and in which words. The ones that come with
+trimtab are in targets.toml; a project teaches its own in a trimtab.toml of the same form.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trimtab.configs.texts import dotted
+from trimtab.errors import UnknownName, WrongUse, nearest
+from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Recompute, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trimtab.configs.texts import Document, Entry
+
+COUNTS = (
+    "micro_batch",
+    "accumulation",
+    "global_batch",
+    "rank_batch",
+    "round_batch",
+    "gpus",
+    "gpus_per_node",
+    "nodes",
+    "dp_replicate",
+    "dp_shard",
+    "pp",
+    "tensor",
+    "context",
+    "workers",
+)
+"""Fields that are whole numbers.
+
+rank_batch: samples of one rank in an optimizer step
+round_batch: samples of all ranks in one forward pass
+tensor, context: ways that other axes split the model, which no plan does
+"""
+WORDS: dict[str, tuple[str, ...]] = {
+    "precision": tuple(one.value for one in Precision),
+    "recompute": tuple(one.value for one in Recompute),
+    "compile": ("false", "true"),
+    "strategy": tuple(one.value for one in Strategy),
+    "optimizer": tuple(one.value for one in OptimizerImplementation),
+    "allocator": tuple(one.value for one in Allocator),
+}
+"""Fields that are words, with ours."""
+FIELDS = (*COUNTS, *WORDS)
+IMPLIED = ("round_batch", "rest")
+"""What a number that stands for another one, such as -1, may stand for; `rest`: the ranks that are left."""
+Path = tuple[str | int, ...]
+
+
+class Knob(Noun, frozen=True, kw_only=True):
+    """What one key holds."""
+
+    field: str
+    """The field of ours."""
+    keys: tuple[str, ...]
+    """Where it is, below the target's root; the first that is there counts, else the first is added."""
+    words: dict[str, Any] = {}
+    """What is written for each of our words. A word that is not here leaves the key alone."""
+    reads: dict[str, str] = {}
+    """Further values, as text, that mean one of our words."""
+    near: dict[str, str] = {}
+    """For a word that cannot be written, the nearest that can."""
+    lacks: dict[str, str] = {}
+    """What to say when a word cannot be written, or only its nearest."""
+    default: Any = None
+    """What the framework takes where the key is not there; None where nobody knows."""
+    add: bool = False
+    """Whether the key is added where it is missing and the default is not what is wanted."""
+    inferred: tuple[str, ...] = ()
+    """Fields from which the framework itself works this one out."""
+    implied: dict[str, str] = {}
+    """Numbers, as text, that stand for another: -1 for `rest`."""
+    auto: tuple[Any, ...] = ("auto",)
+    """Values by which the framework decides itself: left alone."""
+    listed: bool = False
+    """Whether a list counts as its length: devices [0, 1] are two."""
+    family: bool = False
+    """Whether only values that are known here may be replaced: another optimizer is another training."""
+    pattern: str = ""
+    """Where the number is part of a text: an expression whose group `n` it is."""
+    only: dict[str, tuple[str, ...]] = {}
+    """The knob counts only where these fields have one of these words."""
+    caveat: str = ""
+    """What to say when a number other than 1 is written."""
+
+    def faults(self) -> list[str]:
+        """The field and the words are ours."""
+        if self.field not in FIELDS:
+            close = nearest(self.field, FIELDS)
+            meant = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(FIELDS)}"
+            return [f"there is no field {self.field!r}{meant}"]
+        wrong = [] if self.keys else [f"the knob for {self.field} names no key"]
+        ours = WORDS.get(self.field)
+        if ours is None:
+            wrong += [f"{self.field} is a number, and has no words"] * bool(self.words)
+        elif not self.words:
+            wrong.append(f"{self.field} needs words: what is written for {', '.join(ours)}")
+        else:
+            used = {*self.words, *self.near, *self.near.values(), *self.lacks, *self.reads.values()}
+            wrong += [
+                f"{one!r} is no {self.field}; there are {', '.join(ours)}" for one in used if one not in ours
+            ]
+        wrong += [
+            f"{one!r} is none of {', '.join(IMPLIED)}" for one in self.implied.values() if one not in IMPLIED
+        ]
+        if self.pattern:
+            wrong += _bad_pattern(self.pattern)
+        return wrong
+
+
+def _bad_pattern(pattern: str) -> list[str]:
+    try:
+        groups = re.compile(pattern).groupindex
+    except re.error as error:
+        return [f"the pattern {pattern!r} is no regular expression: {error}"]
+    return [] if "n" in groups else [f"the pattern {pattern!r} has no group (?P<n>...)"]
+
+
+class Subject(Noun, frozen=True, kw_only=True):
+    """Which job a config of this kind describes, and how."""
+
+    name: str = ""
+    """A built-in job."""
+    folder: str = ""
+    """The key of a folder with a Hugging Face config.json."""
+    options: dict[str, str] = {}
+    """Options of the job, by the key that holds each."""
+    assumes: dict[str, str] = {}
+    """What the code around the config does though no key says it, by field."""
+
+
+class Stage(Noun, frozen=True, kw_only=True):
+    """Files beside a config of which each is one stage of the training."""
+
+    marks: tuple[tuple[str, ...], ...]
+    """As for the target."""
+    options: dict[str, str] = {}
+    """Options of the job that a stage sets."""
+    micro_batch: str
+    """The key of the stage's own micro-batch."""
+    accumulation: str
+    caveat: str = ""
+    """What to say where a stage gets keys of its own."""
+
+
+class Target(Noun, frozen=True, kw_only=True):
+    """A framework's config."""
+
+    name: str
+    title: str
+    formats: tuple[str, ...] = ()
+    """Kinds of document; none: all."""
+    marks: tuple[tuple[str, ...], ...] = ()
+    """By what it is known: of each group one key has to be there."""
+    never: tuple[str, ...] = ()
+    """Keys by which it is known to be something else."""
+    beats: tuple[str, ...] = ()
+    """Targets whose marks this one has too, and which it is rather than them."""
+    knobs: tuple[Knob, ...]
+    lacks: dict[str, str] = {}
+    """What to say of a field that has no key, instead of the usual sentence; with {value}."""
+    partial: str = ""
+    """What to say of a file that is only part of a config: its other fields are not missed one by one."""
+    launch: str = ""
+    """How the number of devices is said where no key holds it; with {gpus}, {gpus_per_node} and {nodes}."""
+    subject: Subject = Subject()
+    stage: Stage | None = None
+    source: str = ""
+    """Where the meaning of the keys is written down."""
+
+    def faults(self) -> list[str]:
+        """It has a name people can type, and says how it is known."""
+        wrong = [] if re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", self.name) else [f"{self.name!r} is no name"]
+        if not self.marks:
+            wrong.append(f"{self.name} has no marks to be known by")
+        if not self.knobs:
+            wrong.append(f"{self.name} has no knobs")
+        return wrong + [
+            f"{self.name} lacks {one!r}, which is no field" for one in self.lacks if one not in FIELDS
+        ]
+
+    def fields(self) -> set[str]:
+        """The fields that its keys hold."""
+        return {one.field for one in self.knobs}
+
+
+@cache
+def built_in() -> tuple[Target, ...]:
+    """The targets that come with trimtab."""
+    text = files("trimtab.configs").joinpath("targets.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text)["target"], tuple[Target, ...])
+
+
+def named(name: str, known: Sequence[Target]) -> Target:
+    """The target of that name."""
+    for one in known:
+        if one.name == name:
+            return one
+    close = nearest(name, [one.name for one in known])
+    meant = f"; the nearest is {close[0]}" if close else ""
+    raise UnknownName(
+        f"--target {name}",
+        found=f"there is no such target{meant}",
+        cure=f"Use one of {', '.join(one.name for one in known)}, or teach it in a trimtab.toml.",
+    )
+
+
+class Site(Noun, frozen=True, kw_only=True):
+    """A target found in a document, and below which path its keys are."""
+
+    target: Target
+    root: tuple[str | int, ...] = ()
+
+
+def parts(key: str) -> Path:
+    """A dotted key as a path."""
+    return tuple(key.split("."))
+
+
+class Index:
+    """The keys of a document, tables included, ready to be asked for by their last word."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.paths: set[Path] = set()
+        for one in entries:
+            path = one.path
+            # A key that holds a table has no entry of its own.
+            while path and path not in self.paths:
+                self.paths.add(path)
+                path = path[:-1]
+        self.by_end: dict[str | int, list[Path]] = {}
+        for path in self.paths:
+            self.by_end.setdefault(path[-1], []).append(path)
+
+    def above(self, end: Path) -> list[Path]:
+        """What comes before a key, wherever it is."""
+        return [path[: -len(end)] for path in self.by_end.get(end[-1], []) if path[-len(end) :] == end]
+
+
+def roots(marks: Sequence[Sequence[str]], index: Index, below: Path = ()) -> list[Path]:
+    """The paths below which one key of every group is."""
+    found = {root for key in marks[0] for root in index.above(parts(key)) if root[: len(below)] == below}
+    return sorted(
+        (
+            root
+            for root in found
+            if all(any(root + parts(key) in index.paths for key in group) for group in marks)
+        ),
+        key=lambda root: (len(root), str(root)),
+    )
+
+
+def sites(document: Document, known: Sequence[Target], below: Path = ()) -> list[Site]:
+    """Every target that a document can be, with where."""
+    index = Index(document.entries())
+    found = [
+        Site(target=target, root=root)
+        for target in known
+        if not target.formats or document.kind in target.formats
+        for root in roots(target.marks, index, below)
+        if not any(root + parts(key) in index.paths for key in target.never)
+    ]
+    return [one for one in found if not any(_beats(other, one) for other in found)]
+
+
+def _beats(one: Site, other: Site) -> bool:
+    """Whether the other is part of what this one is."""
+    return other.target.name in one.target.beats and other.root[: len(one.root)] == one.root
+
+
+def site(
+    document: Document, known: Sequence[Target], *, origin: str, name: str | None = None, below: Path = ()
+) -> Site:
+    """The target that a document is; an error that says what to do where that is not clear."""
+    given = f"{origin}:{dotted(below)}" if below else origin
+    if name is not None:
+        found = _told(document, named(name, known), below, given)
+    else:
+        found = sites(document, known, below)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise WrongUse(
+            given,
+            found="none of its keys tell which framework reads it",
+            cure=f"Say which: --target with one of {', '.join(one.name for one in known)}; "
+            "or describe its keys in a trimtab.toml (see `trimtab explain target`).",
+        )
+    names = list(dict.fromkeys(one.target.name for one in found))
+    if len(names) == 1:
+        listed = ", ".join(f"{origin}:{dotted(one.root)}" if one.root else origin for one in found)
+        raise WrongUse(
+            given, found=f"it holds {len(found)} configs of {names[0]}", cure=f"Name one of {listed}."
+        )
+    raise WrongUse(
+        given,
+        found=f"it could be a config of {' or of '.join(names)}",
+        cure=f"Say which: {' or '.join(f'--target {one}' for one in names)}.",
+    )
+
+
+def _told(document: Document, target: Target, below: Path, given: str) -> list[Site]:
+    """Where a target is that the user named: by its marks, by any of its keys, or where they pointed."""
+    index = Index(document.entries())
+    keys = [[key for knob in target.knobs for key in knob.keys]]
+    found = roots(target.marks, index, below) or roots(keys, index, below)
+    if not found and not below:
+        raise WrongUse(
+            given,
+            found=f"it has none of the keys of {target.name}",
+            cure=f"Name another target, or the place where they belong: {given}:PATH.",
+        )
+    return [Site(target=target, root=root) for root in found or [below]]

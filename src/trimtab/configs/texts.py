@@ -1,0 +1,702 @@
+"""A config file as text with known places: what every format shares.
+
+    >>> from trimtab.configs import json_text
+    >>> document = json_text.read('{"batch": 4}  // small', "a.json")
+    >>> document.entries()[0].value
+    4
+    >>> document.edited({("batch",): 8})
+    '{"batch": 8}  // small'
+
+A format says where its values lie (a tree of `Node`), how a value is written there and where a new key goes.
+Everything else is here. An edit replaces the characters of one value, so that all others survive because
+nobody touches them; the result is read again, and refused if anything but the named values has changed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn, Protocol
+
+from trimtab.errors import BrokenFile, TrimtabError, UnknownName, WrongUse, nearest, shortened
+from trimtab.spec.base import Noun
+
+KeyPath = tuple[str | int, ...]
+"""Keys from the outside in; a number is a place in a list."""
+Changes = Mapping[KeyPath, Any]
+
+DEEPEST = 200
+"""Levels of nesting. A config has five; a file made to break parsers has a hundred thousand."""
+MOST_NODES = 200_000
+"""Values in one file, those that YAML aliases repeat included."""
+
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_BOM = "\ufeff"
+
+
+class Entry(Noun, frozen=True, kw_only=True):
+    """One value of a file and where it stands, both counted from 1."""
+
+    path: tuple[str | int, ...]
+    value: Any
+    """A string, a number, a boolean, None, a list of these, or an empty dict."""
+    line: int
+    column: int
+    computed: str = ""
+    """The source text, where it is no literal but something that a program works out."""
+
+
+class Document(Protocol):
+    """A file that was read."""
+
+    @property
+    def kind(self) -> str:
+        """The format: yaml, toml, json, python, shell or sbatch."""
+
+    def entries(self) -> list[Entry]:
+        """All values, in the order of the file."""
+
+    def edited(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
+        """The whole text with these values changed."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A value in the text. A section has `items`; a leaf has a `value`."""
+
+    start: int
+    end: int
+    value: Any = None
+    items: dict[str | int, Node] | None = None
+    is_list: bool = False
+    parts: dict[str | int, Node] | None = None
+    """Values inside of a leaf that can be changed alone, as the count in `gpu:a100:4`."""
+    computed: str = ""
+    style: str = ""
+    """How it is written, in the words of the format."""
+    shared: str = ""
+    """Through what it is read from elsewhere, as YAML aliases are."""
+    inherited: bool = False
+    """A key that its section reads from elsewhere: changing it means adding it to the section."""
+    repeats: dict[str | int, list[int]] = field(default_factory=dict)
+    """Keys that stand here more than once, with every place."""
+    extra: Any = None
+    """What else the format wants to remember."""
+
+    @property
+    def is_section(self) -> bool:
+        """Whether it has keys, or could have."""
+        return self.items is not None and not self.is_list
+
+
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """These characters go, this text comes."""
+
+    start: int
+    end: int
+    text: str
+    order: int = 0
+    """Among those at one place, the lower comes first."""
+
+
+class Format(Protocol):
+    """What a format must know."""
+
+    kind: str
+
+    def parsed(self, text: str, origin: str) -> Node:
+        """The tree of a text, or BrokenFile."""
+
+    def replaced(self, page: Page, node: Node, value: Any, moving: set[int], /) -> list[Splice]:
+        """The value written in the place of another; `moving` holds the ids of all nodes that change."""
+
+    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+        """New keys in a section; a dict among the values is a section of its own."""
+
+    def beside(self, page: Page, node: Node) -> list[Splice]:
+        """The old expression kept in a comment on its line; WrongUse where the format has none."""
+
+    def same(self, found: Any, wanted: Any) -> bool:
+        """Whether a value that was read means the one that was wanted."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A document: its text, its tree, and the format that reads it."""
+
+    text: str
+    origin: str
+    root: Node
+    format: Format
+    bom: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name of the format."""
+        return self.format.kind
+
+    @cached_property
+    def line_starts(self) -> list[int]:
+        """Where each line begins."""
+        return [0, *(match.end() for match in _LINE_END.finditer(self.text))]
+
+    @cached_property
+    def newline(self) -> str:
+        """The line ending of this file: the first that it has."""
+        match = _LINE_END.search(self.text)
+        return match[0] if match else "\n"
+
+    def place(self, offset: int) -> tuple[int, int]:
+        """Line and column, from 1."""
+        line = bisect_right(self.line_starts, offset)
+        return line, offset - self.line_starts[line - 1] + 1
+
+    def at(self, offset: int) -> str:
+        """`FILE:LINE:COLUMN`."""
+        line, column = self.place(offset)
+        return f"{self.origin}:{line}:{column}"
+
+    def line_end(self, offset: int) -> int:
+        """The end of the line that holds this place, before its line ending."""
+        match = _LINE_END.search(self.text, offset)
+        return match.start() if match else len(self.text)
+
+    def line_start(self, offset: int) -> int:
+        """The start of the line that holds this place."""
+        return self.line_starts[bisect_right(self.line_starts, offset) - 1]
+
+    def next_line(self, offset: int) -> int:
+        """The start of the line after this place, or the end of the text."""
+        match = _LINE_END.search(self.text, offset)
+        return match.end() if match else len(self.text)
+
+    def indent(self, offset: int) -> str:
+        """The blanks that begin the line of this place."""
+        start = self.line_start(offset)
+        match = re.compile(r"[ \t]*").match(self.text, start)
+        return match[0] if match else ""
+
+    def whole_lines(self, at: int, lines: list[str]) -> Splice:
+        """Lines put in at the start of a line, or after a last line that has no end."""
+        body = self.newline.join(lines)
+        if at == len(self.text) and at > self.line_starts[-1]:
+            return Splice(at, at, self.newline + body)
+        return Splice(at, at, body + self.newline)
+
+    def entries(self) -> list[Entry]:
+        """All values, in the order of the file."""
+        return [self._entry(path, node) for path, node in walked(self.root) if shows(node)]
+
+    def _entry(self, path: KeyPath, node: Node) -> Entry:
+        line, column = self.place(node.start)
+        return Entry(path=path, value=plain(node), line=line, column=column, computed=node.computed)
+
+    def edited(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
+        """The whole text with these values changed, and nothing else."""
+        _refuse_impossible(self, changes)
+        splices = _splices(self, changes, beside=beside, add=add)
+        if not splices:
+            return self.bom + self.text
+        after = spliced(self.text, splices)
+        verify(self, reread(self, after), changes, splices)
+        return self.bom + after
+
+
+def read(text: str, origin: str, fmt: Format) -> Page:
+    """A document from its text; a byte order mark is kept aside."""
+    bom = _BOM if text.startswith(_BOM) else ""
+    body = text[len(bom) :]
+    return Page(text=body, origin=origin, root=fmt.parsed(body, origin), format=fmt, bom=bom)
+
+
+def reread(before: Page, text: str) -> Page:
+    """The edited text, read again; that it cannot be read is our mistake and not the user's."""
+    try:
+        return read(text, before.origin, before.format)
+    except WrongUse as problem:
+        raise TrimtabError(
+            f"the edit of {before.origin}",
+            found=f"the edited text would not be {before.kind} any more ({problem.found})",
+            cure="Nothing was written. This is a bug of trimtab: please report the line that was edited.",
+        ) from problem
+
+
+def dotted(path: KeyPath) -> str:
+    """A path as people write it.
+
+    >>> dotted(("stages", 0, "batch"))
+    'stages[0].batch'
+    """
+    text = ""
+    for key in path:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        else:
+            shown = key if re.fullmatch(r"[^\s.\[\]\"]+", key) else '"' + key.replace('"', '\\"') + '"'
+            text += f".{shown}" if text else shown
+    return text or "(the whole file)"
+
+
+_STEP = re.compile(r'\[(\d+)\]|(?:(?<!^)\.)?(?:"((?:[^"\\]|\\.)*)"|([^.\[\]"]+))')
+
+
+def undotted(text: str) -> KeyPath:
+    """A path from what people write; `stages.0.batch` is left to the document, which knows its lists.
+
+    >>> undotted('stages[0]."a.b".c')
+    ('stages', 0, 'a.b', 'c')
+    """
+    path: list[str | int] = []
+    at = 0
+    while at < len(text):
+        match = _STEP.match(text, at)
+        if match is None:
+            raise WrongUse(
+                f"the key {shortened(text)!r}",
+                found=f"it cannot be read from character {at + 1} on",
+                cure='Write keys with dots, places in lists as [0], odd keys in quotes: stages[0]."a.b".',
+            )
+        index, quoted, bare = match.groups()
+        path.append(int(index) if index else re.sub(r"\\(.)", r"\1", quoted) if quoted is not None else bare)
+        at = match.end()
+    return tuple(path)
+
+
+def walked(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
+    """Every node below and including this one, with its path."""
+    stack = [(path, node)]
+    while stack:
+        path, node = stack.pop()
+        yield path, node
+        inner = node.items or node.parts
+        if inner:
+            stack += [((*path, key), child) for key, child in reversed(inner.items())]
+
+
+def shows(node: Node) -> bool:
+    """Whether a node is an entry: a leaf, an empty section, or a list of nothing but values."""
+    return node.items is None or not node.items or (node.is_list and is_flat(node))
+
+
+def is_flat(node: Node) -> bool:
+    """A value, or a list of values and such lists."""
+    if node.items is None:
+        return True
+    return node.is_list and all(is_flat(child) for child in node.items.values())
+
+
+def plain(node: Node) -> Any:
+    """The value of a node that shows."""
+    if node.items is None:
+        return node.value
+    return [plain(child) for child in node.items.values()] if node.is_list else {}
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Whether two values are one to a reader: 4 and 4.0 are, 1 and True are not.
+
+    >>> same(4, 4.0), same(1, True), same([1, "a"], [1, "a"])
+    (True, False, True)
+    """
+    if isinstance(found, list) and isinstance(wanted, list | tuple):
+        return len(found) == len(wanted) and all(map(same, found, wanted))
+    if isinstance(found, bool) or isinstance(wanted, bool):
+        return found is wanted
+    if isinstance(found, float) and isinstance(wanted, float) and math.isnan(found):
+        return math.isnan(wanted)
+    numbers = isinstance(found, int | float) and isinstance(wanted, int | float)
+    return bool(found == wanted) and (numbers or type(found) is type(wanted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListStyle:
+    """How a format writes lists in brackets."""
+
+    each: Callable[[Node, Any], list[Splice]]
+    """One item in place of another."""
+    write: Callable[[Any], str]
+    comment: str
+    """The pattern of its comments."""
+    lone_comma: bool = False
+    """Whether a single item needs a comma, as in Python's tuples."""
+
+
+def relisted(page: Page, node: Node, value: Any, style: ListStyle) -> list[Splice] | None:
+    """A list in brackets changed item by item, made longer or shorter around its comments.
+
+    None where it is better written afresh: there is no comment to save, or something else stands in it.
+    """
+    children = list((node.items or {}).values())
+    changed = [
+        one
+        for child, new in zip(children, value, strict=False)
+        if child.computed or not same(_whole(child), new)
+        for one in style.each(child, new)
+    ]
+    if len(children) == len(value):
+        return changed
+    edges = [node.start + 1, *(edge for child in children for edge in (child.start, child.end)), node.end - 1]
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
+    bare = {
+        start: re.sub(style.comment, lambda match: " " * len(match[0]), page.text[start:end])
+        for start, end in gaps
+        if start <= end
+    }
+    saves = any(page.text[start:end] != bare.get(start) for start, end in gaps)
+    if not saves or any(gap.strip() not in ("", ",") for gap in bare.values()):
+        return None
+    if len(value) > len(children):
+        return changed + _longer(page, node, [style.write(one) for one in value[len(children) :]], style)
+    commas = [start + gap.index(",") for start, gap in bare.items() if "," in gap]
+    after = children[len(value) - 1].end if value else node.start
+    gone = [comma for comma in commas if comma >= after][style.lone_comma and len(value) == 1 :]
+    dropped = [Splice(child.start, child.end, "") for child in children[len(value) :]]
+    return changed + dropped + [Splice(comma, comma + 1, "") for comma in gone]
+
+
+def rewritten(page: Page, node: Node, text: str, comment: str) -> Splice:
+    """A list in brackets replaced as a whole; the comments in it stay behind the new text."""
+    pattern = re.compile(comment)
+    at, found = node.start, []
+    leaves = sorted((one.start, one.end) for _, one in walked(node) if one.items is None)
+    for start, end in [*leaves, (node.end, node.end)] if node.items else []:
+        found += [match[0] for match in pattern.finditer(page.text, at, max(at, start))]
+        at = end
+    if not found:
+        return Splice(node.start, node.end, text)
+    rest = page.text[node.end : page.line_end(node.end)]
+    ends_line = not rest.strip() or pattern.match(page.text, node.end + len(rest) - len(rest.lstrip()))
+    tail = "" if ends_line else page.newline + page.indent(node.start)
+    return Splice(node.start, node.end, f"{text}  {' '.join(found)}{tail}")
+
+
+def _longer(page: Page, node: Node, new: list[str], style: ListStyle) -> list[Splice]:
+    """Items behind the last one; below the comment that stands behind it, if there is one."""
+    text = ", ".join(new)
+    if not node.items:
+        return [Splice(node.start + 1, node.start + 1, text)]
+    last = list(node.items.values())[-1]
+    rest = re.compile(rf"[ \t]*(,?)[ \t]*(?:{style.comment})", re.DOTALL).match(page.text, last.end)
+    if not rest:
+        return [Splice(last.end, last.end, f", {text}")]
+    below = f"{page.newline}{page.indent(last.start)}{text}"
+    if rest[1]:
+        return [Splice(rest.end(), rest.end(), below + ",")]
+    return [Splice(last.end, last.end, ","), Splice(rest.end(), rest.end(), below)]
+
+
+def spliced(text: str, splices: list[Splice]) -> str:
+    """The text with these parts replaced; what is put in at one place keeps its order."""
+    pieces, at = [], 0
+    for one in sorted(splices, key=lambda splice: (splice.start, splice.order, splice.end)):
+        if one.start < at:
+            raise TrimtabError(
+                "an edit of two values at once",
+                found="their places overlap",
+                cure="Nothing was written. Change one of them at a time.",
+            )
+        pieces += [text[at : one.start], one.text]
+        at = one.end
+    return "".join([*pieces, text[at:]])
+
+
+def verify(before: Page, after: Page, changes: Changes, splices: list[Splice]) -> None:
+    """Refuse a result in which a named value is not what was wanted, or any other one has changed.
+
+    An expression that holds a named value, as a call holds its arguments, changes with it.
+    """
+    old, new = _shown(before), _shown(after)
+    for path, value in changes.items():
+        found = new.get(path)
+        if found is None or not after.format.same(plain(found), value):
+            shown = "nothing" if found is None else repr(plain(found))
+            _our_mistake(before, f"{dotted(path)} would read {shown} and not {value!r}")
+    above = {path[:size] for path in changes for size in range(len(path) + 1)}
+    others = [path for path in old.keys() | new.keys() if path not in above and not _inside(path, changes)]
+    moved = [path for path in others if not _unmoved(old.get(path), new.get(path), splices)]
+    if moved:
+        _refuse_moved(before, sorted(moved, key=str), old, changes)
+
+
+def _shown(page: Page) -> dict[KeyPath, Node]:
+    return {path: node for path, node in walked(page.root) if shows(node)}
+
+
+def _inside(path: KeyPath, changes: Changes) -> bool:
+    return any(path[:size] in changes for size in range(len(path) + 1))
+
+
+def _unmoved(was: Node | None, now: Node | None, splices: list[Splice]) -> bool:
+    if was is None or now is None:
+        return False
+    if (
+        was.computed
+        and now.computed
+        and any(was.start <= one.start and one.end <= was.end for one in splices)
+    ):
+        return True
+    return was.computed == now.computed and same(plain(was), plain(now))
+
+
+def _our_mistake(page: Page, found: str) -> NoReturn:
+    raise TrimtabError(
+        f"the edit of {page.origin}",
+        found=found,
+        cure="Nothing was written. This is a bug of trimtab: please report the line that was edited.",
+    )
+
+
+def _refuse_moved(page: Page, moved: list[KeyPath], old: dict[KeyPath, Node], changes: Changes) -> NoReturn:
+    """Something else would change too: what reads the same value through an alias, or a mistake of ours."""
+    readers = [path for path in moved if path in old and old[path].shared]
+    named = ", ".join(dotted(path) for path in changes)
+    if not readers:
+        _our_mistake(page, f"{dotted(moved[0])} would change as well as {named}")
+    shown = ", ".join(f"{dotted(path)} (through {old[path].shared})" for path in readers[:4])
+    raise WrongUse(
+        f"{page.origin}: {named}",
+        found=f"the same value is read by {shown}, which would change with it",
+        cure="Change those keys instead, or write the value out where it is shared.",
+    )
+
+
+def _refuse_impossible(page: Page, changes: Changes) -> None:
+    """Values that no config holds, and changes that contradict each other."""
+    for path, value in changes.items():
+        if not path:
+            raise WrongUse(page.origin, found="no key was named", cure="Name the key to change.")
+        if not _is_writable(value):
+            raise WrongUse(
+                f"{page.origin}: {dotted(path)} = {shortened(repr(value))}",
+                found="only text, numbers, booleans, None and lists of these can be written",
+                cure="Name the keys inside of it one by one.",
+            )
+        outer = next((path[:size] for size in range(len(path)) if path[:size] in changes), None)
+        if outer is not None:
+            raise WrongUse(
+                f"{page.origin}: {dotted(outer)} and {dotted(path)}",
+                found="one lies inside the other",
+                cure="Change one of them.",
+            )
+
+
+def _is_writable(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_writable, value))
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        return False  # half a character: no file can hold it
+    return value is None or isinstance(value, str | bool | int | float)
+
+
+def _splices(page: Page, changes: Changes, *, beside: bool, add: bool) -> list[Splice]:
+    found = {path: _found(page, path) for path in changes}
+    stays = {
+        path
+        for path, node in found.items()
+        if node is not None
+        and (not node.computed or isinstance(changes[path], str))
+        and page.format.same(_whole(node), changes[path])
+    }
+    moving = {id(node) for path, node in found.items() if node is not None and path not in stays}
+    splices: list[Splice] = []
+    missing: list[KeyPath] = []
+    for path, node in found.items():
+        if path in stays:
+            continue
+        if node is None or node.inherited:
+            missing.append(path)
+            continue
+        _refuse_section(page, path, node)
+        if node.computed:
+            splices += _kept_beside(page, path, node, allowed=beside)
+        splices += page.format.replaced(page, node, changes[path], moving)
+    if not add:
+        absent = next((path for path in missing if found[path] is None), None)
+        if absent is not None:
+            _refuse_missing(page, absent)
+    return splices + _additions(page, {path: changes[path] for path in missing})
+
+
+def _whole(node: Node) -> Any:
+    """The value of a node, or something that equals no value."""
+    return plain(node) if shows(node) else node
+
+
+def _found(page: Page, path: KeyPath) -> Node | None:
+    """The node of a path; None where a key of it is missing."""
+    node = page.root
+    for size, key in enumerate(path):
+        if key in node.repeats:
+            _refuse_repeats(page, path[: size + 1], node.repeats[key])
+        child = (node.items or node.parts or {}).get(key)
+        if child is None:
+            return None
+        node = child
+    return node
+
+
+def _refuse_repeats(page: Page, path: KeyPath, places: list[int]) -> NoReturn:
+    lines = [str(page.place(place)[0]) for place in places]
+    raise WrongUse(
+        f"{page.origin}: {dotted(path)}",
+        found=f"it is set more than once, in lines {' and '.join(lines)}",
+        cure="Remove all but one of them, so that it is clear which counts.",
+    )
+
+
+def _refuse_section(page: Page, path: KeyPath, node: Node) -> None:
+    if not shows(node) or (node.is_section and not node.items):
+        kind = "a list of sections" if node.is_list else "a section"
+        inner = ", ".join(str(key) for key in list(node.items or {})[:4])
+        raise WrongUse(
+            f"{page.at(node.start)}: {dotted(path)}",
+            found=f"it is {kind}, not a value",
+            cure=f"Name a key inside of it: {inner or 'it has none yet'}.",
+        )
+
+
+def _kept_beside(page: Page, path: KeyPath, node: Node, *, allowed: bool) -> list[Splice]:
+    if allowed:
+        return page.format.beside(page, node)
+    raise WrongUse(
+        f"{page.at(node.start)}: {dotted(path)}",
+        found=f"its value is computed: {shortened(node.computed)}",
+        cure="Change it by hand, or let the literal be written and the old expression kept in a comment.",
+    )
+
+
+def _refuse_missing(page: Page, path: KeyPath) -> NoReturn:
+    known = {dotted(one): node for one, node in walked(page.root) if shows(node) or node.items}
+    known.pop(dotted(()), None)
+    wanted = dotted(path)
+    close = nearest(wanted, known) or nearest(str(path[-1]), {one.rpartition(".")[2] for one in known})
+    lines = [f"{one} (line {page.place(known[one].start)[0]})" if one in known else one for one in close]
+    raise UnknownName(
+        f"{page.origin}: {wanted}",
+        found="there is no such key" + (f"; the nearest are {', '.join(lines[:3])}" if lines else ""),
+        cure="Name a key that the file has, or let it be added.",
+    )
+
+
+def _additions(page: Page, changes: dict[KeyPath, Any]) -> list[Splice]:
+    """New keys, all that go into one section together."""
+    sections: dict[KeyPath, dict[str | int, Any]] = {}
+    for path, value in changes.items():
+        home = _home(page, path)
+        if not all(isinstance(key, str) for key in path[len(home) :]):
+            _refuse_home(page, home, _found(page, home))
+        level = sections.setdefault(home, {})
+        for key in path[len(home) : -1]:
+            level = level.setdefault(key, {})
+        level[path[-1]] = value
+    splices: list[Splice] = []
+    # Two sections may end at one place: what goes into the inner one comes first.
+    for home, new in sorted(sections.items(), key=lambda item: -len(item[0])):
+        node = _found(page, home)
+        if node is None or node.is_list or node.inherited:
+            _refuse_home(page, home, node)
+        splices += page.format.added(page, home, node, new)
+    return splices
+
+
+def _home(page: Page, path: KeyPath) -> KeyPath:
+    """The longest part of a path that is there already."""
+    size = len(path) - 1
+    while size and _found(page, path[:size]) is None:
+        size -= 1
+    return path[:size]
+
+
+def _refuse_home(page: Page, home: KeyPath, node: Node | None) -> NoReturn:
+    where = page.at(node.start) if node is not None else page.origin
+    if node is not None and node.shared:
+        found = "it comes from elsewhere as a whole"
+    elif node is not None and node.is_list:
+        found = f"it is a list of {len(node.items or ())}, with no such place"
+    else:
+        found = "it has no place in a list that could be made"
+    raise WrongUse(f"{where}: {dotted(home)}", found=found, cure="Write it there by hand, then try again.")
+
+
+def refuse_leaf(page: Page, path: KeyPath, node: Node) -> NoReturn:
+    """For formats: a key was to be added inside of a value."""
+    raise WrongUse(
+        f"{page.at(node.start)}: {dotted(path)}",
+        found=f"it is the value {shortened(repr(_whole(node)))}, so that nothing can be added inside of it",
+        cure="Name another key, or make it a section by hand.",
+    )
+
+
+def broken(origin: str, line: int, column: int, found: str, *, kind: str) -> BrokenFile:
+    """An error for text that is not what its format asks for."""
+    return BrokenFile(
+        f"{origin}:{line}:{column}",
+        found=found,
+        cure=f"Correct the {kind} there, or name another format if it is none.",
+    )
+
+
+def place_in(text: str, offset: int) -> tuple[int, int]:
+    """Line and column of a place in a text that is no page yet."""
+    ends = [match.end() for match in _LINE_END.finditer(text, 0, offset)]
+    return len(ends) + 1, offset - (ends[-1] if ends else 0) + 1
+
+
+def broken_at(origin: str, text: str, offset: int, found: str, *, kind: str) -> BrokenFile:
+    """The same, from a place in the text."""
+    return broken(origin, *place_in(text, offset), found, kind=kind)
+
+
+def duplicate(origin: str, text: str, key: str, places: tuple[int, int], *, kind: str) -> BrokenFile:
+    """An error for a key that stands twice in one section."""
+    first, second = (place_in(text, place) for place in places)
+    return BrokenFile(
+        f"{origin}:{second[0]}:{second[1]}",
+        found=f"the key {shortened(key)} is there twice, in lines {first[0]} and {second[0]}",
+        cure=f"Remove one of them: programs that read {kind} take the last, or refuse.",
+    )
+
+
+_READABLE = (0.01, 10_000)
+"""Numbers that nobody writes with an exponent."""
+
+
+def scientific(value: float, like: str = "") -> str:
+    """A float as text that every reader takes for a float: with a point, and a sign in the exponent.
+
+    The exponent is kept where `like`, the old text, has one and the number needs one.
+
+    >>> scientific(0.0002), scientific(0.0002, "1e-4"), scientific(1e22), scientific(5.0)
+    ('0.0002', '2.0e-4', '1.0e+22', '5.0')
+    """
+    text = repr(float(value))
+    mantissa, _, exponent = text.partition("e")
+    if (
+        not exponent
+        and not _READABLE[0] <= abs(value) < _READABLE[1]
+        and value
+        and re.fullmatch(r"[-+]?[\d._]+[eE][-+]?\d+", like)
+    ):
+        mantissa, exponent = _shortest_exponent(value)
+    if not exponent:
+        return text
+    if "." not in mantissa:
+        mantissa += ".0"
+    sign = "-" if int(exponent) < 0 else "+"
+    letter = "E" if "E" in like else "e"
+    return f"{mantissa}{letter}{sign}{abs(int(exponent))}"
+
+
+def _shortest_exponent(value: float) -> tuple[str, str]:
+    """Mantissa and exponent with the fewest digits that read back as the same float."""
+    for digits in range(17):
+        text = f"{value:.{digits}e}"
+        if float(text) == value:
+            break
+    mantissa, _, exponent = text.partition("e")
+    return mantissa, exponent

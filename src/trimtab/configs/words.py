@@ -1,0 +1,90 @@
+"""Between our words and a framework's: what a value in a config means, and what to write for a choice."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from trimtab.configs.targets import WORDS
+
+if TYPE_CHECKING:
+    from trimtab.configs.targets import Knob
+
+_TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def text(value: Any) -> str:
+    """A value as the tables of targets spell it.
+
+    >>> text(True), text(16), text(None), text("bf16-mixed")
+    ('true', '16', 'null', 'bf16-mixed')
+    """
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values of a config say the same, however they are written.
+
+    >>> alike("False", False), alike("16", 16), alike("no", "no"), alike(1, True), alike(None, False)
+    (True, True, True, False, False)
+    """
+    if isinstance(one, bool) or isinstance(other, bool):
+        return _truth(one) is not None and _truth(one) == _truth(other)
+    return text(one).strip().lower() == text(other).strip().lower()
+
+
+def _truth(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    return _TRUTHS.get(value.strip().lower()) if isinstance(value, str) else None
+
+
+def is_auto(knob: Knob, value: Any) -> bool:
+    """Whether the framework decides by itself."""
+    return any(type(value) is type(one) and alike(value, one) for one in knob.auto)
+
+
+def number(knob: Knob, value: Any) -> int | None:
+    """The whole number that a value is, in any of the ways that configs write one; None where it is none."""
+    if isinstance(value, str):
+        return _in_text(knob, value.strip())
+    if isinstance(value, list):
+        return len(value) if knob.listed else None
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _in_text(knob: Knob, value: str) -> int | None:
+    if knob.pattern:
+        found = re.fullmatch(knob.pattern, value)
+        return int(found["n"]) if found else None
+    if knob.listed and "," in value:
+        return len([one for one in value.split(",") if one.strip()])
+    return int(value) if re.fullmatch(r"[+-]?\d[\d_]*", value) else None
+
+
+def numbered(knob: Knob, before: Any, wanted: int) -> Any:
+    """What is written for a number, in place of what is there."""
+    if knob.pattern and isinstance(before, str) and (found := re.fullmatch(knob.pattern, before.strip())):
+        return f"{before.strip()[: found.start('n')]}{wanted}{before.strip()[found.end('n') :]}"
+    return wanted
+
+
+def spelt(knob: Knob, value: Any) -> list[str]:
+    """Our words that a value stands for; none where nobody here knows it."""
+    found = [word for word, written in knob.words.items() if alike(written, value)]
+    return found + [word for said, word in knob.reads.items() if alike(said, value) and word not in found]
+
+
+def silent(knob: Knob) -> list[str]:
+    """Our words of which the key says nothing: it is left alone for them, and does not speak against them."""
+    return [word for word in WORDS[knob.field] if word not in knob.words and word not in knob.near]
+
+
+def wanted(knob: Knob, word: str) -> tuple[Any, bool]:
+    """What is written for one of our words, and whether anything is."""
+    word = knob.near.get(word, word)
+    return knob.words.get(word), word in knob.words

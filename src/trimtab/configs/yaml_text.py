@@ -1,0 +1,647 @@
+"""YAML with comments, anchors, aliases, merge keys, flow and block style and several documents.
+
+PyYAML's parser says what stands where.
+
+A value is written so that readers of YAML 1.1 (PyYAML and all that stands on it) and of YAML 1.2 agree about
+it: floats have a point and a signed exponent, text that looks like something else is quoted. It is read as it
+was meant: `2e-4` is a number here, though PyYAML alone takes it for text, and `yes` is true.
+
+An alias is replaced where it stands, and a key that `<<` inherits is overridden where it is inherited: what
+others read does not change. With several documents in a file, a path begins with the number of one, from 0.
+
+Not covered: keys that are lists or mappings (they are left alone), and making a section in place of a value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trimtab.configs import texts
+from trimtab.configs.texts import KeyPath, Node, Page, Splice
+from trimtab.errors import WrongUse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import yaml
+
+_PROPERTIES = re.compile(r"(?:[&!][^\s,\[\]{}]*(?:[ \t]+|$|(?=[\s,\]}]))|[\r\n][ \t]*|#[^\r\n]*)*")
+_GAP = re.compile(r"(?:[ \t\r\n]+|#[^\r\n]*)*")
+_COMMENT = r"(?<=[ \t\r\n])#[^\r\n]*"
+_COLON = re.compile(r"\s*:")
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = {f"{_TAG}{name}": name for name in ("str", "int", "float", "bool", "null")}
+
+_TRUE = {"true", "True", "TRUE", "yes", "Yes", "YES", "on", "On", "ON"}
+_FALSE = {"false", "False", "FALSE", "no", "No", "NO", "off", "Off", "OFF"}
+_PAIRS = {"true": "false", "yes": "no", "on": "off"}
+_NULL = {"", "~", "null", "Null", "NULL"}
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
+_BASES = {
+    2: re.compile(r"[-+]?0b[01_]+"),
+    8: re.compile(r"[-+]?0o?[0-7_]+"),
+    16: re.compile(r"[-+]?0x[0-9a-fA-F_]+"),
+}
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
+_WORDS: dict[str, Any] = {
+    **dict.fromkeys(_NULL),
+    **dict.fromkeys(_TRUE, True),
+    **dict.fromkeys(_FALSE, False),
+    **{f"{sign}.{word}": math.inf for word in ("inf", "Inf", "INF") for sign in ("", "+")},
+    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), -math.inf),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), math.nan),
+}
+_MOST_DIGITS = 1000
+_LOOKS_LIKE_MORE = re.compile(r"[-+]?\d[\d_]*(?::[\d.]+)+|\d{4}-\d\d?-\d\d?.*|=|<<|[-+]?[\d_.]*", re.DOTALL)
+"""Text that some reader takes for a time, a date, a boolean or a number."""
+_SAFE = re.compile(r"[A-Za-z0-9_./][\w./+@-]*(?: [\w./+@-]+)*", re.ASCII)
+
+
+def read(text: str, origin: str) -> Page:
+    """The document, or documents, of a text.
+
+    >>> read("lr: 2e-4  # small", "a.yaml").edited({("lr",): 5e-5})
+    'lr: 5.0e-5  # small'
+    """
+    return texts.read(text, origin, YAML)
+
+
+@dataclass(slots=True)
+class _More:
+    """What a YAML node is besides its value."""
+
+    begin: int
+    """Where it begins with its anchor and tag."""
+    flow: bool = True
+    """Inside of brackets, or a scalar."""
+    anchor: str = ""
+    tag: str = ""
+    readers: list[Node] = field(default_factory=list)
+    """The aliases of this anchor."""
+    keys: dict[str | int, int] = field(default_factory=dict)
+    """Where its own keys begin."""
+    size: int = 1
+    """Values in it, itself included."""
+    last: Node | None = None
+    """The value that ends it."""
+    after: int | None = None
+    """Where a value on the line of its key could begin."""
+
+
+@dataclass
+class _Composer:
+    """From the parser's events to nodes."""
+
+    text: str
+    origin: str
+    anchors: dict[str, Node] = field(default_factory=dict)
+    open_anchors: set[str] = field(default_factory=set)
+    count: int = 0
+
+    def documents(self) -> Iterator[Node]:
+        events = self.events()
+        for event in events:
+            if type(event).__name__ == "DocumentStartEvent":
+                self.anchors = {}
+                yield self.node(next(events), events, 0)
+
+    def events(self) -> Iterator[yaml.Event]:
+        import yaml
+
+        try:
+            yield from yaml.parse(self.text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except yaml.MarkedYAMLError as problem:
+            mark = problem.problem_mark or problem.context_mark
+            line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+            said = ", ".join(part for part in (problem.context, problem.problem) if part)
+            raise texts.broken(self.origin, line, column, said or "not YAML", kind="YAML") from None
+        except yaml.reader.ReaderError as problem:
+            at = problem.position if isinstance(problem.position, int) else 0
+            found = f"a character that YAML does not allow ({problem.reason})"
+            raise texts.broken_at(self.origin, self.text, at, found, kind="YAML") from None
+
+    def node(self, event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> Node:
+        self.count += 1
+        name = type(event).__name__
+        if depth > texts.DEEPEST or self.count > texts.MOST_NODES:
+            self.refuse_size(event.start_mark.index, deep=depth > texts.DEEPEST)
+        if name == "AliasEvent":
+            return self.alias(event)
+        if name == "ScalarEvent":
+            node = self.scalar(event)
+        else:
+            node = self.begun(event, is_list=name == "SequenceStartEvent")
+        if event.anchor:
+            node.extra.anchor = event.anchor
+            self.anchors[event.anchor] = node
+        if node.items is None:
+            return node
+        if event.anchor:
+            self.open_anchors.add(event.anchor)
+        before = self.count
+        (self.fill_list if node.is_list else self.fill_section)(node, events, depth)
+        node.extra.size = 1 + self.count - before
+        self.open_anchors.discard(event.anchor or "")
+        return node
+
+    def refuse_size(self, at: int, *, deep: bool) -> None:
+        found = (
+            f"more than {texts.DEEPEST} levels of nesting"
+            if deep
+            else f"more than {texts.MOST_NODES} values, aliases counted"
+        )
+        raise texts.broken_at(self.origin, self.text, at, found, kind="YAML")
+
+    def begun(self, event: yaml.Event, *, is_list: bool) -> Node:
+        begin = event.start_mark.index
+        properties = _PROPERTIES.match(self.text, begin) if event.anchor or event.tag else None
+        start = properties.end() if properties else begin
+        more = _More(begin=begin, flow=bool(event.flow_style))
+        custom = event.tag and event.tag not in (f"{_TAG}map", f"{_TAG}seq", "!")
+        return Node(
+            start,
+            -1,
+            items={},
+            is_list=is_list,
+            extra=more,
+            style="flow" if more.flow else "block",
+            computed=self.text[begin : self.line_end(begin)] if custom else "",
+        )
+
+    def line_end(self, at: int) -> int:
+        match = re.compile(r"[\r\n]").search(self.text, at)
+        return match.start() if match else len(self.text)
+
+    def scalar(self, event: yaml.Event) -> Node:
+        begin, end = event.start_mark.index, event.end_mark.index
+        start = begin
+        if event.anchor or event.tag:
+            properties = _PROPERTIES.match(self.text, begin, end)
+            start = properties.end() if properties else begin
+        tag = event.tag or ""
+        node = Node(start, end, style=event.style or "", extra=_More(begin=begin, tag=tag))
+        if tag and tag != "!" and tag not in _PLAIN_TAGS:
+            node.value = event.value
+            node.computed = self.text[begin:end]
+            return node
+        node.value = _meant(event.value, tag, plain=not event.style)
+        if isinstance(node.value, str) and "${" in node.value:
+            node.computed = node.value
+        return node
+
+    def alias(self, event: yaml.Event) -> Node:
+        begin, end = event.start_mark.index, event.end_mark.index
+        target = self.anchors.get(event.anchor)
+        if target is None:
+            found = f"*{event.anchor} is read here, and no anchor &{event.anchor} comes before it"
+            raise texts.broken_at(self.origin, self.text, begin, found, kind="YAML")
+        through = f"*{event.anchor}"
+        if event.anchor in self.open_anchors:
+            return Node(begin, end, value=None, computed=through, extra=_More(begin=begin), style="alias")
+        if self.count + target.extra.size > texts.MOST_NODES:
+            self.refuse_size(begin, deep=False)
+        node = self.cloned(target, through)
+        node.start, node.end, node.style = begin, end, "alias"
+        node.extra = _More(begin=begin, anchor=event.anchor, size=target.extra.size)
+        target.extra.readers.append(node)
+        if node.is_section:
+            for child in (node.items or {}).values():
+                child.inherited = True
+        return node
+
+    def cloned(self, node: Node, through: str) -> Node:
+        """A copy for a place that reads it, with the spans of the place where it stands."""
+        self.count += 1
+        if self.count > texts.MOST_NODES:
+            self.refuse_size(node.start, deep=False)
+        items = None
+        if node.items is not None:
+            items = {key: self.cloned(child, through) for key, child in node.items.items()}
+        return Node(
+            node.start,
+            node.end,
+            value=node.value,
+            items=items,
+            is_list=node.is_list,
+            computed=node.computed,
+            style=node.style,
+            shared=through,
+            extra=_More(begin=node.start),
+        )
+
+    def fill_list(self, node: Node, events: Iterator[yaml.Event], depth: int) -> None:
+        items: dict[str | int, Node] = {}
+        for event in events:
+            if type(event).__name__ == "SequenceEndEvent":
+                node.end = event.end_mark.index
+                break
+            node.extra.last = items[len(items)] = self.node(event, events, depth + 1)
+        node.items = items
+
+    def key(self, event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> tuple[str | None, bool]:
+        """The text of a key, and whether it is without quotes; None for a key that is no scalar."""
+        if type(event).__name__ == "ScalarEvent" and not event.anchor:
+            return str(event.value), not event.style
+        node = self.node(event, events, depth + 1)
+        if node.items is not None:
+            return None, False
+        return str(getattr(event, "value", None) or node.value), not node.style
+
+    def fill_section(self, node: Node, events: Iterator[yaml.Event], depth: int) -> None:
+        items: dict[str | int, Node] = {}
+        inherited: list[Node] = []
+        for event in events:
+            if type(event).__name__ == "MappingEndEvent":
+                node.end = event.end_mark.index
+                break
+            name, is_plain = self.key(event, events, depth)
+            node.extra.last = value = self.node(next(events), events, depth + 1)
+            colon = _COLON.match(self.text, event.end_mark.index)
+            value.extra.after = _end_of_properties(value, colon.end() if colon else None)
+            if name is None:
+                continue
+            if name == "<<" and is_plain:
+                inherited += list((value.items or {}).values()) if value.is_list else [value]
+                continue
+            begin = event.start_mark.index
+            if name in items:
+                places = (node.extra.keys[name], begin)
+                raise texts.duplicate(self.origin, self.text, name, places, kind="YAML")
+            items[name] = value
+            node.extra.keys[name] = begin
+        for source in inherited:
+            for own, child in (source.items or {}).items():
+                if own not in items:
+                    items[own] = self.cloned(child, child.shared or "<<")
+                    items[own].inherited = True
+        node.items = items
+
+
+def _end_of_properties(value: Node, colon: int | None) -> int | None:
+    """Behind the anchor of a value, or behind the colon of its key."""
+    if value.items is None or value.extra.begin == value.start:
+        return colon
+    return int(value.start) if value.style == "flow" else int(value.extra.begin) + 1 + len(value.extra.anchor)
+
+
+def _meant(text: str, tag: str, *, plain: bool) -> Any:
+    """The value of a scalar."""
+    wanted = _PLAIN_TAGS.get(tag, "str" if tag == "!" or not plain else "")
+    if wanted == "str":
+        return text
+    if wanted == "float":
+        number = resolved(text)
+        return float(number) if isinstance(number, int) and not isinstance(number, bool) else number
+    return resolved(text)
+
+
+def resolved(text: str) -> Any:
+    """What plain text means in YAML 1.1 or 1.2, the number that people mean by 2e-4 included.
+
+    >>> [resolved(one) for one in ("4", "2e-4", "yes", "~", "0o17", "017", "bf16", ".inf", "1_000")]
+    [4, 0.0002, True, None, 15, 15, 'bf16', inf, 1000]
+    """
+    if text in _WORDS:
+        return _WORDS[text]
+    if text[0] not in "+-.0123456789":
+        return text
+    if _INT.fullmatch(text) and len(text) <= _MOST_DIGITS:
+        return int(text.replace("_", ""))
+    for base, pattern in _BASES.items():
+        if pattern.fullmatch(text):
+            return _in_base(text, base)
+    return float(text.replace("_", "")) if _FLOAT.fullmatch(text) else text
+
+
+def _in_base(text: str, base: int) -> int | str:
+    digits = re.sub(r"^([-+]?)0[box]?", r"\1", text).replace("_", "")
+    try:
+        return int(digits or "0", base)
+    except ValueError:
+        return text
+
+
+def inline(value: Any, like: str = "") -> str:
+    """A value on one line, in the manner of the text that stood there."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{inline(key)}: {inline(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    if isinstance(value, str):
+        return _text(value, like)
+    if value is None:
+        return like if like in _NULL and like else "null"
+    return _boolean(value, like) if isinstance(value, bool) else _number(value, like)
+
+
+def _number(value: float, like: str) -> str:
+    if isinstance(value, int):
+        return str(value)
+    if math.isfinite(value):
+        return texts.scientific(value, like)
+    return "-.inf" if value < 0 else f".{value}"
+
+
+def _boolean(value: bool, like: str) -> str:
+    """In the words and the case of the old one: True, yes, ON."""
+    low = like.lower()
+    yes = next((word for word, no in _PAIRS.items() if low in (word, no)), "true")
+    word = yes if value else _PAIRS[yes]
+    if low not in (yes, _PAIRS[yes]):
+        return word
+    return word.upper() if like.isupper() else word.capitalize() if like[0].isupper() else word
+
+
+def _text(value: str, like: str) -> str:
+    quote = like[:1] if like[:1] in ("'", '"') else ""
+    is_plain = (
+        _SAFE.fullmatch(value) and isinstance(resolved(value), str) and not _LOOKS_LIKE_MORE.fullmatch(value)
+    )
+    if is_plain and not quote:
+        return value
+    if quote == "'" and value.isprintable():
+        return "'" + value.replace("'", "''") + "'"
+    return '"' + "".join(map(_escaped, value)) + '"'
+
+
+def _escaped(letter: str) -> str:
+    if letter in '"\\':
+        return "\\" + letter
+    if letter.isprintable():
+        return letter
+    short = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(letter)
+    code = ord(letter)
+    wide = f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"  # noqa: PLR2004 - the width of \u
+    return short or wide
+
+
+class _Yaml:
+    """The format."""
+
+    kind = "yaml"
+
+    def parsed(self, text: str, origin: str) -> Node:
+        found = list(_Composer(text, origin).documents())
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            return Node(len(text), len(text), items={}, style="nothing", extra=_More(begin=len(text)))
+        return Node(
+            0, len(text), items=dict(enumerate(found)), is_list=True, style="documents", extra=_More(begin=0)
+        )
+
+    def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
+        if node.style == "alias":
+            return [Splice(node.start, node.end, inline(value))]
+        if node.shared:
+            _refuse_inherited(page, node)
+        if node.computed and node.items is None and node.extra.tag not in _PLAIN_TAGS:
+            begin = node.extra.begin if node.extra.tag not in ("", "!") else node.start
+            return [Splice(begin, node.end, inline(value))]
+        kept = _anchor_moved(page, node, moving)
+        if node.items is not None:
+            return kept + _list_replaced(self, page, node, value, moving)
+        return kept + _tag_dropped(page, node, value) + _scalar_replaced(page, node, value)
+
+    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+        if node.style == "alias" and node.is_section:
+            merged = ", ".join(f"{inline(key)}: {inline(value)}" for key, value in new.items())
+            return [Splice(node.start, node.end, f"{{<<: *{node.extra.anchor}, {merged}}}")]
+        if node.style == "nothing":
+            return [page.whole_lines(len(page.text), _lines(new, "", _step(page)))]
+        if node.is_section:
+            return [_into_flow(page, node, new)] if node.style == "flow" else [_into_block(page, node, new)]
+        if node.value is not None or node.computed:
+            texts.refuse_leaf(page, path, node)
+        return _in_place_of_null(page, path, node, new)
+
+    def beside(self, page: Page, node: Node) -> list[Splice]:
+        end = page.line_end(node.end)
+        return [Splice(end, end, f"  # was: {' '.join(node.computed.split())}")]
+
+    def same(self, found: Any, wanted: Any) -> bool:
+        return texts.same(found, wanted)
+
+
+def _refuse_inherited(page: Page, node: Node) -> None:
+    raise WrongUse(
+        page.at(node.start),
+        found=f"this value is read elsewhere through {node.shared}, as a part of a whole",
+        cure="Change it where it stands, or write the section out where it is read.",
+    )
+
+
+def _anchor_moved(page: Page, node: Node, moving: set[int]) -> list[Splice]:
+    """What others read through an alias keeps its value: the first of them takes over anchor and old text."""
+    readers = [one for one in node.extra.readers if id(one) not in moving]
+    if not readers:
+        return []
+    old = page.text[node.start : node.end]
+    if node.items is not None or "\n" in old or "\r" in old or not old:
+        raise WrongUse(
+            page.at(node.start),
+            found=f"{len(readers)} other places read this value through *{node.extra.anchor}",
+            cure="Write the value out there, or change all of them.",
+        )
+    first = min(readers, key=lambda one: one.start)
+    drop = Splice(node.extra.begin, node.extra.begin + 1 + len(node.extra.anchor), "")
+    if page.text[drop.start : drop.start + 1] != "&":
+        at = page.text.index("&", drop.start)
+        drop = Splice(at, at + 1 + len(node.extra.anchor), "")
+    blank = re.compile(r"[ \t]*").match(page.text, drop.end)
+    end = blank.end() if blank else drop.end
+    return [Splice(drop.start, end, ""), Splice(first.start, first.end, f"&{node.extra.anchor} {old}")]
+
+
+def _tag_dropped(page: Page, node: Node, value: Any) -> list[Splice]:
+    """A tag that says another type than the new value has goes with the old one."""
+    tag = _PLAIN_TAGS.get(node.extra.tag, "str" if node.extra.tag == "!" else "")
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": bool, "null": type(None)}
+    if not tag or type(value) is kinds[tag]:
+        return []
+    match = re.compile(r"![^\s,\[\]{}]*[ \t]*").search(page.text, node.extra.begin, node.start)
+    return [Splice(match.start(), match.end(), "")] if match else []
+
+
+def _scalar_replaced(page: Page, node: Node, value: Any) -> list[Splice]:
+    old = page.text[node.start : node.end]
+    if node.style in ("|", ">"):
+        return _block_text_replaced(page, node, value)
+    if node.start < node.end:
+        return [Splice(node.start, node.end, inline(value, old))]
+    before = page.text[node.start - 1 : node.start]
+    text = inline(value)
+    if before in (":", "-") or not before.strip():
+        return [Splice(node.start, node.end, text if not before.strip() else f" {text}")]
+    # `{key}` and `? key` have no colon yet; an anchor or a tag needs a blank.
+    return [Splice(node.start, node.end, f" {text}" if node.extra.begin < node.start else f": {text}")]
+
+
+def _block_text_replaced(page: Page, node: Node, value: Any) -> list[Splice]:
+    """`|` and its lines go; a comment behind the `|` stays."""
+    header = re.compile(r"[|>][-+0-9]*").match(page.text, node.start)
+    head_end = header.end() if header else node.start + 1
+    line_end = page.line_end(node.start)
+    end = _content_end(page, node)
+    splices = [Splice(node.start, head_end, inline(value))]
+    return splices + ([Splice(line_end, end, "")] if end > line_end else [])
+
+
+def _content_end(page: Page, node: Node) -> int:
+    """The end of the last character that belongs to a node."""
+    if node.style in ("|", ">") and node.items is None:
+        text = page.text[node.start : node.end]
+        header = re.match(r"[|>][-+0-9]*", text)
+        if header and "+" in header[0]:
+            return node.start + len(re.sub(r"(?:\r\n|\r|\n)[ \t]*\Z", "", text))
+        return node.start + len(text.rstrip(" \t\r\n"))
+    if node.items is None or node.style in ("flow", "alias"):
+        return node.end
+    return _content_end(page, node.extra.last) if node.extra.last is not None else node.start
+
+
+def _list_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
+    if not isinstance(value, list | tuple):
+        return _inlined(page, node, inline(value))
+    if node.style == "flow":
+        return _flow_replaced(fmt, page, node, value, moving)
+    children = list((node.items or {}).values())
+    changed = [
+        one
+        for child, new in zip(children, value, strict=False)
+        if child.computed or not texts.same(texts.plain(child), new)
+        for one in fmt.replaced(page, child, new, moving)
+    ]
+    if len(children) == len(value):
+        return changed
+    if not value:
+        return _inlined(page, node, "[]")
+    if len(value) > len(children):
+        dash = " " * (page.place(node.start)[1] - 1) + "- "
+        at = page.next_line(_content_end(page, children[-1]))
+        return [*changed, page.whole_lines(at, [dash + inline(one) for one in value[len(children) :]])]
+    dashes = _dashes(page, node)
+    return changed + [
+        _removed(page, dash, _content_end(page, child))
+        for dash, child in list(zip(dashes, children, strict=True))[len(value) :]
+    ]
+
+
+def _flow_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
+    style = texts.ListStyle(
+        each=lambda child, new: fmt.replaced(page, child, new, moving), write=inline, comment=_COMMENT
+    )
+    around = texts.relisted(page, node, value, style)
+    return [texts.rewritten(page, node, inline(value), _COMMENT)] if around is None else around
+
+
+def _inlined(page: Page, node: Node, text: str) -> list[Splice]:
+    """A value on the line of the key, in place of a list below it."""
+    if node.style == "flow":
+        return [texts.rewritten(page, node, text, _COMMENT)]
+    if node.extra.after is None:
+        raise WrongUse(
+            page.at(node.start),
+            found="a list of lists, one below the other",
+            cure="Change its values one by one.",
+        )
+    children = (node.items or {}).values()
+    gone = [
+        _removed(page, dash, _content_end(page, child))
+        for dash, child in zip(_dashes(page, node), children, strict=True)
+    ]
+    return [Splice(node.extra.after, node.extra.after, f" {text}"), *gone]
+
+
+def _dashes(page: Page, node: Node) -> list[int]:
+    """Where the dashes of a block list stand: all in the column of the first."""
+    column = page.place(node.start)[1] - 1
+    found = [node.start]
+    children = list((node.items or {}).values())
+    for child in children[:-1]:
+        at = page.next_line(_content_end(page, child))
+        while page.text[at : at + column].strip(" ") or page.text[at + column : at + column + 1] != "-":
+            at = page.next_line(at)
+        found.append(at + column)
+    return found
+
+
+def _removed(page: Page, start: int, end: int) -> Splice:
+    """An item without its line, or with it where a comment stands on it."""
+    before = page.text[page.line_start(start) : start]
+    after = page.text[end : page.line_end(end)]
+    if not before.strip() and not after.strip():
+        return Splice(page.line_start(start), page.next_line(end), "")
+    return Splice(start, end + len(after) - len(after.lstrip()), "")
+
+
+def _into_flow(page: Page, node: Node, new: dict[str | int, Any]) -> Splice:
+    quoted = any(page.text[at] == '"' for at in node.extra.keys.values())
+    names = [_quoted(str(key)) if quoted else inline(key) for key in new]
+    members = zip(names, new.values(), strict=True)
+    body = ", ".join(f"{name}: {inline(value)}" for name, value in members)
+    if node.extra.last is None:
+        return Splice(node.start + 1, node.start + 1, body)
+    end = node.extra.last.end
+    gap = _GAP.match(page.text, end)
+    comma = gap.end() if gap else end
+    if page.text.startswith(",", comma):
+        return Splice(comma + 1, comma + 1, f" {body},")
+    return Splice(end, end, f", {body}")
+
+
+def _quoted(text: str) -> str:
+    return '"' + "".join(map(_escaped, text)) + '"'
+
+
+def _into_block(page: Page, node: Node, new: dict[str | int, Any]) -> Splice:
+    indent = " " * (page.place(node.start)[1] - 1)
+    at = page.next_line(_content_end(page, node))
+    return page.whole_lines(at, _lines(new, indent, _step(page)))
+
+
+def _in_place_of_null(page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+    """`key:` with nothing, or with null, becomes a section."""
+    parent = page.root
+    for key in path[:-1]:
+        parent = (parent.items or {})[key]
+    simple = node.extra.begin == node.start and parent.style == "block" and not parent.is_list
+    if not path or (parent.style == "documents" and len(path) == 1):
+        if page.text[node.start : node.end].strip():
+            return [Splice(node.start, node.end, inline(new))]
+        at = page.next_line(node.end)
+        return [page.whole_lines(at, _lines(new, "", _step(page)))]
+    if not simple:
+        blank = "" if page.text[node.start - 1 : node.start].strip() == "" else " "
+        return [Splice(node.start, node.end, blank + inline(new))]
+    indent = " " * (page.place(parent.start)[1] - 1) + _step(page)
+    lines = page.whole_lines(page.next_line(node.end), _lines(new, indent, _step(page)))
+    return [Splice(node.start, node.end, ""), lines]
+
+
+def _lines(new: dict[str | int, Any], indent: str, step: str) -> list[str]:
+    lines = []
+    for key, value in new.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{inline(key)}:", *_lines(value, indent + step, step)]
+        else:
+            lines.append(f"{indent}{inline(key)}: {inline(value)}")
+    return lines
+
+
+def _step(page: Page) -> str:
+    """One level of this file's indentation."""
+    for _, node in texts.walked(page.root):
+        if node.style != "block" or node.is_list:
+            continue
+        column = page.place(node.start)[1]
+        for child in (node.items or {}).values():
+            if child.is_section and child.style == "block" and not child.shared:
+                return " " * (page.place(child.start)[1] - column)
+    return "  "
+
+
+YAML = _Yaml()
