@@ -75,6 +75,7 @@ class Usual(LanguageModel):
         """The mean loss of a token."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
+        block: Any
         for block in self.blocks:
             x = x + block.attention(block.attention_norm(x))
             x = x + block.narrow(functional.gelu(block.wide(block.wide_norm(x))))
