@@ -71,10 +71,11 @@ def _plain(model: Any, name: str, latents: Any, answer: Any, *, calibrate: bool)
     def said(count: int) -> torch.Tensor:
         """Logits in fp32 of every position, after the prefix and so many tokens."""
         text = torch.cat([prefix, words(ids[:, :count])], dim=1)
-        return decoder(inputs_embeds=text, use_cache=False).logits.to(_wide(prefix.dtype))
+        logits: torch.Tensor = decoder(inputs_embeds=text, use_cache=False).logits
+        return logits.to(_wide(prefix.dtype))
 
     own = torch.arange(ids.size(1), device=ids.device) < length[:, None]
-    total = 0.0
+    total: Any = 0.0
     if job.forced_weight:
         logits = said(ids.size(1) - 1)[:, prefix.size(1) - 1 :]
         each = functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
@@ -93,14 +94,15 @@ def _plain(model: Any, name: str, latents: Any, answer: Any, *, calibrate: bool)
             right = functional.log_softmax(taught[:, job.prompt - 1 + step] / job.temperature, dim=-1)
             far = functional.kl_div(pupil, right, reduction="none", log_target=True).sum(-1)
             total = total + job.teacher_weight * job.temperature**2 * (far * early[:, step]).mean()
-    return total
+    found: torch.Tensor = total
+    return found
 
 
 @torch.no_grad()
 def _plain_teacher(job: Any, decoder: Any, answer: Any) -> torch.Tensor:
     """Logits in fp32 of all positions of the text and of the tokens after it."""
     text = torch.cat([answer["prompt"], answer["ids"][:, : job.ahead]], dim=1)
-    parts = [decoder(input_ids=some, use_cache=False).logits for some in text.split(TEACHER_ROWS)]
+    parts = [decoder(input_ids=some, use_cache=False).logits for some in torch.split(text, TEACHER_ROWS)]
     return torch.cat([one.to(_wide(one.dtype)) for one in parts])
 
 
@@ -312,7 +314,7 @@ def caps() -> dict[str, Any]:
         planned = Plan.from_builtins(json.loads(PLANS.read_text(encoding="utf-8"))[str(gib)])
         choice, estimate = planned.choice, planned.estimate
         # A card of that size has to hold the context too.
-        torch.cuda.set_per_process_memory_fraction((gib * GIB - estimate.parts["context"]) / total)
+        torch.cuda.set_per_process_memory_fraction((gib * GIB - estimate.parts.context) / total)
         say(f"{gib} GiB: {choice.micro_batch} x {choice.accumulation}, recompute {choice.recompute}")
         job = trimtab.load("bridge")
         times = []
@@ -361,7 +363,7 @@ def main(verbs: list[str]) -> None:
     # One layer compiles once a size and pass; the default limit is lower than that.
     torch._dynamo.config.recompile_limit = 64  # noqa: SLF001 - the only name that it has
     compare = {"forced": forced, "losses": losses}
-    parts = built() if compare.keys() & set(verbs) else None
+    parts: Any = built() if compare.keys() & set(verbs) else None
     # Caps come last: they need the memory.
     for verb in sorted(verbs, key=lambda verb: verb not in compare):
         say(verb)
