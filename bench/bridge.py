@@ -25,15 +25,15 @@ import torch
 from torch.nn import functional
 
 import trimtab
+from trimtab.jobs.options import change
 from trimtab.spec import Cluster, Plan
 
 HERE = Path(__file__).parent
 PLANS, RESULTS = HERE / "bridge_plans.json", HERE / "bridge.json"
 GIB = 2**30
 EVERYTHING: dict[str, Any] = {"first_weight": 0.5, "ahead": 4, "teacher": True}
-TRIED = (24, 16, 12, 8, 4)
+TRIED = (16, 14, 12, 8, 4)
 """Batches of the plain step, until one fits."""
-LARGER = (32, 48, 64)
 CAPS_GIB = (80, 40)
 WARM, TIMED = 2, 5
 TEACHER_ROWS = 4
@@ -71,10 +71,11 @@ def _plain(model: Any, name: str, latents: Any, answer: Any, *, calibrate: bool)
     def said(count: int) -> torch.Tensor:
         """Logits in fp32 of every position, after the prefix and so many tokens."""
         text = torch.cat([prefix, words(ids[:, :count])], dim=1)
-        return decoder(inputs_embeds=text, use_cache=False).logits.to(_wide(prefix.dtype))
+        logits: torch.Tensor = decoder(inputs_embeds=text, use_cache=False).logits
+        return logits.to(_wide(prefix.dtype))
 
     own = torch.arange(ids.size(1), device=ids.device) < length[:, None]
-    total = 0.0
+    total: Any = 0.0
     if job.forced_weight:
         logits = said(ids.size(1) - 1)[:, prefix.size(1) - 1 :]
         each = functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
@@ -93,14 +94,15 @@ def _plain(model: Any, name: str, latents: Any, answer: Any, *, calibrate: bool)
             right = functional.log_softmax(taught[:, job.prompt - 1 + step] / job.temperature, dim=-1)
             far = functional.kl_div(pupil, right, reduction="none", log_target=True).sum(-1)
             total = total + job.teacher_weight * job.temperature**2 * (far * early[:, step]).mean()
-    return total
+    found: torch.Tensor = total
+    return found
 
 
 @torch.no_grad()
 def _plain_teacher(job: Any, decoder: Any, answer: Any) -> torch.Tensor:
     """Logits in fp32 of all positions of the text and of the tokens after it."""
     text = torch.cat([answer["prompt"], answer["ids"][:, : job.ahead]], dim=1)
-    parts = [decoder(input_ids=some, use_cache=False).logits for some in text.split(TEACHER_ROWS)]
+    parts = [decoder(input_ids=some, use_cache=False).logits for some in torch.split(text, TEACHER_ROWS)]
     return torch.cat([one.to(_wide(one.dtype)) for one in parts])
 
 
@@ -118,16 +120,19 @@ def fresh() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def built(options: dict[str, Any]) -> tuple[Any, Any, Any]:
+def built() -> tuple[Any, Any, Any]:
     """The job, its model on the GPU with random weights, and the optimizer over what learns."""
     begin = time.perf_counter()
-    job = trimtab.load("bridge", **options)
+    job = trimtab.load("bridge")
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = job.model()
-    optimizer = torch.optim.AdamW(
-        [one for one in model.parameters() if one.requires_grad], lr=1e-4, fused=True
-    )
+    trained = list(learning(model).values())
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
+    for one in trained:
+        one.grad = torch.zeros_like(one)
+    # A step of nothing, so that the optimizer's state is there before anything is measured.
+    optimizer.step()
     say(f"built in {time.perf_counter() - begin:.1f} s, {torch.cuda.memory_allocated() / GIB:.2f} GiB")
     return job, model, optimizer
 
@@ -175,6 +180,9 @@ def measured(model: Any, optimizer: Any, batch: Any, losses: Any) -> Any:
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
     except torch.OutOfMemoryError:
+        times = []
+    if not times:
+        # Here, and not where the error still holds what the failed pass left behind.
         optimizer.zero_grad(set_to_none=True)
         fresh()
         return None
@@ -202,41 +210,47 @@ def shown(name: str, run: Any) -> None:
     if run is None:
         say(f"  {name}: out of memory")
         return
+    memory = f"{run['allocated_bytes'] / GIB:.2f} GiB ({run['bytes_per_item'] / GIB:.3f} an item)"
     say(
-        f"  {name}: batch {run['batch']}, {run['step_s'] * 1e3:.1f} ms, {run['samples_per_s']:.2f} samples/s, "
-        f"{run['allocated_bytes'] / GIB:.2f} GiB ({run['bytes_per_item'] / GIB:.3f} an item), first step "
-        f"{run['first_s']:.1f} s, loss {run['first_loss']:.4f}"
+        f"  {name}: batch {run['batch']}, {run['step_s'] * 1e3:.1f} ms, {run['samples_per_s']:.2f} a second, "
+        f"{memory}, first step {run['first_s']:.1f} s, loss {run['first_loss']:.4f}"
     )
 
 
-def compared(options: dict[str, Any], tried: tuple[int, ...], larger: tuple[int, ...]) -> dict[str, Any]:
+def compared(
+    parts: tuple[Any, Any, Any], options: dict[str, Any], tried: tuple[int, ...], larger: tuple[int, ...]
+) -> dict[str, Any]:
     """The plain step at the largest batch that it can take, ours at that one and at larger ones."""
-    job, model, optimizer = built(options)
-    state = {name: value.clone() for name, value in learning(model).items()}
+    job, model, optimizer = parts
+    before = {name: getattr(job, name) for name in (*options, "sequential")}
+    change(job, options)
+    state = {name: value.detach().clone() for name, value in learning(model).items()}
 
     def run(name: str, size: int, losses: Any) -> Any:
+        found = measured(model, optimizer, batch_of(job, size), losses)
+        shown(name, found)
         # Every run begins with the same weights, so that first losses can be compared.
         with torch.no_grad():
             for key, value in learning(model).items():
                 value.copy_(state[key])
-        found = measured(model, optimizer, batch_of(job, size), losses)
-        shown(name, found)
         return found
 
     found: dict[str, Any] = {"options": options}
     for size in tried:
-        found["plain"] = run("plain", size, lambda m, b: plain_losses(m, b, calibrate=True))
+        found["plain"] = run("plain", size, lambda model, batch: plain_losses(model, batch, calibrate=True))
         if found["plain"] is not None:
             break
     else:
         return found
     found["eager"] = run("ours, eager", size, job.losses)
+    job.sequential = True
+    found["sequential"] = run("ours, eager, sequential", size, job.losses)
+    job.sequential = False
     compile_layers(model)
     found["compiled"] = run("ours, layers compiled", size, job.losses)
     found["larger"] = [run("ours, layers compiled", one, job.losses) for one in larger]
     as_written(model)
-    job.sequential = True
-    found["sequential"] = run("ours, sequential, eager", size, job.losses)
+    change(job, before)
     plain, ours = found["plain"], found["compiled"]
     if ours is not None:
         best = max([ours, *filter(None, found["larger"])], key=lambda one: one["samples_per_s"])
@@ -244,8 +258,9 @@ def compared(options: dict[str, Any], tried: tuple[int, ...], larger: tuple[int,
         found["times_the_speed_at_best"] = best["samples_per_s"] / plain["samples_per_s"]
         found["share_of_memory_per_item"] = ours["bytes_per_item"] / plain["bytes_per_item"]
         say(
-            f"  {found['times_the_speed']:.2f}x at the same batch, {found['times_the_speed_at_best']:.2f}x at "
-            f"best, {found['share_of_memory_per_item']:.2f} of the memory an item"
+            f"  {found['times_the_speed']:.2f}x at the same batch, "
+            f"{found['times_the_speed_at_best']:.2f}x at best, "
+            f"{found['share_of_memory_per_item']:.2f} of the memory an item"
         )
     return found
 
@@ -255,19 +270,18 @@ def learning(model: Any) -> dict[str, Any]:
     return {name: one for name, one in model.named_parameters() if one.requires_grad}
 
 
-def losses() -> dict[str, Any]:
+def losses(parts: tuple[Any, Any, Any]) -> dict[str, Any]:
     """All losses, K = 4: answers of 224 tokens, and of 32 as in the original."""
-    found = {}
-    for name, more in {"answers of 224": {}, "answers of 32": {"answer": 32}}.items():
-        say(name)
-        found[name] = compared({**EVERYTHING, **more}, TRIED, LARGER)
-        fresh()
+    found: dict[str, Any] = {}
+    for answer, larger in ((224, 48), (32, 64)):
+        say(f"answers of {answer}")
+        found[f"answers of {answer}"] = compared(parts, {**EVERYTHING, "answer": answer}, TRIED, (larger,))
     return found
 
 
-def forced() -> dict[str, Any]:
+def forced(parts: tuple[Any, Any, Any]) -> dict[str, Any]:
     """The teacher-forced loss alone."""
-    return compared({}, (16,), (32,))
+    return compared(parts, {}, (16,), ())
 
 
 # --------------------------------------------------------------------------------------------------- caps
@@ -300,10 +314,8 @@ def caps() -> dict[str, Any]:
         planned = Plan.from_builtins(json.loads(PLANS.read_text(encoding="utf-8"))[str(gib)])
         choice, estimate = planned.choice, planned.estimate
         # A card of that size has to hold the context too.
-        torch.cuda.set_per_process_memory_fraction((gib * GIB - estimate.parts["context"]) / total)
-        say(
-            f"{gib} GiB: micro-batch {choice.micro_batch} x {choice.accumulation}, recompute {choice.recompute}"
-        )
+        torch.cuda.set_per_process_memory_fraction((gib * GIB - estimate.parts.context) / total)
+        say(f"{gib} GiB: {choice.micro_batch} x {choice.accumulation}, recompute {choice.recompute}")
         job = trimtab.load("bridge")
         times = []
         torch.manual_seed(0)
@@ -348,10 +360,19 @@ def main(verbs: list[str]) -> None:
         "torch": str(torch.__version__),
         "date": datetime.now(UTC).date().isoformat(),
     }
-    for verb in verbs:
+    # One layer compiles once a size and pass; the default limit is lower than that.
+    torch._dynamo.config.recompile_limit = 64  # noqa: SLF001 - the only name that it has
+    compare = {"forced": forced, "losses": losses}
+    parts: Any = built() if compare.keys() & set(verbs) else None
+    # Caps come last: they need the memory.
+    for verb in sorted(verbs, key=lambda verb: verb not in compare):
         say(verb)
         begin = time.perf_counter()
-        found[verb] = {"losses": losses, "forced": forced, "caps": caps}[verb]()
+        if verb in compare:
+            found[verb] = compare[verb](parts)
+        else:
+            parts = None
+            found[verb] = caps()
         found[verb]["took_s"] = time.perf_counter() - begin
         file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         say(f"{verb} took {found[verb]['took_s']:.0f} s")

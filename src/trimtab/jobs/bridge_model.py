@@ -37,7 +37,7 @@ class BridgeModel(nn.Module):
         self.job = job
         self.encoder = Encoder(job)
         self.refiner = Refiner(job) if job.refiner else None
-        frozen = dict(job.frozen_models())
+        frozen: dict[str, Any] = dict(job.frozen_models())
         self.adapters = nn.ModuleDict(
             {
                 name: Adapter(job, model.config.hidden_size, model.config.initializer_range)
@@ -49,8 +49,9 @@ class BridgeModel(nn.Module):
         )
         for name, model in frozen.items():
             setattr(self, name, model.requires_grad_(False).eval())
+            adapter: Any = self.adapters[name]
             if job.loads(name):
-                self.adapters[name].as_large_as(model.get_input_embeddings().weight)
+                adapter.as_large_as(model.get_input_embeddings().weight)
             if job.lora:
                 adapt(model, job.lora, alpha=2.0 * job.lora, but=_spared(model, job.lora_on))
 
@@ -116,7 +117,7 @@ class BridgeModel(nn.Module):
             return _read(model, words(text))[:, -self.job.ahead :]
 
     # Dynamo cannot follow a backward pass inside of a forward pass; what is called from here it compiles.
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch has no types for it
     def _alone(self, name: str, latents: torch.Tensor, answer: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one model, its backward pass done as far as the latents, and nothing of it kept."""
         if not torch.is_grad_enabled():
