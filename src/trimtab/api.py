@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trimtab.configs.applying import Proposal
     from trimtab.configs.files import Prepared, Written
     from trimtab.configs.showing import Display
+    from trimtab.diagnosis.judge import Diagnosis
     from trimtab.errors import TrimtabError
     from trimtab.exams.sit import Marks
     from trimtab.planner.foresight import Foresight, Memo
@@ -45,6 +46,7 @@ VERBS = (
     "show",
     "revert",
     "train",
+    "doctor",
 )
 """What works today."""
 
@@ -86,14 +88,32 @@ def cluster(on: str | Path | None = None) -> Cluster:
 
 
 def explain(word: str) -> Word:
-    """A knob, strategy or term in plain English.
+    """A knob, strategy or term in plain English, or a kind of what `trimtab doctor` finds.
 
     >>> explain("oom").name
     'out-of-memory'
     """
     from trimtab.catalog.words import word as look_up
+    from trimtab.diagnosis.words import kind_words
 
-    return look_up(word, VERBS)
+    return look_up(word, VERBS, more=kind_words())
+
+
+def doctor(*logs: str | Path, say: Callable[[str], None] = lambda _: None) -> Diagnosis:
+    """What made a run fail, from its logs, folders and records; without any, what is wrong with this machine.
+
+    >>> trimtab.doctor("slurm-4711.out").findings[0].kind  # doctest: +SKIP
+    'out-of-memory'
+    """
+    if logs:
+        from os import fspath
+
+        from trimtab.diagnosis.diagnose import diagnose
+
+        return diagnose([fspath(one) for one in logs], say)
+    from trimtab.diagnosis.machine import examine
+
+    return examine()
 
 
 def load(name: str, **options: Any) -> Any:

@@ -383,6 +383,11 @@ def finding(one: Finding) -> RenderableType:
     )
 
 
+def labelled(label: str, text: str, style: str) -> RenderableType:
+    """A sentence below something else, with its label before it."""
+    return _indented(label, text, style)
+
+
 def _indented(label: str, text: str, style: str) -> RenderableType:
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(no_wrap=True)
