@@ -231,6 +231,14 @@ what_ifs = st.builds(
     estimate=maybe(estimates()),
     meets_deadline=maybe(st.booleans()),
 )
+looks = st.builds(
+    spec.Look,
+    setting=settings(),
+    process_bytes=counts,
+    high_bytes=counts,
+    samples_per_s=maybe(seconds),
+    fits=st.booleans(),
+)
 changes = st.builds(spec.Change, what=names, setting=settings(), estimate=estimates())
 places = st.builds(spec.Place, node=counts, node_name=names, device=counts, name=names)
 workloads = st.builds(
@@ -252,6 +260,7 @@ plans = st.builds(
     policy=policies,
     reasons=st.lists(reasons, max_size=1).map(tuple),
     runners_up=st.lists(candidates, max_size=1).map(tuple),
+    looked_at=st.lists(looks, max_size=1).map(tuple),
     rejected=st.lists(rejections, max_size=1).map(tuple),
     comparison=st.lists(comparisons, max_size=1).map(tuple),
     what_if=st.lists(what_ifs, max_size=1).map(tuple),
@@ -484,6 +493,7 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Policy: policies,
     spec.Reason: reasons,
     spec.Candidate: candidates,
+    spec.Look: looks,
     spec.Rejection: rejections,
     spec.Comparison: comparisons,
     spec.Plan: plans,

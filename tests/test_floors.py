@@ -19,7 +19,7 @@ FLOORS = [
     {"predict"},
     {"planner"},
     {"configs", "launch", "training", "doctor", "exams", "pace"},
-    {"cli", "api", "render", "report", "__main__"},
+    {"cli", "api", "render", "pages", "__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SEVENTH = len(FLOORS) - 1
