@@ -138,7 +138,11 @@ class Browser:
 
     def size(self, width: int, height: int = 900) -> None:
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
         )
 
     def media(self, kind: str = "", scheme: str = "light") -> None:

@@ -110,7 +110,6 @@ def _title(story: Story) -> str:
 
 def _header(story: Story) -> Markup:
     plan = story.plan
-    where = used(plan.places) if plan is not None else ""
     lead = plan.recommendation if plan is not None else ""
     so_far = _run_tiles(story.run) if story.run is not None else []
     planned = _plan_tiles(plan) if plan is not None and plan.estimate.process_bytes else []
@@ -118,13 +117,17 @@ def _header(story: Story) -> Markup:
         "header",
         tag("p", _kind(story), class_="kind"),
         tag("h1", _title(story)),
-        tag("p", f"{setting_words(plan.choice)}{f' · {where}' if where else ''}", class_="setting")
-        if plan
-        else None,
+        tag("p", _how(plan), class_="setting") if plan is not None else None,
         tag("p", lead, class_="lead") if lead else None,
         _tiles("So far", so_far) if so_far else None,
         _tiles("Planned" if so_far else "", planned) if planned else None,
     )
+
+
+def _how(plan: Plan) -> str:
+    """The setting and its devices; a plan for the CPU has none."""
+    words = setting_words(plan.choice)
+    return f"{words} · {used(plan.places)}" if plan.places else words.partition(", ")[2]
 
 
 def _tiles(name: str, tiles: Sequence[tuple[str, str]]) -> Markup:

@@ -46,7 +46,8 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(power * one for one in (1, 2, 5, 10) if power * one >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [round(index * step, 12) if step < 1 else float(index * step) for index in range(first, last + 1)]
+    # Three tenths are not 0.30000000000000004.
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def upper(values: list[float]) -> float:

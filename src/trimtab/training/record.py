@@ -40,14 +40,19 @@ LARGEST_FILE = 64 << 20
 """A plan is far smaller; what is larger is not read."""
 
 
-class Attempt(Noun, frozen=True, kw_only=True):
-    """What the last attempt noted of itself."""
+class AttemptNote(Noun, frozen=True, kw_only=True):
+    """What of attempt.json those want to know who look on; a run may say less, or more."""
 
     attempt: int = 1
     procs: int = 1
     state: str = ""
     """running or ended."""
     at_s: float | None = None
+    """Seconds since 1970."""
+    steps: int | None = None
+    """Of the whole run."""
+    host: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +62,7 @@ class Record:
     root: Path
     plan: Plan | None = None
     identity: RunIdentity | None = None
-    attempt: Attempt | None = None
+    attempt: AttemptNote | None = None
     lines: tuple[Line, ...] = ()
     """In the order of steps, each step once."""
     events: tuple[Incident, ...] = ()
@@ -75,9 +80,12 @@ class Tail:
     """Lines that were no JSON object."""
     torn: bool = False
     """Whether the last line has no end yet."""
+    example: str = ""
+    """The first line that was JSON and nothing of ours."""
 
-    def fresh(self) -> Iterator[dict[str, Any]]:
-        """The objects of new whole lines; raises OSError where the file cannot be read."""
+    def fresh(self, kind: type[N]) -> Iterator[N | None]:
+        """The nouns of new whole lines, None for one that is JSON and no such noun; raises OSError."""
+        decoder = msgspec.json.Decoder(kind)
         with self.file.open("rb") as stream:
             size = stream.seek(0, 2)
             if size < self.at:
@@ -90,11 +98,22 @@ class Tail:
                     self.torn = True
                     return
                 self.at = stream.tell()
-                value = _object(piece)
-                if value is not None:
-                    yield value
-                elif piece.strip():
-                    self.unread += 1
+                try:
+                    yield decoder.decode(piece)
+                except (msgspec.DecodeError, ValueError, RecursionError):
+                    yield from self._harder(piece, kind)
+
+    def _harder(self, piece: bytes, kind: type[N]) -> Iterator[N | None]:
+        """A line that is not just what this version writes."""
+        value = _object(piece)
+        if value is None:
+            self.unread += bool(piece.strip())
+            return
+        try:
+            yield kind.from_builtins(known_only(value, kind))
+        except (msgspec.ValidationError, ValueError):
+            self.example = self.example or _short(value)
+            yield None
 
 
 def _object(piece: bytes) -> dict[str, Any] | None:
@@ -105,21 +124,9 @@ def _object(piece: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def line_of(value: dict[str, Any]) -> Line | None:
-    """The line of a step, whatever else a later version may have put into it; None where it is none."""
-    try:
-        found = Line.from_builtins(known_only(value, Line))
-    except (msgspec.ValidationError, ValueError):
-        return None
-    return found if 0 <= found.step < LARGEST_STEP else None
-
-
-def event_of(value: dict[str, Any]) -> Incident | None:
-    """The incident of a line; None where it is none."""
-    try:
-        return Incident.from_builtins(known_only(value, Incident))
-    except (msgspec.ValidationError, ValueError):
-        return None
+def is_step(line: Line | None) -> bool:
+    """Whether a line is of a step that can be counted."""
+    return line is not None and 0 <= line.step < LARGEST_STEP
 
 
 def read(root: Path) -> Record:
@@ -131,57 +138,48 @@ def read(root: Path) -> Record:
         root=root,
         plan=plan,
         identity=_noun(root / IDENTITY, RunIdentity, said),
-        attempt=_noun(root / ATTEMPT, Attempt, said, wanted=False),
+        attempt=attempt_of(root),
         lines=lines,
         events=events,
         said=tuple(said),
     )
 
 
+def attempt_of(root: Path) -> AttemptNote | None:
+    """What the last attempt noted; None where there is no such note, which is no loss to speak of."""
+    return _noun(root / ATTEMPT, AttemptNote, [])
+
+
 def _lines(root: Path, said: list[str]) -> tuple[Line, ...]:
-    found: dict[int, Line] = {}
-    foreign = []
-    for value in _told(root / LOG, said):
-        one = line_of(value)
-        if one is None:
-            foreign.append(value)
-        else:
-            # A step that was taken again counts as it was taken last.
-            found[one.step] = one
-    said += _foreign(LOG, "step", foreign)
+    told = _told(root / LOG, Line, said)
+    # A step that was taken again counts as it was taken last.
+    found = {one.step: one for one in told if one is not None and is_step(one)}
     return tuple(found[step] for step in sorted(found))
 
 
 def _events(root: Path, said: list[str]) -> tuple[Incident, ...]:
-    told = [(value, event_of(value)) for value in _told(root / EVENTS, said)]
-    said += _foreign(EVENTS, "event", [value for value, one in told if one is None])
-    return tuple(one for _, one in told if one is not None)
+    return tuple(one for one in _told(root / EVENTS, Incident, said) if one is not None)
 
 
-def _foreign(name: str, what: str, values: list[dict[str, Any]]) -> list[str]:
-    """A word on lines that are JSON and not ours, with the first of them."""
-    if not values:
-        return []
-    many = "a line is" if len(values) == 1 else f"{len(values):,} lines are"
-    return [f"{name}: {many} no {what} of a run, such as {_short(values[0])}"]
-
-
-def _told(file: Path, said: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file of lines, and what is wrong with it."""
+def _told(file: Path, kind: type[N], said: list[str]) -> list[N | None]:
+    """The nouns of a file of lines, and what is wrong with it."""
     tail = Tail(file)
     try:
-        found = list(tail.fresh())
+        found = list(tail.fresh(kind))
     except FileNotFoundError:
         said.append(f"{file.name} is missing")
         return []
     except OSError as error:
         said.append(f"{file.name} cannot be read ({error.strerror})")
         return []
+    foreign = sum(one is None or (isinstance(one, Line) and not is_step(one)) for one in found)
+    if foreign:
+        such = f", such as {tail.example}" if tail.example else ""
+        many = "a line is" if foreign == 1 else f"{foreign:,} lines are"
+        said.append(f"{file.name}: {many} no {'step' if kind is Line else 'event'} of a run{such}")
     if tail.unread:
-        many = f"{tail.unread} line{'s' * (tail.unread > 1)}"
-        said.append(
-            f"{file.name}: {many} could not be read and {'are' if tail.unread > 1 else 'is'} left out"
-        )
+        many = "1 line" if tail.unread == 1 else f"{tail.unread:,} lines"
+        said.append(f"{file.name}: {many} could not be read")
     if tail.torn:
         said.append(f"{file.name}: the last line is not whole and is left out")
     return found
@@ -192,7 +190,7 @@ def _short(value: dict[str, Any], most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def _noun(file: Path, kind: type[N], said: list[str], *, wanted: bool = True) -> N | None:
+def _noun(file: Path, kind: type[N], said: list[str]) -> N | None:
     """A noun from its file; None, and a word about it, where there is none."""
     try:
         if file.stat().st_size > LARGEST_FILE:
@@ -200,7 +198,7 @@ def _noun(file: Path, kind: type[N], said: list[str], *, wanted: bool = True) ->
             return None
         data = file.read_bytes()
     except FileNotFoundError:
-        said += [f"{file.name} is missing"] * wanted
+        said.append(f"{file.name} is missing")
         return None
     except OSError as error:
         said.append(f"{file.name} cannot be read ({error.strerror})")
