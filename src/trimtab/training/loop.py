@@ -129,7 +129,8 @@ class Training:
         self.plan, resized = settled(task, self.job, world)
         if isinstance(self.job, Job):
             # A plan may have another global batch than the job, and a schedule counts steps of it.
-            self.job.global_batch = self.plan.choice.global_batch
+            with contextlib.suppress(AttributeError):
+                self.job.global_batch = self.plan.choice.global_batch
         # Before there is a folder, so that what is wrong leaves nothing behind.
         checked_order(self.dataset, self.plan.choice.global_batch)
         self.scribe = self._scribe(stack)
