@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from trimtab.catalog.words import Word
     from trimtab.configs.applying import Proposal
     from trimtab.configs.files import Prepared, Written
+    from trimtab.configs.knobs import Wired
     from trimtab.configs.showing import Display
     from trimtab.diagnosis.judge import Diagnosis
     from trimtab.errors import TrimtabError
@@ -870,6 +871,65 @@ class _Seer:
             cache=self.cache,
             say=self.say,
         )
+
+
+def turn_knobs(  # noqa: PLR0913 - what knobs may meet
+    job: Any,
+    given: dict[str, Any] | Sequence[str] = (),
+    *,
+    config: str | Path | None = None,
+    where: Cluster | None = None,
+    ranks: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    pins: Sequence[str] = (),
+) -> Wired:
+    """What knobs such as batch_size set here, with those of a config file; `given` counts before the file.
+
+    `ranks` is how many processes will train, where that is settled; else as many as there are GPUs. What is
+    also in `options` or `pins` is refused, so that nothing is said twice.
+    """
+    from trimtab.configs import knobs
+    from trimtab.configs.applying import aim
+    from trimtab.configs.documents import read
+    from trimtab.errors import WrongUse
+    from trimtab.jobs.load import load as find
+    from trimtab.jobs.load import name_of
+    from trimtab.planner.pins import read as read_pins
+
+    asked: dict[str, Any] = {}
+    if config is not None:
+        place = aim(str(config))
+        asked |= knobs.read(read(place.file), str(config), place.below)
+    asked |= given if isinstance(given, dict) else knobs.split(tuple(given))
+    if not asked:
+        return knobs.Wired()
+    fixed, chosen = read_pins(pins), dict(options or {})
+    devices = () if where is None else where.devices
+    found = knobs.wire(
+        asked,
+        ranks=int(fixed.get("gpus") or ranks or len(devices) or 1),
+        bf16=all(one.bf16 is not False for one in devices),
+        joint="global_batch" not in chosen,
+    )
+    for key in (*found.options, *found.pins):
+        if key in (chosen if key in found.options else fixed):
+            flag = "--set" if key in found.options else "--pin"
+            raise WrongUse(
+                f"knob {found.by[key]}", found=f"{flag} {key} is given too", cure="Leave one of them out."
+            )
+    name, changed = name_of(job)
+    subject = find(name, changed | chosen)
+    kept = {}
+    for key, value in found.options.items():
+        if hasattr(subject, key):
+            kept[key] = value
+        elif key not in found.spare:
+            raise WrongUse(
+                f"knob {found.by[key]}",
+                found=f"it sets the option {key!r}, which the job {name} does not have",
+                cure="Leave it out, or give the job such an attribute.",
+            )
+    return found.replace(options=kept)
 
 
 def train(job: Any, plan: Plan | Path | str | None = None, **asked: Any) -> Ending:

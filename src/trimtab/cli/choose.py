@@ -5,18 +5,31 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _console, _print, _print_json, app
-from trimtab.cli.shape import Clip, Frozen, JobName, Lora, NoCache, Seq, Set, job_options
+from trimtab.cli.shape import (
+    Clip,
+    Config,
+    Frozen,
+    JobName,
+    Lora,
+    NoCache,
+    Seq,
+    Set,
+    Turned,
+    job_options,
+    turned,
+)
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from trimtab.configs.knobs import Wired
     from trimtab.spec import Plan
 
 
@@ -47,6 +60,8 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
     ] = None,
     clip: Clip = None,
     given: Set = None,
+    knob: Turned = None,
+    config: Config = None,
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
@@ -62,6 +77,22 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
     from trimtab import api, render
 
     counts = _counts(compare)
+    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
+    pins: Any = pin or []
+    if knob or config:
+        set_up = turned(
+            job,
+            knob,
+            config,
+            options=options | ({} if global_batch is None else {"global_batch": str(global_batch)}),
+            pins=pins,
+            flags={},
+            where=api.cluster(on),
+        )
+        # What only the rate of a long run depends on would have the same step traced again.
+        options = {name: value for name, value in set_up.options.items() if name not in set_up.spare}
+        pins = set_up.pins
+        samples = _horizon(job, set_up, samples, epochs)
     with progress() as say:
         found = api.plan(
             job,
@@ -74,9 +105,9 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
             objective=objective,
             compare=counts,
             price=price,
-            pins=pin or [],
+            pins=pins,
             clip=clip,
-            options=job_options(job, given, seq=seq, lora=lora, frozen=frozen),
+            options=options,
             cache=not no_cache,
             say=say,
         )
@@ -86,6 +117,21 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         _print_json(found.to_builtins())
     else:
         _print(render.plan(found))
+
+
+def _horizon(job: str, set_up: Wired, samples: int | None, epochs: int | None) -> int | None:
+    """The samples of so many optimizer steps; says which knobs a plan does not depend on."""
+    from trimtab import api
+
+    asked = dict(set_up.train)
+    steps = asked.pop("steps", None)
+    if steps is not None and samples is None and epochs is None:
+        subject = api.load(job, **set_up.options)
+        samples = -(-steps * subject.global_batch // subject.epochs)
+    if asked:
+        named = ", ".join(set_up.by.get(one, f"{one}={value}") for one, value in asked.items())
+        sys.stderr.write(f"trimtab: for training, not for a plan: {named}\n")
+    return samples
 
 
 def _counts(text: str | None) -> tuple[int, ...]:

@@ -30,6 +30,11 @@ class Job:
         """What the job chose for the user; an estimate lists it."""
         return ()
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the job has to say about its data and weights; said once, when training begins."""
+        return ()
+
     def model(self) -> Any:
         """Build the nn.Module on the current default device and dtype."""
         raise NotImplementedError

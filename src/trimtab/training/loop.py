@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError
+from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
 from trimtab.spec import IncidentKind
 from trimtab.training.control import given
@@ -126,6 +127,10 @@ class Training:
             self.dataset = self.job.dataset()
             self.validation = validation_of(self.job)
         self.plan, resized = settled(task, self.job, world)
+        if isinstance(self.job, Job):
+            # A plan may have another global batch than the job, and a schedule counts steps of it.
+            with contextlib.suppress(AttributeError):
+                self.job.global_batch = self.plan.choice.global_batch
         # Before there is a folder, so that what is wrong leaves nothing behind.
         checked_order(self.dataset, self.plan.choice.global_batch)
         self.scribe = self._scribe(stack)
@@ -277,6 +282,9 @@ class Training:
             f"{self.task.job}, {choice.strategy}, {words} = global batch {choice.global_batch}, "
             f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
+        if self.world.is_main and isinstance(self.job, Job):
+            for remark in self.job.remarks:
+                self.scribe.meters.say(remark)
 
     def _prompt(self) -> None:
         """What the next step is to know and to ask the other ranks."""
