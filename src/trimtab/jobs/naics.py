@@ -33,8 +33,8 @@ class Naics(Job):
     epochs = 5
     codes = 2125
     positives = 32
-    """Rows that an anchor has in an epoch, each with another positive while there are others: one positive goes
-    through the model with an anchor."""
+    """Rows that an anchor has in an epoch, each with another positive while there are others: one positive
+    goes through the model with an anchor."""
     negatives = 24
     """Negatives of a row, all of which go through the model."""
     pairs: ClassVar[dict[str, Any]] = {}
@@ -129,7 +129,7 @@ class Naics(Job):
         if self.negatives < 1:
             raise WrongUse(
                 f"n_negatives of {self.negatives}",
-                found="an anchor is told from its negatives: without one the loss is zero, and nothing is learnt",
+                found="an anchor is told from its negatives: without one the loss is zero, always",
                 cure="Give negatives=1 or more.",
             )
         if self.positives < 1:
