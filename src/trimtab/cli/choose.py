@@ -11,13 +11,24 @@ import typer
 
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _console, _print, _print_json, app
-from trimtab.cli.shape import Clip, Frozen, JobName, Lora, NoCache, Seq, Set, job_options
+from trimtab.cli.shape import (
+    Clip,
+    Frozen,
+    JobName,
+    Lora,
+    NoCache,
+    Seq,
+    Set,
+    Stages,
+    job_options,
+    stage_folder,
+)
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trimtab.spec import Plan
+    from trimtab.spec import Plan, StagedPlan
 
 
 @app.command()
@@ -46,6 +57,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         typer.Option(metavar="KEY=VALUE", help="Fix a choice: micro_batch=8, compile=false."),
     ] = None,
     clip: Clip = None,
+    stages: Stages = None,
     given: Set = None,
     seq: Seq = None,
     lora: Lora = None,
@@ -59,11 +71,17 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
     The job's own code runs for a few steps on tensors without memory. Exit code 3 when nothing fits or
     nothing meets the deadline, 4 when the job's code fails.
     """
+    from functools import partial
+
     from trimtab import api, render
+    from trimtab.spec import Plan
 
     counts = _counts(compare)
+    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
+    found: Plan | StagedPlan
     with progress() as say:
-        found = api.plan(
+        look = api.plan if stages is None else partial(api.plan_stages, files=stage_folder(stages))
+        found = look(
             job,
             on,
             global_batch=global_batch,
@@ -76,7 +94,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
             price=price,
             pins=pin or [],
             clip=clip,
-            options=job_options(job, given, seq=seq, lora=lora, frozen=frozen),
+            options=options,
             cache=not no_cache,
             say=say,
         )
@@ -84,8 +102,10 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         _write(found, out)
     if json:
         _print_json(found.to_builtins())
-    else:
+    elif isinstance(found, Plan):
         _print(render.plan(found))
+    else:
+        _print(render.staged_plan(found))
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
@@ -104,7 +124,7 @@ def _counts(text: str | None) -> tuple[int, ...]:
     return tuple(one for one in found if one)
 
 
-def _write(plan: Plan, file: Path) -> None:
+def _write(plan: Plan | StagedPlan, file: Path) -> None:
     try:
         file.write_text(plan.to_json(indent=2) + "\n", encoding="utf-8")
     except OSError as error:

@@ -9,7 +9,7 @@ import typer
 
 from trimtab.cli.choose import progress
 from trimtab.cli.main import app
-from trimtab.cli.shape import Frozen, JobName, Lora, Seq, Set, job_options
+from trimtab.cli.shape import Frozen, JobName, Lora, Seq, Set, Stages, job_options, stage_folder
 
 
 @app.command()
@@ -34,6 +34,7 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Fix a choice: strategy=branch, micro_batch=8."),
     ] = None,
+    stages: Stages = None,
     given: Set = None,
     seq: Seq = None,
     lora: Lora = None,
@@ -86,6 +87,32 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
     from trimtab import api
 
     options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
+    if stages is not None:
+        ending = api.train_stages(
+            job,
+            plan,
+            files=stage_folder(stages),
+            steps=steps,
+            procs=procs,
+            nodes=nodes,
+            rendezvous=rendezvous,
+            restarts=restarts,
+            pins=pin or [],
+            out=out,
+            seed=seed,
+            checkpoint_steps=checkpoint_every,
+            checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
+            keep=keep,
+            evaluate_steps=evaluate_every,
+            every=every,
+            faults=faults,
+            timeout_min=timeout_min,
+            options=options,
+            json=json,
+        )
+        if ending.exit_code:
+            raise typer.Exit(ending.exit_code)
+        return
     with progress() as say:
         task = api.prepare_training(
             job,

@@ -39,6 +39,7 @@ from trimtab.spec.setting import (
     Share,
     Strategy,
 )
+from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
 from trimtab.spec.workload import Workload
 
@@ -70,6 +71,7 @@ __all__ = [
     "Peaks",
     "Place",
     "Plan",
+    "PlannedStage",
     "Policy",
     "Precision",
     "Reason",
@@ -80,6 +82,8 @@ __all__ = [
     "Severity",
     "Share",
     "Slice",
+    "Stage",
+    "StagedPlan",
     "StepTime",
     "Strategy",
     "Trace",
