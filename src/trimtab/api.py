@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         Plan,
         Policy,
         Setting,
+        Stage,
+        StagedPlan,
         Trace,
         Workload,
     )
@@ -1175,3 +1177,140 @@ def step_of(found: Plan) -> tuple[Timeline | None, str]:
     words += ["without compiling, which may need less"] if found.choice.compile else []
     words += [f"of {found.choice.accumulation} a step"] if found.choice.accumulation > 1 else []
     return line, f"{', '.join(words)}."
+def stages_of(
+    job: Any, files: str | Path | None = None, options: dict[str, Any] | None = None
+) -> tuple[str, dict[str, Any], tuple[Stage, ...]]:
+    """The name of a job, what was changed on it, and its stages: its own, or those of a folder."""
+    from trimtab.errors import WrongUse
+    from trimtab.jobs.load import load as find
+    from trimtab.jobs.load import name_of
+
+    name, changed = name_of(job)
+    folder = {} if files is None else {"stage_files": str(files)}
+    overrides = changed | (options or {}) | folder
+    loaded = find(name, overrides)
+    own = getattr(loaded, "stages", None)
+    if not callable(own):
+        raise WrongUse(
+            f"--stages for job {name}",
+            found="it has no stages()",
+            cure="Leave --stages out, or give the job stages(): a list of trimtab.Stage.",
+        )
+    return name, overrides, tuple(own())
+
+
+def plan_stages(
+    job: Any,
+    on: str | Cluster | None = None,
+    *,
+    files: str | Path | None = None,
+    options: dict[str, Any] | None = None,
+    **asked: Any,
+) -> StagedPlan:
+    """A plan for every stage of a job: each with the fastest cut of one global batch.
+
+    trimtab.plan_stages("naics", "H200").stages[0].plan.choice.micro_batch
+
+    `files` is a folder of stages, `asked` what `plan` takes. What a stage changes without a step feeling it
+    (rates, which samples) costs no tracing.
+    """
+    from trimtab.jobs.load import load as find
+    from trimtab.spec import PlannedStage, StagedPlan
+    from trimtab.trace.summary import described
+
+    name, overrides, stages = stages_of(job, files, options)
+    say = asked.get("say") or (lambda _: None)
+    where = on if on is not None and not isinstance(on, str) else cluster(on)
+    found = []
+    for stage in stages:
+        say(f"stage {stage.name}")
+        whole = overrides | stage.options
+        loaded = find(name, whole)
+        unfelt = getattr(loaded, "unfelt", ())
+        horizon = described(loaded, name)
+        felt = {key: value for key, value in whole.items() if key not in unfelt}
+        given = {
+            "global_batch": asked.get("global_batch") or horizon.global_batch,
+            "samples": asked.get("samples") or horizon.samples,
+            "epochs": asked.get("epochs") or stage.epochs or horizon.epochs,
+        }
+        one = plan(name, where, options=felt, **{**asked, **given})
+        found.append(PlannedStage(stage=stage, plan=one.replace(options=whole)))
+    return StagedPlan(job=name, stages=tuple(found))
+
+
+def train_stages(  # noqa: PLR0913 - a training, and how it is cut
+    job: Any,
+    plan: StagedPlan | Path | str | None = None,
+    *,
+    files: str | Path | None = None,
+    options: dict[str, Any] | None = None,
+    out: Path | str | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    pins: Mapping[str, Any] | Iterable[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+    **asked: Any,
+) -> Ending:
+    """Train the stages of a job one after the other, each with the weights of the one before.
+
+    trimtab.train_stages("naics:tiny", out="runs/curriculum", steps=20)
+
+    Each has a folder in `out` and takes `steps` steps, or its epochs; the same call resumes wherever the last
+    one ended. `asked` is what `prepare_training` takes.
+    """
+    import os
+    from pathlib import Path
+
+    from trimtab.errors import WrongUse
+    from trimtab.spec import StagedPlan
+    from trimtab.training import chain, task
+    from trimtab.training.world import ALONE
+    from trimtab.training.world import read as read_world
+
+    name, overrides, stages = stages_of(job, files, options)
+    here = detect()
+    launcher = read_world(os.environ, len(here.devices)).launcher
+    if launcher != ALONE:
+        raise WrongUse(
+            "--stages in a process that was started by a launcher",
+            found=f"each stage starts its own, and this one is a rank already (started {launcher})",
+            cure="Start `trimtab train JOB --stages ...` by itself, with --procs for several processes.",
+        )
+    if isinstance(plan, str | Path):
+        plan = StagedPlan.from_json(Path(plan).read_bytes(), origin=str(plan))
+    if plan is None and here.devices:
+        procs = asked.get("procs")
+        fixed = make_policy(0.9, None, "speed", None, pins).pins | ({} if procs is None else {"gpus": procs})
+        plan, pins = plan_stages(job, here, files=files, options=options, pins=fixed, say=say), ()
+    planned = _plans_of(plan, stages)
+
+    def train_one(stage: Stage, place: Path, before: Path | None) -> Ending:
+        whole = overrides | stage.options
+        told = {"options": whole, "out": place, "steps": steps, "seed": seed, "pins": pins, "say": say}
+        ready, fleet = prepare_training(name, planned.get(stage.name), **{**asked, **told})
+        return run_training(ready.replace(begin_from="" if before is None else str(before)), fleet)
+
+    identity = chain.Chain(job=name, options=overrides, stages=stages, steps=steps, seed=seed)
+    return chain.run(identity, task.place(out, name), train_one, _told)
+
+
+def _told(text: str) -> None:
+    import sys
+
+    sys.stderr.write(f"trimtab: {text}\n")
+
+
+def _plans_of(plan: StagedPlan | None, stages: Sequence[Stage]) -> dict[str, Plan]:
+    """The plan of each stage by its name; refused where they are not the stages that were planned."""
+    from trimtab.errors import WrongUse
+
+    if plan is None:
+        return {}
+    if tuple(one.stage for one in plan.stages) != tuple(stages):
+        raise WrongUse(
+            "--plan with --stages",
+            found="the plan is for other stages: " + ", ".join(one.stage.name for one in plan.stages),
+            cure="Plan again: trimtab plan JOB --stages ... --out FILE.",
+        )
+    return {one.stage.name: one.plan for one in plan.stages}

@@ -20,8 +20,10 @@ from trimtab.cli.shape import (
     NoCache,
     Seq,
     Set,
+    Stages,
     Turned,
     job_options,
+    stage_folder,
     turned,
 )
 from trimtab.errors import WrongUse
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trimtab.configs.knobs import Wired
-    from trimtab.spec import Plan
+    from trimtab.spec import Plan, StagedPlan
 
 
 @app.command()
@@ -59,6 +61,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         typer.Option(metavar="KEY=VALUE", help="Fix a choice: micro_batch=8, compile=false."),
     ] = None,
     clip: Clip = None,
+    stages: Stages = None,
     given: Set = None,
     knob: Turned = None,
     config: Config = None,
@@ -74,7 +77,10 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
     The job's own code runs for a few steps on tensors without memory. Exit code 3 when nothing fits or
     nothing meets the deadline, 4 when the job's code fails.
     """
+    from functools import partial
+
     from trimtab import api, render
+    from trimtab.spec import Plan
 
     counts = _counts(compare)
     options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
@@ -93,8 +99,10 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         options = {name: value for name, value in set_up.options.items() if name not in set_up.spare}
         pins = set_up.pins
         samples = _horizon(job, set_up, samples, epochs)
+    found: Plan | StagedPlan
     with progress() as say:
-        found = api.plan(
+        look = api.plan if stages is None else partial(api.plan_stages, files=stage_folder(stages))
+        found = look(
             job,
             on,
             global_batch=global_batch,
@@ -115,8 +123,10 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         _write(found, out)
     if json:
         _print_json(found.to_builtins())
-    else:
+    elif isinstance(found, Plan):
         _print(render.plan(found))
+    else:
+        _print(render.staged_plan(found))
 
 
 def _horizon(job: str, set_up: Wired, samples: int | None, epochs: int | None) -> int | None:
@@ -150,7 +160,7 @@ def _counts(text: str | None) -> tuple[int, ...]:
     return tuple(one for one in found if one)
 
 
-def _write(plan: Plan, file: Path) -> None:
+def _write(plan: Plan | StagedPlan, file: Path) -> None:
     try:
         file.write_text(plan.to_json(indent=2) + "\n", encoding="utf-8")
     except OSError as error:

@@ -10,7 +10,20 @@ import typer
 
 from trimtab.cli.choose import progress
 from trimtab.cli.main import app
-from trimtab.cli.shape import Config, Data, Frozen, JobName, Lora, Seq, Set, Turned, job_options, turned
+from trimtab.cli.shape import (
+    Config,
+    Data,
+    Frozen,
+    JobName,
+    Lora,
+    Seq,
+    Set,
+    Stages,
+    Turned,
+    job_options,
+    stage_folder,
+    turned,
+)
 
 
 @app.command()
@@ -37,6 +50,7 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Fix a choice: strategy=branch, micro_batch=8."),
     ] = None,
+    stages: Stages = None,
     given: Set = None,
     data: Data = None,
     knob: Turned = None,
@@ -108,6 +122,28 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
         ranks=processes(procs, nodes),
     )
     flags = set_up.train | {"seed": set_up.train["seed"] or 0}
+    if stages is not None:
+        ending = api.train_stages(
+            job,
+            plan,
+            files=stage_folder(stages),
+            procs=procs,
+            nodes=nodes,
+            rendezvous=rendezvous,
+            restarts=restarts,
+            pins=set_up.pins,
+            out=out,
+            checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
+            keep=keep,
+            faults=faults,
+            timeout_min=timeout_min,
+            options=set_up.options,
+            json=json,
+            **flags,
+        )
+        if ending.exit_code:
+            raise typer.Exit(ending.exit_code)
+        return
     with progress() as say:
         task = api.prepare_training(
             job,

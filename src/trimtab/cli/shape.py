@@ -70,6 +70,22 @@ Config = Annotated[
     typer.Option(metavar="FILE[:PATH]", help="A config with such knobs: config.py:slm_config."),
 ]
 Frozen = Annotated[bool, typer.Option("--frozen", help="hf: freeze the model except its head.")]
+Stages = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Every stage of the job's curriculum: those of a folder, or `default` for its own.",
+    ),
+]
+
+
+def stage_folder(given: str) -> str | None:
+    """Where the stages are; None where they are the job's own.
+
+    >>> stage_folder("default"), stage_folder("conf")
+    (None, 'conf')
+    """
+    return None if given == "default" else given
 
 
 def job_options(  # noqa: PLR0913 - each is an option

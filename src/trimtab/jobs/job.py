@@ -47,6 +47,9 @@ class Job:
         """A scalar tensor: the mean over what weight() counts."""
         raise NotImplementedError
 
+    def settle(self, given: frozenset[str]) -> None:
+        """Called with the names of options that were just set: one may stand for others, or not suit them."""
+
     def weight(self, batch: Any) -> Any:
         """What the loss is a mean over: samples, unless a job says otherwise."""
         return samples_in(batch)

@@ -6,9 +6,12 @@ import json
 from typing import Any, get_args, get_type_hints
 
 from trimtab.errors import UnknownName, WrongUse, nearest
+from trimtab.jobs.job import Job
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
-NOT_OPTIONS = frozenset({"name", "branches", "tiny", "sizes", "needs", "assumptions", "remarks"})
+NOT_OPTIONS = frozenset(
+    {"name", "branches", "tiny", "sizes", "needs", "assumptions", "remarks", "unfelt"}
+)
 """What a job says about itself rather than lets be chosen."""
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -30,6 +33,8 @@ def change(job: Any, given: dict[str, Any]) -> Any:
     """The job, with these attributes set; text is read as the kind of value that is there already."""
     for name, value in given.items():
         setattr(job, name, _fitting(job, name, value))
+    if isinstance(job, Job):
+        job.settle(frozenset(given))
     return job
 
 

@@ -40,6 +40,7 @@ from trimtab.spec.setting import (
     Share,
     Strategy,
 )
+from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
 from trimtab.spec.workload import Workload
 
@@ -72,6 +73,7 @@ __all__ = [
     "Peaks",
     "Place",
     "Plan",
+    "PlannedStage",
     "Policy",
     "Precision",
     "Reason",
@@ -82,6 +84,8 @@ __all__ = [
     "Severity",
     "Share",
     "Slice",
+    "Stage",
+    "StagedPlan",
     "StepTime",
     "Strategy",
     "Trace",

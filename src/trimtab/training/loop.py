@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError
+from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
 from trimtab.spec import IncidentKind
@@ -207,7 +207,27 @@ class Training:
         if self._resumed() is None:
             # Whatever was logged had no checkpoint to go with it.
             self.scribe.folder.rewind(0)
+            if task.begin_from:
+                self._take_weights(Path(task.begin_from))
         self.saved_s = time.monotonic()
+
+    def _take_weights(self, folder: Path) -> None:
+        """Begin with the weights that another run ended with; optimizer and data begin anew."""
+        before = Keeper(folder / "checkpoints", tell=self.scribe.write, timeout_min=self.task.timeout_min)
+        loaded = before.load_latest({"model": self.run.model})
+        if loaded is None:
+            raise WrongUse(
+                f"the weights of {folder}",
+                found="there is no whole checkpoint in it",
+                cure="Let that run end first, or begin in another folder.",
+            )
+        # The other run's random numbers came with its weights.
+        torch.manual_seed(mixed(self.task.seed, self.world.rank) % 2**63)
+        self.scribe.tell(
+            IncidentKind.STAGE,
+            f"{folder.name} ended with step {loaded.step}",
+            "this run begins with its weights; optimizer and data begin anew",
+        )
 
     def _check_room(self) -> None:
         """A disk that has no room for one checkpoint is said so before the first step."""
