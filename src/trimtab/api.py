@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Cluster,
         Device,
         Estimate,
+        JobView,
         Plan,
         Policy,
         Setting,
@@ -45,6 +46,8 @@ VERBS = (
     "show",
     "revert",
     "train",
+    "jobs",
+    "cancel",
 )
 """What works today."""
 
@@ -1036,3 +1039,29 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
         )
     fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})
     return plan(name, several_nodes(here, nodes), pins=fixed, options=overrides, say=say)
+
+
+def jobs(*places: Path | str, tail: int = 5) -> list[JobView]:
+    """Our jobs: in Slurm's queue, in the folders of runs (those in ./runs, unless told), on this machine.
+
+    >>> [job.state for job in trimtab.jobs()]  # doctest: +SKIP
+    ['running', 'pending']
+    """
+    from pathlib import Path
+
+    from trimtab.launching.doing import ask
+    from trimtab.launching.jobs import listed
+
+    return listed(ask, [Path(one) for one in places], lines=tail)
+
+
+def cancel(job_id: str | int, *, force: bool = False) -> JobView:
+    """End a job, by its number, its id or its run's folder; what it was.
+
+    >>> trimtab.cancel(4711).state  # doctest: +SKIP
+    'running'
+    """
+    from trimtab.launching.doing import ask
+    from trimtab.launching.jobs import cancel as end
+
+    return end(str(job_id), ask, force=force)

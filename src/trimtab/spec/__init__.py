@@ -28,7 +28,8 @@ from trimtab.spec.plan import (
     Rejection,
     WhatIf,
 )
-from trimtab.spec.run import Incident, IncidentKind, Measurement
+from trimtab.spec.queue import JobView, QueuedJob, RunView
+from trimtab.spec.run import Attempt, Check, Incident, IncidentKind, Measurement, Summary
 from trimtab.spec.setting import (
     Allocator,
     Mesh,
@@ -46,11 +47,13 @@ __all__ = [
     "KINDS",
     "PARTS",
     "Allocator",
+    "Attempt",
     "Band",
     "Calibration",
     "Candidate",
     "Cause",
     "Change",
+    "Check",
     "Cluster",
     "Comparison",
     "Device",
@@ -60,6 +63,7 @@ __all__ = [
     "Footprint",
     "Incident",
     "IncidentKind",
+    "JobView",
     "Link",
     "Measurement",
     "Mesh",
@@ -72,9 +76,11 @@ __all__ = [
     "Plan",
     "Policy",
     "Precision",
+    "QueuedJob",
     "Reason",
     "Recompute",
     "Rejection",
+    "RunView",
     "Scheduler",
     "Setting",
     "Severity",
@@ -82,6 +88,7 @@ __all__ = [
     "Slice",
     "StepTime",
     "Strategy",
+    "Summary",
     "Trace",
     "Vendor",
     "Versions",

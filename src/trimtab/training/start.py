@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.spec.base import Noun, below
-from trimtab.training.control import FOLDER, Control, end_with_parent
+from trimtab.training.control import FOLDER, LEADER, Control, end_with_parent
 from trimtab.training.signals import HEARD, exit_code
 from trimtab.training.signals import heard as hearing
 
@@ -123,7 +123,7 @@ def launch(task: Task, fleet: Fleet) -> Ending:
         task_file = folder / "task.json"
         task_file.write_text(task.to_json(), encoding="utf-8")
         command = [sys.executable, "-m", "trimtab.training.start", *arguments(fleet, task_file, run_id(task))]
-        env = environment(os.environ, fleet, folder, _cores())
+        env = environment(os.environ, fleet, folder, _cores()) | {LEADER: str(os.getpid())}
         # A session of its own: Ctrl-C reaches the ranks once, through us.
         with _agent(command, env) as agent:
             code = _wait(agent, control)
