@@ -16,6 +16,7 @@ from trimtab.spec.hardware import (
     Vendor,
     Versions,
 )
+from trimtab.spec.launch import Launch, LaunchKind
 from trimtab.spec.plan import (
     Candidate,
     Change,
@@ -60,6 +61,8 @@ __all__ = [
     "Footprint",
     "Incident",
     "IncidentKind",
+    "Launch",
+    "LaunchKind",
     "Link",
     "Measurement",
     "Mesh",
