@@ -898,7 +898,7 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     from trimtab.jobs.load import name_of
     from trimtab.training import start, task
     from trimtab.training.faults import read as read_faults
-    from trimtab.training.world import ALONE
+    from trimtab.training.world import ALONE, SRUN, World
     from trimtab.training.world import read as read_world
     from trimtab.units import parse_whole
 
@@ -906,13 +906,16 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     overrides = changed | (options or {})
     here = detect()
     world = read_world(os.environ, len(here.devices))
+    places, meeting = start.read_nodes(nodes, rendezvous)
+    if world.launcher == SRUN and meeting:
+        # srun has started one of us a node, and torchrun will start the ranks of it.
+        world = World()
     if world.launcher != ALONE and procs is not None:
         raise WrongUse(
             f"--procs {procs}",
             found=f"this process is rank {world.rank} of {world.size} already (started {world.launcher})",
             cure="Leave --procs out, or start `trimtab train` without the launcher.",
         )
-    places, meeting = start.read_nodes(nodes, rendezvous)
     schedule = read_faults(faults) if faults is not None else ()
     task.check(
         procs=procs,
@@ -929,10 +932,11 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     chosen = None
     if world.is_main:
         # One rank plans; the others learn it from that one.
-        ranks = procs if world.launcher == ALONE else world.size
+        most_nodes = start.most_nodes(places)
+        ranks = world.size if world.launcher != ALONE else procs and procs * most_nodes
         told = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
         together = told or min(world.size, len(here.devices) or world.size)
-        per_node = None if world.launcher == ALONE else together
+        per_node = together if world.launcher != ALONE else procs if meeting else None
         question = (name, loaded, overrides, here)
         chosen = plan_to_train(question, plan, ranks, pins, per_node=per_node, say=say)
     asked = task.Task(
@@ -951,7 +955,7 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
         faults_due=tuple(schedule),
         timeout_min=timeout_min,
     )
-    count = procs or (1 if chosen is None else chosen.choice.gpus)
+    count = procs or (1 if chosen is None else -(-chosen.choice.gpus // start.most_nodes(places)))
     if world.launcher != ALONE or (count == 1 and not meeting):
         return asked, None
     many = start.RESTARTS if restarts is None else restarts
@@ -995,6 +999,7 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
     from pathlib import Path
 
     from trimtab.errors import WrongUse
+    from trimtab.planner.stale import read
     from trimtab.spec import Plan
     from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan, several_nodes
@@ -1008,7 +1013,11 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
                 found="the plan has made its choices",
                 cure="Pin them where it is made: trimtab plan JOB --pin KEY=VALUE --out FILE.",
             )
-        found = given if isinstance(given, Plan) else read_plan(Path(given), job=name, on=here)
+        found = given if isinstance(given, Plan) else read(Path(given))
+        if not isinstance(given, Plan):
+            # Of other nodes no more is known than that they are like this one.
+            planned_nodes = len({one.node for one in found.places}) if per_node is not None else 1
+            found = _still_true(found, str(given), job=name, on=several_nodes(here, planned_nodes))
         if ranks is not None and per_node is None and ranks != found.choice.gpus:
             raise WrongUse(
                 f"--procs {ranks} with a plan for {found.choice.gpus} processes",
