@@ -18,7 +18,7 @@ FLOORS = [
     {"probe", "trace"},
     {"predict"},
     {"planner"},
-    {"configs", "launch", "training", "doctor", "exams", "pace"},
+    {"configs", "launching", "training", "doctor", "exams", "pace"},
     {"cli", "api", "render", "report", "__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -50,6 +50,8 @@ VERBS = (
     "cancel",
 )
 """What works today."""
+FUNCTIONS = {"jobs": "list_jobs"}
+"""Verbs whose function has another name, since a room of the package has theirs."""
 
 
 def detect() -> Cluster:
@@ -1041,10 +1043,10 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
     return plan(name, several_nodes(here, nodes), pins=fixed, options=overrides, say=say)
 
 
-def jobs(*places: Path | str, tail: int = 5) -> list[JobView]:
+def list_jobs(*places: Path | str, tail: int = 5) -> list[JobView]:
     """Our jobs: in Slurm's queue, in the folders of runs (those in ./runs, unless told), on this machine.
 
-    >>> [job.state for job in trimtab.jobs()]  # doctest: +SKIP
+    >>> [job.state for job in trimtab.list_jobs()]  # doctest: +SKIP
     ['running', 'pending']
     """
     from pathlib import Path

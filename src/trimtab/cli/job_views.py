@@ -57,7 +57,9 @@ def _job(one: JobView) -> list[RenderableType]:
         parts += [_indented("at", _progress(one.run), "dim"), _indented("run", one.run.folder, "dim")]
         last = one.run.last_incident
         if last is not None:
-            parts.append(_indented("last", f"{last.kind} at step {last.step}: {last.why}; {last.done}", "dim"))
+            parts.append(
+                _indented("last", f"{last.kind} at step {last.step}: {last.why}; {last.done}", "dim")
+            )
     if one.log is not None:
         parts.append(_indented("log", one.log, "dim"))
     parts += [Text(f"    {inert(line)}", style="dim", no_wrap=True, overflow="ellipsis") for line in one.tail]

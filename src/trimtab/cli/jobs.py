@@ -36,7 +36,9 @@ def jobs(
 
         if places:
             raise WrongUse(
-                f"--summary {summary} with {places[0]}", found="they ask for two things", cure="Give one of them."
+                f"--summary {summary} with {places[0]}",
+                found="they ask for two things",
+                cure="Give one of them.",
             )
         found = read(summary)
         if json:
@@ -46,7 +48,7 @@ def jobs(
         return
     if tail < 0:
         raise WrongUse(f"--tail {tail}", found="it is below 0", cure="Give --tail at least 0.")
-    shown = api.jobs(*(places or []), tail=tail)
+    shown = api.list_jobs(*(places or []), tail=tail)
     if json:
         _print_json({"jobs": [one.to_builtins() for one in shown]})
     else:

@@ -16,6 +16,7 @@ from trimtab.spec.hardware import (
     Vendor,
     Versions,
 )
+from trimtab.spec.launch import Launch, LaunchKind
 from trimtab.spec.plan import (
     Candidate,
     Change,
@@ -64,6 +65,8 @@ __all__ = [
     "Incident",
     "IncidentKind",
     "JobView",
+    "Launch",
+    "LaunchKind",
     "Link",
     "Measurement",
     "Mesh",

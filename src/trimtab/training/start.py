@@ -52,11 +52,11 @@ class Fleet(Noun, frozen=True, kw_only=True):
         return below(1, procs=self.procs) + below(0, restarts=self.restarts)
 
 
-def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
-    """Nodes as torchrun takes them, checked: 2, or 1:4.
+def node_range(text: str) -> tuple[int, int]:
+    """The least and the most nodes of what torchrun takes.
 
-    >>> read_nodes("1:4", "head:29400")
-    ('1:4', 'head:29400')
+    >>> node_range("2"), node_range("1:4")
+    ((2, 2), (1, 4))
     """
     least, colon, most = text.partition(":")
     numbers = [one for one in (least, most if colon else least) if one.isascii() and one.isdigit()]
@@ -66,7 +66,17 @@ def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
             found="it is neither a number of nodes nor MIN:MAX",
             cure="Write --nodes 2, or --nodes 1:4 for a run that goes on with what is left.",
         )
-    if int(numbers[1]) > 1 and not rendezvous:
+    return int(numbers[0]), int(numbers[1])
+
+
+def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
+    """Nodes as torchrun takes them, checked: 2, or 1:4.
+
+    >>> read_nodes("1:4", "head:29400")
+    ('1:4', 'head:29400')
+    """
+    _, most = node_range(text)
+    if most > 1 and not rendezvous:
         raise WrongUse(
             f"--nodes {text}",
             found="several nodes need a place to meet",
