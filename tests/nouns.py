@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from config_nouns import config_nouns
+from job_nouns import job_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
 from trimtab.exams.measure import Measured
@@ -519,4 +520,5 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Task: tasks,
     Ending: endings,
     **config_nouns(settings(), estimates()),
+    **job_nouns(incidents),
 }

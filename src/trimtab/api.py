@@ -1049,12 +1049,19 @@ def list_jobs(*places: Path | str, tail: int = 5) -> list[JobView]:
     >>> [job.state for job in trimtab.list_jobs()]  # doctest: +SKIP
     ['running', 'pending']
     """
+    found, silences = find_jobs(*places, tail=tail)
+    if silences and not found:
+        raise silences[0]
+    return found
+
+
+def find_jobs(*places: Path | str, tail: int = 5) -> tuple[list[JobView], list[TrimtabError]]:
+    """Our jobs, and why others could not be asked after."""
     from pathlib import Path
 
-    from trimtab.launching.doing import ask
-    from trimtab.launching.jobs import listed
+    from trimtab.launching.jobs import desk, listed
 
-    return listed(ask, [Path(one) for one in places], lines=tail)
+    return listed(desk(), [Path(one) for one in places], lines=tail)
 
 
 def cancel(job_id: str | int, *, force: bool = False) -> JobView:
@@ -1063,7 +1070,7 @@ def cancel(job_id: str | int, *, force: bool = False) -> JobView:
     >>> trimtab.cancel(4711).state  # doctest: +SKIP
     'running'
     """
-    from trimtab.launching.doing import ask
     from trimtab.launching.jobs import cancel as end
+    from trimtab.launching.jobs import desk
 
-    return end(str(job_id), ask, force=force)
+    return end(str(job_id), desk(), force=force)
