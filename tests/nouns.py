@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from config_nouns import config_nouns
+from launch_nouns import launch_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
 from trimtab.exams.measure import Measured
@@ -439,7 +440,9 @@ lines = st.builds(
     skipped=maybe(names),
     indices=maybe(st.lists(counts, max_size=3).map(tuple)),
 )
-fleets = st.builds(Fleet, procs=positive, nodes=names, rendezvous=names, restarts=counts)
+fleets = st.builds(
+    Fleet, procs=positive, nodes=names, rendezvous=names, restarts=counts, logs=names, address=names
+)
 tasks = st.builds(
     Task,
     job=names,
@@ -519,4 +522,5 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Task: tasks,
     Ending: endings,
     **config_nouns(settings(), estimates()),
+    **launch_nouns(plans),
 }

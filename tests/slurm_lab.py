@@ -131,7 +131,9 @@ class Slurm:
         while not holds():
             passed = time.monotonic() - since
             if passed > seconds:
-                raise TimeoutError(f"after {passed:.0f} s still not: {why}\n{self.ask('squeue')}{self.logs()}")
+                raise TimeoutError(
+                    f"after {passed:.0f} s still not: {why}\n{self.ask('squeue')}{self.logs()}"
+                )
             time.sleep(0.1)
         return time.monotonic() - since
 
@@ -259,7 +261,7 @@ def _free_ports(count: int) -> int:
 def cluster(*, lost_s: int = 10) -> Iterator[Slurm]:
     """A cluster, while the block lasts. A node is given up `lost_s` after it was last heard of."""
     # Paths of sockets may not be longer than a hundred letters, so no folder of the test's own.
-    folder = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))  # noqa: S108
+    folder = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
     folder.chmod(0o755)
     for name in ("state", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir()

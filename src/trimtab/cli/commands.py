@@ -1,6 +1,7 @@
 """Every command, put together: importing this module is what makes them known."""
 
-from trimtab.cli import change, choose, foresee, practise
+from trimtab.cli import change, choose, foresee, practise  # isort: skip - help lists commands in this order
+from trimtab.cli import launch  # isort: skip
 from trimtab.cli.main import app, main_code
 
-__all__ = ["app", "change", "choose", "foresee", "main_code", "practise"]
+__all__ = ["app", "change", "choose", "foresee", "launch", "main_code", "practise"]

@@ -44,7 +44,11 @@ class Errand(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """It can be started, and what is kept has a place."""
-        return [f"{name} is empty" for name in ("program", "plan_file", "out", "folder") if not getattr(self, name)]
+        return [
+            f"{name} is empty"
+            for name in ("program", "plan_file", "out", "folder")
+            if not getattr(self, name)
+        ]
 
 
 def _count(need: Need) -> str:

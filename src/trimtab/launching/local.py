@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.launching.errand import train_words, variables
 from trimtab.spec import Launch, LaunchKind
-from trimtab.training.start import LOGS, Fleet, arguments, run_id
+from trimtab.training.start import LOGS, RESTARTS, Fleet, arguments, run_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,14 +29,18 @@ def local(
     given = variables(errand, cores=cores, offline=habits.offline, here=here)
     given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
     # What the user has set stays, but for the devices, which follow from it.
-    kept = {one for one in given if one in here and one != "CUDA_VISIBLE_DEVICES" and one not in habits.environment}
+    kept = {
+        one
+        for one in given
+        if one in here and one != "CUDA_VISIBLE_DEVICES" and one not in habits.environment
+    }
     given = {name: one for name, one in given.items() if name not in kept}
     fleet = Fleet(
         procs=need.procs,
         nodes=need.nodes_text,
         rendezvous=rendezvous or "",
         logs=f"{errand.out}/{LOGS}",
-        **({} if errand.restarts is None else {"restarts": errand.restarts}),
+        restarts=RESTARTS if errand.restarts is None else errand.restarts,
     )
     several = need.nodes > 1
     torchrun = need.procs > 1 or rendezvous is not None

@@ -19,7 +19,9 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
 _FIELDS = 8
 _GONE = ("down", "drain", "fail", "maint", "power", "unknown", "reboot", "future", "planned_down")
 """States, or beginnings of them, in which a node takes no job."""
-_GPUS = re.compile(r"gpu(?::(?P<type>[A-Za-z0-9_.+-]*[A-Za-z_][A-Za-z0-9_.+-]*))?:(?P<count>[0-9]+)(?=[(,]|$)")
+_GPUS = re.compile(
+    r"gpu(?::(?P<type>[A-Za-z0-9_.+-]*[A-Za-z_][A-Za-z0-9_.+-]*))?:(?P<count>[0-9]+)(?=[(,]|$)"
+)
 _SECONDS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
@@ -40,7 +42,9 @@ class SiteNode(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Counts are possible."""
-        return below(1, cpus=self.cpus) + below(0, **{f"gpus {name}": many for name, many in self.gpus.items()})
+        return below(1, cpus=self.cpus) + below(
+            0, **{f"gpus {name}": many for name, many in self.gpus.items()}
+        )
 
 
 class Partition(Noun, frozen=True, kw_only=True):
@@ -87,7 +91,9 @@ def read(answers: dict[str, str]) -> Site:
     if wrong is not None or not rows:
         raise EnvironmentFault(
             " ".join(QUESTIONS["nodes"]),
-            found=f"it printed {'|'.join(wrong)[:120]!r}" if wrong else "it printed nothing: there is no node",
+            found=f"it printed {'|'.join(wrong)[:120]!r}"
+            if wrong
+            else "it printed nothing: there is no node",
             cure="Look at `sinfo` yourself; SLURM_CONF must name the cluster that you mean.",
         )
     partitions: dict[str, Partition] = {}
