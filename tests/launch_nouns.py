@@ -14,7 +14,7 @@ from trimtab.launching.orders import Order
 from trimtab.launching.site import Partition, Site, SiteNode
 
 words = st.text(min_size=1, max_size=12)
-one_line = st.text(st.characters(exclude_characters="\n\r\0"), min_size=1, max_size=12)
+one_line = st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), min_size=1, max_size=12)
 few = st.integers(min_value=1, max_value=64)
 maybe_line = st.none() | one_line
 
