@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from config_nouns import config_nouns
 from job_nouns import job_nouns
+from launch_nouns import launch_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
 from trimtab.exams.measure import Measured
@@ -440,7 +441,9 @@ lines = st.builds(
     skipped=maybe(names),
     indices=maybe(st.lists(counts, max_size=3).map(tuple)),
 )
-fleets = st.builds(Fleet, procs=positive, nodes=names, rendezvous=names, restarts=counts)
+fleets = st.builds(
+    Fleet, procs=positive, nodes=names, rendezvous=names, restarts=counts, logs=names, address=names
+)
 tasks = st.builds(
     Task,
     job=names,
@@ -521,4 +524,5 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Ending: endings,
     **config_nouns(settings(), estimates()),
     **job_nouns(incidents),
+    **launch_nouns(plans),
 }

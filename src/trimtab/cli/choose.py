@@ -61,7 +61,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
     """
     from trimtab import api, render
 
-    counts = _counts(compare)
+    numbers = counts(compare)
     with progress() as say:
         found = api.plan(
             job,
@@ -72,7 +72,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
             memory=memory,
             deadline=deadline,
             objective=objective,
-            compare=counts,
+            compare=numbers,
             price=price,
             pins=pin or [],
             clip=clip,
@@ -88,7 +88,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         _print(render.plan(found))
 
 
-def _counts(text: str | None) -> tuple[int, ...]:
+def counts(text: str | None) -> tuple[int, ...]:
     """Numbers of devices, as in 1,2,4,8."""
     from trimtab.units import parse_whole
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import EnvironmentFault, WrongUse, shortened
 from trimtab.launching.errand import PROGRAM
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 ASKED_S = 60
 """How long a scheduler may take to answer."""
+NOTE = "launch.json"
+"""In the run's folder, once it is submitted."""
 RUNS = (LaunchKind.TORCHRUN, LaunchKind.SLURM)
 """What is started from here; the rest is text for others."""
 
@@ -63,11 +66,17 @@ def no_slurm(program: str) -> EnvironmentFault:
     )
 
 
-def slurm_site() -> Site | None:
-    """The cluster of this machine; None where there is none to ask."""
+def slurm_site() -> tuple[Site | None, str]:
+    """The cluster of this machine; None, and why, where there is none that answers.
+
+    sbatch will have the last word: what could not be asked is not checked, and that is said.
+    """
     if shutil.which(QUESTIONS["nodes"][0]) is None:
-        return None
-    return read_site({what: ask(command) for what, command in QUESTIONS.items()})
+        return None, f"there is no {QUESTIONS['nodes'][0]} here"
+    try:
+        return read_site({what: ask(command) for what, command in QUESTIONS.items()}), ""
+    except EnvironmentFault as error:
+        return None, error.found
 
 
 def write(launch: Launch) -> tuple[str, ...]:
@@ -105,19 +114,53 @@ def submit(launch: Launch) -> Launch:
             found=f"it printed {shortened(said)!r}, which is no number of a job",
             cure="Look for the job with `squeue --me` before you submit it again.",
         )
-    return launch.replace(job_id=number)
+    done = launch.replace(job_id=number)
+    if done.out is not None:
+        # `trimtab jobs` finds the run by it. It is submitted: what cannot be written is no reason to fail.
+        with contextlib.suppress(OSError):
+            Path(done.out, NOTE).write_text(done.to_json(indent=2) + "\n", encoding="utf-8")
+    return done
 
 
-def run(launch: Launch, here: Mapping[str, str]) -> int:
-    """Run a launch on this machine, in the foreground; its exit code.
+def check_runs(launch: Launch) -> None:
+    """Raise for a launch that is text for others."""
+    if launch.kind not in RUNS:
+        raise WrongUse(
+            "--yes",
+            found=f"trimtab writes what {launch.kind} needs, and starts nothing there",
+            cure=f"Leave --yes out, or give --write, and then run: {' '.join(launch.command)}",
+        )
 
-    The program is the one that runs now, whatever of its name comes first in PATH.
+
+def become(launch: Launch, here: Mapping[str, str], *, quiet: bool) -> NoReturn:
+    """Run a launch on this machine in place of this process: signals and the terminal are its from here on.
+
+    The program is the one that runs now, whatever of its name comes first in PATH. `quiet`: what it would
+    print on stdout goes to stderr.
     """
     write(launch)
-    words = list(launch.command)
-    if words[0] == PROGRAM:
-        words[:1] = [sys.executable, "-m", PROGRAM]
-    # In place of this process: signals and the terminal are the run's from here on.
     sys.stdout.flush()
     sys.stderr.flush()
+    if quiet:
+        os.dup2(2, 1)
+    words = _words(launch)
     os.execve(words[0], words, {**here, **launch.environment})  # noqa: S606 - words of ours, no shell
+
+
+def run(launch: Launch, here: Mapping[str, str]) -> Launch:
+    """Run a launch on this machine and wait for its end; raises where it does not end well."""
+    write(launch)
+    with subprocess.Popen(_words(launch), env={**here, **launch.environment}) as process:  # noqa: S603 - words of ours
+        code = process.wait()
+    if code:
+        raise EnvironmentFault(
+            " ".join(launch.command),
+            found=f"it ended with {code}",
+            cure="Read the lines above; the same launch resumes from the last checkpoint.",
+        )
+    return launch.replace(job_id=str(process.pid))
+
+
+def _words(launch: Launch) -> list[str]:
+    words = list(launch.command)
+    return [sys.executable, "-m", *words] if words[0] == PROGRAM else words

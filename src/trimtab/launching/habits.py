@@ -14,14 +14,16 @@ Options of the command line win over it. A key that is not known is an error, no
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from trimtab.configs.mapping import NAME
 from trimtab.errors import BrokenFile, nearest
 from trimtab.spec.base import Noun
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TABLE = "launch"
 TABLES = ("target", TABLE)
@@ -83,18 +85,18 @@ class Habits(Noun, frozen=True, kw_only=True):
         return wrong + [f"{name} is empty" for name in ("modules", "lines") if "" in getattr(self, name)]
 
 
-def read(folder: Path) -> tuple[Habits, str | None]:
-    """The habits of a folder's trimtab.toml, and its name; none where there is no file or no such table."""
+def read(folder: Path) -> Habits:
+    """The habits of a folder's trimtab.toml; none where there is no file or no such table."""
     file = folder / NAME
     try:
         held = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return Habits(), None
+        return Habits()
     except OSError as error:
         raise _broken(file, f"it cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise _broken(file, f"it is not TOML: {error}") from error
-    return told(held, file), (str(file) if TABLE in held else None)
+    return told(held, file)
 
 
 def told(held: dict[str, Any], file: Path) -> Habits:

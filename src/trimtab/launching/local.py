@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.launching.errand import train_words, variables
 from trimtab.spec import Launch, LaunchKind
-from trimtab.training.start import LOGS, Fleet, arguments, run_id
+from trimtab.training.start import LOGS, RESTARTS, Fleet, arguments, run_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +40,7 @@ def local(
         nodes=need.nodes_text,
         rendezvous=rendezvous or "",
         logs=f"{errand.out}/{LOGS}",
-        **({} if errand.restarts is None else {"restarts": errand.restarts}),
+        restarts=RESTARTS if errand.restarts is None else errand.restarts,
     )
     several = need.nodes > 1
     torchrun = need.procs > 1 or rendezvous is not None

@@ -34,8 +34,8 @@ class Need(Noun, frozen=True, kw_only=True):
     cpus: int = 1
     """Cores of each node: one for every process, and one for each of its data loaders."""
     memory_bytes: int = 0
-    """Host memory of each node that the plan is known to take: weights and optimizer state of its ranks, which
-    pass through it when they are saved. What Python, CUDA and the data take is not known."""
+    """Host memory of each node that the plan is known to take: weights and optimizer state of its ranks,
+    which pass through it when they are saved. What Python, CUDA and the data take is not known."""
     seconds: float | None = None
     """What the run is estimated to take; None where nobody knows."""
 
@@ -61,7 +61,7 @@ class Need(Noun, frozen=True, kw_only=True):
 
 
 def needed(plan: Plan, *, nodes: str | None = None, steps: int | None = None) -> Need:
-    """What a plan needs. `nodes` is as for `trimtab train`; the most of them must be the plan's own number."""
+    """What a plan needs. `nodes` is as for `trimtab train`; the most of them must be the plan's number."""
     least, most = (None, None) if nodes is None else node_range(nodes)
     by_node: dict[int, int] = {}
     for place in plan.places:

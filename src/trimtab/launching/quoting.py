@@ -42,10 +42,10 @@ def shell_word(text: str) -> str:
 
 
 def shell_line(words: Sequence[str]) -> str:
-    """A command, each of its options on a line of its own.
+    r"""A command, each of its options on a line of its own.
 
     >>> print(shell_line(["train", "my job", "--steps", "3"]))
-    train 'my job' \\
+    train 'my job' \
       --steps 3
     """
     text = ""
@@ -133,6 +133,7 @@ def yaml_text(documents: Sequence[Any]) -> str:
         """Writes texts of several lines as blocks, and no references."""
 
         def ignore_aliases(self, data: Any) -> bool:
+            del data
             return True
 
     def write(writer: Any, text: str) -> Any:

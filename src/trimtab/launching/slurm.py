@@ -58,7 +58,7 @@ SRUN = (
     "--kill-on-bad-exit=0",
     "--wait=60",
 )
-"""A node that has saved and ended must not have the others killed; who is still there a minute later is lost."""
+"""A node that has saved and ended must not have the others killed; who stays a minute longer is lost."""
 HEAD = f"""\
 # The nodes meet on the first of them, by the address that Slurm itself reaches it at.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -69,20 +69,21 @@ code=$?
 
 # {STOPPED}: told by Slurm that time runs out, it has saved. Queued again, it goes on from there.
 if [ "$code" -eq {STOPPED} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES} ]; then
-  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+  scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"'''
 
 
-def batch(
+def batch(  # noqa: PLR0913 - an errand and the world it is for
     errand: Errand,
     habits: Habits,
     site: Site | None,
     *,
     script_file: str,
     time: str | None = None,
+    silence: str = "",
 ) -> Launch:
-    """The script for an errand, checked against what the cluster has; unchecked where nobody could ask it."""
+    """The script for an errand, checked against what the cluster has; `silence` is why it could not be."""
     check_path("script", script_file)
     need = errand.need
     partition = None if site is None else choose(site, habits.partition, need)
@@ -124,7 +125,7 @@ def batch(
         TAIL,
     ]
     about = [comment(errand.title), comment(f"Submit with: sbatch {script_file}")]
-    notes = (limit_note, memory_note, gpu_note, _place_note(site, partition))
+    notes = (limit_note, memory_note, gpu_note, _place_note(partition, silence))
     return Launch(
         kind=LaunchKind.SLURM,
         command=("sbatch", "--parsable", script_file),
@@ -140,11 +141,11 @@ def batch(
 def _srun(errand: Errand) -> str:
     """Once on every node that Slurm gave, which may be fewer than it was asked for at most."""
     words = train_words(errand, nodes=Raw('"$SLURM_JOB_NUM_NODES"'), rendezvous=Raw('"$address:$port"'))
-    return shell_line([*(Raw(one) for one in SRUN), *words])
+    return " ".join(SRUN) + f" \\\n  {shell_line(words)}"
 
 
 def _prepared(habits: Habits) -> list[str]:
-    lines = [f"module load {shell_word(one)}" for one in habits.modules]
+    lines = [f"module load {shell_word(one)} || exit 5" for one in habits.modules]
     if habits.activate:
         script = habits.activate
         if not script.endswith("activate"):
@@ -152,7 +153,7 @@ def _prepared(habits: Habits) -> list[str]:
         home, tilde, rest = script.partition("~/")
         word = f'"$HOME"/{shell_word(rest)}' if tilde and not home else shell_word(script)
         # Scripts of others may use variables that are not set.
-        lines += ["set +u", f"source {word}", "set -u"]
+        lines += ["set +u", f"source {word} || exit 5", "set -u"]
     return [*lines, *habits.lines]
 
 
@@ -284,7 +285,7 @@ def _cpus(need: Need, node: SiteNode | None) -> int:
 
 
 def _memory(need: Need, node: SiteNode | None, cpus: int) -> tuple[int | None, str]:
-    """Host memory of a node: the share that goes with its GPUs, or with its cores; at least what is needed."""
+    """Host memory of a node: the share that goes with its GPUs or its cores, and no less than is needed."""
     if node is None or node.memory_bytes is None:
         return None, "host memory is left to the cluster's default: what a node has is not known"
     held = sum(node.gpus.values())
@@ -325,9 +326,9 @@ def _limit(need: Need, partition: Partition | None, asked: str | None) -> tuple[
     return wanted, time_words(need, wanted)
 
 
-def _place_note(site: Site | None, partition: Partition | None) -> str:
-    if site is None:
-        return "nothing was checked against a cluster: there is no sinfo here"
-    if partition is not None and not any(node.is_up for node in partition.nodes):
+def _place_note(partition: Partition | None, silence: str) -> str:
+    if partition is None:
+        return f"nothing was checked against a cluster: {silence or 'none was asked'}"
+    if not any(node.is_up for node in partition.nodes):
         return f"no node of partition {partition.name} is up: the job will wait"
     return ""

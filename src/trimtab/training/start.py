@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 RESTARTS = 10
 POLL_S = 0.1
+MONITOR_S = 0.5
+"""How often torchrun looks whether its ranks are alive."""
+LOGS = "logs"
+"""Where in a run's folder the output of ranks is kept."""
 SHUTDOWN_S = 60
 """How long torchrun lets ranks save before it kills them."""
 WORKER = "trimtab.training.worker"
@@ -46,6 +50,10 @@ class Fleet(Noun, frozen=True, kw_only=True):
     rendezvous: str = ""
     """host:port where nodes meet; empty on one node."""
     restarts: int = RESTARTS
+    logs: str = ""
+    """The folder for what ranks print, but for the first of each node, which prints here; empty: all do."""
+    address: str = ""
+    """The address of this node that the others reach it by; empty where there are no others."""
 
     def faults(self) -> list[str]:
         """At least one process."""
@@ -85,15 +93,6 @@ def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
     return text, rendezvous or ""
 
 
-def most_nodes(text: str) -> int:
-    """How many nodes may take part, of what `read_nodes` has checked.
-
-    >>> most_nodes("1:4"), most_nodes("2")
-    (4, 2)
-    """
-    return int(text.rpartition(":")[2])
-
-
 def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
     """The command line of torchrun."""
     if fleet.rendezvous:
@@ -102,6 +101,7 @@ def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={fleet.rendezvous}",
             f"--rdzv-id={run_id}",
+            *([f"--local-addr={fleet.address}"] if fleet.address else []),
         ]
     else:
         place = ["--standalone", "--nnodes=1"]
@@ -109,10 +109,20 @@ def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
         *place,
         f"--nproc-per-node={fleet.procs}",
         f"--max-restarts={fleet.restarts}",
+        f"--monitor-interval={MONITOR_S}",
+        *_kept_apart(fleet),
         "-m",
         WORKER,
         str(task_file),
     ]
+
+
+def _kept_apart(fleet: Fleet) -> list[str]:
+    """Output of all ranks of a node but the first goes to files, so that lines of many do not mingle."""
+    if not fleet.logs or fleet.procs == 1:
+        return []
+    others = ",".join(f"{rank}:3" for rank in range(1, fleet.procs))
+    return [f"--log-dir={fleet.logs}", f"--redirects={others}"]
 
 
 def environment(before: Mapping[str, str], fleet: Fleet, control: Path, cores: int) -> dict[str, str]:
@@ -132,7 +142,12 @@ def launch(task: Task, fleet: Fleet) -> Ending:
         control = Control(folder)
         task_file = folder / "task.json"
         task_file.write_text(task.to_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "trimtab.training.start", *arguments(fleet, task_file, run_id(task))]
+        command = [
+            sys.executable,
+            "-m",
+            "trimtab.training.start",
+            *arguments(fleet, task_file, run_id(task.out)),
+        ]
         env = environment(os.environ, fleet, folder, _cores()) | {LEADER: str(os.getpid())}
         # A session of its own: Ctrl-C reaches the ranks once, through us.
         with _agent(command, env) as agent:
@@ -142,9 +157,9 @@ def launch(task: Task, fleet: Fleet) -> Ending:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_id(task: Task) -> str:
-    """What nodes of the same run call it."""
-    return "trimtab-" + "".join(one if one.isalnum() else "-" for one in task.out)[-48:]
+def run_id(out: str) -> str:
+    """What nodes of the same run call it, by its folder."""
+    return "trimtab-" + "".join(one if one.isascii() and one.isalnum() else "-" for one in out)[-48:]
 
 
 def _cores() -> int:
