@@ -7,6 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from config_nouns import config_nouns
+from job_nouns import job_nouns
+from launch_nouns import launch_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
 from trimtab.exams.measure import Measured
@@ -477,7 +479,9 @@ lines = st.builds(
     skipped=maybe(names),
     indices=maybe(st.lists(counts, max_size=3).map(tuple)),
 )
-fleets = st.builds(Fleet, procs=positive, nodes=names, rendezvous=names, restarts=counts)
+fleets = st.builds(
+    Fleet, procs=positive, nodes=names, rendezvous=names, restarts=counts, logs=names, address=names
+)
 tasks = st.builds(
     Task,
     job=names,
@@ -561,4 +565,6 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Task: tasks,
     Ending: endings,
     **config_nouns(settings(), estimates()),
+    **job_nouns(incidents),
+    **launch_nouns(plans),
 }

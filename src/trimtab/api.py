@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         Cluster,
         Device,
         Estimate,
+        JobView,
+        Launch,
         Plan,
         Policy,
         Setting,
@@ -51,10 +53,15 @@ VERBS = (
     "show",
     "revert",
     "train",
+    "launch",
+    "jobs",
+    "cancel",
     "doctor",
     "report",
 )
 """What works today."""
+FUNCTIONS = {"jobs": "list_jobs"}
+"""Verbs whose function has another name, since a room of the package has theirs."""
 
 
 def detect() -> Cluster:
@@ -983,7 +990,7 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     from trimtab.jobs.load import name_of
     from trimtab.training import start, task
     from trimtab.training.faults import read as read_faults
-    from trimtab.training.world import ALONE
+    from trimtab.training.world import ALONE, SRUN, World
     from trimtab.training.world import read as read_world
     from trimtab.units import parse_whole
 
@@ -991,13 +998,16 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     overrides = changed | (options or {})
     here = detect()
     world = read_world(os.environ, len(here.devices))
+    places, meeting = start.read_nodes(nodes, rendezvous)
+    if world.launcher == SRUN and meeting:
+        # srun has started one of us a node, and torchrun will start the ranks of it.
+        world = World()
     if world.launcher != ALONE and procs is not None:
         raise WrongUse(
             f"--procs {procs}",
             found=f"this process is rank {world.rank} of {world.size} already (started {world.launcher})",
             cure="Leave --procs out, or start `trimtab train` without the launcher.",
         )
-    places, meeting = start.read_nodes(nodes, rendezvous)
     schedule = read_faults(faults) if faults is not None else ()
     task.check(
         procs=procs,
@@ -1014,10 +1024,11 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     chosen = None
     if world.is_main:
         # One rank plans; the others learn it from that one.
-        ranks = procs if world.launcher == ALONE else world.size
+        most_nodes = start.node_range(places)[1]
+        ranks = world.size if world.launcher != ALONE else procs and procs * most_nodes
         told = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
         together = told or min(world.size, len(here.devices) or world.size)
-        per_node = None if world.launcher == ALONE else together
+        per_node = together if world.launcher != ALONE else procs if meeting else None
         question = (name, loaded, overrides, here)
         chosen = plan_to_train(question, plan, ranks, pins, per_node=per_node, say=say)
     asked = task.Task(
@@ -1036,7 +1047,7 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
         faults_due=tuple(schedule),
         timeout_min=timeout_min,
     )
-    count = procs or (1 if chosen is None else chosen.choice.gpus)
+    count = procs or (1 if chosen is None else -(-chosen.choice.gpus // start.node_range(places)[1]))
     if world.launcher != ALONE or (count == 1 and not meeting):
         return asked, None
     many = start.RESTARTS if restarts is None else restarts
@@ -1080,6 +1091,7 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
     from pathlib import Path
 
     from trimtab.errors import WrongUse
+    from trimtab.planner.stale import read
     from trimtab.spec import Plan
     from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan, several_nodes
@@ -1093,7 +1105,11 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
                 found="the plan has made its choices",
                 cure="Pin them where it is made: trimtab plan JOB --pin KEY=VALUE --out FILE.",
             )
-        found = given if isinstance(given, Plan) else read_plan(Path(given), job=name, on=here)
+        found = given if isinstance(given, Plan) else read(Path(given))
+        if not isinstance(given, Plan):
+            # Of other nodes no more is known than that they are like this one.
+            planned_nodes = len({one.node for one in found.places}) if per_node is not None else 1
+            found = _still_true(found, str(given), job=name, on=several_nodes(here, planned_nodes))
         if ranks is not None and per_node is None and ranks != found.choice.gpus:
             raise WrongUse(
                 f"--procs {ranks} with a plan for {found.choice.gpus} processes",
@@ -1177,6 +1193,8 @@ def step_of(found: Plan) -> tuple[Timeline | None, str]:
     words += ["without compiling, which may need less"] if found.choice.compile else []
     words += [f"of {found.choice.accumulation} a step"] if found.choice.accumulation > 1 else []
     return line, f"{', '.join(words)}."
+
+
 def stages_of(
     job: Any, files: str | Path | None = None, options: dict[str, Any] | None = None
 ) -> tuple[str, dict[str, Any], tuple[Stage, ...]]:
@@ -1314,3 +1332,198 @@ def _plans_of(plan: StagedPlan | None, stages: Sequence[Stage]) -> dict[str, Pla
             cure="Plan again: trimtab plan JOB --stages ... --out FILE.",
         )
     return {one.stage.name: one.plan for one in plan.stages}
+
+
+def launch(plan_or_job: Any, **asked: Any) -> Launch | tuple[Launch, ...]:
+    """What would be run for a plan: a command, a batch script, a manifest; with `yes` it is run.
+
+    trimtab.launch("plan.json").command
+    trimtab.launch("plan.json", kind="slurm", partition="gpu", yes=True).job_id
+    trimtab.launch("slm", on="4xH100", kind="slurm", compare=[1, 2, 4])[0].script
+
+    `asked` is what `prepare_launch` takes. With `compare` there is one for each number of GPUs.
+    """
+    yes = asked.pop("yes", False)
+    found = prepare_launch(plan_or_job, **asked)
+    if yes:
+        found = tuple(start_launch(one) for one in found)
+    return found if asked.get("compare") else found[0]
+
+
+def start_launch(one: Launch) -> Launch:
+    """Submit a launch, or run it here to its end."""
+    import os
+
+    from trimtab.launching import doing
+
+    doing.check_runs(one)
+    return doing.submit(one) if one.script is not None else doing.run(one, os.environ)
+
+
+def prepare_launch(  # noqa: PLR0913 - each is an option of the command
+    plan_or_job: Any,
+    *,
+    kind: str = "torchrun",
+    on: str | Cluster | None = None,
+    nodes: str | None = None,
+    procs: int | None = None,
+    rendezvous: str | None = None,
+    restarts: int | None = None,
+    out: Path | str | None = None,
+    steps: int | None = None,
+    time: str | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+    qos: str | None = None,
+    image: str | None = None,
+    script: str | None = None,
+    compare: Iterable[int] = (),
+    pins: Mapping[str, Any] | Iterable[str] = (),
+    extra: Sequence[str] = (),
+    options: dict[str, Any] | None = None,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Launch, ...]:
+    """What would be run, as text; nothing is written or started.
+
+    `procs` are processes on each node, for a job on CPUs; `nodes` 2, or 1:2 for a run that goes on with what
+    is left; `extra` are further words for `trimtab train`, or for `script` where accelerate or deepspeed run
+    one; the rest is as in trimtab.toml, and wins over it.
+    """
+    import os
+    import sys
+    from pathlib import Path
+
+    from trimtab.launching import doing, habits, orders
+    from trimtab.spec import LaunchKind
+
+    wanted = LaunchKind(kind)
+    named = {"partition": partition, "account": account, "qos": qos, "time": time}
+    orders.refuse_unheard(wanted, {**named, "rendezvous": rendezvous, "image": image, "script": script})
+    told = habits.read(Path.cwd())
+    given = {"partition": partition, "account": account, "qos": qos, "image": image}
+    told = told.replace(**{name: value for name, value in given.items() if value is not None})
+    order = orders.Order(
+        kind=wanted,
+        nodes=nodes,
+        rendezvous=rendezvous,
+        restarts=restarts,
+        out=None if out is None else str(out),
+        steps=steps,
+        time=time,
+        script=script,
+        extra=tuple(extra),
+        folder=str(Path.cwd()),
+        python=sys.executable,
+        compares=bool(tuple(compare)),
+    )
+    site, silence = doing.slurm_site() if wanted is LaunchKind.SLURM else (None, "")
+    question = (options or {}, pins, tuple(compare), cache, say)
+    plans = plans_to_launch(plan_or_job, on, procs, start_nodes(nodes), question)
+    cores = detect().cpu_cores if wanted is LaunchKind.TORCHRUN else None
+    return tuple(
+        orders.ordered(order, found, file, told, site=site, silence=silence, cores=cores, here=os.environ)
+        for found, file in plans
+    )
+
+
+def plans_to_launch(
+    plan_or_job: Any,
+    on: str | Cluster | None,
+    procs: int | None,
+    nodes: int,
+    question: tuple[dict[str, Any], Any, tuple[int, ...], bool, Callable[[str], None]],
+) -> list[tuple[Plan, str | None]]:
+    """The plans to launch, each with its file where it has one.
+
+    The question holds what else a plan is made of: options, pins, numbers of GPUs to compare, whether traces
+    are cached, and who is told.
+    """
+    from pathlib import Path
+
+    from trimtab.errors import WrongUse
+    from trimtab.jobs.load import name_of
+    from trimtab.spec import Plan
+    from trimtab.trace.summary import described
+    from trimtab.training.resize import cpu_plan
+
+    options, pins, counts, cache, say = question
+    fixed = make_policy(0.9, None, "speed", None, pins).pins
+    file, found = None, plan_or_job if isinstance(plan_or_job, Plan) else None
+    if isinstance(plan_or_job, str | Path) and _is_plan_file(str(plan_or_job)):
+        file = str(plan_or_job)
+        found, _ = plan_from(file)
+    if found is not None:
+        if fixed or options or on is not None or procs is not None:
+            raise WrongUse(
+                "--pin, --set, --on or --procs with a plan",
+                found="the plan has made its choices",
+                cure="Give them where it is made: trimtab plan JOB --on DEVICES --pin KEY=VALUE --out FILE.",
+            )
+        where: Any = devices_of(found)
+        if not counts:
+            return [(found, file)]
+        name, overrides = found.job, found.options
+    else:
+        name, changed = name_of(plan_or_job)
+        overrides, where = changed | options, cluster(on) if isinstance(on, str) else on or detect()
+    if not where.devices:
+        if counts:
+            raise WrongUse(
+                f"--compare {','.join(map(str, counts))}",
+                found="there is no GPU here to compare numbers of",
+                cure="Say for which devices: --on 4xA100-40GB.",
+            )
+        loaded = load(name, **overrides)
+        return [(cpu_plan(name, described(loaded, name), (procs or 1) * nodes, fixed, overrides), None)]
+    if procs is not None:
+        fixed = fixed | {"gpus": procs * nodes}
+    pinned = [fixed | {"gpus": one} for one in counts] or [fixed]
+    return [(plan(name, where, pins=one, options=overrides, cache=cache, say=say), None) for one in pinned]
+
+
+def start_nodes(nodes: str | None) -> int:
+    """The most nodes of MIN:MAX."""
+    from trimtab.training.start import node_range
+
+    return 1 if nodes is None else node_range(nodes)[1]
+
+
+def _is_plan_file(name: str) -> bool:
+    """Whether a word names a plan rather than a job; a job's file is Python and has a name behind it."""
+    from pathlib import Path
+
+    return name.endswith(".json") or (Path(name).is_file() and not name.endswith(".py"))
+
+
+def list_jobs(*places: Path | str, tail: int = 5) -> list[JobView]:
+    """Our jobs: in Slurm's queue, in the folders of runs (those in ./runs, unless told), on this machine.
+
+    >>> [job.state for job in trimtab.list_jobs()]  # doctest: +SKIP
+    ['running', 'pending']
+    """
+    found, silences = find_jobs(*places, tail=tail)
+    if silences and not found:
+        raise silences[0]
+    return found
+
+
+def find_jobs(*places: Path | str, tail: int = 5) -> tuple[list[JobView], list[TrimtabError]]:
+    """Our jobs, and why others could not be asked after."""
+    from pathlib import Path
+
+    from trimtab.launching.jobs import desk, listed
+
+    return listed(desk(), [Path(one) for one in places], lines=tail)
+
+
+def cancel(job_id: str | int, *, force: bool = False) -> JobView:
+    """End a job, by its number, its id or its run's folder; what it was.
+
+    >>> trimtab.cancel(4711).state  # doctest: +SKIP
+    'running'
+    """
+    from trimtab.launching.jobs import cancel as end
+    from trimtab.launching.jobs import desk
+
+    return end(str(job_id), desk(), force=force)

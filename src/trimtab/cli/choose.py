@@ -82,7 +82,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
     from trimtab import api, render
     from trimtab.spec import Plan
 
-    counts = _counts(compare)
+    numbers = counts(compare)
     options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
     pins: Any = pin or []
     if knob or config:
@@ -111,7 +111,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
             memory=memory,
             deadline=deadline,
             objective=objective,
-            compare=counts,
+            compare=numbers,
             price=price,
             pins=pins,
             clip=clip,
@@ -144,7 +144,7 @@ def _horizon(job: str, set_up: Wired, samples: int | None, epochs: int | None) -
     return samples
 
 
-def _counts(text: str | None) -> tuple[int, ...]:
+def counts(text: str | None) -> tuple[int, ...]:
     """Numbers of devices, as in 1,2,4,8."""
     from trimtab.units import parse_whole
 

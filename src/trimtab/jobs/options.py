@@ -9,9 +9,7 @@ from trimtab.errors import UnknownName, WrongUse, nearest
 from trimtab.jobs.job import Job
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
-NOT_OPTIONS = frozenset(
-    {"name", "branches", "tiny", "sizes", "needs", "assumptions", "remarks", "unfelt"}
-)
+NOT_OPTIONS = frozenset({"name", "branches", "tiny", "sizes", "needs", "assumptions", "remarks", "unfelt"})
 """What a job says about itself rather than lets be chosen."""
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 

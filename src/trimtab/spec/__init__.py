@@ -16,6 +16,7 @@ from trimtab.spec.hardware import (
     Vendor,
     Versions,
 )
+from trimtab.spec.launch import Launch, LaunchKind
 from trimtab.spec.plan import (
     Candidate,
     Change,
@@ -29,7 +30,8 @@ from trimtab.spec.plan import (
     Rejection,
     WhatIf,
 )
-from trimtab.spec.run import Incident, IncidentKind, Measurement
+from trimtab.spec.queue import JobView, QueuedJob, RunView
+from trimtab.spec.run import Attempt, Check, Incident, IncidentKind, Measurement, Summary
 from trimtab.spec.setting import (
     Allocator,
     Mesh,
@@ -48,11 +50,13 @@ __all__ = [
     "KINDS",
     "PARTS",
     "Allocator",
+    "Attempt",
     "Band",
     "Calibration",
     "Candidate",
     "Cause",
     "Change",
+    "Check",
     "Cluster",
     "Comparison",
     "Device",
@@ -62,6 +66,9 @@ __all__ = [
     "Footprint",
     "Incident",
     "IncidentKind",
+    "JobView",
+    "Launch",
+    "LaunchKind",
     "Link",
     "Look",
     "Measurement",
@@ -76,9 +83,11 @@ __all__ = [
     "PlannedStage",
     "Policy",
     "Precision",
+    "QueuedJob",
     "Reason",
     "Recompute",
     "Rejection",
+    "RunView",
     "Scheduler",
     "Setting",
     "Severity",
@@ -88,6 +97,7 @@ __all__ = [
     "StagedPlan",
     "StepTime",
     "Strategy",
+    "Summary",
     "Trace",
     "Vendor",
     "Versions",

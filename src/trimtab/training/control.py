@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FOLDER = "TRIMTAB_CONTROL"
 """The variable that names the folder to the ranks."""
+LEADER = "TRIMTAB_LEADER"
+"""The variable that names the process which ends the whole run when it is asked to."""
 SAME = 3
 """Crashes alike in a row, with no step between them, that make a bug."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.spec.base import Noun, below
-from trimtab.training.control import FOLDER, Control, end_with_parent
+from trimtab.training.control import FOLDER, LEADER, Control, end_with_parent
 from trimtab.training.signals import HEARD, exit_code
 from trimtab.training.signals import heard as hearing
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 RESTARTS = 10
 POLL_S = 0.1
+MONITOR_S = 0.5
+"""How often torchrun looks whether its ranks are alive."""
+LOGS = "logs"
+"""Where in a run's folder the output of ranks is kept."""
 SHUTDOWN_S = 60
 """How long torchrun lets ranks save before it kills them."""
 WORKER = "trimtab.training.worker"
@@ -46,17 +50,21 @@ class Fleet(Noun, frozen=True, kw_only=True):
     rendezvous: str = ""
     """host:port where nodes meet; empty on one node."""
     restarts: int = RESTARTS
+    logs: str = ""
+    """The folder for what ranks print, but for the first of each node, which prints here; empty: all do."""
+    address: str = ""
+    """The address of this node that the others reach it by; empty where there are no others."""
 
     def faults(self) -> list[str]:
         """At least one process."""
         return below(1, procs=self.procs) + below(0, restarts=self.restarts)
 
 
-def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
-    """Nodes as torchrun takes them, checked: 2, or 1:4.
+def node_range(text: str) -> tuple[int, int]:
+    """The least and the most nodes of what torchrun takes.
 
-    >>> read_nodes("1:4", "head:29400")
-    ('1:4', 'head:29400')
+    >>> node_range("2"), node_range("1:4")
+    ((2, 2), (1, 4))
     """
     least, colon, most = text.partition(":")
     numbers = [one for one in (least, most if colon else least) if one.isascii() and one.isdigit()]
@@ -66,7 +74,17 @@ def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
             found="it is neither a number of nodes nor MIN:MAX",
             cure="Write --nodes 2, or --nodes 1:4 for a run that goes on with what is left.",
         )
-    if int(numbers[1]) > 1 and not rendezvous:
+    return int(numbers[0]), int(numbers[1])
+
+
+def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
+    """Nodes as torchrun takes them, checked: 2, or 1:4.
+
+    >>> read_nodes("1:4", "head:29400")
+    ('1:4', 'head:29400')
+    """
+    _, most = node_range(text)
+    if most > 1 and not rendezvous:
         raise WrongUse(
             f"--nodes {text}",
             found="several nodes need a place to meet",
@@ -83,6 +101,7 @@ def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={fleet.rendezvous}",
             f"--rdzv-id={run_id}",
+            *([f"--local-addr={fleet.address}"] if fleet.address else []),
         ]
     else:
         place = ["--standalone", "--nnodes=1"]
@@ -90,10 +109,20 @@ def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
         *place,
         f"--nproc-per-node={fleet.procs}",
         f"--max-restarts={fleet.restarts}",
+        f"--monitor-interval={MONITOR_S}",
+        *_kept_apart(fleet),
         "-m",
         WORKER,
         str(task_file),
     ]
+
+
+def _kept_apart(fleet: Fleet) -> list[str]:
+    """Output of all ranks of a node but the first goes to files, so that lines of many do not mingle."""
+    if not fleet.logs or fleet.procs == 1:
+        return []
+    others = ",".join(f"{rank}:3" for rank in range(1, fleet.procs))
+    return [f"--log-dir={fleet.logs}", f"--redirects={others}"]
 
 
 def environment(before: Mapping[str, str], fleet: Fleet, control: Path, cores: int) -> dict[str, str]:
@@ -113,8 +142,13 @@ def launch(task: Task, fleet: Fleet) -> Ending:
         control = Control(folder)
         task_file = folder / "task.json"
         task_file.write_text(task.to_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "trimtab.training.start", *arguments(fleet, task_file, run_id(task))]
-        env = environment(os.environ, fleet, folder, _cores())
+        command = [
+            sys.executable,
+            "-m",
+            "trimtab.training.start",
+            *arguments(fleet, task_file, run_id(task.out)),
+        ]
+        env = environment(os.environ, fleet, folder, _cores()) | {LEADER: str(os.getpid())}
         # A session of its own: Ctrl-C reaches the ranks once, through us.
         with _agent(command, env) as agent:
             code = _wait(agent, control)
@@ -123,9 +157,9 @@ def launch(task: Task, fleet: Fleet) -> Ending:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_id(task: Task) -> str:
-    """What nodes of the same run call it."""
-    return "trimtab-" + "".join(one if one.isalnum() else "-" for one in task.out)[-48:]
+def run_id(out: str) -> str:
+    """What nodes of the same run call it, by its folder."""
+    return "trimtab-" + "".join(one if one.isascii() and one.isalnum() else "-" for one in out)[-48:]
 
 
 def _cores() -> int:
