@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Cluster,
         Device,
         Estimate,
+        JobView,
         Launch,
         Plan,
         Policy,
@@ -47,8 +48,12 @@ VERBS = (
     "revert",
     "train",
     "launch",
+    "jobs",
+    "cancel",
 )
 """What works today."""
+FUNCTIONS = {"jobs": "list_jobs"}
+"""Verbs whose function has another name, since a room of the package has theirs."""
 
 
 def detect() -> Cluster:
@@ -1200,3 +1205,29 @@ def _is_plan_file(name: str) -> bool:
     from pathlib import Path
 
     return name.endswith(".json") or (Path(name).is_file() and not name.endswith(".py"))
+
+
+def list_jobs(*places: Path | str, tail: int = 5) -> list[JobView]:
+    """Our jobs: in Slurm's queue, in the folders of runs (those in ./runs, unless told), on this machine.
+
+    >>> [job.state for job in trimtab.list_jobs()]  # doctest: +SKIP
+    ['running', 'pending']
+    """
+    from pathlib import Path
+
+    from trimtab.launching.doing import ask
+    from trimtab.launching.jobs import listed
+
+    return listed(ask, [Path(one) for one in places], lines=tail)
+
+
+def cancel(job_id: str | int, *, force: bool = False) -> JobView:
+    """End a job, by its number, its id or its run's folder; what it was.
+
+    >>> trimtab.cancel(4711).state  # doctest: +SKIP
+    'running'
+    """
+    from trimtab.launching.doing import ask
+    from trimtab.launching.jobs import cancel as end
+
+    return end(str(job_id), ask, force=force)

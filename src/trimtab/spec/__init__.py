@@ -29,7 +29,8 @@ from trimtab.spec.plan import (
     Rejection,
     WhatIf,
 )
-from trimtab.spec.run import Incident, IncidentKind, Measurement
+from trimtab.spec.queue import JobView, QueuedJob, RunView
+from trimtab.spec.run import Attempt, Check, Incident, IncidentKind, Measurement, Summary
 from trimtab.spec.setting import (
     Allocator,
     Mesh,
@@ -47,11 +48,13 @@ __all__ = [
     "KINDS",
     "PARTS",
     "Allocator",
+    "Attempt",
     "Band",
     "Calibration",
     "Candidate",
     "Cause",
     "Change",
+    "Check",
     "Cluster",
     "Comparison",
     "Device",
@@ -61,6 +64,7 @@ __all__ = [
     "Footprint",
     "Incident",
     "IncidentKind",
+    "JobView",
     "Launch",
     "LaunchKind",
     "Link",
@@ -75,9 +79,11 @@ __all__ = [
     "Plan",
     "Policy",
     "Precision",
+    "QueuedJob",
     "Reason",
     "Recompute",
     "Rejection",
+    "RunView",
     "Scheduler",
     "Setting",
     "Severity",
@@ -85,6 +91,7 @@ __all__ = [
     "Slice",
     "StepTime",
     "Strategy",
+    "Summary",
     "Trace",
     "Vendor",
     "Versions",

@@ -22,6 +22,8 @@ import torch
 
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError
 from trimtab.jobs.load import failed, load
+from trimtab.launching.summary import JSON as SUMMARY
+from trimtab.launching.summary import forget, gpus_on_node, summed, write
 from trimtab.spec import IncidentKind
 from trimtab.training.control import given
 from trimtab.training.evaluate import evaluate, validation_of
@@ -186,6 +188,7 @@ class Training:
         self.loader = self.run.loader(self.dataset, task.seed)
         epochs = max(1, int(getattr(job, "epochs", 1) or 1))
         self.steps = task.steps or self.loader.order.steps_per_epoch * epochs
+        self.scribe.goes_to(self.steps)
         meters = self.scribe.meters
         meters.steps, meters.every = self.steps, task.every or printed_every(self.steps)
         # Ranks draw unlike numbers from here on; a checkpoint of as many ranks puts them back.
@@ -255,6 +258,8 @@ class Training:
             self.scribe.meters.say(f"{self.scribe.folder.root} has its {self.steps} steps already")
         else:
             self._announce()
+            if self.world.is_main:
+                forget(self.scribe.folder.root)
         clock = Clock()
         self._prompt()
         steps = self.run.over(self.loader.windows(self.steps), self._settles)
@@ -376,8 +381,33 @@ class Training:
         )
         self.scribe.meters.close()
         if self.world.is_main:
+            if asked is None:
+                self._sum_up()
             self._last_words(ending)
         return ending
+
+    def _sum_up(self) -> None:
+        """What came of the whole run, in its folder; kept where the run had ended before."""
+        folder, cuda = self.scribe.folder, self.run.device.type == "cuda"
+        if (folder.root / SUMMARY).exists():
+            return
+        there = gpus_on_node() if cuda else None
+        one = summed(
+            self.task.job,
+            self.plan,
+            self.scribe.attempt,
+            folder.lines(),
+            folder.events(),
+            epoch_samples=self.loader.order.samples,
+            device=torch.cuda.get_device_name() if cuda else None,
+            gpus_there=None if there is None else there * self.scribe.attempt.nodes,
+            now_s=time.time(),
+        )
+        try:
+            write(folder.root, one)
+        except OSError as error:
+            # The run is done and its weights are kept: a summary is not worth failing for.
+            self.scribe.meters.say(f"no summary could be written: {error.strerror}")
 
     def _last_words(self, ending: Ending) -> None:
         folder, meters = self.scribe.folder, self.scribe.meters
