@@ -124,7 +124,7 @@ def batch(  # noqa: PLR0913 - an errand and the world it is for
         _srun(errand),
         TAIL,
     ]
-    about = [comment(errand.title), comment(f"Submit with: sbatch {script_file}")]
+    about = [comment(errand.title), comment(f"Submit with: sbatch {shell_word(script_file)}")]
     notes = (limit_note, memory_note, gpu_note, _place_note(partition, silence))
     return Launch(
         kind=LaunchKind.SLURM,
