@@ -502,10 +502,10 @@ class Training:
         return self._peaks
 
     def _indices(self, window: Window) -> tuple[int, ...] | None:
-        """In a drill, which samples the ranks computed; branches compute the same ones."""
+        """In a drill, which samples the ranks computed; branches and stages compute the same ones."""
         if self.faults is None:
             return None
-        mine = window.indices if self.run.groups.branch == 0 else ()
+        mine = window.indices if self.run.groups.counts else ()
         return tuple(index for some in gathered(self.world, mine) for index in some)
 
     def _before_write(self, step: int) -> None:
