@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         revert,
         show,
         train,
+        watch,
     )
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
@@ -62,6 +63,7 @@ __all__ = [
     "revert",
     "show",
     "train",
+    "watch",
 ]
 
 _HOMES = {
@@ -88,6 +90,7 @@ _HOMES = {
     "revert": "trimtab.api",
     "show": "trimtab.api",
     "train": "trimtab.api",
+    "watch": "trimtab.api",
 }
 
 

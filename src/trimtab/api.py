@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from trimtab.catalog.words import Word
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Estimate,
         Plan,
         Policy,
+        Sample,
         Setting,
         Trace,
         Workload,
@@ -48,6 +49,7 @@ VERBS = (
     "revert",
     "train",
     "report",
+    "watch",
 )
 """What works today."""
 
@@ -1095,3 +1097,19 @@ def step_of(found: Plan) -> tuple[Timeline | None, str]:
     words += ["without compiling, which may need less"] if found.choice.compile else []
     words += [f"of {found.choice.accumulation} a step"] if found.choice.accumulation > 1 else []
     return line, f"{', '.join(words)}."
+
+
+def watch(
+    runs: Sequence[Path | str] = (), *, interval_s: float = 2.0, samples: int | None = None
+) -> Iterator[Sample]:
+    """GPUs of this machine and runs in some folders, one sample each interval.
+
+    for sample in trimtab.watch(["runs/slm"]):
+        print(sample.gpus[0].busy, sample.runs[0].loss, sample.runs[0].advice)
+    """
+    from pathlib import Path
+
+    from trimtab.probe.world import here
+    from trimtab.watching.watch import Watcher
+
+    return Watcher(world=here(), places=[Path(one) for one in runs]).samples(interval_s, samples)

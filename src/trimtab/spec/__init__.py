@@ -41,11 +41,13 @@ from trimtab.spec.setting import (
     Strategy,
 )
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
+from trimtab.spec.watch import Advice, Gauge, RunView, Sample
 from trimtab.spec.workload import Workload
 
 __all__ = [
     "KINDS",
     "PARTS",
+    "Advice",
     "Allocator",
     "Band",
     "Calibration",
@@ -59,6 +61,7 @@ __all__ = [
     "Estimate",
     "Finding",
     "Footprint",
+    "Gauge",
     "Incident",
     "IncidentKind",
     "Link",
@@ -77,6 +80,8 @@ __all__ = [
     "Reason",
     "Recompute",
     "Rejection",
+    "RunView",
+    "Sample",
     "Scheduler",
     "Setting",
     "Severity",
