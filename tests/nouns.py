@@ -441,6 +441,35 @@ ladders = st.builds(
 suspects = st.builds(
     Suspect, module=names, kind=names, phase=st.sampled_from([BATCH, FORWARD, BACKWARD]), order=counts
 )
+gauges = st.builds(
+    spec.Gauge,
+    key=names,
+    index=counts,
+    memory_bytes=maybe(counts),
+    used_bytes=maybe(counts),
+    busy=maybe(st.floats(0, 1)),
+    throttles=st.lists(names, max_size=2).map(tuple),
+    processes=maybe(st.lists(process, max_size=2).map(tuple)),
+)
+advices = st.builds(spec.Advice, kind=names, where=names, what=names, cure=names)
+run_views = st.builds(
+    spec.RunView,
+    folder=names,
+    state=names,
+    step=maybe(counts),
+    steps=maybe(counts),
+    loss=maybe(seconds),
+    events=st.lists(incidents, max_size=1).map(tuple),
+    devices=st.lists(names, max_size=2).map(tuple),
+    advice=st.lists(advices, max_size=1).map(tuple),
+)
+watch_samples = st.builds(
+    spec.Sample,
+    at_s=seconds,
+    gpus=st.lists(gauges, max_size=1).map(tuple),
+    no_gpus=names,
+    runs=st.lists(run_views, max_size=1).map(tuple),
+)
 attempt_notes = st.builds(
     AttemptNote,
     attempt=positive,
@@ -584,6 +613,10 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Suspect: suspects,
     Line: lines,
     AttemptNote: attempt_notes,
+    spec.Gauge: gauges,
+    spec.Advice: advices,
+    spec.RunView: run_views,
+    spec.Sample: watch_samples,
     Profile: profiles,
     Timeline: timelines,
     Fleet: fleets,
