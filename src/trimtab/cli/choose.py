@@ -11,7 +11,19 @@ import typer
 
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _console, _print, _print_json, app
-from trimtab.cli.shape import Clip, Frozen, JobName, Lora, NoCache, Seq, Set, job_options
+from trimtab.cli.shape import (
+    Clip,
+    Frozen,
+    JobName,
+    Llama,
+    Lora,
+    NoCache,
+    Qwen,
+    Seq,
+    Sequential,
+    Set,
+    job_options,
+)
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -50,6 +62,9 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the plan as JSON.")] = None,
     no_cache: NoCache = False,
     json: Json = False,
@@ -76,7 +91,9 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
             price=price,
             pins=pin or [],
             clip=clip,
-            options=job_options(job, given, seq=seq, lora=lora, frozen=frozen),
+            options=job_options(
+                job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
+            ),
             cache=not no_cache,
             say=say,
         )

@@ -9,7 +9,7 @@ import typer
 
 from trimtab.cli.choose import progress
 from trimtab.cli.main import app
-from trimtab.cli.shape import Frozen, JobName, Lora, Seq, Set, job_options
+from trimtab.cli.shape import Frozen, JobName, Llama, Lora, Qwen, Seq, Sequential, Set, job_options
 
 
 @app.command()
@@ -38,6 +38,9 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints.")
     ] = None,
@@ -85,7 +88,9 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
     """
     from trimtab import api
 
-    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
+    options = job_options(
+        job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
+    )
     with progress() as say:
         task = api.prepare_training(
             job,
