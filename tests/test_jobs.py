@@ -633,7 +633,7 @@ def test_the_command_line_shapes_a_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "found"),
     [
-        (("train.py:Job", "--lora", "8"), 2, "it shapes hf:FOLDER, and the job is train.py:Job"),
+        (("train.py:Job", "--lora", "8"), 2, "it shapes hf:FOLDER and bridge, and the job is train.py:Job"),
         (("slm", "--seq", "8"), 2, "it shapes hf:FOLDER"),
         (("slm", "--frozen"), 2, "it shapes hf:FOLDER"),
         (("slm", "--set", "layers"), 2, "it is not NAME=VALUE"),
