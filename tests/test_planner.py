@@ -246,6 +246,12 @@ def test_bounds_save_work_and_change_nothing(law: Law, whole: int, gpus: int, ob
     slow = search(space(job, where, policy), blind)
     assert (quick.best is None) == (slow.best is None)
     if quick.best is not None and slow.best is not None:
+        pipelines = slow.best.setting.strategy, quick.best.setting.strategy
+        if objective is Objective.SPEED and Strategy.PIPELINE in pipelines and pipelines[0] != pipelines[1]:
+            # A pipeline that is only a little faster is not looked for.
+            assert slow.best.estimate.step_s is not None
+            assert quick.best.estimate.step_s <= slow.best.estimate.step_s * searching.WORTHWHILE
+            return
         assert quick.best.estimate.step_s == slow.best.estimate.step_s
         assert len(bounded.traced) <= len(blind.traced)
 
@@ -538,7 +544,8 @@ def test_an_unknown_pin_gives_the_nearest() -> None:
         ("H100", {"strategy": "ddp"}, "needs several GPUs"),
         ("4xH100", {"gpus": 8}, "there are 4"),
         ("4xH100", {"strategy": "branch"}, "no branches"),
-        ("4xH100", {"strategy": "pipeline"}, "cannot be predicted yet"),
+        ("4xH100", {"strategy": "pipeline", "compile": True}, "a compiler cannot follow"),
+        ("H100", {"strategy": "pipeline"}, "needs several GPUs"),
         ("4xH100", {"gpus": 4, "strategy": "ddp", "micro_batch": 3, "accumulation": 2}, "Pin accumulation=6"),
         ("4xH100", {"gpus": 4, "strategy": "ddp", "micro_batch": 17}, "micro_batch=16 or less"),
         ("4xH100", {"gpus": 1, "accumulation": 65}, "accumulation=64 or less"),
@@ -555,7 +562,7 @@ def test_pins_that_contradict_are_refused_with_the_cure(on: str, pinned: dict[st
 
 def test_pins_that_only_the_search_finds_contradictory_are_refused() -> None:
     with pytest.raises(WrongUse, match="no setting agrees"):
-        planned("2xH100", pins={"micro_batch": 64, "gpus": 2})
+        planned("2xH100", pins={"accumulation": 63, "gpus": 2})
 
 
 @pytest.mark.parametrize(
@@ -789,7 +796,10 @@ def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     assert is_kept(plan.choice, 64)
     assert plan.choice.gpus == 4
     # One device stands for replicas, and shards of every number lie on the line through two numbers.
-    assert {one.gpus for one in asked} <= {1, 4, 16}
+    piped = [one for one in asked if one.strategy is Strategy.PIPELINE]
+    assert {one.gpus for one in asked if one not in piped} <= {1, 4, 16}
+    # Copies of a pipeline stand for one another too.
+    assert {one.mesh.data_parallel for one in piped} <= {1}
     assert {one.mesh.data_parallel for one in asked if one.strategy is Strategy.FSDP} <= {4, 16}
     again: list[Setting] = []
     second = decide.decide(question, foresight(again, memo=first.memo))
