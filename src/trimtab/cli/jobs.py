@@ -48,11 +48,17 @@ def jobs(
         return
     if tail < 0:
         raise WrongUse(f"--tail {tail}", found="it is below 0", cure="Give --tail at least 0.")
-    shown = api.list_jobs(*(places or []), tail=tail)
+    shown, silences = api.find_jobs(*(places or []), tail=tail)
     if json:
-        _print_json({"jobs": [one.to_builtins() for one in shown]})
-    else:
+        notes = [str(one) for one in silences]
+        _print_json({"jobs": [one.to_builtins() for one in shown], "notes": notes})
+    elif shown or not silences:
         _print(views.jobs(shown))
+    if silences:
+        from trimtab import render
+
+        _print(render.error(silences[0]), errors=True)
+        raise typer.Exit(silences[0].exit_code)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import getpass
 import os
@@ -9,20 +10,20 @@ import shutil
 import signal
 import socket
 import struct
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from trimtab.errors import BrokenFile, EnvironmentFault, UnknownName, WrongUse, shortened
+from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
 from trimtab.launching import queue
 from trimtab.spec import Attempt, Incident, JobView, QueuedJob, RunView
 from trimtab.training.folder import ATTEMPT
 from trimtab.training.task import RUNS
 
-Ask = Callable[[Sequence[str]], str]
-"""Asks a command of the scheduler: what it printed, or an EnvironmentFault in its own words."""
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 NOTE = "launch.json"
 """In the run's folder, once it is submitted."""
 RECENT = 20
@@ -33,6 +34,24 @@ END_BYTES = 1 << 16
 """How much of the end of a file is read: a log may be larger than memory."""
 LOCAL = "local-"
 """What the ids of runs on this machine begin with; the number of the process follows."""
+
+
+class Desk(NamedTuple):
+    """Where jobs are asked after; `desk()` is the real one."""
+
+    ask: Callable[[Sequence[str]], str]
+    """What a command of Slurm prints, or an EnvironmentFault in its own words."""
+    has: Callable[[str], bool]
+    """Whether there is such a command here."""
+    me: str
+    """The user."""
+
+
+def desk() -> Desk:
+    """The Slurm of this machine."""
+    from trimtab.launching.doing import ask
+
+    return Desk(ask, lambda program: shutil.which(program) is not None, getpass.getuser())
 
 
 # pure: from what was read to nouns
@@ -145,57 +164,94 @@ def find_folders(places: Sequence[Path]) -> list[Path]:
     return found
 
 
-def listed(ask: Ask, places: Sequence[Path] = (), *, lines: int = TAIL) -> list[JobView]:
-    """Our jobs: those in Slurm's queue, those that folders tell of, and those that run on this machine."""
+def listed(
+    at: Desk, places: Sequence[Path] = (), *, lines: int = TAIL
+) -> tuple[list[JobView], list[TrimtabError]]:
+    """Our jobs: those in Slurm's queue, those that folders tell of, and those that run on this machine.
+
+    Beside them what could not be asked: a Slurm that does not answer hides no run on this machine.
+    """
     folders = find_folders(places)
-    queued = queued_jobs(ask)
-    views = [_with_run(job, ask, lines) for job in queued]
+    try:
+        queued = queued_jobs(at)
+    except EnvironmentFault as error:
+        return _local_views(folders), [error]
+    views = [_with_run(job, at, lines) for job in queued]
     known = {one.id for one in views} | {one.run.folder for one in views if one.run is not None}
     for folder in folders:
-        if str(folder) in known:
-            continue
-        attempt, job_id = last_attempt(folder), job_of(folder)
-        if job_id is not None and job_id not in known and _has("scontrol"):
-            ended = recall(job_id, ask)
-            if ended is not None:
-                views.append(_with_run(ended, ask, lines, folder))
-        elif job_id is None and attempt is not None and is_alive(folder, attempt):
-            views.append(JobView(id=f"{LOCAL}{attempt.pid}", kind="local", state="running", run=look(folder)))
-    return views
+        job_id = job_of(folder)
+        if job_id is not None and job_id not in known and str(folder) not in known and at.has("squeue"):
+            ended = recall(job_id, at)
+            views += [] if ended is None else [_with_run(ended, at, lines, folder)]
+    return [*views, *_local_views(folders)], []
 
 
-def queued_jobs(ask: Ask) -> list[QueuedJob]:
+def _local_views(folders: Sequence[Path]) -> list[JobView]:
+    """Runs that go on on this machine, and are no job of a scheduler's."""
+    attempts = [(folder, last_attempt(folder)) for folder in folders]
+    return [
+        _local_view(folder, attempt)
+        for folder, attempt in attempts
+        if attempt is not None and attempt.job_id is None and is_alive(folder, attempt)
+    ]
+
+
+def _local_view(folder: Path, attempt: Attempt) -> JobView:
+    return JobView(id=f"{LOCAL}{attempt.pid}", kind="local", state="running", run=look(folder))
+
+
+def queued_jobs(at: Desk) -> list[QueuedJob]:
     """Our jobs in the queue; none where there is no Slurm."""
-    if not _has("squeue"):
+    if not at.has("squeue"):
         return []
-    jobs = queue.read_squeue(ask(queue.squeue_command(user=getpass.getuser())))
+    try:
+        jobs = queue.read_squeue(at.ask(queue.squeue_command(user=at.me)))
+    except EnvironmentFault as error:
+        raise _silent(error) from error
     return [job for job in jobs if queue.is_ours(job)]
 
 
-def recall(job_id: str, ask: Ask) -> QueuedJob | None:
+def recall(job_id: str, at: Desk) -> QueuedJob | None:
     """A job that may have ended, from whoever remembers it; None where nobody does."""
     try:
-        return queue.read_scontrol(ask(queue.scontrol_command(job_id)))
+        found = queue.read_squeue(at.ask(queue.squeue_command(job_id=job_id)))
     except EnvironmentFault as error:
         if "invalid job id" not in error.found.lower():
-            raise
-    if not _has("sacct"):
+            raise _silent(error) from error
+    else:
+        if found:
+            return found[0]
+    if not at.has("sacct"):
         return None
     try:
-        found = queue.read_sacct(ask(queue.sacct_command([job_id])))
+        found = queue.read_sacct(at.ask(queue.sacct_command([job_id])))
     except EnvironmentFault:
         # A cluster that keeps no accounts.
         return None
     return found[0] if found else None
 
 
-def cancel(job_id: str, ask: Ask, *, force: bool = False, places: Sequence[Path] = ()) -> JobView:
+def output_of(job_id: str, at: Desk) -> QueuedJob | None:
+    """A job with the file that its output goes to; None where Slurm has forgotten it."""
+    try:
+        return queue.read_scontrol(at.ask(queue.scontrol_command(job_id)))
+    except EnvironmentFault:
+        return None
+
+
+def _silent(error: EnvironmentFault) -> EnvironmentFault:
+    """Slurm does not answer; the question itself would tell nobody anything."""
+    return EnvironmentFault("Slurm's queue", found=error.found, cure=error.cure)
+
+
+def cancel(job_id: str, at: Desk, *, force: bool = False, places: Sequence[Path] = ()) -> JobView:
     """End a job: a number of Slurm, the id of a local run, or a run's folder. What it was."""
     given = f"job {shortened(job_id)}"
     folder = Path(job_id).absolute()
     if (folder / "run.json").exists() or (folder / NOTE).exists():
-        number = job_of(folder)
-        if number is None:
+        attempt, number = last_attempt(folder), job_of(folder)
+        here = attempt is not None and attempt.job_id is None and is_alive(folder, attempt)
+        if here or number is None:
             return _end_local(folder, given)
         job_id = number
     if job_id.startswith(LOCAL):
@@ -214,7 +270,7 @@ def cancel(job_id: str, ask: Ask, *, force: bool = False, places: Sequence[Path]
             found="it is neither a number of Slurm's, nor the id of a local run, nor a run's folder",
             cure="Give what `trimtab jobs` shows as id.",
         )
-    return _end_slurm(job_id, given, ask, force=force)
+    return _end_slurm(job_id, given, at, force=force)
 
 
 def _end_local(folder: Path, given: str) -> JobView:
@@ -223,8 +279,10 @@ def _end_local(folder: Path, given: str) -> JobView:
         raise WrongUse(
             given, found=f"nothing trains into {folder} on this machine", cure="See `trimtab jobs`."
         )
-    view = JobView(id=f"{LOCAL}{attempt.pid}", kind="local", state="running", run=look(folder))
+    view = _local_view(folder, attempt)
     try:
+        if attempt.pid <= 1:
+            raise ProcessLookupError(errno.ESRCH, "it is no process of a run")
         os.kill(attempt.pid, signal.SIGTERM)
     except OSError as error:
         raise EnvironmentFault(
@@ -235,14 +293,14 @@ def _end_local(folder: Path, given: str) -> JobView:
     return view
 
 
-def _end_slurm(job_id: str, given: str, ask: Ask, *, force: bool) -> JobView:
-    if not _has("scancel"):
+def _end_slurm(job_id: str, given: str, at: Desk, *, force: bool) -> JobView:
+    if not at.has("scancel"):
         raise EnvironmentFault(
             given, found="there is no Slurm on this machine", cure="Run it on a login node of the cluster."
         )
-    job = recall(job_id, ask)
+    job = recall(job_id, at)
     if job is None:
-        yours = ", ".join(one.job_id for one in queued_jobs(ask))
+        yours = ", ".join(one.job_id for one in queued_jobs(at))
         raise UnknownName(
             given,
             found=f"Slurm knows no such job; yours are {yours}" if yours else "Slurm knows no such job",
@@ -254,20 +312,19 @@ def _end_slurm(job_id: str, given: str, ask: Ask, *, force: bool) -> JobView:
             found=f"it has ended already: {queue.why(job) or job.state}",
             cure="There is nothing to do.",
         )
-    refused = refusal(job, getpass.getuser())
+    refused = refusal(job, at.me)
     if refused and not force:
         raise WrongUse(given, found=refused, cure="If it is meant, cancel it with --force.")
-    view = _with_run(job, ask, 0)
-    ask(("scancel", job_id))
+    view = _with_run(job, at, 0)
+    at.ask(("scancel", job_id))
     return view
 
 
-def _with_run(job: QueuedJob, ask: Ask, lines: int, folder: Path | None = None) -> JobView:
+def _with_run(job: QueuedJob, at: Desk, lines: int, folder: Path | None = None) -> JobView:
     """A job with all that its folder and its output say."""
     if job.output is None:
-        # It may have ended since squeue was asked.
-        full = recall(job.job_id, ask)
-        job = job.replace(output=None if full is None else full.output)
+        full = output_of(job.job_id, at)
+        job = job if full is None else job.replace(output=full.output, restarts=full.restarts)
     named = queue.folder_of(job)
     where = folder or (None if named is None else Path(named))
     run = None if where is None else look(where)
@@ -282,10 +339,6 @@ def job_of(folder: Path) -> str | None:
     numbers = [one for one in (attempt and attempt.job_id, submitted) if one and one.isdigit()]
     # Numbers grow: what was submitted again comes after what ran.
     return max(numbers, key=int, default=None)
-
-
-def _has(program: str) -> bool:
-    return shutil.which(program) is not None
 
 
 def _field(file: Path, key: str) -> str | None:

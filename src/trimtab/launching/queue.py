@@ -145,7 +145,8 @@ def squeue_command(*, user: str | None = None, job_id: str | None = None) -> tup
     """The question for one user's jobs, or for one job."""
     form = FIELD.join(SQUEUE_FIELDS.values()) + RECORD
     whose = () if user is None else (f"--user={user}",)
-    which = () if job_id is None else (f"--jobs={job_id}",)
+    # One job is also told of for some minutes after its end.
+    which = () if job_id is None else (f"--jobs={job_id}", "--states=all")
     return ("squeue", "--noheader", *whose, *which, f"--format={form}")
 
 
@@ -194,7 +195,7 @@ def read_scontrol(text: str) -> QueuedJob | None:
     for line in text.splitlines():
         key, equals, rest = line.strip().partition("=")
         if equals and key in WHOLE_LINES:
-            values.setdefault(SCONTROL_KEYS.get(key, key), rest)
+            values.setdefault(SCONTROL_KEYS.get(key, key), rest.rstrip())
             continue
         # "JobId=7 JobName=my job": a value ends where the next word with a sign begins.
         for name, value in re.findall(r"(?:^|\s)([A-Za-z/:]+)=(.*?)(?=\s+[A-Za-z/:]+=|$)", line):

@@ -21,6 +21,7 @@ from trimtab.spec.plan import (
     Candidate,
     Change,
     Comparison,
+    Look,
     Objective,
     Place,
     Plan,
@@ -41,6 +42,7 @@ from trimtab.spec.setting import (
     Share,
     Strategy,
 )
+from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
 from trimtab.spec.workload import Workload
 
@@ -68,6 +70,7 @@ __all__ = [
     "Launch",
     "LaunchKind",
     "Link",
+    "Look",
     "Measurement",
     "Mesh",
     "Node",
@@ -77,6 +80,7 @@ __all__ = [
     "Peaks",
     "Place",
     "Plan",
+    "PlannedStage",
     "Policy",
     "Precision",
     "QueuedJob",
@@ -89,6 +93,8 @@ __all__ = [
     "Severity",
     "Share",
     "Slice",
+    "Stage",
+    "StagedPlan",
     "StepTime",
     "Strategy",
     "Summary",

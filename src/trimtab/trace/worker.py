@@ -7,6 +7,7 @@ its own. What all settings of a job share, imports above all, is done once; each
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import sys
@@ -153,42 +154,53 @@ def _from_few(built: _Built, *, check: bool, timeout_s: float) -> Trace | None:
     With `check` the same has to hold for a forward pass, of which the whole is traced as well: a job may do
     something at the tenth block that the first four do not show. For that the plainest setting will do.
     """
-    from trimtab.trace.blocks import longest, made
+    from trimtab.trace.blocks import made, worth_cutting
 
-    repeated = longest(built.model)
-    if repeated is None:
+    lists = worth_cutting(built.model)
+    if not lists:
         return None
     given = f"job {built.request.job}"
+    small = list(itertools.product((FEW, FEW + 1), repeat=len(lists)))
 
-    def traced(built: _Built, counts: list[int], *, forward: bool) -> list[Trace]:
-        tasks = [_few(built, repeated, count, forward=forward) for count in counts]
+    def traced(built: _Built, sizes: list[tuple[int, ...]], *, forward: bool) -> list[Trace]:
+        tasks = [_few(built, dict(zip(lists, one, strict=True)), forward=forward) for one in sizes]
         answers = dict(forked(tasks, given, timeout_s=timeout_s, most=1))
         return [Trace.from_json(answers[place]) for place in range(len(tasks))]
 
     try:
         if check:
-            *some, whole = traced(_plainly(built), [FEW, FEW + 1, repeated.length], forward=True)
-            guess = _all_of(some, repeated)
+            all_of_them = tuple(one.length for one in lists)
+            *some, whole = traced(_plainly(built), [*small, all_of_them], forward=True)
+            guess = _joined(some, lists)
             if guess is None or made(guess) != made(whole):
                 return None
-        return _all_of(traced(built, [FEW, FEW + 1], forward=False), repeated)
+        return _joined(traced(built, small, forward=False), lists)
     except TrimtabError:
         # Whatever is wrong, the whole model will say it better, or not have it.
         return None
 
 
-def _all_of(some: list[Trace], repeated: Repeated) -> Trace | None:
-    return extended(*some, blocks=repeated.name, known=FEW + 1, wanted=repeated.length)
+def _joined(some: list[Trace], lists: list[Repeated]) -> Trace | None:
+    """The whole from small models: of each two neighbours, one has a block more of the last list."""
+    if not lists:
+        return some[0]
+    *others, last = lists
+    longer = [
+        extended(few, more, blocks=last.name, known=FEW + 1, wanted=last.length)
+        for few, more in zip(some[::2], some[1::2], strict=True)
+    ]
+    found = [one for one in longer if one is not None]
+    return _joined(found, others) if len(found) == len(longer) else None
 
 
-def _few(built: _Built, repeated: Repeated, count: int, *, forward: bool) -> Callable[[Say], None]:
-    """Trace the model with the first blocks alone."""
+def _few(built: _Built, counts: dict[Repeated, int], *, forward: bool) -> Callable[[Say], None]:
+    """Trace the model with the first blocks of its lists alone."""
 
     def task(say: Say) -> None:
         from trimtab.trace.blocks import cut
 
         # Those that were cut off are there all the same: they hold their memory.
-        taken = cut(repeated, count)
+        taken = [cut(one, count) for one, count in counts.items()]
         found = _whole(built, forward=forward)
         del taken
         say(msgspec.json.encode(found))

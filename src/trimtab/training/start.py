@@ -102,15 +102,6 @@ def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
     return text, rendezvous or ""
 
 
-def most_nodes(text: str) -> int:
-    """How many nodes may take part, of what `read_nodes` has checked.
-
-    >>> most_nodes("1:4"), most_nodes("2")
-    (4, 2)
-    """
-    return int(text.rpartition(":")[2])
-
-
 def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
     """The command line of torchrun."""
     if fleet.rendezvous:
