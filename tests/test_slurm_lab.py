@@ -115,7 +115,8 @@ def started_again(slurm: Slurm, job_id: str, restarts: int, *, seconds: float = 
     """Wait for a requeue, and let it not wait for the two minutes that Slurm holds such a job back."""
     slurm.until(lambda: slurm.job(job_id).get("Restarts") == str(restarts), "requeued", seconds=seconds)
     slurm.until(lambda: slurm.state(job_id) == "PENDING", "pending", seconds=60)
-    slurm.ask("scontrol", "update", f"jobid={job_id}", "starttime=now")
+    # Not at once: a node still takes the credential of that second for the attempt that was ended.
+    slurm.ask("scontrol", "update", f"jobid={job_id}", "starttime=now+3")
     slurm.until(lambda: slurm.state(job_id) == "RUNNING", "running again", seconds=60)
 
 

@@ -302,11 +302,13 @@ def test_torchrun_is_told_what_to_start(tmp_path: Path) -> None:
 
 
 def test_ranks_get_their_share_of_cores_and_no_other_launchers_variables(tmp_path: Path) -> None:
-    env = start.environment({"RANK": "3", "PATH": "p"}, start.Fleet(procs=4), tmp_path, cores=10)
+    env = start.environment({"RANK": "3", "PATH": "p"}, start.Fleet(procs=4), Control(tmp_path), cores=10)
     assert "RANK" not in env
     assert (env["PATH"], env["OMP_NUM_THREADS"], env[control_module.FOLDER]) == ("p", "2", str(tmp_path))
     assert (
-        start.environment({"OMP_NUM_THREADS": "7"}, start.Fleet(procs=4), tmp_path, 1)["OMP_NUM_THREADS"]
+        start.environment({"OMP_NUM_THREADS": "7"}, start.Fleet(procs=4), Control(tmp_path), 1)[
+            "OMP_NUM_THREADS"
+        ]
         == "7"
     )
 

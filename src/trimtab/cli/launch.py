@@ -176,11 +176,16 @@ def _answer(found: tuple[Launch, ...], *, yes: bool, write: bool, json: bool, se
     if runs_here:
         doing.become(found[0], os.environ, quiet=json)
     if not (yes or write or json):
+        can_run = found[0].kind in doing.RUNS
         _say(
             "nothing was started; --yes does"
-            if found[0].kind in doing.RUNS
-            else "nothing was written; --write does"
+            if can_run
+            else f"nothing was written or started{_writes(found)}"
         )
+
+
+def _writes(found: tuple[Launch, ...]) -> str:
+    return "; --write writes" if found[0].script is not None else ""
 
 
 def _show(found: tuple[Launch, ...]) -> None:

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse
 from trimtab.launching.errand import PROGRAM, Errand
+from trimtab.launching.kubernetes import indexed_job, train_job
 from trimtab.launching.local import local
 from trimtab.launching.need import needed
 from trimtab.launching.quoting import check_path
+from trimtab.launching.scripts import line
+from trimtab.launching.sky import task
 from trimtab.launching.slurm import batch
 from trimtab.spec import LaunchKind
 from trimtab.spec.base import Noun, below
@@ -24,7 +27,18 @@ if TYPE_CHECKING:
 
 PLAN = "launch-plan.json"
 """In the run's folder; plan.json there is the one that the run is under."""
-SCRIPT = "launch.sbatch"
+SCRIPTS = {
+    LaunchKind.SLURM: "launch.sbatch",
+    LaunchKind.KUBERNETES: "launch.yaml",
+    LaunchKind.KUBEFLOW: "launch.yaml",
+    LaunchKind.SKY: "launch.sky.yaml",
+}
+MANIFESTS = {
+    LaunchKind.KUBERNETES: indexed_job,
+    LaunchKind.KUBEFLOW: train_job,
+    LaunchKind.SKY: task,
+}
+OTHERS = (LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED)
 HEARD_BY = {
     "partition": (LaunchKind.SLURM,),
     "account": (LaunchKind.SLURM,),
@@ -79,13 +93,14 @@ def errand(order: Order, plan: Plan, plan_file: str | None, habits: Habits) -> E
         out += f"-{plan.choice.gpus}gpu{'s' * (plan.choice.gpus > 1)}"
     check_path("--out", out)
     shared = order.kind is LaunchKind.SLURM
+    absolute = order.kind in (LaunchKind.SLURM, LaunchKind.SKY)
     file = plan_file or f"{out}/{PLAN}"
     steps = () if order.steps is None else ("--steps", str(order.steps))
     # Nodes share files with this machine; what is activated there brings its own program.
     program = (PROGRAM,) if habits.activate or not shared else (order.python, "-m", PROGRAM)
     return Errand(
         plan=plan,
-        plan_file=str(Path(order.folder, file)) if shared else file,
+        plan_file=str(Path(order.folder, file)) if absolute else file,
         need=needed(plan, nodes=order.nodes, steps=order.steps),
         out=str(Path(order.folder, out)) if shared else out,
         folder=order.folder,
@@ -110,8 +125,24 @@ def ordered(  # noqa: PLR0913 - an order and the world it is for
     what = errand(order, plan, plan_file, habits)
     files = {} if plan_file is not None else {what.plan_file: plan.to_json(indent=2) + "\n"}
     if order.kind is LaunchKind.SLURM:
-        script = f"{what.out}/{SCRIPT}"
+        script = f"{what.out}/{SCRIPTS[order.kind]}"
         found = batch(what, habits, site, script_file=script, time=order.time, silence=silence)
+    elif order.kind in MANIFESTS:
+        script = f"{what.out}/{SCRIPTS[order.kind]}"
+        found = MANIFESTS[order.kind](what, habits, script_file=script)
+        # A manifest carries the plan itself.
+        files = files if order.kind is LaunchKind.SKY else {}
+    elif order.kind in OTHERS:
+        found = line(
+            order.kind,
+            what,
+            habits,
+            script=order.script,
+            rendezvous=order.rendezvous,
+            cores=cores,
+            here=here,
+        )
+        files = {}
     else:
         if what.need.nodes > 1 and not order.rendezvous:
             raise WrongUse(
