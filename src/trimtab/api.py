@@ -1213,7 +1213,6 @@ def list_jobs(*places: Path | str, tail: int = 5) -> list[JobView]:
     >>> [job.state for job in trimtab.list_jobs()]  # doctest: +SKIP
     ['running', 'pending']
     """
-<<<<<<< HEAD
     found, silences = find_jobs(*places, tail=tail)
     if silences and not found:
         raise silences[0]
@@ -1227,14 +1226,6 @@ def find_jobs(*places: Path | str, tail: int = 5) -> tuple[list[JobView], list[T
     from trimtab.launching.jobs import desk, listed
 
     return listed(desk(), [Path(one) for one in places], lines=tail)
-=======
-    from pathlib import Path
-
-    from trimtab.launching.doing import ask
-    from trimtab.launching.jobs import listed
-
-    return listed(ask, [Path(one) for one in places], lines=tail)
->>>>>>> s4-launch
 
 
 def cancel(job_id: str | int, *, force: bool = False) -> JobView:
@@ -1243,14 +1234,7 @@ def cancel(job_id: str | int, *, force: bool = False) -> JobView:
     >>> trimtab.cancel(4711).state  # doctest: +SKIP
     'running'
     """
-<<<<<<< HEAD
     from trimtab.launching.jobs import cancel as end
     from trimtab.launching.jobs import desk
 
     return end(str(job_id), desk(), force=force)
-=======
-    from trimtab.launching.doing import ask
-    from trimtab.launching.jobs import cancel as end
-
-    return end(str(job_id), ask, force=force)
->>>>>>> s4-launch
