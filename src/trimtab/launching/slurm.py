@@ -102,7 +102,8 @@ def batch(  # noqa: PLR0913 - an errand and the world it is for
         *_named("account", habits.account),
         *_named("qos", habits.qos),
         batch_option("nodes", _range(need)),
-        batch_option("ntasks-per-node", 1),
+        # With a range Slurm gives the fewest nodes that the tasks fit on, where it is told of any.
+        *([batch_option("ntasks-per-node", 1)] if need.least_nodes == need.nodes else []),
         *gpus,
         batch_option("cpus-per-task", cpus),
         *([] if memory is None else [batch_option("mem", f"{memory // MIB}M")]),
