@@ -120,7 +120,7 @@ def test_horizons_are_those_on_record() -> None:
     slm, bridge, naics = (trimtab.load(name) for name in ("slm", "bridge", "naics"))
     assert slm.samples * slm.epochs / slm.global_batch == 60_000
     assert (bridge.samples, bridge.epochs, bridge.global_batch) == (5000, 8, 64)
-    assert naics.samples == naics.codes * 32
+    assert len(naics.dataset()) == naics.codes * naics.positives == 2125 * 32
 
 
 @pytest.mark.parametrize(("name", "share"), [("slm:tiny", 0.7), ("bridge:tiny", 0.7), ("naics:tiny", 0.6)])
@@ -633,7 +633,7 @@ def test_the_command_line_shapes_a_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "found"),
     [
-        (("train.py:Job", "--lora", "8"), 2, "it shapes hf:FOLDER, and the job is train.py:Job"),
+        (("train.py:Job", "--lora", "8"), 2, "it shapes hf:FOLDER and bridge, and the job is train.py:Job"),
         (("slm", "--seq", "8"), 2, "it shapes hf:FOLDER"),
         (("slm", "--frozen"), 2, "it shapes hf:FOLDER"),
         (("slm", "--set", "layers"), 2, "it is not NAME=VALUE"),

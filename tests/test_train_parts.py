@@ -34,6 +34,7 @@ from trimtab.spec import (
 from trimtab.training import control as control_module
 from trimtab.training import evaluate, loop, meters, resize, settle, signals, start, task, worker
 from trimtab.training.control import Control
+from trimtab.training.control import given as notes_given
 from trimtab.training.faults import Fault, FaultKind, Faults, read, tear
 from trimtab.training.folder import RunFolder, RunIdentity
 from trimtab.training.meters import Line, Meters, measured_mfu
@@ -286,17 +287,29 @@ def test_torchrun_is_told_what_to_start(tmp_path: Path) -> None:
     alone = start.arguments(start.Fleet(procs=2, restarts=3), tmp_path / "task.json", "id")
     assert alone[:2] == ["--standalone", "--nnodes=1"]
     assert alone[2:4] == ["--nproc-per-node=2", "--max-restarts=3"]
-    assert alone[4:] == ["-m", "trimtab.training.worker", str(tmp_path / "task.json")]
+    assert alone[4:] == [
+        "--monitor-interval=0.5",
+        "-m",
+        "trimtab.training.worker",
+        str(tmp_path / "task.json"),
+    ]
+    logged = start.arguments(start.Fleet(procs=3, logs="runs/a/logs"), tmp_path, "id")
+    # The first rank of a node prints on the terminal.
+    assert logged[5:7] == ["--log-dir=runs/a/logs", "--redirects=1:3,2:3"]
     several = start.arguments(start.Fleet(procs=8, nodes="1:4", rendezvous="head:1"), tmp_path, "id")
     assert several[:4] == ["--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=head:1", "--rdzv-id=id"]
+    placed = start.Fleet(procs=8, nodes="2", rendezvous="head:1", address="10.0.0.2")
+    assert "--local-addr=10.0.0.2" in start.arguments(placed, tmp_path, "id")
 
 
 def test_ranks_get_their_share_of_cores_and_no_other_launchers_variables(tmp_path: Path) -> None:
-    env = start.environment({"RANK": "3", "PATH": "p"}, start.Fleet(procs=4), tmp_path, cores=10)
+    env = start.environment({"RANK": "3", "PATH": "p"}, start.Fleet(procs=4), Control(tmp_path), cores=10)
     assert "RANK" not in env
     assert (env["PATH"], env["OMP_NUM_THREADS"], env[control_module.FOLDER]) == ("p", "2", str(tmp_path))
     assert (
-        start.environment({"OMP_NUM_THREADS": "7"}, start.Fleet(procs=4), tmp_path, 1)["OMP_NUM_THREADS"]
+        start.environment({"OMP_NUM_THREADS": "7"}, start.Fleet(procs=4), Control(tmp_path), 1)[
+            "OMP_NUM_THREADS"
+        ]
         == "7"
     )
 
@@ -534,3 +547,20 @@ def test_evaluation_makes_as_many_passes_on_every_rank() -> None:
     with pytest.raises(JobFailed, match="has no samples that can be counted"):
         evaluate.validation_of(type("Job", (), {"validation": lambda _: []})())
     assert evaluate.validation_of(object()) is None
+
+
+def test_ranks_do_not_take_the_notes_of_an_earlier_attempt_for_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Control(tmp_path).stop(signal.SIGUSR1)
+    later = (tmp_path / "stopping").stat().st_mtime_ns + 1
+    for name, value in Control(tmp_path, since_ns=later, own="a-1").variables().items():
+        monkeypatch.setenv(name, value)
+    heard = notes_given()
+    assert heard is not None
+    assert heard.since_ns == later
+    assert not heard.is_over()
+    heard.fail(JobFailed("loss()", found="sour", cure="Mend it."))
+    error = heard.error()
+    assert error is not None
+    assert error.found.startswith("sour")

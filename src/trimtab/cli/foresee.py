@@ -16,12 +16,15 @@ from trimtab.cli.shape import (
     Compile,
     Frozen,
     JobName,
+    Llama,
     Lora,
     NoCache,
     Optimizer,
     Precision,
+    Qwen,
     Recompute,
     Seq,
+    Sequential,
     Set,
     job_options,
 )
@@ -59,6 +62,9 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     no_cache: NoCache = False,
     json: Json = False,
 ) -> None:
@@ -69,7 +75,9 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     """
     from trimtab import api, render
 
-    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
+    options = job_options(
+        job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
+    )
     where = api.cluster(on) if on is not None else api.detect()
     device = api.first_device(where)
     setting = api.make_setting(
@@ -205,6 +213,9 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     keep: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Add the run to a file of cases, for `trimtab exam`.")
     ] = None,
@@ -216,7 +227,9 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
     """
     from trimtab import api, render
 
-    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
+    options = job_options(
+        job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
+    )
     device = api.gpu_here()
     setting = api.make_setting(
         micro_batch=micro_batch,

@@ -360,12 +360,13 @@ def _let_learn(head: nn.Module) -> None:
     head.register_forward_pre_hook(fitted)
 
 
-def read_config(folder: str) -> dict[str, Any]:
+def read_config(folder: str, *, given: str = "") -> dict[str, Any]:
     """The text of FOLDER/config.json, if it is one that can be built without anybody's code."""
-    given = f"job hf:{folder}"
+    cure = "Name a folder with a Hugging Face config.json"
+    cure += "." if given else ", as in hf:./my-model."
+    given = given or f"job hf:{folder}"
     place = Path(folder)
     file = place / "config.json"
-    cure = "Name a folder with a Hugging Face config.json, as in hf:./my-model."
     if not folder or not place.is_dir():
         raise WrongUse(given, found="there is no such folder", cure=cure)
     try:

@@ -16,10 +16,12 @@ from trimtab.spec.hardware import (
     Vendor,
     Versions,
 )
+from trimtab.spec.launch import Launch, LaunchKind
 from trimtab.spec.plan import (
     Candidate,
     Change,
     Comparison,
+    Look,
     Objective,
     Place,
     Plan,
@@ -28,7 +30,8 @@ from trimtab.spec.plan import (
     Rejection,
     WhatIf,
 )
-from trimtab.spec.run import Incident, IncidentKind, Measurement
+from trimtab.spec.queue import Headway, JobView, QueuedJob
+from trimtab.spec.run import Attempt, Check, Incident, IncidentKind, Measurement, Summary
 from trimtab.spec.setting import (
     Allocator,
     Mesh,
@@ -39,18 +42,23 @@ from trimtab.spec.setting import (
     Share,
     Strategy,
 )
+from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
+from trimtab.spec.watch import Advice, Gauge, RunView, Sample
 from trimtab.spec.workload import Workload
 
 __all__ = [
     "KINDS",
     "PARTS",
+    "Advice",
     "Allocator",
+    "Attempt",
     "Band",
     "Calibration",
     "Candidate",
     "Cause",
     "Change",
+    "Check",
     "Cluster",
     "Comparison",
     "Device",
@@ -58,9 +66,15 @@ __all__ = [
     "Estimate",
     "Finding",
     "Footprint",
+    "Gauge",
+    "Headway",
     "Incident",
     "IncidentKind",
+    "JobView",
+    "Launch",
+    "LaunchKind",
     "Link",
+    "Look",
     "Measurement",
     "Mesh",
     "Node",
@@ -70,18 +84,25 @@ __all__ = [
     "Peaks",
     "Place",
     "Plan",
+    "PlannedStage",
     "Policy",
     "Precision",
+    "QueuedJob",
     "Reason",
     "Recompute",
     "Rejection",
+    "RunView",
+    "Sample",
     "Scheduler",
     "Setting",
     "Severity",
     "Share",
     "Slice",
+    "Stage",
+    "StagedPlan",
     "StepTime",
     "Strategy",
+    "Summary",
     "Trace",
     "Vendor",
     "Versions",
