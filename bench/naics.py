@@ -3,9 +3,9 @@
     python bench/naics.py [--small] [--limit SECONDS] [--out FOLDER]
 
 Both compute the same loss from the same weights over the same rows, in one process, one after the other, in
-bf16 autocast with fused AdamW: the naive one as bench/naics_naive.py has it, with every layer recomputed; ours as
-it is, with layers recomputed where that is needed, and with the layers compiled. `--small` tries the program out
-on a CPU. Results: naics.json.
+bf16 autocast with fused AdamW: the naive one as bench/naics_naive.py has it, with every layer recomputed;
+ours as it is, with every layer recomputed, and with the layers compiled. `--small` tries the program out on
+a CPU. Results: naics.json.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Bench:
         lengths = torch.randint(self.job.text // 4, self.job.text + 1, (texts, 1, 1, 1), device=self.device)
         mask = torch.arange(self.job.text, device=self.device) < lengths
         kinds = torch.nn.attention.SDPBackend
-        ways = {
+        ways: dict[str, tuple[Any, Any]] = {
             "masked, torch's choice": (mask, contextlib.nullcontext),
             "masked, cuDNN": (mask, lambda: torch.nn.attention.sdpa_kernel(kinds.CUDNN_ATTENTION)),
             "without a mask, flash": (None, lambda: torch.nn.attention.sdpa_kernel(kinds.FLASH_ATTENTION)),
@@ -158,9 +158,10 @@ class Bench:
                     self.settle()
                     start = time.monotonic()
                     with context():
-                        functional.scaled_dot_product_attention(
+                        seen: Any = functional.scaled_dot_product_attention(
                             query, key, value, attn_mask=given
-                        ).sum().backward()
+                        )
+                        seen.sum().backward()
                     self.settle()
                     times.append(time.monotonic() - start)
                 say(f"attention of {texts} texts, {name}: {1000 * statistics.median(times[2:]):.2f} ms")
@@ -190,8 +191,8 @@ class Bench:
 def compiled_layers() -> Iterator[None]:
     """Every layer of every encoder through one compiled function: they differ in their weights alone."""
     plain = EncoderLayer.forward
-    torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = 64
+    torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 64  # noqa: SLF001 - torch has no other name for it before 2.12
     EncoderLayer.forward = torch.compile(plain, dynamic=False)  # type: ignore[method-assign]
     try:
         yield

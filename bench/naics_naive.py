@@ -1,8 +1,8 @@
 """The step of naics as it is written when nobody thinks of the GPU, to be beaten and to be equal to.
 
-Three calls of every encoder (anchors, positives, negatives), a module of its own for every linear layer and its
-adapter, recomputation of every layer, a loop over experts that picks rows by masks, a loop over anchors. It
-takes the weights of the job's model, so that both compute the same.
+Three calls of every encoder (anchors, positives, negatives), a module of its own for every linear layer and
+its adapter, recomputation of every layer, a loop over experts that picks rows by masks, a loop over anchors.
+It takes the weights of the job's model, so that both compute the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Lora(nn.Module):
             slice(layer * wide_out, (layer + 1) * wide_out),
             slice(layer * rank, (layer + 1) * rank),
         )
-        like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
+        like: dict[str, Any] = {"device": whole.weight.device, "dtype": whole.weight.dtype}
         self.base = nn.Linear(wide_in, wide_out, **like).requires_grad_(False)
         self.a = nn.Linear(wide_in, rank, bias=False, **like)
         self.b = nn.Linear(rank, wide_out, bias=False, **like)
@@ -44,7 +44,7 @@ class Lora(nn.Module):
             self.a.weight.copy_(whole.down[narrow])
             self.b.weight.copy_(whole.up[layer])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:  # noqa: D102
         return self.base(x) + self.b(self.a(self.dropout(x.to(self.a.weight.dtype)))) * self.scale
 
 
@@ -61,7 +61,7 @@ class Layer(nn.Module):
         self.narrow = Lora(ours.narrow, 0, job.dropout)
         self.last_norm = ours.last_norm
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:  # noqa: D102
         query, key, value = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -80,7 +80,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(Layer(one, job) for one in ours.layers)  # type: ignore[arg-type]
         self.recompute = recompute
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:  # noqa: D102
         places = torch.arange(ids.size(1), device=ids.device)
         x = self.norm(self.words(ids) + self.positions(places) + self.kinds(torch.zeros_like(ids)))
         attended = mask[:, None, None, :].bool()
@@ -106,7 +106,7 @@ class Naive(nn.Module):
         self.experts = nn.ModuleList(_expert(ours, number) for number in range(job.experts))
         self.projection, self.hyperbolic = ours.projection, ours.hyperbolic
 
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # noqa: D102
         anchors = len(batch[CHANNELS[0]])
         roles = [
             {channel: ids[:, part].flatten(0, 1).long() for channel, ids in batch.items()}
@@ -144,19 +144,19 @@ class Naive(nn.Module):
                     counted[rows, number] = best[rows, place]
         return self.point(self.hyperbolic(self.projection(mixed))), likely, counted
 
-    def point(self, tangent: torch.Tensor) -> torch.Tensor:
+    def point(self, tangent: torch.Tensor) -> Any:
         """The exponential map at the origin."""
         root = self.job.curvature**0.5
         space = root * (tangent if tangent.dtype == torch.float64 else tangent.float())[:, 1:]
         length = space.norm(dim=-1, keepdim=True).clamp(NEAREST, FURTHEST)
         return torch.cat([length.cosh(), length.sinh() * functional.normalize(space, dim=-1)], dim=-1) / root
 
-    def distance(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def distance(self, one: torch.Tensor, other: torch.Tensor) -> Any:
         """Between two points."""
         product = self.job.curvature * (one[0] * other[0] - (one[1:] * other[1:]).sum())
         return torch.acosh(product.clamp(min=1 + NEAREST)) / self.job.curvature**0.5
 
-    def uneven(self, embedded: list[tuple[torch.Tensor, ...]], anchors: int) -> torch.Tensor:
+    def uneven(self, embedded: Any, anchors: int) -> torch.Tensor:
         """What uneven use of the experts costs, anchor by anchor."""
         losses = []
         for number in range(anchors):

@@ -33,7 +33,7 @@ from trimtab.training.task import Task
 
 HERE = Path(__file__).parent
 PLANS, RESULTS = HERE / "training_plans.json", HERE / "training.json"
-GPT = {"vocab": 50304, "dropout": 0.0, "global_batch": 64, "samples": 100_000, "pieces": 4}
+GPT = {"vocab": 50304, "dropout": 0.0, "global_batch": 64, "samples": 100_000, "pieces": 2}
 WANTED: dict[str, dict[str, Any]] = {
     "compiled": {"options": GPT, "pins": ["micro_batch=64", "compile=true", "recompute=none"]},
     "eager": {"options": GPT, "pins": ["micro_batch=64", "compile=false", "recompute=none"]},

@@ -7,12 +7,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from config_nouns import config_nouns
+from job_nouns import job_nouns
+from launch_nouns import launch_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
 from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
 from trimtab.pace.measure import Order
+from trimtab.pages.story import Profile
 from trimtab.predict.rating import Yardstick
+from trimtab.predict.timeline import Timeline
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
 from trimtab.training.faults import HOME, Fault, FaultKind
@@ -21,6 +25,7 @@ from trimtab.training.ladder import Ladder
 from trimtab.training.meters import Line
 from trimtab.training.order import Order as SampleOrder
 from trimtab.training.precision import LossScale
+from trimtab.training.record import AttemptNote
 from trimtab.training.recovery import Move, Room, Sizes
 from trimtab.training.start import Fleet
 from trimtab.training.store import FileMark, Manifest
@@ -231,6 +236,14 @@ what_ifs = st.builds(
     estimate=maybe(estimates()),
     meets_deadline=maybe(st.booleans()),
 )
+looks = st.builds(
+    spec.Look,
+    setting=settings(),
+    process_bytes=counts,
+    high_bytes=counts,
+    samples_per_s=maybe(seconds),
+    fits=st.booleans(),
+)
 changes = st.builds(spec.Change, what=names, setting=settings(), estimate=estimates())
 places = st.builds(spec.Place, node=counts, node_name=names, device=counts, name=names)
 workloads = st.builds(
@@ -252,6 +265,7 @@ plans = st.builds(
     policy=policies,
     reasons=st.lists(reasons, max_size=1).map(tuple),
     runners_up=st.lists(candidates, max_size=1).map(tuple),
+    looked_at=st.lists(looks, max_size=1).map(tuple),
     rejected=st.lists(rejections, max_size=1).map(tuple),
     comparison=st.lists(comparisons, max_size=1).map(tuple),
     what_if=st.lists(what_ifs, max_size=1).map(tuple),
@@ -426,6 +440,32 @@ ladders = st.builds(
 suspects = st.builds(
     Suspect, module=names, kind=names, phase=st.sampled_from([BATCH, FORWARD, BACKWARD]), order=counts
 )
+attempt_notes = st.builds(
+    AttemptNote,
+    attempt=positive,
+    procs=positive,
+    state=st.sampled_from(["running", "ended"]),
+    at_s=maybe(seconds),
+    steps=maybe(positive),
+    host=names,
+    pid=counts,
+)
+profiles = st.builds(
+    Profile,
+    predicted=st.dictionaries(names, maybe(seconds), max_size=2),
+    measured=st.dictionaries(names, maybe(seconds), max_size=2),
+)
+timelines = st.integers(1, 3).flatmap(
+    lambda many: st.builds(
+        Timeline,
+        moments=st.tuples(*[counts] * many),
+        held=st.tuples(*[st.tuples(*[counts] * many)] * len(spec.PARTS)),
+        total=counts,
+        peak=st.integers(0, many - 1),
+        operation=names,
+        first_gradient=maybe(counts),
+    )
+)
 lines = st.builds(
     Line,
     step=positive,
@@ -439,7 +479,9 @@ lines = st.builds(
     skipped=maybe(names),
     indices=maybe(st.lists(counts, max_size=3).map(tuple)),
 )
-fleets = st.builds(Fleet, procs=positive, nodes=names, rendezvous=names, restarts=counts)
+fleets = st.builds(
+    Fleet, procs=positive, nodes=names, rendezvous=names, restarts=counts, logs=names, address=names
+)
 tasks = st.builds(
     Task,
     job=names,
@@ -484,6 +526,7 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Policy: policies,
     spec.Reason: reasons,
     spec.Candidate: candidates,
+    spec.Look: looks,
     spec.Rejection: rejections,
     spec.Comparison: comparisons,
     spec.Plan: plans,
@@ -515,8 +558,13 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Ladder: ladders,
     Suspect: suspects,
     Line: lines,
+    AttemptNote: attempt_notes,
+    Profile: profiles,
+    Timeline: timelines,
     Fleet: fleets,
     Task: tasks,
     Ending: endings,
     **config_nouns(settings(), estimates()),
+    **job_nouns(incidents),
+    **launch_nouns(plans),
 }

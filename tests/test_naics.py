@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def some_rows(job: Any, count: int = 5) -> dict[str, torch.Tensor]:
+def some_rows(job: Any, count: int = 5) -> Any:
     data = job.dataset()
     return default_collate([data[index] for index in range(0, 7 * count, 7)])
 
@@ -38,7 +38,7 @@ def test_loss_and_gradients_are_those_of_a_naive_step(curvature: float) -> None:
             if name.endswith(".up"):
                 # They start at zero, where an adapter that is left out would not be missed.
                 weight.normal_(std=0.1)
-    naive = Naive(ours)
+    naive: Any = Naive(ours)
     batch = some_rows(job)
     loss, slow = job.loss(ours, batch), naive(batch)
     assert loss.item() == pytest.approx(slow.item(), rel=1e-12)
@@ -88,5 +88,5 @@ def test_padding_changes_nothing() -> None:
 def test_a_step_compiles_as_one_graph() -> None:
     job = trimtab.load("naics:tiny")
     model, batch = job.model(), some_rows(job, 2)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     assert compiled(batch).item() == pytest.approx(model(batch).item(), rel=1e-5)

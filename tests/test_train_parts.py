@@ -286,17 +286,29 @@ def test_torchrun_is_told_what_to_start(tmp_path: Path) -> None:
     alone = start.arguments(start.Fleet(procs=2, restarts=3), tmp_path / "task.json", "id")
     assert alone[:2] == ["--standalone", "--nnodes=1"]
     assert alone[2:4] == ["--nproc-per-node=2", "--max-restarts=3"]
-    assert alone[4:] == ["-m", "trimtab.training.worker", str(tmp_path / "task.json")]
+    assert alone[4:] == [
+        "--monitor-interval=0.5",
+        "-m",
+        "trimtab.training.worker",
+        str(tmp_path / "task.json"),
+    ]
+    logged = start.arguments(start.Fleet(procs=3, logs="runs/a/logs"), tmp_path, "id")
+    # The first rank of a node prints on the terminal.
+    assert logged[5:7] == ["--log-dir=runs/a/logs", "--redirects=1:3,2:3"]
     several = start.arguments(start.Fleet(procs=8, nodes="1:4", rendezvous="head:1"), tmp_path, "id")
     assert several[:4] == ["--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=head:1", "--rdzv-id=id"]
+    placed = start.Fleet(procs=8, nodes="2", rendezvous="head:1", address="10.0.0.2")
+    assert "--local-addr=10.0.0.2" in start.arguments(placed, tmp_path, "id")
 
 
 def test_ranks_get_their_share_of_cores_and_no_other_launchers_variables(tmp_path: Path) -> None:
-    env = start.environment({"RANK": "3", "PATH": "p"}, start.Fleet(procs=4), tmp_path, cores=10)
+    env = start.environment({"RANK": "3", "PATH": "p"}, start.Fleet(procs=4), Control(tmp_path), cores=10)
     assert "RANK" not in env
     assert (env["PATH"], env["OMP_NUM_THREADS"], env[control_module.FOLDER]) == ("p", "2", str(tmp_path))
     assert (
-        start.environment({"OMP_NUM_THREADS": "7"}, start.Fleet(procs=4), tmp_path, 1)["OMP_NUM_THREADS"]
+        start.environment({"OMP_NUM_THREADS": "7"}, start.Fleet(procs=4), Control(tmp_path), 1)[
+            "OMP_NUM_THREADS"
+        ]
         == "7"
     )
 
@@ -376,7 +388,7 @@ def test_a_strategy_gives_way_to_its_kin_where_the_number_does_not_allow_it() ->
     assert [resize.divided(branch, many, branches=2)[0].strategy for many in (1, 2, 3, 4)] == [
         Strategy.SINGLE,
         Strategy.BRANCH,
-        Strategy.FSDP,
+        Strategy.HYBRID,
         Strategy.HYBRID,
     ]
 

@@ -11,20 +11,28 @@ if TYPE_CHECKING:
     from trimtab.catalog.words import Word
     from trimtab.configs.applying import Proposal
     from trimtab.configs.files import Prepared, Written
+    from trimtab.configs.knobs import Wired
     from trimtab.configs.showing import Display
+    from trimtab.diagnosis.judge import Diagnosis
     from trimtab.errors import TrimtabError
     from trimtab.exams.sit import Marks
+    from trimtab.pages.story import Story
     from trimtab.planner.foresight import Foresight, Memo
     from trimtab.predict.memory import Memory
+    from trimtab.predict.timeline import Timeline
     from trimtab.predict.traces import Family
     from trimtab.spec import (
         Calibration,
         Cluster,
         Device,
         Estimate,
+        JobView,
+        Launch,
         Plan,
         Policy,
         Setting,
+        Stage,
+        StagedPlan,
         Trace,
         Workload,
     )
@@ -45,8 +53,15 @@ VERBS = (
     "show",
     "revert",
     "train",
+    "launch",
+    "jobs",
+    "cancel",
+    "doctor",
+    "report",
 )
 """What works today."""
+FUNCTIONS = {"jobs": "list_jobs"}
+"""Verbs whose function has another name, since a room of the package has theirs."""
 
 
 def detect() -> Cluster:
@@ -86,14 +101,32 @@ def cluster(on: str | Path | None = None) -> Cluster:
 
 
 def explain(word: str) -> Word:
-    """A knob, strategy or term in plain English.
+    """A knob, strategy or term in plain English, or a kind of what `trimtab doctor` finds.
 
     >>> explain("oom").name
     'out-of-memory'
     """
     from trimtab.catalog.words import word as look_up
+    from trimtab.diagnosis.words import kind_words
 
-    return look_up(word, VERBS)
+    return look_up(word, VERBS, more=kind_words())
+
+
+def doctor(*logs: str | Path, say: Callable[[str], None] = lambda _: None) -> Diagnosis:
+    """What made a run fail, from its logs, folders and records; without any, what is wrong with this machine.
+
+    >>> trimtab.doctor("slurm-4711.out").findings[0].kind  # doctest: +SKIP
+    'out-of-memory'
+    """
+    if logs:
+        from os import fspath
+
+        from trimtab.diagnosis.diagnose import diagnose
+
+        return diagnose([fspath(one) for one in logs], say)
+    from trimtab.diagnosis.machine import examine
+
+    return examine()
 
 
 def load(name: str, **options: Any) -> Any:
@@ -849,6 +882,65 @@ class _Seer:
         )
 
 
+def turn_knobs(  # noqa: PLR0913 - what knobs may meet
+    job: Any,
+    given: dict[str, Any] | Sequence[str] = (),
+    *,
+    config: str | Path | None = None,
+    where: Cluster | None = None,
+    ranks: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    pins: Sequence[str] = (),
+) -> Wired:
+    """What knobs such as batch_size set here, with those of a config file; `given` counts before the file.
+
+    `ranks` is how many processes will train, where that is settled; else as many as there are GPUs. What is
+    also in `options` or `pins` is refused, so that nothing is said twice.
+    """
+    from trimtab.configs import knobs
+    from trimtab.configs.applying import aim
+    from trimtab.configs.documents import read
+    from trimtab.errors import WrongUse
+    from trimtab.jobs.load import load as find
+    from trimtab.jobs.load import name_of
+    from trimtab.planner.pins import read as read_pins
+
+    asked: dict[str, Any] = {}
+    if config is not None:
+        place = aim(str(config))
+        asked |= knobs.read(read(place.file), str(config), place.below)
+    asked |= given if isinstance(given, dict) else knobs.split(tuple(given))
+    if not asked:
+        return knobs.Wired()
+    fixed, chosen = read_pins(pins), dict(options or {})
+    devices = () if where is None else where.devices
+    found = knobs.wire(
+        asked,
+        ranks=int(fixed.get("gpus") or ranks or len(devices) or 1),
+        bf16=all(one.bf16 is not False for one in devices),
+        joint="global_batch" not in chosen,
+    )
+    for key in (*found.options, *found.pins):
+        if key in (chosen if key in found.options else fixed):
+            flag = "--set" if key in found.options else "--pin"
+            raise WrongUse(
+                f"knob {found.by[key]}", found=f"{flag} {key} is given too", cure="Leave one of them out."
+            )
+    name, changed = name_of(job)
+    subject = find(name, changed | chosen)
+    kept = {}
+    for key, value in found.options.items():
+        if hasattr(subject, key):
+            kept[key] = value
+        elif key not in found.spare:
+            raise WrongUse(
+                f"knob {found.by[key]}",
+                found=f"it sets the option {key!r}, which the job {name} does not have",
+                cure="Leave it out, or give the job such an attribute.",
+            )
+    return found.replace(options=kept)
+
+
 def train(job: Any, plan: Plan | Path | str | None = None, **asked: Any) -> Ending:
     """Train a job, elastically: by a plan, or by one that is made here for this machine.
 
@@ -898,7 +990,7 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     from trimtab.jobs.load import name_of
     from trimtab.training import start, task
     from trimtab.training.faults import read as read_faults
-    from trimtab.training.world import ALONE
+    from trimtab.training.world import ALONE, SRUN, World
     from trimtab.training.world import read as read_world
     from trimtab.units import parse_whole
 
@@ -906,13 +998,16 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     overrides = changed | (options or {})
     here = detect()
     world = read_world(os.environ, len(here.devices))
+    places, meeting = start.read_nodes(nodes, rendezvous)
+    if world.launcher == SRUN and meeting:
+        # srun has started one of us a node, and torchrun will start the ranks of it.
+        world = World()
     if world.launcher != ALONE and procs is not None:
         raise WrongUse(
             f"--procs {procs}",
             found=f"this process is rank {world.rank} of {world.size} already (started {world.launcher})",
             cure="Leave --procs out, or start `trimtab train` without the launcher.",
         )
-    places, meeting = start.read_nodes(nodes, rendezvous)
     schedule = read_faults(faults) if faults is not None else ()
     task.check(
         procs=procs,
@@ -929,10 +1024,11 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     chosen = None
     if world.is_main:
         # One rank plans; the others learn it from that one.
-        ranks = procs if world.launcher == ALONE else world.size
+        most_nodes = start.node_range(places)[1]
+        ranks = world.size if world.launcher != ALONE else procs and procs * most_nodes
         told = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
         together = told or min(world.size, len(here.devices) or world.size)
-        per_node = None if world.launcher == ALONE else together
+        per_node = together if world.launcher != ALONE else procs if meeting else None
         question = (name, loaded, overrides, here)
         chosen = plan_to_train(question, plan, ranks, pins, per_node=per_node, say=say)
     asked = task.Task(
@@ -951,7 +1047,7 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
         faults_due=tuple(schedule),
         timeout_min=timeout_min,
     )
-    count = procs or (1 if chosen is None else chosen.choice.gpus)
+    count = procs or (1 if chosen is None else -(-chosen.choice.gpus // start.node_range(places)[1]))
     if world.launcher != ALONE or (count == 1 and not meeting):
         return asked, None
     many = start.RESTARTS if restarts is None else restarts
@@ -995,6 +1091,7 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
     from pathlib import Path
 
     from trimtab.errors import WrongUse
+    from trimtab.planner.stale import read
     from trimtab.spec import Plan
     from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan, several_nodes
@@ -1008,7 +1105,11 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
                 found="the plan has made its choices",
                 cure="Pin them where it is made: trimtab plan JOB --pin KEY=VALUE --out FILE.",
             )
-        found = given if isinstance(given, Plan) else read_plan(Path(given), job=name, on=here)
+        found = given if isinstance(given, Plan) else read(Path(given))
+        if not isinstance(given, Plan):
+            # Of other nodes no more is known than that they are like this one.
+            planned_nodes = len({one.node for one in found.places}) if per_node is not None else 1
+            found = _still_true(found, str(given), job=name, on=several_nodes(here, planned_nodes))
         if ranks is not None and per_node is None and ranks != found.choice.gpus:
             raise WrongUse(
                 f"--procs {ranks} with a plan for {found.choice.gpus} processes",
@@ -1027,3 +1128,402 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
         )
     fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})
     return plan(name, several_nodes(here, nodes), pins=fixed, options=overrides, say=say)
+
+
+def report(
+    place: Path | str,
+    out: Path | str,
+    *,
+    figures: Path | str | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Write one self-contained page about a plan's file, a run's folder or a profile; `figures` is a folder.
+
+    trimtab.report("plan.json", "plan.html")["file"]
+    trimtab.report("runs/slm", "slm.html", figures="figures")["missing"]
+    """
+    from pathlib import Path
+
+    from trimtab.pages.writing import write
+
+    folder = None if figures is None else Path(figures)
+    return write(Path(place), Path(out), figures=folder, complete=_with_timeline, say=say)
+
+
+def _with_timeline(story: Story) -> Story:
+    """The story with the memory of a step, where a trace of the plan's setting is at hand."""
+    from dataclasses import replace
+
+    found = story.plan
+    if found is None or not found.estimate.process_bytes:
+        return story
+    line, words = step_of(found)
+    if line is None:
+        return replace(story, missing=(*story.missing, f"memory through a step: {words}"))
+    return replace(story, timeline=line, timeline_of=words)
+
+
+def step_of(found: Plan) -> tuple[Timeline | None, str]:
+    """What a step of a plan holds at every moment, from traces that are kept; and a word on them, or why not.
+
+    Nothing is traced for it, and no code of the job's is run.
+    """
+    from trimtab.errors import TrimtabError
+    from trimtab.planner.foresight import plain_device, traced_as
+    from trimtab.predict.derive import derived, simpler
+    from trimtab.predict.timeline import timeline
+    from trimtab.predict.traces import kept
+
+    again = f"`trimtab plan {found.job}` for the same devices traces it again"
+    asked = traced_as(found.choice)
+    try:
+        device = plain_device(devices_of(found).devices[0])
+        parts = [
+            kept(make_request(found.job, one, device, options=found.options, clip=None))
+            for one in simpler(asked)
+        ]
+    except TrimtabError as error:
+        return None, f"its devices are not known here ({error.found})"
+    held = [one for one in parts if one is not None]
+    trace = derived(asked, held) if held and len(held) == len(parts) else None
+    line = None if trace is None else timeline(trace)
+    if line is None:
+        return None, f"no trace of the setting is kept on this machine; {again}"
+    words = [f"One micro-batch of {found.choice.micro_batch}"]
+    words += ["without compiling, which may need less"] if found.choice.compile else []
+    words += [f"of {found.choice.accumulation} a step"] if found.choice.accumulation > 1 else []
+    return line, f"{', '.join(words)}."
+
+
+def stages_of(
+    job: Any, files: str | Path | None = None, options: dict[str, Any] | None = None
+) -> tuple[str, dict[str, Any], tuple[Stage, ...]]:
+    """The name of a job, what was changed on it, and its stages: its own, or those of a folder."""
+    from trimtab.errors import WrongUse
+    from trimtab.jobs.load import load as find
+    from trimtab.jobs.load import name_of
+
+    name, changed = name_of(job)
+    folder = {} if files is None else {"stage_files": str(files)}
+    overrides = changed | (options or {}) | folder
+    loaded = find(name, overrides)
+    own = getattr(loaded, "stages", None)
+    if not callable(own):
+        raise WrongUse(
+            f"--stages for job {name}",
+            found="it has no stages()",
+            cure="Leave --stages out, or give the job stages(): a list of trimtab.Stage.",
+        )
+    return name, overrides, tuple(own())
+
+
+def plan_stages(
+    job: Any,
+    on: str | Cluster | None = None,
+    *,
+    files: str | Path | None = None,
+    options: dict[str, Any] | None = None,
+    **asked: Any,
+) -> StagedPlan:
+    """A plan for every stage of a job: each with the fastest cut of one global batch.
+
+    trimtab.plan_stages("naics", "H200").stages[0].plan.choice.micro_batch
+
+    `files` is a folder of stages, `asked` what `plan` takes. What a stage changes without a step feeling it
+    (rates, which samples) costs no tracing.
+    """
+    from trimtab.jobs.load import load as find
+    from trimtab.spec import PlannedStage, StagedPlan
+    from trimtab.trace.summary import described
+
+    name, overrides, stages = stages_of(job, files, options)
+    say = asked.get("say") or (lambda _: None)
+    where = on if on is not None and not isinstance(on, str) else cluster(on)
+    found = []
+    for stage in stages:
+        say(f"stage {stage.name}")
+        whole = overrides | stage.options
+        loaded = find(name, whole)
+        unfelt = getattr(loaded, "unfelt", ())
+        horizon = described(loaded, name)
+        felt = {key: value for key, value in whole.items() if key not in unfelt}
+        given = {
+            "global_batch": asked.get("global_batch") or horizon.global_batch,
+            "samples": asked.get("samples") or horizon.samples,
+            "epochs": asked.get("epochs") or stage.epochs or horizon.epochs,
+        }
+        one = plan(name, where, options=felt, **{**asked, **given})
+        found.append(PlannedStage(stage=stage, plan=one.replace(options=whole)))
+    return StagedPlan(job=name, stages=tuple(found))
+
+
+def train_stages(  # noqa: PLR0913 - a training, and how it is cut
+    job: Any,
+    plan: StagedPlan | Path | str | None = None,
+    *,
+    files: str | Path | None = None,
+    options: dict[str, Any] | None = None,
+    out: Path | str | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    pins: Mapping[str, Any] | Iterable[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+    **asked: Any,
+) -> Ending:
+    """Train the stages of a job one after the other, each with the weights of the one before.
+
+    trimtab.train_stages("naics:tiny", out="runs/curriculum", steps=20)
+
+    Each has a folder in `out` and takes `steps` steps, or its epochs; the same call resumes wherever the last
+    one ended. `asked` is what `prepare_training` takes.
+    """
+    import os
+    from pathlib import Path
+
+    from trimtab.errors import WrongUse
+    from trimtab.spec import StagedPlan
+    from trimtab.training import chain, task
+    from trimtab.training.world import ALONE
+    from trimtab.training.world import read as read_world
+
+    name, overrides, stages = stages_of(job, files, options)
+    here = detect()
+    launcher = read_world(os.environ, len(here.devices)).launcher
+    if launcher != ALONE:
+        raise WrongUse(
+            "--stages in a process that was started by a launcher",
+            found=f"each stage starts its own, and this one is a rank already (started {launcher})",
+            cure="Start `trimtab train JOB --stages ...` by itself, with --procs for several processes.",
+        )
+    if isinstance(plan, str | Path):
+        plan = StagedPlan.from_json(Path(plan).read_bytes(), origin=str(plan))
+    if plan is None and here.devices:
+        procs = asked.get("procs")
+        fixed = make_policy(0.9, None, "speed", None, pins).pins | ({} if procs is None else {"gpus": procs})
+        plan, pins = plan_stages(job, here, files=files, options=options, pins=fixed, say=say), ()
+    planned = _plans_of(plan, stages)
+
+    def train_one(stage: Stage, place: Path, before: Path | None) -> Ending:
+        whole = overrides | stage.options
+        told = {"options": whole, "out": place, "steps": steps, "seed": seed, "pins": pins, "say": say}
+        ready, fleet = prepare_training(name, planned.get(stage.name), **{**asked, **told})
+        return run_training(ready.replace(begin_from="" if before is None else str(before)), fleet)
+
+    identity = chain.Chain(job=name, options=overrides, stages=stages, steps=steps, seed=seed)
+    return chain.run(identity, task.place(out, name), train_one, _told)
+
+
+def _told(text: str) -> None:
+    import sys
+
+    sys.stderr.write(f"trimtab: {text}\n")
+
+
+def _plans_of(plan: StagedPlan | None, stages: Sequence[Stage]) -> dict[str, Plan]:
+    """The plan of each stage by its name; refused where they are not the stages that were planned."""
+    from trimtab.errors import WrongUse
+
+    if plan is None:
+        return {}
+    if tuple(one.stage for one in plan.stages) != tuple(stages):
+        raise WrongUse(
+            "--plan with --stages",
+            found="the plan is for other stages: " + ", ".join(one.stage.name for one in plan.stages),
+            cure="Plan again: trimtab plan JOB --stages ... --out FILE.",
+        )
+    return {one.stage.name: one.plan for one in plan.stages}
+
+
+def launch(plan_or_job: Any, **asked: Any) -> Launch | tuple[Launch, ...]:
+    """What would be run for a plan: a command, a batch script, a manifest; with `yes` it is run.
+
+    trimtab.launch("plan.json").command
+    trimtab.launch("plan.json", kind="slurm", partition="gpu", yes=True).job_id
+    trimtab.launch("slm", on="4xH100", kind="slurm", compare=[1, 2, 4])[0].script
+
+    `asked` is what `prepare_launch` takes. With `compare` there is one for each number of GPUs.
+    """
+    yes = asked.pop("yes", False)
+    found = prepare_launch(plan_or_job, **asked)
+    if yes:
+        found = tuple(start_launch(one) for one in found)
+    return found if asked.get("compare") else found[0]
+
+
+def start_launch(one: Launch) -> Launch:
+    """Submit a launch, or run it here to its end."""
+    import os
+
+    from trimtab.launching import doing
+
+    doing.check_runs(one)
+    return doing.submit(one) if one.script is not None else doing.run(one, os.environ)
+
+
+def prepare_launch(  # noqa: PLR0913 - each is an option of the command
+    plan_or_job: Any,
+    *,
+    kind: str = "torchrun",
+    on: str | Cluster | None = None,
+    nodes: str | None = None,
+    procs: int | None = None,
+    rendezvous: str | None = None,
+    restarts: int | None = None,
+    out: Path | str | None = None,
+    steps: int | None = None,
+    time: str | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+    qos: str | None = None,
+    image: str | None = None,
+    script: str | None = None,
+    compare: Iterable[int] = (),
+    pins: Mapping[str, Any] | Iterable[str] = (),
+    extra: Sequence[str] = (),
+    options: dict[str, Any] | None = None,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Launch, ...]:
+    """What would be run, as text; nothing is written or started.
+
+    `procs` are processes on each node, for a job on CPUs; `nodes` 2, or 1:2 for a run that goes on with what
+    is left; `extra` are further words for `trimtab train`, or for `script` where accelerate or deepspeed run
+    one; the rest is as in trimtab.toml, and wins over it.
+    """
+    import os
+    import sys
+    from pathlib import Path
+
+    from trimtab.launching import doing, habits, orders
+    from trimtab.spec import LaunchKind
+
+    wanted = LaunchKind(kind)
+    named = {"partition": partition, "account": account, "qos": qos, "time": time}
+    orders.refuse_unheard(wanted, {**named, "rendezvous": rendezvous, "image": image, "script": script})
+    told = habits.read(Path.cwd())
+    given = {"partition": partition, "account": account, "qos": qos, "image": image}
+    told = told.replace(**{name: value for name, value in given.items() if value is not None})
+    order = orders.Order(
+        kind=wanted,
+        nodes=nodes,
+        rendezvous=rendezvous,
+        restarts=restarts,
+        out=None if out is None else str(out),
+        steps=steps,
+        time=time,
+        script=script,
+        extra=tuple(extra),
+        folder=str(Path.cwd()),
+        python=sys.executable,
+        compares=bool(tuple(compare)),
+    )
+    site, silence = doing.slurm_site() if wanted is LaunchKind.SLURM else (None, "")
+    question = (options or {}, pins, tuple(compare), cache, say)
+    plans = plans_to_launch(plan_or_job, on, procs, start_nodes(nodes), question)
+    cores = detect().cpu_cores if wanted is LaunchKind.TORCHRUN else None
+    return tuple(
+        orders.ordered(order, found, file, told, site=site, silence=silence, cores=cores, here=os.environ)
+        for found, file in plans
+    )
+
+
+def plans_to_launch(
+    plan_or_job: Any,
+    on: str | Cluster | None,
+    procs: int | None,
+    nodes: int,
+    question: tuple[dict[str, Any], Any, tuple[int, ...], bool, Callable[[str], None]],
+) -> list[tuple[Plan, str | None]]:
+    """The plans to launch, each with its file where it has one.
+
+    The question holds what else a plan is made of: options, pins, numbers of GPUs to compare, whether traces
+    are cached, and who is told.
+    """
+    from pathlib import Path
+
+    from trimtab.errors import WrongUse
+    from trimtab.jobs.load import name_of
+    from trimtab.spec import Plan
+    from trimtab.trace.summary import described
+    from trimtab.training.resize import cpu_plan
+
+    options, pins, counts, cache, say = question
+    fixed = make_policy(0.9, None, "speed", None, pins).pins
+    file, found = None, plan_or_job if isinstance(plan_or_job, Plan) else None
+    if isinstance(plan_or_job, str | Path) and _is_plan_file(str(plan_or_job)):
+        file = str(plan_or_job)
+        found, _ = plan_from(file)
+    if found is not None:
+        if fixed or options or on is not None or procs is not None:
+            raise WrongUse(
+                "--pin, --set, --on or --procs with a plan",
+                found="the plan has made its choices",
+                cure="Give them where it is made: trimtab plan JOB --on DEVICES --pin KEY=VALUE --out FILE.",
+            )
+        where: Any = devices_of(found)
+        if not counts:
+            return [(found, file)]
+        name, overrides = found.job, found.options
+    else:
+        name, changed = name_of(plan_or_job)
+        overrides, where = changed | options, cluster(on) if isinstance(on, str) else on or detect()
+    if not where.devices:
+        if counts:
+            raise WrongUse(
+                f"--compare {','.join(map(str, counts))}",
+                found="there is no GPU here to compare numbers of",
+                cure="Say for which devices: --on 4xA100-40GB.",
+            )
+        loaded = load(name, **overrides)
+        return [(cpu_plan(name, described(loaded, name), (procs or 1) * nodes, fixed, overrides), None)]
+    if procs is not None:
+        fixed = fixed | {"gpus": procs * nodes}
+    pinned = [fixed | {"gpus": one} for one in counts] or [fixed]
+    return [(plan(name, where, pins=one, options=overrides, cache=cache, say=say), None) for one in pinned]
+
+
+def start_nodes(nodes: str | None) -> int:
+    """The most nodes of MIN:MAX."""
+    from trimtab.training.start import node_range
+
+    return 1 if nodes is None else node_range(nodes)[1]
+
+
+def _is_plan_file(name: str) -> bool:
+    """Whether a word names a plan rather than a job; a job's file is Python and has a name behind it."""
+    from pathlib import Path
+
+    return name.endswith(".json") or (Path(name).is_file() and not name.endswith(".py"))
+
+
+def list_jobs(*places: Path | str, tail: int = 5) -> list[JobView]:
+    """Our jobs: in Slurm's queue, in the folders of runs (those in ./runs, unless told), on this machine.
+
+    >>> [job.state for job in trimtab.list_jobs()]  # doctest: +SKIP
+    ['running', 'pending']
+    """
+    found, silences = find_jobs(*places, tail=tail)
+    if silences and not found:
+        raise silences[0]
+    return found
+
+
+def find_jobs(*places: Path | str, tail: int = 5) -> tuple[list[JobView], list[TrimtabError]]:
+    """Our jobs, and why others could not be asked after."""
+    from pathlib import Path
+
+    from trimtab.launching.jobs import desk, listed
+
+    return listed(desk(), [Path(one) for one in places], lines=tail)
+
+
+def cancel(job_id: str | int, *, force: bool = False) -> JobView:
+    """End a job, by its number, its id or its run's folder; what it was.
+
+    >>> trimtab.cancel(4711).state  # doctest: +SKIP
+    'running'
+    """
+    from trimtab.launching.jobs import cancel as end
+    from trimtab.launching.jobs import desk
+
+    return end(str(job_id), desk(), force=force)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimtab.errors import WrongUse
 from trimtab.jobs.load import FOLDER
 
+if TYPE_CHECKING:
+    from trimtab.configs.knobs import Wired
+    from trimtab.spec import Cluster
+
+FLAGS = {"evaluate_steps": "evaluate-every", "checkpoint_steps": "checkpoint-every"}
+"""Arguments of training whose flag has another name."""
 JobName = Annotated[
     str,
     typer.Argument(
@@ -44,6 +50,25 @@ Lora = Annotated[
         help="hf, bridge: LoRA of this rank beside every linear layer but the head's; all else is frozen.",
     ),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE_OR_FOLDER",
+        help="slm, hf: text to train on; default: the sources of Python's standard library.",
+    ),
+]
+Turned = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--knob",
+        metavar="NAME=VALUE",
+        help="A knob as other trainers call it: batch_size=12, max_length=1024. Can be repeated.",
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(metavar="FILE[:PATH]", help="A config with such knobs: config.py:slm_config."),
+]
 Frozen = Annotated[bool, typer.Option("--frozen", help="hf: freeze the model except its head.")]
 Llama = Annotated[
     Path | None,
@@ -66,9 +91,27 @@ SHAPED = {
     "sequential": ("sequential", ("bridge",)),
 }
 """For each flag, the attribute that it sets, and the jobs that have one."""
+Stages = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Every stage of the job's curriculum: those of a folder, or `default` for its own.",
+    ),
+]
 
 
-def job_options(job: str, given: list[str] | None, **flags: Any) -> dict[str, Any]:
+def stage_folder(given: str) -> str | None:
+    """Where the stages are; None where they are the job's own.
+
+    >>> stage_folder("default"), stage_folder("conf")
+    (None, 'conf')
+    """
+    return None if given == "default" else given
+
+
+def job_options(
+    job: str, given: list[str] | None, *, data: str | None = None, **flags: Any
+) -> dict[str, Any]:
     """What the command line sets on a job, by name.
 
     >>> job_options("slm", ["layers=24"])
@@ -101,4 +144,43 @@ def job_options(job: str, given: list[str] | None, **flags: Any) -> dict[str, An
             raise WrongUse(text, found=f"--set {name} is given too", cure="Give one of them.")
         # A run may be started from another folder than the one where it was planned.
         found[name] = str(chosen.absolute()) if isinstance(chosen, Path) else chosen
+    if data is not None:
+        if "data" in found:
+            raise WrongUse(f"--data {data}", found="--set data is given too", cure="Give one of them.")
+        # So that a run is the same one from wherever it is resumed.
+        found["data"] = str(Path(data).expanduser().absolute()) if data else ""
     return found
+
+
+def turned(  # noqa: PLR0913 - what knobs may meet
+    job: str,
+    knobs: list[str] | None,
+    config: str | None,
+    *,
+    options: dict[str, Any],
+    pins: list[str],
+    flags: dict[str, Any],
+    where: Cluster | None,
+    ranks: int | None = None,
+) -> Wired:
+    """What --knob and --config set, with what other flags have set already; says on stderr what it meant."""
+    import sys
+
+    from trimtab import api
+
+    asked: dict[str, Any] = {"options": options, "pins": pins, "where": where, "ranks": ranks}
+    found = api.turn_knobs(job, knobs or [], config=config, **asked)
+    for name, value in found.train.items():
+        if flags.get(name) is not None:
+            flag = FLAGS.get(name, name)
+            raise WrongUse(
+                f"knob {found.by[name]}", found=f"--{flag} {flags[name]} is given too", cure="Leave one out."
+            )
+        flags[name] = value
+    for line in found.said:
+        sys.stderr.write(f"trimtab: {line}\n")
+    return found.replace(
+        options=options | found.options,
+        train=flags,
+        pins={one.partition("=")[0].strip(): one.partition("=")[2].strip() for one in pins} | found.pins,
+    )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trimtab.configs.showing import Display, Shown
     from trimtab.configs.stages import StagePlan
     from trimtab.configs.targets import Target
+    from trimtab.spec import Launch
 
 _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
@@ -131,3 +132,28 @@ def _share(part: int | None, whole: int | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return format_duration(value) if value else "-"
+
+
+def launch_text(one: Launch, *, several: bool) -> str:
+    """What a launch would run, as a shell would take it: the script, or the command with its variables."""
+    from trimtab.launching.quoting import assignment, comment, shell_line
+
+    head = f"{comment(one.script_file or '')}\n" if several else ""
+    if one.script is not None:
+        return head + one.script
+    sets = [f"{assignment(name, value)} \\\n" for name, value in one.environment.items()]
+    return head + "".join(sets) + shell_line(one.command) + "\n"
+
+
+def launch_notes(found: Sequence[Launch]) -> list[RenderableType]:
+    """What there is to say about launches, beside their text."""
+    from trimtab.launching.quoting import shell_line
+
+    lines: dict[str, None] = {}
+    for one in found:
+        if one.script is None:
+            lines |= {f"{name}: {why}": None for name, why in one.why.items()}
+        if one.starts:
+            lines[f"which starts: {shell_line(one.starts).replace(chr(92) + chr(10), '')}"] = None
+        lines |= dict.fromkeys(one.notes)
+    return notes(list(lines))

@@ -139,7 +139,6 @@ class _SummedLoss(torch.autograd.Function):
         total = torch.zeros((), device=rows.device, dtype=wide)
         weight_gradient = torch.zeros_like(weight, dtype=wide) if for_weight else None
         row_gradients = []
-        names = torch.arange(weight.size(0), device=weight.device)
         lessons: Any = (None,) * pieces
         if taught is not None and taught_shares is not None:
             lessons = zip(taught.chunk(pieces), taught_shares.chunk(pieces), strict=True)
@@ -150,7 +149,8 @@ class _SummedLoss(torch.autograd.Function):
             with torch.autocast(rows.device.type, enabled=False):
                 logits = narrow @ table.t()
                 norm = logits.to(wide).logsumexp(-1)
-                score = logits.gather(1, right.clamp(min=0)[:, None]).squeeze(1).to(wide)
+                places = right.clamp(min=0)[:, None]
+                score = logits.gather(1, places).squeeze(1).to(wide)
                 total = total + ((norm - score) * counts).sum()
                 more = None
                 if lesson is not None:
@@ -158,9 +158,14 @@ class _SummedLoss(torch.autograd.Function):
                     total = total + far
                 if not (for_rows or for_weight):
                     continue
-                chance = (logits.to(wide) - norm[:, None]).exp()
-                slope = (chance - (names[None, :] == right[:, None]).to(wide)) * counts[:, None]
-                slope = (slope if more is None else slope + more).to(half)
+                # The share goes into the exponent, and the token that is right gets its own slope after: one
+                # exponential an element is all that is worked out for the others.
+                slope = (logits.to(wide) - (norm - counts.to(wide).log())[:, None]).exp()
+                at_right = ((score - norm).exp() - 1) * counts
+                if more is not None:
+                    slope, at_right = slope + more, at_right + more.gather(1, places).squeeze(1)
+                slope = slope.to(half)
+                slope.scatter_(1, places, at_right.to(half)[:, None])
                 if for_rows:
                     row_gradients.append(slope @ table)
                 if weight_gradient is not None:

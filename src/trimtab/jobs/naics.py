@@ -8,19 +8,25 @@ set against which in naics_pairs.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from trimtab.errors import WrongUse
-from trimtab.jobs import naics_pairs
+from trimtab.jobs import naics_pairs, naics_stages
 from trimtab.jobs.job import Job
 from trimtab.jobs.naics_codes import RESERVED, codes, tokens
 from trimtab.jobs.naics_model import CHANNELS, NaicsModel, lorentz_distance, on_hyperboloid
 
+if TYPE_CHECKING:
+    from trimtab.spec.stage import Stage
+
 __all__ = ["Naics", "NaicsModel", "lorentz_distance", "on_hyperboloid"]
+
+OF_STAGES = ("pairs", "positives", "negatives", "epochs", "rate")
+"""What differs from stage to stage; all else that files say is said once, of the whole training."""
 
 
 class Naics(Job):
@@ -33,8 +39,8 @@ class Naics(Job):
     epochs = 5
     codes = 2125
     positives = 32
-    """Rows that an anchor has in an epoch, each with another positive while there are others: one positive goes
-    through the model with an anchor."""
+    """Rows that an anchor has in an epoch, each with another positive while there are others: one positive
+    goes through the model with an anchor."""
     negatives = 24
     """Negatives of a row, all of which go through the model."""
     pairs: ClassVar[dict[str, Any]] = {}
@@ -61,10 +67,28 @@ class Naics(Job):
     curvature = 1.0
     balance = 0.01
     rate = 2e-4
+    warmup = 500
+    """Steps in which the rate rises to its value."""
     decay = 0.01
     clip = 1.0
     pace = 1.0
     """Times every rate: a small model takes larger steps."""
+    stage_files = ""
+    """A folder with a curriculum of the user's own; empty: the one that ships."""
+    stage = ""
+    """The stage to be in: it sets positives, negatives, pairs, rate and epochs that are not given."""
+    unfelt: ClassVar[tuple[str, ...]] = (
+        "pairs",
+        "positives",
+        "samples",
+        "epochs",
+        "rate",
+        "warmup",
+        "pace",
+        "stage",
+        "stage_files",
+    )
+    """Options that change neither the memory nor the time of a step."""
     tiny: ClassVar[dict[str, Any]] = {
         "global_batch": 16,
         "samples": 320,
@@ -86,7 +110,32 @@ class Naics(Job):
         "dropout": 0.0,
         "expert_width": 64,
         "pace": 15.0,
+        "warmup": 0,
     }
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The curriculum: parts of the training, one after the other."""
+        found = naics_stages.stages(self.stage_files)
+        return tuple(self._fitted(one) for one in found)
+
+    def _fitted(self, stage: Stage) -> Stage:
+        """A stage as what it changes of this job; a small one keeps its sizes."""
+        small = self.name.endswith(":tiny")
+        kept = {
+            key: value
+            for key, value in stage.options.items()
+            if getattr(self, key) != value and (not small or key in OF_STAGES)
+        }
+        return stage.replace(options=kept)
+
+    def settle(self, given: frozenset[str]) -> None:
+        """A stage stands for what it sets."""
+        if self.stage and "stage" in given:
+            chosen = naics_stages.stage(self.stage, self.stages())
+            for name, value in chosen.options.items():
+                if name not in given:
+                    setattr(self, name, value)
+        self._check()
 
     def model(self) -> NaicsModel:
         """The whole, with frozen encoders."""
@@ -119,6 +168,11 @@ class Naics(Job):
         """AdamW."""
         return torch.optim.AdamW(params, lr=self.rate * self.pace, weight_decay=self.decay)
 
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The rate rises in a straight line, and stays."""
+        warmup = max(1, self.warmup)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+
     def dataset(self) -> Rows:
         """The codes that ship, as rows of an anchor, a positive and negatives."""
         self._check()
@@ -129,7 +183,7 @@ class Naics(Job):
         if self.negatives < 1:
             raise WrongUse(
                 f"n_negatives of {self.negatives}",
-                found="an anchor is told from its negatives: without one the loss is zero, and nothing is learnt",
+                found="an anchor is told from its negatives: without one the loss is zero, always",
                 cure="Give negatives=1 or more.",
             )
         if self.positives < 1:

@@ -81,23 +81,29 @@ SECTORS = (
     ("hotel", "restaurant", "museum", "sport", "theatre", "laundry", "repair", "association"),
 )
 """A theme a sector; those beyond the twentieth take them again with words of their own."""
-STEMS = tuple(
+
+
+def _words(page: str) -> tuple[str, ...]:
+    return tuple(page.split())
+
+
+STEMS = _words(
     "alder amber anchor apron arch barrel basin beacon bell birch blade bolt brass brick bridge buckle cable "
     "candle canvas cedar chain chalk clay cloth cobalt coil copper cork cotton crane crystal dome drum elm "
-    "enamel fabric fern fibre filter flax flint foam frame gauge gear glass granite hemp hinge hull iron ivory "
-    "jade kiln lace lamp lantern latch lens lever lime linen loom maple marble mesh mica mill mirror mortar "
-    "needle nickel oak oil opal panel paste pearl pewter pine pipe pivot plaster pottery quartz quill rack reed "
-    "ribbon rivet rope saddle salt sand satin scale shaft shell silk silver slate socket spindle spring "
-    "stone tar thread tile timber tin tub tube twine valve varnish velvet wax wheel wicker willow zinc".split()
+    "enamel fabric fern fibre filter flax flint foam frame gauge gear glass granite hemp hinge hull iron "
+    "ivory jade kiln lace lamp lantern latch lens lever lime linen loom maple marble mesh mica mill mirror "
+    "mortar needle nickel oak oil opal panel paste pearl pewter pine pipe pivot plaster pottery quartz quill "
+    "rack reed ribbon rivet rope saddle salt sand satin scale shaft shell silk silver slate socket spindle "
+    "spring stone tar thread tile timber tin tub tube twine valve varnish velvet wax wheel wicker willow zinc"
 )
-TRADES = tuple(
+TRADES = _words(
     "assembly blending bonding bottling cleaning coating cutting drying fitting grading grinding hauling "
     "inspection installing labelling mending mixing moulding packing polishing pressing processing rolling "
-    "sorting spinning stitching supply testing trading treating".split()
+    "sorting spinning stitching supply testing trading treating"
 )
-COMMON = tuple(
-    "and of the for in to with by or on from this industry establishments primarily engaged except such as other "
-    "services products goods their own account including made used under contract".split()
+COMMON = _words(
+    "and of the for in to with by or on from this industry establishments primarily engaged except such as "
+    "other services products goods their own account including made used under contract"
 )
 WORDS_EACH = 4
 """Words that a code adds to those of the codes above it."""
@@ -127,7 +133,7 @@ class Codes(NamedTuple):
         return found
 
     def apart(self, code: int) -> tuple[Numbers, Numbers]:
-        """Of all codes, the steps up and down to them from one of them; over the root where sectors differ."""
+        """Of all codes, the steps up and down to them from one; over the root where sectors differ."""
         shared = ((self.lines == self.lines[code]) & (self.lines >= 0)).sum(axis=1)
         return self.depths[code] - shared, self.depths - shared
 
@@ -178,16 +184,11 @@ def codes(total: int = sum(COUNTS)) -> Codes:
 
 def _counts(total: int) -> list[int]:
     """How many codes each level has: of a whole tree its own, of another the same shares."""
-    found = [2]
-    found[0] = max(2, round(total * COUNTS[0] / sum(COUNTS)))
-    for count in COUNTS[1:-1]:
-        found.append(max(found[-1], round(total * count / sum(COUNTS))))
-    while found[-1] > total - sum(found):
-        # The last level has at least as many as the one before it.
-        found = [one - (one == max(found) and one > 2) for one in found]  # noqa: PLR2004 - two sectors remain
-        if max(found) == 2 and found[-1] > total - sum(found):  # noqa: PLR2004
-            found = [2, 2, 2, 2]
-            break
+    # Two sectors at least: else no code is unrelated to another. Each level has as many as the one above it.
+    found = [max(2, round(total * COUNTS[0] / sum(COUNTS)))]
+    for above, count in enumerate(COUNTS[1:-1], start=1):
+        left = (total - sum(found)) // (len(COUNTS) - above)
+        found.append(max(found[-1], min(left, round(total * count / sum(COUNTS)))))
     return [*found, total - sum(found)]
 
 

@@ -1,8 +1,8 @@
 """The network of naics: four texts of a code to a point on a hyperboloid, and the contrast between points.
 
-Shapes never follow from values and nothing is read back from the device, so that a step runs ahead of its host
-and compiles as one graph: all texts of a channel go through its encoder at once, all experts are one batched
-product, all anchors are compared with their candidates in one.
+Shapes never follow from values and nothing is read back from the device, so that the host runs ahead of it
+and a step compiles as one graph: all texts of a channel go through its encoder at once, all experts are one
+batched product, all anchors are compared with their candidates in one.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class NaicsModel(nn.Module):
 def halved(x: torch.Tensor) -> torch.Tensor:
     """The sum that every layer adds to, in the dtype of autocast.
 
-    A norm leaves it in fp32, at twice the traffic; normed after every addition as it is here, it cannot overflow
-    in fp16 either.
+    A norm leaves it in fp32, at twice the traffic; normed after every addition as it is here, it cannot
+    overflow in fp16 either.
     """
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
@@ -183,9 +183,9 @@ def _uniform(shape: tuple[int, ...], inputs: int) -> torch.Tensor:
 
 
 def on_hyperboloid(tangent: torch.Tensor, curvature: float = 1.0) -> torch.Tensor:
-    """The exponential map at the origin: (cosh n, sinh n * v / n) / sqrt(c), for v the tangent without its time.
+    """The exponential map at the origin: (cosh n, sinh n * v / |v|) / sqrt(c) with n = sqrt(c) |v|.
 
-    n is sqrt(c) |v|, and -c the curvature.
+    v is the tangent without its time, and -c the curvature.
     """
     root = math.sqrt(curvature)
     space = root * exact(tangent[..., 1:])
@@ -197,8 +197,8 @@ def on_hyperboloid(tangent: torch.Tensor, curvature: float = 1.0) -> torch.Tenso
 def lorentz_distance(anchor: torch.Tensor, others: torch.Tensor, curvature: float = 1.0) -> torch.Tensor:
     """arcosh(c (t t' - x . x')) / sqrt(c) between each anchor and its others.
 
-    From the difference of the points, of which the Lorentz square is 2 (arcosh's argument - 1) / c: the product
-    of two points far out cancels to nothing in fp32.
+    From the difference of the points, whose Lorentz square is 2 / c (arcosh's argument - 1): in fp32 the
+    product of two points far out cancels to nothing.
     """
     apart = (anchor - others).square()
     beyond = (curvature / 2 * (apart[..., 1:].sum(dim=-1) - apart[..., 0])).clamp(min=NEAREST)

@@ -1,4 +1,4 @@
-"""Which codes are learnt from which: the rows of an epoch, as levels, relations, distances and margins say."""
+"""Which codes are set against which: the rows of an epoch, by levels, relations, distances and margins."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _relation(key: str, given: Any) -> str:
 
 
 def rows(tree: Codes, pairs: Pairs, positives: int) -> tuple[Numbers, Numbers]:
-    """Anchors and positives of an epoch: each anchor in so many rows, with another positive while there are some.
+    """Anchors and positives of an epoch: each anchor in so many rows, with another positive while they last.
 
     Anchors without a positive, and pairs without a negative, are left out.
     """

@@ -9,7 +9,17 @@ from trimtab.planner.batch import is_exact, micro_batches, rank_samples
 from trimtab.planner.outlook import room_bytes
 from trimtab.planner.search import run_s
 from trimtab.planner.space import USUAL_WORKERS
-from trimtab.spec import Allocator, Candidate, Objective, Precision, Reason, Recompute, Rejection, Strategy
+from trimtab.spec import (
+    Allocator,
+    Candidate,
+    Look,
+    Objective,
+    Precision,
+    Reason,
+    Recompute,
+    Rejection,
+    Strategy,
+)
 from trimtab.units import format_bytes, format_duration, format_flops
 
 if TYPE_CHECKING:
@@ -331,6 +341,21 @@ def candidates(result: Result, workload: Workload) -> tuple[Candidate, ...]:
             why=_lost(one, best),
         )
         for one in result.runners_up
+    )
+
+
+def looks(result: Result) -> tuple[Look, ...]:
+    """All that was looked at, each setting once."""
+    each = {one.setting: one for one in (*result.seen, *([result.best] if result.best else []))}
+    return tuple(
+        Look(
+            setting=setting,
+            process_bytes=one.estimate.process_bytes,
+            high_bytes=one.estimate.band.high_bytes,
+            samples_per_s=setting.global_batch / one.estimate.step_s if one.estimate.step_s else None,
+            fits=one.fits,
+        )
+        for setting, one in each.items()
     )
 
 

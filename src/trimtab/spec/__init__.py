@@ -16,10 +16,12 @@ from trimtab.spec.hardware import (
     Vendor,
     Versions,
 )
+from trimtab.spec.launch import Launch, LaunchKind
 from trimtab.spec.plan import (
     Candidate,
     Change,
     Comparison,
+    Look,
     Objective,
     Place,
     Plan,
@@ -28,7 +30,8 @@ from trimtab.spec.plan import (
     Rejection,
     WhatIf,
 )
-from trimtab.spec.run import Incident, IncidentKind, Measurement
+from trimtab.spec.queue import JobView, QueuedJob, RunView
+from trimtab.spec.run import Attempt, Check, Incident, IncidentKind, Measurement, Summary
 from trimtab.spec.setting import (
     Allocator,
     Mesh,
@@ -39,6 +42,7 @@ from trimtab.spec.setting import (
     Share,
     Strategy,
 )
+from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
 from trimtab.spec.workload import Workload
 
@@ -46,11 +50,13 @@ __all__ = [
     "KINDS",
     "PARTS",
     "Allocator",
+    "Attempt",
     "Band",
     "Calibration",
     "Candidate",
     "Cause",
     "Change",
+    "Check",
     "Cluster",
     "Comparison",
     "Device",
@@ -60,7 +66,11 @@ __all__ = [
     "Footprint",
     "Incident",
     "IncidentKind",
+    "JobView",
+    "Launch",
+    "LaunchKind",
     "Link",
+    "Look",
     "Measurement",
     "Mesh",
     "Node",
@@ -70,18 +80,24 @@ __all__ = [
     "Peaks",
     "Place",
     "Plan",
+    "PlannedStage",
     "Policy",
     "Precision",
+    "QueuedJob",
     "Reason",
     "Recompute",
     "Rejection",
+    "RunView",
     "Scheduler",
     "Setting",
     "Severity",
     "Share",
     "Slice",
+    "Stage",
+    "StagedPlan",
     "StepTime",
     "Strategy",
+    "Summary",
     "Trace",
     "Vendor",
     "Versions",

@@ -1,4 +1,4 @@
-"""Measurement and Incident: what a run really used, and why an attempt ended."""
+"""What a run really used, why an attempt at it ended, and what came of it in all."""
 
 from __future__ import annotations
 
@@ -49,11 +49,15 @@ class IncidentKind(StrEnum):
     BAD_CHECKPOINT = "bad-checkpoint"
     FULL_DISK = "full-disk"
     RESIZE = "resize"
+    REQUEUE = "requeue"
+    """The scheduler started the job again."""
     RESUME = "resume"
     """An attempt goes on from a checkpoint."""
     MICRO_BATCH = "micro-batch"
     """Another micro-batch between two steps; the global batch stays."""
     COMPILE = "compile"
+    STAGE = "stage"
+    """A stage of a curriculum begins with the weights of the one before, or has ended."""
     BUG = "bug"
 
 
@@ -73,3 +77,133 @@ class Incident(Noun, frozen=True, kw_only=True):
     def faults(self) -> list[str]:
         """Steps and ranks count from zero."""
         return below(0, step=self.step, rank=self.rank, at_s=self.at_s)
+
+
+class Attempt(Noun, frozen=True, kw_only=True):
+    """One life of a run, between two restarts; attempt.json holds the last one."""
+
+    attempt: int = 1
+    procs: int = 1
+    nodes: int = 1
+    state: str = "running"
+    """"running" until the attempt has said that it ended."""
+    began_s: float = 0.0
+    """Seconds since 1970."""
+    at_s: float = 0.0
+    """When this was noted."""
+    steps: int | None = None
+    """Optimizer steps of the whole run; None until the job has said."""
+    earlier_s: float = 0.0
+    """What the attempts before this one took together."""
+    earlier_proc_s: float = 0.0
+    """The same, times the processes that each of them had."""
+    job_id: str | None = None
+    """Of the scheduler; None where nobody scheduled it."""
+    restarts: int = 0
+    """How often the scheduler had started the job again."""
+    host: str = ""
+    pid: int = 0
+    """The process that ends the whole run when it is asked to."""
+
+    def faults(self) -> list[str]:
+        """An attempt has a number and a process."""
+        return below(1, attempt=self.attempt, procs=self.procs, nodes=self.nodes, steps=self.steps) + below(
+            0,
+            began_s=self.began_s,
+            at_s=self.at_s,
+            earlier_s=self.earlier_s,
+            earlier_proc_s=self.earlier_proc_s,
+            restarts=self.restarts,
+        )
+
+
+class Check(Noun, frozen=True, kw_only=True):
+    """One quantity as it was predicted and as it came; unknown is None."""
+
+    what: str
+    predicted: float | None = None
+    real: float | None = None
+
+    derived = ("error",)
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over real, less one; None where either is unknown.
+
+        >>> Check(what="step_s", predicted=1.1, real=1.0).error
+        0.1
+        """
+        if self.predicted is None or not self.real:
+            return None
+        return round(self.predicted / self.real - 1, 6)
+
+
+class Summary(Noun, frozen=True, kw_only=True):
+    """What came of a run that was trained to its end, over all its attempts."""
+
+    job: str
+    device: str | None = None
+    """What the driver calls it; None for a run on the CPU."""
+    gpus: int
+    """Of the last attempt; 0 for a run on the CPU."""
+    processes: int
+    nodes: int = 1
+    gpus_there: int | None = None
+    """On those nodes, as far as it is known."""
+    strategy: str
+    precision: str
+    micro_batch: int
+    accumulation: int
+    global_batch: int
+    steps: int
+    samples: int
+    """That optimizer steps have seen, each epoch anew."""
+    epochs: float
+    loss: float | None = None
+    """Of the last step."""
+    runtime_s: float
+    """From the first start to the end, less the time between attempts."""
+    steps_s: float
+    """Of that, in optimizer steps that count."""
+    gpu_hours: float = 0.0
+    """That the run has held devices for, start-up and lost work included."""
+    attempts: int = 1
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    checks: tuple[Check, ...] = ()
+    """Predicted against real."""
+    incidents: dict[str, int] = {}
+    """How often what happened."""
+    ended_on: str = ""
+    """ISO date and time."""
+
+    derived = ("samples_per_s", "minutes_per_epoch", "gpus_free")
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """While steps were taken."""
+        return self.samples / self.steps_s if self.steps_s else None
+
+    @property
+    def minutes_per_epoch(self) -> float | None:
+        """At that speed."""
+        return self.steps_s / 60 / self.epochs if self.epochs else None
+
+    @property
+    def gpus_free(self) -> int | None:
+        """That the run has left to others on its nodes."""
+        return None if self.gpus_there is None else max(0, self.gpus_there - self.gpus)
+
+    def faults(self) -> list[str]:
+        """Something was trained."""
+        return below(1, processes=self.processes, nodes=self.nodes, global_batch=self.global_batch) + below(
+            0,
+            gpus=self.gpus,
+            gpus_there=self.gpus_there,
+            steps=self.steps,
+            samples=self.samples,
+            epochs=self.epochs,
+            runtime_s=self.runtime_s,
+            steps_s=self.steps_s,
+            gpu_hours=self.gpu_hours,
+        )

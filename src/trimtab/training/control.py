@@ -10,34 +10,58 @@ import contextlib
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
+import socket
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab import errors
 from trimtab.errors import TrimtabError
+from trimtab.units import parse_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 FOLDER = "TRIMTAB_CONTROL"
 """The variable that names the folder to the ranks."""
+LEADER = "TRIMTAB_LEADER"
+"""The variable that names the process which ends the whole run when it is asked to."""
+SINCE = "TRIMTAB_CONTROL_SINCE"
+"""From when on notes count, where the folder is older than the attempt."""
+OWN = "TRIMTAB_CONTROL_OWN"
+"""What the notes of one node are called, where several share the folder."""
+LOST = 75
+"""Exit code of a rank whose peers are gone: try again, as sysexits.h has it."""
 SAME = 3
 """Crashes alike in a row, with no step between them, that make a bug."""
 
 
-class Control:
-    """A folder of notes."""
+class Failure(NamedTuple):
+    """The rank that failed first, and what it had to say."""
 
-    def __init__(self, folder: Path) -> None:
+    rank: int | None
+    host: str
+    trace: str
+
+
+class Control:
+    """A folder of notes; those from before `since_ns` are of an earlier attempt."""
+
+    def __init__(self, folder: Path, *, since_ns: int = 0, own: str = "") -> None:
         self.folder = folder
+        self.since_ns = since_ns
+        self.own = own
+
+    def variables(self) -> dict[str, str]:
+        """What ranks need to find it."""
+        return {FOLDER: str(self.folder), SINCE: str(self.since_ns), OWN: self.own}
 
     def is_over(self) -> bool:
         """Whether a rank that starts now has nothing to do."""
-        return self._file("error").exists() or self._file("stopping").exists()
+        return self._has("error") or self._has("stopping")
 
     def stopping(self) -> signal.Signals | None:
         """The signal by which the parent was asked to end."""
         try:
-            return signal.Signals(int(self._file("stopping").read_text(encoding="ascii")))
+            return signal.Signals(int(self._read("stopping")))
         except (OSError, ValueError):
             return None
 
@@ -51,41 +75,82 @@ class Control:
 
     def is_done(self) -> bool:
         """Whether the run has come to its end."""
-        return self._file("done").exists()
+        return self._has("done")
 
-    def fail(self, error: TrimtabError) -> None:
+    def fail(self, error: TrimtabError, *, trace: str = "") -> None:
         """An error that would come again; the first rank to say so is heard."""
         known = type(error).__name__ if getattr(errors, type(error).__name__, None) else "TrimtabError"
         note = {"kind": known, "given": error.given, "found": error.found, "cure": error.cure}
-        if not self._file("error").exists():
-            self._write("error", json.dumps(note))
+        if not self._has("error"):
+            self._write("error", json.dumps(note | _who(trace)))
 
     def error(self) -> TrimtabError | None:
         """What a rank failed of, for good."""
         try:
-            note = json.loads(self._file("error").read_text(encoding="utf-8"))
+            note = json.loads(self._read("error"))
         except (OSError, ValueError):
             return None
         kind: type[TrimtabError] = getattr(errors, note["kind"], TrimtabError)
         return kind(note["given"], found=note["found"], cure=note["cure"])
 
-    def crash(self, text: str, step: int) -> bool:
+    def crash(self, text: str, step: int, *, trace: str = "") -> bool:
         """Note that a rank raised something unforeseen at a step; True where that has happened often enough.
 
         A crash that comes again at the same step will go on to do so.
         """
-        line = json.dumps({"text": text, "step": step})
-        with self._file("crashes").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        return self._file("crashes").read_text(encoding="utf-8").splitlines().count(line) >= SAME
+        note = {"text": text, "step": step}
+        with self._crashes.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(note | _who(trace)) + "\n")
+        return [{key: one[key] for key in note} for one in self._crashed()].count(note) >= SAME
 
     def last_crash(self) -> str | None:
         """The last thing that a rank raised."""
+        crashed = self._crashed()
+        return str(crashed[-1]["text"]) if crashed else None
+
+    def failure(self) -> Failure | None:
+        """Who failed for good; or else who crashed first in the last attempt that did."""
         try:
-            lines = self._file("crashes").read_text(encoding="utf-8").splitlines()
+            note = json.loads(self._read("error"))
+        except (OSError, ValueError):
+            note = {}
+        crashed = self._crashed()
+        if not note.get("trace") and crashed:
+            last = crashed[-1]
+            note = next(one for one in crashed if (one["text"], one["step"]) == (last["text"], last["step"]))
+        return Failure(note.get("rank"), note.get("host", ""), note["trace"]) if note.get("trace") else None
+
+    def lose(self, rank: int, code: int) -> None:
+        """Note that torchrun has given up on a rank, which ended with a code; below 0, by a signal."""
+        with contextlib.suppress(ValueError):
+            name = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            self._write("lost", f"rank {rank} was {name}" if code < 0 else f"rank {rank} {name}")
+
+    def lost(self) -> str | None:
+        """How the rank ended that torchrun gave up on."""
+        return self._read("lost") if self._has("lost") else None
+
+    @property
+    def _crashes(self) -> Path:
+        return self._file(f"crashes{self.own}")
+
+    def _crashed(self) -> list[dict[str, Any]]:
+        try:
+            return [json.loads(line) for line in self._crashes.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError):
+            return []
+
+    def _has(self, name: str) -> bool:
+        try:
+            return self._file(name).stat().st_mtime_ns >= self.since_ns
         except OSError:
-            return None
-        return str(json.loads(lines[-1])["text"]) if lines else None
+            return False
+
+    def _read(self, name: str) -> str:
+        """The text of a note; FileNotFoundError where there is none that counts."""
+        if not self._has(name):
+            raise FileNotFoundError(name)
+        return self._file(name).read_text(encoding="utf-8")
 
     def _file(self, name: str) -> Path:
         return self.folder / name
@@ -110,4 +175,12 @@ def given() -> Control | None:
     from pathlib import Path
 
     folder = os.environ.get(FOLDER)
-    return Control(Path(folder)) if folder and Path(folder).is_dir() else None
+    if not folder or not Path(folder).is_dir():
+        return None
+    since = parse_whole(os.environ.get(SINCE, "")) or 0
+    return Control(Path(folder), since_ns=since, own=os.environ.get(OWN, ""))
+
+
+def _who(trace: str) -> dict[str, Any]:
+    """Which rank of which node says it."""
+    return {"rank": parse_whole(os.environ.get("RANK", "")), "host": socket.gethostname(), "trace": trace}

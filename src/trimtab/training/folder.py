@@ -31,6 +31,8 @@ _PROBE_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OWNED = ("log.jsonl", "checkpoints")
 """What only a run leaves behind; a folder with them and without a run.json is somebody else's."""
+ATTEMPT = "attempt.json"
+"""What the next attempt finds: whether the last one ended in order."""
 _ANOTHER = "Give another folder with --out."
 
 

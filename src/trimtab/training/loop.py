@@ -20,8 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError
+from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
+from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
+from trimtab.launching.summary import JSON as SUMMARY
+from trimtab.launching.summary import forget, gpus_on_node, summed, write
 from trimtab.spec import IncidentKind
 from trimtab.training.control import given
 from trimtab.training.evaluate import evaluate, validation_of
@@ -126,6 +129,10 @@ class Training:
             self.dataset = self.job.dataset()
             self.validation = validation_of(self.job)
         self.plan, resized = settled(task, self.job, world)
+        if isinstance(self.job, Job):
+            # A plan may have another global batch than the job, and a schedule counts steps of it.
+            with contextlib.suppress(AttributeError):
+                self.job.global_batch = self.plan.choice.global_batch
         # Before there is a folder, so that what is wrong leaves nothing behind.
         checked_order(self.dataset, self.plan.choice.global_batch)
         self.scribe = self._scribe(stack)
@@ -186,6 +193,7 @@ class Training:
         self.loader = self.run.loader(self.dataset, task.seed)
         epochs = max(1, int(getattr(job, "epochs", 1) or 1))
         self.steps = task.steps or self.loader.order.steps_per_epoch * epochs
+        self.scribe.goes_to(self.steps)
         meters = self.scribe.meters
         meters.steps, meters.every = self.steps, task.every or printed_every(self.steps)
         # Ranks draw unlike numbers from here on; a checkpoint of as many ranks puts them back.
@@ -202,7 +210,27 @@ class Training:
         if self._resumed() is None:
             # Whatever was logged had no checkpoint to go with it.
             self.scribe.folder.rewind(0)
+            if task.begin_from:
+                self._take_weights(Path(task.begin_from))
         self.saved_s = time.monotonic()
+
+    def _take_weights(self, folder: Path) -> None:
+        """Begin with the weights that another run ended with; optimizer and data begin anew."""
+        before = Keeper(folder / "checkpoints", tell=self.scribe.write, timeout_min=self.task.timeout_min)
+        loaded = before.load_latest({"model": self.run.model})
+        if loaded is None:
+            raise WrongUse(
+                f"the weights of {folder}",
+                found="there is no whole checkpoint in it",
+                cure="Let that run end first, or begin in another folder.",
+            )
+        # The other run's random numbers came with its weights.
+        torch.manual_seed(mixed(self.task.seed, self.world.rank) % 2**63)
+        self.scribe.tell(
+            IncidentKind.STAGE,
+            f"{folder.name} ended with step {loaded.step}",
+            "this run begins with its weights; optimizer and data begin anew",
+        )
 
     def _check_room(self) -> None:
         """A disk that has no room for one checkpoint is said so before the first step."""
@@ -255,6 +283,8 @@ class Training:
             self.scribe.meters.say(f"{self.scribe.folder.root} has its {self.steps} steps already")
         else:
             self._announce()
+            if self.world.is_main:
+                forget(self.scribe.folder.root)
         clock = Clock()
         self._prompt()
         steps = self.run.over(self.loader.windows(self.steps), self._settles)
@@ -277,6 +307,9 @@ class Training:
             f"{self.task.job}, {choice.strategy}, {words} = global batch {choice.global_batch}, "
             f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
+        if self.world.is_main and isinstance(self.job, Job):
+            for remark in self.job.remarks:
+                self.scribe.meters.say(remark)
 
     def _prompt(self) -> None:
         """What the next step is to know and to ask the other ranks."""
@@ -376,8 +409,33 @@ class Training:
         )
         self.scribe.meters.close()
         if self.world.is_main:
+            if asked is None:
+                self._sum_up()
             self._last_words(ending)
         return ending
+
+    def _sum_up(self) -> None:
+        """What came of the whole run, in its folder; kept where the run had ended before."""
+        folder, cuda = self.scribe.folder, self.run.device.type == "cuda"
+        if (folder.root / SUMMARY).exists():
+            return
+        there = gpus_on_node() if cuda else None
+        one = summed(
+            self.task.job,
+            self.plan,
+            self.scribe.attempt,
+            folder.lines(),
+            folder.events(),
+            epoch_samples=self.loader.order.samples,
+            device=torch.cuda.get_device_name() if cuda else None,
+            gpus_there=None if there is None else there * self.scribe.attempt.nodes,
+            now_s=time.time(),
+        )
+        try:
+            write(folder.root, one)
+        except OSError as error:
+            # The run is done and its weights are kept: a summary is not worth failing for.
+            self.scribe.meters.say(f"no summary could be written: {error.strerror}")
 
     def _last_words(self, ending: Ending) -> None:
         folder, meters = self.scribe.folder, self.scribe.meters
@@ -444,10 +502,10 @@ class Training:
         return self._peaks
 
     def _indices(self, window: Window) -> tuple[int, ...] | None:
-        """In a drill, which samples the ranks computed; branches compute the same ones."""
+        """In a drill, which samples the ranks computed; branches and stages compute the same ones."""
         if self.faults is None:
             return None
-        mine = window.indices if self.run.groups.branch == 0 else ()
+        mine = window.indices if self.run.groups.counts else ()
         return tuple(index for some in gathered(self.world, mine) for index in some)
 
     def _before_write(self, step: int) -> None:

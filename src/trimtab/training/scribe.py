@@ -2,27 +2,78 @@
 
 from __future__ import annotations
 
-import json
+import os
+import socket
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trimtab.errors import TrimtabError
-from trimtab.spec import Incident, IncidentKind
-from trimtab.training.folder import write_whole
-from trimtab.training.settle import gathered
+from trimtab.errors import BrokenFile, TrimtabError
+from trimtab.spec import Attempt, Incident, IncidentKind
+from trimtab.training.control import LEADER
+from trimtab.training.folder import ATTEMPT, write_whole
+from trimtab.training.settle import gathered, nodes_of
 from trimtab.training.worker import is_lost
+from trimtab.units import parse_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from trimtab.training.folder import RunFolder
     from trimtab.training.meters import Meters
     from trimtab.training.world import World
 
-ATTEMPT = "attempt.json"
-"""What the next attempt finds: whether this one ended in order."""
-
 
 def _processes(count: int) -> str:
     return f"{count} process{'es' * (count > 1)}"
+
+
+def following(  # noqa: PLR0913 - what an attempt knows of itself
+    before: Attempt | None,
+    *,
+    procs: int,
+    nodes: int,
+    now_s: float,
+    seen_s: float,
+    env: Mapping[str, str],
+    host: str,
+    pid: int,
+) -> Attempt:
+    """An attempt after another one, or the first; `seen_s` is when the one before last left a trace."""
+    found = Attempt(
+        procs=procs,
+        nodes=nodes,
+        began_s=now_s,
+        at_s=now_s,
+        job_id=env.get("SLURM_JOB_ID") or None,
+        restarts=parse_whole(env.get("SLURM_RESTART_COUNT", "")) or 0,
+        host=host,
+        pid=pid,
+    )
+    if before is None:
+        return found
+    # One that ended without a word is over by the time it last wrote something.
+    took_s = max(0.0, (before.at_s if before.state == "ended" else max(before.at_s, seen_s)) - before.began_s)
+    return found.replace(
+        attempt=before.attempt + 1,
+        earlier_s=before.earlier_s + took_s,
+        earlier_proc_s=before.earlier_proc_s + took_s * before.procs,
+    )
+
+
+def requeued(before: Attempt | None, now: Attempt, env: Mapping[str, str]) -> str:
+    """How the scheduler came to start the job again, in words; empty where it did not.
+
+    >>> one = Attempt(job_id="7", state="ended")
+    >>> requeued(one, one.replace(restarts=1), {"SLURM_JOB_NODELIST": "n1"})
+    'Slurm has requeued job 7 (restart 1), which now runs on n1'
+    """
+    if before is None or now.job_id is None or before.job_id != now.job_id or now.restarts <= before.restarts:
+        return ""
+    where = env.get("SLURM_JOB_NODELIST", "")
+    return f"Slurm has requeued job {now.job_id} (restart {now.restarts})" + (
+        f", which now runs on {where}" if where else ""
+    )
 
 
 class Scribe:
@@ -38,7 +89,7 @@ class Scribe:
         """What happened on this rank and is not in the folder yet."""
         self.seen: list[Incident] = []
         """What has been written in this attempt."""
-        self._attempt = 1
+        self.attempt = Attempt()
 
     def tell(self, kind: IncidentKind, why: str, done: str, *, step: int | None = None) -> None:
         """An incident that all ranks know of."""
@@ -74,24 +125,43 @@ class Scribe:
         before = self._before()
         self.folder.events_file.touch()
         lines = self.folder.lines()
-        if before.get("state") == "running":
+        at = lines[-1]["step"] if lines else 0
+        self.attempt = following(
+            before,
+            procs=self.world.size,
+            nodes=nodes_of(self.world),
+            now_s=time.time(),
+            seen_s=_written_s(self.folder.log_file),
+            env=os.environ,
+            host=socket.gethostname(),
+            pid=parse_whole(os.environ.get(LEADER, "")) or os.getpid(),
+        )
+        if before is not None and before.state == "running":
             self.tell(
                 IncidentKind.LOST_RANK,
-                f"attempt {before['attempt']}, with {_processes(before['procs'])}, "
+                f"attempt {before.attempt}, with {_processes(before.procs)}, "
                 "ended without a word: a process was killed, or its node was lost",
                 "this attempt goes on from the last checkpoint, or from the start",
-                step=lines[-1]["step"] if lines else 0,
+                step=at,
             )
-        if before and before["procs"] != self.world.size:
+        again = requeued(before, self.attempt, os.environ)
+        if again:
+            self.tell(IncidentKind.REQUEUE, again, "this attempt takes the run up where it was", step=at)
+        if before is not None and before.procs != self.world.size:
             self.tell(
                 IncidentKind.RESIZE,
-                f"the last attempt had {_processes(before['procs'])}, and this one has "
+                f"the last attempt had {_processes(before.procs)}, and this one has "
                 f"{_processes(self.world.size)}",
                 "the same global batch is divided among them",
-                step=lines[-1]["step"] if lines else 0,
+                step=at,
             )
-        self._attempt = int(before.get("attempt", 0)) + 1
         self._note("running")
+
+    def goes_to(self, steps: int) -> None:
+        """Note how long the run is, for whoever looks at its folder."""
+        if self.world.is_main:
+            self.attempt = self.attempt.replace(steps=steps)
+            self._note("running")
 
     def end(self, error: BaseException | None = None) -> None:
         """Note how the attempt ended, as far as it is known."""
@@ -106,13 +176,20 @@ class Scribe:
             # A run that never took a step lays no claim to its folder.
             (self.folder.root / "run.json").unlink(missing_ok=True)
 
-    def _before(self) -> dict[str, Any]:
+    def _before(self) -> Attempt | None:
         try:
-            found: dict[str, Any] = json.loads((self.folder.root / ATTEMPT).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found
+            return Attempt.from_json((self.folder.root / ATTEMPT).read_bytes())
+        except (OSError, BrokenFile):
+            return None
 
     def _note(self, state: str) -> None:
-        note = {"attempt": self._attempt, "procs": self.world.size, "state": state, "at_s": time.time()}
-        write_whole(self.folder.root / ATTEMPT, json.dumps(note).encode())
+        self.attempt = self.attempt.replace(state=state, at_s=time.time())
+        write_whole(self.folder.root / ATTEMPT, self.attempt.to_json().encode())
+
+
+def _written_s(file: Path) -> float:
+    """When a file was last written, in seconds since 1970."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0

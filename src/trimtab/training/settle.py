@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
+from trimtab.probe.detect import detect
 from trimtab.spec import Plan
-from trimtab.training.resize import divided
+from trimtab.training.resize import divided, several_nodes
 from trimtab.training.start import LAUNCHED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.spec import Estimate
+    from trimtab.spec import Cluster, Estimate
     from trimtab.training.task import Task
     from trimtab.training.world import World
 
@@ -76,16 +77,19 @@ def settled(task: Task, job: Any, world: World) -> tuple[Plan, str]:
 
 def resized(task: Task, plan: Plan, job: Any, world: World) -> tuple[Plan, str]:
     """A plan for another number of processes, with the same global batch."""
-    nodes = _nodes(world)
+    nodes = nodes_of(world)
     choice, words = divided(
         plan.choice, world.size, nodes=nodes, branches=len(getattr(job, "branches", {}) or {})
     )
-    if world.device.startswith("cuda") and nodes == 1:
-        planned = _planned(task, plan, world.size)
+    if world.device.startswith("cuda"):
+        # Of the other nodes no more is known than that they are like this one.
+        where = several_nodes(detect(), nodes) if nodes > 1 else None
+        planned = replanned(task, plan, world.size, where)
         if planned is not None:
+            over = f" on {nodes} nodes" if nodes > 1 else ""
             return (
                 planned,
-                f"planned again for {world.size} GPUs; the global batch stays {choice.global_batch}",
+                f"planned again for {world.size} GPUs{over}; the global batch stays {choice.global_batch}",
             )
     return plan.replace(choice=choice, places=(), estimate=scaled(plan, world.size)), words
 
@@ -106,14 +110,18 @@ def scaled(plan: Plan, gpus: int) -> Estimate:
     )
 
 
-def _nodes(world: World) -> int:
+def nodes_of(world: World) -> int:
+    """On how many nodes the ranks are, as far as the launcher says."""
     together_here = os.environ.get("LOCAL_WORLD_SIZE", "")
     per_node = int(together_here) if together_here.isdigit() and int(together_here) else world.size
     return max(1, world.size // per_node)
 
 
-def _planned(task: Task, plan: Plan, gpus: int) -> Plan | None:
-    """A new plan from `trimtab plan`, in a process of its own: a rank has no business tracing."""
+def replanned(task: Task, plan: Plan, gpus: int, where: Cluster | None) -> Plan | None:
+    """A new plan from `trimtab plan`, in a process of its own: a rank has no business tracing.
+
+    None `where` is the machine that this process sees. None comes where there is no plan to be had.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         pins = {
@@ -129,9 +137,18 @@ def _planned(task: Task, plan: Plan, gpus: int) -> Plan | None:
             task.job,
             "--pin",
             f"gpus={gpus}",
+            "--memory",
+            str(plan.policy.memory_share),
             "--out",
             str(file),
         ]
+        if "global_batch" not in task.options:
+            # The plan's own: it may have been made for another batch than the job names.
+            command += ["--global-batch", str(plan.choice.global_batch)]
+        if where is not None:
+            machine = Path(folder) / "cluster.json"
+            machine.write_text(where.to_json(), encoding="utf-8")
+            command += ["--on", str(machine)]
         for key, value in pins.items():
             command += ["--pin", f"{key}={value}"]
         for key, value in task.options.items():

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,19 +18,29 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import EnvironmentFault, WrongUse
+from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse
 from trimtab.spec.base import Noun, below
-from trimtab.training.control import FOLDER, Control, end_with_parent
+from trimtab.training.control import LEADER, LOST, Control, end_with_parent, given
+from trimtab.training.meeting import Meeting
 from trimtab.training.signals import HEARD, exit_code
 from trimtab.training.signals import heard as hearing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from trimtab.training.control import Failure
     from trimtab.training.task import Ending, Task
 
 RESTARTS = 10
 POLL_S = 0.1
+MONITOR_S = 0.5
+"""How often torchrun looks whether its ranks are alive."""
+LOGS = "logs"
+"""Where in a run's folder the output of ranks is kept."""
+NOTES = "control"
+"""Where in a run's folder the ranks of several nodes leave notes."""
+REPORTED = 12
+"""Lines of a traceback that are shown."""
 SHUTDOWN_S = 60
 """How long torchrun lets ranks save before it kills them."""
 WORKER = "trimtab.training.worker"
@@ -46,17 +57,23 @@ class Fleet(Noun, frozen=True, kw_only=True):
     rendezvous: str = ""
     """host:port where nodes meet; empty on one node."""
     restarts: int = RESTARTS
+    logs: str = ""
+    """The folder for what ranks print, but for the first of each node, which prints here; empty: all do."""
+    address: str = ""
+    """The address of this node that the others reach it by; empty where there are no others."""
+    hosts: bool = False
+    """Whether this node is where they meet, by an address that torchrun would not know for its own."""
 
     def faults(self) -> list[str]:
         """At least one process."""
         return below(1, procs=self.procs) + below(0, restarts=self.restarts)
 
 
-def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
-    """Nodes as torchrun takes them, checked: 2, or 1:4.
+def node_range(text: str) -> tuple[int, int]:
+    """The least and the most nodes of what torchrun takes.
 
-    >>> read_nodes("1:4", "head:29400")
-    ('1:4', 'head:29400')
+    >>> node_range("2"), node_range("1:4")
+    ((2, 2), (1, 4))
     """
     least, colon, most = text.partition(":")
     numbers = [one for one in (least, most if colon else least) if one.isascii() and one.isdigit()]
@@ -66,7 +83,17 @@ def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
             found="it is neither a number of nodes nor MIN:MAX",
             cure="Write --nodes 2, or --nodes 1:4 for a run that goes on with what is left.",
         )
-    if int(numbers[1]) > 1 and not rendezvous:
+    return int(numbers[0]), int(numbers[1])
+
+
+def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
+    """Nodes as torchrun takes them, checked: 2, or 1:4.
+
+    >>> read_nodes("1:4", "head:29400")
+    ('1:4', 'head:29400')
+    """
+    _, most = node_range(text)
+    if most > 1 and not rendezvous:
         raise WrongUse(
             f"--nodes {text}",
             found="several nodes need a place to meet",
@@ -83,6 +110,8 @@ def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={fleet.rendezvous}",
             f"--rdzv-id={run_id}",
+            *([f"--local-addr={fleet.address}"] if fleet.address else []),
+            *(["--rdzv-conf=is_host=true"] if fleet.hosts else []),
         ]
     else:
         place = ["--standalone", "--nnodes=1"]
@@ -90,42 +119,107 @@ def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
         *place,
         f"--nproc-per-node={fleet.procs}",
         f"--max-restarts={fleet.restarts}",
+        f"--monitor-interval={MONITOR_S}",
+        *_kept_apart(fleet),
         "-m",
         WORKER,
         str(task_file),
     ]
 
 
-def environment(before: Mapping[str, str], fleet: Fleet, control: Path, cores: int) -> dict[str, str]:
+def _kept_apart(fleet: Fleet) -> list[str]:
+    """Output of all ranks of a node but the first goes to files, so that lines of many do not mingle."""
+    if not fleet.logs or fleet.procs == 1:
+        return []
+    others = ",".join(f"{rank}:3" for rank in range(1, fleet.procs))
+    return [f"--log-dir={fleet.logs}", f"--redirects={others}"]
+
+
+def environment(before: Mapping[str, str], fleet: Fleet, control: Control, cores: int) -> dict[str, str]:
     """Variables of the ranks: no launcher's, cores shared out, and torchrun's own talk turned down."""
     found = {name: value for name, value in before.items() if name not in LAUNCHED}
-    found[FOLDER] = str(control)
+    found |= control.variables()
     found.setdefault("OMP_NUM_THREADS", str(max(1, cores // fleet.procs)))
     found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     found.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     return found
 
 
+def placed(fleet: Fleet) -> tuple[Fleet, str]:
+    """The fleet with this node's own address, and the network interface that leads to the others.
+
+    Raises where nobody can meet: an address that is none, a port that another program has, a silent host.
+    """
+    if not fleet.rendezvous:
+        return fleet, ""
+    meeting = Meeting.read(fleet.rendezvous)
+    address, interface = meeting.route()
+    hosts = meeting.check(address)
+    return fleet.replace(address=address, hosts=hosts), interface
+
+
 def launch(task: Task, fleet: Fleet) -> Ending:
     """Start the ranks and wait for the end; raises the error of a rank."""
     folder = Path(tempfile.mkdtemp(prefix="trimtab-run-"))
     try:
-        control = Control(folder)
+        fleet, interface = placed(fleet.replace(logs=str(Path(task.out) / LOGS)))
+        control = _notes(fleet, Path(task.out), folder)
         task_file = folder / "task.json"
         task_file.write_text(task.to_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "trimtab.training.start", *arguments(fleet, task_file, run_id(task))]
-        env = environment(os.environ, fleet, folder, _cores())
+        words = arguments(fleet, task_file, run_id(task.out))
+        command = [sys.executable, "-m", "trimtab.training.start", *words]
+        env = environment(os.environ, fleet, control, _cores()) | {LEADER: str(os.getpid())}
+        if interface:
+            env.setdefault("GLOO_SOCKET_IFNAME", interface)
         # A session of its own: Ctrl-C reaches the ranks once, through us.
         with _agent(command, env) as agent:
             code = _wait(agent, control)
-        return ending(task, _judged(code, control, fleet))
+        try:
+            return ending(task, _judged(code, control, fleet))
+        except TrimtabError:
+            sys.stderr.write(report(control.failure(), fleet.logs))
+            raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_id(task: Task) -> str:
-    """What nodes of the same run call it."""
-    return "trimtab-" + "".join(one if one.isalnum() else "-" for one in task.out)[-48:]
+def _notes(fleet: Fleet, out: Path, here: Path) -> Control:
+    """Where ranks leave notes: on one node in a folder of ours, over several in the run's own."""
+    if not fleet.rendezvous:
+        return Control(here)
+    folder = out / NOTES
+    own = f"{socket.gethostname()}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = folder / f"since-{own}"
+        mark.write_text("", encoding="ascii")
+        # By the clock of the file system, which all nodes share: notes of earlier attempts do not count.
+        since_ns = mark.stat().st_mtime_ns
+        mark.unlink()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"--out {out}",
+            found=f"it cannot be written to ({error.strerror})",
+            cure="Give a folder that all nodes share and that you may write to.",
+        ) from error
+    return Control(folder, since_ns=since_ns, own=own)
+
+
+def report(failure: Failure | None, logs: str) -> str:
+    """The rank that failed first and the end of its traceback; nothing where no rank left one.
+
+    Short enough that it and the error below it stand in the last twenty lines.
+    """
+    if failure is None or not failure.trace:
+        return ""
+    lines = [line for line in failure.trace.splitlines() if line.strip(" ^~")][-REPORTED:]
+    where = f"; output of ranks is in {logs}" if logs else ""
+    return "\n".join([f"trimtab: rank {failure.rank} on {failure.host} failed first{where}", *lines]) + "\n"
+
+
+def run_id(out: str) -> str:
+    """What nodes of the same run call it, by its folder."""
+    return "trimtab-" + "".join(one if one.isascii() and one.isalnum() else "-" for one in out)[-48:]
 
 
 def _cores() -> int:
@@ -209,7 +303,7 @@ def _judged(code: int, control: Control, fleet: Fleet) -> str:
     signals = {-int(one): one.name for one in HEARD} | {exit_code(one): one.name for one in HEARD}
     if code in signals:
         return signals[code]
-    last = control.last_crash()
+    last = control.last_crash() or control.lost()
     raise EnvironmentFault(
         f"trimtab train with {fleet.procs} process{'es' * (fleet.procs > 1)}",
         found=(last or "a rank ended without a word")
@@ -245,7 +339,11 @@ def main() -> int:
         run.main(sys.argv[1:])
     except SignalException as asked:
         return 128 + asked.sigval
-    except ChildFailedError:
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        control = given()
+        if control is not None and first.exitcode != LOST:
+            control.lose(rank, first.exitcode)
         return 1
     return 0
 

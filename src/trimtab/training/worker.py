@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import TrimtabError
-from trimtab.training.control import Control, end_with_parent, given
+from trimtab.training.control import LOST, Control, end_with_parent, given
 
 if TYPE_CHECKING:
     from trimtab.training.task import Ending, Task
 
-LOST = 75
-"""Exit code of a rank whose peers are gone: try again, as sysexits.h has it."""
 LOST_WORDS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -50,7 +48,8 @@ def main(arguments: list[str]) -> int:
     except TrimtabError as error:
         if control is None:
             raise
-        control.fail(error)
+        cause = error.__cause__
+        control.fail(error, trace="".join(traceback.format_exception(cause)) if cause else "")
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - every rank ends with a word on why
         return _unforeseen(error, control)
@@ -79,7 +78,9 @@ def is_lost(error: BaseException) -> bool:
     """
     kinds = {one.__name__ for one in type(error).__mro__}
     text = str(error).lower()
-    return bool(kinds & {"DistBackendError", "DistNetworkError"}) or any(one in text for one in LOST_WORDS)
+    return bool(kinds & {"DistBackendError", "DistNetworkError", "NeighbourFailed"}) or any(
+        one in text for one in LOST_WORDS
+    )
 
 
 def _unforeseen(error: Exception, control: Control | None) -> int:
@@ -89,13 +90,15 @@ def _unforeseen(error: Exception, control: Control | None) -> int:
     traceback.print_exc()
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
-    if control is not None and control.crash(text, steps_done()):
+    trace = "".join(traceback.format_exception(error))
+    if control is not None and control.crash(text, steps_done(), trace=trace):
         control.fail(
             TrimtabError(
                 "trimtab train",
                 found=f"it crashed again and again: {text}",
                 cure="This is a bug in trimtab, or in a library under it: please report the traceback above.",
-            )
+            ),
+            trace=trace,
         )
     return 1
 

@@ -1,0 +1,129 @@
+"""The table [launch] of trimtab.toml: what a site or a project always wants.
+
+    [launch]
+    partition = "gpu"
+    account = "vision"
+    modules = ["cuda/12.8", "python/3.12"]
+    activate = "/home/ada/venv"
+    sbatch = ["--constraint=nvlink"]
+    lines = ["ulimit -n 65536"]
+
+Options of the command line win over it. A key that is not known is an error, not a setting without effect.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trimtab.configs.mapping import NAME
+from trimtab.errors import BrokenFile, nearest
+from trimtab.spec.base import Noun
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TABLE = "launch"
+TABLES = ("target", TABLE)
+"""Everything that a trimtab.toml may hold."""
+
+
+class Habits(Noun, frozen=True, kw_only=True):
+    """What is the same in every launch from here."""
+
+    modules: tuple[str, ...] = ()
+    """Loaded with `module load`, in this order."""
+    activate: str = ""
+    """A virtual environment, or the script that activates it."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    """Time limit, as in 12h; otherwise from the estimate."""
+    sbatch: tuple[str, ...] = ()
+    """Further options of sbatch, as in --constraint=nvlink."""
+    lines: tuple[str, ...] = ()
+    """Lines of shell before the run, as they are."""
+    environment: dict[str, str] = {}
+    offline: bool = False
+    """Whether nodes are kept from asking Hugging Face for files that they could not get."""
+    image: str | None = None
+    """Of containers."""
+    namespace: str | None = None
+    claim: str | None = None
+    """A PersistentVolumeClaim that all pods share."""
+    mount: str = "/workspace"
+    """Where it is in the pods; runs are kept below it."""
+    runtime: str = "torch-distributed"
+    """The ClusterTrainingRuntime of a TrainJob."""
+
+    def faults(self) -> list[str]:
+        """Every text is one line."""
+        lists = {
+            name: getattr(self, name) for name in ("modules", "sbatch", "lines") if getattr(self, name)
+        } | {"environment": tuple(self.environment.values())}
+        single = (
+            "activate",
+            "partition",
+            "account",
+            "qos",
+            "image",
+            "namespace",
+            "claim",
+            "mount",
+            "runtime",
+        )
+        lists |= {name: (getattr(self, name),) for name in single if getattr(self, name)}
+        wrong = [
+            f"{name} holds a line break"
+            for name, texts in lists.items()
+            if any("\n" in one or "\r" in one or "\0" in one for one in texts)
+        ]
+        wrong += [f"sbatch has {one!r}, which begins with no --" for one in self.sbatch if one[:2] != "--"]
+        return wrong + [f"{name} is empty" for name in ("modules", "lines") if "" in getattr(self, name)]
+
+
+def read(folder: Path) -> Habits:
+    """The habits of a folder's trimtab.toml; none where there is no file or no such table."""
+    file = folder / NAME
+    try:
+        held = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Habits()
+    except OSError as error:
+        raise _broken(file, f"it cannot be read ({error.strerror})") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise _broken(file, f"it is not TOML: {error}") from error
+    return told(held, file)
+
+
+def told(held: dict[str, Any], file: Path) -> Habits:
+    """Habits from what a trimtab.toml holds."""
+    strange = [one for one in held if one not in TABLES]
+    if strange:
+        raise _broken(file, f"there is {_unknown(strange[0], TABLES)}")
+    table = held.get(TABLE, {})
+    if not isinstance(table, dict):
+        raise _broken(file, f"{TABLE} is no table: write [{TABLE}] on a line of its own")
+    known = Habits.__struct_fields__
+    strange = [one for one in table if one not in known]
+    if strange:
+        raise _broken(file, f"[{TABLE}] has {_unknown(strange[0], known)}")
+    try:
+        return msgspec.convert(table, Habits)
+    except msgspec.ValidationError as error:
+        raise _broken(file, f"[{TABLE}] is not right: {error}") from error
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> str:
+    close = nearest(name, known, count=1)
+    hint = f" (perhaps {close[0]})" if close else ""
+    return f"{name!r}, which is none of {', '.join(known)}{hint}"
+
+
+def _broken(file: Path, found: str) -> BrokenFile:
+    return BrokenFile(
+        str(file), found=found, cure="Mend it as docs/launching.md describes, or take the line out."
+    )

@@ -1,0 +1,244 @@
+"""Manifests for Kubernetes: a Kubeflow TrainJob, or a plain Indexed Job with a headless Service. Text only.
+
+Kubernetes itself reads `$(NAME)` in commands and variables, and `$$` as `$`: what is given is written so that
+it arrives as it is. Shapes: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/job-v1 and
+https://github.com/kubeflow/trainer, manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import WrongUse
+from trimtab.launching.errand import train_words, variables
+from trimtab.launching.quoting import Raw, label, shell_line, yaml_text
+from trimtab.spec import Launch, LaunchKind, Vendor
+from trimtab.units import MIB
+
+if TYPE_CHECKING:
+    from trimtab.launching.errand import Errand
+    from trimtab.launching.habits import Habits
+    from trimtab.launching.need import Need
+
+PORT = 29400
+GRACE_S = 120
+"""How long a pod that has to go may take to save."""
+ENDINGS = [2, 3, 4]
+"""Exit codes that come again if the same is run again: wrong use, nothing fits, the job's own code."""
+RETRIES = 10
+"""Pods of each node that may fail otherwise."""
+PLAN_FOLDER = "/etc/trimtab"
+PLAN_NAME = "plan.json"
+PLAN_VARIABLE = "TRIMTAB_PLAN"
+GPU_RESOURCES = {Vendor.NVIDIA: "nvidia.com/gpu", Vendor.AMD: "amd.com/gpu"}
+
+
+def indexed_job(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
+    """A Service by which the pods find the first of them, the plan, and the Job."""
+    name = label(f"trimtab-{errand.plan.job}")
+    place = f"{name}-0.{name}:{PORT}"
+    inside = errand.replace(plan_file=f"{PLAN_FOLDER}/{PLAN_NAME}", out=_below(habits.mount, errand.out))
+    words = train_words(inside, rendezvous=place)
+    image, given = _image(habits), _variables(errand, habits)
+    about = _about(name, habits)
+    volumes, mounts = _volumes(errand, habits, plan=name)
+    container = {
+        "name": "train",
+        "image": image,
+        "command": [expanded(one) for one in words],
+        "env": [{"name": key, "value": expanded(value)} for key, value in given.items()],
+        "ports": [{"name": "rendezvous", "containerPort": PORT}],
+        "resources": resources(errand.need),
+        "volumeMounts": mounts,
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": about,
+        # Pods have to find each other before they are ready.
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": name},
+            "ports": [{"name": "rendezvous", "port": PORT}],
+        },
+    }
+    plan = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": about,
+        "data": {PLAN_NAME: plan_text(errand)},
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": about,
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": errand.need.nodes,
+            "parallelism": errand.need.nodes,
+            "backoffLimit": RETRIES * errand.need.nodes,
+            "podFailurePolicy": {
+                "rules": [
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {"containerName": "train", "operator": "In", "values": ENDINGS},
+                    },
+                ]
+            },
+            "template": {
+                "metadata": {"labels": dict(about["labels"])},
+                "spec": {
+                    "subdomain": name,
+                    "restartPolicy": "Never",
+                    "terminationGracePeriodSeconds": GRACE_S,
+                    "containers": [container],
+                    "volumes": volumes,
+                },
+            },
+        },
+    }
+    return _launch(LaunchKind.KUBERNETES, [service, plan, job], script_file, errand, habits)
+
+
+def train_job(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
+    """A TrainJob, whose operator starts one pod a node and tells each where they meet.
+
+    Volumes are the runtime's: how a TrainJob adds its own has changed from release to release.
+    """
+    name = label(f"trimtab-{errand.plan.job}")
+    plan_file = "/tmp/trimtab-plan.json"  # noqa: S108 - in a container that has nobody else in it
+    inside = errand.replace(plan_file=plan_file, out=_below(habits.mount, errand.out))
+    place = Raw('"$PET_MASTER_ADDR:$PET_MASTER_PORT"')
+    words = shell_line(train_words(inside, rendezvous=place))
+    script = f'printf %s "${PLAN_VARIABLE}" > {plan_file}\nexec {words}\n'
+    given = {**_variables(errand, habits), PLAN_VARIABLE: plan_text(errand)}
+    job = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _about(name, habits),
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "ClusterTrainingRuntime",
+                "name": habits.runtime,
+            },
+            "trainer": {
+                "image": _image(habits),
+                "command": ["bash", "-c", expanded(script)],
+                "numNodes": errand.need.nodes,
+                "numProcPerNode": errand.need.procs,
+                "resourcesPerNode": resources(errand.need),
+                "env": [{"name": key, "value": expanded(value)} for key, value in given.items()],
+            },
+        },
+    }
+    found = _launch(LaunchKind.KUBEFLOW, [job], script_file, errand, habits)
+    note = f"the runtime {habits.runtime} has to mount the folder {habits.mount}, which all pods share"
+    return found.replace(notes=(*found.notes, note))
+
+
+def expanded(text: str) -> str:
+    """A text that Kubernetes leaves as it was given.
+
+    >>> expanded("$(HOME) and $x")
+    '$$(HOME) and $$x'
+    """
+    return text.replace("$", "$$")
+
+
+def plan_text(errand: Errand) -> str:
+    """The plan without what only people read: a manifest has room for little."""
+    return errand.plan.replace(
+        runners_up=(), rejected=(), comparison=(), what_if=(), reasons=(), left_out=()
+    ).to_json()
+
+
+def resources(need: Need) -> dict[str, dict[str, str]]:
+    """What a pod asks for: GPUs are limits, of which Kubernetes makes requests."""
+    found = {"requests": {"cpu": str(need.cpus)}}
+    if need.memory_bytes:
+        found["requests"]["memory"] = f"{-(-need.memory_bytes // MIB)}Mi"
+    if need.gpus:
+        found["limits"] = {_resource(need): str(need.gpus)}
+    return found
+
+
+def _resource(need: Need) -> str:
+    """What device plugins call the GPUs."""
+    from trimtab.catalog.lookup import typed
+
+    vendors = {typed(one)[0].vendor for one in need.devices}
+    return GPU_RESOURCES[Vendor.AMD if Vendor.AMD in vendors else Vendor.NVIDIA]
+
+
+def _launch(
+    kind: LaunchKind, documents: list[Any], script_file: str, errand: Errand, habits: Habits
+) -> Launch:
+    notes = ["the job's own files have to be in the image, or on the volume"]
+    if errand.need.gpus:
+        notes.append(f"any {errand.need.gpus} GPUs are asked for; the plan is for {errand.need.devices[0]}")
+    if not habits.claim and kind is LaunchKind.KUBERNETES:
+        notes.append("without claim in [launch] of trimtab.toml, checkpoints go when the pod goes")
+    return Launch(
+        kind=kind,
+        command=("kubectl", "apply", "-f", script_file),
+        environment=_variables(errand, habits),
+        script=yaml_text(documents),
+        script_file=script_file,
+        out=errand.out,
+        notes=tuple(notes),
+    )
+
+
+def _variables(errand: Errand, habits: Habits) -> dict[str, str]:
+    found = variables(errand, cores=errand.need.cpus, offline=habits.offline)
+    return {
+        **{name: value for name, (value, _) in found.items()},
+        "PYTHONUNBUFFERED": "1",
+        **habits.environment,
+    }
+
+
+def _image(habits: Habits) -> str:
+    if not habits.image:
+        raise WrongUse(
+            "a launch in containers",
+            found="no image is named",
+            cure="Give --image, or image in [launch] of trimtab.toml: it has to hold trimtab and the job.",
+        )
+    return habits.image
+
+
+def _about(name: str, habits: Habits) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": name}
+    if habits.namespace:
+        found["namespace"] = habits.namespace
+    return {**found, "labels": {"app.kubernetes.io/managed-by": "trimtab"}}
+
+
+def _below(mount: str, out: str) -> str:
+    return f"{mount.rstrip('/')}/{out.lstrip('/')}"
+
+
+def _volumes(errand: Errand, habits: Habits, *, plan: str) -> tuple[list[Any], list[Any]]:
+    """The plan, shared memory for data loaders, and the volume that pods share."""
+    if not habits.claim and errand.need.nodes > 1:
+        raise WrongUse(
+            f"a launch on {errand.need.nodes} pods",
+            found="they have no folder that they share, where checkpoints are kept",
+            cure='Name a PersistentVolumeClaim in [launch] of trimtab.toml: claim = "NAME".',
+        )
+    shared = {"persistentVolumeClaim": {"claimName": habits.claim}} if habits.claim else {"emptyDir": {}}
+    volumes = [
+        {"name": "plan", "configMap": {"name": plan}},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        {"name": "shared", **shared},
+    ]
+    mounts = [
+        {"name": "plan", "mountPath": PLAN_FOLDER, "readOnly": True},
+        {"name": "memory", "mountPath": "/dev/shm"},  # noqa: S108 - it is what data loaders share batches through
+        {"name": "shared", "mountPath": habits.mount},
+    ]
+    return volumes, mounts

@@ -1,0 +1,57 @@
+"""A launch on this machine, or of this machine's part in a run over several: `trimtab train` and torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.launching.errand import train_words, variables
+from trimtab.spec import Launch, LaunchKind
+from trimtab.training.start import LOGS, RESTARTS, Fleet, arguments, run_id
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.launching.errand import Errand
+    from trimtab.launching.habits import Habits
+
+
+def local(
+    errand: Errand,
+    habits: Habits,
+    *,
+    cores: int | None,
+    here: Mapping[str, str],
+    rendezvous: str | None = None,
+) -> Launch:
+    """The command to run here; over several nodes, the same one on each."""
+    need = errand.need
+    given = variables(errand, cores=cores, offline=habits.offline, here=here)
+    given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
+    # What the user has set stays, but for the devices, which follow from it.
+    kept = {
+        one
+        for one in given
+        if one in here and one != "CUDA_VISIBLE_DEVICES" and one not in habits.environment
+    }
+    given = {name: one for name, one in given.items() if name not in kept}
+    fleet = Fleet(
+        procs=need.procs,
+        nodes=need.nodes_text,
+        rendezvous=rendezvous or "",
+        logs=f"{errand.out}/{LOGS}",
+        restarts=RESTARTS if errand.restarts is None else errand.restarts,
+    )
+    several = need.nodes > 1
+    torchrun = need.procs > 1 or rendezvous is not None
+    notes = [f"run it on each of the {need.nodes} nodes, {rendezvous} included"] if several else []
+    notes += [f"{one} stays {here[one]}, as it is set" for one in sorted(kept)]
+    return Launch(
+        kind=LaunchKind.TORCHRUN,
+        command=tuple(train_words(errand, rendezvous=rendezvous)),
+        environment={name: value for name, (value, _) in given.items()},
+        why={name: why for name, (_, why) in given.items()},
+        starts=("torchrun", *arguments(fleet, Path("TASK"), run_id(errand.out))) if torchrun else (),
+        out=errand.out,
+        notes=tuple(notes),
+    )
