@@ -70,14 +70,6 @@ Config = Annotated[
     typer.Option(metavar="FILE[:PATH]", help="A config with such knobs: config.py:slm_config."),
 ]
 Frozen = Annotated[bool, typer.Option("--frozen", help="hf: freeze the model except its head.")]
-Stages = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Every stage of the job's curriculum: those of a folder, or `default` for its own.",
-    ),
-]
-
 Llama = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="bridge: a Hugging Face folder for the first frozen model."),
@@ -100,6 +92,13 @@ SHAPED = {
     "sequential": ("sequential", ("bridge",)),
 }
 """For each flag, the attribute that it sets, and the jobs that have one."""
+Stages = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Every stage of the job's curriculum: those of a folder, or `default` for its own.",
+    ),
+]
 
 
 def stage_folder(given: str) -> str | None:
