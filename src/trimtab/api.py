@@ -1308,7 +1308,6 @@ def train_stages(  # noqa: PLR0913 - a training, and how it is cut
     from pathlib import Path
 
     from trimtab.errors import WrongUse
-    from trimtab.spec import StagedPlan
     from trimtab.training import chain, task
     from trimtab.training.world import ALONE
     from trimtab.training.world import read as read_world
@@ -1323,7 +1322,7 @@ def train_stages(  # noqa: PLR0913 - a training, and how it is cut
             cure="Start `trimtab train JOB --stages ...` by itself, with --procs for several processes.",
         )
     if isinstance(plan, str | Path):
-        plan = StagedPlan.from_json(Path(plan).read_bytes(), origin=str(plan))
+        plan = _staged(Path(plan))
     if plan is None and here.devices:
         procs = asked.get("procs")
         fixed = make_policy(0.9, None, "speed", None, pins).pins | ({} if procs is None else {"gpus": procs})
@@ -1344,6 +1343,21 @@ def _told(text: str) -> None:
     import sys
 
     sys.stderr.write(f"trimtab: {text}\n")
+
+
+def _staged(file: Path) -> StagedPlan:
+    """The plans of all stages, from the file of `trimtab plan --stages --out`."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec import StagedPlan
+
+    try:
+        return StagedPlan.from_json(file.read_bytes(), origin=str(file))
+    except OSError as error:
+        raise WrongUse(
+            f"--plan {file}",
+            found=f"it cannot be read ({error.strerror})",
+            cure="Name a file that `trimtab plan JOB --stages ... --out FILE` wrote.",
+        ) from error
 
 
 def _plans_of(plan: StagedPlan | None, stages: Sequence[Stage]) -> dict[str, Plan]:
