@@ -242,22 +242,22 @@ class Foresight:
 
         Recomputing takes no less than not recomputing; spreading over devices no less than the samples of one
         rank take by themselves; and nothing less than its operations take at the peak of the device. A branch
-        does other work than the whole, and has no bound.
+        does other work than the whole, which says nothing of it.
         """
+        none = setting.replace(recompute=Recompute.NONE)
+        known = self._known_time(none, layout) if none != setting else None
+        above = max(self._from_above(one, layout) for one in (setting, none))
         if setting.mesh.branch > 1:
-            return 0.0
+            return max(known or 0.0, above)
         if setting.mesh.pp > 1:
             # At best its stages share the work of one device evenly, and wait for one another no longer than
             # they have to.
             stages, rounds = setting.mesh.pp, setting.accumulation
-            whole = self._alone(setting, layout)
-            return SLACK * whole / stages * (rounds + stages - 1) / rounds
-        none = setting.replace(recompute=Recompute.NONE)
-        known = self._known_time(none, layout) if none != setting else None
+            shared = self._alone(setting, layout) / stages * (rounds + stages - 1) / rounds
+            return max(known or 0.0, SLACK * shared)
         samples = setting.micro_batch * setting.accumulation
         rates = [self.memo.rates.get(_pace(one, layout.device), 0.0) for one in (setting, none)]
         limit = self.memo.limits.get(_peak_key(setting, layout.device), 0.0)
-        above = max(self._from_above(one, layout) for one in (setting, none))
         return max(known or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
 
     def _alone(self, setting: Setting, layout: Layout) -> float:

@@ -3,8 +3,7 @@
 Every setting of the space has a bound from below for its time, which an Outlook gives for nothing. The
 setting with the lowest bound is looked at closely; its true time takes the place of the bound. Once the
 lowest of all belongs to a setting that is known and fits, no other can be better. Two things are taken to be
-so: that a larger micro-batch of the same family needs no less memory, and that bounds are bounds. One thing
-is not looked for: a pipeline that could at best be a little faster than something else (`WORTHWHILE`).
+so: that a larger micro-batch of the same family needs no less memory, and that bounds are bounds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from trimtab.spec import Objective, Recompute, Strategy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trimtab.planner.outlook import Floor, Layout, Outlook
+    from trimtab.planner.outlook import Layout, Outlook
     from trimtab.planner.space import Cut, Family, Space
     from trimtab.spec import Estimate, Policy, Setting, Workload
 
@@ -31,11 +30,6 @@ ENOUGH_FAILURES = 3
 """Families that fail alike before a job is taken to fail everywhere."""
 MARGIN = 0.1
 """Of a deadline, kept free: the median error of predicted time, with room for checkpoints and evaluation."""
-
-WORTHWHILE = 1.0
-"""What the bounds of pipelines are multiplied by until one of them is looked at, or is pinned: stages have to
-be traced for themselves, layers seldom divide evenly, and such estimates were never measured. The first is
-looked at where it promises to be faster by that much than whatever else is known."""
 
 SIMPLE_FIRST = (
     Strategy.SINGLE,
@@ -214,8 +208,6 @@ class _Search:
         self.spare: list[tuple[Family, Cut]] = []
         """More members of those, to fill up the runners-up."""
         self.last_failure: TrimtabError | None = None
-        self.staged = self.policy.pins.get("strategy") == Strategy.PIPELINE
-        """Whether pipelines compete by their bounds."""
 
     def run(self, known: Iterable[Seen]) -> Result:
         for one in known:
@@ -265,34 +257,12 @@ class _Search:
         floor = self.outlook.floor(setting, family.layout)
         # Of equal bounds the one that tells most: the largest micro-batch bounds those below it.
         order = (PROBE_FIRST.index(family.strategy), -family.layout.gpus, *taste(setting)[2:-1], -cut[0])
-        bound = self._promise(setting, floor)
+        bound = value(setting, floor.step_s, self.policy.objective)
         heapq.heappush(self.heap, (bound, True, order, next(self.numbers), family, cut, None))
-
-    def _promise(self, setting: Setting, floor: Floor) -> Value:
-        """What a setting takes at least; the first pipeline has to promise more than others do."""
-        seconds = floor.step_s
-        if seconds is not None and setting.strategy is Strategy.PIPELINE and not self.staged:
-            seconds *= WORTHWHILE
-        return value(setting, seconds, self.policy.objective)
-
-    def _let_pipelines_in(self) -> None:
-        """One is worth a look: from now on all of them compete by what they take at least."""
-        self.staged = True
-        before, self.heap = self.heap, []
-        for entry in before:
-            family, cut = entry[4], entry[5]
-            if entry[1] and family is not None and family.strategy is Strategy.PIPELINE:
-                self._push_bound(family, cut)
-            else:
-                heapq.heappush(self.heap, entry)
 
     def _look(self, family: Family, cut: Cut, bound: Value) -> None:
         """Look closely at a setting, unless something learnt since makes that needless."""
         if self._is_needless(family, cut, bound):
-            return
-        if family.strategy is Strategy.PIPELINE and not self.staged:
-            self._push_bound(family, cut)
-            self._let_pipelines_in()
             return
         if family not in self.looked:
             self.looked.add(family)
@@ -326,13 +296,13 @@ class _Search:
         if cut[0] > self.limits.get(family, cut[0]):
             self._too_large(family, 0)
             return True
-        if self._promise(setting, floor) > bound:
+        if value(setting, floor.step_s, self.policy.objective) > bound:
             self._push_bound(family, cut)
             return True
         staged = family.strategy is Strategy.PIPELINE
         if family not in self.looked and (staged or family.recompute not in self.prepared):
             sharp = self.outlook.sharpen(setting, family.layout)
-            if self._promise(setting, sharp) > bound:
+            if value(setting, sharp.step_s, self.policy.objective) > bound:
                 self._push_bound(family, cut)
                 return True
         return False

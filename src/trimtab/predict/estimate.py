@@ -39,7 +39,7 @@ def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of 
     With `fusing` the trace is of the same setting without compile, and what compiling changes is guessed. The
     cluster tells the links between devices; without one a setting of several devices has no time.
     """
-    found = _fullest(trace, setting)
+    found, said_of_ranks = _fullest(trace, setting)
     capacity = device.free_bytes if device.free_bytes is not None else device.memory_bytes
     band = found.band
     if fusing:
@@ -57,15 +57,14 @@ def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of 
             parts=found.parts,
             band=band,
             **timed,
-            assumptions=(*trace.assumptions, *_assumed(setting, device), *said),
+            assumptions=(*trace.assumptions, *said_of_ranks, *_assumed(setting, device), *said),
         ),
         found,
     )
 
 
-def _fullest(trace: Trace, setting: Setting) -> Memory:
-    """The memory of the rank that needs most; of branches that one was traced first."""
-    ranks = trace.ranks if setting.mesh.pp > 1 else (trace,)
+def _fullest(trace: Trace, setting: Setting) -> tuple[Memory, list[str]]:
+    """The memory of the kind of ranks that needs most, and which one that is."""
     found = [
         in_flight(
             memory(
@@ -77,9 +76,14 @@ def _fullest(trace: Trace, setting: Setting) -> Memory:
             one,
             setting,
         )
-        for one in ranks
+        for one in trace.ranks
     ]
-    return max(found, key=lambda one: one.band.high_bytes)
+    most = max(range(len(found)), key=lambda number: found[number].band.high_bytes)
+    if not trace.beside:
+        return found[most], []
+    others = ", ".join(one.rank for number, one in enumerate(trace.ranks) if number != most)
+    named = f"the ranks of {trace.ranks[most].rank} hold most and are the ones estimated"
+    return found[most], [f"{named}; those of {others} hold less"]
 
 
 def in_flight(found: Memory, trace: Trace, setting: Setting) -> Memory:

@@ -113,6 +113,8 @@ class Trace(Noun, frozen=True, kw_only=True):
     recomputed: tuple[str, ...] = ()
     part: int = 0
     """Which of unlike ranks this is one of: the number of its branch or of its pipeline stage."""
+    rank: str = ""
+    """The same in words: branch llama, or stage 1 of 4; empty where all ranks hold the same."""
     beside: tuple[Trace, ...] = ()
     """The other kinds of ranks: of every other branch; of a pipeline the last stage, beside the first, which
     those between are like."""

@@ -55,6 +55,7 @@ class Rank(NamedTuple):
     stage: int | None = None
     number: int = 0
     """Of the branch or the stage."""
+    words: str = ""
 
 
 ALIKE = Rank()
@@ -309,6 +310,7 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         "trainable": sum(count for count, learns in sizes if learns),
         "recomputed": state.recomputed,
         "part": rank.number,
+        "rank": rank.words,
         **(
             {}
             if state.stage is None
@@ -484,46 +486,31 @@ def _ranks(job: Any, request: Request) -> list[Rank]:
     """
     setting = request.setting
     if setting.strategy is Strategy.PIPELINE:
-        return [Rank(stage=0), Rank(stage=setting.mesh.pp - 1, number=setting.mesh.pp - 1)]
+        stages = setting.mesh.pp
+        return [
+            Rank(stage=stage, number=stage, words=f"stage {stage + 1} of {stages}")
+            for stage in (0, stages - 1)
+        ]
     if setting.strategy not in (Strategy.BRANCH, Strategy.HYBRID):
         return [ALIKE]
     from trimtab.trace.branches import branches_of
 
-    return [Rank(branch=branch, number=number) for number, branch in enumerate(branches_of(job))]
+    return [
+        Rank(branch=branch, number=number, words=f"branch {branch}")
+        for number, branch in enumerate(branches_of(job))
+    ]
 
 
 def _together(answers: dict[Rank, bytes]) -> bytes:
-    """The trace of one kind of ranks with the others beside it, or the first error.
-
-    Of branches the one that holds most comes first, which it says.
-    """
+    """The trace of the first kind of ranks with the others beside it, or the first error."""
     if len(answers) == 1:
         return next(iter(answers.values()))
-    heard = {rank: msgspec.json.decode(line) for rank, line in answers.items()}
-    wrong = [rank for rank, one in heard.items() if "error" in one]
-    if wrong:
-        return answers[wrong[0]]
-    traces = {rank: one["trace"] for rank, one in heard.items()}
-    first, *_ = traces
-    if first.branch:
-        first = max(traces, key=lambda rank: _peak(traces[rank]))
-        others = ", ".join(rank.branch for rank in traces if rank is not first)
-        traces[first]["assumptions"].append(
-            f"the ranks of branch {first.branch} hold most and are the ones estimated; those of {others} "
-            "hold less"
-        )
-    traces[first]["beside"] = [one for rank, one in traces.items() if rank is not first]
-    return msgspec.json.encode({"trace": traces[first]})
-
-
-def _peak(found: dict[str, Any]) -> int:
-    """The most that is allocated at any time of the steps."""
-    alive = most = 0
-    for position, number in enumerate(found["order"]):
-        alive += found["sizes"][number] if number >= 0 else -found["sizes"][~number]
-        if position >= found["marks"]["step0"]:
-            most = max(most, alive)
-    return most
+    heard = [msgspec.json.decode(line) for line in answers.values()]
+    for line, one in zip(answers.values(), heard, strict=True):
+        if "error" in one:
+            return line
+    first, *others = [one["trace"] for one in heard]
+    return msgspec.json.encode({"trace": {**first, "beside": others}})
 
 
 if __name__ == "__main__":
