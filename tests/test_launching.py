@@ -77,9 +77,15 @@ TEXTS: dict[str, Any] = {
 }
 
 
+def without_plan(script: str) -> str:
+    """A manifest without the plan in it, which has tests of its own."""
+    block = re.sub(r"(?<=plan\.json: \|\n)(?:    .*\n)+", "    PLAN\n", script)
+    return re.sub(r"(?<=- name: TRIMTAB_PLAN\n)(      value: )(?:.*\n)+", r"\1PLAN\n", block)
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_script_is_what_it_was(name: str) -> None:
-    file, script = GOLDEN / name, TEXTS[name]().script
+    file, script = GOLDEN / name, without_plan(TEXTS[name]().script)
     if os.environ.get("TRIMTAB_RECORD"):
         file.write_text(script, encoding="utf-8")
     assert script == file.read_text(encoding="utf-8"), f"look at it, then: TRIMTAB_RECORD=1 pytest {__file__}"
@@ -542,6 +548,10 @@ def test_a_label_is_one_that_kubernetes_takes(text: str) -> None:
         max_leaves=8,
     )
 )
+@example("\x85")
+@example("a\u2028b\n")
+@example(" a\n  b")
+@example("")
 def test_yaml_is_read_back(value: Any) -> None:
     assert list(yaml.safe_load_all(yaml_text([value]))) == [value]
 
