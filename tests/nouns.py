@@ -11,6 +11,7 @@ from job_nouns import job_nouns
 from launch_nouns import launch_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
+from trimtab.diagnosis.judge import Diagnosed, Diagnosis
 from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
 from trimtab.pace.measure import Order
@@ -500,7 +501,31 @@ endings = st.builds(
     asked=st.sampled_from(["", "SIGTERM", "SIGUSR1"]),
 )
 
+diagnosed = st.builds(
+    Diagnosed,
+    severity=st.sampled_from(spec.Severity),
+    what=sentences,
+    evidence=sentences,
+    cause=sentences,
+    cure=sentences,
+    kind=st.none() | names,
+    realm=st.sampled_from(["job", "environment"]),
+    file=st.none() | names,
+    line=st.none() | positive,
+    ranks=st.lists(counts, max_size=3).map(tuple),
+    times=positive,
+    consequences=st.lists(sentences, max_size=3).map(tuple),
+)
+diagnoses = st.builds(
+    Diagnosis,
+    findings=st.lists(diagnosed, max_size=3).map(tuple),
+    read=st.lists(names, max_size=3).map(tuple),
+    notes=st.lists(sentences, max_size=3).map(tuple),
+)
+
 NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
+    Diagnosed: diagnosed,
+    Diagnosis: diagnoses,
     spec.Peaks: peaks,
     spec.DeviceProcess: process,
     spec.Slice: mig,

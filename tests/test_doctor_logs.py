@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -19,6 +20,7 @@ from trimtab.diagnosis.diagnose import diagnose
 from trimtab.diagnosis.kinds import Kind, kinds, needle, patterns, table
 from trimtab.diagnosis.scan import Scanner
 from trimtab.diagnosis.sieve import SMALL_BYTES, Sieve
+from trimtab.diagnosis.words import general
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,6 +154,24 @@ def test_what_a_healthy_log_says_is_rarely_looked_into() -> None:
     text = b"".join((FOLDER / name).read_bytes() for name, told in EXPECTED.items() if not told)
     hits = {one.needle: text.count(one.needle) for one in patterns() if not one.is_fact}
     assert {one: count for one, count in hits.items() if count > 2} == {}
+
+
+PAGE = FOLDER.parent.parent / "docs" / "doctor.md"
+TABLE = re.compile(r"(?<=writes this table -->\n).*(?=<!-- end of kinds -->)", re.DOTALL)
+
+
+def test_the_table_of_kinds_in_the_documentation_is_fresh() -> None:
+    rows = [
+        f"| `{row.name}` | {row.severity.value} | {row.realm} | {general(row.what)} |" for row in table().kind
+    ]
+    fresh = "\n".join(["", "| kind | severity | change | what |", "|---|---|---|---|", *rows, "", ""])
+    page = PAGE.read_text(encoding="utf-8")
+    if os.environ.get("TRIMTAB_RECORD"):
+        PAGE.write_text(TABLE.sub(lambda _: fresh, page), encoding="utf-8")
+        return
+    match = TABLE.search(page)
+    assert match
+    assert match[0] == fresh, "docs/doctor.md is stale: TRIMTAB_RECORD=1 pytest tests/test_doctor_logs.py"
 
 
 # ---------------------------------------------------------------------------------------------- the sieve

@@ -170,8 +170,7 @@ def out_of_memory_advice(short: Shortage, facts: Mapping[str, int], fixed_bytes:
     fitting, rounds = same_global_batch(most, micro, accumulation)
     return (
         f"At most micro-batch {most} in place of {micro} would have fitted: {fitting} with accumulation "
-        f"{rounds} (was {accumulation}) keeps the global batch. `trimtab plan JOB --pin "
-        f"micro_batch={fitting} --out plan.json`, then `trimtab apply plan.json --to CONFIG`."
+        f"{rounds} (was {accumulation}) keeps the global batch (--pin micro_batch={fitting})."
     )
 
 
