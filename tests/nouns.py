@@ -25,7 +25,6 @@ from trimtab.training.ladder import Ladder
 from trimtab.training.meters import Line
 from trimtab.training.order import Order as SampleOrder
 from trimtab.training.precision import LossScale
-from trimtab.training.record import AttemptNote
 from trimtab.training.recovery import Move, Room, Sizes
 from trimtab.training.start import Fleet
 from trimtab.training.store import FileMark, Manifest
@@ -440,15 +439,34 @@ ladders = st.builds(
 suspects = st.builds(
     Suspect, module=names, kind=names, phase=st.sampled_from([BATCH, FORWARD, BACKWARD]), order=counts
 )
-attempt_notes = st.builds(
-    AttemptNote,
-    attempt=positive,
-    procs=positive,
-    state=st.sampled_from(["running", "ended"]),
-    at_s=maybe(seconds),
-    steps=maybe(positive),
-    host=names,
-    pid=counts,
+gauges = st.builds(
+    spec.Gauge,
+    key=names,
+    index=counts,
+    memory_bytes=maybe(counts),
+    used_bytes=maybe(counts),
+    busy=maybe(st.floats(0, 1)),
+    throttles=st.lists(names, max_size=2).map(tuple),
+    processes=maybe(st.lists(process, max_size=2).map(tuple)),
+)
+advices = st.builds(spec.Advice, kind=sentences, where=names, what=sentences, cure=sentences)
+watched_runs = st.builds(
+    spec.WatchedRun,
+    folder=names,
+    state=names,
+    step=maybe(counts),
+    steps=maybe(counts),
+    loss=maybe(seconds),
+    events=st.lists(incidents, max_size=1).map(tuple),
+    devices=st.lists(names, max_size=2).map(tuple),
+    advice=st.lists(advices, max_size=1).map(tuple),
+)
+watch_samples = st.builds(
+    spec.Sample,
+    at_s=seconds,
+    gpus=st.lists(gauges, max_size=1).map(tuple),
+    no_gpus=names,
+    runs=st.lists(watched_runs, max_size=1).map(tuple),
 )
 profiles = st.builds(
     Profile,
@@ -558,7 +576,10 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Ladder: ladders,
     Suspect: suspects,
     Line: lines,
-    AttemptNote: attempt_notes,
+    spec.Gauge: gauges,
+    spec.Advice: advices,
+    spec.WatchedRun: watched_runs,
+    spec.Sample: watch_samples,
     Profile: profiles,
     Timeline: timelines,
     Fleet: fleets,

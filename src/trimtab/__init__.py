@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         revert,
         show,
         train,
+        watch,
     )
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
@@ -70,6 +71,7 @@ __all__ = [
     "revert",
     "show",
     "train",
+    "watch",
 ]
 
 _HOMES = {
@@ -100,6 +102,7 @@ _HOMES = {
     "revert": "trimtab.api",
     "show": "trimtab.api",
     "train": "trimtab.api",
+    "watch": "trimtab.api",
 }
 
 

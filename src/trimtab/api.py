@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from trimtab.catalog.words import Word
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Launch,
         Plan,
         Policy,
+        Sample,
         Setting,
         Stage,
         StagedPlan,
@@ -58,6 +59,7 @@ VERBS = (
     "cancel",
     "doctor",
     "report",
+    "watch",
 )
 """What works today."""
 FUNCTIONS = {"jobs": "list_jobs"}
@@ -1527,3 +1529,19 @@ def cancel(job_id: str | int, *, force: bool = False) -> JobView:
     from trimtab.launching.jobs import desk
 
     return end(str(job_id), desk(), force=force)
+
+
+def watch(
+    runs: Sequence[Path | str] = (), *, interval_s: float = 2.0, samples: int | None = None
+) -> Iterator[Sample]:
+    """GPUs of this machine and runs in some folders, one sample each interval.
+
+    for sample in trimtab.watch(["runs/slm"]):
+        print(sample.gpus[0].busy, sample.runs[0].loss, sample.runs[0].advice)
+    """
+    from pathlib import Path
+
+    from trimtab.probe.world import here
+    from trimtab.watching.watch import Watcher
+
+    return Watcher(world=here(), places=[Path(one) for one in runs]).samples(interval_s, samples)

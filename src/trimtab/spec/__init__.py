@@ -44,11 +44,13 @@ from trimtab.spec.setting import (
 )
 from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
+from trimtab.spec.watch import Advice, Gauge, Sample, WatchedRun
 from trimtab.spec.workload import Workload
 
 __all__ = [
     "KINDS",
     "PARTS",
+    "Advice",
     "Allocator",
     "Attempt",
     "Band",
@@ -64,6 +66,7 @@ __all__ = [
     "Estimate",
     "Finding",
     "Footprint",
+    "Gauge",
     "Incident",
     "IncidentKind",
     "JobView",
@@ -88,6 +91,7 @@ __all__ = [
     "Recompute",
     "Rejection",
     "RunView",
+    "Sample",
     "Scheduler",
     "Setting",
     "Severity",
@@ -101,6 +105,7 @@ __all__ = [
     "Trace",
     "Vendor",
     "Versions",
+    "WatchedRun",
     "WhatIf",
     "Work",
     "Workload",
