@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KEPT_LOOKS = 10
 """Looks at a GPU that are kept: what is said of it holds for all of them, not for one unlucky moment."""
-FIND_EVERY_S = 10.0
+FIND_EVERY_S = 5.0
 """Between two searches for new runs."""
 
 
