@@ -30,7 +30,7 @@ from trimtab.spec.plan import (
     Rejection,
     WhatIf,
 )
-from trimtab.spec.queue import JobView, QueuedJob, RunView
+from trimtab.spec.queue import Headway, JobView, QueuedJob
 from trimtab.spec.run import Attempt, Check, Incident, IncidentKind, Measurement, Summary
 from trimtab.spec.setting import (
     Allocator,
@@ -67,6 +67,7 @@ __all__ = [
     "Finding",
     "Footprint",
     "Gauge",
+    "Headway",
     "Incident",
     "IncidentKind",
     "JobView",
@@ -90,7 +91,6 @@ __all__ = [
     "Reason",
     "Recompute",
     "Rejection",
-    "RunView",
     "Sample",
     "Scheduler",
     "Setting",
