@@ -27,7 +27,7 @@ from trimtab.probe.world import World, replayed
 from trimtab.spec import Advice, DeviceProcess, Gauge, Incident, IncidentKind, Sample, WatchedRun
 from trimtab.units import GIB
 from trimtab.watching.advice import advise
-from trimtab.watching.runs import Follower, find
+from trimtab.watching.runs import Follower, find, lately
 from trimtab.watching.watch import Watcher
 
 if TYPE_CHECKING:
@@ -338,6 +338,18 @@ def test_runs_are_found_in_and_below_folders_and_a_missing_folder_is_an_error(tm
         find([tmp_path / "nowhere"])
     with pytest.raises(WrongUse, match="it is a file"):
         find([tmp_path / "runs/a/log.jsonl"])
+
+
+def test_runs_that_nobody_named_are_shown_for_a_day_and_not_too_many(tmp_path: Path) -> None:
+    places = [under_way(tmp_path / f"{number:02}", steps=1) for number in range(15)]
+    now = 1e9
+    for age, place in enumerate(places):
+        os.utime(place / "log.jsonl", (now - age, now - age))
+    old = under_way(tmp_path / "old", steps=1)
+    os.utime(old / "log.jsonl", (now - 90_000, now - 90_000))
+    assert lately([*places, old], now) == places[:12]
+    (places[0] / "log.jsonl").unlink()
+    assert places[0] not in lately(places, now)
 
 
 # The watch itself
