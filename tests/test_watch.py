@@ -435,7 +435,14 @@ def a_sample(words: str = "words", state: str = "running") -> Sample:
     return Sample(
         at_s=0.0,
         gpus=(
-            gauge(name=words, power_w=600.0, power_limit_w=700.0, temperature_c=60.0, processes=held),
+            gauge(
+                name=words,
+                throttles=("power cap",),
+                power_w=600.0,
+                power_limit_w=700.0,
+                temperature_c=60.0,
+                processes=held,
+            ),
             Gauge(key="gpu1", index=1, fault=words),
         ),
         runs=(run,),
@@ -456,6 +463,8 @@ def test_a_picture_fits_its_terminal_and_text_in_it_is_inert(width: int) -> None
     flat = re.sub(r"\s+", "", text)
     assert "[bold]x[/bold]" in flat
     assert "75%" in flat
+    assert "noanswer:GPU1" in flat
+    assert "helddown:GPU0bypowercap" in flat
     for line in Lines().of(a_sample(BAD)):
         assert "\x1b" in line  # made inert where it is written, below
 
