@@ -39,7 +39,7 @@ demo: $(READY)
 	$(call show,detect)
 	$(call show,plan slm --on RTX3090 --pin compile=false)
 	@rm -rf $(VENV)/demo
-	$(call show,train slm:tiny --steps 150 --every 25 --evaluate-every 75 --out $(VENV)/demo)
+	$(call show,train slm:tiny --steps 150 --every 10 --evaluate-every 50 --out $(VENV)/demo)
 	$(call show,estimate slm --on RTX3090 --micro-batch 12)
 	@echo; echo "next: trimtab train slm:tiny --data YOUR_TEXT, trimtab plan YOUR_FILE.py:YourJob --on 4xA100-40GB, docs/jobs.md"
 
