@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from config_nouns import config_nouns
 from job_nouns import job_nouns
 from launch_nouns import launch_nouns
+from text_nouns import text_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
 from trimtab.diagnosis.judge import Diagnosed, Diagnosis
@@ -639,4 +640,5 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     **config_nouns(settings(), estimates()),
     **job_nouns(incidents),
     **launch_nouns(plans),
+    **text_nouns(),
 }
