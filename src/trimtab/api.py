@@ -1231,9 +1231,9 @@ def stages_of(
     from trimtab.jobs.load import name_of
 
     name, changed = name_of(job)
-    folder = {} if files is None else {"stage_files": str(files)}
-    overrides = changed | (options or {}) | folder
-    loaded = find(name, overrides)
+    overrides = changed | (options or {})
+    # Only to find the stages: what they set is all that counts from then on, wherever the files are.
+    loaded = find(name, overrides | ({} if files is None else {"stage_files": str(files)}))
     own = getattr(loaded, "stages", None)
     if not callable(own):
         raise WrongUse(
