@@ -40,19 +40,19 @@ def unequal_samples(_: Path) -> None:
 
 
 def no_gradient(_: Path) -> None:
-    torch.ones(1).sum().backward()
+    torch.ones(1).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def second_backward(_: Path) -> None:
     loss = torch.ones(2, requires_grad=True).exp().sum()
-    loss.backward()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def in_place(_: Path) -> None:
     out = torch.ones(2, requires_grad=True).exp()
     out.add_(1)
-    out.sum().backward()
+    out.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def token_id(_: Path) -> None:
@@ -110,7 +110,7 @@ def too_large(_: Path) -> None:
 
 
 def taken_port(_: Path) -> None:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     TCPStore("127.0.0.1", first.port, is_master=True, wait_for_workers=False)
@@ -119,7 +119,7 @@ def taken_port(_: Path) -> None:
 def silent_port(_: Path) -> None:
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     TCPStore("127.0.0.1", 1, is_master=False, timeout=timedelta(milliseconds=300))
 
@@ -127,7 +127,7 @@ def silent_port(_: Path) -> None:
 def anomaly(_: Path) -> None:
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
         value = torch.zeros(1, requires_grad=True)
-        (value * float("nan")).sqrt().sum().backward()
+        (value * float("nan")).sqrt().sum().backward()  # type: ignore[no-untyped-call]
 
 
 def bad_probabilities(_: Path) -> None:
@@ -165,7 +165,7 @@ def hf_arguments(_: Path) -> None:
 def no_batch(_: Path) -> None:
     memory = pytest.importorskip("accelerate.utils.memory")
 
-    @memory.find_executable_batch_size(starting_batch_size=1)
+    @memory.find_executable_batch_size(starting_batch_size=1)  # type: ignore[untyped-decorator]
     def train(batch_size: int) -> None:  # noqa: ARG001 - as its decorator wants it
         raise RuntimeError("CUDA error: out of memory.")
 

@@ -150,8 +150,8 @@ def _without_repeats(told: list[Sighting]) -> list[Sighting]:
 
 def _uncaught(told: list[Sighting]) -> list[Sighting]:
     """Without the exceptions after which the run went on, unless a launcher saw a process fail."""
-    failed = any(one.of in SAID_BY_LAUNCHERS for one in told)
-    return [one for one in told if failed or one.captured.get("signs_of_life", "0") == "0"]
+    failed = {one.file for one in told if one.of in SAID_BY_LAUNCHERS}
+    return [one for one in told if one.file in failed or one.captured.get("signs_of_life", "0") == "0"]
 
 
 def _is_message(told: Sighting, error: Sighting) -> bool:
