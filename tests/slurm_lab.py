@@ -30,6 +30,7 @@ PROGRAMS = {
     "slurmd": "slurmd",
     "sbatch": "slurm-client",
     "munged": "munge",
+    "setpriv": "util-linux",
 }
 """What has to be there, by the package of Debian that has it."""
 NODES = ("n1", "n2")
@@ -192,7 +193,12 @@ class Slurm:
     def _start(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as log:
             self.daemons[name] = subprocess.Popen(
-                command, env=self.environment, stdout=log, stderr=log, cwd=self.folder
+                # It dies with the test, should that be killed before it can clear away.
+                ("setpriv", "--pdeathsig", "KILL", *command),
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
             )
 
     def start(self) -> None:

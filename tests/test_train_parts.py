@@ -34,6 +34,7 @@ from trimtab.spec import (
 from trimtab.training import control as control_module
 from trimtab.training import evaluate, loop, meters, resize, settle, signals, start, task, worker
 from trimtab.training.control import Control
+from trimtab.training.control import given as notes_given
 from trimtab.training.faults import Fault, FaultKind, Faults, read, tear
 from trimtab.training.folder import RunFolder, RunIdentity
 from trimtab.training.meters import Line, Meters, measured_mfu
@@ -546,3 +547,20 @@ def test_evaluation_makes_as_many_passes_on_every_rank() -> None:
     with pytest.raises(JobFailed, match="has no samples that can be counted"):
         evaluate.validation_of(type("Job", (), {"validation": lambda _: []})())
     assert evaluate.validation_of(object()) is None
+
+
+def test_ranks_do_not_take_the_notes_of_an_earlier_attempt_for_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Control(tmp_path).stop(signal.SIGUSR1)
+    later = (tmp_path / "stopping").stat().st_mtime_ns + 1
+    for name, value in Control(tmp_path, since_ns=later, own="a-1").variables().items():
+        monkeypatch.setenv(name, value)
+    heard = notes_given()
+    assert heard is not None
+    assert heard.since_ns == later
+    assert not heard.is_over()
+    heard.fail(JobFailed("loss()", found="sour", cure="Mend it."))
+    error = heard.error()
+    assert error is not None
+    assert error.found.startswith("sour")

@@ -52,7 +52,9 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     precision: Precision = "bf16",
     recompute: Recompute = "none",
     compile: Compile = False,  # noqa: A002
-    strategy: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, branch or hybrid.")] = "single",
+    strategy: Annotated[
+        str, typer.Option(help="single, ddp, fsdp, hsdp, branch, hybrid or pipeline.")
+    ] = "single",
     optimizer: Optimizer = "fused",
     allocator: Allocator = "default",
     clip: Clip = None,
@@ -88,7 +90,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         optimizer=optimizer,
         allocator=allocator,
         nodes=len(where.nodes),
-        branches=api.count_branches(job, strategy),
+        **api.spread_of(job, strategy, options),
     )
     asked: dict[str, Any] = {"options": options, "clip": clip, "cache": not no_cache}
     look = functools.partial(api.look_at_all, job, where=where, **asked)
@@ -100,6 +102,8 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         _print_json({**found.to_builtins(), "setting": setting.to_builtins(), "peak": peak})
     else:
         heading = f"{job} on {device.name}, micro-batch {micro_batch}, {precision}"
+        if setting.accumulation > 1:
+            heading += f", {setting.spread}, {setting.accumulation} micro-batches"
         _print(render.estimate(found, details, heading=heading, help_lines=help_lines))
     if not found.fits:
         raise typer.Exit(3)

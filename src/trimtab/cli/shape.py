@@ -51,7 +51,7 @@ Lora = Annotated[
     ),
 ]
 Data = Annotated[
-    str | None,
+    Path | None,
     typer.Option(
         metavar="FILE_OR_FOLDER",
         help="slm, hf: text to train on; default: the sources of Python's standard library.",
@@ -84,6 +84,7 @@ Sequential = Annotated[
 ]
 SHAPED = {
     "seq": ("seq", (FOLDER,)),
+    "data": ("data", (FOLDER, "slm")),
     "lora": ("lora", (FOLDER, "bridge")),
     "frozen": ("frozen", (FOLDER,)),
     "llama": ("llama_folder", ("bridge",)),
@@ -109,9 +110,7 @@ def stage_folder(given: str) -> str | None:
     return None if given == "default" else given
 
 
-def job_options(
-    job: str, given: list[str] | None, *, data: str | None = None, **flags: Any
-) -> dict[str, Any]:
+def job_options(job: str, given: list[str] | None, **flags: Any) -> dict[str, Any]:
     """What the command line sets on a job, by name.
 
     >>> job_options("slm", ["layers=24"])
@@ -143,12 +142,7 @@ def job_options(
         if name in found:
             raise WrongUse(text, found=f"--set {name} is given too", cure="Give one of them.")
         # A run may be started from another folder than the one where it was planned.
-        found[name] = str(chosen.absolute()) if isinstance(chosen, Path) else chosen
-    if data is not None:
-        if "data" in found:
-            raise WrongUse(f"--data {data}", found="--set data is given too", cure="Give one of them.")
-        # So that a run is the same one from wherever it is resumed.
-        found["data"] = str(Path(data).expanduser().absolute()) if data else ""
+        found[name] = str(chosen.expanduser().absolute()) if isinstance(chosen, Path) else chosen
     return found
 
 

@@ -91,7 +91,11 @@ class Control:
         except (OSError, ValueError):
             return None
         kind: type[TrimtabError] = getattr(errors, note["kind"], TrimtabError)
-        return kind(note["given"], found=note["found"], cure=note["cure"])
+        # Every node prints it: which of them it is about must be in the error itself.
+        where = (
+            f" (rank {note['rank']} on {note['host']})" if self.own and note.get("rank") is not None else ""
+        )
+        return kind(note["given"], found=note["found"] + where, cure=note["cure"])
 
     def crash(self, text: str, step: int, *, trace: str = "") -> bool:
         """Note that a rank raised something unforeseen at a step; True where that has happened often enough.
@@ -177,7 +181,9 @@ def given() -> Control | None:
     folder = os.environ.get(FOLDER)
     if not folder or not Path(folder).is_dir():
         return None
-    since = parse_whole(os.environ.get(SINCE, "")) or 0
+    # Nanoseconds since 1970 have more digits than parse_whole takes for a count.
+    told = os.environ.get(SINCE, "")
+    since = int(told) if told.isascii() and told.isdigit() else 0
     return Control(Path(folder), since_ns=since, own=os.environ.get(OWN, ""))
 
 
