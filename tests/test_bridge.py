@@ -14,6 +14,7 @@ import transformers
 from bench.bridge import plain_losses
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.utils.data import default_collate
 
@@ -237,11 +238,11 @@ def test_layers_compiled_by_themselves_have_the_gradients_of_plain_ones() -> Non
         job = trimtab.load("bridge:tiny", compile_layers=compiled, **EVERYTHING)
         torch.manual_seed(0)
         model, batch = job.model(), job.batch(2)
-        torch._dynamo.utils.counters.clear()
+        counters.clear()
         job.losses(model, batch)["llama"].backward()
         found.append(model.encoder.bytes.weight.grad)
         # A program of each model with gradients, and one as the teacher.
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (4 if compiled else 0)
+        assert counters["stats"]["unique_graphs"] == (4 if compiled else 0)
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 0.05
     torch.compiler.reset()
 
