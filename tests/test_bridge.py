@@ -14,6 +14,7 @@ import transformers
 from bench.bridge import plain_losses
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.utils.data import default_collate
 
@@ -226,6 +227,23 @@ def test_the_whole_job_is_one_graph(options: dict[str, Any]) -> None:
     loss = job.loss(compiled, batch)
     loss.backward()
     assert loss.item() == pytest.approx(plain, rel=1e-3)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_layers_compiled_by_themselves_have_the_gradients_of_plain_ones() -> None:
+    found = []
+    for compiled in (False, True):
+        job = trimtab.load("bridge:tiny", compile_layers=compiled, **EVERYTHING)
+        torch.manual_seed(0)
+        model, batch = job.model(), job.batch(2)
+        counters.clear()
+        job.losses(model, batch)["llama"].backward()
+        found.append(model.encoder.bytes.weight.grad)
+        # A program of each model with gradients, and one as the teacher.
+        assert counters["stats"]["unique_graphs"] == (4 if compiled else 0)
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 0.05
     torch.compiler.reset()
 
 
@@ -531,6 +549,8 @@ def test_a_folder_that_is_not_whole_says_what_is_wrong(
 
 def two_ranks(llama: str, qwen: str) -> dict[str, Any]:
     """Three steps under ddp with LoRA and weights from folders, one model at a time."""
+    from torch.distributed.fsdp import fully_shard
+
     folder = {"llama": Path(llama), "qwen": Path(qwen)}
     job = from_folders(folder, lora=2, sequential=True, global_batch=4)
     plan = Setting(
@@ -544,6 +564,9 @@ def two_ranks(llama: str, qwen: str) -> dict[str, Any]:
         for step in range(3):
             items = [data[4 * step + 2 * rank + number] for number in range(2)]
             run.step(default_collate(items))
+        sharded: Any = fully_shard(job.model())
+        with pytest.raises(WrongUse, match=r"sharded over ranks.*ddp or branch"):
+            job.loss(sharded, default_collate([data[0]]))
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
         return {
             "state": {name: one.detach().clone() for name, one in learning(model).items()},
