@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 import trimtab
+from trimtab.jobs.slm import LanguageModel
 from trimtab.spec import Plan
 from trimtab.training.loading import checked_order
 from trimtab.training.loop import train
@@ -31,7 +33,7 @@ from trimtab.training.task import Task
 
 HERE = Path(__file__).parent
 PLANS, RESULTS = HERE / "training_plans.json", HERE / "training.json"
-GPT = {"vocab": 50304, "dropout": 0.0, "global_batch": 64, "samples": 100_000}
+GPT = {"vocab": 50304, "dropout": 0.0, "global_batch": 64, "samples": 100_000, "pieces": 2}
 WANTED: dict[str, dict[str, Any]] = {
     "compiled": {"options": GPT, "pins": ["micro_batch=64", "compile=true", "recompute=none"]},
     "eager": {"options": GPT, "pins": ["micro_batch=64", "compile=false", "recompute=none"]},
@@ -66,14 +68,29 @@ def fresh() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def by_hand(key: str, *, steps: int = WARM + TIMED) -> dict[str, Any]:
+class Usual(LanguageModel):
+    """The same GPT as it is usually written: a stream in fp32, all logits at once, GELU by erf."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss of a token."""
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.positions(positions))
+        block: Any
+        for block in self.blocks:
+            x = x + block.attention(block.attention_norm(x))
+            x = x + block.narrow(functional.gelu(block.wide(block.wide_norm(x))))
+        logits = functional.linear(self.norm(x), self.tokens.weight)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def by_hand(key: str, *, steps: int = WARM + TIMED, usual: bool = False) -> dict[str, Any]:
     """The loop that one would write: the same model, data, precision, compile and optimizer."""
     fresh()
     choice, options = planned(key).choice, WANTED[key]["options"]
     job = trimtab.load("slm", **options)
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = job.model()
+        model = Usual(job) if usual else job.model()
     optimizer = job.optimizer(model.parameters())
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
@@ -145,9 +162,15 @@ def tokens(key: str, run: dict[str, Any]) -> float:
 
 
 def speed() -> dict[str, Any]:
-    """Compiled, 64 sequences of 1024 tokens."""
-    run = by_trimtab("compiled")
-    return {"trimtab": run, "tokens_per_s": tokens("compiled", run)}
+    """Compiled, 64 sequences of 1024 tokens; beside it the same GPT as it is usually written, by hand."""
+    run, usual = by_trimtab("compiled"), by_hand("compiled", usual=True)
+    return {
+        "trimtab": run,
+        "usual": usual,
+        "tokens_per_s": tokens("compiled", run),
+        "usual_tokens_per_s": tokens("compiled", usual),
+        "ratio": usual["step_s"] / run["step_s"],
+    }
 
 
 def overhead(keys: tuple[str, ...] = ("compiled", "small")) -> dict[str, Any]:

@@ -11,18 +11,24 @@ from job_nouns import job_nouns
 from launch_nouns import launch_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
+from trimtab.diagnosis.judge import Diagnosed, Diagnosis
 from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
+from trimtab.jobs.naics_pairs import Pairs
 from trimtab.pace.measure import Order
+from trimtab.pages.story import Profile
 from trimtab.predict.rating import Yardstick
+from trimtab.predict.timeline import Timeline
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
+from trimtab.training.chain import Chain
 from trimtab.training.faults import HOME, Fault, FaultKind
 from trimtab.training.folder import RunIdentity
 from trimtab.training.ladder import Ladder
 from trimtab.training.meters import Line
 from trimtab.training.order import Order as SampleOrder
 from trimtab.training.precision import LossScale
+from trimtab.training.record import AttemptNote
 from trimtab.training.recovery import Move, Room, Sizes
 from trimtab.training.start import Fleet
 from trimtab.training.store import FileMark, Manifest
@@ -233,6 +239,14 @@ what_ifs = st.builds(
     estimate=maybe(estimates()),
     meets_deadline=maybe(st.booleans()),
 )
+looks = st.builds(
+    spec.Look,
+    setting=settings(),
+    process_bytes=counts,
+    high_bytes=counts,
+    samples_per_s=maybe(seconds),
+    fits=st.booleans(),
+)
 changes = st.builds(spec.Change, what=names, setting=settings(), estimate=estimates())
 places = st.builds(spec.Place, node=counts, node_name=names, device=counts, name=names)
 workloads = st.builds(
@@ -254,6 +268,7 @@ plans = st.builds(
     policy=policies,
     reasons=st.lists(reasons, max_size=1).map(tuple),
     runners_up=st.lists(candidates, max_size=1).map(tuple),
+    looked_at=st.lists(looks, max_size=1).map(tuple),
     rejected=st.lists(rejections, max_size=1).map(tuple),
     comparison=st.lists(comparisons, max_size=1).map(tuple),
     what_if=st.lists(what_ifs, max_size=1).map(tuple),
@@ -428,6 +443,61 @@ ladders = st.builds(
 suspects = st.builds(
     Suspect, module=names, kind=names, phase=st.sampled_from([BATCH, FORWARD, BACKWARD]), order=counts
 )
+gauges = st.builds(
+    spec.Gauge,
+    key=names,
+    index=counts,
+    memory_bytes=maybe(counts),
+    used_bytes=maybe(counts),
+    busy=maybe(st.floats(0, 1)),
+    throttles=st.lists(names, max_size=2).map(tuple),
+    processes=maybe(st.lists(process, max_size=2).map(tuple)),
+)
+advices = st.builds(spec.Advice, kind=names, where=names, what=names, cure=names)
+run_views = st.builds(
+    spec.RunView,
+    folder=names,
+    state=names,
+    step=maybe(counts),
+    steps=maybe(counts),
+    loss=maybe(seconds),
+    events=st.lists(incidents, max_size=1).map(tuple),
+    devices=st.lists(names, max_size=2).map(tuple),
+    advice=st.lists(advices, max_size=1).map(tuple),
+)
+watch_samples = st.builds(
+    spec.Sample,
+    at_s=seconds,
+    gpus=st.lists(gauges, max_size=1).map(tuple),
+    no_gpus=names,
+    runs=st.lists(run_views, max_size=1).map(tuple),
+)
+attempt_notes = st.builds(
+    AttemptNote,
+    attempt=positive,
+    procs=positive,
+    state=st.sampled_from(["running", "ended"]),
+    at_s=maybe(seconds),
+    steps=maybe(positive),
+    host=names,
+    pid=counts,
+)
+profiles = st.builds(
+    Profile,
+    predicted=st.dictionaries(names, maybe(seconds), max_size=2),
+    measured=st.dictionaries(names, maybe(seconds), max_size=2),
+)
+timelines = st.integers(1, 3).flatmap(
+    lambda many: st.builds(
+        Timeline,
+        moments=st.tuples(*[counts] * many),
+        held=st.tuples(*[st.tuples(*[counts] * many)] * len(spec.PARTS)),
+        total=counts,
+        peak=st.integers(0, many - 1),
+        operation=names,
+        first_gradient=maybe(counts),
+    )
+)
 lines = st.builds(
     Line,
     step=positive,
@@ -462,7 +532,50 @@ endings = st.builds(
     asked=st.sampled_from(["", "SIGTERM", "SIGUSR1"]),
 )
 
+diagnosed = st.builds(
+    Diagnosed,
+    severity=st.sampled_from(spec.Severity),
+    what=sentences,
+    evidence=sentences,
+    cause=sentences,
+    cure=sentences,
+    kind=st.none() | names,
+    realm=st.sampled_from(["job", "environment"]),
+    file=st.none() | names,
+    line=st.none() | positive,
+    ranks=st.lists(counts, max_size=3).map(tuple),
+    times=positive,
+    consequences=st.lists(sentences, max_size=3).map(tuple),
+)
+diagnoses = st.builds(
+    Diagnosis,
+    findings=st.lists(diagnosed, max_size=3).map(tuple),
+    read=st.lists(names, max_size=3).map(tuple),
+    notes=st.lists(sentences, max_size=3).map(tuple),
+)
+stage_names = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True)
+stages = st.builds(
+    spec.Stage,
+    name=stage_names,
+    options=st.dictionaries(names, counts, max_size=2),
+    epochs=maybe(st.integers(1, 9)),
+    rate=maybe(seconds),
+)
+planned_stages = st.builds(spec.PlannedStage, stage=stages, plan=plans)
+staged_plans = st.builds(
+    spec.StagedPlan, job=names, stages=st.lists(planned_stages, min_size=1, max_size=1).map(tuple)
+)
+chains = st.builds(Chain, job=names, stages=st.lists(stages, min_size=1, max_size=1).map(tuple))
+code_pairs = st.builds(
+    Pairs,
+    anchor_level=maybe(st.just((6,))),
+    relation_margin=st.sampled_from([None, 2, (1, 3)]),
+    distance_margin=st.sampled_from([None, 2.0, (1.0, 3.0)]),
+)
+
 NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
+    Diagnosed: diagnosed,
+    Diagnosis: diagnoses,
     spec.Peaks: peaks,
     spec.DeviceProcess: process,
     spec.Slice: mig,
@@ -488,6 +601,7 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Policy: policies,
     spec.Reason: reasons,
     spec.Candidate: candidates,
+    spec.Look: looks,
     spec.Rejection: rejections,
     spec.Comparison: comparisons,
     spec.Plan: plans,
@@ -519,9 +633,21 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Ladder: ladders,
     Suspect: suspects,
     Line: lines,
+    AttemptNote: attempt_notes,
+    spec.Gauge: gauges,
+    spec.Advice: advices,
+    spec.RunView: run_views,
+    spec.Sample: watch_samples,
+    Profile: profiles,
+    Timeline: timelines,
     Fleet: fleets,
     Task: tasks,
     Ending: endings,
+    spec.Stage: stages,
+    spec.PlannedStage: planned_stages,
+    spec.StagedPlan: staged_plans,
+    Chain: chains,
+    Pairs: code_pairs,
     **config_nouns(settings(), estimates()),
     **job_nouns(incidents),
     **launch_nouns(plans),

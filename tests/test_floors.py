@@ -18,8 +18,8 @@ FLOORS = [
     {"probe", "trace"},
     {"predict"},
     {"planner"},
-    {"configs", "launching", "training", "doctor", "exams", "pace"},
-    {"cli", "api", "render", "report", "__main__"},
+    {"configs", "launching", "training", "diagnosis", "exams", "pace", "watching"},
+    {"cli", "api", "render", "pages", "__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SEVENTH = len(FLOORS) - 1

@@ -13,7 +13,7 @@ from trimtab.catalog.clusters import stated
 from trimtab.predict.affine import same_program
 from trimtab.predict.memory import memory
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Trace, Work
-from trimtab.trace.blocks import MANY, are_equal, cut, longest
+from trimtab.trace.blocks import MANY, are_equal, cut, worth_cutting
 from trimtab.trace.formulas import launches
 from trimtab.trace.layers import extended, matched
 from trimtab.trace.standing import Standing
@@ -168,11 +168,22 @@ def stack(**strange: Any) -> Stack:
 
 def test_the_list_of_equal_blocks_is_found_and_cut() -> None:
     made = stack()
-    found = longest(made)
-    assert found is not None
+    (found,) = worth_cutting(made)
     assert (found.name, found.length) == ("blocks", MANY)
     assert len(cut(found, 3)) == MANY - 3
     assert len(made.blocks) == 3
+
+
+def test_a_list_that_is_a_small_part_of_the_model_is_not_worth_it() -> None:
+    made = stack()
+    made.others = nn.Sequential(*(nn.Linear(8, 8) for _ in range(200)))
+    assert worth_cutting(made) == []
+
+
+def test_two_lists_are_cut_where_both_are_long() -> None:
+    made = stack()
+    made.others = nn.ModuleList(Block(8, number) for number in range(2 * MANY))
+    assert [one.name for one in worth_cutting(made)] == ["others", "blocks"]
 
 
 def shared() -> Stack:
@@ -196,7 +207,7 @@ def frozen() -> Stack:
 @pytest.mark.parametrize("made", [stack(act="relu"), shared(), tied(), frozen()])
 def test_blocks_that_differ_or_share_are_not_equal(made: Stack) -> None:
     assert not are_equal(made, made.blocks)
-    assert longest(made) is None
+    assert worth_cutting(made) == []
 
 
 JOB = """
@@ -249,6 +260,18 @@ class Job:
 
 class Strange(Job):
     at = 10
+
+
+class Two(Job):
+    # Two lists of different lengths.
+    def model(self):
+        both = nn.ModuleDict({"a": Net(-1), "b": Net(-1)})
+        both["a"].blocks.extend(Block() for _ in range(14))
+        both["b"].blocks.extend(Block() for _ in range(12))
+        return both
+
+    def loss(self, model, batch):
+        return super().loss(model["a"], batch) + super().loss(model["b"], batch)
 """
 SETTINGS = [
     (Strategy.SINGLE, Recompute.NONE, Precision.BF16),
@@ -293,6 +316,14 @@ def test_a_job_traced_by_few_blocks_is_the_job_traced_whole(
     assert [few.works[one] for one in few.sequence] == [whole.works[one] for one in whole.sequence]
     assert memory(few) == memory(whole)
     assert few.parameters == whole.parameters
+
+
+def test_two_lists_of_blocks_are_put_together(tmp_path: Path) -> None:
+    setting = Setting(micro_batch=4, global_batch=4, recompute=Recompute.SELECTIVE)
+    whole, few = whole_and_few(tmp_path, "Two", setting)
+    assert same_program(whole, few)
+    assert memory(few) == memory(whole)
+    assert few.recomputed == whole.recomputed == ("a.blocks (31 blocks)", "b.blocks (29 blocks)")
 
 
 def test_what_happens_at_the_tenth_block_is_not_missed(tmp_path: Path) -> None:

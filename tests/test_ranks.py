@@ -333,7 +333,7 @@ def test_four_ranks_in_branches_and_replicas_of_shards() -> None:
     for rank, found in enumerate(reports):
         for number in (0, 1):
             outcomes, state = found[f"branch {number}"]
-            own = ("left", "right")[rank % 2]
+            own = ("left", "right")[rank // 2]
             assert {name.partition(".")[0] for name in state} == {"shared", "norm", own}
             for name, value in state.items():
                 if not name.startswith("norm"):

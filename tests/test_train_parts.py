@@ -390,7 +390,7 @@ def test_a_strategy_gives_way_to_its_kin_where_the_number_does_not_allow_it() ->
     assert [resize.divided(branch, many, branches=2)[0].strategy for many in (1, 2, 3, 4)] == [
         Strategy.SINGLE,
         Strategy.BRANCH,
-        Strategy.FSDP,
+        Strategy.HYBRID,
         Strategy.HYBRID,
     ]
 

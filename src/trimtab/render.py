@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         Plan,
         Scheduler,
         Setting,
+        StagedPlan,
         Versions,
     )
 
@@ -383,6 +384,11 @@ def finding(one: Finding) -> RenderableType:
     )
 
 
+def labelled(label: str, text: str, style: str) -> RenderableType:
+    """A sentence below something else, with its label before it."""
+    return _indented(label, text, style)
+
+
 def _indented(label: str, text: str, style: str) -> RenderableType:
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(no_wrap=True)
@@ -657,6 +663,36 @@ def plan(found: Plan) -> RenderableType:
     parts += [_indented("assumed", line, "dim") for line in found.estimate.assumptions]
     parts += [_indented("left out", line, "dim") for line in found.left_out]
     return Group(*parts)
+
+
+def staged_plan(found: StagedPlan) -> RenderableType:
+    """A line a stage, and what all of them take together."""
+    first = found.stages[0].plan
+    table = _table()
+    for heading in ("stage", "batch", "how", "memory", "step", "epochs", "rate", "time"):
+        table.add_column(heading, justify="left" if heading in ("stage", "how") else "right")
+    for one in found.stages:
+        choice, estimate = one.plan.choice, one.plan.estimate
+        ways = "" if choice.recompute.value == "none" else f"recompute {choice.recompute.value}"
+        ranks = f" x {choice.data_parallel}" * (choice.data_parallel > 1)
+        table.add_row(
+            inert(one.stage.name),
+            f"{choice.micro_batch} x {choice.accumulation}{ranks}",
+            ", ".join(word for word in (ways, "compiled" * choice.compile) if word) or "eager",
+            format_bytes(estimate.process_bytes),
+            "-" if estimate.step_s is None else format_duration(estimate.step_s),
+            "-" if one.stage.epochs is None else str(one.stage.epochs),
+            "-" if one.stage.rate is None else f"{one.stage.rate:g}",
+            _hours(estimate) or "-",
+        )
+    whole = "" if found.hours is None else f", {format_duration(found.hours * 3600)} in all"
+    return Group(
+        Text.assemble((inert(_plan_name(first)), "bold"), f": {len(found.stages)} stages{whole}"),
+        Text(),
+        Padding(table, (0, 0, 0, 1), expand=False),
+        Text(),
+        Padding(Text(f"global batch {found.global_batch} in every stage, exactly"), (0, 0, 0, 1)),
+    )
 
 
 def _plan_name(found: Plan) -> str:

@@ -109,6 +109,16 @@ class TorchBuildRow(Row, frozen=True, kw_only=True):
     ptx: bool
 
 
+class BadRow(Row, frozen=True, kw_only=True):
+    """Versions of something that are known to be bad for training."""
+
+    what: str
+    first: str
+    fixed: str
+    """The first that is good again."""
+    trouble: str
+
+
 def _read(name: str) -> Mapping[str, Any]:
     return tomllib.loads(files("trimtab.catalog").joinpath(name).read_text(encoding="utf-8"))
 
@@ -155,3 +165,9 @@ def torch_builds() -> dict[str, TorchBuildRow]:
     """What torch's own builds carry, by CUDA release."""
     rows = msgspec.convert(_read("versions.toml")["torch_build"], tuple[TorchBuildRow, ...])
     return {row.cuda: row for row in rows}
+
+
+@cache
+def bad_versions() -> tuple[BadRow, ...]:
+    """Versions that are known to be bad."""
+    return msgspec.convert(_read("versions.toml")["bad"], tuple[BadRow, ...])

@@ -12,7 +12,7 @@ import msgspec
 from trimtab.errors import UnknownName, nearest
 from trimtab.spec import Noun
 
-KINDS = ("knob", "precision", "recompute", "strategy", "term", "hardware", "verb")
+KINDS = ("knob", "precision", "recompute", "strategy", "term", "hardware", "verb", "fault")
 _VERB = re.compile(r"`trimtab ([a-z]+)")
 
 
@@ -76,14 +76,17 @@ def _plain(text: str) -> str:
     return re.sub(r"[\s_]+", "-", text.strip().lower()).strip("-")
 
 
-def word(text: str, verbs: tuple[str, ...]) -> Word:
+def word(text: str, verbs: tuple[str, ...], more: dict[str, Word] | None = None) -> Word:
     """The entry for what a person typed: a name or an alias, whatever its case and separators.
+
+    `more` are entries from elsewhere: a name of ours wins over the same of theirs, and theirs over an alias.
 
     >>> word("BFloat16", ()).name
     'bf16'
     """
     known = words(verbs)
-    by_spelling = {_plain(spelling): one for one in known.values() for spelling in (*one.aliases, one.name)}
+    by_spelling = {_plain(spelling): one for one in known.values() for spelling in one.aliases}
+    by_spelling |= {_plain(name): one for names in (more or {}, known) for name, one in names.items()}
     if found := by_spelling.get(_plain(text)):
         return found
     close = list(dict.fromkeys(by_spelling[one].name for one in nearest(_plain(text), by_spelling)))

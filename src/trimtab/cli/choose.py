@@ -5,19 +5,37 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _console, _print, _print_json, app
-from trimtab.cli.shape import Clip, Frozen, JobName, Lora, NoCache, Seq, Set, job_options
+from trimtab.cli.shape import (
+    Clip,
+    Config,
+    Frozen,
+    JobName,
+    Llama,
+    Lora,
+    NoCache,
+    Qwen,
+    Seq,
+    Sequential,
+    Set,
+    Stages,
+    Turned,
+    job_options,
+    stage_folder,
+    turned,
+)
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trimtab.spec import Plan
+    from trimtab.configs.knobs import Wired
+    from trimtab.spec import Plan, StagedPlan
 
 
 @app.command()
@@ -46,10 +64,16 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         typer.Option(metavar="KEY=VALUE", help="Fix a choice: micro_batch=8, compile=false."),
     ] = None,
     clip: Clip = None,
+    stages: Stages = None,
     given: Set = None,
+    knob: Turned = None,
+    config: Config = None,
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the plan as JSON.")] = None,
     no_cache: NoCache = False,
     json: Json = False,
@@ -59,11 +83,34 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
     The job's own code runs for a few steps on tensors without memory. Exit code 3 when nothing fits or
     nothing meets the deadline, 4 when the job's code fails.
     """
+    from functools import partial
+
     from trimtab import api, render
+    from trimtab.spec import Plan
 
     numbers = counts(compare)
+    options = job_options(
+        job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
+    )
+    pins: Any = pin or []
+    if knob or config:
+        set_up = turned(
+            job,
+            knob,
+            config,
+            options=options | ({} if global_batch is None else {"global_batch": str(global_batch)}),
+            pins=pins,
+            flags={},
+            where=api.cluster(on),
+        )
+        # What only the rate of a long run depends on would have the same step traced again.
+        options = {name: value for name, value in set_up.options.items() if name not in set_up.spare}
+        pins = set_up.pins
+        samples = _horizon(job, set_up, samples, epochs)
+    found: Plan | StagedPlan
     with progress() as say:
-        found = api.plan(
+        look = api.plan if stages is None else partial(api.plan_stages, files=stage_folder(stages))
+        found = look(
             job,
             on,
             global_batch=global_batch,
@@ -74,9 +121,9 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
             objective=objective,
             compare=numbers,
             price=price,
-            pins=pin or [],
+            pins=pins,
             clip=clip,
-            options=job_options(job, given, seq=seq, lora=lora, frozen=frozen),
+            options=options,
             cache=not no_cache,
             say=say,
         )
@@ -84,8 +131,25 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         _write(found, out)
     if json:
         _print_json(found.to_builtins())
-    else:
+    elif isinstance(found, Plan):
         _print(render.plan(found))
+    else:
+        _print(render.staged_plan(found))
+
+
+def _horizon(job: str, set_up: Wired, samples: int | None, epochs: int | None) -> int | None:
+    """The samples of so many optimizer steps; says which knobs a plan does not depend on."""
+    from trimtab import api
+
+    asked = dict(set_up.train)
+    steps = asked.pop("steps", None)
+    if steps is not None and samples is None and epochs is None:
+        subject = api.load(job, **set_up.options)
+        samples = -(-steps * subject.global_batch // subject.epochs)
+    if asked:
+        named = ", ".join(set_up.by.get(one, f"{one}={value}") for one, value in asked.items())
+        sys.stderr.write(f"trimtab: for training, not for a plan: {named}\n")
+    return samples
 
 
 def counts(text: str | None) -> tuple[int, ...]:
@@ -104,7 +168,7 @@ def counts(text: str | None) -> tuple[int, ...]:
     return tuple(one for one in found if one)
 
 
-def _write(plan: Plan, file: Path) -> None:
+def _write(plan: Plan | StagedPlan, file: Path) -> None:
     try:
         file.write_text(plan.to_json(indent=2) + "\n", encoding="utf-8")
     except OSError as error:

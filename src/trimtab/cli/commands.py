@@ -3,6 +3,18 @@
 from trimtab.cli import change, choose, foresee, practise  # isort: skip - help lists commands in this order
 from trimtab.cli import launch  # isort: skip
 from trimtab.cli import jobs  # isort: skip
+from trimtab.cli import consult, look  # isort: skip
 from trimtab.cli.main import app, main_code
 
-__all__ = ["app", "change", "choose", "foresee", "jobs", "launch", "main_code", "practise"]
+__all__ = [
+    "app",
+    "change",
+    "choose",
+    "consult",
+    "foresee",
+    "jobs",
+    "launch",
+    "look",
+    "main_code",
+    "practise",
+]

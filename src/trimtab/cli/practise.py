@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated
 
@@ -9,7 +10,23 @@ import typer
 
 from trimtab.cli.choose import progress
 from trimtab.cli.main import app
-from trimtab.cli.shape import Frozen, JobName, Lora, Seq, Set, job_options
+from trimtab.cli.shape import (
+    Config,
+    Data,
+    Frozen,
+    JobName,
+    Llama,
+    Lora,
+    Qwen,
+    Seq,
+    Sequential,
+    Set,
+    Stages,
+    Turned,
+    job_options,
+    stage_folder,
+    turned,
+)
 
 
 @app.command()
@@ -29,15 +46,24 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
         Path | None,
         typer.Option(metavar="DIR", help="The run's folder: resumed where there is one. Default: runs/JOB."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the first weights and of the order of samples.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the first weights and of the order of samples; default 0.")
+    ] = None,
     pin: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Fix a choice: strategy=branch, micro_batch=8."),
     ] = None,
+    stages: Stages = None,
     given: Set = None,
+    data: Data = None,
+    knob: Turned = None,
+    config: Config = None,
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints.")
     ] = None,
@@ -85,30 +111,82 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
     """
     from trimtab import api
 
-    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
-    with progress() as say:
-        task = api.prepare_training(
+    set_up = turned(
+        job,
+        knob,
+        config,
+        options=job_options(
+            job,
+            given,
+            seq=seq,
+            lora=lora,
+            frozen=frozen,
+            data=data,
+            llama=llama,
+            qwen=qwen,
+            sequential=sequential,
+        ),
+        pins=pin or [],
+        flags={
+            "steps": steps,
+            "seed": seed,
+            "checkpoint_steps": checkpoint_every,
+            "evaluate_steps": evaluate_every,
+            "every": every,
+        },
+        where=api.detect() if knob or config else None,
+        ranks=processes(procs, nodes),
+    )
+    flags = set_up.train | {"seed": set_up.train["seed"] or 0}
+    if stages is not None:
+        ending = api.train_stages(
             job,
             plan,
-            steps=steps,
+            files=stage_folder(stages),
             procs=procs,
             nodes=nodes,
             rendezvous=rendezvous,
             restarts=restarts,
-            pins=pin or [],
+            pins=set_up.pins,
             out=out,
-            seed=seed,
-            checkpoint_steps=checkpoint_every,
             checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
             keep=keep,
-            evaluate_steps=evaluate_every,
-            every=every,
             faults=faults,
             timeout_min=timeout_min,
-            options=options,
+            options=set_up.options,
+            json=json,
+            **flags,
+        )
+        if ending.exit_code:
+            raise typer.Exit(ending.exit_code)
+        return
+    with progress() as say:
+        task = api.prepare_training(
+            job,
+            plan,
+            **flags,
+            procs=procs,
+            nodes=nodes,
+            rendezvous=rendezvous,
+            restarts=restarts,
+            pins=set_up.pins,
+            out=out,
+            checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
+            keep=keep,
+            faults=faults,
+            timeout_min=timeout_min,
+            options=set_up.options,
             json=json,
             say=say,
         )
     code = api.run_training(*task).exit_code
     if code:
         raise typer.Exit(code)
+
+
+def processes(procs: int | None, nodes: str) -> int | None:
+    """How many processes will train, where the command line or a launcher says it."""
+    launched = os.environ.get("WORLD_SIZE", "") or os.environ.get("SLURM_NTASKS", "")
+    if procs is None:
+        return int(launched) if launched.isdigit() and "LOCAL_RANK" in os.environ else None
+    return procs * (int(nodes) if nodes.isdigit() else 1)

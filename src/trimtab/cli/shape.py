@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimtab.errors import WrongUse
 from trimtab.jobs.load import FOLDER
 
+if TYPE_CHECKING:
+    from trimtab.configs.knobs import Wired
+    from trimtab.spec import Cluster
+
+FLAGS = {"evaluate_steps": "evaluate-every", "checkpoint_steps": "checkpoint-every"}
+"""Arguments of training whose flag has another name."""
 JobName = Annotated[
     str,
     typer.Argument(
@@ -40,24 +47,76 @@ Lora = Annotated[
     int | None,
     typer.Option(
         metavar="RANK",
-        help="hf: LoRA of this rank beside every linear layer but the head's; all else is frozen.",
+        help="hf, bridge: LoRA of this rank beside every linear layer but the head's; all else is frozen.",
     ),
 ]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE_OR_FOLDER",
+        help="slm, hf: text to train on; default: the sources of Python's standard library.",
+    ),
+]
+Turned = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--knob",
+        metavar="NAME=VALUE",
+        help="A knob as other trainers call it: batch_size=12, max_length=1024. Can be repeated.",
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(metavar="FILE[:PATH]", help="A config with such knobs: config.py:slm_config."),
+]
 Frozen = Annotated[bool, typer.Option("--frozen", help="hf: freeze the model except its head.")]
+Llama = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="bridge: a Hugging Face folder for the first frozen model."),
+]
+Qwen = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="bridge: a Hugging Face folder for the second frozen model."),
+]
+Sequential = Annotated[
+    bool,
+    typer.Option("--sequential", help="bridge: one frozen model at a time, which takes less memory."),
+]
+SHAPED = {
+    "seq": ("seq", (FOLDER,)),
+    "data": ("data", (FOLDER, "slm")),
+    "lora": ("lora", (FOLDER, "bridge")),
+    "frozen": ("frozen", (FOLDER,)),
+    "llama": ("llama_folder", ("bridge",)),
+    "qwen": ("qwen_folder", ("bridge",)),
+    "sequential": ("sequential", ("bridge",)),
+}
+"""For each flag, the attribute that it sets, and the jobs that have one."""
+Stages = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Every stage of the job's curriculum: those of a folder, or `default` for its own.",
+    ),
+]
 
 
-def job_options(
-    job: str,
-    given: list[str] | None,
-    *,
-    seq: int | None = None,
-    lora: int | None = None,
-    frozen: bool = False,
-) -> dict[str, Any]:
+def stage_folder(given: str) -> str | None:
+    """Where the stages are; None where they are the job's own.
+
+    >>> stage_folder("default"), stage_folder("conf")
+    (None, 'conf')
+    """
+    return None if given == "default" else given
+
+
+def job_options(job: str, given: list[str] | None, **flags: Any) -> dict[str, Any]:
     """What the command line sets on a job, by name.
 
     >>> job_options("slm", ["layers=24"])
     {'layers': '24'}
+    >>> job_options("bridge:tiny", None, lora=8, sequential=False)
+    {'lora': 8}
     """
     found: dict[str, Any] = {}
     for one in given or []:
@@ -67,18 +126,55 @@ def job_options(
         if name in found:
             raise WrongUse(f"--set {one}", found=f"{name} is also {found[name]}", cure="Give it once.")
         found[name] = value
-    shaped = {"seq": seq, "lora": lora, "frozen": frozen or None}
-    for name, chosen in shaped.items():
-        if chosen is None:
+    base = FOLDER if job.startswith(FOLDER) else job.partition(":")[0]
+    for flag, chosen in flags.items():
+        if chosen is None or chosen is False:
             continue
-        if not job.startswith(FOLDER):
-            text = f"--{name}" if chosen is True else f"--{name} {chosen}"
+        name, jobs = SHAPED[flag]
+        text = f"--{flag}" if chosen is True else f"--{flag} {chosen}"
+        if base not in jobs:
+            shaped = " and ".join(f"{one}FOLDER" if one == FOLDER else one for one in jobs)
             raise WrongUse(
                 text,
-                found=f"it shapes hf:FOLDER, and the job is {job}",
+                found=f"it shapes {shaped}, and the job is {job}",
                 cure="Set an attribute that the job has with --set NAME=VALUE, or leave it out.",
             )
         if name in found:
-            raise WrongUse(f"--{name} {chosen}", found=f"--set {name} is given too", cure="Give one of them.")
-        found[name] = chosen
+            raise WrongUse(text, found=f"--set {name} is given too", cure="Give one of them.")
+        # A run may be started from another folder than the one where it was planned.
+        found[name] = str(chosen.expanduser().absolute()) if isinstance(chosen, Path) else chosen
     return found
+
+
+def turned(  # noqa: PLR0913 - what knobs may meet
+    job: str,
+    knobs: list[str] | None,
+    config: str | None,
+    *,
+    options: dict[str, Any],
+    pins: list[str],
+    flags: dict[str, Any],
+    where: Cluster | None,
+    ranks: int | None = None,
+) -> Wired:
+    """What --knob and --config set, with what other flags have set already; says on stderr what it meant."""
+    import sys
+
+    from trimtab import api
+
+    asked: dict[str, Any] = {"options": options, "pins": pins, "where": where, "ranks": ranks}
+    found = api.turn_knobs(job, knobs or [], config=config, **asked)
+    for name, value in found.train.items():
+        if flags.get(name) is not None:
+            flag = FLAGS.get(name, name)
+            raise WrongUse(
+                f"knob {found.by[name]}", found=f"--{flag} {flags[name]} is given too", cure="Leave one out."
+            )
+        flags[name] = value
+    for line in found.said:
+        sys.stderr.write(f"trimtab: {line}\n")
+    return found.replace(
+        options=options | found.options,
+        train=flags,
+        pins={one.partition("=")[0].strip(): one.partition("=")[2].strip() for one in pins} | found.pins,
+    )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.configs import texts
 from trimtab.configs.texts import KeyPath, Node, Page, Splice
 from trimtab.errors import WrongUse
+from trimtab.jobs.yaml_files import NULL, resolved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,26 +36,7 @@ _COLON = re.compile(r"\s*:")
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {f"{_TAG}{name}": name for name in ("str", "int", "float", "bool", "null")}
 
-_TRUE = {"true", "True", "TRUE", "yes", "Yes", "YES", "on", "On", "ON"}
-_FALSE = {"false", "False", "FALSE", "no", "No", "NO", "off", "Off", "OFF"}
 _PAIRS = {"true": "false", "yes": "no", "on": "off"}
-_NULL = {"", "~", "null", "Null", "NULL"}
-_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
-_BASES = {
-    2: re.compile(r"[-+]?0b[01_]+"),
-    8: re.compile(r"[-+]?0o?[0-7_]+"),
-    16: re.compile(r"[-+]?0x[0-9a-fA-F_]+"),
-}
-_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
-_WORDS: dict[str, Any] = {
-    **dict.fromkeys(_NULL),
-    **dict.fromkeys(_TRUE, True),
-    **dict.fromkeys(_FALSE, False),
-    **{f"{sign}.{word}": math.inf for word in ("inf", "Inf", "INF") for sign in ("", "+")},
-    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), -math.inf),
-    **dict.fromkeys((".nan", ".NaN", ".NAN"), math.nan),
-}
-_MOST_DIGITS = 1000
 _LOOKS_LIKE_MORE = re.compile(r"[-+]?\d[\d_]*(?::[\d.]+)+|\d{4}-\d\d?-\d\d?.*|=|<<|[-+]?[\d_.]*", re.DOTALL)
 """Text that some reader takes for a time, a date, a boolean or a number."""
 _SAFE = re.compile(r"[A-Za-z0-9_./][\w./+@-]*(?: [\w./+@-]+)*", re.ASCII)
@@ -303,32 +285,6 @@ def _meant(text: str, tag: str, *, plain: bool) -> Any:
     return resolved(text)
 
 
-def resolved(text: str) -> Any:
-    """What plain text means in YAML 1.1 or 1.2, the number that people mean by 2e-4 included.
-
-    >>> [resolved(one) for one in ("4", "2e-4", "yes", "~", "0o17", "017", "bf16", ".inf", "1_000")]
-    [4, 0.0002, True, None, 15, 15, 'bf16', inf, 1000]
-    """
-    if text in _WORDS:
-        return _WORDS[text]
-    if text[0] not in "+-.0123456789":
-        return text
-    if _INT.fullmatch(text) and len(text) <= _MOST_DIGITS:
-        return int(text.replace("_", ""))
-    for base, pattern in _BASES.items():
-        if pattern.fullmatch(text):
-            return _in_base(text, base)
-    return float(text.replace("_", "")) if _FLOAT.fullmatch(text) else text
-
-
-def _in_base(text: str, base: int) -> int | str:
-    digits = re.sub(r"^([-+]?)0[box]?", r"\1", text).replace("_", "")
-    try:
-        return int(digits or "0", base)
-    except ValueError:
-        return text
-
-
 def inline(value: Any, like: str = "") -> str:
     """A value on one line, in the manner of the text that stood there."""
     if isinstance(value, dict):
@@ -338,7 +294,7 @@ def inline(value: Any, like: str = "") -> str:
     if isinstance(value, str):
         return _text(value, like)
     if value is None:
-        return like if like in _NULL and like else "null"
+        return like if like in NULL and like else "null"
     return _boolean(value, like) if isinstance(value, bool) else _number(value, like)
 
 

@@ -7,177 +7,29 @@ encoder and the adapters, the only parts that learn. The loss is a sum over the 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
-from torch.nn import functional
 
-from trimtab.jobs.head import IGNORED, token_losses
+from trimtab.errors import WrongUse
+from trimtab.jobs import decoders, passages
+from trimtab.jobs.bridge_model import BridgeModel
+from trimtab.jobs.bridge_parts import BYTES
 from trimtab.jobs.job import Job
-from trimtab.jobs.synthetic import Synthetic, integer
+from trimtab.jobs.synthetic import CPU, Synthetic
 from trimtab.jobs.transformer_models import library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-BYTES = 256
-CLASSES = 8
-"""Kinds of sample in the made-up data."""
-FORCED, AHEAD, TAUGHT = 1.0, 0.5, 1.0
-"""What the parts of a model's loss weigh."""
-TEMPERATURE = 2.0
+    from torch import nn
 
-
-class Pooler(nn.Module):
-    """A few learned queries, and what they find in a long sequence."""
-
-    def __init__(self, latents: int, width: int, heads: int) -> None:
-        super().__init__()
-        self.queries = nn.Parameter(torch.randn(latents, width) / math.sqrt(width))
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.gate = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
-        self.wide = nn.Linear(width, 2 * width)
-        self.narrow = nn.Linear(2 * width, width)
-        self.last_norm = nn.LayerNorm(width)
-
-    def forward(self, x: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
-        queries = self.queries.expand(x.size(0), -1, -1)
-        found, _ = self.attention(queries, x, x, key_padding_mask=padded, need_weights=False)
-        x = self.norm(queries + torch.sigmoid(self.gate(found)) * found)
-        return self.last_norm(x + self.narrow(functional.gelu(self.wide(x))))
-
-
-class Encoder(nn.Module):
-    """From bytes to latents."""
-
-    waves: torch.Tensor
-
-    def __init__(self, job: Bridge) -> None:
-        super().__init__()
-        width = job.latent_width
-        self.bytes = nn.Embedding(BYTES, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, job.encoder_heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True
-            )
-            for _ in range(job.encoder_layers)
-        )
-        self.norm = nn.LayerNorm(width)
-        self.pooler = Pooler(job.latents, width, job.encoder_heads)
-        self.register_buffer("waves", _waves(job.source, width), persistent=False)
-
-    def forward(self, source: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        padded = torch.arange(source.size(1), device=source.device) >= length[:, None]
-        x = self.bytes(source) + self.waves
-        for layer in self.layers:
-            x = layer(x, src_key_padding_mask=padded)
-        return self.pooler(self.norm(x), padded)
-
-
-def _waves(length: int, width: int) -> torch.Tensor:
-    """Sines and cosines of every position, from fast to slow."""
-    speeds = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    angles = torch.arange(length)[:, None] * speeds
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
-
-
-class Adapter(nn.Module):
-    """From latents to a prefix that a frozen model reads as if it were words."""
-
-    def __init__(self, job: Bridge, width: int) -> None:
-        super().__init__()
-        narrow = job.latent_width
-        self.position = nn.Parameter(torch.randn(job.latents, narrow) * 0.02)
-        self.length = nn.Linear(1, narrow)
-        self.norm = nn.LayerNorm(narrow)
-        self.deep = nn.Sequential(
-            nn.Linear(narrow, 2 * narrow),
-            nn.GELU(),
-            nn.Linear(2 * narrow, 2 * narrow),
-            nn.GELU(),
-            nn.Linear(2 * narrow, width),
-        )
-        self.skip = nn.Linear(narrow, width)
-        self.film_scale = nn.Linear(narrow, width)
-        self.film_shift = nn.Linear(narrow, width)
-        self.last_norm = nn.LayerNorm(width)
-        # As large as the words that the model is used to.
-        self.scale = nn.Parameter(torch.full((), job.spread))
-
-    def forward(self, latents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        """`share` is how long the answer is, of the longest."""
-        x = self.norm(latents + self.position + self.length(share[:, None])[:, None])
-        whole = x.mean(dim=1, keepdim=True)
-        y = self.deep(x) + self.skip(x)
-        y = y * (1 + self.film_scale(whole)) + self.film_shift(whole)
-        return self.last_norm(y) * self.scale
-
-
-class BridgeModel(nn.Module):
-    """The encoder, the adapters, and two frozen models under their own names."""
-
-    llama: nn.Module | None
-    qwen: nn.Module | None
-
-    def __init__(self, job: Bridge) -> None:
-        super().__init__()
-        self.job = job
-        self.encoder = Encoder(job)
-        self.adapters = nn.ModuleDict(
-            {name: Adapter(job, getattr(job, name)["hidden_size"]) for name in job.branches}
-        )
-        for name, model in job.frozen_models():
-            setattr(self, name, model.requires_grad_(False).eval())
-
-    def forward(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The loss of every model that is here."""
-        latents = self.encoder(batch["source"], batch["source_length"])
-        # A model that another rank keeps is None, or a stand-in that is false.
-        here = [name for name in self.job.branches if getattr(self, name)]
-        return {name: self.branch_loss(name, latents, batch["answers"][name]) for name in here}
-
-    def branch_loss(self, name: str, latents: torch.Tensor, answer: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The mean over samples of what one model's answer costs."""
-        model: Any = getattr(self, name)
-        ids, length = answer["ids"], answer["length"]
-        words = model.get_input_embeddings()
-        prefix = self.adapters[name](latents, length / ids.size(1)).to(words.weight.dtype)
-        hidden = self._read(model, torch.cat([prefix, words(ids[:, :-1])], dim=1))
-        # The last of the prefix says the first token.
-        hidden = hidden[:, prefix.size(1) - 1 :]
-        unsaid = torch.arange(ids.size(1), device=ids.device) >= length[:, None]
-        targets = ids.masked_fill(unsaid, IGNORED)
-        losses = token_losses(hidden, model.lm_head.weight, targets, pieces=self.job.pieces)
-        total = FORCED * (losses.sum(dim=1) / length).mean()
-        taught = self._taught(model, words, answer) if self.job.teacher else None
-        for step in range(self.job.ahead):
-            text = torch.cat([prefix, words(ids[:, :step])], dim=1)
-            logits = model.lm_head(self._read(model, text)[:, -1]).float()
-            total = total + AHEAD * functional.cross_entropy(logits, ids[:, step]) / self.job.ahead
-            if taught is not None:
-                total = total + TAUGHT * _distance(logits, taught[:, step]) / self.job.ahead
-        return total
-
-    @staticmethod
-    def _read(model: Any, embedded: torch.Tensor) -> torch.Tensor:
-        return model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-
-    @torch.no_grad()
-    def _taught(self, model: Any, words: Any, answer: dict[str, torch.Tensor]) -> torch.Tensor:
-        """What the same model would say after the text itself, for the first tokens of the answer."""
-        text = torch.cat([answer["prompt"], answer["ids"][:, : self.job.ahead - 1]], dim=1)
-        logits: torch.Tensor = model.lm_head(self._read(model, words(text))[:, -self.job.ahead :])
-        return logits.float()
-
-
-def _distance(logits: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
-    """How far apart two models' choices are, the mean over samples."""
-    said = functional.log_softmax(logits / TEMPERATURE, dim=-1)
-    right = functional.log_softmax(taught / TEMPERATURE, dim=-1)
-    return functional.kl_div(said, right, reduction="batchmean", log_target=True) * TEMPERATURE**2
+LORA_ON = ("all", "attention")
+WEIGHTS = ("forced_weight", "first_weight", "ahead_weight", "teacher_weight")
+THETA = {"llama": 500_000.0, "qwen": 1_000_000.0}
+"""How slowly the slowest rotary position turns."""
+WORDS_A_LAP = 5
+"""Words that a passage is begun later when it is used again."""
 
 
 class Bridge(Job):
@@ -216,17 +68,38 @@ class Bridge(Job):
     """Tokens of an answer, padded; with the latents, 256 a model."""
     prompt = 246
     """Tokens of the text that a teacher reads."""
+    forced_weight = 1.0
+    """What the mean over all tokens of the answer counts."""
+    first_weight = 0.0
+    """What the first token counts beside that."""
     ahead = 0
-    """Forward passes more a model, one for each of the first tokens of the answer."""
+    """K: how many of the first tokens count once more, and are compared with the teacher's."""
+    ahead_weight = 0.5
+    """What the mean over those counts."""
     teacher = False
-    """Whether those passes also learn from the frozen model reading the text itself."""
+    """Whether the first K tokens also learn from the frozen model reading the text itself."""
+    teacher_weight = 1.0
+    temperature = 2.0
+    sequential = False
+    """One frozen model at a time, forward and backward, before the next."""
+    lora = 0
+    """Rank of adapters beside the linear layers of the frozen models; 0 for none."""
+    lora_on = "all"
+    """all, or attention alone."""
+    deep_prefix = False
+    """Whether every layer gets keys and values of the prefix, beside the prefix itself."""
+    refiner = 0
+    """Layers over the latents."""
+    llama_folder = ""
+    """A local Hugging Face folder; without, random weights of the shape above."""
+    qwen_folder = ""
     rate = 1e-4
     pieces = 8
     """Tokens whose logits are there at once; 0 for all of them."""
     tiny: ClassVar[dict[str, Any]] = {
         "global_batch": 16,
         "samples": 320,
-        "epochs": 2,
+        "epochs": 4,
         "llama_layers": 2,
         "qwen_layers": 3,
         "llama": {
@@ -244,7 +117,7 @@ class Bridge(Job):
             "vocab_size": 1152,
         },
         "spread": 0.2,
-        "latents": 4,
+        "latents": 16,
         "latent_width": 32,
         "encoder_layers": 2,
         "encoder_heads": 2,
@@ -255,40 +128,102 @@ class Bridge(Job):
         "pieces": 2,
     }
 
-    def frozen_models(self) -> Iterator[tuple[str, nn.Module]]:
-        """The two models, built from their configs with random weights; nothing is downloaded."""
-        transformers = library("the job bridge")
-        shared = {"initializer_range": self.spread, "tie_word_embeddings": False, "use_cache": False}
-        kinds = {
-            "llama": (transformers.LlamaConfig, self.llama_layers, self.llama, 500_000.0),
-            "qwen": (transformers.Qwen2Config, self.qwen_layers, self.qwen, 1_000_000.0),
-        }
-        for name, (kind, layers, shape, theta) in kinds.items():
-            rope = {"rope_type": "default", "rope_theta": theta}
-            config = kind(num_hidden_layers=layers, rope_parameters=rope, **shared, **shape)
-            yield (
-                name,
-                transformers.AutoModelForCausalLM.from_config(
-                    config, dtype=torch.bfloat16, attn_implementation="sdpa"
-                ),
+    def checked(self) -> Bridge:
+        """The job, if its options go together."""
+        negative = [name for name in (*WEIGHTS, "ahead", "lora", "refiner") if getattr(self, name) < 0]
+        if negative:
+            name = negative[0]
+            raise WrongUse(
+                f"{name}={getattr(self, name)}", found="it is below 0", cure="Give 0, or more than that."
             )
+        if self.ahead > self.answer:
+            raise WrongUse(
+                f"ahead={self.ahead}",
+                found=f"an answer has {self.answer} tokens",
+                cure=f"Give at most {self.answer}, or a longer answer.",
+            )
+        if self.teacher and not self.ahead:
+            raise WrongUse(
+                "teacher=true", found="ahead is 0: no token is compared", cure="Set ahead too, as in ahead=4."
+            )
+        if self.temperature <= 0:
+            raise WrongUse(
+                f"temperature={self.temperature}", found="it is not above 0", cure="Give 2, for instance."
+            )
+        if self.lora_on not in LORA_ON:
+            raise WrongUse(
+                f"lora_on={self.lora_on}", found="there is no such choice", cure="Give all or attention."
+            )
+        if not any(getattr(self, name) for name in WEIGHTS[:2]) and not (
+            self.ahead and (self.ahead_weight or (self.teacher and self.teacher_weight))
+        ):
+            raise WrongUse(
+                "the weights of the losses", found="nothing counts", cure="Give one of them more than 0."
+            )
+        return self
+
+    def folder_of(self, name: str) -> str:
+        """The folder of one of the models; empty for none."""
+        return str(getattr(self, f"{name}_folder"))
+
+    def config_of(self, name: str) -> Any:
+        """The config of one of the models."""
+        if folder := self.folder_of(name):
+            return decoders.config_of(folder, f"--{name}")
+        transformers = library(decoders.WHO)
+        kind = {"llama": transformers.LlamaConfig, "qwen": transformers.Qwen2Config}[name]
+        return kind(
+            num_hidden_layers=getattr(self, f"{name}_layers"),
+            rope_parameters={"rope_type": "default", "rope_theta": THETA[name]},
+            initializer_range=self.spread,
+            tie_word_embeddings=False,
+            use_cache=False,
+            **getattr(self, name),
+        )
+
+    def frozen_models(self) -> Iterator[tuple[str, nn.Module]]:
+        """The two models, each from its folder, or from its config with random weights; no downloads."""
+        for name in self.branches:
+            folder, config = self.folder_of(name), self.config_of(name)
+            if self.loads(name):
+                yield name, decoders.mapped_decoder(config, folder, f"--{name}")
+            else:
+                yield name, decoders.random_decoder(config)
+
+    def loads(self, name: str) -> bool:
+        """Whether weights are read: there are some, and the model is built for real."""
+        folder = self.folder_of(name)
+        return bool(folder and decoders.weight_files(folder, f"--{name}") and not decoders.is_pretence())
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What an estimate lists: folders whose weights are not there."""
+        return tuple(
+            f"random weights for {name}: its folder has a config and no weights"
+            for name in self.branches
+            if (folder := self.folder_of(name)) and not decoders.weight_files(folder, f"--{name}")
+        )
 
     def model(self) -> BridgeModel:
-        """The whole, of which encoder and adapters learn."""
-        return BridgeModel(self)
+        """The whole, of which encoder and adapters learn, and what lora, deep_prefix and refiner add."""
+        built = BridgeModel(self.checked())
+        if not decoders.is_pretence():
+            decoders.say_random([name for name in self.branches if not self.loads(name)], self.name)
+        return built
 
     def batch(self, size: int) -> dict[str, Any]:
         """Random bytes, and random answers for each model."""
+        self.checked()
         return {
             "source": torch.randint(BYTES, (size, self.source)),
             "source_length": torch.randint(self.source // 2, self.source + 1, (size,)),
-            "answers": {name: self._random_answer(size, self._vocab(name)) for name in self.branches},
+            "answers": {name: self._random_answer(size, self.vocab_of(name)) for name in self.branches},
         }
 
     def _random_answer(self, size: int, vocab: int) -> dict[str, torch.Tensor]:
         made = {
             "ids": torch.randint(vocab, (size, self.answer)),
-            "length": torch.randint(self.answer // 2, self.answer + 1, (size,)),
+            "length": torch.randint(max(1, self.answer // 2), self.answer + 1, (size,)),
         }
         return made | ({"prompt": torch.randint(vocab, (size, self.prompt))} if self.teacher else {})
 
@@ -304,30 +239,61 @@ class Bridge(Job):
         """AdamW."""
         return torch.optim.AdamW(params, lr=self.rate)
 
-    def dataset(self) -> Synthetic:
-        """Bytes of eight kinds, each with an answer of its own."""
-        return Synthetic(self.samples or 0, self._sample)
-
-    def _vocab(self, name: str) -> int:
+    def vocab_of(self, name: str) -> int:
+        """How many words one of the models knows."""
+        if self.folder_of(name):
+            return int(self.config_of(name).vocab_size)
         return int(getattr(self, name)["vocab_size"])
 
-    def _sample(self, generator: torch.Generator) -> dict[str, Any]:
-        kind = integer(generator, 0, CLASSES)
-        # A kind uses a window of the alphabet that it shares in part with its neighbours.
-        letters = kind * 24 + torch.randint(48, (self.source,), generator=generator)
-        length = integer(generator, self.source // 2, self.source + 1)
-        said = integer(generator, self.answer // 2, self.answer + 1)
-        return {
-            "source": letters.masked_fill(torch.arange(self.source) >= length, 0),
-            "source_length": torch.tensor(length),
-            "answers": {name: self._answer(generator, kind, said, name) for name in self.branches},
-        }
+    def dataset(self) -> Synthetic:
+        """Passages of the texts of Python's help(); a model has to say its topic, and then the passage."""
+        self.checked()
+        tokenisers = {name: self._tokeniser(name) for name in self.branches}
+        texts = passages.passages()
 
-    def _answer(self, generator: torch.Generator, kind: int, said: int, name: str) -> dict[str, torch.Tensor]:
-        vocab = self._vocab(name)
-        # Two words a kind, in turns: what a prefix can make a model with random weights say.
-        words = torch.tensor([11 + 7 * kind, 401 + 5 * kind])[torch.arange(self.answer) % 2] % vocab
-        made = {"ids": words, "length": torch.tensor(said)}
+        def sample(generator: torch.Generator) -> dict[str, Any]:
+            # A sample is known by the number that its generator was made from.
+            lap, number = divmod(generator.initial_seed(), len(texts))
+            passage = _later(texts[number], WORDS_A_LAP * lap)
+            before = texts[number - 1].text
+            source = passage.text.encode()[: self.source]
+            return {
+                "source": _padded(list(source), self.source),
+                "source_length": torch.tensor(len(source)),
+                "answers": {
+                    name: self._answer(tokenise, passage, before) for name, tokenise in tokenisers.items()
+                },
+            }
+
+        return Synthetic(self.samples or 0, sample)
+
+    def _tokeniser(self, name: str) -> passages.Tokenise:
+        if folder := self.folder_of(name):
+            return passages.from_tokenizer(decoders.tokenizer_of(folder, f"--{name}"))
+        return passages.made_up(self.vocab_of(name))
+
+    def _answer(
+        self, tokenise: passages.Tokenise, passage: passages.Passage, before: str
+    ) -> dict[str, torch.Tensor]:
+        ids = tokenise(f"{passage.topic}: {passage.text}")[: self.answer]
+        made = {"ids": _padded(ids, self.answer), "length": torch.tensor(len(ids))}
         if self.teacher:
-            made["prompt"] = torch.randint(vocab, (self.prompt,), generator=generator)
+            text = tokenise(passage.text.encode()[: self.source].decode(errors="ignore"))
+            # A teacher reads as many tokens of every sample: what came before a short text comes first.
+            around = tokenise(before)
+            while len(text) < self.prompt:
+                text = around + text
+            made["prompt"] = torch.tensor(text[-self.prompt :])
         return made
+
+
+def _later(passage: passages.Passage, words: int) -> passages.Passage:
+    """A passage from some words on; from the beginning again where it has no more."""
+    parts = passage.text.split()
+    return passage._replace(text=" ".join(parts[words % max(1, len(parts) - 1) :]))
+
+
+def _padded(numbers: list[int], length: int) -> torch.Tensor:
+    found = torch.zeros(length, dtype=torch.int64, device=CPU)
+    found[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device=CPU)
+    return found

@@ -30,6 +30,11 @@ class Job:
         """What the job chose for the user; an estimate lists it."""
         return ()
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the job has to say about its data and weights; said once, when training begins."""
+        return ()
+
     def model(self) -> Any:
         """Build the nn.Module on the current default device and dtype."""
         raise NotImplementedError
@@ -41,6 +46,9 @@ class Job:
     def loss(self, model: Any, batch: Any) -> Any:
         """A scalar tensor: the mean over what weight() counts."""
         raise NotImplementedError
+
+    def settle(self, given: frozenset[str]) -> None:
+        """Called with the names of options that were just set: one may stand for others, or not suit them."""
 
     def weight(self, batch: Any) -> Any:
         """What the loss is a mean over: samples, unless a job says otherwise."""

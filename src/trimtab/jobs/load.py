@@ -64,17 +64,20 @@ def _class(place: tuple[str, str]) -> Any:
 
 
 def _built_in(name: str) -> Any:
-    """A job of ours, or its small form."""
+    """A job of ours, or another size of it."""
     base, _, size = name.partition(":")
     job = _class(BUILT_IN[base])()
-    if size == "tiny":
-        change(job, job.tiny)
+    sizes = {"tiny": job.tiny} | getattr(job, "sizes", {})
+    if size in sizes:
+        change(job, sizes[size])
         job.name = name
     elif size or name.endswith(":"):
+        listed = ", ".join(f"{base}:{one}" for one in sizes)
         raise UnknownName(
             f"job {name!r}",
             found=f"{base} is built in, and has no {size!r}",
-            cure=f"Use {base} or {base}:tiny; for a module of your own of that name, {base}.py:NAME.",
+            cure=f"Use {base}, or another size of it: {listed}. For a module of your own of that name, "
+            f"{base}.py:NAME.",
         )
     return job
 

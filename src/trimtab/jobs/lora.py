@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
 
 class LoRA(nn.Module):
@@ -24,6 +25,8 @@ class LoRA(nn.Module):
         self.up = nn.Linear(rank, wide_out, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.scale = alpha / rank
+        self.counts = True
+        """Whether the trained pair has a part in the output."""
         nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))
         nn.init.zeros_(self.up.weight)
 
@@ -34,6 +37,8 @@ class LoRA(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.inner(x)
+        if not self.counts:
+            return out
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.down.weight.dtype)
         beside = self.up(self.down(self.dropout(x)))
@@ -72,3 +77,16 @@ def adapt(
     for parent, name, child in found:
         setattr(parent, name, LoRA(child, rank, alpha=alpha, dropout=dropout))
     return len(found)
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before adapt(), for as long as the context lasts."""
+    found = [one for one in model.modules() if isinstance(one, LoRA)]
+    for one in found:
+        one.counts = False
+    try:
+        yield
+    finally:
+        for one in found:
+            one.counts = True

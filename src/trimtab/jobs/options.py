@@ -6,9 +6,10 @@ import json
 from typing import Any, get_args, get_type_hints
 
 from trimtab.errors import UnknownName, WrongUse, nearest
+from trimtab.jobs.job import Job
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
-NOT_OPTIONS = frozenset({"name", "branches", "tiny", "needs", "assumptions"})
+NOT_OPTIONS = frozenset({"name", "branches", "tiny", "sizes", "needs", "assumptions", "remarks", "unfelt"})
 """What a job says about itself rather than lets be chosen."""
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -30,6 +31,8 @@ def change(job: Any, given: dict[str, Any]) -> Any:
     """The job, with these attributes set; text is read as the kind of value that is there already."""
     for name, value in given.items():
         setattr(job, name, _fitting(job, name, value))
+    if isinstance(job, Job):
+        job.settle(frozenset(given))
     return job
 
 
@@ -45,6 +48,8 @@ def _fitting(job: Any, name: str, value: Any) -> Any:
             cure=f"It has {', '.join(known) or 'none'}.",
         )
     default = getattr(job, name)
+    if (value is None or value == "none") and _may_be_none(job, name):
+        return None
     kind = type(default) if default is not None else _announced(job, name)
     if isinstance(value, kind) and not (isinstance(value, bool) and kind is int):
         return value
@@ -61,11 +66,19 @@ def _fitting(job: Any, name: str, value: Any) -> Any:
 
 def _announced(job: Any, name: str) -> type:
     """The kind of value that an option without one is annotated for."""
+    return next((kind for kind in _hinted(job, name) if kind in (int, float, str)), type(None))
+
+
+def _may_be_none(job: Any, name: str) -> bool:
+    """Whether an option is annotated as one that can be left open, as `int | None` is."""
+    return type(None) in _hinted(job, name)
+
+
+def _hinted(job: Any, name: str) -> tuple[Any, ...]:
     try:
-        hint = get_type_hints(type(job)).get(name)
+        return get_args(get_type_hints(type(job)).get(name))
     except (NameError, TypeError):
-        return type(None)
-    return next((kind for kind in get_args(hint) if kind in (int, float, str)), type(None))
+        return ()
 
 
 def _whole(value: Any) -> int:

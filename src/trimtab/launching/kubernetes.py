@@ -67,7 +67,7 @@ def indexed_job(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": about,
-        "data": {PLAN_NAME: plan_text(errand)},
+        "data": {PLAN_NAME: plan_text(errand, indent=2) + "\n"},
     }
     job = {
         "apiVersion": "batch/v1",
@@ -148,11 +148,11 @@ def expanded(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def plan_text(errand: Errand) -> str:
+def plan_text(errand: Errand, *, indent: int = 0) -> str:
     """The plan without what only people read: a manifest has room for little."""
     return errand.plan.replace(
         runners_up=(), rejected=(), comparison=(), what_if=(), reasons=(), left_out=()
-    ).to_json()
+    ).to_json(indent=indent)
 
 
 def resources(need: Need) -> dict[str, dict[str, str]]:

@@ -109,7 +109,7 @@ def batch(  # noqa: PLR0913 - an errand and the world it is for
         *([] if memory is None else [batch_option("mem", f"{memory // MIB}M")]),
         *([] if limit is None else [batch_option("time", slurm_time(limit))]),
         batch_option("chdir", errand.folder),
-        batch_option("output", pattern(f"{errand.out}/slurm-%j.log").replace("%%j", "%j")),
+        batch_option("output", f"{pattern(errand.out)}/slurm-%j.log"),
         batch_option("open-mode", "append"),
         batch_option("signal", f"USR1@{WARNING_S}"),
         "#SBATCH --requeue",

@@ -9,7 +9,17 @@ from trimtab.planner.batch import is_exact, micro_batches, rank_samples
 from trimtab.planner.outlook import room_bytes
 from trimtab.planner.search import run_s
 from trimtab.planner.space import USUAL_WORKERS
-from trimtab.spec import Allocator, Candidate, Objective, Precision, Reason, Recompute, Rejection, Strategy
+from trimtab.spec import (
+    Allocator,
+    Candidate,
+    Look,
+    Objective,
+    Precision,
+    Reason,
+    Recompute,
+    Rejection,
+    Strategy,
+)
 from trimtab.units import format_bytes, format_duration, format_flops
 
 if TYPE_CHECKING:
@@ -134,7 +144,9 @@ def _why_strategy(best: Seen, result: Result, space: Space) -> str:
         Strategy.FSDP: f"weights, gradients and optimizer state are cut in {mesh.dp_shard}",
         Strategy.HSDP: f"cut in {mesh.dp_shard} within a node, copied {mesh.dp_replicate} times",
         Strategy.BRANCH: "every GPU holds the model of its own branch only",
-        Strategy.HYBRID: f"{mesh.branch} branches, each on {mesh.dp_replicate} GPUs",
+        Strategy.HYBRID: f"{mesh.branch} branches, on {' + '.join(map(str, mesh.branch_ranks))} GPUs",
+        Strategy.PIPELINE: f"the layers are cut in {mesh.pp} stages"
+        + f", each on {mesh.dp_replicate} GPUs" * (mesh.dp_replicate > 1),
     }[setting.strategy]
     if setting.shares:
         return f"{what}; unlike GPUs share the batch out by speed: {split(best)}"
@@ -331,6 +343,21 @@ def candidates(result: Result, workload: Workload) -> tuple[Candidate, ...]:
             why=_lost(one, best),
         )
         for one in result.runners_up
+    )
+
+
+def looks(result: Result) -> tuple[Look, ...]:
+    """All that was looked at, each setting once."""
+    each = {one.setting: one for one in (*result.seen, *([result.best] if result.best else []))}
+    return tuple(
+        Look(
+            setting=setting,
+            process_bytes=one.estimate.process_bytes,
+            high_bytes=one.estimate.band.high_bytes,
+            samples_per_s=setting.global_batch / one.estimate.step_s if one.estimate.step_s else None,
+            fits=one.fits,
+        )
+        for setting, one in each.items()
     )
 
 

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimtab.errors import NothingFits, WrongUse
-from trimtab.planner.advise import candidates, cost, finished, reasons, recommendation, rejections, sentence
+from trimtab.planner.advise import (
+    candidates,
+    cost,
+    finished,
+    looks,
+    reasons,
+    recommendation,
+    rejections,
+    sentence,
+)
 from trimtab.planner.mixed import mixed
 from trimtab.planner.nearest import nothing_fits
 from trimtab.planner.search import MARGIN, Result, Seen, is_late, run_s, search
@@ -55,6 +64,7 @@ def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | 
         policy=question.policy,
         reasons=reasons(best, result, whole, question.cluster),
         runners_up=candidates(result, question.workload),
+        looked_at=looks(result),
         rejected=rejections(result, whole, refused),
         comparison=rows,
         what_if=_what_ifs(question, outlook, best, rows),

@@ -81,7 +81,12 @@ def _events(trace: Trace, begin: int, end: int | None = None) -> list[Event]:
     ]
 
 
-def _rounded(size: int) -> int:
+def rounded(size: int) -> int:
+    """The bytes that the allocator hands out for so many.
+
+    >>> rounded(1), rounded(512)
+    (512, 512)
+    """
     return -(-size // BLOCK) * BLOCK
 
 
@@ -89,7 +94,7 @@ def _fullest(trace: Trace, begin: int) -> tuple[int, set[int]]:
     """Where in the order most is live, and which allocations are."""
     alive = best = best_at = 0
     for position, number in enumerate(trace.order):
-        alive += _rounded(trace.sizes[number]) if number >= 0 else -_rounded(trace.sizes[~number])
+        alive += rounded(trace.sizes[number]) if number >= 0 else -rounded(trace.sizes[~number])
         if alive > best and position >= begin:
             best, best_at = alive, position
     live: set[int] = set()
@@ -105,7 +110,7 @@ def _footprint(trace: Trace, live: set[int], allocated: int, context: int) -> Fo
     """Bytes by part; what the allocator rounds up on top counts with the activations."""
     sums = dict.fromkeys(PARTS, 0)
     for number in live:
-        sums[PARTS[trace.parts[number]]] += _rounded(trace.sizes[number])
+        sums[PARTS[trace.parts[number]]] += rounded(trace.sizes[number])
     sums["activations"] += max(0, allocated - sum(sums.values()))
     return Footprint(**sums, context=context)
 
@@ -115,7 +120,7 @@ def _modules(trace: Trace, live: set[int], count: int = 5) -> tuple[tuple[str, i
     for number in live:
         name = trace.module_names[trace.modules[number]]
         if name:
-            sums[name] = sums.get(name, 0) + _rounded(trace.sizes[number])
+            sums[name] = sums.get(name, 0) + rounded(trace.sizes[number])
     return tuple(sorted(sums.items(), key=lambda one: -one[1])[:count])
 
 

@@ -74,7 +74,13 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
 
 def is_known(request: Request) -> bool:
     """Whether the trace of a request can be had without tracing."""
-    return between(_cached(request), request.setting.micro_batch) is not None
+    return kept(request) is not None
+
+
+def kept(request: Request) -> Trace | None:
+    """The trace of a request, where it can be had without tracing."""
+    found = between(_cached(request), request.setting.micro_batch)
+    return found if isinstance(found, Trace) else None
 
 
 def _cached(request: Request) -> Family:

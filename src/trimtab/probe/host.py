@@ -149,6 +149,11 @@ def _stated(text: str | None, name: str) -> int:
     return int(match.group(1)) if match else 0
 
 
+def memory_folders(world: World) -> list[str]:
+    """The cgroups whose limits on memory bind this process, its own first."""
+    return _cgroup_folders(world, "memory")
+
+
 def _cgroup_folders(world: World, controller: str) -> list[str]:
     """The folders whose limits bind this process: its own cgroup and every one above it."""
     found = []

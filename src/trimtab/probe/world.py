@@ -133,6 +133,31 @@ def _shm(_: str) -> int | None:
     return stats.f_blocks * stats.f_frsize
 
 
+def _limit(name: str) -> list[int | None] | None:
+    """The soft and the hard limit that `ulimit` sets; None in the place of one that is unlimited."""
+    import resource
+
+    try:
+        both = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+    except (AttributeError, OSError, ValueError):
+        return None
+    return [None if one == resource.RLIM_INFINITY else one for one in both]
+
+
+def _disk(path: str) -> dict[str, int] | None:
+    """Bytes and files that the disk of a folder has, and has left for us."""
+    try:
+        stats = os.statvfs(path)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return {
+        "total": stats.f_blocks * stats.f_frsize,
+        "free": stats.f_bavail * stats.f_frsize,
+        "files": stats.f_files,
+        "files_free": stats.f_favail,
+    }
+
+
 def _process_name(pid: str) -> str | None:
     import psutil
 
@@ -176,6 +201,10 @@ _HOST: dict[str, Callable[[str], Any]] = {
     "affinity": _affinity,
     "ram": _ram,
     "shm": _shm,
+    "limit": _limit,
+    "disk": _disk,
+    "folder": lambda _: str(Path.cwd()),
+    "home": lambda _: str(Path.home()),
     "package": _package,
     "torch_version_file": _torch_version_file,
     "process": _process_name,

@@ -21,6 +21,7 @@ from trimtab.spec.plan import (
     Candidate,
     Change,
     Comparison,
+    Look,
     Objective,
     Place,
     Plan,
@@ -29,7 +30,7 @@ from trimtab.spec.plan import (
     Rejection,
     WhatIf,
 )
-from trimtab.spec.queue import JobView, QueuedJob, RunView
+from trimtab.spec.queue import Headway, JobView, QueuedJob
 from trimtab.spec.run import Attempt, Check, Incident, IncidentKind, Measurement, Summary
 from trimtab.spec.setting import (
     Allocator,
@@ -41,12 +42,15 @@ from trimtab.spec.setting import (
     Share,
     Strategy,
 )
+from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
+from trimtab.spec.watch import Advice, Gauge, RunView, Sample
 from trimtab.spec.workload import Workload
 
 __all__ = [
     "KINDS",
     "PARTS",
+    "Advice",
     "Allocator",
     "Attempt",
     "Band",
@@ -62,12 +66,15 @@ __all__ = [
     "Estimate",
     "Finding",
     "Footprint",
+    "Gauge",
+    "Headway",
     "Incident",
     "IncidentKind",
     "JobView",
     "Launch",
     "LaunchKind",
     "Link",
+    "Look",
     "Measurement",
     "Mesh",
     "Node",
@@ -77,6 +84,7 @@ __all__ = [
     "Peaks",
     "Place",
     "Plan",
+    "PlannedStage",
     "Policy",
     "Precision",
     "QueuedJob",
@@ -84,11 +92,14 @@ __all__ = [
     "Recompute",
     "Rejection",
     "RunView",
+    "Sample",
     "Scheduler",
     "Setting",
     "Severity",
     "Share",
     "Slice",
+    "Stage",
+    "StagedPlan",
     "StepTime",
     "Strategy",
     "Summary",

@@ -56,7 +56,7 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @classmethod
     def from_builtins(cls, value: Any) -> Self:
         """The value from plain dicts and lists, validated; raises msgspec.ValidationError."""
-        return msgspec.convert(_without_derived(value, cls), cls)
+        return msgspec.convert(without_derived(value, cls), cls)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, origin: str = "JSON") -> Self:
@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
     return msgspec.to_builtins(value)
 
 
-def _without_derived(value: Any, cls: type[Noun]) -> Any:
+def without_derived(value: Any, cls: type[Noun]) -> Any:
     """The plain value with the derived keys of `cls` and of the nouns inside it taken out."""
     if not isinstance(value, dict):
         return value
@@ -107,9 +107,31 @@ def _without_derived(value: Any, cls: type[Noun]) -> Any:
     for key, inner in nested.items():
         one = kept.get(key)
         if isinstance(one, list):
-            kept[key] = [_without_derived(item, inner) for item in one]
+            kept[key] = [without_derived(item, inner) for item in one]
         elif isinstance(one, dict):
-            kept[key] = _without_derived(one, inner)
+            kept[key] = without_derived(one, inner)
+    return kept
+
+
+def known_only(value: Any, cls: type[Noun]) -> Any:
+    """The plain value without the keys that `cls` and the nouns inside it do not have.
+
+    A file that a later version wrote can be looked at with this; who acts on it must insist on all of it.
+
+    >>> from trimtab.spec import Reason
+    >>> known_only({"subject": "gpus", "mood": "good"}, Reason)
+    {'subject': 'gpus'}
+    """
+    if not isinstance(value, dict):
+        return value
+    nested = _nested_nouns(cls)
+    kept = {key: one for key, one in value.items() if key in cls.__struct_fields__}
+    for key, inner in nested.items():
+        one = kept.get(key)
+        if isinstance(one, list):
+            kept[key] = [known_only(item, inner) for item in one]
+        elif isinstance(one, dict):
+            kept[key] = known_only(one, inner)
     return kept
 
 

@@ -59,6 +59,24 @@ class Candidate(Noun, frozen=True, kw_only=True):
     why: str
 
 
+class Look(Noun, frozen=True, kw_only=True):
+    """A setting that the search looked at closely, in the few figures that a comparison needs."""
+
+    setting: Setting
+    process_bytes: int
+    high_bytes: int
+    """The upper end of the band."""
+    samples_per_s: float | None = None
+    fits: bool
+    """In the memory that the policy allows."""
+
+    def faults(self) -> list[str]:
+        """Figures are not negative."""
+        return below(
+            0, process_bytes=self.process_bytes, high_bytes=self.high_bytes, samples_per_s=self.samples_per_s
+        )
+
+
 class Rejection(Noun, frozen=True, kw_only=True):
     """Settings that were refused for one cause."""
 
@@ -147,6 +165,8 @@ class Plan(Noun, frozen=True, kw_only=True):
     policy: Policy = Policy()
     reasons: tuple[Reason, ...] = ()
     runners_up: tuple[Candidate, ...] = ()
+    looked_at: tuple[Look, ...] = ()
+    """Every setting that was estimated, the choice included; what bounds ruled out is not among them."""
     rejected: tuple[Rejection, ...] = ()
     comparison: tuple[Comparison, ...] = ()
     what_if: tuple[WhatIf, ...] = ()

@@ -56,6 +56,8 @@ class IncidentKind(StrEnum):
     MICRO_BATCH = "micro-batch"
     """Another micro-batch between two steps; the global batch stays."""
     COMPILE = "compile"
+    STAGE = "stage"
+    """A stage of a curriculum begins with the weights of the one before, or has ended."""
     BUG = "bug"
 
 

@@ -69,22 +69,41 @@ class Mesh(Noun, frozen=True, kw_only=True):
     """Groups that each compute one term of the loss on the same data."""
     pp: int = 1
     """Pipeline stages."""
+    copies: tuple[int, ...] = ()
+    """Ranks of each branch, in the order of the job's branches, where some have more than others: 2 and 1.
+    dp_replicate is then the fewest. Empty where all branches have dp_replicate of them."""
 
     @property
     def size(self) -> int:
         """Devices in all."""
-        return prod((self.dp_replicate, self.dp_shard, self.branch, self.pp))
+        ranks = sum(self.copies) if self.copies else self.dp_replicate * self.branch
+        return prod((ranks, self.dp_shard, self.pp))
 
     @property
     def data_parallel(self) -> int:
-        """Ways the global batch is split."""
+        """Ways the global batch is split; where branches have unlike numbers of ranks, the fewest."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def branch_ranks(self) -> tuple[int, ...]:
+        """Ranks of each branch, in the order of the job's branches."""
+        return self.copies or (self.dp_replicate,) * self.branch
+
     def faults(self) -> list[str]:
-        """Degrees start at one."""
-        return below(
+        """Degrees start at one; copies are of the branches, and unlike."""
+        wrong = below(
             1, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, branch=self.branch, pp=self.pp
         )
+        if wrong or not self.copies:
+            return wrong
+        given = " + ".join(map(str, self.copies))
+        if len(self.copies) != self.branch:
+            wrong.append(f"copies are {given}, and branch is {self.branch}")
+        elif min(self.copies) != self.dp_replicate:
+            wrong.append(f"the fewest of copies {given} are not dp_replicate {self.dp_replicate}")
+        elif len(set(self.copies)) == 1:
+            wrong.append(f"copies {given} are all alike: leave them empty")
+        return wrong
 
 
 class Share(Noun, frozen=True, kw_only=True):
@@ -145,6 +164,16 @@ class Setting(Noun, frozen=True, kw_only=True):
     def data_parallel(self) -> int:
         """Ways the global batch is split."""
         return self.mesh.data_parallel
+
+    @property
+    def spread(self) -> str:
+        """The strategy in words: hybrid 2 + 1, or pipeline of 2 stages x 2."""
+        if self.strategy is Strategy.HYBRID:
+            return f"hybrid {' + '.join(map(str, self.mesh.branch_ranks))}"
+        if self.strategy is Strategy.PIPELINE:
+            copies = f" x {self.mesh.dp_replicate}" * (self.mesh.dp_replicate > 1)
+            return f"pipeline of {self.mesh.pp} stages{copies}"
+        return self.strategy.value
 
     def faults(self) -> list[str]:
         """The global batch is reached, and with no micro-batch to spare."""

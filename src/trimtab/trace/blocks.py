@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from trimtab.trace.layers import FEW
 from trimtab.trace.step import repeated_blocks
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from trimtab.spec import Trace
 
 MANY = 16
-"""From here on two small models are less work than one large one."""
+"""From here on a list is long."""
+MOST_LISTS = 2
+WORTH = 0.7
+"""Share of the work of the whole that small models may take: checking them takes some as well."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 BOOKKEEPING = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 
@@ -30,13 +34,36 @@ class Repeated(NamedTuple):
     blocks: nn.Module
     """The list itself."""
     length: int
+    leaves: int
+    """Modules without modules in one block: what a trace of it takes is taken to go with them."""
 
 
-def longest(model: nn.Module) -> Repeated | None:
-    """The longest list of equal blocks, where it is long enough to be worth it."""
-    found = [Repeated(name, one, len(list(one.children()))) for name, one in repeated_blocks(model)]
-    found = [one for one in found if one.length >= MANY and one.name and are_equal(model, one.blocks)]
-    return max(found, key=lambda one: one.length, default=None)
+def worth_cutting(model: nn.Module) -> list[Repeated]:
+    """The long lists of equal blocks, where small models with a few of them are less work than the whole.
+
+    Every list doubles the number of small models: each goes with few of its blocks and with one more.
+    """
+    found = [
+        Repeated(name, one, len(list(one.children())), leaves(next(one.children())))
+        for name, one in repeated_blocks(model)
+        if name
+    ]
+    found = [one for one in found if one.length >= MANY and are_equal(model, one.blocks)]
+    found.sort(key=lambda one: -one.length * one.leaves)
+    whole = leaves(model)
+    best = min(range(min(len(found), MOST_LISTS) + 1), key=lambda count: _work(whole, found[:count]))
+    return found[:best] if _work(whole, found[:best]) < WORTH * whole else []
+
+
+def _work(whole: int, lists: list[Repeated]) -> float:
+    """Leaves that are run in all of the small models."""
+    rest = whole - sum(one.length * one.leaves for one in lists)
+    return 2 ** len(lists) * (rest + sum((FEW + 0.5) * one.leaves for one in lists))
+
+
+def leaves(module: nn.Module) -> int:
+    """Modules that have no modules inside."""
+    return sum(1 for one in module.modules() if not one._modules)
 
 
 def are_equal(model: nn.Module, blocks: nn.Module) -> bool:

@@ -486,20 +486,16 @@ class _Extension:
 
     def _recomputed(self) -> tuple[str, ...]:
         """Names of lists say how many blocks they have."""
-        made = tuple(
-            one.replace(f"({self.known - 1} blocks)", f"({self.known} blocks)")
-            for one in self.few.trace.recomputed
-        )
-        more = self.more.trace.recomputed
-        if made != more or self.few.trace.assumptions != self.more.trace.assumptions:
+
+        def counted(names: tuple[str, ...], before: int, after: int) -> tuple[str, ...]:
+            was, now = (f"{self.blocks} ({count} blocks)" for count in (before, after))
+            return tuple(now if one == was else one for one in names)
+
+        few, more = self.few.trace, self.more.trace
+        same = counted(few.recomputed, self.known - 1, self.known) == more.recomputed
+        if not same or few.assumptions != more.assumptions:
             raise Unlike("what was said of the two differs")
-        count = self.known + self.extra
-        return tuple(
-            one.replace(f"({self.known} blocks)", f"({count} blocks)")
-            if one.startswith(f"{self.blocks} ")
-            else one
-            for one in more
-        )
+        return counted(more.recomputed, self.known, self.known + self.extra)
 
 
 def _longer(few: Trace, more: Trace, extra: int) -> tuple[tuple[Work, ...], tuple[int, ...], dict[str, int]]:

@@ -52,8 +52,9 @@ def evaluate(run: Run, dataset: Any) -> float:
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
     whole = run.all_reduce(torch.tensor([total, weight], dtype=torch.float64))
-    # Every branch counted the same samples.
-    return float(whole[0]) * run.branches / float(whole[1])
+    # Every branch and every stage counted the same samples.
+    mesh = run.setting.mesh
+    return float(whole[0]) * mesh.branch * mesh.pp / float(whole[1])
 
 
 def _shared(run: Run, dataset: Any) -> tuple[float, float]:
@@ -92,7 +93,9 @@ def _loss(run: Run, batch: Any) -> float:
             return float(run.loss_of(run.on_device(batch)))
     except Exception as error:
         samples = samples_in(batch)
-        if not is_out_of_memory(error) or samples < 2 or run.setting.mesh.dp_shard > 1:  # noqa: PLR2004 - halves
+        mesh = run.setting.mesh
+        # Ranks that compute together cannot take halves alone.
+        if not is_out_of_memory(error) or samples < 2 or mesh.dp_shard * mesh.pp > 1:  # noqa: PLR2004 - halves
             raise
     gc.collect()
     torch.cuda.empty_cache()

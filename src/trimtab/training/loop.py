@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError
+from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
+from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
 from trimtab.launching.summary import JSON as SUMMARY
 from trimtab.launching.summary import forget, gpus_on_node, summed, write
@@ -128,6 +129,10 @@ class Training:
             self.dataset = self.job.dataset()
             self.validation = validation_of(self.job)
         self.plan, resized = settled(task, self.job, world)
+        if isinstance(self.job, Job):
+            # A plan may have another global batch than the job, and a schedule counts steps of it.
+            with contextlib.suppress(AttributeError):
+                self.job.global_batch = self.plan.choice.global_batch
         # Before there is a folder, so that what is wrong leaves nothing behind.
         checked_order(self.dataset, self.plan.choice.global_batch)
         self.scribe = self._scribe(stack)
@@ -205,7 +210,27 @@ class Training:
         if self._resumed() is None:
             # Whatever was logged had no checkpoint to go with it.
             self.scribe.folder.rewind(0)
+            if task.begin_from:
+                self._take_weights(Path(task.begin_from))
         self.saved_s = time.monotonic()
+
+    def _take_weights(self, folder: Path) -> None:
+        """Begin with the weights that another run ended with; optimizer and data begin anew."""
+        before = Keeper(folder / "checkpoints", tell=self.scribe.write, timeout_min=self.task.timeout_min)
+        loaded = before.load_latest({"model": self.run.model})
+        if loaded is None:
+            raise WrongUse(
+                f"the weights of {folder}",
+                found="there is no whole checkpoint in it",
+                cure="Let that run end first, or begin in another folder.",
+            )
+        # The other run's random numbers came with its weights.
+        torch.manual_seed(mixed(self.task.seed, self.world.rank) % 2**63)
+        self.scribe.tell(
+            IncidentKind.STAGE,
+            f"{folder.name} ended with step {loaded.step}",
+            "this run begins with its weights; optimizer and data begin anew",
+        )
 
     def _check_room(self) -> None:
         """A disk that has no room for one checkpoint is said so before the first step."""
@@ -279,9 +304,12 @@ class Training:
         words = f"micro-batch {choice.micro_batch} x {choice.accumulation} x {choice.data_parallel}"
         where = "without a GPU" if self.run.device.type == "cpu" else f"on {torch.cuda.get_device_name()}"
         self.scribe.meters.say(
-            f"{self.task.job}, {choice.strategy}, {words} = global batch {choice.global_batch}, "
+            f"{self.task.job}, {choice.spread}, {words} = global batch {choice.global_batch}, "
             f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
+        if self.world.is_main and isinstance(self.job, Job):
+            for remark in self.job.remarks:
+                self.scribe.meters.say(remark)
 
     def _prompt(self) -> None:
         """What the next step is to know and to ask the other ranks."""
@@ -474,10 +502,10 @@ class Training:
         return self._peaks
 
     def _indices(self, window: Window) -> tuple[int, ...] | None:
-        """In a drill, which samples the ranks computed; branches compute the same ones."""
+        """In a drill, which samples the ranks computed; branches and stages compute the same ones."""
         if self.faults is None:
             return None
-        mine = window.indices if self.run.groups.branch == 0 else ()
+        mine = window.indices if self.run.groups.counts else ()
         return tuple(index for some in gathered(self.world, mine) for index in some)
 
     def _before_write(self, step: int) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import socket
 import sys
+import threading
 import time
-from typing import NamedTuple, Self
+from datetime import timedelta
+from typing import Any, NamedTuple, Self
 
 from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.units import parse_whole
@@ -52,13 +55,9 @@ class Meeting(NamedTuple):
 
     def route(self) -> tuple[str, str]:
         """This machine's address on the way there, and the interface that has it."""
-        try:
-            family, kind, _, _, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)[0]
-        except OSError as error:
-            raise self._fault(
-                f"there is no such host: {error.strerror or error}",
-                "Give the name or the address of a node as the others know it.",
-            ) from error
+        # In Kubernetes a name comes with its pod; anywhere else it is there or will never be.
+        found = self._addresses(JOIN_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
+        family, kind, _, _, place = found[0]
         with contextlib.closing(socket.socket(family, kind)) as probe:
             try:
                 # Nothing is sent: the kernel chooses the way.
@@ -69,6 +68,19 @@ class Meeting(NamedTuple):
                 ) from error
             address = str(probe.getsockname()[0])
         return address, _interface(address)
+
+    def _addresses(self, patience_s: float) -> list[Any]:
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                return list(socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM))
+            except OSError as error:
+                if time.monotonic() >= until:
+                    raise self._fault(
+                        f"there is no such host: {error.strerror or error}",
+                        "Give the name or the address of a node as the others know it.",
+                    ) from error
+                time.sleep(1.0)
 
     def check(self, address: str) -> bool:
         """Whether this node has to be told that it is the host; raises where nobody can meet there."""
@@ -83,19 +95,22 @@ class Meeting(NamedTuple):
         return False
 
     def _check_answers_as_torchrun(self) -> None:
-        from datetime import timedelta
-
-        import torch.distributed as dist
+        """A store answers at once; torch itself would wait for ever for a program that says nothing."""
         from torch._C._distributed_c10d import TCPStore
 
-        try:
-            wait = timedelta(seconds=ANSWER_S)
-            TCPStore(self.host, self.port, None, is_master=False, timeout=wait, wait_for_workers=False)
-        except (dist.DistError, RuntimeError) as error:
+        answered = threading.Event()
+        threading.Thread(target=self._greet, args=(TCPStore, answered), daemon=True).start()
+        if not answered.wait(ANSWER_S):
             raise self._fault(
                 "another program listens on that port, and it is not torchrun",
                 f"Give another port to all nodes, or end what has {self.port}.",
-            ) from error
+            )
+
+    def _greet(self, store: Any, answered: threading.Event) -> None:
+        wait = timedelta(seconds=ANSWER_S)
+        with contextlib.suppress(RuntimeError):
+            store(self.host, self.port, None, is_master=False, timeout=wait, wait_for_workers=False)
+            answered.set()
 
     def _wait_for_answer(self) -> None:
         """The host may be starting still."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,6 +13,7 @@ from trimtab.errors import WrongUse
 from trimtab.training.batches import on_device
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from trimtab.training.stepper import Stepper
@@ -89,6 +91,23 @@ class Part:
             self._stepper.at("forward")
             self._batch = on_device(self.host, self._stepper.device)
         return self._batch
+
+    @property
+    def share(self) -> Any:
+        """Of this part's loss in the loss of the whole global batch."""
+        return self._share
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """A forward pass by itself, as a stage of a pipeline makes it; its samples are let go afterwards."""
+        stepper = self._stepper
+        try:
+            with torch.autocast(
+                stepper.device.type, dtype=stepper.autocast, enabled=stepper.autocast is not None
+            ):
+                yield
+        finally:
+            self._batch = None
 
     def __enter__(self) -> Self:
         self._entered = True

@@ -14,10 +14,12 @@ from trimtab.jobs.load import failed
 from trimtab.spec import Precision, Strategy
 from trimtab.trace import step as steps
 from trimtab.trace.branches import branch_loss, branches_of, keep_branch
+from trimtab.trace.stages import keep_stage
 from trimtab.training import world
 from trimtab.training.compiling import Compiling
 from trimtab.training.fitting import Fitting, Gauge
 from trimtab.training.order import bounds
+from trimtab.training.piping import Pipe, Staged
 from trimtab.training.precision import cast_frozen
 from trimtab.training.recovery import Sizes
 from trimtab.training.reduce import Alone, Buffers, Groups, Reducer, make_alike, running_statistics
@@ -107,12 +109,18 @@ class Prepared:
     """Samples of this rank in a full global batch."""
     regular: int = 0
     """Samples in most parts."""
+    pipe: Pipe | None = None
+    """What carries a window through the stages of a pipeline."""
 
 
 def check(setting: Setting, here: World) -> None:
     """Whether there are the processes that a setting is for."""
-    if setting.strategy is Strategy.PIPELINE:
-        raise WrongUse("strategy pipeline", found="it cannot be run yet", cure="Plan with fsdp or hsdp.")
+    if setting.strategy is Strategy.PIPELINE and setting.compile:
+        raise WrongUse(
+            "strategy pipeline with compile",
+            found="a stage ends in the middle of the model, where the compiler cannot follow",
+            cure="Plan with compile=false, or with fsdp.",
+        )
     if setting.gpus != here.size:
         many = "one process" if here.size == 1 else f"{here.size} processes"
         raise EnvironmentFault(
@@ -130,11 +138,19 @@ def prepare(
     setting, groups = wanted.setting, wanted.groups
     device = torch.device(wanted.world.device)
     sharded = setting.strategy in SHARDED
-    model, branch, own = _model(wanted, torch.device("cpu") if sharded else device)
+    staged = groups.stages > 1
+    model, branch, own = _model(wanted, torch.device("cpu") if sharded or staged else device)
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     cast_frozen(model, setting)
     steps.recompute(model, setting.recompute)
-    alike = _entries(model, groups, branch, own)
+    pipe = None
+    if staged:
+        # Only now, from the host: blocks of other stages are never on this device.
+        pipe = Pipe(groups, device)
+        pipe.relay, _ = keep_stage(model, groups.stage, groups.stages, pipe.receive)
+        own = pipe.relay.name
+        model.to(device)
+    alike = _entries(model, groups, own)
     if groups.size > 1:
         make_alike([entry for entry, _ in alike], device)
     if sharded:
@@ -176,10 +192,11 @@ def prepare(
         weight=wanted.weight or _job_weight(wanted.job),
         schedule=schedule,
         regular_share=share,
+        pipe=pipe,
     )
 
 
-def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str]:
+def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str | None]:
     """The module on its device; with branches also the one of this rank, and what only it needs."""
     job, setting = wanted.job, wanted.setting
     model = wanted.model
@@ -189,7 +206,7 @@ def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str]:
         raise WrongUse(
             f"a model of type {type(model).__name__}", found="it is no module", cure="Give a torch.nn.Module."
         )
-    branch = own = ""
+    branch, own = "", None
     if setting.mesh.branch > 1:
         known = branches_of(job)
         if len(known) != setting.mesh.branch:
@@ -205,7 +222,7 @@ def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str]:
         raise WrongUse(
             "a model on the meta device", found="its weights have no values", cure="Build it on the CPU."
         )
-    if setting.strategy not in SHARDED:
+    if setting.strategy not in (*SHARDED, Strategy.PIPELINE):
         model.to(device)
     if setting.precision is Precision.BF16_TRUE:
         model.to(torch.bfloat16)
@@ -232,23 +249,24 @@ def _built(job: Any, setting: Setting, device: torch.device) -> Any:
 
 
 def _entries(
-    model: nn.Module, groups: Groups, branch: str, own: str
+    model: nn.Module, groups: Groups, own: str | None
 ) -> list[tuple[tuple[torch.Tensor, Any, int], bool]]:
     """Parameters and buffers with the group that holds the same ones and its first rank; whether a buffer."""
     found: list[tuple[tuple[torch.Tensor, Any, int], bool]] = []
     for is_buffer, named in ((False, model.named_parameters()), (True, model.named_buffers())):
         for name, tensor in named:
-            mine = bool(branch) and _inside(name, own)
+            mine = _inside(name, own)
             if groups.size == 1 or (mine and groups.data_alone):
                 place = (tensor, None, -1)
             else:
-                place = (tensor, groups.data_group, groups.branch) if mine else (tensor, None, 0)
+                place = (tensor, groups.data_group, groups.first) if mine else (tensor, None, groups.settles)
             found.append((place, is_buffer))
     return found
 
 
-def _inside(name: str, prefix: str) -> bool:
-    return name.startswith(f"{prefix}.")
+def _inside(name: str, prefix: str | None) -> bool:
+    """Whether a parameter is of the submodule that only this rank's branch or stage has."""
+    return prefix is not None and (not prefix or name.startswith(f"{prefix}."))
 
 
 def _optimizer(
@@ -266,17 +284,18 @@ def _optimizer(
             found=f"{len(foreign)} parameters of the optimizer are not the model's",
             cure="Make the optimizer from model.parameters(), or give a function that makes it.",
         )
-    if wanted.setting.strategy not in SHARDED:
+    if wanted.setting.strategy not in (*SHARDED, Strategy.PIPELINE):
         return given
     if given.state:
         raise WrongUse(
             "prepare(model, optimizer)",
-            found="the optimizer has a state already, and the parameters are sharded now",
+            found="the optimizer has a state already, and the parameters are spread over ranks now",
             cure="Prepare before the first step, and load the state afterwards.",
         )
     now = dict(model.named_parameters())
     groups = [
-        {**group, "params": [now[named[id(one)]] for one in group["params"]]} for group in given.param_groups
+        {**group, "params": [now[named[id(one)]] for one in group["params"] if named[id(one)] in now]}
+        for group in given.param_groups
     ]
     return type(given)(
         groups, **{name: value for name, value in given.defaults.items() if name in _takes(given)}
@@ -312,7 +331,9 @@ class _Maker:
         self.optimizer = make
 
 
-def _wiring(model: nn.Module, wanted: Wanted, own: str, mid_backward: Callable[[], None] | None) -> Wiring:
+def _wiring(
+    model: nn.Module, wanted: Wanted, own: str | None, mid_backward: Callable[[], None] | None
+) -> Wiring:
     setting, groups = wanted.setting, wanted.groups
     parameters = [one for one in model.parameters() if one.requires_grad]
     if setting.strategy in SHARDED:
@@ -328,10 +349,10 @@ def _wiring(model: nn.Module, wanted: Wanted, own: str, mid_backward: Callable[[
     entries: list[tuple[nn.Parameter, Any, int]] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            mine = bool(own) and _inside(name, own)
+            mine = _inside(name, own)
             entry = (groups.data_group, groups.data_parallel) if mine else (None, groups.size)
             entries.append((parameter, *entry))
-    return Reducer(entries)
+    return Staged(entries) if groups.stages > 1 else Reducer(entries)
 
 
 def _job_loss(job: Any, branch: str) -> Callable[[Any, Any], Any] | None:

@@ -30,44 +30,72 @@ BUCKET_BYTES = 25 * 2**20
 class Groups:
     """Who this rank shares data and gradients with.
 
-    Ranks count through the branches first: all branches of one share of the data are neighbours.
+    Ranks that hold the same count one after the other: the ranks of the first branch, or of the first stage
+    of a pipeline, come first.
     """
 
     size: int = 1
-    branches: int = 1
     branch: int = 0
     """Number of the branch that this rank computes."""
+    stage: int = 0
+    """Number of the pipeline stage that this rank computes."""
+    stages: int = 1
     data_rank: int = 0
     data_parallel: int = 1
     data_group: Any = None
-    """Ranks of the same branch; None where these are all ranks, or this one alone."""
+    """Ranks of the same branch or stage; None where these are all ranks, or this one alone."""
+    first: int = 0
+    """The first rank of the same branch or stage."""
 
     @property
     def data_alone(self) -> bool:
-        """Whether no other rank has the same branch."""
+        """Whether no other rank has the same branch or stage."""
         return self.data_parallel == 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether samples are counted on this rank: all branches and all stages see the same ones."""
+        return self.branch == 0 and self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the loss comes to be on this rank."""
+        return self.stage == self.stages - 1
+
+    @property
+    def settles(self) -> int:
+        """The rank whose buffers count for all: the last stage of a pipeline meets all that are shared."""
+        return (self.stages - 1) * self.data_parallel
+
+    def next_to(self, stage: int) -> int:
+        """The rank that has another stage of the same samples."""
+        return stage * self.data_parallel + self.data_rank
 
 
 def make_groups(setting: Setting, world: World) -> Groups:
     """The groups of a setting; every rank makes all of them, in the same order."""
-    branches = setting.mesh.branch
-    if branches == 1:
+    mesh = setting.mesh
+    ranks = mesh.branch_ranks if mesh.branch > 1 else (mesh.data_parallel,) * mesh.pp
+    if len(ranks) == 1:
         return Groups(size=world.size, data_rank=world.rank, data_parallel=world.size)
-    data_rank, branch = divmod(world.rank, branches)
-    parallel = world.size // branches
-    own = None
-    if parallel > 1:
-        for number in range(branches):
-            group = dist.new_group([copy * branches + number for copy in range(parallel)])
-            own = group if number == branch else own
-    return Groups(
-        size=world.size,
-        branches=branches,
-        branch=branch,
-        data_rank=data_rank,
-        data_parallel=parallel,
-        data_group=own,
-    )
+    found = Groups()
+    first = 0
+    for number, count in enumerate(ranks):
+        held = range(first, first + count)
+        group = dist.new_group(list(held)) if count > 1 else None
+        if world.rank in held:
+            found = Groups(
+                size=world.size,
+                branch=number if mesh.branch > 1 else 0,
+                stage=number if mesh.pp > 1 else 0,
+                stages=mesh.pp,
+                data_rank=world.rank - first,
+                data_parallel=count,
+                data_group=group,
+                first=first,
+            )
+        first += count
+    return found
 
 
 class Bucket:

@@ -158,7 +158,7 @@ def _kin(strategy: Strategy, procs: int, nodes: int, branches: int) -> tuple[Str
     if wanted is Strategy.HSDP and (nodes < 2 or procs % nodes or procs == nodes):  # noqa: PLR2004 - several
         wanted = Strategy.FSDP
     if wanted in (Strategy.BRANCH, Strategy.HYBRID):
-        if branches > 1 and procs % branches == 0:
+        if 1 < branches <= procs:
             wanted = Strategy.BRANCH if procs == branches else Strategy.HYBRID
         else:
             # Every rank needs every branch again: sharded, they need the least room.

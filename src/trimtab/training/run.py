@@ -360,10 +360,16 @@ class Run:
         return on_device(batch, self.torch_device)
 
     def loss_of(self, batch: Any) -> torch.Tensor:
-        """This rank's loss of a batch that is on the device, for passes of one's own."""
+        """This rank's loss of a batch that is on the device, for passes of one's own.
+
+        In a pipeline all stages ask for it, without gradients; all but the last get nought.
+        """
         ready = self._stepper.ready()
         assert ready.loss is not None  # noqa: S101 - there is a job
-        loss: torch.Tensor = ready.loss(ready.model, batch)
+        compute = ready.loss
+        if ready.pipe is not None:
+            return ready.pipe.evaluated(lambda: compute(ready.model, batch))
+        loss: torch.Tensor = compute(ready.model, batch)
         return loss
 
     def weight_of(self, batch: Any) -> float:

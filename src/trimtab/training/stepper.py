@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trimtab.spec import Setting
+    from trimtab.training.piping import Pipe
     from trimtab.training.reduce import Groups
     from trimtab.training.world import World
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 MOST_ATTEMPTS = 40
 """Of one step; more means that something else than memory or numbers is wrong."""
 _COMPILER = "the compiler failed"
+_ELSEWHERE = "another stage failed"
 LONE_TRIES = 3
 """How often one sample is tried again: others may have had the memory for a moment."""
 
@@ -121,13 +123,19 @@ class Stepper:
             self._start_over(ready)
             parts = self._split(ready, window, total)
             failed_at = None
-            for part in parts:
-                yield part
-                if part.error is None and not part.done:
-                    raise WrongUse("run.parts()", found="a part was not used", cure="Enter it: `with part:`.")
-                if part.error is not None:
-                    failed_at = part.number
-                    break
+            if ready.pipe is not None:
+                # Forward and backward of the parts take turns: nobody else can say when.
+                failed_at = self._piped(ready, ready.pipe, parts)
+            else:
+                for part in parts:
+                    yield part
+                    if part.error is None and not part.done:
+                        raise WrongUse(
+                            "run.parts()", found="a part was not used", cure="Enter it: `with part:`."
+                        )
+                    if part.error is not None:
+                        failed_at = part.number
+                        break
             if failed_at is not None:
                 self._recover(ready, window, parts[failed_at])
                 if self._fatal is None and not ready.wiring.sent_any and not ready.wiring.equal_parts:
@@ -139,6 +147,33 @@ class Stepper:
                 self._end(ready, window, heard, verdict, attempts=attempts, parts=len(parts))
                 return
             bad += again
+
+    def _piped(self, ready: preparing.Prepared, pipe: Pipe, parts: list[Part]) -> int | None:
+        """The parts of an attempt through this stage of a pipeline; the part that failed, if one did."""
+        loss = ready.loss
+        if loss is None:
+            raise WrongUse(
+                "strategy pipeline",
+                found="prepare() was given no loss, and the run no job",
+                cure="Give prepare(loss=...): stages take turns with forward and backward passes.",
+            )
+
+        def forward(part: Part) -> torch.Tensor:
+            with part.computing():
+                return pipe.relay.run(lambda: loss(ready.model, part.batch))
+
+        def backward(part: Part, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+            ready.wiring.before(part.number, part.count)
+            if gradient is None:
+                self.backward(output, part.share)
+            else:
+                self._engine(output, gradient)
+
+        failure = pipe.run(parts, forward, backward)
+        if failure is None:
+            return None
+        parts[failure.part].error = failure.why or _ELSEWHERE
+        return failure.part
 
     # a step ahead
 
@@ -357,13 +392,18 @@ class Stepper:
         self._loss = told.double() if self._loss is None else self._loss + told
         if self.scale.value != 1.0:
             weighted = weighted * self.scale.value
-        self._open, self._arrived = True, 0
         try:
-            weighted.backward()
+            self._engine(weighted)
         except BaseException:
             # A loop of one's own may still hold the loss, and by it all that the pass has kept.
             loss.detach_()
             raise
+
+    def _engine(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Autograd's own pass; drills strike while it runs."""
+        self._open, self._arrived = True, 0
+        try:
+            output.backward(gradient)
         finally:
             self._open = False
 
@@ -391,7 +431,7 @@ class Stepper:
         part.let_go()
         ready.wiring.abandon()
         ready.fitting.release()
-        if why == _COMPILER:
+        if why in (_COMPILER, _ELSEWHERE):
             return
         size = max(part.samples, 1)
         move = ready.fitting.failed(size=size, share=max(window.size, 1), step=self.steps)
@@ -426,7 +466,7 @@ class Stepper:
         wiring, failed = ready.wiring, failed_at is not None
         wiring.finish(failed_at, count)
         scale = self.scale.value
-        counts = self.groups.branch == 0
+        counts = self.groups.counts
         weight = self._weight if counts else 0.0
         told = Status(
             failed=float(failed),

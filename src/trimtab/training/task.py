@@ -28,6 +28,8 @@ class Task(Noun, frozen=True, kw_only=True):
     plan: Plan | None = None
     """None in a rank that learns it from rank 0."""
     out: str
+    begin_from: str = ""
+    """The folder of a run whose weights this one begins with, as a stage of a curriculum does."""
     steps: int | None = None
     """Optimizer steps in all; None: to the job's horizon."""
     seed: int = 0

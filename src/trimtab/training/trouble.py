@@ -130,6 +130,9 @@ class Trouble:
     def _suspect(self, window: Window) -> Suspect | None:
         """The first bad module on any rank; all ranks make as many passes."""
         run = self.run
+        if run.setting.mesh.pp > 1:
+            # Its stages never hold a whole pass that could be watched.
+            return None
         parts = [part.batch for part in window.parts(run.micro_batch)]
         most = max(gathered(run.world, len(parts), everyone=True))
         batches = [run.on_device(one) for one in (*parts, *([window.filler()] * (most - len(parts))))]

@@ -78,7 +78,9 @@ def is_lost(error: BaseException) -> bool:
     """
     kinds = {one.__name__ for one in type(error).__mro__}
     text = str(error).lower()
-    return bool(kinds & {"DistBackendError", "DistNetworkError"}) or any(one in text for one in LOST_WORDS)
+    return bool(kinds & {"DistBackendError", "DistNetworkError", "NeighbourFailed"}) or any(
+        one in text for one in LOST_WORDS
+    )
 
 
 def _unforeseen(error: Exception, control: Control | None) -> int:

@@ -1,0 +1,109 @@
+"""The command that names causes and cures: doctor."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trimtab.cli.main import Json, _console, _print, _print_json, app
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import RenderableType
+
+    from trimtab.diagnosis.judge import Diagnosed, Diagnosis
+
+MOST_CONSEQUENCES = 6
+TO_SEND = (
+    "If the run failed all the same, give the logs of all ranks (torchrun --log-dir LOGS --redirects 3), the "
+    "scheduler's output with stderr (slurm-ID.out), or the node's `dmesg -T`: the line with the cause is in "
+    "one of them. A message that is not recognised is worth a report, with the twenty lines before it."
+)
+
+
+@app.command()
+def doctor(
+    logs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[LOG]...",
+            help="Logs, folders of logs, run folders, error files of torchrun, memory snapshots, NCCL flight "
+            "records; - for standard input.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check this machine, or name what made a run fail from its logs.
+
+    Reads only; pickles are read without running anything in them. Exit code 0 when there is no error, 4 when
+    the job is to be changed, 5 when the machine, driver, scheduler or network is.
+    """
+    from trimtab import api
+
+    with _progress() as say:
+        found = api.doctor(*(logs or ()), say=say)
+    if json:
+        _print_json(found.to_builtins())
+    else:
+        _print(_shown(found, about_logs=bool(logs)))
+    if found.exit_code:
+        raise typer.Exit(found.exit_code)
+
+
+def _shown(found: Diagnosis, *, about_logs: bool) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from trimtab import render
+
+    parts: list[RenderableType] = [Text(render.inert(_heading(found, about_logs=about_logs)), style="bold")]
+    for one in found.findings:
+        parts += [Text(), render.finding(one), *_below(one)]
+    if not found.findings:
+        said = TO_SEND if about_logs else _checked()
+        parts.append(render.labelled("send" if about_logs else "checked", said, "cyan"))
+    parts += [render.labelled("note", note, "cyan") for note in found.notes]
+    return Group(*parts)
+
+
+def _below(one: Diagnosed) -> list[RenderableType]:
+    from trimtab import render
+
+    parts = [render.labelled("then", told, "dim") for told in one.consequences[:MOST_CONSEQUENCES]]
+    more = len(one.consequences) - MOST_CONSEQUENCES
+    if more > 0:
+        parts.append(render.labelled("then", f"{more} more; --json has them all", "dim"))
+    return parts
+
+
+def _heading(found: Diagnosis, *, about_logs: bool) -> str:
+    from trimtab.diagnosis.judge import counted
+
+    what = found.read[0] if len(found.read) == 1 else f"{len(found.read)} files"
+    counts = counted(found.findings)
+    if not counts:
+        return f"{what}: nothing recognised" if about_logs else "This machine: nothing wrong"
+    parts = [f"{number} {name}{'s' * (number > 1 and name != 'info')}" for name, number in counts.items()]
+    return f"{what if about_logs else 'This machine'}: {', '.join(parts)}"
+
+
+def _checked() -> str:
+    from trimtab.diagnosis.machine import CHECKED
+
+    return "; ".join(CHECKED)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is being read, where somebody looks at it."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from trimtab import render
+
+    with _console(errors=True).status("looking") as status:
+        yield lambda what: status.update(render.inert(what))

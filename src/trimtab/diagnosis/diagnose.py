@@ -1,0 +1,194 @@
+"""doctor with logs: everything that a failed run left behind, read once, and what it says together."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trimtab.diagnosis import reading, records
+from trimtab.diagnosis.judge import Diagnosis, judged
+from trimtab.diagnosis.lines import plain
+from trimtab.diagnosis.scan import Scanner, Sighting
+from trimtab.diagnosis.unpickle import MOST_BYTES, NotPlain, load
+from trimtab.errors import TrimtabError
+from trimtab.spec import Incident, Plan
+from trimtab.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MOST_JSON = 256 << 20
+"""A larger JSON file is read as lines."""
+PICKLE = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+ARCHIVES = {
+    b"PK\x03\x04": "a zip archive, as torch.save writes checkpoints",
+    b"\x7fELF": "a program or a core dump",
+    b"\x89PNG": "a picture",
+    b"%PDF": "a PDF",
+}
+ANSWERED = "the run is stopped"
+
+
+class Reader:
+    """What was read so far."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.sightings: list[Sighting] = []
+        self.flights: list[tuple[str, dict[str, Any]]] = []
+        self.read: list[str] = []
+        self.notes: list[str] = []
+        self.facts: dict[str, int] = {}
+        self.fixed_bytes = 0
+
+    def take(self, source: reading.Source) -> None:
+        """Read one source, whatever it is."""
+        with source.open() as raw:
+            head, broken = reading.gathered(raw, reading.HEAD)
+            if not head:
+                self.notes.append(
+                    f"{source.name}: {f'it is broken ({broken})' if broken else 'it is empty'}."
+                )
+                return
+            if broken:
+                self.notes.append(f"{source.name}: it ends too early ({broken}); what was there was read.")
+            if head.startswith(PICKLE):
+                self._pickle(source.name, head, raw)
+            elif (what := _foreign(head)) and reading.encoding_of(head) == "utf-8":
+                self.notes.append(f"{source.name}: it is {what}, not a log; it was left.")
+            elif not self._whole(source, head, raw):
+                self._text(source.name, head, raw)
+
+    def _text(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
+        stream = reading.Stream(raw, head, reading.encoding_of(head))
+        scanner = Scanner(name)
+        self.sightings += scanner.read(
+            stream.read, lambda count: self.say(f"reading {name}: {format_bytes(count)}")
+        )
+        self.read.append(name)
+        if stream.broken:
+            self.notes.append(f"{name}: it ends too early ({stream.broken}); what was there was read.")
+
+    def _pickle(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
+        rest, _ = reading.gathered(raw, MOST_BYTES)
+        if len(rest) == MOST_BYTES:
+            self.notes.append(f"{name}: it is a pickle of more than {format_bytes(MOST_BYTES)}; it was left.")
+            return
+        self.say(f"reading {name}: {format_bytes(len(rest))}")
+        try:
+            value = load(io.BytesIO(head + rest))
+        except NotPlain as error:
+            self.notes.append(f"{name}: it is a pickle that is not read: {plain(str(error))}.")
+            return
+        if not self._record(name, value):
+            self.notes.append(f"{name}: it is a pickle, but neither a memory snapshot nor a flight record.")
+
+    def _record(self, name: str, value: Any) -> bool:
+        kind = records.kind_of(value)
+        if kind == "snapshot":
+            self.sightings += records.snapshot(value, name)
+        elif kind == "flight":
+            self.flights.append((name, value))
+        elif kind == "error":
+            self.sightings += records.error_file(value, name)
+        else:
+            return False
+        self.read.append(name)
+        return True
+
+    def _whole(self, source: reading.Source, head: bytes, raw: io.BufferedReader) -> bool:
+        """Read a file that is one JSON value, or our own; False where it is to be read as lines."""
+        file = Path(source.name).name
+        if head.lstrip()[:1] != b"{" or file == "log.jsonl":
+            return False
+        size = source.path.stat().st_size if source.path else MOST_JSON + 1
+        if size > MOST_JSON:
+            return False
+        rest, _ = reading.gathered(raw, MOST_JSON)
+        if file == "events.jsonl":
+            self._events(source.name, head + rest)
+            return True
+        try:
+            value = msgspec.json.decode(head + rest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self._text(source.name, head + rest, raw)
+            return True
+        if file == "plan.json" and self._plan(source.name, head + rest):
+            return True
+        if not self._record(source.name, value):
+            self._text(source.name, head + rest, raw)
+        return True
+
+    def _plan(self, name: str, text: bytes) -> bool:
+        """The plan of a run folder: what it ran with, and what does not grow with the batch."""
+        try:
+            plan = Plan.from_json(text, origin=name)
+        except TrimtabError:
+            return False
+        self.facts |= {
+            "micro_batch": plan.choice.micro_batch,
+            "accumulation": plan.choice.accumulation,
+            "world_size": plan.choice.gpus,
+        }
+        parts = plan.estimate.parts if plan.estimate is not None else None
+        if parts is not None:
+            self.fixed_bytes = sum(
+                getattr(parts, name) or 0 for name in ("weights", "gradients", "optimizer", "communication")
+            )
+        self.read.append(name)
+        return True
+
+    def _events(self, name: str, data: bytes) -> None:
+        """The incidents that `trimtab train` has met, and the one that ended it, where one did."""
+        found: list[tuple[int, Incident]] = []
+        for number, line in enumerate(data.split(b"\n"), 1):
+            try:
+                found.append((number, Incident.from_builtins(msgspec.json.decode(line))))
+            except (msgspec.DecodeError, msgspec.ValidationError, ValueError):
+                continue
+        self.read.append(name)
+        if not found:
+            return
+        number, last = found[-1]
+        counts = Counter(one.kind.value for _, one in found)
+        met = ", ".join(
+            f"{kind} {'once' if count == 1 else f'{count} times'}" for kind, count in counts.items()
+        )
+        stopped = ANSWERED in last.done
+        words = {"what": last.kind.value if stopped else met, "why": last.why, "done": last.done}
+        self.sightings.append(
+            Sighting(
+                of="run-stopped" if stopped else "run-incident",
+                file=name,
+                line=number,
+                text=f"{last.kind.value} at step {last.step}: {plain(last.why)}",
+                captured={key: plain(one) for key, one in words.items()},
+                rank=last.rank,
+            )
+        )
+
+
+def _foreign(head: bytes) -> str:
+    """What a file is that is no text; empty for a text."""
+    for magic, what in ARCHIVES.items():
+        if head.startswith(magic):
+            return what
+    return "" if reading.is_text(head) else "no text"
+
+
+def diagnose(names: Sequence[str], say: Callable[[str], None] = lambda _: None) -> Diagnosis:
+    """Everything that the named logs, folders and records say together."""
+    found, notes = reading.sources(names)
+    reader = Reader(say)
+    for source in found:
+        reader.take(source)
+    reader.sightings += records.flights(reader.flights)
+    return Diagnosis(
+        findings=judged(reader.sightings, known=reader.facts, fixed_bytes=reader.fixed_bytes),
+        read=tuple(reader.read),
+        notes=(*notes, *reader.notes),
+    )

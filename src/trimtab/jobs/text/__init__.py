@@ -1,0 +1,1 @@
+"""Text to train on: where it is, how it becomes tokens, and how those become samples."""

@@ -1,0 +1,134 @@
+"""Figures as files of their own: SVG as drawn, and PNG where something here can turn SVG into it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.errors import EnvironmentFault, WrongUse
+from trimtab.pages.drawing import WIDE
+from trimtab.pages.page import asset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trimtab.pages.figures import Figure
+
+BORDER = 20
+"""Around a figure that stands alone."""
+SHARPNESS = 2
+"""Dots of a PNG for one of the drawing."""
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+NO_PNG = (
+    "no PNG was written: nothing here turns SVG into it. Install one: pip install cairosvg, or rsvg-convert "
+    "(package librsvg2-bin), or chromium"
+)
+PATIENCE_S = 60.0
+
+
+def standing_alone(figure: Figure) -> str:
+    """A figure as an SVG file: light, on white, with its title and the colours written out."""
+    drawing = str(figure.draw(WIDE))
+    head, _, rest = drawing.partition(">")
+    width, height = (int(head.partition(f' {name}="')[2].partition('"')[0]) for name in ("width", "height"))
+    wide, high = width + 2 * BORDER, height + 2 * BORDER
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-BORDER} {-BORDER} {wide} {high}" width="{wide}" '
+        f'height="{high}" class="chart" role="group"><style>{_plain_style()}</style>'
+        f'<rect x="{-BORDER}" y="{-BORDER}" width="{wide}" height="{high}" fill="#ffffff"/>{rest}\n'
+    )
+
+
+def _plain_style() -> str:
+    """The rules for figures with the light colours put in, for programs that know no variables."""
+    text = asset("style.css")
+    light = text[text.index("{") + 1 : text.index("}")]
+    colours = (one.split(":", 1) for one in light.split(";") if ":" in one)
+    rules = "\n".join(one for one in text.splitlines() if one.startswith(".chart"))
+    for name, value in colours:
+        rules = rules.replace(f"var({name.strip()})", value.strip())
+    return rules
+
+
+def write(
+    figures: Sequence[Figure], folder: Path, *, say: Callable[[str], None] = lambda _: None
+) -> tuple[list[Path], list[str]]:
+    """Write every figure; the files, and what could not be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = []
+        for one in figures:
+            file = folder / f"{one.name}.svg"
+            file.write_text(standing_alone(one), encoding="utf-8")
+            files.append(file)
+    except OSError as error:
+        raise WrongUse(
+            f"--figures {folder}",
+            found=f"it cannot be written ({error.strerror})",
+            cure="Name a folder that you may write to.",
+        ) from error
+    convert = converter()
+    if convert is None:
+        return files, [NO_PNG]
+    for file in list(files):
+        picture = file.with_suffix(".png")
+        say(picture.name)
+        convert(file, picture)
+        files.append(picture)
+    return sorted(files), []
+
+
+def converter() -> Callable[[Path, Path], None] | None:
+    """Whatever here turns SVG into PNG, the lightest first."""
+    try:
+        import cairosvg  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except (ImportError, OSError):
+        # OSError: the package is there and the library that it calls is not.
+        pass
+    else:
+        return lambda file, picture: cairosvg.svg2png(url=str(file), write_to=str(picture), scale=SHARPNESS)
+    program = shutil.which("rsvg-convert")
+    if program is not None:
+        return lambda file, picture: _run(
+            [program, "-z", str(SHARPNESS), "-o", str(picture), str(file)], picture
+        )
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    return None if browser is None else lambda file, picture: _by_browser(browser, file, picture)
+
+
+def _by_browser(browser: str, file: Path, picture: Path) -> None:
+    head = file.read_text(encoding="utf-8").partition(">")[0]
+    size = [head.partition(f' {name}="')[2].partition('"')[0] for name in ("width", "height")]
+    with tempfile.TemporaryDirectory(prefix="trimtab-") as profile:
+        argv = [
+            browser,
+            "--headless=new",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+            f"--force-device-scale-factor={SHARPNESS}",
+            f"--window-size={','.join(size)}",
+            f"--screenshot={picture.resolve()}",
+            file.resolve().as_uri(),
+        ]
+        # Chromium refuses to run as root with its sandbox; what it opens here is a drawing of ours.
+        argv[1:1] = ["--no-sandbox"] if os.geteuid() == 0 else []
+        _run(argv, picture)
+
+
+def _run(argv: list[str], picture: Path) -> None:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=False)  # noqa: S603
+        failed = "" if done.returncode == 0 and picture.is_file() else done.stderr.strip()[-200:] or "no file"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failed = str(error)
+    if failed:
+        raise EnvironmentFault(
+            f"--figures: {Path(argv[0]).name}",
+            found=f"it could not draw {picture.name}: {failed}",
+            cure="Install another that can: pip install cairosvg. The SVG files are written.",
+        )

@@ -1,0 +1,253 @@
+"""From a run to figures: loss, speed and memory over its steps, and what was predicted beside what came."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+from trimtab.pages.bars import Limit, Ratio, ratios
+from trimtab.pages.curves import Axis, Band, Dot, curve
+from trimtab.pages.figures import Figure, Row, axis_ticks, in_seconds, spread
+from trimtab.pages.scales import byte_unit, short, upper
+from trimtab.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trimtab.pages.story import Profile
+    from trimtab.spec import Incident, Plan
+    from trimtab.training.meters import Line
+
+MOST_BUCKETS = 400
+"""Stretches that a line of many steps is cut into."""
+WARM_UP = 3
+"""Steps at the beginning that say nothing about speed: kernels are chosen, memory is taken."""
+MOST_EVENTS = 200
+"""Marked in a figure; the table has them all."""
+
+
+def loss(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
+    """The loss over steps, with validation and events."""
+    told = _finite((one.step, one.loss) for one in lines)
+    checks = _finite((one.step, one.validation_loss) for one in lines)
+    if not told:
+        return None
+    band = bucketed(told)
+    values = [value for _, value in checks]
+    low, high = min([*band.low, *values]), max([*band.high, *values])
+    # A loss near zero is drawn from zero; one that never comes near it would be a flat line there.
+    base = 0.0 if 0 <= low < high / 2 else low
+    (first, began), (last, ended) = told[0], told[-1]
+    says = f"Loss {short(began)} at step {first:,}, {short(ended)} at step {last:,}"
+    says += f"; validation {short(checks[-1][1])}." if checks else "."
+    notes = [Dot(step, value, f"step {step:,}: validation {short(value)}", "check") for step, value in checks]
+    marked = [
+        Dot(one.step, base, f"step {one.step:,}: {one.kind}: {one.why}; {one.done}", "warned")
+        for one in events
+        if one.step is not None and first <= one.step <= last
+    ]
+    return Figure(
+        "loss",
+        "Loss",
+        says,
+        lambda width: curve(
+            "Loss over steps",
+            band,
+            _steps(first, last),
+            Axis("loss", axis_ticks(base, high), base, high),
+            says=_each("loss", band, short),
+            notes=[notes[index] for index in spread(len(notes), MOST_EVENTS)],
+            events=[marked[index] for index in spread(len(marked), MOST_EVENTS)],
+            limits=[],
+            width=width,
+        ),
+        ("step", "lowest", "mean", "highest"),
+        _band_rows(band, short),
+    )
+
+
+def speed(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
+    """Samples a second over steps, beside what the plan expects."""
+    told = _finite((one.step, one.samples_per_s) for one in lines)
+    if not told:
+        return None
+    band = bucketed(told)
+    expected = plan.estimate.samples_per_s if plan is not None else None
+    usual = statistics.median(value for _, value in told[WARM_UP:] or told)
+    top = upper([*band.high, expected or 0.0])
+    says = f"The median step makes {short(usual)} samples/s"
+    says += f"; the plan expects {short(expected)} ({usual / expected - 1:+.1%})." if expected else "."
+    return Figure(
+        "speed",
+        "Speed",
+        says,
+        lambda width: curve(
+            "Samples a second over steps",
+            band,
+            _steps(told[0][0], told[-1][0]),
+            Axis("samples/s", axis_ticks(0, top), 0, top),
+            says=_each("samples/s", band, short),
+            notes=[],
+            events=[],
+            limits=[Limit(expected, f"plan: {short(expected)}", "band")] if expected else [],
+            width=width,
+        ),
+        ("step", "lowest", "mean", "highest"),
+        _band_rows(band, short),
+    )
+
+
+def occupied(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
+    """Memory that the allocator holds over steps, beside the plan's."""
+    told = _finite((one.step, one.reserved_bytes) for one in lines)
+    if not told or not any(value for _, value in told):
+        return None
+    expected = plan.estimate.reserved_bytes if plan is not None else 0
+    size, unit = byte_unit(max([value for _, value in told] + [expected]))
+    band = bucketed([(step, value / size) for step, value in told])
+    top = upper([*band.high, expected / size])
+    most = max(value for _, value in told)
+    says = f"At most {format_bytes(most)} were reserved"
+    says += f"; the plan expects {format_bytes(expected)} ({most / expected - 1:+.1%})." if expected else "."
+
+    def shown(value: float) -> str:
+        return format_bytes(value * size)
+
+    return Figure(
+        "occupied",
+        "Memory over the run",
+        says,
+        lambda width: curve(
+            "Reserved memory over steps",
+            band,
+            _steps(told[0][0], told[-1][0]),
+            Axis(f"reserved, {unit}", axis_ticks(0, top), 0, top),
+            says=_each("reserved", band, shown),
+            notes=[],
+            events=[],
+            limits=[Limit(expected / size, f"plan: {format_bytes(expected)}", "band")] if expected else [],
+            width=width,
+        ),
+        ("step", "lowest", "mean", "highest"),
+        _band_rows(band, shown),
+    )
+
+
+def compared(pairs: Sequence[tuple[str, float, float]]) -> Figure | None:
+    """Predicted beside measured, as shares of what was predicted."""
+    rows = [
+        Ratio(_name(field), measured / predicted, _shown(field, predicted), _shown(field, measured))
+        for field, predicted, measured in pairs
+        if predicted > 0 and measured > 0
+    ]
+    if not rows:
+        return None
+    furthest = max(rows, key=lambda one: abs(one.ratio - 1))
+    return Figure(
+        "compared",
+        "Predicted against measured",
+        f"Furthest from the prediction is {furthest.name}: {furthest.ratio - 1:+.1%}.",
+        lambda width: ratios("Measured as a share of predicted", rows, width=width),
+        ("figure", "predicted", "measured", "difference"),
+        tuple((one.name, one.predicted, one.measured, f"{one.ratio - 1:+.2%}") for one in rows),
+    )
+
+
+def pairs_of_run(lines: Sequence[Line], plan: Plan | None) -> list[tuple[str, float, float]]:
+    """What the plan expects and what the steps of a run came to, where both are known.
+
+    Steps of another batch than the plan's say nothing about its step, so only those count that have its
+    samples, its processes and no second attempt.
+    """
+    if plan is None:
+        return []
+    estimate, choice = plan.estimate, plan.choice
+    alike = [
+        one
+        for one in lines[WARM_UP:] or lines
+        if one.gpus == choice.gpus
+        and one.samples == choice.global_batch
+        and one.attempts == 1
+        and not one.skipped
+    ]
+    found: list[tuple[str, float | None, float | None]] = [
+        ("step_s", estimate.step_s, _median([one.time_s for one in alike])),
+        ("samples_per_s", estimate.samples_per_s, _median([one.samples_per_s for one in alike])),
+    ]
+    for field in ("allocated_bytes", "reserved_bytes"):
+        seen = [value for one in alike if (value := getattr(one, field)) is not None]
+        found.append((field, getattr(estimate, field), max(seen, default=None)))
+    return [(field, guess, truth) for field, guess, truth in found if guess and truth]
+
+
+def pairs_of_profile(found: Profile) -> list[tuple[str, float, float]]:
+    """The figures that were both predicted and measured."""
+    return [
+        (field, guess, truth)
+        for field, guess in found.predicted.items()
+        if guess is not None and (truth := found.measured.get(field)) is not None
+    ]
+
+
+def bucketed(told: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) -> Band:
+    """A line through many steps as the mean of stretches, with the lowest and highest of each.
+
+    >>> bucketed([(1, 4.0), (2, 2.0), (3, 3.0)], most=2)
+    Band(xs=(2.0, 3.0), low=(2.0, 3.0), middle=(3.0, 3.0), high=(4.0, 3.0))
+    """
+    size = max(1, -(-len(told) // most))
+    stretches = [told[begin : begin + size] for begin in range(0, len(told), size)]
+    values = [[value for _, value in one] for one in stretches]
+    return Band(
+        tuple(float(one[-1][0]) for one in stretches),
+        tuple(min(one) for one in values),
+        tuple(math.fsum(one) / len(one) for one in values),
+        tuple(max(one) for one in values),
+    )
+
+
+def _finite(told: object) -> list[tuple[int, float]]:
+    """Those with a value that can be drawn."""
+    return [
+        (step, float(value))
+        for step, value in told  # type: ignore[attr-defined]
+        if value is not None and math.isfinite(value)
+    ]
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _steps(first: int, last: int) -> Axis:
+    whole = [one for one in axis_ticks(first, last) if one.value == int(one.value)]
+    return Axis("optimizer steps", whole, float(first), float(last))
+
+
+def _each(name: str, band: Band, shown: Callable[[float], str]) -> list[str]:
+    """What each place along a line says."""
+    return [
+        f"step {at:,.0f}: {name} {shown(middle)}"
+        + (f" ({shown(low)} to {shown(high)})" if low < high else "")
+        for at, low, middle, high in zip(band.xs, band.low, band.middle, band.high, strict=True)
+    ]
+
+
+def _band_rows(band: Band, shown: Callable[[float], str]) -> tuple[Row, ...]:
+    return tuple(
+        (f"{band.xs[i]:,.0f}", shown(band.low[i]), shown(band.middle[i]), shown(band.high[i]))
+        for i in spread(len(band.xs))
+    )
+
+
+def _name(field: str) -> str:
+    return {"step_s": "step time", "samples_per_s": "samples/s"}.get(
+        field, field.removesuffix("_bytes").replace("_", " ")
+    )
+
+
+def _shown(field: str, value: float) -> str:
+    if field.endswith("_bytes"):
+        return format_bytes(value)
+    return short(value) if field.endswith("per_s") else in_seconds(value)

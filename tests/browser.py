@@ -1,0 +1,169 @@
+"""A real browser to look at pages with: headless Chromium, spoken to over a pair of pipes."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+WHY_NOT = "Chromium is not installed (apt-get install chromium)"
+PATIENCE_S = 60.0
+
+
+class Browser:
+    """One tab, which notes what pages say on the console and what they ask the network for.
+
+    with Browser(folder) as browser:
+        browser.open(file)
+        browser.asks("document.title")
+    """
+
+    def __init__(self, profile: Path) -> None:
+        self.profile = profile
+        self.said: list[str] = []
+        """Console messages, exceptions, and what the page's policy or the loader refused."""
+        self.asked: list[str] = []
+        """Addresses of all requests."""
+        self._count = 0
+        self._buffer = b""
+        self._session: str | None = None
+
+    def __enter__(self) -> Self:
+        assert CHROMIUM is not None
+        theirs_in, self._out = os.pipe()
+        self._in, theirs_out = os.pipe()
+        # The browser reads commands from descriptor 3 and answers on 4.
+        shell = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
+        argv = [
+            CHROMIUM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={self.profile}",
+            "about:blank",
+        ]
+        self._process = subprocess.Popen(
+            ["bash", "-c", shell, "bash", *argv],
+            pass_fds=(theirs_in, theirs_out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._session = None
+            self.call("Browser.close")
+        os.close(self._out)
+        os.close(self._in)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(20)
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Ask the browser something and wait for the answer."""
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            answer = self._next(deadline)
+            if answer.get("id") == self._count:
+                assert "error" not in answer, answer
+                result: dict[str, Any] = answer["result"]
+                return result
+            self._note(answer)
+        raise TimeoutError(method)
+
+    def _next(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError("the browser does not answer")
+            piece = os.read(self._in, 1 << 20)
+            if not piece:
+                raise OSError("the browser is gone")
+            self._buffer += piece
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+    def _note(self, event: dict[str, Any]) -> None:
+        method, params = event.get("method"), event.get("params", {})
+        if method == "Runtime.consoleAPICalled":
+            self.said.append(str(params["args"]))
+        elif method == "Runtime.exceptionThrown":
+            self.said.append(str(params["exceptionDetails"]))
+        elif method == "Log.entryAdded":
+            self.said.append(str(params["entry"]["text"]))
+        elif method == "Network.requestWillBeSent":
+            self.asked.append(str(params["request"]["url"]))
+
+    def open(self, file: Path) -> None:
+        """Load a page and wait until it is there."""
+        self.call("Page.navigate", url=file.resolve().as_uri())
+        deadline = time.monotonic() + PATIENCE_S
+        while self.asks("document.readyState + ' ' + location.protocol") != "complete file:":
+            assert time.monotonic() < deadline, "the page does not load"
+            time.sleep(0.02)
+
+    def asks(self, expression: str) -> Any:
+        """The value of an expression on the page."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def size(self, width: int, height: int = 900) -> None:
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+
+    def media(self, kind: str = "", scheme: str = "light") -> None:
+        """As on a screen or in print, light or dark."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.call("Emulation.setEmulatedMedia", media=kind, features=[feature])
+
+    def key(self, name: str, code: int) -> None:
+        """Press a key and let it go."""
+        for kind in ("rawKeyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code)
+
+    def point(self, x: float, y: float) -> None:
+        """Move the pointer."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def picture(self, file: Path) -> None:
+        """The whole page as PNG."""
+        data = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")["data"]
+        file.write_bytes(base64.b64decode(data))
+
+    def printed(self) -> bytes:
+        """The page as PDF."""
+        return base64.b64decode(self.call("Page.printToPDF", printBackground=False)["data"])
