@@ -63,7 +63,8 @@ def _plain(model: Any, name: str, latents: Any, answer: Any, *, calibrate: bool)
     job, decoder = model.job, getattr(model, name)
     ids, length = answer["ids"], answer["length"]
     words = decoder.get_input_embeddings()
-    prefix = model.adapters[name](latents, length / ids.size(1)).to(words.weight.dtype)
+    share = (length / ids.size(1)).to(latents.dtype)
+    prefix = model.adapters[name](latents, share).to(words.weight.dtype)
     if calibrate:
         some = words.weight[torch.randperm(words.weight.size(0), device=ids.device)[:CALIBRATED_ROWS]].float()
         prefix = prefix + 0 * some.square().mean().sqrt().to(prefix.dtype)

@@ -88,7 +88,7 @@ queued_jobs = st.builds(
 def job_nouns(incidents: st.SearchStrategy[Any]) -> dict[type[spec.Noun], st.SearchStrategy[Any]]:
     """Strategies by noun."""
     runs = st.builds(
-        spec.RunView,
+        spec.Headway,
         folder=_words,
         job=_maybe(_words),
         step=_counts,
@@ -116,6 +116,6 @@ def job_nouns(incidents: st.SearchStrategy[Any]) -> dict[type[spec.Noun], st.Sea
         spec.Check: checks,
         spec.Summary: summaries,
         spec.QueuedJob: queued_jobs,
-        spec.RunView: runs,
+        spec.Headway: runs,
         spec.JobView: views,
     }

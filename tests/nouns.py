@@ -11,14 +11,17 @@ from job_nouns import job_nouns
 from launch_nouns import launch_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
+from trimtab.diagnosis.judge import Diagnosed, Diagnosis
 from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
+from trimtab.jobs.naics_pairs import Pairs
 from trimtab.pace.measure import Order
 from trimtab.pages.story import Profile
 from trimtab.predict.rating import Yardstick
 from trimtab.predict.timeline import Timeline
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
+from trimtab.training.chain import Chain
 from trimtab.training.faults import HOME, Fault, FaultKind
 from trimtab.training.folder import RunIdentity
 from trimtab.training.ladder import Ladder
@@ -440,6 +443,35 @@ ladders = st.builds(
 suspects = st.builds(
     Suspect, module=names, kind=names, phase=st.sampled_from([BATCH, FORWARD, BACKWARD]), order=counts
 )
+gauges = st.builds(
+    spec.Gauge,
+    key=names,
+    index=counts,
+    memory_bytes=maybe(counts),
+    used_bytes=maybe(counts),
+    busy=maybe(st.floats(0, 1)),
+    throttles=st.lists(names, max_size=2).map(tuple),
+    processes=maybe(st.lists(process, max_size=2).map(tuple)),
+)
+advices = st.builds(spec.Advice, kind=names, where=names, what=names, cure=names)
+run_views = st.builds(
+    spec.RunView,
+    folder=names,
+    state=names,
+    step=maybe(counts),
+    steps=maybe(counts),
+    loss=maybe(seconds),
+    events=st.lists(incidents, max_size=1).map(tuple),
+    devices=st.lists(names, max_size=2).map(tuple),
+    advice=st.lists(advices, max_size=1).map(tuple),
+)
+watch_samples = st.builds(
+    spec.Sample,
+    at_s=seconds,
+    gpus=st.lists(gauges, max_size=1).map(tuple),
+    no_gpus=names,
+    runs=st.lists(run_views, max_size=1).map(tuple),
+)
 attempt_notes = st.builds(
     AttemptNote,
     attempt=positive,
@@ -500,7 +532,50 @@ endings = st.builds(
     asked=st.sampled_from(["", "SIGTERM", "SIGUSR1"]),
 )
 
+diagnosed = st.builds(
+    Diagnosed,
+    severity=st.sampled_from(spec.Severity),
+    what=sentences,
+    evidence=sentences,
+    cause=sentences,
+    cure=sentences,
+    kind=st.none() | names,
+    realm=st.sampled_from(["job", "environment"]),
+    file=st.none() | names,
+    line=st.none() | positive,
+    ranks=st.lists(counts, max_size=3).map(tuple),
+    times=positive,
+    consequences=st.lists(sentences, max_size=3).map(tuple),
+)
+diagnoses = st.builds(
+    Diagnosis,
+    findings=st.lists(diagnosed, max_size=3).map(tuple),
+    read=st.lists(names, max_size=3).map(tuple),
+    notes=st.lists(sentences, max_size=3).map(tuple),
+)
+stage_names = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True)
+stages = st.builds(
+    spec.Stage,
+    name=stage_names,
+    options=st.dictionaries(names, counts, max_size=2),
+    epochs=maybe(st.integers(1, 9)),
+    rate=maybe(seconds),
+)
+planned_stages = st.builds(spec.PlannedStage, stage=stages, plan=plans)
+staged_plans = st.builds(
+    spec.StagedPlan, job=names, stages=st.lists(planned_stages, min_size=1, max_size=1).map(tuple)
+)
+chains = st.builds(Chain, job=names, stages=st.lists(stages, min_size=1, max_size=1).map(tuple))
+code_pairs = st.builds(
+    Pairs,
+    anchor_level=maybe(st.just((6,))),
+    relation_margin=st.sampled_from([None, 2, (1, 3)]),
+    distance_margin=st.sampled_from([None, 2.0, (1.0, 3.0)]),
+)
+
 NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
+    Diagnosed: diagnosed,
+    Diagnosis: diagnoses,
     spec.Peaks: peaks,
     spec.DeviceProcess: process,
     spec.Slice: mig,
@@ -559,11 +634,20 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Suspect: suspects,
     Line: lines,
     AttemptNote: attempt_notes,
+    spec.Gauge: gauges,
+    spec.Advice: advices,
+    spec.RunView: run_views,
+    spec.Sample: watch_samples,
     Profile: profiles,
     Timeline: timelines,
     Fleet: fleets,
     Task: tasks,
     Ending: endings,
+    spec.Stage: stages,
+    spec.PlannedStage: planned_stages,
+    spec.StagedPlan: staged_plans,
+    Chain: chains,
+    Pairs: code_pairs,
     **config_nouns(settings(), estimates()),
     **job_nouns(incidents),
     **launch_nouns(plans),

@@ -47,7 +47,7 @@ class Law:
         return (layout, setting.mesh, setting.strategy, setting.precision, setting.recompute, setting.compile)
 
     def need_bytes(self, setting: Setting) -> int:
-        static = self.static_bytes / setting.mesh.dp_shard
+        static = self.static_bytes / setting.mesh.dp_shard / setting.mesh.pp
         if setting.mesh.branch > 1:
             static *= self.branch_share
         kept = setting.micro_batch * self.sample_bytes * self.seq / 1024 * KEPT[setting.recompute]
@@ -60,6 +60,9 @@ class Law:
         peak = device.peaks.bf16 or device.peaks.fp16 or 1e13
         work = setting.micro_batch * self.sample_flops / peak * AGAIN[setting.recompute]
         work *= self.branch_share if setting.mesh.branch > 1 else 1.0
+        # Stages share the work, and wait for each other.
+        rounds, stages = setting.accumulation, setting.mesh.pp
+        work *= (rounds + stages - 1) / rounds / stages
         return work * (0.8 if setting.compile else 1.0) + self.launch_s * (0.2 if setting.compile else 1.0)
 
     def step_s(self, setting: Setting, layout: Layout) -> float:

@@ -18,7 +18,7 @@ FLOORS = [
     {"probe", "trace"},
     {"predict"},
     {"planner"},
-    {"configs", "launching", "training", "diagnosis", "exams", "pace"},
+    {"configs", "launching", "training", "diagnosis", "exams", "pace", "watching"},
     {"cli", "api", "render", "pages", "__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

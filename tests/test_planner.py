@@ -538,7 +538,8 @@ def test_an_unknown_pin_gives_the_nearest() -> None:
         ("H100", {"strategy": "ddp"}, "needs several GPUs"),
         ("4xH100", {"gpus": 8}, "there are 4"),
         ("4xH100", {"strategy": "branch"}, "no branches"),
-        ("4xH100", {"strategy": "pipeline"}, "cannot be predicted yet"),
+        ("4xH100", {"strategy": "pipeline", "compile": True}, "a compiler cannot follow"),
+        ("H100", {"strategy": "pipeline"}, "needs several GPUs"),
         ("4xH100", {"gpus": 4, "strategy": "ddp", "micro_batch": 3, "accumulation": 2}, "Pin accumulation=6"),
         ("4xH100", {"gpus": 4, "strategy": "ddp", "micro_batch": 17}, "micro_batch=16 or less"),
         ("4xH100", {"gpus": 1, "accumulation": 65}, "accumulation=64 or less"),
@@ -555,7 +556,7 @@ def test_pins_that_contradict_are_refused_with_the_cure(on: str, pinned: dict[st
 
 def test_pins_that_only_the_search_finds_contradictory_are_refused() -> None:
     with pytest.raises(WrongUse, match="no setting agrees"):
-        planned("2xH100", pins={"micro_batch": 64, "gpus": 2})
+        planned("2xH100", pins={"accumulation": 63, "gpus": 2})
 
 
 @pytest.mark.parametrize(
@@ -789,7 +790,10 @@ def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     assert is_kept(plan.choice, 64)
     assert plan.choice.gpus == 4
     # One device stands for replicas, and shards of every number lie on the line through two numbers.
-    assert {one.gpus for one in asked} <= {1, 4, 16}
+    piped = [one for one in asked if one.strategy is Strategy.PIPELINE]
+    assert {one.gpus for one in asked if one not in piped} <= {1, 4, 16}
+    # Copies of a pipeline stand for one another too.
+    assert {one.mesh.data_parallel for one in piped} <= {1}
     assert {one.mesh.data_parallel for one in asked if one.strategy is Strategy.FSDP} <= {4, 16}
     again: list[Setting] = []
     second = decide.decide(question, foresight(again, memo=first.memo))

@@ -114,6 +114,9 @@ def test_a_rank_of_hsdp_keeps_the_share_of_its_node(tmp_path: Path) -> None:
         ("branch", {"gpus": 2, "branches": 2}, Mesh(branch=2)),
         ("branch", {"gpus": 4, "branches": 2}, Mesh(branch=2, dp_replicate=2)),
         ("hybrid", {"gpus": 9, "branches": 3}, Mesh(branch=3, dp_replicate=3)),
+        ("hybrid", {"gpus": 3, "branches": 2}, Mesh(branch=2, copies=(2, 1))),
+        ("hybrid", {"gpus": 8, "branches": 3}, Mesh(branch=3, dp_replicate=2, copies=(3, 3, 2))),
+        ("pipeline", {"gpus": 4, "nodes": 2}, Mesh(pp=4)),
     ],
 )
 def test_a_strategy_has_its_mesh(how: str, given: dict[str, int], mesh: Mesh) -> None:
@@ -123,7 +126,8 @@ def test_a_strategy_has_its_mesh(how: str, given: dict[str, int], mesh: Mesh) ->
 @pytest.mark.parametrize(
     ("how", "given", "found"),
     [
-        ("pipeline", {"gpus": 4}, "cannot be estimated yet"),
+        ("pipeline", {"gpus": 1}, "there is one GPU"),
+        ("hybrid", {"gpus": 2, "branches": 3}, "2 GPUs are fewer than the 3 branches"),
         ("hsdp", {"gpus": 1, "nodes": 1}, "there is one GPU"),
         ("branch", {"gpus": 1, "branches": 2}, "there is one GPU"),
         ("hsdp", {"gpus": 8, "nodes": 1}, "8 GPUs in 1 node"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from trimtab.catalog.words import Word
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Launch,
         Plan,
         Policy,
+        Sample,
         Setting,
         Stage,
         StagedPlan,
@@ -58,6 +59,7 @@ VERBS = (
     "cancel",
     "doctor",
     "report",
+    "watch",
 )
 """What works today."""
 FUNCTIONS = {"jobs": "list_jobs"}
@@ -175,7 +177,7 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
         optimizer=optimizer,
         allocator=allocator,
         nodes=len(where.nodes),
-        branches=count_branches(job, strategy),
+        **spread_of(job, strategy, options),
     )
     return look_closely(job, setting, device, where=where, options=options, clip=clip, cache=cache)[0]
 
@@ -225,9 +227,17 @@ def look_at_all(  # noqa: PLR0913 - as above
     return [
         one
         if isinstance(one, TrimtabError)
-        else (*judge(one, setting, device, cluster=where, calibration=own), one)
+        else _with_rounds(*judge(one, setting, device, cluster=where, calibration=own), one, setting)
         for one, setting in zip(found, settings, strict=True)
     ]
+
+
+def _with_rounds(
+    found: Estimate, details: Memory, trace: Trace, setting: Setting
+) -> tuple[Estimate, Memory, Trace]:
+    from trimtab.predict.accumulate import accumulated
+
+    return accumulated(found, trace, setting), details, trace
 
 
 def is_known(  # noqa: PLR0913 - as above
@@ -293,8 +303,13 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     allocator: str,
     nodes: int = 1,
     branches: int = 0,
+    global_batch: int | None = None,
 ) -> Setting:
-    """A Setting from words, with an error that lists the words there are."""
+    """A Setting from words, with an error that lists the words there are.
+
+    One micro-batch on every rank; but in a pipeline, and where branches have unlike numbers of ranks, as many
+    as `global_batch` takes.
+    """
     from trimtab.errors import WrongUse
     from trimtab.predict.meshes import spread
     from trimtab.spec import (
@@ -325,11 +340,15 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     if micro_batch < 1:
         raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
     mesh = spread(how, gpus, nodes=nodes, branches=branches)
+    whole = micro_batch * mesh.data_parallel
+    if mesh.copies or mesh.pp > 1:
+        whole = max(global_batch or 0, whole)
     return Setting(
         strategy=how,
         mesh=mesh,
         micro_batch=micro_batch,
-        global_batch=micro_batch * mesh.data_parallel,
+        accumulation=-(-whole // (micro_batch * mesh.data_parallel)),
+        global_batch=whole,
         precision=word(Precision, precision, "precision"),
         recompute=word(Recompute, recompute, "recompute"),
         compile=compile,
@@ -338,15 +357,23 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     )
 
 
-def count_branches(job: Any, strategy: str) -> int:
-    """How many branches a job has, where the strategy asks; reading a job by name runs its file."""
+def spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -> dict[str, int]:
+    """What a strategy has to know of a job; reading a job by name runs its file.
+
+    Branch and hybrid ask how many branches it has; hybrid, whose branches may take unlike numbers of
+    micro-batches, and pipeline, which idles for as long as one, ask for the global batch.
+    """
     from trimtab.jobs.load import name_of
     from trimtab.spec import Strategy
     from trimtab.trace.summary import summary
 
-    if strategy not in (Strategy.BRANCH, Strategy.HYBRID):
-        return 0
-    return len(summary(*name_of(job)).branches)
+    if strategy not in (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE):
+        return {}
+    name, changed = name_of(job)
+    found = summary(name, changed | (options or {}))
+    if strategy == Strategy.BRANCH:
+        return {"branches": len(found.branches)}
+    return {"branches": len(found.branches), "global_batch": found.global_batch}
 
 
 def exam(only: str = "*", *, cache: bool = True) -> Marks:
@@ -1281,7 +1308,6 @@ def train_stages(  # noqa: PLR0913 - a training, and how it is cut
     from pathlib import Path
 
     from trimtab.errors import WrongUse
-    from trimtab.spec import StagedPlan
     from trimtab.training import chain, task
     from trimtab.training.world import ALONE
     from trimtab.training.world import read as read_world
@@ -1296,7 +1322,7 @@ def train_stages(  # noqa: PLR0913 - a training, and how it is cut
             cure="Start `trimtab train JOB --stages ...` by itself, with --procs for several processes.",
         )
     if isinstance(plan, str | Path):
-        plan = StagedPlan.from_json(Path(plan).read_bytes(), origin=str(plan))
+        plan = _staged(Path(plan))
     if plan is None and here.devices:
         procs = asked.get("procs")
         fixed = make_policy(0.9, None, "speed", None, pins).pins | ({} if procs is None else {"gpus": procs})
@@ -1317,6 +1343,21 @@ def _told(text: str) -> None:
     import sys
 
     sys.stderr.write(f"trimtab: {text}\n")
+
+
+def _staged(file: Path) -> StagedPlan:
+    """The plans of all stages, from the file of `trimtab plan --stages --out`."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec import StagedPlan
+
+    try:
+        return StagedPlan.from_json(file.read_bytes(), origin=str(file))
+    except OSError as error:
+        raise WrongUse(
+            f"--plan {file}",
+            found=f"it cannot be read ({error.strerror})",
+            cure="Name a file that `trimtab plan JOB --stages ... --out FILE` wrote.",
+        ) from error
 
 
 def _plans_of(plan: StagedPlan | None, stages: Sequence[Stage]) -> dict[str, Plan]:
@@ -1529,3 +1570,19 @@ def cancel(job_id: str | int, *, force: bool = False) -> JobView:
     from trimtab.launching.jobs import desk
 
     return end(str(job_id), desk(), force=force)
+
+
+def watch(
+    runs: Sequence[Path | str] = (), *, interval_s: float = 2.0, samples: int | None = None
+) -> Iterator[Sample]:
+    """GPUs of this machine and runs in some folders, one sample each interval.
+
+    for sample in trimtab.watch(["runs/slm"]):
+        print(sample.gpus[0].busy, sample.runs[0].loss, sample.runs[0].advice)
+    """
+    from pathlib import Path
+
+    from trimtab.probe.world import here
+    from trimtab.watching.watch import Watcher
+
+    return Watcher(world=here(), places=[Path(one) for one in runs]).samples(interval_s, samples)

@@ -141,7 +141,7 @@ def show(  # noqa: PLR0913, PLR0917 - each is an option
     from trimtab import api
     from trimtab.cli import views
 
-    options = job_options(job or "", given, seq=None, lora=None, frozen=False)
+    options = job_options(job or "", given)
     with progress() as say:
         found = api.show(file, on, job=job, target=target, options=options, cache=not no_cache, say=say)
     if json:

@@ -16,9 +16,12 @@ from trimtab.cli.shape import (
     Config,
     Frozen,
     JobName,
+    Llama,
     Lora,
     NoCache,
+    Qwen,
     Seq,
+    Sequential,
     Set,
     Stages,
     Turned,
@@ -68,6 +71,9 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the plan as JSON.")] = None,
     no_cache: NoCache = False,
     json: Json = False,
@@ -83,7 +89,9 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
     from trimtab.spec import Plan
 
     numbers = counts(compare)
-    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
+    options = job_options(
+        job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
+    )
     pins: Any = pin or []
     if knob or config:
         set_up = turned(

@@ -16,12 +16,15 @@ from trimtab.cli.shape import (
     Compile,
     Frozen,
     JobName,
+    Llama,
     Lora,
     NoCache,
     Optimizer,
     Precision,
+    Qwen,
     Recompute,
     Seq,
+    Sequential,
     Set,
     job_options,
 )
@@ -49,7 +52,9 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     precision: Precision = "bf16",
     recompute: Recompute = "none",
     compile: Compile = False,  # noqa: A002
-    strategy: Annotated[str, typer.Option(help="single, ddp, fsdp, hsdp, branch or hybrid.")] = "single",
+    strategy: Annotated[
+        str, typer.Option(help="single, ddp, fsdp, hsdp, branch, hybrid or pipeline.")
+    ] = "single",
     optimizer: Optimizer = "fused",
     allocator: Allocator = "default",
     clip: Clip = None,
@@ -57,6 +62,9 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     no_cache: NoCache = False,
     json: Json = False,
 ) -> None:
@@ -67,7 +75,9 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     """
     from trimtab import api, render
 
-    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
+    options = job_options(
+        job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
+    )
     where = api.cluster(on) if on is not None else api.detect()
     device = api.first_device(where)
     setting = api.make_setting(
@@ -80,7 +90,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         optimizer=optimizer,
         allocator=allocator,
         nodes=len(where.nodes),
-        branches=api.count_branches(job, strategy),
+        **api.spread_of(job, strategy, options),
     )
     asked: dict[str, Any] = {"options": options, "clip": clip, "cache": not no_cache}
     look = functools.partial(api.look_at_all, job, where=where, **asked)
@@ -92,6 +102,8 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         _print_json({**found.to_builtins(), "setting": setting.to_builtins(), "peak": peak})
     else:
         heading = f"{job} on {device.name}, micro-batch {micro_batch}, {precision}"
+        if setting.accumulation > 1:
+            heading += f", {setting.spread}, {setting.accumulation} micro-batches"
         _print(render.estimate(found, details, heading=heading, help_lines=help_lines))
     if not found.fits:
         raise typer.Exit(3)
@@ -201,6 +213,9 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     keep: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Add the run to a file of cases, for `trimtab exam`.")
     ] = None,
@@ -212,7 +227,9 @@ def profile(  # noqa: PLR0913, PLR0917 - each is an option
     """
     from trimtab import api, render
 
-    options = job_options(job, given, seq=seq, lora=lora, frozen=frozen)
+    options = job_options(
+        job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
+    )
     device = api.gpu_here()
     setting = api.make_setting(
         micro_batch=micro_batch,

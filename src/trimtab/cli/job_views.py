@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from trimtab.spec import JobView, QueuedJob, RunView
+    from trimtab.spec import Headway, JobView, QueuedJob
 
 _STYLES = {"running": "green", "pending": "yellow", "completed": "cyan"}
 
@@ -86,7 +86,7 @@ def _few(names: Sequence[str]) -> str:
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"  # noqa: PLR2004 - a line's worth
 
 
-def _progress(run: RunView) -> str:
+def _progress(run: Headway) -> str:
     parts = [run.job] if run.job else []
     parts.append(f"step {run.step}" + (f" of {run.steps}" if run.steps else ""))
     if run.loss is not None:

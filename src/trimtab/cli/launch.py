@@ -12,7 +12,7 @@ import typer
 from trimtab.cli.choose import counts, progress
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _print, _print_json, app
-from trimtab.cli.shape import Frozen, Lora, NoCache, Seq, Set, job_options
+from trimtab.cli.shape import Frozen, Llama, Lora, NoCache, Qwen, Seq, Sequential, Set, job_options
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -105,6 +105,9 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     no_cache: NoCache = False,
     json: Json = False,
 ) -> None:
@@ -151,7 +154,16 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
             compare=numbers,
             pins=pin or [],
             extra=extra or [],
-            options=job_options(plan_or_job, given, seq=seq, lora=lora, frozen=frozen),
+            options=job_options(
+                plan_or_job,
+                given,
+                seq=seq,
+                lora=lora,
+                frozen=frozen,
+                llama=llama,
+                qwen=qwen,
+                sequential=sequential,
+            ),
             cache=not no_cache,
             say=say,
         )

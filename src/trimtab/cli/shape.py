@@ -47,11 +47,11 @@ Lora = Annotated[
     int | None,
     typer.Option(
         metavar="RANK",
-        help="hf: LoRA of this rank beside every linear layer but the head's; all else is frozen.",
+        help="hf, bridge: LoRA of this rank beside every linear layer but the head's; all else is frozen.",
     ),
 ]
 Data = Annotated[
-    str | None,
+    Path | None,
     typer.Option(
         metavar="FILE_OR_FOLDER",
         help="slm, hf: text to train on; default: the sources of Python's standard library.",
@@ -70,6 +70,28 @@ Config = Annotated[
     typer.Option(metavar="FILE[:PATH]", help="A config with such knobs: config.py:slm_config."),
 ]
 Frozen = Annotated[bool, typer.Option("--frozen", help="hf: freeze the model except its head.")]
+Llama = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="bridge: a Hugging Face folder for the first frozen model."),
+]
+Qwen = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="bridge: a Hugging Face folder for the second frozen model."),
+]
+Sequential = Annotated[
+    bool,
+    typer.Option("--sequential", help="bridge: one frozen model at a time, which takes less memory."),
+]
+SHAPED = {
+    "seq": ("seq", (FOLDER,)),
+    "data": ("data", (FOLDER, "slm")),
+    "lora": ("lora", (FOLDER, "bridge")),
+    "frozen": ("frozen", (FOLDER,)),
+    "llama": ("llama_folder", ("bridge",)),
+    "qwen": ("qwen_folder", ("bridge",)),
+    "sequential": ("sequential", ("bridge",)),
+}
+"""For each flag, the attribute that it sets, and the jobs that have one."""
 Stages = Annotated[
     str | None,
     typer.Option(
@@ -88,19 +110,13 @@ def stage_folder(given: str) -> str | None:
     return None if given == "default" else given
 
 
-def job_options(  # noqa: PLR0913 - each is an option
-    job: str,
-    given: list[str] | None,
-    *,
-    seq: int | None = None,
-    lora: int | None = None,
-    frozen: bool = False,
-    data: str | None = None,
-) -> dict[str, Any]:
+def job_options(job: str, given: list[str] | None, **flags: Any) -> dict[str, Any]:
     """What the command line sets on a job, by name.
 
     >>> job_options("slm", ["layers=24"])
     {'layers': '24'}
+    >>> job_options("bridge:tiny", None, lora=8, sequential=False)
+    {'lora': 8}
     """
     found: dict[str, Any] = {}
     for one in given or []:
@@ -110,25 +126,23 @@ def job_options(  # noqa: PLR0913 - each is an option
         if name in found:
             raise WrongUse(f"--set {one}", found=f"{name} is also {found[name]}", cure="Give it once.")
         found[name] = value
-    shaped = {"seq": seq, "lora": lora, "frozen": frozen or None}
-    for name, chosen in shaped.items():
-        if chosen is None:
+    base = FOLDER if job.startswith(FOLDER) else job.partition(":")[0]
+    for flag, chosen in flags.items():
+        if chosen is None or chosen is False:
             continue
-        if not job.startswith(FOLDER):
-            text = f"--{name}" if chosen is True else f"--{name} {chosen}"
+        name, jobs = SHAPED[flag]
+        text = f"--{flag}" if chosen is True else f"--{flag} {chosen}"
+        if base not in jobs:
+            shaped = " and ".join(f"{one}FOLDER" if one == FOLDER else one for one in jobs)
             raise WrongUse(
                 text,
-                found=f"it shapes hf:FOLDER, and the job is {job}",
+                found=f"it shapes {shaped}, and the job is {job}",
                 cure="Set an attribute that the job has with --set NAME=VALUE, or leave it out.",
             )
         if name in found:
-            raise WrongUse(f"--{name} {chosen}", found=f"--set {name} is given too", cure="Give one of them.")
-        found[name] = chosen
-    if data is not None:
-        if "data" in found:
-            raise WrongUse(f"--data {data}", found="--set data is given too", cure="Give one of them.")
-        # So that a run is the same one from wherever it is resumed.
-        found["data"] = str(Path(data).expanduser().absolute()) if data else ""
+            raise WrongUse(text, found=f"--set {name} is given too", cure="Give one of them.")
+        # A run may be started from another folder than the one where it was planned.
+        found[name] = str(chosen.expanduser().absolute()) if isinstance(chosen, Path) else chosen
     return found
 
 

@@ -47,9 +47,8 @@ class Reader:
 
     def take(self, source: reading.Source) -> None:
         """Read one source, whatever it is."""
-        raw = source.open()
-        with raw:
-            head, broken = reading.head_of(raw)
+        with source.open() as raw:
+            head, broken = reading.gathered(raw, reading.HEAD)
             if not head:
                 self.notes.append(
                     f"{source.name}: {f'it is broken ({broken})' if broken else 'it is empty'}."
@@ -57,7 +56,7 @@ class Reader:
                 return
             if broken:
                 self.notes.append(f"{source.name}: it ends too early ({broken}); what was there was read.")
-            if head.startswith(PICKLE) and not reading.is_text(head[:512]):
+            if head.startswith(PICKLE):
                 self._pickle(source.name, head, raw)
             elif (what := _foreign(head)) and reading.encoding_of(head) == "utf-8":
                 self.notes.append(f"{source.name}: it is {what}, not a log; it was left.")
@@ -75,7 +74,7 @@ class Reader:
             self.notes.append(f"{name}: it ends too early ({stream.broken}); what was there was read.")
 
     def _pickle(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
-        rest = raw.read(MOST_BYTES)
+        rest, _ = reading.gathered(raw, MOST_BYTES)
         if len(rest) == MOST_BYTES:
             self.notes.append(f"{name}: it is a pickle of more than {format_bytes(MOST_BYTES)}; it was left.")
             return
@@ -109,7 +108,7 @@ class Reader:
         size = source.path.stat().st_size if source.path else MOST_JSON + 1
         if size > MOST_JSON:
             return False
-        rest = raw.read()
+        rest, _ = reading.gathered(raw, MOST_JSON)
         if file == "events.jsonl":
             self._events(source.name, head + rest)
             return True

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 SEVERITIES = (Severity.ERROR, Severity.WARNING, Severity.INFO)
 MOST_RANKS = 8
 """More ranks than this are counted, not listed."""
-SAME_PLACE = 12
+SAME_PLACE, NEXT_LINES = 12, 3
 """Lines within which an exception and a message of a known kind are one thing."""
+SAID_BY_EXCEPTIONS = ("nccl-peer-lost", "nccl-timeout", "rendezvous-timeout")
+"""Consequences that an exception of the same rank may tell in its later lines."""
 
 
 class Diagnosed(Finding, frozen=True, kw_only=True):
@@ -127,17 +129,27 @@ def _facts(sightings: Iterable[Sighting]) -> dict[str, int]:
 
 
 def _without_repeats(told: list[Sighting]) -> list[Sighting]:
-    """Without the exceptions that are the message of a kind that is known."""
-    named: dict[str, list[int]] = {}
+    """Without the exceptions whose message is one of a kind that is known."""
+    named: dict[str, list[Sighting]] = {}
     for one in told:
         if one.of != PYTHON_ERROR:
-            named.setdefault(one.file, []).append(one.line)
+            named.setdefault(one.file, []).append(one)
     return [
         one
         for one in told
-        if one.of != PYTHON_ERROR
-        or not any(0 <= line - one.line <= SAME_PLACE or line == one.line for line in named.get(one.file, ()))
+        if one.of != PYTHON_ERROR or not any(_is_message(other, one) for other in named.get(one.file, ()))
     ]
+
+
+def _is_message(told: Sighting, error: Sighting) -> bool:
+    """Whether a sighting is on the line of an exception, or on one of those that its message goes on to."""
+    distance = told.line - error.line
+    if distance == 0:
+        return True
+    if kinds()[told.of].follows:
+        # Launchers and other ranks speak soon after an exception too: theirs is no part of it.
+        return 0 < distance <= NEXT_LINES and told.rank == error.rank and told.of in SAID_BY_EXCEPTIONS
+    return 0 < distance <= SAME_PLACE and (told.rank == error.rank or None in (told.rank, error.rank))
 
 
 def _computed(sightings: Sequence[Sighting]) -> list[Sighting]:

@@ -15,12 +15,14 @@ _ESCAPES = re.compile(
 )
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
-_LABELS = (
-    re.compile(r"^\s*\[rank(\d+)\]:"),  # torch's own, and what it puts before tracebacks
-    re.compile(r"^\s*\[[A-Za-z_]+(\d+)\]:"),  # torchrun --tee: [default3]:
-    re.compile(r"^\s*(\d+): "),  # srun --label
-    re.compile(r"^\s*\(\w+ pid=\d+\)\s*\[rank(\d+)\]"),
+_STAMP = re.compile(r"\s{0,8}\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?\]?(?: |$)")
+_LABEL = re.compile(
+    r"\s{0,8}\[rank(\d+)\]:"  # torch's own, before its messages and before tracebacks
+    r"|\s{0,8}\[[A-Za-z_]+(\d+)\]:"  # torchrun --tee: [default3]:
+    r"|\s{0,8}\(\w+ pid=(\d+)\) (?=\[rank)"  # Ray
 )
+_TASK = re.compile(r"\s{0,8}(\d+): ")
+"""srun --label. Only first in a line: elsewhere a number and a colon may be anything."""
 _IN_TEXT = re.compile(r"\[(?:PG [^\]]*)?[Rr]ank (\d+)\]|\brank=(\d+)\b|\b[Rr]ank (\d+):")
 _IN_PATH = re.compile(
     r"attempt_\d+/(\d+)/(?:stdout\.log|stderr\.log|error\.json)$|rank[_-]?(\d+)\D*$|/(\d+)/(?:stdout|stderr)\.log$"
@@ -46,16 +48,28 @@ def shown(text: str) -> str:
 
 
 def without_label(text: str) -> tuple[str, str]:
-    """A line's label (whose line it is) and the rest.
+    """A line's label (whose line it is) and the rest; a time before either is taken off.
 
-    >>> without_label("[rank3]: Traceback")
-    ('[rank3]:', ' Traceback')
+    >>> without_label("[rank3]: Traceback"), without_label("2026-11-15 10:00:00,1 1: [rank3]:[E x]")
+    (('[rank3]:', ' Traceback'), ('1: [rank3]:', '[E x]'))
     """
-    for label in _LABELS:
-        match = label.match(text)
-        if match:
-            return match.group(0).strip(), text[match.end() :]
-    return "", text
+    label, _, rest = _parted(text)
+    return label, rest
+
+
+def _parted(text: str) -> tuple[str, int | None, str]:
+    """Label, rank and rest. Of several labels the innermost tells the rank: a launcher's may be its node."""
+    parts: list[str] = []
+    rank: int | None = None
+    while True:
+        if stamp := _STAMP.match(text):
+            text = text[stamp.end() :]
+        match = _LABEL.match(text) or (None if parts else _TASK.match(text))
+        if match is None or len(parts) > 3:  # noqa: PLR2004 - nobody nests launchers deeper
+            return " ".join(parts), rank, text
+        parts.append(match.group(0).strip())
+        rank = _number(match)
+        text = text[match.end() :]
 
 
 def rank_of(text: str) -> int | None:
@@ -64,10 +78,9 @@ def rank_of(text: str) -> int | None:
     >>> rank_of("[rank3]: Traceback"), rank_of("E1115 [PG ID 0 Rank 12] Exception"), rank_of("loss 2.0")
     (3, 12, None)
     """
-    for label in _LABELS:
-        match = label.match(text)
-        if match:
-            return _number(match)
+    rank = _parted(text)[1]
+    if rank is not None:
+        return rank
     match = _IN_TEXT.search(text)
     return _number(match) if match else None
 

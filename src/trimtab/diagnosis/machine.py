@@ -325,7 +325,7 @@ def _peers(world: World, cluster: Cluster) -> Iterator[Finding]:
             else "An IOMMU, a virtual machine or the board's topology is in the way.",
             cure="Expect collectives to go through the host."
             if by_design
-            else "Look at `nvidia-smi topo -p2p r`; turn ACS off in the BIOS, or live with slower collectives.",
+            else "Look at `nvidia-smi topo -p2p r`; turn ACS off in the BIOS, or live with it.",
         )
 
 

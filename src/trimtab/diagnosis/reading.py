@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trimtab.errors import WrongUse, shortened
 
@@ -21,7 +22,7 @@ STDIN = "-"
 HEAD = 1 << 16
 MOST_FILES = 4096
 """Files of a folder that are read; more are told of, and left."""
-MOST_OTHER_SHARE = 0.3
+MOST_OTHER_SHARE = 0.05
 """A file with more letters than this that no text has is none."""
 ENDINGS = frozenset(
     ("", ".log", ".out", ".err", ".txt", ".json", ".jsonl", ".pickle", ".pkl", ".gz", ".bz2", ".xz")
@@ -41,44 +42,69 @@ class Source:
     path: Path | None
     """None for standard input."""
 
-    def open(self) -> io.BufferedReader:
+    @contextmanager
+    def open(self) -> Iterator[io.BufferedReader]:
         """Its bytes, decompressed where they are compressed."""
         if self.path is None:
-            raw = getattr(sys.stdin, "buffer", None)
-            if raw is None:
+            if sys.stdin is None or not hasattr(sys.stdin, "buffer"):
                 raise WrongUse(
-                    STDIN, found="standard input is closed", cure="Send a log to it: ... | trimtab doctor -"
+                    STDIN, found="standard input is closed", cure="Send a log to it, as in ... | trimtab -"
                 )
-            return _decompressed(io.BufferedReader(raw))
+            yield _decompressed(sys.stdin.buffer)
+            return
         try:
-            return _decompressed(self.path.open("rb"))
+            raw = self.path.open("rb")
         except OSError as error:
             raise WrongUse(
                 shortened(self.name),
                 found=f"it cannot be read ({error.strerror})",
                 cure="Name a log, a folder of logs, or - for standard input.",
             ) from error
+        with raw, _decompressed(raw) as stream:
+            yield stream
 
 
-def _decompressed(raw: io.BufferedReader) -> io.BufferedReader:
+def _decompressed(raw: Any) -> io.BufferedReader:
     """Through gzip, bzip2 or xz, by the first bytes, whatever the name says."""
-    magic = raw.peek(6)[:6]
-    stream: BinaryIO
+    try:
+        magic = raw.peek(6)[:6]
+    except OSError:
+        magic = b""  # reading it will tell
+    stream: Any
     if magic.startswith(b"\x1f\x8b"):
         import gzip
 
-        stream = cast("BinaryIO", gzip.GzipFile(fileobj=raw))
+        stream = gzip.GzipFile(fileobj=raw)
     elif magic.startswith(b"BZh"):
         import bz2
 
-        stream = cast("BinaryIO", bz2.BZ2File(raw))
+        stream = bz2.BZ2File(raw)
     elif magic.startswith(b"\xfd7zXZ\x00"):
         import lzma
 
-        stream = cast("BinaryIO", lzma.LZMAFile(raw))  # noqa: SIM115 - the caller closes it
+        stream = lzma.LZMAFile(raw)  # noqa: SIM115 - the caller closes it
     else:
-        return raw
-    return io.BufferedReader(cast("io.RawIOBase", stream), HEAD)
+        stream = raw
+        return cast("io.BufferedReader", stream)
+    return io.BufferedReader(stream, HEAD)
+
+
+def gathered(raw: io.BufferedReader, count: int) -> tuple[bytes, str]:
+    """Up to so many bytes, and why there are no more where that is an error; what came before it is kept."""
+    parts: list[bytes] = []
+    missing = count
+    try:
+        while missing > 0 and (more := raw.read1(missing)):
+            parts.append(more)
+            missing -= len(more)
+    except (EOFError, zlib.error, OSError, ValueError) as error:
+        return b"".join(parts), str(error) or type(error).__name__
+    except Exception as error:
+        # lzma has an error of its own, which is loaded only where it is needed.
+        if type(error).__name__ != "LZMAError":
+            raise
+        return b"".join(parts), str(error)
+    return b"".join(parts), ""
 
 
 def sources(names: Sequence[str]) -> tuple[list[Source], list[str]]:
@@ -167,33 +193,13 @@ class Stream:
         self.broken = ""
 
     def read(self, count: int) -> bytes:
-        """Up to so many bytes more; none at the end."""
-        data, self._head = self._head, b""
-        while not data and not self.broken:
-            data = self._more(count)
-            if not data:
-                break
-            if self._decoder is not None:
-                break
-        if self._decoder is None or not data:
-            return data
-        text = self._decoder.decode(data)
-        return text.encode("utf-8", "replace") or self.read(count)
-
-    def _more(self, count: int) -> bytes:
-        try:
-            return self._raw.read(count)
-        except (EOFError, zlib.error, OSError, ValueError) as error:
-            self.broken = str(error) or type(error).__name__
-            return b""
-
-
-def head_of(raw: io.BufferedReader) -> tuple[bytes, str]:
-    """The first bytes, and why there are no more where that is an error."""
-    parts: list[bytes] = []
-    try:
-        while sum(map(len, parts)) < HEAD and (more := raw.read(HEAD)):
-            parts.append(more)
-    except (EOFError, zlib.error, OSError, ValueError) as error:
-        return b"".join(parts), str(error) or type(error).__name__
-    return b"".join(parts), ""
+        """Up to so many bytes more, or a few more than that; none at the end."""
+        while True:
+            data, self._head = self._head, b""
+            if not data and not self.broken:
+                data, self.broken = gathered(self._raw, count)
+            if self._decoder is None or not data:
+                return data
+            text = self._decoder.decode(data)
+            if text:
+                return text.encode("utf-8", "replace")

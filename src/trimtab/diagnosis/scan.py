@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 from trimtab.diagnosis.kinds import patterns
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
     from trimtab.diagnosis.kinds import Pattern
 
-CHUNK = 8 << 20
+FIRST_CHUNK, CHUNK = 1 << 18, 8 << 20
+"""Bytes read at once. The first are few: what every line says is known after them, and not sought again."""
 AHEAD = 1 << 16
 """Bytes after a place that may belong to what begins there."""
 BEHIND = 1 << 14
@@ -26,7 +28,7 @@ LINE = 1 << 13
 MOST_SIGHTINGS = 1000
 """Of one kind in one file; it is not looked for any more after that."""
 TRACEBACK = b"Traceback (most recent call last)"
-PYTHON_ERROR = "python-error"
+PYTHON_ERROR, INTERRUPTED = "python-error", "interrupted"
 
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d+)(?:, in (\S{1,100}))?')
 _ERROR = re.compile(r"([A-Za-z_][\w.]{1,120}?)(?:: .*)?$")
@@ -62,16 +64,13 @@ class Scanner:
         self.counts: Counter[str] = Counter()
         self.lines = 0
         self.bytes = 0
-        self._by_needle: dict[bytes, list[Pattern]] = {}
-        for one in patterns():
-            self._by_needle.setdefault(one.needle, []).append(one)
-        self._sieve = Sieve([*self._by_needle, TRACEBACK])
+        self._by_needle, self._sieve = _everything()
 
     def read(self, stream: Callable[[int], bytes], say: Callable[[int], None]) -> Iterator[Sighting]:
         """Every sighting, in the order of the log. `stream(n)` gives up to n more bytes, none at the end."""
         data, begin, line = b"", 0, 1
         while True:
-            fresh = stream(CHUNK)
+            fresh = stream(CHUNK if self.bytes else FIRST_CHUNK)
             self.bytes += len(fresh)
             data += fresh
             end = max(begin, len(data) - AHEAD) if fresh else len(data)
@@ -100,7 +99,10 @@ class Scanner:
         for one in self._by_needle[needle]:
             if (start, one.of) in seen or self.counts[one.of] >= MOST_SIGHTINGS:
                 continue
-            text = _text(data, start, at, one.lines)
+            raw = data[start : _line_stop(data, at, one.lines)]
+            if not one.may_match(raw):
+                continue
+            text = plain_lines(raw.decode("utf-8", "replace"))
             match = one.search(text)
             if match is None:
                 continue
@@ -130,8 +132,9 @@ class Scanner:
     def _traceback(self, data: bytes, at: int, line: int) -> Iterator[Sighting]:
         """The error that a traceback ends in, unless the run went on after it."""
         start = _line_start(data, at)
-        text = plain(data[start : at + AHEAD].decode("utf-8", "replace").replace("\r", "\n"))
-        lines = text.split("\n")
+        text = data[start : at + AHEAD].decode("utf-8", "replace")
+        # What a progress bar has overwritten is not read, and does not count as a line.
+        lines = [plain(one.removesuffix("\r").rpartition("\r")[2]) for one in text.split("\n")]
         label = without_label(lines[0])[0]
         frames: list[str] = []
         for number, raw in enumerate(lines[1:], 1):
@@ -148,7 +151,7 @@ class Scanner:
                 return
             self.counts[PYTHON_ERROR] += 1
             yield Sighting(
-                of=PYTHON_ERROR,
+                of=INTERRUPTED if match.group(1) == "KeyboardInterrupt" else PYTHON_ERROR,
                 file=self.name,
                 line=line + number,
                 text=rest,
@@ -174,22 +177,31 @@ class Scanner:
             self._sieve = Sieve([*left, *([] if PYTHON_ERROR in full else [TRACEBACK])])
 
 
+@cache
+def _everything() -> tuple[dict[bytes, list[Pattern]], Sieve]:
+    """All patterns by their needles, and the sieve for those: replaced by a scanner, and never changed."""
+    found: dict[bytes, list[Pattern]] = {}
+    for one in patterns():
+        found.setdefault(one.needle, []).append(one)
+    return found, Sieve([*found, TRACEBACK])
+
+
 def _line_start(data: bytes, at: int) -> int:
     lowest = max(0, at - LINE)
     return max(data.rfind(b"\n", lowest, at), data.rfind(b"\r", lowest, at), lowest - 1) + 1
 
 
-def _text(data: bytes, start: int, at: int, lines: int) -> str:
-    """A line, or so many, without escapes. Carriage returns end lines: progress bars are made of them."""
-    stop = at
-    limit = min(len(data), at + LINE)
+def _line_stop(data: bytes, at: int, lines: int) -> int:
+    """Where a line ends, or so many. Carriage returns end lines: progress bars are made of them."""
+    stop, limit = at, min(len(data), at + LINE)
     for _ in range(lines):
-        ends = [data.find(mark, stop, limit) for mark in (b"\n", b"\r")]
-        stop = min((end for end in ends if end >= 0), default=limit)
-        if stop == limit:
-            break
+        feed = data.find(b"\n", stop, limit)
+        bar = data.find(b"\r", stop, limit if feed < 0 else feed)
+        stop = bar if bar >= 0 else feed
+        if stop < 0:
+            return limit
         stop += 1
-    return plain_lines(data[start:stop].decode("utf-8", "replace"))
+    return stop
 
 
 def plain_lines(text: str) -> str:

@@ -20,6 +20,12 @@ STRIDE = 1 << 18
 _HASH = 0x9E3779B1
 _BITS = 16
 _COMMON = {ord(letter): 4 - rank // 8 for rank, letter in enumerate(" 0e1ta2oin3s:rl.d4=5c,um/-p6[]f_789gbh")}
+_HEALTHY = (
+    b"{'loss': 2, 'grad_norm': 1, 'learning_rate': 5, 'epoch': 3, 'train_loss': 2} Epoch 2: loss=2 "
+    b'train_loss=3, {"loss": 2, "step": 3} iter 1: loss 2, lm loss: 2, loss:  3 [Rank 0] '
+    b"[rank0]: INFO step=3 loss = 2"
+)
+"""What the lines of a run that goes well are made of."""
 
 
 class Sieve:
@@ -100,4 +106,6 @@ def rarest(needle: bytes) -> int:
     """
     weights = [_COMMON.get(one, 0) for one in needle]
     places = range(len(needle) - 2 * GRAM + 1)
-    return min(places, key=lambda at: sum(weights[at : at + 2 * GRAM]))
+    return min(
+        places, key=lambda at: (needle[at : at + 2 * GRAM] in _HEALTHY, sum(weights[at : at + 2 * GRAM]))
+    )

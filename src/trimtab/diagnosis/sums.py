@@ -170,8 +170,7 @@ def out_of_memory_advice(short: Shortage, facts: Mapping[str, int], fixed_bytes:
     fitting, rounds = same_global_batch(most, micro, accumulation)
     return (
         f"At most micro-batch {most} in place of {micro} would have fitted: {fitting} with accumulation "
-        f"{rounds} (was {accumulation}) keeps the global batch. `trimtab plan JOB --pin micro_batch={fitting} "
-        f"--out plan.json`, then `trimtab apply plan.json --to CONFIG`."
+        f"{rounds} (was {accumulation}) keeps the global batch (--pin micro_batch={fitting})."
     )
 
 
@@ -179,7 +178,7 @@ def usual(values: Sequence[float]) -> float | None:
     """The median of the later half, where there are enough: the first steps warm up.
 
     >>> usual([90, 1, 2, 3, 2, 1, 2, 1]), usual([1.0])
-    (2.0, None)
+    (1.5, None)
     """
     if len(values) < FEWEST:
         return None

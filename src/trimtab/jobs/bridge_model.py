@@ -72,7 +72,7 @@ class BridgeModel(nn.Module):
         model: Any = getattr(self, name)
         job, ids, length = self.job, answer["ids"], answer["length"]
         words = model.get_input_embeddings()
-        prefix = self.adapters[name](latents, length / ids.size(1))
+        prefix = self.adapters[name](latents, (length / ids.size(1)).to(latents.dtype))
         keys = GivenKeys(self.deep[name](prefix).to(words.weight.dtype)) if name in self.deep else None
         prefix = prefix.to(words.weight.dtype)
         hidden = _read(model, torch.cat([prefix, words(ids[:, :-1])], dim=1), keys)

@@ -17,8 +17,8 @@ KIND = torch.bfloat16
 """What frozen weights are kept in."""
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size", "initializer_range")
-"""What a decoder's config says."""
+NEEDED = ("hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size", "initializer_range")
+"""What the config of a decoder of Llama's kind says; BERT, which also can be one, has other names."""
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 """The files that a tokenizer can be made of."""
 WHO = "the job bridge"

@@ -17,7 +17,7 @@ import msgspec
 
 from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
 from trimtab.launching import queue
-from trimtab.spec import Attempt, Incident, JobView, QueuedJob, RunView
+from trimtab.spec import Attempt, Headway, Incident, JobView, QueuedJob
 from trimtab.training.folder import ATTEMPT
 from trimtab.training.task import RUNS
 
@@ -63,7 +63,7 @@ def progress(
     attempt: Attempt | None,
     lines: Sequence[dict[str, Any]],
     last: Incident | None,
-) -> RunView:
+) -> Headway:
     """How far a run has come, from the last lines of its log."""
     recent = [one for one in lines if one.get("time_s") and one.get("samples")][-RECENT:]
     # Steps of an attempt on other devices say nothing about this one.
@@ -72,7 +72,7 @@ def progress(
     step = int(lines[-1].get("step", 0)) if lines else 0
     steps = None if attempt is None else attempt.steps
     left = None if steps is None or not recent else max(0, steps - step) * took_s / len(recent)
-    return RunView(
+    return Headway(
         folder=folder,
         job=job,
         step=step,
@@ -86,7 +86,7 @@ def progress(
     )
 
 
-def slurm_view(job: QueuedJob, run: RunView | None, tail: Sequence[str]) -> JobView:
+def slurm_view(job: QueuedJob, run: Headway | None, tail: Sequence[str]) -> JobView:
     """A job in the queue, with its run."""
     ends = run is not None and run.left_s is not None and job.state == "RUNNING"
     return JobView(
@@ -113,7 +113,7 @@ def refusal(job: QueuedJob, me: str) -> str:
 # hands: folders, processes, the scheduler
 
 
-def look(folder: Path) -> RunView | None:
+def look(folder: Path) -> Headway | None:
     """How far the run in a folder has come; None where there is no run in it yet."""
     attempt = last_attempt(folder)
     lines = _last_lines(folder / "log.jsonl")

@@ -144,7 +144,9 @@ def _why_strategy(best: Seen, result: Result, space: Space) -> str:
         Strategy.FSDP: f"weights, gradients and optimizer state are cut in {mesh.dp_shard}",
         Strategy.HSDP: f"cut in {mesh.dp_shard} within a node, copied {mesh.dp_replicate} times",
         Strategy.BRANCH: "every GPU holds the model of its own branch only",
-        Strategy.HYBRID: f"{mesh.branch} branches, each on {mesh.dp_replicate} GPUs",
+        Strategy.HYBRID: f"{mesh.branch} branches, on {' + '.join(map(str, mesh.branch_ranks))} GPUs",
+        Strategy.PIPELINE: f"the layers are cut in {mesh.pp} stages"
+        + f", each on {mesh.dp_replicate} GPUs" * (mesh.dp_replicate > 1),
     }[setting.strategy]
     if setting.shares:
         return f"{what}; unlike GPUs share the batch out by speed: {split(best)}"

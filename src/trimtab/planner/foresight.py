@@ -215,6 +215,12 @@ class Foresight:
 
     def sharpen(self, setting: Setting, layout: Layout) -> Floor:
         """The bound with the time of the same setting without recomputing, where two traces give that one."""
+        if setting.mesh.pp > 1:
+            # Its bound is as good as what is known of one device with the same micro-batches.
+            alone = only_one(layout)
+            if self._known_time(on_one(setting), alone) is None:
+                self.sharpen(on_one(setting), alone)
+            return self.floor(setting, layout)
         none = setting.replace(recompute=Recompute.NONE)
         if none.micro_batch == 1 and none.accumulation > 1:
             # One sample has to be traced for itself; two take less for each, and bound it from above.
@@ -236,17 +242,29 @@ class Foresight:
 
         Recomputing takes no less than not recomputing; spreading over devices no less than the samples of one
         rank take by themselves; and nothing less than its operations take at the peak of the device. A branch
-        does other work than the whole, and has no bound.
+        does other work than the whole, which says nothing of it.
         """
-        if setting.mesh.branch > 1:
-            return 0.0
         none = setting.replace(recompute=Recompute.NONE)
         known = self._known_time(none, layout) if none != setting else None
+        above = max(self._from_above(one, layout) for one in (setting, none))
+        if setting.mesh.branch > 1:
+            return max(known or 0.0, above)
+        if setting.mesh.pp > 1:
+            # At best its stages share the work of one device evenly, and wait for one another no longer than
+            # they have to.
+            stages, rounds = setting.mesh.pp, setting.accumulation
+            shared = self._alone(setting, layout) / stages * (rounds + stages - 1) / rounds
+            return max(known or 0.0, SLACK * shared)
         samples = setting.micro_batch * setting.accumulation
         rates = [self.memo.rates.get(_pace(one, layout.device), 0.0) for one in (setting, none)]
         limit = self.memo.limits.get(_peak_key(setting, layout.device), 0.0)
-        above = max(self._from_above(one, layout) for one in (setting, none))
         return max(known or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
+
+    def _alone(self, setting: Setting, layout: Layout) -> float:
+        """What the samples of one replica take at least on one device."""
+        one, alone = on_one(setting), only_one(layout)
+        known = self._known_time(one, alone)
+        return self._bound(one, alone) if known is None else known
 
     def _from_above(self, setting: Setting, layout: Layout) -> float:
         """What larger micro-batches of the same family take: smaller ones are taken to be no faster.
@@ -300,7 +318,7 @@ class Foresight:
 
     def _learn(self, trace: Trace, setting: Setting, layout: Layout) -> None:
         """What a trace of the whole model says of settings that were not traced."""
-        if setting.mesh.branch > 1:
+        if setting.mesh.branch * setting.mesh.pp > 1:
             return
         self.memo.changed = True
         if setting.precision.value not in self.memo.held_bytes:
@@ -324,7 +342,7 @@ class Foresight:
         """What a rank holds at least, where any trace has told."""
         if setting.mesh.branch > 1:
             return 0
-        shards = setting.mesh.dp_shard if setting.strategy in SHARDED else 1
+        shards = setting.mesh.dp_shard if setting.strategy in SHARDED else setting.mesh.pp
         return int(SLACK * self.memo.held_bytes.get(setting.precision.value, 0) / shards)
 
     def _is_known(self, setting: Setting, layout: Layout) -> bool:
@@ -399,6 +417,17 @@ def as_single(setting: Setting) -> Setting:
     )
 
 
+def on_one(setting: Setting) -> Setting:
+    """The micro-batches of one replica of the setting, on one device."""
+    return setting.replace(
+        strategy=Strategy.SINGLE,
+        mesh=Mesh(),
+        global_batch=setting.micro_batch * setting.accumulation,
+        allocator=Allocator.DEFAULT,
+        shares=(),
+    )
+
+
 def only_one(layout: Layout) -> Layout:
     """The fullest device of a layout by itself."""
     node = layout.cluster.nodes[0].replace(devices=(layout.device,))
@@ -409,7 +438,7 @@ def short(setting: Setting) -> str:
     """A setting as a key: every field that an estimate depends on."""
     mesh = setting.mesh
     return (
-        f"{setting.strategy} {mesh.dp_replicate}x{mesh.dp_shard}x{mesh.branch}x{mesh.pp} "
+        f"{setting.strategy} {mesh.dp_replicate}x{mesh.dp_shard}x{mesh.branch}x{mesh.pp}{mesh.copies or ''} "
         f"{setting.micro_batch}x{setting.accumulation} {setting.precision} {setting.recompute} "
         f"{setting.compile} {setting.optimizer} {setting.allocator}"
     )
@@ -438,6 +467,13 @@ def traced_as(setting: Setting) -> Setting:
     mesh = setting.mesh
     if setting.strategy is Strategy.DDP:
         mesh = Mesh(dp_replicate=2)
+    if setting.strategy in (Strategy.BRANCH, Strategy.HYBRID):
+        mesh = Mesh(branch=mesh.branch)
+        setting = setting.replace(
+            strategy=Strategy.BRANCH, mesh=mesh, accumulation=1, global_batch=setting.micro_batch, shares=()
+        )
+    if setting.strategy is Strategy.PIPELINE:
+        mesh = Mesh(pp=mesh.pp)
     if setting.strategy is Strategy.HSDP:
         mesh = Mesh(dp_replicate=2, dp_shard=mesh.dp_shard)
     return setting.replace(

@@ -34,6 +34,8 @@ TRUTHS = {
 }
 SEVERAL = (Strategy.DDP, Strategy.FSDP, Strategy.HSDP, Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE)
 
+NOT_COMPILED = "pipeline compiled: a stage ends in the middle of the model, which a compiler cannot follow"
+
 Pins = dict[str, str | int | bool]
 
 
@@ -110,8 +112,10 @@ def contradictions(pins: Mapping[str, Any], workload: Workload, available: int) 
         wrong.append(
             (f"strategy={strategy} needs several GPUs, and there is one", "pin strategy=single, or name more")
         )
-    if strategy == Strategy.PIPELINE:
-        wrong.append(("strategy=pipeline cannot be predicted yet", "pin another strategy, such as fsdp"))
+    if strategy == Strategy.PIPELINE and pins.get("compile"):
+        wrong.append(
+            (f"strategy={NOT_COMPILED}".replace("compiled", "with compile=true"), "leave one of the two out")
+        )
     branches = len(workload.branches)
     if strategy in (Strategy.BRANCH, Strategy.HYBRID):
         if branches < 2:  # noqa: PLR2004 - several
@@ -119,10 +123,15 @@ def contradictions(pins: Mapping[str, Any], workload: Workload, available: int) 
             wrong.append(
                 (f"strategy={strategy}, and the job has {what}", "give the job losses() and branches")
             )
-        elif gpus and gpus % branches:
+        elif (gpus or available) < branches or (gpus and strategy == Strategy.BRANCH and gpus % branches):
             wrong.append(
-                (f"strategy={strategy} with gpus={gpus}, and the job has {branches} branches",
+                (f"strategy={strategy} with gpus={gpus or available}, and the job has {branches} branches",
                  f"pin a multiple of {branches} GPUs")
+            )  # fmt: skip
+        elif strategy == Strategy.HYBRID and (gpus or available) == branches:
+            wrong.append(
+                (f"strategy=hybrid with {branches} GPUs for {branches} branches: none has a copy",
+                 f"pin strategy=branch, or use {branches + 1} GPUs or more")
             )  # fmt: skip
     return wrong + _wrong_batch(pins, workload.global_batch)
 

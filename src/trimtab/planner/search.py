@@ -299,7 +299,8 @@ class _Search:
         if value(setting, floor.step_s, self.policy.objective) > bound:
             self._push_bound(family, cut)
             return True
-        if family not in self.looked and family.recompute not in self.prepared:
+        staged = family.strategy is Strategy.PIPELINE
+        if family not in self.looked and (staged or family.recompute not in self.prepared):
             sharp = self.outlook.sharpen(setting, family.layout)
             if value(setting, sharp.step_s, self.policy.objective) > bound:
                 self._push_bound(family, cut)
@@ -313,7 +314,9 @@ class _Search:
             self.prepared.add(family.recompute)
             for one in self.space.families:
                 # The most devices of each strategy: fewer lie on the same lines.
-                if one.recompute is family.recompute and not one.compile:
+                is_alike = one.recompute is family.recompute and not one.compile
+                # A pipeline's stages are traced for no other's sake, and mostly its bound is enough.
+                if is_alike and one.strategy is not Strategy.PIPELINE:
                     known = wanted.get(one.strategy)
                     if known is None or one.layout.gpus > known.layout.gpus:
                         wanted[one.strategy] = one

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
 from trimtab.planner.batch import cut, cuts
 from trimtab.planner.layouts import layouts
-from trimtab.planner.pins import contradictions
+from trimtab.planner.pins import NOT_COMPILED, contradictions
+from trimtab.predict.meshes import by_branch
 from trimtab.spec import (
     Allocator,
     Mesh,
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 8
 """Loader processes per rank: more rarely feed a device faster, and each holds batches in RAM."""
+MOST_STAGES = 16
+"""Of a pipeline: with more of them most wait most of the time."""
 USUAL_WORKERS = 4
 """Where nobody knows how many cores there are."""
 
@@ -110,8 +114,8 @@ def space(workload: Workload, cluster: Cluster, policy: Policy) -> Space:
         elif pins.get("strategy") in (None, Strategy.DDP):
             mixed.append(layout)
             refusals.add(
-                "fsdp, hsdp, branch and hybrid on unlike GPUs: all ranks would wait for the slowest; "
-                "ddp alone shares the batch out by speed",
+                "any strategy but ddp on unlike GPUs: all ranks would wait for the slowest; ddp alone shares "
+                "the batch out by speed",
                 1,
             )
     if not families and not mixed:
@@ -231,8 +235,10 @@ def _families(layout: Layout, workload: Workload, policy: Policy, refusals: _Ref
                 f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
             )
             continue
+        staged = strategy is Strategy.PIPELINE
+        refusals.add(NOT_COMPILED, len(recomputes) * (staged and True in compiles))
         for recompute in recomputes:
-            for compiled in compiles:
+            for compiled in [False] if staged else compiles:
                 yield Family(
                     layout=layout,
                     strategy=strategy,
@@ -260,12 +266,14 @@ def _meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
     if nodes > 1 and len(per_node) == 1 and count > nodes:
         # Groups that shard are nodes: the fast links carry most.
         yield Strategy.HSDP, Mesh(dp_replicate=nodes, dp_shard=count // nodes)
-    if branches > 1 and count % branches == 0:
-        replicas = count // branches
-        yield (
-            Strategy.HYBRID if replicas > 1 else Strategy.BRANCH,
-            Mesh(branch=branches, dp_replicate=replicas),
-        )
+    if 1 < branches <= count:
+        how = Strategy.BRANCH if count == branches else Strategy.HYBRID
+        # As even as there can be; where some have one rank more, each may be that one.
+        for larger in combinations(range(branches), count % branches):
+            yield how, by_branch(count, branches, larger)
+    for stages in range(2, min(count, MOST_STAGES) + 1):
+        if count % stages == 0:
+            yield Strategy.PIPELINE, Mesh(pp=stages, dp_replicate=count // stages)
 
 
 def _cuts(global_batch: int, ranks: int, policy: Policy) -> list[Cut]:
@@ -299,8 +307,6 @@ def _by_rule(devices: tuple[Device, ...], policy: Policy) -> Iterator[str]:
         yield f"another optimizer implementation than the pin {policy.pins['optimizer']}"
     else:
         yield "foreach and plain optimizers: fused does the same in fewer passes over memory"
-    if "strategy" not in policy.pins and len(devices) > 1:
-        yield "pipeline cannot be predicted yet"
 
 
 def _why_not(precision: Precision, chosen: Precision, devices: tuple[Device, ...]) -> str:

@@ -19,7 +19,7 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
     """
     if setting.accumulation == 1:
         return estimate
-    more = sum(gradients(trace)) if setting.compile else _risen(trace)
+    more = max(sum(gradients(one)) if setting.compile else _risen(one) for one in trace.ranks)
     if not more:
         return estimate
     band = estimate.band

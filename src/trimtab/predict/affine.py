@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trimtab.spec import Cause, Trace, Work
 
 Number = int | Fraction
-SAME = ("marks", "streams", "parts", "recomputed", "phases")
+SAME = ("marks", "streams", "parts", "recomputed", "phases", "part")
 """What has to be equal in two traces of one program, as it stands."""
 TOLERANCE = 0.001
 KEPT = 64
@@ -46,6 +46,10 @@ def at(low: Trace, high: Trace, micro_low: Number, micro_high: Number, micro: Nu
         sizes[number] = sizes[number] if known is None else known
     places = {cause: place for place, cause in enumerate(dict.fromkeys(causes.values()))}
     works, sequence = _works(low, high, share)
+    beside = []
+    for one, other in zip(low.beside, high.beside, strict=True):
+        # None where a program differs, which was looked at.
+        beside += [found for found in [at(one, other, micro_low, micro_high, micro)] if found is not None]
     return low.replace(
         sizes=tuple(sizes),
         causes=tuple(places),
@@ -55,6 +59,9 @@ def at(low: Trace, high: Trace, micro_low: Number, micro_high: Number, micro: Nu
         recomputed_flops=_between(low.recomputed_flops, high.recomputed_flops, share),
         parameters=_between(low.parameters, high.parameters, share),
         trainable=_between(low.trainable, high.trainable, share),
+        kept_bytes=_between(low.kept_bytes, high.kept_bytes, share),
+        handed_bytes=_between(low.handed_bytes, high.handed_bytes, share),
+        beside=tuple(beside),
         assumptions=tuple(dict.fromkeys((*low.assumptions, *high.assumptions))),
     )
 
@@ -81,6 +88,8 @@ def same_program(one: Trace, other: Trace) -> bool:
         and _in_order(one.order, _begins(one)) == _in_order(other.order, _begins(other))
         and _rules(one) == _rules(other)
         and _kinds(one) == _kinds(other)
+        and len(one.beside) == len(other.beside)
+        and all(map(same_program, one.beside, other.beside))
     )
 
 

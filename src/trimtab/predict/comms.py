@@ -59,6 +59,13 @@ def all_reduce_s(size: int, ranks: int, among: Links) -> float:
     return 2 * all_gather_s(size, ranks, among)
 
 
+def send_s(size: int, apart: int, among: Links) -> float:
+    """One rank gets `size` bytes from another, whose number is `apart` from its own."""
+    if apart < among.per_node:
+        return HOP_S + size / (among.within * BUS_SHARE)
+    return NETWORK_HOP_S + size / (min(among.within, among.between) * BUS_SHARE)
+
+
 def _rate(ranks: int, among: Links) -> float:
     if ranks <= among.per_node:
         return among.within * BUS_SHARE

@@ -21,9 +21,16 @@ ANCHORS = (4, 16)
 
 
 def simpler(setting: Setting) -> list[Setting]:
-    """The settings to trace instead of one: itself, one device for replicas, two anchors for shards."""
+    """The settings to trace instead of one: one device for replicas, two anchors for shards.
+
+    Of branches and of pipelines, one copy each.
+    """
     if setting.strategy is Strategy.DDP:
         return [_on(setting, Strategy.SINGLE, Mesh())]
+    if setting.strategy in (Strategy.BRANCH, Strategy.HYBRID):
+        return [_on(setting, Strategy.BRANCH, Mesh(branch=setting.mesh.branch))]
+    if setting.strategy is Strategy.PIPELINE:
+        return [_on(setting, Strategy.PIPELINE, Mesh(pp=setting.mesh.pp))]
     if setting.strategy in (Strategy.FSDP, Strategy.HSDP):
         shards = setting.mesh.dp_shard
         numbers = (shards,) if shards in ANCHORS else ANCHORS

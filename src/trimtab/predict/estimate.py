@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.predict import comms, time
 from trimtab.predict.calibration import speed
-from trimtab.predict.memory import Memory, memory
+from trimtab.predict.memory import BAND_HIGH, BAND_LOW, Memory, memory
 from trimtab.predict.rating import PEAK_OF, rating
 from trimtab.spec import Allocator, Band, Estimate, Recompute, StepTime, Strategy
 
@@ -38,12 +39,7 @@ def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of 
     With `fusing` the trace is of the same setting without compile, and what compiling changes is guessed. The
     cluster tells the links between devices; without one a setting of several devices has no time.
     """
-    found = memory(
-        trace,
-        expandable=setting.allocator is Allocator.EXPANDABLE,
-        sharded=setting.strategy in (Strategy.FSDP, Strategy.HSDP),
-        compiled=setting.compile,
-    )
+    found, said_of_ranks = _fullest(trace, setting)
     capacity = device.free_bytes if device.free_bytes is not None else device.memory_bytes
     band = found.band
     if fusing:
@@ -61,9 +57,56 @@ def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of 
             parts=found.parts,
             band=band,
             **timed,
-            assumptions=(*trace.assumptions, *_assumed(setting, device), *said),
+            assumptions=(*trace.assumptions, *said_of_ranks, *_assumed(setting, device), *said),
         ),
         found,
+    )
+
+
+def _fullest(trace: Trace, setting: Setting) -> tuple[Memory, list[str]]:
+    """The memory of the kind of ranks that needs most, and which one that is."""
+    found = [
+        in_flight(
+            memory(
+                one,
+                expandable=setting.allocator is Allocator.EXPANDABLE,
+                sharded=setting.strategy in (Strategy.FSDP, Strategy.HSDP),
+                compiled=setting.compile,
+            ),
+            one,
+            setting,
+        )
+        for one in trace.ranks
+    ]
+    most = max(range(len(found)), key=lambda number: found[number].band.high_bytes)
+    if not trace.beside:
+        return found[most], []
+    others = ", ".join(one.rank for number, one in enumerate(trace.ranks) if number != most)
+    named = f"the ranks of {trace.ranks[most].rank} hold most and are the ones estimated"
+    return found[most], [f"{named}; those of {others} hold less"]
+
+
+def in_flight(found: Memory, trace: Trace, setting: Setting) -> Memory:
+    """The memory of a pipeline stage with all the micro-batches that are on their way through those after it.
+
+    With one forward, one backward in turns, a stage holds as many as there are stages from it to the end.
+    """
+    more = min(setting.mesh.pp - trace.part, setting.accumulation) - 1
+    if setting.mesh.pp == 1 or more < 1:
+        return found
+    kept, inputs = more * trace.kept_bytes, more * found.parts.inputs
+    size = kept + inputs
+    parts = found.parts
+    return replace(
+        found,
+        allocated_bytes=found.allocated_bytes + size,
+        reserved_bytes=found.reserved_bytes + size,
+        process_bytes=found.process_bytes + size,
+        parts=parts.replace(activations=parts.activations + kept, inputs=parts.inputs + inputs),
+        band=Band(
+            low_bytes=found.band.low_bytes + round(size * BAND_LOW),
+            high_bytes=found.band.high_bytes + round(size * BAND_HIGH),
+        ),
     )
 
 
@@ -85,8 +128,8 @@ def _timed(  # noqa: PLR0913 - as above
     parts = time.step(trace, setting, pace.pace, pace.host, among, fusing=fusing)
     seconds = parts.total_s
     peak = getattr(device.peaks, PEAK_OF[setting.precision]) or device.peaks.fp32
-    flops = time.model_flops(trace) * setting.accumulation
-    again = trace.recomputed_flops * setting.accumulation
+    flops = time.device_flops(trace, setting)
+    once = time.model_flops(trace)
     mfu = flops / (seconds * peak) if peak else None
     said = []
     if fusing:
@@ -98,6 +141,11 @@ def _timed(  # noqa: PLR0913 - as above
         said.append(
             f"time: {device.name} was not calibrated; its datasheet with the efficiencies of {pace.source}"
         )
+    if setting.mesh.pp > 1:
+        said.append(
+            "pipeline: the stages between the first and the last are taken to be like the first, and what "
+            "stages hand over is not hidden behind computing; a pipeline was never measured"
+        )
     if not alone:
         said.append("time: collectives by the bandwidth of the links, not measured")
     return {
@@ -107,11 +155,12 @@ def _timed(  # noqa: PLR0913 - as above
             memory_s=parts.memory_s,
             launch_s=parts.launch_s,
             communication_s=parts.communication_s,
+            bubble_s=parts.bubble_s,
         ),
         "samples_per_s": setting.global_batch / seconds,
         "mfu": mfu,
         "mfu_rating": rating(mfu, device, setting.precision) if mfu is not None else None,
-        "hardware_utilization": mfu and mfu * (flops + again) / flops,
+        "hardware_utilization": mfu and mfu * (once + trace.recomputed_flops) / once,
     }, said
 
 

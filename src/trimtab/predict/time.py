@@ -190,11 +190,13 @@ class Step(NamedTuple):
     """The device waiting for the host."""
     communication_s: float
     """Collectives, as far as they are not hidden."""
+    bubble_s: float = 0.0
+    """A stage of a pipeline waiting for the others, at the beginning and at the end."""
 
     @property
     def total_s(self) -> float:
         """All of it."""
-        return self.compute_s + self.memory_s + self.launch_s + self.communication_s
+        return self.compute_s + self.memory_s + self.launch_s + self.communication_s + self.bubble_s
 
 
 ARITHMETIC = {"matrix", "attention", "convolution", "recurrent"}
@@ -205,18 +207,48 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
 ) -> Step:
     """Seconds of an optimizer step: `accumulation` passes forward and backward, and the optimizer.
 
-    With `fusing`, a compiled step is guessed from the trace of the eager one (`predict.fusion`). A trace
-    through the compiler itself says it better, and takes a minute where this takes none.
+    Of unlike ranks the slowest sets the pace. With `fusing`, a compiled step is guessed from the trace of the
+    eager one (`predict.fusion`). A trace through the compiler itself says it better, and takes a minute where
+    this takes none.
     """
-    if fusing:
-        trace = _fused(trace, setting, pace)
-    extra = setting.accumulation - 1
-    how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
-    sums = tuple(gradients(trace)) if extra else None
-    alone = _alone(trace.works, trace.sequence, _bounds(trace), pace, host, how, sums)
+    found = []
+    passes = []
+    for one in trace.ranks:
+        if fusing:
+            one = _fused(one, setting, pace)  # noqa: PLW2901 - the same rank, compiled
+        rounds = rounds_of(one, setting)
+        how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
+        sums = tuple(gradients(one)) if rounds > 1 or setting.mesh.pp > 1 else None
+        alone = _alone(one.works, one.sequence, _bounds(one), pace, host, how, sums)
+        found.append(_spent(alone, rounds, _exposed(one, setting, among, alone)))
+        passes.append(alone.again_s)
+    slowest = max(range(len(found)), key=lambda number: found[number].total_s)
+    if setting.mesh.pp == 1:
+        return found[slowest]
+    first, last = passes[0], passes[-1]
+    # Those between are like the first. A micro-batch goes through all of them before the slowest is at work
+    # all the time, and after it was.
+    others = (setting.mesh.pp - 2) * first + (last if slowest == 0 else first)
+    return found[slowest]._replace(bubble_s=others)
+
+
+def rounds_of(trace: Trace, setting: Setting) -> int:
+    """Micro-batches of an optimizer step on ranks of the kind that was traced."""
+    if not setting.mesh.copies:
+        return setting.accumulation
+    share = -(-setting.global_batch // setting.mesh.copies[trace.part])
+    return -(-share // setting.micro_batch)
+
+
+def _exposed(trace: Trace, setting: Setting, among: comms.Links, alone: Alone) -> float:
+    return communication(trace, setting, among, forward_s=alone.forward_s, backward_s=alone.backward_s)
+
+
+def _spent(alone: Alone, rounds: int, exposed: float) -> Step:
+    """What a rank spends the time of so many micro-batches on."""
+    extra = rounds - 1
     total = alone.whole.total_s + extra * alone.again_s
     busy = alone.whole.device_s + extra * alone.again_device_s
-    exposed = communication(trace, setting, among, forward_s=alone.forward_s, backward_s=alone.backward_s)
     arithmetic = alone.arithmetic_s + extra * alone.arithmetic_once_s
     share = arithmetic / busy if busy else 0.0
     filled = min(1.0, max(0.0, (share - THROTTLES_FROM) / (THROTTLES_AT - THROTTLES_FROM)))
@@ -320,6 +352,20 @@ def model_flops(trace: Trace) -> int:
     return sum(trace.works[number].flops for number in trace.sequence) - trace.recomputed_flops
 
 
+def device_flops(trace: Trace, setting: Setting) -> float:
+    """Operations of an optimizer step on a device, the mean over all of them."""
+    mesh = setting.mesh
+    if mesh.pp > 1:
+        first, last = (model_flops(one) for one in (trace.ranks[0], trace.ranks[-1]))
+        return ((mesh.pp - 1) * first + last) / mesh.pp * setting.accumulation
+    if not trace.beside:
+        return model_flops(trace) * setting.accumulation
+    ranks = mesh.branch_ranks
+    return sum(model_flops(one) * rounds_of(one, setting) * ranks[one.part] for one in trace.ranks) / sum(
+        ranks
+    )
+
+
 def gradient_bytes(trace: Trace, setting: Setting) -> int:
     """What a replica has to tell the others."""
     return trace.trainable * (2 if setting.precision is Precision.BF16_TRUE else 4)
@@ -338,9 +384,25 @@ def communication(
         # The last bucket is only full when the backward pass is over.
         last = comms.all_reduce_s(min(gradients, BUCKET_BYTES), ranks, among)
         return max(last, whole - OVERLAPPED * backward_s)
+    if setting.strategy is Strategy.PIPELINE:
+        return _handed(trace, setting, among, backward_s=backward_s)
     if setting.strategy in (Strategy.FSDP, Strategy.HSDP):
         return _sharded(trace, setting, among, forward_s=forward_s, backward_s=backward_s)
     return 0.0
+
+
+def _handed(trace: Trace, setting: Setting, among: comms.Links, *, backward_s: float) -> float:
+    """What stages hand over, there and back, and the gradients that they or their copies sum.
+
+    A stage waits for what it is handed, and for nothing that it hands on.
+    """
+    mesh = setting.mesh
+    crossings = 2 * (setting.accumulation + mesh.pp - 2)
+    handed = crossings * comms.send_s(trace.handed_bytes, mesh.data_parallel, among)
+    width = gradient_bytes(trace, setting) / max(1, trace.trainable)
+    shared = comms.all_reduce_s(int(trace.shared * width), setting.gpus, among)
+    own = comms.all_reduce_s(int((trace.trainable - trace.shared) * width), mesh.data_parallel, among)
+    return handed + shared + max(0.0, own - OVERLAPPED * backward_s)
 
 
 def _sharded(

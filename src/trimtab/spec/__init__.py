@@ -30,7 +30,7 @@ from trimtab.spec.plan import (
     Rejection,
     WhatIf,
 )
-from trimtab.spec.queue import JobView, QueuedJob, RunView
+from trimtab.spec.queue import Headway, JobView, QueuedJob
 from trimtab.spec.run import Attempt, Check, Incident, IncidentKind, Measurement, Summary
 from trimtab.spec.setting import (
     Allocator,
@@ -44,11 +44,13 @@ from trimtab.spec.setting import (
 )
 from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
+from trimtab.spec.watch import Advice, Gauge, RunView, Sample
 from trimtab.spec.workload import Workload
 
 __all__ = [
     "KINDS",
     "PARTS",
+    "Advice",
     "Allocator",
     "Attempt",
     "Band",
@@ -64,6 +66,8 @@ __all__ = [
     "Estimate",
     "Finding",
     "Footprint",
+    "Gauge",
+    "Headway",
     "Incident",
     "IncidentKind",
     "JobView",
@@ -88,6 +92,7 @@ __all__ = [
     "Recompute",
     "Rejection",
     "RunView",
+    "Sample",
     "Scheduler",
     "Setting",
     "Severity",

@@ -38,7 +38,7 @@ class QueuedJob(Noun, frozen=True, kw_only=True):
         return wrong + [f"{name} is empty" for name in ("job_id", "state") if not getattr(self, name)]
 
 
-class RunView(Noun, frozen=True, kw_only=True):
+class Headway(Noun, frozen=True, kw_only=True):
     """How far a run has come, by its folder."""
 
     folder: str
@@ -72,7 +72,7 @@ class JobView(Noun, frozen=True, kw_only=True):
     """Plain words for the state, where there is more to say."""
     queued: QueuedJob | None = None
     """None for a run on this machine."""
-    run: RunView | None = None
+    run: Headway | None = None
     """None until its folder is there."""
     log: str | None = None
     """The file that its output goes to, where it is known."""

@@ -111,7 +111,25 @@ class Trace(Noun, frozen=True, kw_only=True):
     recomputed_flops: int = 0
     """Of those, what recomputing added."""
     recomputed: tuple[str, ...] = ()
+    part: int = 0
+    """Which of unlike ranks this is one of: the number of its branch or of its pipeline stage."""
+    rank: str = ""
+    """The same in words: branch llama, or stage 1 of 4; empty where all ranks hold the same."""
+    beside: tuple[Trace, ...] = ()
+    """The other kinds of ranks: of every other branch; of a pipeline the last stage, beside the first, which
+    those between are like."""
+    kept_bytes: int = 0
+    """What a forward pass of a pipeline stage leaves for its backward pass."""
+    handed_bytes: int = 0
+    """What a pipeline stage hands to the next one for a micro-batch."""
+    shared: int = 0
+    """Of the numbers that take a gradient, those that all stages of a pipeline hold."""
     assumptions: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[Trace, ...]:
+        """All kinds of ranks, this one first."""
+        return (self, *self.beside)
 
     def faults(self) -> list[str]:
         """Columns are equally long, and every number in `order` exists."""

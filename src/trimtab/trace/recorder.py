@@ -140,6 +140,17 @@ class Recorder(TorchDispatchMode):
         self.marks[name] = len(self.order)
         self.part = part
 
+    def live(self) -> int:
+        """Bytes of what was allocated since the last mark and is still there."""
+        begin = max(self.marks.values(), default=0)
+        alive: set[int] = set()
+        for one in self.order[begin:]:
+            if one >= 0:
+                alive.add(one)
+            else:
+                alive.discard(~one)
+        return sum(self.sizes[one] for one in alive)
+
     def note(self, done: Work | None) -> None:
         """An operation of the step that is timed."""
         if done is None:

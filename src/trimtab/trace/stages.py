@@ -294,6 +294,38 @@ def keep_stage(
     return relay, relay.install(found.blocks)
 
 
+class Stage:
+    """A stage by itself, as tracing runs it: whatever is handed to it has the right shape, and no values."""
+
+    def __init__(self, model: nn.Module, stage: int, stages: int) -> None:
+        found = chain(model)
+        inside = {id(one) for one in found.blocks.parameters()}
+        self.shared = sum(
+            one.numel() for one in model.parameters() if one.requires_grad and id(one) not in inside
+        )
+        """Numbers that take a gradient outside of the blocks."""
+        self.handed_bytes = 0
+        self._relay, self.dropped = keep_stage(model, stage, stages, self._receive, strict=False)
+        self._learns = any(one.requires_grad for block in self.dropped for one in block.parameters())
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss comes to be in this stage."""
+        return self._relay.is_last
+
+    def run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A forward pass: the loss in the last stage, what is handed over in the others."""
+        found = self._relay.run(compute)
+        if not self.is_last:
+            self.handed_bytes = found.numel() * found.element_size()
+        return found
+
+    def _receive(self, given: torch.Tensor) -> torch.Tensor:
+        self.handed_bytes = given.numel() * given.element_size()
+        found = torch.empty_like(given.detach())
+        return found.requires_grad_(self._learns or given.requires_grad)
+
+
 def _elsewhere(given: torch.Tensor) -> Elsewhere:
     with torch._C.DisableTorchFunctionSubclass():
         found: Elsewhere = given.detach().as_subclass(Elsewhere)

@@ -21,9 +21,10 @@ from trimtab.spec import OptimizerImplementation, Precision, Recompute, Strategy
 from trimtab.trace.branches import branch_loss, branches_of, keep_branch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from trimtab.spec import Setting
+    from trimtab.trace.stages import Stage
 
 AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 FLAGS = {
@@ -57,6 +58,8 @@ class Prepared:
     """Names of the lists of blocks that are recomputed."""
     branch: str = ""
     """The one that this rank computes; empty: all of them."""
+    stage: Stage | None = None
+    """Of a pipeline."""
 
 
 @contextlib.contextmanager
@@ -111,11 +114,25 @@ def prepare(job: Any, setting: Setting, device: str = "cuda", *, branch: str = "
     return arrange(job, build(job, setting, device, branch=branch), setting, device, branch=branch)
 
 
-def arrange(
-    job: Any, model: nn.Module, setting: Setting, device: str = "cuda", *, branch: str = ""
+def arrange(  # noqa: PLR0913 - and as which rank
+    job: Any,
+    model: nn.Module,
+    setting: Setting,
+    device: str = "cuda",
+    *,
+    branch: str = "",
+    stage: int | None = None,
 ) -> Prepared:
-    """Everything between building the model and the first step."""
+    """Everything between building the model and the first step.
+
+    With `stage`, as a rank of that stage of a pipeline has it.
+    """
     recomputed = recompute(model, setting.recompute)
+    staged = None
+    if stage is not None:
+        from trimtab.trace.stages import Stage
+
+        staged = Stage(model, stage, setting.mesh.pp)
     autocast = AUTOCAST.get(setting.precision)
     if setting.strategy in (Strategy.FSDP, Strategy.HSDP):
         shard(model, setting, device)
@@ -125,13 +142,13 @@ def arrange(
         raise JobFailed("model()", found="no parameter of it takes a gradient", cure="Leave some unfrozen.")
     optimizer = make_optimizer(job, parameters, setting.optimizer)
     buckets = []
-    if setting.strategy in (Strategy.DDP, Strategy.BRANCH, Strategy.HYBRID):
-        # Branches sum the gradients of what they share in the same way.
+    if setting.strategy in (Strategy.DDP, Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE):
+        # Branches and stages sum the gradients of what they share in the same way.
         buckets = [torch.empty_like(one) for one in parameters]
     scaler = torch.amp.GradScaler(device) if setting.precision is Precision.FP16 else None
     runs: Any = torch.compile(model) if setting.compile else model
     return Prepared(
-        job, runs, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed), branch
+        job, runs, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed), branch, staged
     )
 
 
@@ -140,20 +157,37 @@ def forward(state: Prepared, batch: Any) -> torch.Tensor:
     with torch.autocast(state.device, dtype=state.autocast, enabled=state.autocast is not None):
         if state.branch:
             loss = branch_loss(state.job, state.model, batch, state.branch)
+        elif state.stage is not None:
+            loss = state.stage.run(lambda: state.job.loss(state.model, batch))
+            if not state.stage.is_last:
+                # No loss yet, but what the next stage is handed.
+                return loss
         else:
             loss = state.job.loss(state.model, batch)
     _check_loss(loss)
     return loss
 
 
-def step(state: Prepared, batch: Any, *, clip: float | None = None) -> torch.Tensor:
-    """One optimizer step."""
+def step(
+    state: Prepared,
+    batch: Any,
+    *,
+    clip: float | None = None,
+    between: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """One optimizer step; `between` is called between its forward and its backward pass."""
     state.optimizer.zero_grad(set_to_none=True)
     loss = forward(state, batch)
     scaler = state.scaler
-    (loss if scaler is None else scaler.scale(loss)).backward()
-    if state.branch:
-        # What only other branches use has its gradient from them.
+    if between is not None:
+        between()
+    if state.stage is not None and not state.stage.is_last:
+        # The gradient comes from the next stage, in memory of its own.
+        loss.backward(torch.empty_like(loss))
+    else:
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    if state.branch or state.stage is not None:
+        # What only other branches or stages use has its gradient from them.
         for parameter in state.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

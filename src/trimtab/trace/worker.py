@@ -48,6 +48,20 @@ class Request(Noun, frozen=True, kw_only=True):
     clip: float | None = None
 
 
+class Rank(NamedTuple):
+    """A kind of ranks, where not all of a setting hold the same."""
+
+    branch: str = ""
+    stage: int | None = None
+    number: int = 0
+    """Of the branch or the stage."""
+    words: str = ""
+
+
+ALIKE = Rank()
+"""Where all ranks hold the same."""
+
+
 WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
 """How a model of many equal blocks is traced: all of them; a few for all; that, and a forward pass of all of
 them beside it."""
@@ -91,7 +105,7 @@ def trace(  # noqa: PLR0913 - what to trace, and how
     request: Request,
     deliver: Callable[[Trace, str], None],
     *,
-    branch: str = "",
+    rank: Rank = ALIKE,
     how: str = CHECKED,
     timeout_s: float = 600.0,
 ) -> None:
@@ -117,10 +131,11 @@ def trace(  # noqa: PLR0913 - what to trace, and how
     with fake_mode, recorder:
         # Constants are made on the host and lifted, never copied to a device that is not there.
         torch._C._set_only_lift_cpu_tensors(True)
-        model = _model(job, request, recorder, branch)
-        built = _Built(job, model, request, recorder, branch)
+        model = _model(job, request, recorder, rank.branch)
+        built = _Built(job, model, request, recorder, rank)
         found = None
-        if how != WHOLE and not recorder.compiles and not request.setting.compile:
+        # A stage has some of the blocks only: those are traced as they are.
+        if how != WHOLE and rank.stage is None and not recorder.compiles and not request.setting.compile:
             found = _from_few(built, check=how == CHECKED, timeout_s=timeout_s)
         if found is not None:
             deliver(found, how)
@@ -135,7 +150,7 @@ class _Built(NamedTuple):
     model: Any
     request: Request
     recorder: Any
-    branch: str
+    rank: Rank
 
 
 def _whole(built: _Built, *, forward: bool = False) -> Trace:
@@ -211,7 +226,7 @@ def _few(built: _Built, counts: dict[Repeated, int], *, forward: bool) -> Callab
 def _plainly(built: _Built) -> _Built:
     """The same model on one device, nothing recomputed."""
     setting = built.request.setting.replace(recompute=Recompute.NONE)
-    if not built.branch:
+    if not built.rank.branch:
         micro = setting.micro_batch
         setting = setting.replace(
             strategy=Strategy.SINGLE, mesh=Mesh(), accumulation=1, global_batch=micro, shares=()
@@ -254,10 +269,14 @@ def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
 def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
     from trimtab.trace import step as steps
 
-    job, model, request, recorder, branch = built
+    job, model, request, recorder, rank = built
     setting = request.setting
     with _blaming("model()"):
-        state = steps.arrange(job, model, setting, branch=branch)
+        state = steps.arrange(job, model, setting, branch=rank.branch, stage=rank.stage)
+    if state.stage is not None:
+        # They are built on the host, and never come to this device.
+        recorder.forget(state.stage.dropped)
+        state.stage.dropped.clear()
     for bucket in state.buckets:
         recorder.relabel(bucket, "communication")
     if not recorder.compiles:
@@ -271,6 +290,7 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         with _blaming("loss()"):
             steps.forward(state, batch)
         return {}
+    kept: list[int] = []
     for number in range(STEPS):
         if number == STEPS - 1:
             # Compiled code is still being tuned when others have settled.
@@ -280,7 +300,7 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         recorder.mark(f"step{number}", "activations")
         recorder.working = number > 0
         with _blaming("loss()"):
-            steps.step(state, batch, clip=request.clip)
+            steps.step(state, batch, clip=request.clip, between=lambda: kept.append(recorder.live()))
         _label(state, recorder)
     recorder.mark("end", "activations")
     recorder.working = False
@@ -289,6 +309,17 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         "parameters": sum(count for count, _ in sizes),
         "trainable": sum(count for count, learns in sizes if learns),
         "recomputed": state.recomputed,
+        "part": rank.number,
+        "rank": rank.words,
+        **(
+            {}
+            if state.stage is None
+            else {
+                "kept_bytes": kept[1],
+                "handed_bytes": state.stage.handed_bytes,
+                "shared": state.stage.shared,
+            }
+        ),
     }
 
 
@@ -362,12 +393,12 @@ class _Learnt(msgspec.Struct):
 
 
 class _Part(NamedTuple):
-    """What one copy of this process traces: a request, as a rank of some branch sees it."""
+    """What one copy of this process traces: a request, as a rank of some kind sees it."""
 
     number: int
     """Which of the requests."""
     request: Request
-    branch: str
+    rank: Rank
 
 
 class Sure:
@@ -399,14 +430,12 @@ def _answers(job: Any, requests: Requests, sure: Sure) -> bytes:
         return b""
     sure.few = False if requests.whole else sure.few
     parts = [
-        _Part(number, one, branch)
-        for number, one in enumerate(requests.each())
-        for branch in _ranks(job, one)
+        _Part(number, one, rank) for number, one in enumerate(requests.each()) for rank in _ranks(job, one)
     ]
-    lines: dict[int, dict[str, bytes]] = {}
+    lines: dict[int, dict[Rank, bytes]] = {}
     for part, answer in zip(parts, _traced(job, requests, parts, sure), strict=True):
-        lines.setdefault(part.number, {})[part.branch] = answer
-    return b"\n".join(map(_fullest, lines.values()))
+        lines.setdefault(part.number, {})[part.rank] = answer
+    return b"\n".join(map(_together, lines.values()))
 
 
 def _traced(job: Any, requests: Requests, parts: list[_Part], sure: Sure) -> list[bytes]:
@@ -436,7 +465,7 @@ def _told(job: Any, requests: Requests, parts: list[tuple[_Part, str]]) -> list[
             def tell(found: Trace, came: str) -> None:
                 say(msgspec.json.encode({"trace": found, "imported": imported_since(before), "how": came}))
 
-            trace(job, part.request, tell, branch=part.branch, how=how, timeout_s=requests.timeout_s)
+            trace(job, part.request, tell, rank=part.rank, how=how, timeout_s=requests.timeout_s)
 
         return work
 
@@ -449,40 +478,39 @@ def _told(job: Any, requests: Requests, parts: list[tuple[_Part, str]]) -> list[
     return [answers[place] for place in range(len(parts))]
 
 
-def _ranks(job: Any, request: Request) -> list[str]:
-    """The kinds of ranks of a setting, which differ in what they hold: one a branch."""
-    strategy = request.setting.strategy
-    if strategy not in (Strategy.BRANCH, Strategy.HYBRID):
-        return [""]
+def _ranks(job: Any, request: Request) -> list[Rank]:
+    """The kinds of ranks of a setting, which differ in what they hold.
+
+    One a branch; of a pipeline the first stage, which holds the most micro-batches, and the last, which has
+    the head.
+    """
+    setting = request.setting
+    if setting.strategy is Strategy.PIPELINE:
+        stages = setting.mesh.pp
+        return [
+            Rank(stage=stage, number=stage, words=f"stage {stage + 1} of {stages}")
+            for stage in (0, stages - 1)
+        ]
+    if setting.strategy not in (Strategy.BRANCH, Strategy.HYBRID):
+        return [ALIKE]
     from trimtab.trace.branches import branches_of
 
-    return list(branches_of(job))
+    return [
+        Rank(branch=branch, number=number, words=f"branch {branch}")
+        for number, branch in enumerate(branches_of(job))
+    ]
 
 
-def _fullest(answers: dict[str, bytes]) -> bytes:
-    """The trace of the rank that holds most, which it says, or the first error."""
+def _together(answers: dict[Rank, bytes]) -> bytes:
+    """The trace of the first kind of ranks with the others beside it, or the first error."""
     if len(answers) == 1:
         return next(iter(answers.values()))
-    heard = {branch: msgspec.json.decode(line) for branch, line in answers.items()}
-    wrong = [branch for branch, one in heard.items() if "error" in one]
-    if wrong:
-        return answers[wrong[0]]
-    traces = {branch: one["trace"] for branch, one in heard.items()}
-    most = max(traces, key=lambda branch: _peak(traces[branch]))
-    others = ", ".join(branch for branch in traces if branch != most)
-    said = f"the ranks of branch {most} hold most and are the ones estimated; those of {others} hold less"
-    traces[most]["assumptions"].append(said)
-    return msgspec.json.encode({"trace": traces[most]})
-
-
-def _peak(found: dict[str, Any]) -> int:
-    """The most that is allocated at any time of the steps."""
-    alive = most = 0
-    for position, number in enumerate(found["order"]):
-        alive += found["sizes"][number] if number >= 0 else -found["sizes"][~number]
-        if position >= found["marks"]["step0"]:
-            most = max(most, alive)
-    return most
+    heard = [msgspec.json.decode(line) for line in answers.values()]
+    for line, one in zip(answers.values(), heard, strict=True):
+        if "error" in one:
+            return line
+    first, *others = [one["trace"] for one in heard]
+    return msgspec.json.encode({"trace": {**first, "beside": others}})
 
 
 if __name__ == "__main__":

@@ -304,7 +304,7 @@ class Training:
         words = f"micro-batch {choice.micro_batch} x {choice.accumulation} x {choice.data_parallel}"
         where = "without a GPU" if self.run.device.type == "cpu" else f"on {torch.cuda.get_device_name()}"
         self.scribe.meters.say(
-            f"{self.task.job}, {choice.strategy}, {words} = global batch {choice.global_batch}, "
+            f"{self.task.job}, {choice.spread}, {words} = global batch {choice.global_batch}, "
             f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
         if self.world.is_main and isinstance(self.job, Job):

@@ -150,6 +150,11 @@ def attempt_of(root: Path) -> AttemptNote | None:
     return _noun(root / ATTEMPT, AttemptNote, [])
 
 
+def plan_of(root: Path) -> Plan | None:
+    """The plan that a run is under; None where it cannot be read."""
+    return _noun(root / PLAN, Plan, [])
+
+
 def _lines(root: Path, said: list[str]) -> tuple[Line, ...]:
     told = _told(root / LOG, Line, said)
     # A step that was taken again counts as it was taken last.

@@ -1,0 +1,217 @@
+"""What is watched, as a terminal shows it: a picture that changes, or lines that follow one another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
+
+from trimtab.render import Columns, inert
+from trimtab.units import format_bytes, format_duration, format_gib
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from trimtab.spec import Advice, Gauge, Incident, RunView, Sample
+
+BAR = 10
+"""Letters of a bar."""
+STATE_STYLE = {"running": "green", "stalled": "bold red", "gone": "bold red", "starting": "cyan"}
+UNKNOWN = "-"
+
+
+def clock(at_s: float) -> str:
+    """The time of day, here."""
+    return time.strftime("%H:%M:%S", time.localtime(at_s))
+
+
+def picture(sample: Sample) -> RenderableType:
+    """Everything at one moment."""
+    parts: list[RenderableType] = [Text(f"{clock(sample.at_s)}  Ctrl-C ends", style="dim"), Text()]
+    if sample.gpus:
+        parts.append(Padding(_gpus(sample.gpus), (0, 0, 0, 1), expand=False))
+        parts += [_said(one, "process") for one in _processes(sample.gpus)]
+    else:
+        parts.append(Text(inert(f" no GPUs: {sample.no_gpus}"), style="dim"))
+    for run in sample.runs:
+        parts += [Text(), *_run(run)]
+    if not sample.runs:
+        parts += [
+            Text(),
+            Text(" no runs here: give the folder of one, as in `trimtab watch runs`", style="dim"),
+        ]
+    return Group(*parts)
+
+
+def _gpus(gauges: tuple[Gauge, ...]) -> Columns:
+    headings = ("GPU", "memory", "", "GiB", "busy", "power", "temp", "MHz", "held down by", "name")
+    rows = tuple(_gpu_row(one) for one in gauges)
+    kept = [index for index in range(len(headings)) if any(row[index] not in (UNKNOWN, "") for row in rows)]
+    return Columns(
+        tuple(headings[index] for index in kept),
+        tuple(tuple(row[index] for index in kept) for row in rows),
+        left=("memory", "held down by", "name"),
+        folds="name" if any(row[-1] != UNKNOWN for row in rows) else "GPU",
+        narrowest=12,
+        kept=min(5, len(kept)),
+    )
+
+
+def _gpu_row(one: Gauge) -> tuple[str, ...]:
+    share = one.used_bytes / one.memory_bytes if one.used_bytes is not None and one.memory_bytes else None
+    number = one.key.removeprefix("gpu").replace("/mig", ".")
+    if one.fault:
+        return (number, "", "", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, one.fault, UNKNOWN)
+    return (
+        number,
+        "" if share is None else _bar(share),
+        "" if share is None else f"{share:.0%}",
+        f"{format_gib(one.used_bytes or 0)}/{format_gib(one.memory_bytes or 0)}"
+        if share is not None
+        else UNKNOWN,
+        UNKNOWN if one.busy is None else f"{one.busy:.0%}",
+        UNKNOWN if one.power_w is None else f"{one.power_w:.0f}{_of(one.power_limit_w)} W",
+        UNKNOWN if one.temperature_c is None else f"{one.temperature_c:.0f} C",
+        UNKNOWN if one.clock_hz is None else f"{one.clock_hz / 1e6:.0f}",
+        ", ".join(one.throttles) or UNKNOWN,
+        one.name or UNKNOWN,
+    )
+
+
+def _of(limit: float | None) -> str:
+    return "" if limit is None else f"/{limit:.0f}"
+
+
+def _bar(share: float) -> str:
+    """A share as a bar.
+
+    >>> _bar(0.52)
+    '#####.....'
+    """
+    full = min(BAR, max(0, round(share * BAR)))
+    return "#" * full + "." * (BAR - full)
+
+
+def _processes(gauges: tuple[Gauge, ...]) -> Iterator[str]:
+    for one in gauges:
+        for process in one.processes or ():
+            held = "" if process.used_bytes is None else f", {format_bytes(process.used_bytes)}"
+            yield f"{process.pid} {process.name or 'of another user'} on {_number(one)}{held}"
+
+
+def _number(one: Gauge) -> str:
+    return one.key.replace("gpu", "GPU ").replace("/mig", " slice ")
+
+
+def _run(run: RunView) -> Iterator[RenderableType]:
+    head = Text(f" {inert(run.folder)}", style="bold")
+    head.append(f"  {run.state}", style=STATE_STYLE.get(run.state, ""))
+    head.append(inert(f"  {run.why}") if run.why else "", style="dim")
+    yield head
+    told = figures(run)
+    if told:
+        yield Padding(Text(inert(", ".join(told))), (0, 0, 0, 3))
+    yield from (_said(event(one), "event", "yellow") for one in run.events)
+    yield from (_said(advice(one), one.kind, "magenta") for one in run.advice)
+
+
+def _said(words: str, label: str, style: str = "dim") -> RenderableType:
+    return Padding(Text.assemble((f"{label}: ", style), inert(words)), (0, 0, 0, 3))
+
+
+def figures(run: RunView) -> list[str]:
+    """Where a run stands, in a few words each; what is not known is left out."""
+    told = []
+    if run.step is not None:
+        told.append(f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else ""))
+    if run.loss is not None:
+        told.append(f"loss {run.loss:.4g}")
+    if run.samples_per_s is not None:
+        beside = f" (plan {run.planned_samples_per_s:.3g})" if run.planned_samples_per_s else ""
+        told.append(f"{run.samples_per_s:.3g} samples/s{beside}")
+    if run.mfu is not None:
+        told.append(f"MFU {run.mfu:.1%}" + (f" ({run.mfu_rating})" if run.mfu_rating else ""))
+    if run.reserved_bytes is not None:
+        planned = run.planned_reserved_bytes
+        told.append(
+            f"reserved {format_bytes(run.reserved_bytes)}"
+            + (f" (plan {format_bytes(planned)})" if planned else "")
+        )
+    if run.left_s is not None:
+        told.append(f"{format_duration(run.left_s)} left")
+    return told
+
+
+def event(one: Incident) -> str:
+    """What happened, in a line."""
+    at = "" if one.step is None else f" at step {one.step:,}"
+    return f"{one.kind}{at}: {one.why}; {one.done}"
+
+
+def advice(one: Advice) -> str:
+    """What would help, in a line."""
+    return f"{one.where} {one.what}; {one.cure}".strip()
+
+
+def gpu_line(one: Gauge) -> str:
+    """A GPU in a line, for a log."""
+    if one.fault:
+        return f"{_number(one)}: does not answer: {one.fault}"
+    told = []
+    if one.used_bytes is not None and one.memory_bytes:
+        told.append(f"{format_bytes(one.used_bytes)} of {format_bytes(one.memory_bytes)}")
+    told += [f"busy {one.busy:.0%}"] if one.busy is not None else []
+    told += [f"{one.power_w:.0f}{_of(one.power_limit_w)} W"] if one.power_w is not None else []
+    told += [f"{one.temperature_c:.0f} C"] if one.temperature_c is not None else []
+    told += [f"{one.clock_hz / 1e6:.0f} MHz"] if one.clock_hz is not None else []
+    told += [f"held down by {', '.join(one.throttles)}"] if one.throttles else []
+    told += [f"{len(one.processes)} processes"] if one.processes else []
+    return f"{_number(one)} {one.name}: {', '.join(told) or 'says nothing of itself'}"
+
+
+@dataclass
+class Lines:
+    """Samples as lines of a log: figures every time, states, events and advice when they are new."""
+
+    known: dict[str, set[str]] = field(default_factory=dict)
+
+    def of(self, sample: Sample) -> Iterator[str]:
+        """The lines of one sample."""
+        at = clock(sample.at_s)
+        first = not self.known
+        told = self.known.setdefault("", set())
+        if first and not sample.gpus:
+            yield f"{at} no GPUs: {sample.no_gpus}"
+        if first and not sample.runs:
+            yield f"{at} no runs here: give the folder of one, as in `trimtab watch runs`"
+        told.add("begun")
+        yield from (f"{at} {gpu_line(one)}" for one in sample.gpus)
+        for run in sample.runs:
+            yield from (f"{at} {run.folder}: {line}" for line in self._run(run))
+
+    def _run(self, run: RunView) -> Iterator[str]:
+        told = self.known.setdefault(run.folder, set())
+        # A run that is over is said once, and not again with every sample.
+        over = f"{run.state}: {run.why}"
+        if run.state not in ("running", "starting"):
+            if over not in told:
+                yield ", ".join([over, *figures(run)])
+        else:
+            yield ", ".join([run.state, *figures(run)])
+        fresh = {over}
+        for label, words in (
+            *(("event", event(one)) for one in run.events),
+            *((one.kind, advice(one)) for one in run.advice),
+        ):
+            # Numbers in advice change all the time; that it is given is what is new.
+            key = words if label == "event" else label
+            fresh.add(key)
+            if key not in told:
+                yield f"{label}: {words}"
+        self.known[run.folder] = fresh

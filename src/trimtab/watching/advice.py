@@ -1,0 +1,256 @@
+"""Why a run sits low, from what was measured on each of its GPUs; never from a sum over them.
+
+A cause is only named where the measurement shows that cause. A GPU that is busy all the time and slow is not
+"data-bound" because its memory happens to be full, and a run of four GPUs is not roomy because three of them
+are.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from trimtab.spec import Advice
+from trimtab.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trimtab.spec import Gauge, Plan, RunView
+
+LOW_RATINGS = ("poor", "fair")
+SLOW = 0.85
+"""Of the plan's speed: further below than the predictor's own error, see `trimtab exam`."""
+WAITING = 0.1
+"""Of a step: a tenth of it spent on waiting for data is worth a worker or two."""
+IDLE = 0.75
+"""Of the time: a GPU that runs a kernel less often than this waits for someone."""
+ALWAYS_BUSY = 0.9
+MEMORY_BUSY = 0.6
+"""Of the time: streaming kernels reach 0.8 and more, large matrix products stay below a half."""
+FULL = 0.95
+"""Of the memory: the next larger batch or an evaluation will not fit."""
+ROOMY = 0.6
+UNEVEN = 0.2
+"""Difference of two GPUs of one run, in shares of the time."""
+HELD_DOWN = 0.9
+"""Of the highest clock: a cap on power that costs less than this is how large GPUs run anyway."""
+HOT = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
+"""Reasons that are a fault of the machine, however little they cost now."""
+ENOUGH = 3
+"""Looks at a GPU, at least, before something is said of it."""
+STEPS_ENOUGH = 5
+"""Steps, the same."""
+
+
+def advise(
+    run: RunView, plan: Plan | None, looks: Mapping[str, Sequence[Gauge]], *, steps: int
+) -> tuple[Advice, ...]:
+    """What can be said about a run that is under way.
+
+    `looks` are the last looks at each of its GPUs, by key, and `steps` how many of its steps were seen.
+    """
+    if run.state != "running" or steps < STEPS_ENOUGH:
+        return ()
+    seen = {key: list(looks[key]) for key in run.devices if len(looks.get(key, ())) >= ENOUGH}
+    found = [*_throttled(seen), *_full(seen), *_shared(seen)]
+    if is_low(run):
+        waiting = _data_bound(run, plan)
+        found += waiting or [*_launch_bound(run, seen), *_uneven(seen), *_memory_bound(run, seen)]
+        if not found:
+            found = _slow(run)
+    return tuple(found)
+
+
+def is_low(run: RunView) -> bool:
+    """Whether a run is slower than it should be: by its rating, or beside its plan.
+
+    Where neither is known, it may be.
+    """
+    known = run.mfu_rating is not None or bool(run.planned_samples_per_s)
+    return not known or run.mfu_rating in LOW_RATINGS or _behind(run)
+
+
+def _behind(run: RunView) -> bool:
+    if not run.planned_samples_per_s or run.samples_per_s is None:
+        return False
+    return run.samples_per_s < SLOW * run.planned_samples_per_s
+
+
+def _data_bound(run: RunView, plan: Plan | None) -> list[Advice]:
+    if run.data_wait is None or run.data_wait < WAITING or not run.step_s:
+        return []
+    workers = plan.choice.workers if plan is not None else None
+    told = f" (now {workers} a process)" if workers is not None else ""
+    return [
+        Advice(
+            kind="data-bound",
+            where="",
+            what=f"{run.data_wait:.0%} of a step of {format_duration(run.step_s)} waits for data",
+            cure=f"use more data loader workers{told}, or prepare the samples beforehand",
+        )
+    ]
+
+
+def _launch_bound(run: RunView, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    """GPUs that stand idle while nobody waits for data: the host does not launch fast enough."""
+    found = []
+    waits = "" if run.data_wait is None else f", and {run.data_wait:.0%} of a step waits for data"
+    shares = [share for looks in seen.values() if (share := _full_share(looks)) is not None]
+    fullest = max(shares, default=None)
+    room = fullest is not None and fullest < ROOMY
+    larger = f"; a larger micro-batch has room, the fullest GPU is {fullest:.0%} full" if room else ""
+    for key, looks in seen.items():
+        busy = _mean(one.busy for one in looks)
+        if busy is not None and busy < IDLE:
+            found.append(
+                Advice(
+                    kind="launch-bound",
+                    where=_named(key),
+                    what=f"runs a kernel {busy:.0%} of the time{waits}: it waits for the host to launch",
+                    cure=f"compile, so that there are fewer and larger kernels{larger}",
+                )
+            )
+    return found
+
+
+def _memory_bound(run: RunView, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    """GPUs that are busy with moving bytes, at a low share of their peak."""
+    found = []
+    for key, looks in seen.items():
+        busy, moving = _mean(one.busy for one in looks), _mean(one.memory_busy for one in looks)
+        if busy is None or moving is None or busy < ALWAYS_BUSY or moving < MEMORY_BUSY:
+            continue
+        rated = f"MFU {run.mfu:.1%}" if run.mfu is not None else "its speed"
+        found.append(
+            Advice(
+                kind="memory-bound",
+                where=_named(key),
+                what=f"is busy {busy:.0%} of the time, with moving bytes {moving:.0%} of it; {rated} is low",
+                cure="compile, which fuses passes over memory, or use bf16 if it is not in use",
+            )
+        )
+    return found
+
+
+def _throttled(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    found = []
+    for key, looks in seen.items():
+        last = looks[-1]
+        held = bool(last.clock_hz and last.top_clock_hz and last.clock_hz < HELD_DOWN * last.top_clock_hz)
+        reasons = [one for one in last.throttles if one in HOT or (one == "power cap" and held)]
+        lasting = [one for one in reasons if all(one in look.throttles for look in looks[-ENOUGH:])]
+        if lasting:
+            found.append(
+                Advice(
+                    kind="throttled",
+                    where=_named(key),
+                    what=f"is held down by {' and '.join(lasting)}{_circumstances(last)}",
+                    cure="look at its cooling and at its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
+                )
+            )
+    return found
+
+
+def _circumstances(last: Gauge) -> str:
+    told = []
+    if last.clock_hz and last.top_clock_hz:
+        told.append(f"{last.clock_hz / 1e6:.0f} of {last.top_clock_hz / 1e6:.0f} MHz")
+    if last.power_w and last.power_limit_w:
+        told.append(f"{last.power_w:.0f} of {last.power_limit_w:.0f} W")
+    if last.temperature_c is not None:
+        told.append(f"{last.temperature_c:.0f} C")
+    return f": {', '.join(told)}" if told else ""
+
+
+def _full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    found = []
+    for key, looks in seen.items():
+        last, share = looks[-1], _full_share(looks)
+        if share is not None and share >= FULL and last.used_bytes is not None and last.memory_bytes:
+            found.append(
+                Advice(
+                    kind="full",
+                    where=_named(key),
+                    what=f"is {share:.0%} full: {format_bytes(last.used_bytes)} of "
+                    f"{format_bytes(last.memory_bytes)}",
+                    cure="a longer batch may not fit; use a smaller micro-batch, the global batch stays",
+                )
+            )
+    return found
+
+
+def _shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    """Others on the GPU of a run, beyond one process of its own."""
+    found = []
+    for key, looks in seen.items():
+        several = looks[-1].processes or ()
+        if len(several) > 1:
+            told = ", ".join(
+                f"{one.name or 'process'} {one.pid}"
+                + (f" ({format_bytes(one.used_bytes)})" if one.used_bytes else "")
+                for one in several[:4]
+            )
+            found.append(
+                Advice(
+                    kind="shared",
+                    where=_named(key),
+                    what=f"has {len(several)} processes on it: {told}",
+                    cure="end what is not needed there, or give the run another GPU",
+                )
+            )
+    return found
+
+
+def _uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    """One GPU that does much more than another of the same run, which waits for it."""
+    busy = {
+        key: share for key, looks in seen.items() if (share := _mean(one.busy for one in looks)) is not None
+    }
+    if len(busy) < 2:  # noqa: PLR2004 - one is even with itself
+        return []
+    most, least = max(busy, key=lambda key: busy[key]), min(busy, key=lambda key: busy[key])
+    if busy[most] - busy[least] < UNEVEN:
+        return []
+    return [
+        Advice(
+            kind="uneven",
+            where=_named(least),
+            what=f"is busy {busy[least]:.0%} of the time, and {_named(most)} {busy[most]:.0%}: it waits",
+            cure="give the GPUs equal work, or plan again with both named, so that shares follow speed",
+        )
+    ]
+
+
+def _slow(run: RunView) -> list[Advice]:
+    """Low, and no measurement says why."""
+    if not _behind(run) or run.samples_per_s is None or not run.planned_samples_per_s:
+        return []
+    share = run.samples_per_s / run.planned_samples_per_s
+    return [
+        Advice(
+            kind="slow",
+            where="",
+            what=f"{run.samples_per_s:.3g} samples/s are {share:.0%} of the plan's",
+            cure="nothing measured here says why; `trimtab profile` sets a few steps against the prediction",
+        )
+    ]
+
+
+def _full_share(looks: Sequence[Gauge]) -> float | None:
+    last = looks[-1]
+    return last.used_bytes / last.memory_bytes if last.used_bytes is not None and last.memory_bytes else None
+
+
+def _mean(values: object) -> float | None:
+    known = [one for one in values if one is not None]  # type: ignore[attr-defined]
+    return statistics.fmean(known) if known else None
+
+
+def _named(key: str) -> str:
+    """How people call a device.
+
+    >>> _named("gpu0"), _named("gpu1/mig2")
+    ('GPU 0', 'GPU 1 slice 2')
+    """
+    return key.replace("gpu", "GPU ").replace("/mig", " slice ")

@@ -1,0 +1,75 @@
+"""One look after the other at GPUs and runs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.probe.gauges import gauges
+from trimtab.spec import Sample
+from trimtab.watching.advice import advise
+from trimtab.watching.runs import UNDER_WAY, Follower, find, lately
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from trimtab.probe.world import World
+    from trimtab.spec import Gauge, RunView
+
+KEPT_LOOKS = 10
+"""Looks at a GPU that are kept: what is said of it holds for all of them, not for one unlucky moment."""
+FIND_EVERY_S = 10.0
+"""Between two searches for new runs."""
+
+
+@dataclass
+class Watcher:
+    """Samples a machine and the runs in some folders.
+
+    watcher = Watcher(world=here(), places=[Path("runs")])
+    for sample in watcher.samples(interval_s=2.0): ...
+    """
+
+    world: World
+    places: Sequence[Path] = ()
+    """Runs, or folders that runs are in; none: those below the current one that are not long over."""
+    now: Callable[[], float] = time.time
+    wait: Callable[[float], None] = time.sleep
+    followers: dict[Path, Follower] = field(default_factory=dict)
+    looks: dict[str, deque[Gauge]] = field(default_factory=dict)
+    _found_s: float | None = None
+
+    def sample(self) -> Sample:
+        """Everything, now."""
+        now = self.now()
+        found, why = gauges(self.world)
+        for one in found:
+            self.looks.setdefault(one.key, deque(maxlen=KEPT_LOOKS)).append(one)
+        if self._found_s is None or now - self._found_s >= FIND_EVERY_S:
+            self._found_s = now
+            found_runs = find(self.places) if self.places else lately(find([Path()]), now)
+            for place in found_runs:
+                self.followers.setdefault(place, Follower(place))
+        runs = tuple(self._view(one, now, found) for one in self.followers.values())
+        return Sample(at_s=now, gpus=found, no_gpus=why, runs=runs)
+
+    def _view(self, one: Follower, now: float, found: Sequence[Gauge]) -> RunView:
+        view = one.look(now, self.world, found)
+        return view.replace(advice=advise(view, one.plan, self.looks, steps=one.seen))
+
+    def samples(self, interval_s: float, most: int | None = None) -> Iterator[Sample]:
+        """One sample each interval: for ever, so many, or until all runs that were named have ended."""
+        count = 0
+        begun = self.now()
+        while True:
+            sample = self.sample()
+            yield sample
+            count += 1
+            over = self.places and sample.runs and not any(one.state in UNDER_WAY for one in sample.runs)
+            if over or (most is not None and count >= most):
+                return
+            # By the clock and not by the last sample, so that slow samples do not add up.
+            self.wait(max(0.0, begun + count * interval_s - self.now()))

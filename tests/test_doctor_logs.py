@@ -1,0 +1,214 @@
+"""Every log of tests/logs gives exactly the findings that expected.toml lists, and so do variations."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.diagnosis import kinds as kinds_module
+from trimtab.diagnosis import lines as lines_module
+from trimtab.diagnosis import sieve as sieve_module
+from trimtab.diagnosis.diagnose import diagnose
+from trimtab.diagnosis.kinds import Kind, kinds, needle, patterns, table
+from trimtab.diagnosis.scan import Scanner
+from trimtab.diagnosis.sieve import SMALL_BYTES, Sieve
+from trimtab.diagnosis.words import general
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FOLDER = Path(__file__).parent / "logs"
+EXPECTED: dict[str, list[str]] = tomllib.loads((FOLDER / "expected.toml").read_text(encoding="utf-8"))["logs"]
+FILES = [name for name in EXPECTED if (FOLDER / name).is_file()]
+BY_RECORDS = {"idle-memory"}
+"""Kinds that only a pickle tells; test_doctor.py makes those."""
+
+
+def found(*names: str | Path) -> list[str | None]:
+    return [one.kind for one in diagnose([str(name) for name in names]).findings]
+
+
+def test_there_are_enough_logs_of_enough_kinds() -> None:
+    assert len(EXPECTED) >= 60
+    assert sum(not told for told in EXPECTED.values()) >= 12
+    assert len({kind for told in EXPECTED.values() for kind in told}) >= 40
+
+
+def test_every_log_gives_exactly_its_findings() -> None:
+    wrong = {name: told for name in EXPECTED if (told := found(FOLDER / name)) != EXPECTED[name]}
+    assert wrong == {}
+
+
+def test_every_log_is_listed_and_every_kind_has_one() -> None:
+    assert {one.name for one in FOLDER.iterdir()} == {*EXPECTED, "expected.toml"}
+    assert {kind for told in EXPECTED.values() for kind in told} | BY_RECORDS == set(kinds())
+
+
+@functools.cache
+def healthy() -> str:
+    step = "{{'loss': 2.{n:03d}, 'grad_norm': 0.9, 'learning_rate': 5e-05, 'epoch': 0.1}}\n"
+    return "".join(step.format(n=n) for n in range(300))
+
+
+# Changes that leave what a log says as it is: to each line, whether or not it is the one that counts.
+CHANGES: dict[str, Callable[[str], str]] = {
+    "windows line ends": lambda text: text.replace("\n", "\r\n"),
+    "timestamps": lambda text: re.sub(r"(?m)^(?=.)", "2026-11-14 08:15:30,123 ", text),
+    "srun --label": lambda text: re.sub(r"(?m)^(?!\d+: )(?=.)", "3: ", text),
+    "torchrun --tee": lambda text: re.sub(r"(?m)^(?!\[)(?=.)", "[default3]:", text),
+    "colours": lambda text: re.sub(r"(?m)^(.+)$", "\x1b[31m\\1\x1b[0m", text),
+    "a healthy log before": lambda text: healthy() + text,
+    "another user's paths": lambda text: text.replace("/w/", "/mnt/projects/x y/").replace("/opt/", "/usr/"),
+    "other ranks": lambda text: re.sub(
+        r"([Rr]ank ?)([0-7])\b", lambda match: f"{match[1]}{int(match[2]) + 24}", text
+    ),
+    "other sizes": lambda text: re.sub(
+        r"(\d+)\.(\d\d) GiB", lambda match: f"{2 * int(match[1])}.{match[2]} GiB", text
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_variation_of_every_log_gives_the_same_findings(change: str, tmp_path: Path) -> None:
+    wrong = {}
+    for name in FILES:
+        file = tmp_path / name
+        text = (FOLDER / name).read_bytes().decode("utf-8")
+        file.write_bytes(CHANGES[change](text).encode("utf-8"))
+        if (told := found(file)) != EXPECTED[name]:
+            wrong[name] = told
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_healthy_logs_beside_it_change_nothing(order: int) -> None:
+    healthy_logs = [FOLDER / name for name, told in EXPECTED.items() if not told][:6]
+    assert found(*[*healthy_logs, FOLDER / "one-rank-oom.log"][::order]) == ["out-of-memory"]
+
+
+def test_all_healthy_logs_together_say_nothing() -> None:
+    assert found(*(FOLDER / name for name, told in EXPECTED.items() if not told)) == []
+
+
+# ---------------------------------------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("row", table().kind, ids=lambda row: row.name)
+def test_a_row_is_whole(row: Kind) -> None:
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row.name)
+    assert row.realm in (kinds_module.JOB, kinds_module.ENVIRONMENT)
+    for text in (row.what, row.cause, row.cure, row.source):
+        assert text.strip()
+        assert text.isascii()
+    assert row.what.endswith(".")
+    assert set(row.after) <= {*kinds(), "*"}
+    named = {place for text in (row.what, row.cause, row.cure) for place in re.findall(r"\{(\w+)\}", text)}
+    for pattern in row.patterns:
+        captured = set(re.compile(pattern).groupindex)
+        assert named <= captured | set(row.defaults), pattern
+        # A group that may be left out needs something in its place.
+        for name in named:
+            if re.search(rf"\(\?P<{name}>(?:[^()]|\([^()]*\))*\)\?", pattern):
+                assert name in row.defaults, pattern
+
+
+def test_no_name_is_used_twice() -> None:
+    names = [row.name for row in table().kind]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "promised"),
+    [
+        (r"CUDA out of memory\. Tried", b"CUDA out of memory. Tried"),
+        (r"(?P<why>Header too large) in \S+", b"Header too large in "),
+        (r"task [\d,]+: Out Of Memory", b": Out Of Memory"),
+        (r"abcdefghij?klmnopqrstu", b"klmnopqrstu"),
+        (r"abcdefghij+klm", b"abcdefghij"),
+        (r"abcdefgh(?:x|y)ijk", b"abcdefgh"),
+        (r"abcdefgh\x22ijk", b"abcdefgh"),
+    ],
+)
+def test_what_a_pattern_promises(pattern: str, promised: bytes) -> None:
+    assert needle(pattern) == promised
+
+
+@pytest.mark.parametrize(
+    "pattern", ["one or the other|nothing at all", "short", r"\w+ \w+ \d+", "(?:abcdefghi)?"]
+)
+def test_a_pattern_that_promises_too_little_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"alternatives at its top|bytes are needed"):
+        needle(pattern)
+
+
+def test_what_a_healthy_log_says_is_rarely_looked_into() -> None:
+    """A needle that is in every line makes a large log slow."""
+    text = b"".join((FOLDER / name).read_bytes() for name, told in EXPECTED.items() if not told)
+    hits = {one.needle: text.count(one.needle) for one in patterns() if not one.is_fact}
+    assert {one: count for one, count in hits.items() if count > 2} == {}
+
+
+PAGE = FOLDER.parent.parent / "docs" / "doctor.md"
+TABLE = re.compile(r"(?<=writes this table -->\n).*(?=<!-- end of kinds -->)", re.DOTALL)
+
+
+def test_the_table_of_kinds_in_the_documentation_is_fresh() -> None:
+    rows = [
+        f"| `{row.name}` | {row.severity.value} | {row.realm} | {general(row.what)} |" for row in table().kind
+    ]
+    fresh = "\n".join(["", "| kind | severity | change | what |", "|---|---|---|---|", *rows, "", ""])
+    page = PAGE.read_text(encoding="utf-8")
+    if os.environ.get("TRIMTAB_RECORD"):
+        PAGE.write_text(TABLE.sub(lambda _: fresh, page), encoding="utf-8")
+        return
+    match = TABLE.search(page)
+    assert match
+    assert match[0] == fresh, "docs/doctor.md is stale: TRIMTAB_RECORD=1 pytest tests/test_doctor_logs.py"
+
+
+# ---------------------------------------------------------------------------------------------- the sieve
+
+
+ALL = Sieve(one.needle for one in patterns())
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.binary(max_size=60) | st.sampled_from(ALL.needles), max_size=8))
+def test_the_sieve_finds_every_needle_both_ways(parts: list[bytes]) -> None:
+    sieve, data = ALL, b"".join(parts)
+    few = sieve._few(data, 0, len(data))  # noqa: SLF001 - both ways, whatever the size
+    many = sieve._many(data, 0, len(data))  # noqa: SLF001
+    real = {(match.start(), one) for one in sieve.needles for match in re.finditer(re.escape(one), data)}
+    assert set(few) == set(many) == real
+
+
+def test_a_needle_across_the_border_of_two_reads_is_found_once() -> None:
+    fault = b"OSError: [Errno 28] No space left on device\n"
+    for size in (SMALL_BYTES - 20, (1 << 18) - 20, (1 << 18) + 5):
+        data = b"step 1 loss 2\n" * (size // 14) + fault + b"step 2 loss 2\n" * (SMALL_BYTES // 4)
+        place = 0
+
+        def read(count: int, data: bytes = data) -> bytes:
+            nonlocal place
+            place += count
+            return data[place - count : place]
+
+        told = list(Scanner("x").read(read, lambda _: None))
+        assert [(one.of, one.line) for one in told] == [("disk-full", size // 14 + 1)]
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    import doctest
+
+    from trimtab.diagnosis import judge, reading, sums, words
+
+    for module in (kinds_module, lines_module, sieve_module, judge, reading, sums, words):
+        assert doctest.testmod(module).failed == 0, module
