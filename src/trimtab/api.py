@@ -1416,6 +1416,7 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
     partition: str | None = None,
     account: str | None = None,
     qos: str | None = None,
+    activate: str | None = None,
     image: str | None = None,
     script: str | None = None,
     compare: Iterable[int] = (),
@@ -1439,11 +1440,12 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
     from trimtab.spec import LaunchKind
 
     wanted = LaunchKind(kind)
-    named = {"partition": partition, "account": account, "qos": qos, "time": time}
-    orders.refuse_unheard(wanted, {**named, "rendezvous": rendezvous, "image": image, "script": script})
+    named = {"partition": partition, "account": account, "qos": qos, "activate": activate}
+    others = {"time": time, "rendezvous": rendezvous, "image": image, "script": script}
+    orders.refuse_unheard(wanted, named | others)
     told = habits.read(Path.cwd())
-    given = {"partition": partition, "account": account, "qos": qos, "image": image}
-    told = told.replace(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in (named | {"image": image}).items() if value is not None}
+    told = told.replace(**given)
     order = orders.Order(
         kind=wanted,
         nodes=nodes,
