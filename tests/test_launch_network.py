@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PLACE = "10.77.0.1:29417"
 STEPS = 80
+ROUNDING = 1e-4
+"""What another order of the same sums comes to after so many steps in fp32; a lost sample is more."""
 
 
 def missing() -> str:
@@ -125,13 +127,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> float:
     return loss(out)
 
 
-def nodes(cable: Cable, out: Path, folder: Path, *words: str) -> contextlib.ExitStack:
+@contextlib.contextmanager
+def nodes(cable: Cable, out: Path, *words: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """One `trimtab train` in each namespace."""
-    stack = contextlib.ExitStack()
     own = ["--procs", "1", "--rendezvous", PLACE, "--timeout-min", "1", *words]
-    for name in cable.names:
-        stack.enter_context(started(train(out, *own, at=name), folder / f"{name[-1]}.err"))
-    return stack
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(started(train(out, *own, at=name), out.parent / f"{name[-1]}.err"))
+            for name in cable.names
+        ]
 
 
 @pytest.mark.slow
@@ -140,8 +144,8 @@ def test_two_nodes_train_over_a_link_that_is_cut_and_mended(
 ) -> None:
     out = tmp_path / "run"
     began = time.monotonic()
-    with nodes(cable, out, tmp_path, "--nodes", "2", "--checkpoint-every", "20"):
-        reached(out, 10, 120)
+    with nodes(cable, out, "--nodes", "2", "--checkpoint-every", "20") as both:
+        reached(out, 10, 240)
         ready = time.monotonic() - began
         cable.cut()
         time.sleep(4)
@@ -150,8 +154,8 @@ def test_two_nodes_train_over_a_link_that_is_cut_and_mended(
         assert lines(out)[-1]["step"] == still, "the link was cut, and they trained on"
         cable.mend()
         again = reached(out, still + 1, 60)
-        reached(out, STEPS, 120)
-    assert loss(out) == pytest.approx(alone, rel=1e-5)
+        assert [one.wait(timeout=240) for one in both] == [0, 0]
+    assert loss(out) == pytest.approx(alone, rel=ROUNDING)
     with capsys.disabled():
         print(f"\ntwo namespaces: step 10 after {ready:.1f} s; link cut for 6 s: on {again:.1f} s after")  # noqa: T201
 
@@ -161,14 +165,14 @@ def test_a_node_that_is_gone_for_good_leaves_the_other_to_finish(
     cable: Cable, tmp_path: Path, alone: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    with nodes(cable, out, tmp_path, "--nodes", "1:2", "--checkpoint-every", "5"):
-        reached(out, 15, 120)
+    with nodes(cable, out, "--nodes", "1:2", "--checkpoint-every", "5") as (first, _):
+        reached(out, 15, 240)
         cable.cut()
         time.sleep(1)
         at = lines(out)[-1]["step"]
         again = reached(out, at + 5, 240)
-        reached(out, STEPS, 240)
-    assert loss(out) == pytest.approx(alone, rel=1e-5)
+        assert first.wait(timeout=240) == 0
+    assert loss(out) == pytest.approx(alone, rel=ROUNDING)
     # The same global batch, on what was left.
     assert {one.get("global_batch", 16) for one in lines(out)} == {16}
     with capsys.disabled():
@@ -188,7 +192,7 @@ def test_after_a_killed_worker_training_goes_on_within_twenty_seconds(
         time.sleep(0.5)
         again = reached(out, at + 2, 60)
         assert process.wait(timeout=120) == 0
-    assert loss(out) == pytest.approx(alone, rel=1e-5)
+    assert loss(out) == pytest.approx(alone, rel=ROUNDING)
     with capsys.disabled():
         print(f"\na killed worker: training again after {again + 0.5:.1f} s")  # noqa: T201
     assert again < 20

@@ -274,7 +274,7 @@ def _gpus(need: Need, site: Site | None, partition: Partition | None) -> tuple[l
         return [], ""
     if site is None or partition is None:
         return [batch_option("gres", f"gpu:{need.gpus}")], (
-            f"any {need.gpus} GPUs of a node are asked for; the plan is for {', '.join(need.devices)}"
+            f"GPUs of any type are asked for; the plan is for {', '.join(need.devices)}"
         )
     kind = _kind(partition, need) or ""
     value = f"{kind}:{need.gpus}" if kind else str(need.gpus)
