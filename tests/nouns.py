@@ -9,24 +9,26 @@ from hypothesis import strategies as st
 from config_nouns import config_nouns
 from job_nouns import job_nouns
 from launch_nouns import launch_nouns
+from text_nouns import text_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
 from trimtab.diagnosis.judge import Diagnosed, Diagnosis
 from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
+from trimtab.jobs.naics_pairs import Pairs
 from trimtab.pace.measure import Order
 from trimtab.pages.story import Profile
 from trimtab.predict.rating import Yardstick
 from trimtab.predict.timeline import Timeline
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
+from trimtab.training.chain import Chain
 from trimtab.training.faults import HOME, Fault, FaultKind
 from trimtab.training.folder import RunIdentity
 from trimtab.training.ladder import Ladder
 from trimtab.training.meters import Line
 from trimtab.training.order import Order as SampleOrder
 from trimtab.training.precision import LossScale
-from trimtab.training.record import AttemptNote
 from trimtab.training.recovery import Move, Room, Sizes
 from trimtab.training.start import Fleet
 from trimtab.training.store import FileMark, Manifest
@@ -451,9 +453,9 @@ gauges = st.builds(
     throttles=st.lists(names, max_size=2).map(tuple),
     processes=maybe(st.lists(process, max_size=2).map(tuple)),
 )
-advices = st.builds(spec.Advice, kind=names, where=names, what=names, cure=names)
-run_views = st.builds(
-    spec.RunView,
+advices = st.builds(spec.Advice, kind=sentences, where=names, what=sentences, cure=sentences)
+watched_runs = st.builds(
+    spec.WatchedRun,
     folder=names,
     state=names,
     step=maybe(counts),
@@ -468,17 +470,7 @@ watch_samples = st.builds(
     at_s=seconds,
     gpus=st.lists(gauges, max_size=1).map(tuple),
     no_gpus=names,
-    runs=st.lists(run_views, max_size=1).map(tuple),
-)
-attempt_notes = st.builds(
-    AttemptNote,
-    attempt=positive,
-    procs=positive,
-    state=st.sampled_from(["running", "ended"]),
-    at_s=maybe(seconds),
-    steps=maybe(positive),
-    host=names,
-    pid=counts,
+    runs=st.lists(watched_runs, max_size=1).map(tuple),
 )
 profiles = st.builds(
     Profile,
@@ -551,6 +543,25 @@ diagnoses = st.builds(
     read=st.lists(names, max_size=3).map(tuple),
     notes=st.lists(sentences, max_size=3).map(tuple),
 )
+stage_names = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True)
+stages = st.builds(
+    spec.Stage,
+    name=stage_names,
+    options=st.dictionaries(names, counts, max_size=2),
+    epochs=maybe(st.integers(1, 9)),
+    rate=maybe(seconds),
+)
+planned_stages = st.builds(spec.PlannedStage, stage=stages, plan=plans)
+staged_plans = st.builds(
+    spec.StagedPlan, job=names, stages=st.lists(planned_stages, min_size=1, max_size=1).map(tuple)
+)
+chains = st.builds(Chain, job=names, stages=st.lists(stages, min_size=1, max_size=1).map(tuple))
+code_pairs = st.builds(
+    Pairs,
+    anchor_level=maybe(st.just((6,))),
+    relation_margin=st.sampled_from([None, 2, (1, 3)]),
+    distance_margin=st.sampled_from([None, 2.0, (1.0, 3.0)]),
+)
 
 NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Diagnosed: diagnosed,
@@ -612,17 +623,22 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Ladder: ladders,
     Suspect: suspects,
     Line: lines,
-    AttemptNote: attempt_notes,
     spec.Gauge: gauges,
     spec.Advice: advices,
-    spec.RunView: run_views,
+    spec.WatchedRun: watched_runs,
     spec.Sample: watch_samples,
     Profile: profiles,
     Timeline: timelines,
     Fleet: fleets,
     Task: tasks,
     Ending: endings,
+    spec.Stage: stages,
+    spec.PlannedStage: planned_stages,
+    spec.StagedPlan: staged_plans,
+    Chain: chains,
+    Pairs: code_pairs,
     **config_nouns(settings(), estimates()),
     **job_nouns(incidents),
     **launch_nouns(plans),
+    **text_nouns(),
 }

@@ -1,19 +1,20 @@
-"""The job bridge: its losses beside the plain way to compute them, its options, folders, texts and bad input."""
+"""The job bridge: its losses beside the plain way to them, its options, folders, texts and bad input."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
+from bench.bridge import plain_losses
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.utils.data import default_collate
 
@@ -24,9 +25,12 @@ from trimtab.jobs.passages import made_up, passages
 from trimtab.spec import Mesh, Setting, Strategy
 from worlds import everywhere
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from bench.bridge import plain_losses
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
+library: Any = transformers
+"""Without its types, which are few."""
+UNKNOWN = "<unk>"
 EVERYTHING: dict[str, Any] = {"first_weight": 0.5, "ahead": 4, "teacher": True}
 
 
@@ -67,7 +71,8 @@ def learning(model: Any) -> dict[str, Any]:
 def gradients(model: Any, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     model.zero_grad()
     # Unequal weights, so that a term that takes another's place is seen.
-    sum((number + 1) * one for number, one in enumerate(losses.values())).backward()
+    total: Any = sum((number + 1) * one for number, one in enumerate(losses.values()))
+    total.backward()
     return {name: one.grad.clone() for name, one in learning(model).items() if one.grad is not None}
 
 
@@ -115,30 +120,27 @@ def test_one_model_at_a_time_is_exact(options: dict[str, Any]) -> None:
 
 
 def test_one_model_at_a_time_keeps_nothing_of_the_first_model() -> None:
-    kept = {}
-    for sequential in (False, True):
-        job = trimtab.load("bridge:tiny", answer=64, sequential=sequential)
-        torch.manual_seed(0)
-        model, batch = job.model(), job.batch(4)
-        seen = 0
+    # What is held when the second model comes to its last layer, with and without the first one's share.
+    assert numbers_held(sequential=True) < 0.75 * numbers_held(sequential=False)
 
-        def note(_: Any, given: Any, __: Any) -> None:
-            nonlocal seen
-            seen = sum(one.numel() for one in alive)
 
-        alive: list[torch.Tensor] = []
+def numbers_held(*, sequential: bool) -> int:
+    """How many numbers autograd has kept for backward when the last layer of the second model has run."""
+    job = trimtab.load("bridge:tiny", answer=64, sequential=sequential)
+    torch.manual_seed(0)
+    model, batch = job.model(), job.batch(4)
+    alive: list[torch.Tensor] = []
+    seen = []
 
-        def pack(one: torch.Tensor) -> Any:
-            alive.append(one)
-            return Held(one, alive)
+    def pack(one: torch.Tensor) -> Any:
+        alive.append(one)
+        return Held(one, alive)
 
-        handle = model.qwen.model.layers[-1].register_forward_hook(note)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
-            job.loss(model, batch).backward()
-        handle.remove()
-        kept[sequential] = seen
-    # What the second model holds in its last layer, with and without the first one's share.
-    assert kept[True] < 0.75 * kept[False]
+    layers = model.qwen.model.layers
+    layers[-1].register_forward_hook(lambda *_: seen.append(sum(one.numel() for one in alive)))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+        job.loss(model, batch).backward()
+    return seen[0]
 
 
 class Held:
@@ -192,7 +194,7 @@ def test_a_loss_of_which_nothing_counts_is_nothing() -> None:
     loss = weighted_token_loss(
         hidden, torch.randn(9, 4), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3), pieces=2
     )
-    loss.backward()
+    torch.autograd.backward(loss)
     assert loss.item() == 0
     assert hidden.grad is not None
     assert not hidden.grad.any()
@@ -225,6 +227,23 @@ def test_the_whole_job_is_one_graph(options: dict[str, Any]) -> None:
     loss = job.loss(compiled, batch)
     loss.backward()
     assert loss.item() == pytest.approx(plain, rel=1e-3)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_layers_compiled_by_themselves_have_the_gradients_of_plain_ones() -> None:
+    found = []
+    for compiled in (False, True):
+        job = trimtab.load("bridge:tiny", compile_layers=compiled, **EVERYTHING)
+        torch.manual_seed(0)
+        model, batch = job.model(), job.batch(2)
+        counters.clear()
+        job.losses(model, batch)["llama"].backward()
+        found.append(model.encoder.bytes.weight.grad)
+        # A program of each model with gradients, and one as the teacher.
+        assert counters["stats"]["unique_graphs"] == (4 if compiled else 0)
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 0.05
     torch.compiler.reset()
 
 
@@ -279,11 +298,12 @@ def test_a_teacher_is_the_model_without_adapters() -> None:
             nn.init.normal_(one, std=0.5)
     before = job.loss(model, batch).item()
     words = model.llama.get_input_embeddings()
-    taught = model._taught(model.llama, words, batch["answers"]["llama"])
+    ask = model._taught  # noqa: SLF001 - what it says shows in no other way
+    taught = ask(model.llama, words, batch["answers"]["llama"])
     for name, one in learning(model).items():
         if name.endswith("up.weight"):
             nn.init.zeros_(one)
-    assert torch.equal(taught, model._taught(model.llama, words, batch["answers"]["llama"]))
+    assert torch.equal(taught, ask(model.llama, words, batch["answers"]["llama"]))
     assert job.loss(model, batch).item() != pytest.approx(before, rel=1e-3)
 
 
@@ -376,17 +396,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
         "num_hidden_layers": 2, "vocab_size": 600,
     }  # fmt: skip
-    kinds = {"llama": transformers.LlamaConfig, "qwen": transformers.Qwen2Config}
+    kinds = {"llama": library.LlamaConfig, "qwen": library.Qwen2Config}
     for name, kind in kinds.items():
         config = kind(**shared, tie_word_embeddings=name == "qwen", initializer_range=0.1)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(place / name, max_shard_size="60KB")
-        words = {"<unk>": 0} | {chr(number): number for number in range(33, 127)}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(
-            place / name
+        library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+            place / name, max_shard_size="60KB"
         )
+        words = {UNKNOWN: 0} | {chr(number): number for number in range(33, 127)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        fast = library.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNKNOWN)
+        fast.save_pretrained(place / name)
     return {name: place / name for name in kinds}
 
 
@@ -415,8 +435,8 @@ def test_weights_of_a_folder_lie_in_its_mapped_files(
     model = job.model()
     assert "random weights" not in capsys.readouterr().err
     for name, folder in folders.items():
-        decoder = getattr(model, name)
-        whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        decoder: Any = getattr(model, name)
+        whole = library.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         ours, theirs = decoder.state_dict(), whole.state_dict()
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():
@@ -438,7 +458,9 @@ def test_the_tokenizer_of_a_folder_makes_the_answers(folders: dict[str, Path]) -
     assert sample["answers"]["llama"]["ids"][: len(topic)].tolist() == [ord(one) for one in topic][:12]
 
 
-def test_planning_reads_the_config_of_a_folder_and_no_weights(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_planning_reads_the_config_of_a_folder_and_no_weights(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     bare = {}
     for name, folder in folders.items():
         bare[name] = tmp_path / name
@@ -452,7 +474,9 @@ def test_planning_reads_the_config_of_a_folder_and_no_weights(folders: dict[str,
     assert job.model().adapters["llama"].scale.item() == pytest.approx(0.1)
 
 
-def test_random_weights_are_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_are_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = trimtab.load("bridge:tiny")
     job.model()
     assert capsys.readouterr().err == (
@@ -469,31 +493,27 @@ def damaged(folder: Path, into: Path, how: str) -> Path:
     """A copy of a folder with something wrong."""
     place = into / "damaged"
     shutil.copytree(folder, place)
-    config = json.loads((place / "config.json").read_text())
     files = sorted(place.glob("*.safetensors"))
-    if how == "no tokenizer":
-        (place / "tokenizer.json").unlink()
-    elif how == "bad tokenizer":
-        (place / "tokenizer.json").write_text("{}")
-    elif how == "a file is missing":
-        files[-1].unlink()
-    elif how == "a file is cut":
-        files[0].write_bytes(files[0].read_bytes()[:100])
-    elif how == "another shape":
-        config["intermediate_size"] = 48
-    elif how == "more layers":
-        config["num_hidden_layers"] = 3
-    elif how == "no decoder":
-        config = transformers.BertConfig(hidden_size=32).to_dict()
-    elif how == "pickled":
-        for one in (*files, place / "model.safetensors.index.json"):
-            one.unlink()
-        (place / "pytorch_model.bin").write_bytes(b"")
-    elif how == "bad index":
-        (place / "model.safetensors.index.json").write_text("[]")
-    elif how == "unknown":
-        config["model_type"] = "lama"
-    (place / "config.json").write_text(json.dumps(config))
+    index, tokens = place / "model.safetensors.index.json", place / "tokenizer.json"
+    config = json.loads((place / "config.json").read_text())
+    other = {
+        "another shape": config | {"intermediate_size": 48},
+        "more layers": config | {"num_hidden_layers": 3},
+        "unknown": config | {"model_type": "lama"},
+        "no decoder": library.BertConfig(hidden_size=32).to_dict(),
+    }
+    (place / "config.json").write_text(json.dumps(other.get(how, config)))
+    pickled = (*files, index) if how == "pickled" else ()
+    for file in pickled:
+        file.rename(place / "pytorch_model.bin")
+    spoil: dict[str, Callable[[], Any]] = {
+        "no tokenizer": tokens.unlink,
+        "bad tokenizer": lambda: tokens.write_text("{}"),
+        "a file is missing": files[-1].unlink,
+        "a file is cut": lambda: files[0].write_bytes(files[0].read_bytes()[:100]),
+        "bad index": lambda: index.write_text("[]"),
+    }
+    spoil.get(how, lambda: None)()
     return place
 
 
@@ -524,11 +544,13 @@ def test_a_folder_that_is_not_whole_says_what_is_wrong(
     assert found in str(error.value)
 
 
-# ------------------------------------------------------------------------------------------- several processes
+# ----------------------------------------------------------------------------------------- several processes
 
 
 def two_ranks(llama: str, qwen: str) -> dict[str, Any]:
     """Three steps under ddp with LoRA and weights from folders, one model at a time."""
+    from torch.distributed.fsdp import fully_shard
+
     folder = {"llama": Path(llama), "qwen": Path(qwen)}
     job = from_folders(folder, lora=2, sequential=True, global_batch=4)
     plan = Setting(
@@ -542,6 +564,9 @@ def two_ranks(llama: str, qwen: str) -> dict[str, Any]:
         for step in range(3):
             items = [data[4 * step + 2 * rank + number] for number in range(2)]
             run.step(default_collate(items))
+        sharded: Any = fully_shard(job.model())
+        with pytest.raises(WrongUse, match=r"sharded over ranks.*ddp or branch"):
+            job.loss(sharded, default_collate([data[0]]))
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
         return {
             "state": {name: one.detach().clone() for name, one in learning(model).items()},

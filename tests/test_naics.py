@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from bench.naics_naive import Naive
 from torch.utils.data import default_collate
 
 import trimtab
+from trimtab.errors import UnknownName, WrongUse
+from trimtab.jobs.naics_codes import (
+    BEGIN,
+    COUNTS,
+    END,
+    LENGTHS,
+    LEVELS,
+    RELATION_WORDS,
+    UNRELATED,
+    codes,
+    text,
+    tokens,
+    words,
+)
+from trimtab.jobs.naics_pairs import Pairs, negatives_of, read, rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,3 +106,199 @@ def test_a_step_compiles_as_one_graph() -> None:
     model, batch = job.model(), some_rows(job, 2)
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     assert compiled(batch).item() == pytest.approx(model(batch).item(), rel=1e-5)
+
+
+# codes, relations, texts
+
+
+def test_the_tree_has_the_shape_of_the_real_one() -> None:
+    tree = codes()
+    assert len(tree.names) == len({*tree.names}) == 2125
+    assert tuple(int((tree.levels == level).sum()) for level in LEVELS) == COUNTS
+    for name, level, line in zip(tree.names, tree.levels, tree.lines, strict=True):
+        assert len(name) == level
+        above = [tree.names[one] for one in line if one >= 0]
+        assert above == [name[:digits] for digits in range(2, level + 1)]
+        assert "0" not in name[2:]
+
+
+@pytest.mark.parametrize("total", [10, 11, 17, 120, 9000])
+def test_trees_of_other_sizes_have_that_many_codes_and_every_level(total: int) -> None:
+    tree = codes(total)
+    assert len({*tree.names}) == total
+    assert {*tree.levels.tolist()} == {*LEVELS}
+    parents = {name[:-1] for name in tree.names if len(name) > 2}
+    assert parents == {name for name in tree.names if len(name) < 6}
+
+
+@pytest.mark.parametrize("total", [0, 9, 9001])
+def test_a_tree_that_cannot_be_is_refused(total: int) -> None:
+    with pytest.raises(WrongUse, match="takes 10 to 9,000 codes"):
+        trimtab.load("naics", codes=total).dataset()
+
+
+def relation(one: str, other: str) -> str:
+    tree = codes()
+    number = tree.relations(tree.names.index(one))[tree.names.index(other)]
+    return RELATION_WORDS[number - 1] if number else ""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("11111", "11111", ""),
+        ("11111", "111111", "child"),
+        ("11111", "1111", "parent"),
+        ("11111", "11112", "sibling"),
+        ("11111", "11121", "cousin"),
+        ("111111", "11112", "uncle"),
+        ("11112", "111111", "nephew"),
+        ("11", "1111", "grandchild"),
+        ("111111", "11", "great-great-grandparent"),
+        ("111111", "112111", "third-cousin"),
+        ("111111", "121111", UNRELATED),
+        ("11", "12", UNRELATED),
+    ],
+)
+def test_relations_are_named_as_in_a_family(one: str, other: str, expected: str) -> None:
+    assert relation(one, other) == expected
+
+
+def test_relations_are_the_same_seen_from_either_end() -> None:
+    tree = codes(60)
+    for one in range(60):
+        up, down = tree.apart(one)
+        for other in range(60):
+            back_up, back_down = tree.apart(other)
+            assert (up[other], down[other]) == (back_down[one], back_up[one])
+
+
+def test_texts_are_always_the_same_and_near_codes_share_words() -> None:
+    tree = codes()
+    assert text(tree, 5, "description") == text(tree, 5, "description")
+    own = {name: {*words(tree, tree.names.index(name))} for name in ("11111", "11112", "11211", "12111")}
+    near, far, other = (len(own["11111"] & own[name]) for name in ("11112", "11211", "12111"))
+    assert near > far > other
+    empty = [code for code in range(400) if not text(tree, code, "excluded")]
+    assert 50 < len(empty) < 150
+
+
+def test_tokens_begin_and_end_fit_their_length_and_stay_in_the_vocabulary() -> None:
+    for channel in LENGTHS:
+        found = tokens(120, channel, 16, 300)
+        assert found.shape == (120, 16)
+        assert found.max() < 300
+        assert (found[:, 0] == BEGIN).all()
+        assert ((found == END).sum(axis=1) == 1).all()
+        # Nothing but padding after the end.
+        assert (np.diff((found > 0).astype(int), axis=1) <= 0).all()
+
+
+# which are set against which
+
+
+def test_rows_keep_to_levels_relations_distances_and_margins() -> None:
+    tree = codes(200)
+    pairs = read(
+        {
+            "anchor_level": 5,
+            "positive_relation": ["sibling", "child"],
+            "negative_level": [4, 5, 6],
+            "negative_relation": ["cousin", "second_cousin", "unrelated"],
+            "distance_margin": 2,
+            "relation_margin": [7, 16, 22, 24],
+        }
+    )
+    anchors, positives = rows(tree, pairs, 3)
+    assert len(anchors)
+    assert {*tree.levels[anchors].tolist()} == {5}
+    for anchor, positive in zip(anchors.tolist(), positives.tolist(), strict=True):
+        ranks = tree.relations(anchor)
+        up, down = tree.apart(anchor)
+        steps = up + down
+        assert RELATION_WORDS[ranks[positive] - 1] in ("sibling", "child")
+        for negative in negatives_of(tree, pairs, anchor, positive).tolist():
+            assert RELATION_WORDS[ranks[negative] - 1] in ("cousin", "second-cousin", "unrelated")
+            assert tree.levels[negative] >= 4
+            assert steps[negative] - steps[positive] >= 2
+            assert ranks[negative] - ranks[positive] in (7, 16, 22, 24)
+
+
+def test_an_anchor_has_as_many_rows_as_positives_are_asked_for_and_unlike_ones_first() -> None:
+    tree = codes(200)
+    anchors, positives = rows(tree, Pairs(), 4)
+    assert len(anchors) == 200 * 4
+    ranks = tree.relations(int(anchors[0]))
+    near = int(np.isin(ranks, [1, 2, 3]).sum())
+    assert len({*positives[:4].tolist()}) == min(4, near)
+    job = trimtab.load("naics", codes=200, positives=4)
+    assert len(job.dataset()) == 800
+    assert len(trimtab.load("naics", codes=200, positives=4, samples=10).dataset()) == 10
+
+
+def test_a_row_is_an_anchor_a_positive_and_unlike_negatives() -> None:
+    data = trimtab.load("naics:tiny", negatives=9).dataset()
+    for index in range(0, 320, 40):
+        anchor, positive, *negatives = data.chosen(index).tolist()
+        assert len({anchor, positive, *negatives}) == 11
+    with pytest.raises(IndexError):
+        data.chosen(320)
+
+
+def test_too_few_negatives_are_repeated_and_none_at_all_is_an_error() -> None:
+    pairs = {"anchor_level": 2, "positive_relation": "child", "negative_level": 2}
+    anchor, _, *negatives = trimtab.load("naics", codes=10, pairs=pairs, negatives=5).dataset().chosen(0)
+    # There is one other sector.
+    assert len(negatives) == 5
+    assert len({*negatives}) == 1
+    assert anchor not in negatives
+    none = {"anchor_level": 6, "positive_relation": "child"}
+    with pytest.raises(WrongUse, match="none is an anchor that has a positive and a negative"):
+        trimtab.load("naics", codes=40, pairs=none).dataset()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "found"),
+    [
+        ({"anchor_levels": 5}, UnknownName, "did you mean anchor_level"),
+        ({"anchor_level": 1}, WrongUse, "none of 2 to 6"),
+        ({"anchor_level": True}, WrongUse, "none of 2 to 6"),
+        ({"positive_relation": "aunt"}, UnknownName, "no such relation"),
+        ({"relation_margin": 2.5}, WrongUse, "none of 0 to 24"),
+    ],
+)
+def test_conditions_that_cannot_be_are_refused(
+    given: dict[str, Any], error: type[WrongUse], found: str
+) -> None:
+    with pytest.raises(error, match=found):
+        read(given)
+
+
+def test_texts_longer_than_the_positions_are_refused() -> None:
+    with pytest.raises(WrongUse, match="texts of 513 tokens: the encoders have 512 positions"):
+        trimtab.load("naics", text=513)
+
+
+def test_the_rate_rises_and_stays() -> None:
+    job = trimtab.load("naics:tiny", warmup=4)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = job.optimizer([weight])
+    schedule = job.schedule(optimizer)
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"] / (job.rate * job.pace))
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+def test_distances_of_points_far_out_are_exact_in_fp32() -> None:
+    from trimtab.jobs.naics import lorentz_distance, on_hyperboloid
+
+    torch.manual_seed(0)
+    tangent = torch.randn(64, 1, 17, dtype=torch.float64)
+    tangent = 5.0 * tangent / tangent[..., 1:].norm(dim=-1, keepdim=True)
+    near = tangent + 1e-3 * torch.randn_like(tangent)
+    exact = lorentz_distance(on_hyperboloid(tangent), on_hyperboloid(near))
+    single = lorentz_distance(on_hyperboloid(tangent.float()), on_hyperboloid(near.float()))
+    assert (single.double() / exact - 1).abs().max() < 0.01

@@ -29,17 +29,19 @@ if TYPE_CHECKING:
         list_jobs,
         load,
         plan,
+        plan_stages,
         profile,
         read_plan,
         report,
         revert,
         show,
         train,
+        train_stages,
         watch,
     )
     from trimtab.errors import TrimtabError
     from trimtab.jobs.job import Job
-    from trimtab.spec import Cluster, Device, Finding, Link, Node
+    from trimtab.spec import Cluster, Device, Finding, Link, Node, Stage
     from trimtab.training.run import Run
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "Link",
     "Node",
     "Run",
+    "Stage",
     "TrimtabError",
     "__version__",
     "apply",
@@ -65,12 +68,14 @@ __all__ = [
     "list_jobs",
     "load",
     "plan",
+    "plan_stages",
     "profile",
     "read_plan",
     "report",
     "revert",
     "show",
     "train",
+    "train_stages",
     "watch",
 ]
 
@@ -82,6 +87,7 @@ _HOMES = {
     "Link": "trimtab.spec",
     "Node": "trimtab.spec",
     "Run": "trimtab.training.run",
+    "Stage": "trimtab.spec",
     "TrimtabError": "trimtab.errors",
     "apply": "trimtab.api",
     "calibrate": "trimtab.api",
@@ -96,12 +102,14 @@ _HOMES = {
     "list_jobs": "trimtab.api",
     "load": "trimtab.api",
     "plan": "trimtab.api",
+    "plan_stages": "trimtab.api",
     "profile": "trimtab.api",
     "read_plan": "trimtab.api",
     "report": "trimtab.api",
     "revert": "trimtab.api",
     "show": "trimtab.api",
     "train": "trimtab.api",
+    "train_stages": "trimtab.api",
     "watch": "trimtab.api",
 }
 

@@ -1231,9 +1231,9 @@ def stages_of(
     from trimtab.jobs.load import name_of
 
     name, changed = name_of(job)
-    folder = {} if files is None else {"stage_files": str(files)}
-    overrides = changed | (options or {}) | folder
-    loaded = find(name, overrides)
+    overrides = changed | (options or {})
+    # Only to find the stages: what they set is all that counts from then on, wherever the files are.
+    loaded = find(name, overrides | ({} if files is None else {"stage_files": str(files)}))
     own = getattr(loaded, "stages", None)
     if not callable(own):
         raise WrongUse(
@@ -1308,7 +1308,6 @@ def train_stages(  # noqa: PLR0913 - a training, and how it is cut
     from pathlib import Path
 
     from trimtab.errors import WrongUse
-    from trimtab.spec import StagedPlan
     from trimtab.training import chain, task
     from trimtab.training.world import ALONE
     from trimtab.training.world import read as read_world
@@ -1323,7 +1322,7 @@ def train_stages(  # noqa: PLR0913 - a training, and how it is cut
             cure="Start `trimtab train JOB --stages ...` by itself, with --procs for several processes.",
         )
     if isinstance(plan, str | Path):
-        plan = StagedPlan.from_json(Path(plan).read_bytes(), origin=str(plan))
+        plan = _staged(Path(plan))
     if plan is None and here.devices:
         procs = asked.get("procs")
         fixed = make_policy(0.9, None, "speed", None, pins).pins | ({} if procs is None else {"gpus": procs})
@@ -1344,6 +1343,21 @@ def _told(text: str) -> None:
     import sys
 
     sys.stderr.write(f"trimtab: {text}\n")
+
+
+def _staged(file: Path) -> StagedPlan:
+    """The plans of all stages, from the file of `trimtab plan --stages --out`."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec import StagedPlan
+
+    try:
+        return StagedPlan.from_json(file.read_bytes(), origin=str(file))
+    except OSError as error:
+        raise WrongUse(
+            f"--plan {file}",
+            found=f"it cannot be read ({error.strerror})",
+            cure="Name a file that `trimtab plan JOB --stages ... --out FILE` wrote.",
+        ) from error
 
 
 def _plans_of(plan: StagedPlan | None, stages: Sequence[Stage]) -> dict[str, Plan]:
@@ -1402,6 +1416,7 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
     partition: str | None = None,
     account: str | None = None,
     qos: str | None = None,
+    activate: str | None = None,
     image: str | None = None,
     script: str | None = None,
     compare: Iterable[int] = (),
@@ -1425,11 +1440,12 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
     from trimtab.spec import LaunchKind
 
     wanted = LaunchKind(kind)
-    named = {"partition": partition, "account": account, "qos": qos, "time": time}
-    orders.refuse_unheard(wanted, {**named, "rendezvous": rendezvous, "image": image, "script": script})
+    named = {"partition": partition, "account": account, "qos": qos, "activate": activate}
+    others = {"time": time, "rendezvous": rendezvous, "image": image, "script": script}
+    orders.refuse_unheard(wanted, named | others)
     told = habits.read(Path.cwd())
-    given = {"partition": partition, "account": account, "qos": qos, "image": image}
-    told = told.replace(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in (named | {"image": image}).items() if value is not None}
+    told = told.replace(**given)
     order = orders.Order(
         kind=wanted,
         nodes=nodes,

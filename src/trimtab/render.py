@@ -669,33 +669,23 @@ def staged_plan(found: StagedPlan) -> RenderableType:
     """A line a stage, and what all of them take together."""
     first = found.stages[0].plan
     table = _table()
-    for heading in (
-        "stage",
-        "micro-batch",
-        "batch",
-        "recompute",
-        "memory",
-        "step",
-        "epochs",
-        "rate",
-        "hours",
-    ):
-        table.add_column(heading, justify="left" if heading in ("stage", "recompute") else "right")
+    for heading in ("stage", "batch", "how", "memory", "step", "epochs", "rate", "time"):
+        table.add_column(heading, justify="left" if heading in ("stage", "how") else "right")
     for one in found.stages:
         choice, estimate = one.plan.choice, one.plan.estimate
+        ways = "" if choice.recompute.value == "none" else f"recompute {choice.recompute.value}"
+        ranks = f" x {choice.data_parallel}" * (choice.data_parallel > 1)
         table.add_row(
             inert(one.stage.name),
-            f"{choice.micro_batch} x {choice.accumulation}"
-            + f" x {choice.data_parallel}" * (choice.gpus > 1),
-            str(choice.global_batch),
-            choice.recompute.value + ", compiled" * choice.compile,
+            f"{choice.micro_batch} x {choice.accumulation}{ranks}",
+            ", ".join(word for word in (ways, "compiled" * choice.compile) if word) or "eager",
             format_bytes(estimate.process_bytes),
             "-" if estimate.step_s is None else format_duration(estimate.step_s),
             "-" if one.stage.epochs is None else str(one.stage.epochs),
             "-" if one.stage.rate is None else f"{one.stage.rate:g}",
-            "-" if estimate.hours is None else f"{estimate.hours:.2f}",
+            _hours(estimate) or "-",
         )
-    whole = "" if found.hours is None else f", {found.hours:.1f} hours in all"
+    whole = "" if found.hours is None else f", {format_duration(found.hours * 3600)} in all"
     return Group(
         Text.assemble((inert(_plan_name(first)), "bold"), f": {len(found.stages)} stages{whole}"),
         Text(),

@@ -12,7 +12,7 @@ import typer
 from trimtab.cli.choose import counts, progress
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _print, _print_json, app
-from trimtab.cli.shape import Frozen, Lora, NoCache, Seq, Set, job_options
+from trimtab.cli.shape import Frozen, Llama, Lora, NoCache, Qwen, Seq, Sequential, Set, job_options
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -88,6 +88,9 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
     ] = None,
     account: Annotated[str | None, typer.Option(help="That Slurm charges.")] = None,
     qos: Annotated[str | None, typer.Option(help="Slurm's quality of service.")] = None,
+    activate: Annotated[
+        str | None, typer.Option(metavar="VENV", help="The virtual environment that a Slurm job activates.")
+    ] = None,
     image: Annotated[str | None, typer.Option(help="Of containers.")] = None,
     script: Annotated[
         str | None, typer.Option(metavar="FILE", help="Your own script, for accelerate and deepspeed.")
@@ -102,6 +105,9 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
     seq: Seq = None,
     lora: Lora = None,
     frozen: Frozen = False,
+    llama: Llama = None,
+    qwen: Qwen = None,
+    sequential: Sequential = False,
     no_cache: NoCache = False,
     json: Json = False,
 ) -> None:
@@ -142,12 +148,22 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
             partition=partition,
             account=account,
             qos=qos,
+            activate=activate,
             image=image,
             script=script,
             compare=numbers,
             pins=pin or [],
             extra=extra or [],
-            options=job_options(plan_or_job, given, seq=seq, lora=lora, frozen=frozen),
+            options=job_options(
+                plan_or_job,
+                given,
+                seq=seq,
+                lora=lora,
+                frozen=frozen,
+                llama=llama,
+                qwen=qwen,
+                sequential=sequential,
+            ),
             cache=not no_cache,
             say=say,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.errors import WrongUse
-from trimtab.jobs.load import FOLDER
+from trimtab.jobs.load import FOLDER, expanded
 
 if TYPE_CHECKING:
     from trimtab.configs.knobs import Wired
@@ -70,14 +70,6 @@ Config = Annotated[
     typer.Option(metavar="FILE[:PATH]", help="A config with such knobs: config.py:slm_config."),
 ]
 Frozen = Annotated[bool, typer.Option("--frozen", help="hf: freeze the model except its head.")]
-Stages = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Every stage of the job's curriculum: those of a folder, or `default` for its own.",
-    ),
-]
-
 Llama = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="bridge: a Hugging Face folder for the first frozen model."),
@@ -100,6 +92,13 @@ SHAPED = {
     "sequential": ("sequential", ("bridge",)),
 }
 """For each flag, the attribute that it sets, and the jobs that have one."""
+Stages = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Every stage of the job's curriculum: those of a folder, or `default` for its own.",
+    ),
+]
 
 
 def stage_folder(given: str) -> str | None:
@@ -144,7 +143,7 @@ def job_options(job: str, given: list[str] | None, **flags: Any) -> dict[str, An
             raise WrongUse(text, found=f"--set {name} is given too", cure="Give one of them.")
         # A run may be started from another folder than the one where it was planned.
         found[name] = str(chosen.expanduser().absolute()) if isinstance(chosen, Path) else chosen
-    return found
+    return expanded(job, found)
 
 
 def turned(  # noqa: PLR0913 - what knobs may meet

@@ -90,6 +90,9 @@ class Bridge(Job):
     """Whether every layer gets keys and values of the prefix, beside the prefix itself."""
     refiner = 0
     """Layers over the latents."""
+    compile_layers = False
+    """Whether every layer of the frozen models is compiled by itself: equal layers share one program, so that
+    this takes seconds where the whole takes minutes."""
     llama_folder = ""
     """A local Hugging Face folder; without, random weights of the shape above."""
     qwen_folder = ""

@@ -54,6 +54,9 @@ class BridgeModel(nn.Module):
                 adapter.as_large_as(model.get_input_embeddings().weight)
             if job.lora:
                 adapt(model, job.lora, alpha=2.0 * job.lora, but=_spared(model, job.lora_on))
+            if job.compile_layers:
+                for layer in model.get_decoder().layers:
+                    layer.compile(dynamic=False)
 
     def forward(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The loss of every model that is here."""
@@ -124,7 +127,7 @@ class BridgeModel(nn.Module):
             return self.branch_loss(name, latents, answer)
         own = [self.adapters[name], getattr(self, name)] + ([self.deep[name]] if name in self.deep else [])
         learning = [one for module in own for one in module.parameters() if one.requires_grad]
-        _check_alone(learning, latents.device.type)
+        _check_alone(type(self), latents.device.type)
         return _Now.apply(lambda seen: self.branch_loss(name, seen, answer), latents, *learning)
 
 
@@ -179,10 +182,11 @@ class _Now(torch.autograd.Function):
         return None, *scaled
 
 
-def _check_alone(learning: list[Any], kind: str) -> None:
+def _check_alone(model: type, kind: str) -> None:
     """Refuse what would give wrong gradients."""
     given = "sequential=true"
-    if any(type(one) is not nn.Parameter and hasattr(one, "device_mesh") for one in learning):
+    # What fully_shard() has been called with has its class too; importing that one takes a second.
+    if any(one.__name__ == "FSDPModule" for one in model.__mro__):
         raise WrongUse(
             given,
             found="the weights are sharded over ranks (fsdp), and are gathered for one backward pass alone",

@@ -89,7 +89,8 @@ class Adapter(nn.Module):
         self.film_scale = nn.Linear(narrow, width)
         self.film_shift = nn.Linear(narrow, width)
         self.last_norm = nn.LayerNorm(width)
-        self.scale = nn.Parameter(torch.full((), spread))
+        # One number in a list: fsdp shards lists alone.
+        self.scale = nn.Parameter(torch.full((1,), spread))
 
     @torch.no_grad()
     def as_large_as(self, words: torch.Tensor) -> None:

@@ -1,32 +1,44 @@
-"""hf:FOLDER: a job made from a Hugging Face config.json, with random weights and made-up data.
+"""hf:FOLDER: a job made from a folder's config.json, with its weights and tokenizer where it has any.
 
-Only the config is read: no weights, no code that comes with the folder, nothing from the network.
+Planning reads the config alone. Nothing comes from the network, and no code of the folder's is run.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.errors import JobFailed, UnknownName, WrongUse, nearest
+from trimtab.errors import JobFailed, TrimtabError, UnknownName, WrongUse, nearest
 from trimtab.jobs.head import IGNORED
 from trimtab.jobs.job import Job
 from trimtab.jobs.lora import adapt
-from trimtab.jobs.synthetic import Synthetic, integer, walk
-from trimtab.jobs.transformer_models import library
+from trimtab.jobs.pretrained import is_planned, loaded, stored
+from trimtab.jobs.synthetic import CPU, Synthetic, integer
+from trimtab.jobs.text.blocks import Blocks, described, laid_out
+from trimtab.jobs.text.corpus import find
+from trimtab.jobs.text.foreign import tokenizer_in
+from trimtab.jobs.text.pieces import BYTES
+from trimtab.jobs.text.tokens import Learnt, tokenised
+from trimtab.jobs.transformer_models import in_autocast, library
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from trimtab.jobs.text.blocks import Layout
+    from trimtab.jobs.text.foreign import Foreign
+    from trimtab.jobs.text.tokens import Tokens
 
 LONGEST = 1024
 """Tokens a sample where --seq is not given and the model can take that many."""
 MASKED = 0.15
 """Share of tokens that a masked language model has to say."""
+HIDDEN = 255
+"""The byte that stands for a hidden token where the tokenizer has none: in UTF-8 it stands for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +97,14 @@ class HuggingFace(Job):
     frozen = False
     """Only the head learns."""
     rate = 1e-4
+    data = ""
+    """A file of text, or a folder with such files; empty for the sources of Python's standard library."""
+    pretrained = True
+    """Whether the folder's safetensors are read, where it has any."""
+    validation_batches = 8
+    """Global batches of held-out text that an evaluation takes, as far as there is so much."""
+    _weights = ""
+    """Where the weights came from."""
     _eager = False
     """Whether the model has no fused attention."""
 
@@ -244,19 +264,25 @@ class HuggingFace(Job):
         transformers = library(self._given)
         auto = getattr(transformers, self._task.auto)
         dtype = self._frozen_dtype if self.lora or self.frozen else torch.get_default_dtype()
+        files = stored(Path(self.folder)) if self.pretrained and not is_planned() else []
+        make = partial(loaded, auto, self.folder, self._config) if files else partial(self._random, auto)
         try:
             try:
-                built = auto.from_config(self._config, dtype=dtype, attn_implementation="sdpa")
+                built, self._weights = make(dtype=dtype, attn_implementation="sdpa")
             except ValueError as error:
                 if "scaled_dot_product_attention" not in str(error):
                     raise
                 self._eager = True
-                built = auto.from_config(self._config, dtype=dtype, attn_implementation="eager")
+                built, self._weights = make(dtype=dtype, attn_implementation="eager")
+        except TrimtabError:
+            raise
         except Exception as error:
             raise JobFailed(
                 self._given,
                 found=f"transformers cannot build it: {type(error).__name__}: {_first_line(error)}",
-                cure="Correct config.json: its sizes may not fit together.",
+                cure="Mend the folder: its weights do not fit config.json; or use --set pretrained=false."
+                if files
+                else "Correct config.json: its sizes may not fit together.",
             ) from error
         if built.main_input_name not in ("input_ids", "pixel_values"):
             raise WrongUse(
@@ -264,7 +290,14 @@ class HuggingFace(Job):
                 found=f"{type(built).__name__} reads {built.main_input_name}, which cannot be made up here",
                 cure=SUPPORTED,
             )
+        in_autocast(built)
         return built
+
+    def _random(self, auto: Any, **how: Any) -> tuple[Any, str]:
+        pickled = any(Path(self.folder).glob("*.bin"))
+        why = "as asked" if not self.pretrained else f"{self.folder} has no safetensors"
+        why += "; pickled weights are not read, as reading them runs code" if pickled else ""
+        return auto.from_config(self._config, **how), f"random, {why}"
 
     def batch(self, size: int) -> dict[str, torch.Tensor]:
         """Random tokens or pixels, with labels."""
@@ -296,9 +329,59 @@ class HuggingFace(Job):
         """AdamW."""
         return torch.optim.AdamW(params, lr=self.rate)
 
-    def dataset(self) -> Synthetic:
-        """Walks over the vocabulary, or images of which each class has a brightness."""
-        return Synthetic(self.samples or 0, self._sample)
+    def dataset(self) -> Synthetic | Blocks:
+        """Blocks of text, without those that are held out; or images of which each class has a brightness."""
+        if self._is_image:
+            return Synthetic(self.samples or 0, self._image)
+        tokens, layout, _ = self._text()
+        sample = partial(self._sample, blocks=layout.blocks, hidden=self._hidden, fixed=False)
+        return Blocks(tokens, self.tokens, layout.samples, layout.block, sample)
+
+    def validation(self) -> Blocks | None:
+        """Blocks that are held out, evenly spaced; None for images and for texts too short for any."""
+        if self._is_image:
+            return None
+        tokens, layout, _ = self._text()
+        count = min(layout.held_out, self.validation_batches * self.global_batch)
+        if count < 1:
+            return None
+        sample = partial(self._sample, blocks=layout.blocks, hidden=self._hidden, fixed=True)
+        return Blocks(tokens, self.tokens, count, partial(layout.held_out_block, samples=count), sample)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is trained on, and where the weights came from."""
+        weights = (f"weights: {self._weights}",) if self._weights else ()
+        if self._is_image:
+            return (*weights, "images: made up, of a brightness that says their class")
+        tokens, layout, foreign = self._text()
+        own = () if foreign else (f"{self.folder} has no tokenizer: tokens are learnt from the text",)
+        return (*weights, *described(tokens, layout, self.tokens), *own)
+
+    def _text(self) -> tuple[Tokens, Layout, Foreign | None]:
+        foreign = self._tokenizer
+        if foreign is None and self._vocab < BYTES:
+            raise WrongUse(
+                self._given,
+                found=f"config.json has vocab_size {self._vocab}, and text is made of {BYTES} kinds of bytes",
+                cure=f"Give the folder a tokenizer, or a vocab_size of {BYTES} or more.",
+            )
+        tokens = tokenised(find(self.data), foreign or Learnt(self._vocab))
+        return tokens, laid_out(tokens, self.tokens, self.samples), foreign
+
+    @cached_property
+    def _tokenizer(self) -> Foreign | None:
+        """The folder's own, where it has one."""
+        named = getattr(self._text_config, "eos_token_id", None)
+        ends = [one for one in (named if isinstance(named, list) else [named]) if isinstance(one, int)]
+        end = next((one for one in ends if 0 <= one < self._vocab), None)
+        return tokenizer_in(Path(self.folder), self._vocab, end)
+
+    @cached_property
+    def _hidden(self) -> int:
+        """The token in place of one that is to be said."""
+        mask = None if self._tokenizer is None else self._tokenizer.mask()
+        return min(HIDDEN, self._vocab - 1) if mask is None else mask
 
     @property
     def _vocab(self) -> int:
@@ -316,21 +399,32 @@ class HuggingFace(Job):
         made = torch.randint(max(2, labels), shape, generator=generator)
         return made.to(torch.get_default_dtype()) if labels == 1 else made
 
-    def _sample(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        if self._is_image:
-            kind = integer(generator, 0, self._config.num_labels)
-            noise = torch.randn(*self._image_shape, generator=generator)
-            return {"pixel_values": noise + 4 * kind / self._config.num_labels, "labels": torch.tensor(kind)}
-        ids = walk(generator, self.tokens, self._vocab)
+    def _image(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        kind = integer(generator, 0, self._config.num_labels)
+        noise = torch.randn(*self._image_shape, generator=generator)
+        return {"pixel_values": noise + 4 * kind / self._config.num_labels, "labels": torch.tensor(kind)}
+
+    def _sample(
+        self, ids: torch.Tensor, number: int, *, blocks: int, hidden: int, fixed: bool
+    ) -> dict[str, torch.Tensor]:
+        """Block `number` of so many with its labels; what is hidden is drawn anew unless it is `fixed`."""
         if self._task.name == "sequence classification":
-            kind_of = self._classes((), generator)
-            # The first half of a sequence says the class.
-            ids[: len(ids) // 2] = kind_of.long() % self._vocab
-            return {"input_ids": ids, "labels": kind_of}
+            return {"input_ids": ids, "labels": self._place(number / blocks)}
+        if self._task.name == "causal LM":
+            return {"input_ids": ids, "labels": ids.clone()}
+        draw = torch.Generator().manual_seed(number) if fixed else torch.default_generator
+        asked = torch.rand(ids.shape, generator=draw, device=CPU) < MASKED
+        # A sample without a question would have no loss.
+        asked[int(torch.randint(len(ids), (), generator=draw, device=CPU))] = True
+        shown = ids.masked_fill(asked, hidden)
         if self._task.name == "masked LM":
-            asked = torch.rand(ids.shape, generator=generator) < MASKED
-            return {"input_ids": ids.masked_fill(asked, 0), "labels": torch.where(asked, ids, IGNORED)}
-        return {"input_ids": ids, "labels": ids.clone()}
+            return {"input_ids": shown, "labels": torch.where(asked, ids, IGNORED)}
+        return {"input_ids": shown, "labels": ids.clone()}
+
+    def _place(self, share: float) -> torch.Tensor:
+        """Which part of the text it is, of as many as there are labels; a model of one says how far it is."""
+        labels = int(self._config.num_labels)
+        return torch.tensor(share if labels == 1 else int(share * labels))
 
 
 def head_modules(model: Any) -> list[nn.Module]:

@@ -138,7 +138,9 @@ def yaml_text(documents: Sequence[Any]) -> str:
 
     def write(writer: Any, text: str) -> Any:
         _check_text(text)
-        style = "|" if "\n" in text else None
+        # What YAML takes for a line break or drops at the edge of a line survives in quotation marks alone.
+        odd = any(not one.isprintable() and one != "\n" for one in text)
+        style = '"' if odd else "|" if "\n" in text else None
         return writer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Writer.add_representer(str, write)

@@ -65,7 +65,7 @@ def run(
             ending = train(stage, place, before)
             if ending.asked:
                 return ending
-            folder.event(_ended(stage, ending))
+            folder.event(_ended(stage, ending, last=number == len(chain.stages)))
         before = place
     return ending
 
@@ -110,7 +110,7 @@ def _refuse_others(before: Chain, chain: Chain, root: Path) -> None:
         )
 
 
-def _ended(stage: Stage, ending: Ending) -> Incident:
+def _ended(stage: Stage, ending: Ending, *, last: bool) -> Incident:
     loss = "" if ending.loss is None else f" with loss {ending.loss:.4f}"
     return Incident(
         kind=IncidentKind.STAGE,
@@ -118,5 +118,5 @@ def _ended(stage: Stage, ending: Ending) -> Incident:
         step=ending.step,
         rank=0,
         why=f"stage {stage.name} has taken its {ending.step} steps",
-        done=f"it ended{loss}; the next stage begins with its weights",
+        done=f"it ended{loss}; " + ("it was the last" if last else "the next stage begins with its weights"),
     )

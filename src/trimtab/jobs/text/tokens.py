@@ -56,8 +56,9 @@ class Tokeniser(Protocol):
 class Encoder(Protocol):
     """A tokeniser that is ready."""
 
-    words: str
-    """Which one it is, for people."""
+    @property
+    def words(self) -> str:
+        """Which one it is, for people."""
 
     def encoded(self, chunks: Iterable[bytes]) -> Iterator[Numbers]:
         """The tokens of a text, chunk by chunk."""
@@ -113,8 +114,7 @@ class Own:
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
-        kind = f"{pieces.size:,} byte pairs learnt from it" if pieces.rounds else "bytes"
-        self.words = kind
+        self.words = f"{pieces.size:,} byte pairs learnt from it" if pieces.rounds else "bytes"
         self.encoded = pieces.encoded
 
     def keep(self, folder: Path) -> None:
