@@ -27,8 +27,21 @@ $(READY): pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
+# Under three minutes on two busy cores. The run begins anew every time.
+define show
+	@echo; echo '$$ trimtab $(1)'
+	@$(BIN)/trimtab $(1)
+endef
+
+# Two threads of a model this small would wait for each other on a busy machine.
+demo: export OMP_NUM_THREADS = 1
 demo: $(READY)
-	@$(BIN)/trimtab detect
+	$(call show,detect)
+	$(call show,plan slm --on RTX3090 --pin compile=false)
+	@rm -rf $(VENV)/demo
+	$(call show,train slm:tiny --steps 150 --every 10 --evaluate-every 50 --out $(VENV)/demo)
+	$(call show,estimate slm --on RTX3090 --micro-batch 12)
+	@echo; echo "next: trimtab train slm:tiny --data YOUR_TEXT, trimtab plan YOUR_FILE.py:YourJob --on 4xA100-40GB, docs/jobs.md"
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n auto -m 'not slow'

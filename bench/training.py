@@ -84,7 +84,7 @@ class Usual(LanguageModel):
 
 
 def by_hand(key: str, *, steps: int = WARM + TIMED, usual: bool = False) -> dict[str, Any]:
-    """The loop that one would write: the same model, data, precision, compile and optimizer."""
+    """The loop that one would write: the same model, data, precision, optimizer, clip and schedule."""
     fresh()
     choice, options = planned(key).choice, WANTED[key]["options"]
     job = trimtab.load("slm", **options)
@@ -94,6 +94,7 @@ def by_hand(key: str, *, steps: int = WARM + TIMED, usual: bool = False) -> dict
     optimizer = job.optimizer(model.parameters())
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
+    schedule = job.schedule(optimizer)
     compiled = torch.compile(model) if choice.compile else model
     samples = job.dataset()
     # The samples that trimtab takes, in its order: the losses of both are of the same things.
@@ -111,7 +112,9 @@ def by_hand(key: str, *, steps: int = WARM + TIMED, usual: bool = False) -> dict
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = job.loss(compiled, batch)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)
         optimizer.step()
+        schedule.step()
         if number == WARM:
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -227,6 +230,7 @@ def pace_at(micro: int) -> float | None:
                 with torch.autocast("cuda", dtype=torch.bfloat16):
                     loss = job.loss(model, part) * (part[0].size(0) / 64)
                 loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)
             optimizer.step()
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)

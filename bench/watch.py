@@ -51,8 +51,8 @@ def main() -> int:
     last = samples[-1]
     missing = [one for one in READINGS if last.gpus and getattr(last.gpus[0], one) is None]
     found = bool(last.runs and last.runs[0].devices)
-    said = "found" if found else "not found"
-    print(f"missing readings: {', '.join(missing) or 'none'}; the run's GPU was {said}")
+    print(f"missing: {', '.join(missing) or 'no reading'}")
+    print(f"the run's GPU is {'known' if found else 'not known'}")
     if not found:
         print("the end of the training's own words:", *tail, sep="\n")
     return 0 if last.gpus and not missing and found else 1

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from config_nouns import config_nouns
 from job_nouns import job_nouns
 from launch_nouns import launch_nouns
+from text_nouns import text_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
 from trimtab.diagnosis.judge import Diagnosed, Diagnosis
@@ -28,7 +29,6 @@ from trimtab.training.ladder import Ladder
 from trimtab.training.meters import Line
 from trimtab.training.order import Order as SampleOrder
 from trimtab.training.precision import LossScale
-from trimtab.training.record import AttemptNote
 from trimtab.training.recovery import Move, Room, Sizes
 from trimtab.training.start import Fleet
 from trimtab.training.store import FileMark, Manifest
@@ -453,9 +453,9 @@ gauges = st.builds(
     throttles=st.lists(names, max_size=2).map(tuple),
     processes=maybe(st.lists(process, max_size=2).map(tuple)),
 )
-advices = st.builds(spec.Advice, kind=names, where=names, what=names, cure=names)
-run_views = st.builds(
-    spec.RunView,
+advices = st.builds(spec.Advice, kind=sentences, where=names, what=sentences, cure=sentences)
+watched_runs = st.builds(
+    spec.WatchedRun,
     folder=names,
     state=names,
     step=maybe(counts),
@@ -470,17 +470,7 @@ watch_samples = st.builds(
     at_s=seconds,
     gpus=st.lists(gauges, max_size=1).map(tuple),
     no_gpus=names,
-    runs=st.lists(run_views, max_size=1).map(tuple),
-)
-attempt_notes = st.builds(
-    AttemptNote,
-    attempt=positive,
-    procs=positive,
-    state=st.sampled_from(["running", "ended"]),
-    at_s=maybe(seconds),
-    steps=maybe(positive),
-    host=names,
-    pid=counts,
+    runs=st.lists(watched_runs, max_size=1).map(tuple),
 )
 profiles = st.builds(
     Profile,
@@ -633,10 +623,9 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Ladder: ladders,
     Suspect: suspects,
     Line: lines,
-    AttemptNote: attempt_notes,
     spec.Gauge: gauges,
     spec.Advice: advices,
-    spec.RunView: run_views,
+    spec.WatchedRun: watched_runs,
     spec.Sample: watch_samples,
     Profile: profiles,
     Timeline: timelines,
@@ -651,4 +640,5 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     **config_nouns(settings(), estimates()),
     **job_nouns(incidents),
     **launch_nouns(plans),
+    **text_nouns(),
 }

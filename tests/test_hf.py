@@ -91,8 +91,9 @@ def test_the_loss_of_a_toy_falls_on_text(
     losses = learned(job, 20)
     assert all(map(math.isfinite, losses))
     assert losses[0] > 4.5
-    # Adapters of 32 random features before a random head that is frozen cannot do much.
-    assert sum(losses[-4:]) / 4 < (0.99 if "lora" in how else 0.9) * losses[0]
+    # Adapters before a random head that is frozen cannot do much, nor can a head on random features.
+    share = {"lora": 0.99, "frozen": 0.95}[next(iter(how))] if how else 0.85
+    assert sum(losses[-4:]) / 4 < share * losses[0]
 
 
 # ---------------------------------------------------------------------------------------------- weights

@@ -140,12 +140,21 @@ def test_elastic_nodes_are_a_range_for_slurm_and_what_it_gave_for_torchrun(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "requeued"), [(138, "0", True), (138, "100", False), (4, "0", False)]
+    ("code", "env", "requeued"),
+    [
+        (138, {}, True),
+        (138, {"SLURM_RESTART_COUNT": "100"}, False),
+        (4, {}, False),
+        (0, {}, False),
+        # A cancelled job ends as a preempted one does, and Slurm knows which it was.
+        (143, {}, False),
+        (143, {"PREEMPTED": "2026-01-01T00:00:00"}, True),
+    ],
 )
 def test_a_run_that_saved_at_its_limit_is_queued_again_and_no_other(
-    code: int, restarts: str, requeued: bool, tmp_path: Path
+    code: int, env: dict[str, str], requeued: bool, tmp_path: Path
 ) -> None:
-    env = {"SLURM_RESTART_COUNT": restarts, "CODE": str(code), "SLURM_JOB_NUM_NODES": "1"}
+    env = {**env, "CODE": str(code), "SLURM_JOB_NUM_NODES": "1"}
     done = bash(FAKES + (batch().script or ""), env, tmp_path)
     assert done.returncode == code
     assert (b"REQUEUED 42" in done.stderr) is requeued
@@ -338,7 +347,11 @@ FAKES = """
 scontrol() {
   case "$1 $2" in
     "show hostnames") printf 'g1\\ng2\\n' ;;
-    "--oneliner show") echo "NodeName=$4 Arch=x NodeAddr=10.1.2.3 NodeHostName=$4" ;;
+    "--oneliner show")
+      case "$3" in
+        node) echo "NodeName=$4 Arch=x NodeAddr=10.1.2.3 NodeHostName=$4" ;;
+        job) echo "JobId=$4 PreemptTime=${PREEMPTED:-None} SuspendTime=None" ;;
+      esac ;;
     requeue*) echo "REQUEUED $2" >&2 ;;
   esac
 }

@@ -32,7 +32,7 @@ from trimtab.pages.scales import Scale, short, ticks, upper
 from trimtab.pages.story import Story, read
 from trimtab.predict.memory import memory
 from trimtab.predict.timeline import timeline
-from trimtab.spec import PARTS, Look, Plan, Trace
+from trimtab.spec import PARTS, Look, Plan, PlannedStage, Stage, StagedPlan, Trace
 from trimtab.training.meters import Line
 from trimtab.training.record import Record, Tail
 
@@ -427,6 +427,14 @@ def test_what_profile_wrote_becomes_a_page_of_predicted_and_measured(tmp_path: P
     assert done["shown"] == ["compared"]
     text = (tmp_path / "page.html").read_text()
     assert "predicted 1.0 GiB, measured 1.1 GiB (+10.0%)" in text
+
+
+def test_a_plan_of_stages_is_shown_by_its_first_and_says_so(tmp_path: Path) -> None:
+    both = [PlannedStage(stage=Stage(name=name), plan=samples.plan(words=name)) for name in ("one", "two")]
+    (tmp_path / "plan.json").write_text(StagedPlan(job="job", stages=tuple(both)).to_json())
+    done = api.report(tmp_path / "plan.json", tmp_path / "page.html")
+    assert done["missing"][0] == "2 stages are planned (one, two); this page is about the first"
+    assert "memory" in done["shown"]
 
 
 def command(*args: str) -> tuple[int, str, str]:

@@ -11,6 +11,7 @@ import torch
 
 import trimtab
 from test_targets import ESTIMATE
+from trimtab.cli.shape import job_options
 from trimtab.errors import TrimtabError, UnknownName, WrongUse
 from trimtab.jobs import naics_pairs
 from trimtab.jobs.naics_stages import SHIPPED, stage, stages
@@ -234,6 +235,19 @@ def test_a_stage_is_found_by_the_beginning_of_its_name_and_stands_for_its_option
         stage("0", stages(""))
     with pytest.raises(UnknownName, match="none of that name; did you mean"):
         trimtab.load("naics", stage="2_stage")
+
+
+def test_what_a_stage_stands_for_is_written_out_for_caches_and_plans(conf: Path) -> None:
+    given = [f"stage_files={conf}", "stage=02", "positives=5"]
+    assert job_options("naics", given)["negatives"] == 8
+    file = conf / "curriculum" / "02_stage.yaml"
+    file.write_text(
+        file.read_text(encoding="utf-8").replace("n_negatives: 8", "n_negatives: 7"), encoding="utf-8"
+    )
+    found = job_options("naics", given)
+    assert (found["negatives"], found["positives"], found["rate"]) == (7, "5", 1e-4)
+    assert found["pairs"]["anchor_level"] == [4, 5, 6]
+    assert job_options("naics", ["negatives=3"]) == {"negatives": "3"}
 
 
 @pytest.mark.parametrize("option", ["negatives", "positives"])

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.api import cluster
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.spec import (
     Band,
@@ -564,3 +565,17 @@ def test_ranks_do_not_take_the_notes_of_an_earlier_attempt_for_theirs(
     error = heard.error()
     assert error is not None
     assert error.found.startswith("sour")
+
+
+@pytest.mark.slow
+def test_a_run_on_other_nodes_is_planned_again_with_the_batch_of_its_plan() -> None:
+    one = cluster("2xH100")
+    there = resize.several_nodes(one, 2)
+    before = resize.cpu_plan("slm:tiny", WORKLOAD.replace(global_batch=24), 1, {"precision": "bf16"}, {})
+    asked = Task(job="slm:tiny", plan=before, out="x")
+    found = settle.replanned(asked, before, 4, there)
+    assert found is not None
+    assert (found.choice.gpus, found.choice.global_batch, found.choice.precision) == (4, 24, "bf16")
+    assert {place.node for place in found.places} == {0, 1}
+    # What cannot be planned is divided instead, and nothing is raised.
+    assert settle.replanned(asked, before, 64, there) is None

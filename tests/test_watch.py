@@ -24,10 +24,10 @@ from trimtab.cli.screen import Lines, picture
 from trimtab.errors import WrongUse
 from trimtab.probe.gauges import gauges
 from trimtab.probe.world import World, replayed
-from trimtab.spec import Advice, DeviceProcess, Gauge, Incident, IncidentKind, RunView, Sample
+from trimtab.spec import Advice, DeviceProcess, Gauge, Incident, IncidentKind, Sample, WatchedRun
 from trimtab.units import GIB
 from trimtab.watching.advice import advise
-from trimtab.watching.runs import Follower, find
+from trimtab.watching.runs import Follower, find, lately
 from trimtab.watching.watch import Watcher
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def test_a_gpu_in_slices_is_read_as_its_slices() -> None:
 # Advice
 
 
-def run_view(**changes: Any) -> RunView:
+def run_view(**changes: Any) -> WatchedRun:
     facts: dict[str, Any] = {
         "folder": "runs/a",
         "state": "running",
@@ -101,7 +101,7 @@ def run_view(**changes: Any) -> RunView:
         "data_wait": 0.0,
         "devices": ("gpu0",),
     }
-    return RunView(**(facts | changes))
+    return WatchedRun(**(facts | changes))
 
 
 def gauge(index: int = 0, **changes: Any) -> Gauge:
@@ -118,7 +118,7 @@ def gauge(index: int = 0, **changes: Any) -> Gauge:
     return Gauge(**(facts | changes))
 
 
-def kinds(run: RunView, *gauges_now: Gauge, looks: int = 5) -> list[tuple[str, str]]:
+def kinds(run: WatchedRun, *gauges_now: Gauge, looks: int = 5) -> list[tuple[str, str]]:
     told = advise(run, samples.plan(), {one.key: [one] * looks for one in gauges_now}, steps=50)
     assert all(one.what and one.cure for one in told)
     return [(one.kind, one.where) for one in told]
@@ -200,7 +200,7 @@ def test_a_slow_run_that_nothing_explains_is_only_called_slow() -> None:
     ],
     ids=["fast enough", "over", "stalled", "nothing to compare with"],
 )
-def test_there_is_no_advice_for(run: RunView) -> None:
+def test_there_is_no_advice_for(run: WatchedRun) -> None:
     assert kinds(run, gauge()) == []
 
 
@@ -212,7 +212,7 @@ def test_too_few_looks_or_steps_say_nothing() -> None:
 # Runs
 
 
-def followed(folder: Path, now: float, world: World = NOTHING) -> RunView:
+def followed(folder: Path, now: float, world: World = NOTHING) -> WatchedRun:
     return Follower(folder).look(now, world, gauges(world)[0])
 
 
@@ -340,6 +340,18 @@ def test_runs_are_found_in_and_below_folders_and_a_missing_folder_is_an_error(tm
         find([tmp_path / "runs/a/log.jsonl"])
 
 
+def test_runs_that_nobody_named_are_shown_for_a_day_and_not_too_many(tmp_path: Path) -> None:
+    places = [under_way(tmp_path / f"{number:02}", steps=1) for number in range(15)]
+    now = 1e9
+    for age, place in enumerate(places):
+        os.utime(place / "log.jsonl", (now - age, now - age))
+    old = under_way(tmp_path / "old", steps=1)
+    os.utime(old / "log.jsonl", (now - 90_000, now - 90_000))
+    assert lately([*places, old], now) == places[:12]
+    (places[0] / "log.jsonl").unlink()
+    assert places[0] not in lately(places, now)
+
+
 # The watch itself
 
 
@@ -423,7 +435,14 @@ def a_sample(words: str = "words", state: str = "running") -> Sample:
     return Sample(
         at_s=0.0,
         gpus=(
-            gauge(name=words, power_w=600.0, power_limit_w=700.0, temperature_c=60.0, processes=held),
+            gauge(
+                name=words,
+                throttles=("power cap",),
+                power_w=600.0,
+                power_limit_w=700.0,
+                temperature_c=60.0,
+                processes=held,
+            ),
             Gauge(key="gpu1", index=1, fault=words),
         ),
         runs=(run,),
@@ -444,6 +463,8 @@ def test_a_picture_fits_its_terminal_and_text_in_it_is_inert(width: int) -> None
     flat = re.sub(r"\s+", "", text)
     assert "[bold]x[/bold]" in flat
     assert "75%" in flat
+    assert "noanswer:GPU1" in flat
+    assert "helddown:GPU0bypowercap" in flat
     for line in Lines().of(a_sample(BAD)):
         assert "\x1b" in line  # made inert where it is written, below
 

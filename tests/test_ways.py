@@ -258,8 +258,10 @@ def evaluated() -> float:
 def built_in(name: str, setting: Setting, **given: Any) -> Any:
     job = trimtab.load(name)
     torch.manual_seed(0)
-    with Run(setting, job=job, join_s=60, **given) as run:
-        model, _ = run.prepare(job.model().double(), sgd)
+    # Branches are the job's; what else it brings, such as its schedule, has no part in this.
+    with Run(setting, job=job if setting.mesh.branch > 1 else None, join_s=60, **given) as run:
+        own = {} if setting.mesh.branch > 1 else {"loss": job.loss, "weight": job.weight}
+        model, _ = run.prepare(job.model().double(), sgd, **own)
         torch.manual_seed(3)
         return trained(run, model, [job.batch(WHOLE) for _ in range(3)])
 

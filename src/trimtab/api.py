@@ -1231,9 +1231,9 @@ def stages_of(
     from trimtab.jobs.load import name_of
 
     name, changed = name_of(job)
-    folder = {} if files is None else {"stage_files": str(files)}
-    overrides = changed | (options or {}) | folder
-    loaded = find(name, overrides)
+    overrides = changed | (options or {})
+    # Only to find the stages: what they set is all that counts from then on, wherever the files are.
+    loaded = find(name, overrides | ({} if files is None else {"stage_files": str(files)}))
     own = getattr(loaded, "stages", None)
     if not callable(own):
         raise WrongUse(
@@ -1416,6 +1416,7 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
     partition: str | None = None,
     account: str | None = None,
     qos: str | None = None,
+    activate: str | None = None,
     image: str | None = None,
     script: str | None = None,
     compare: Iterable[int] = (),
@@ -1439,11 +1440,12 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
     from trimtab.spec import LaunchKind
 
     wanted = LaunchKind(kind)
-    named = {"partition": partition, "account": account, "qos": qos, "time": time}
-    orders.refuse_unheard(wanted, {**named, "rendezvous": rendezvous, "image": image, "script": script})
+    named = {"partition": partition, "account": account, "qos": qos, "activate": activate}
+    others = {"time": time, "rendezvous": rendezvous, "image": image, "script": script}
+    orders.refuse_unheard(wanted, named | others)
     told = habits.read(Path.cwd())
-    given = {"partition": partition, "account": account, "qos": qos, "image": image}
-    told = told.replace(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in (named | {"image": image}).items() if value is not None}
+    told = told.replace(**given)
     order = orders.Order(
         kind=wanted,
         nodes=nodes,

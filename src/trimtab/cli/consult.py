@@ -40,7 +40,7 @@ def doctor(
     """Check this machine, or name what made a run fail from its logs.
 
     Reads only; pickles are read without running anything in them. Exit code 0 when there is no error, 4 when
-    the job is to be changed, 5 when the machine, driver, scheduler or network is.
+    the job is to be changed, 5 when the machine, driver, scheduler or network is, 2 when nothing can be read.
     """
     from trimtab import api
 
@@ -63,7 +63,7 @@ def _shown(found: Diagnosis, *, about_logs: bool) -> RenderableType:
     parts: list[RenderableType] = [Text(render.inert(_heading(found, about_logs=about_logs)), style="bold")]
     for one in found.findings:
         parts += [Text(), render.finding(one), *_below(one)]
-    if not found.findings:
+    if not found.findings and found.read:
         said = TO_SEND if about_logs else _checked()
         parts.append(render.labelled("send" if about_logs else "checked", said, "cyan"))
     parts += [render.labelled("note", note, "cyan") for note in found.notes]
@@ -83,6 +83,8 @@ def _below(one: Diagnosed) -> list[RenderableType]:
 def _heading(found: Diagnosis, *, about_logs: bool) -> str:
     from trimtab.diagnosis.judge import counted
 
+    if not found.read:
+        return "nothing could be read"
     what = found.read[0] if len(found.read) == 1 else f"{len(found.read)} files"
     counts = counted(found.findings)
     if not counts:

@@ -88,6 +88,9 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
     ] = None,
     account: Annotated[str | None, typer.Option(help="That Slurm charges.")] = None,
     qos: Annotated[str | None, typer.Option(help="Slurm's quality of service.")] = None,
+    activate: Annotated[
+        str | None, typer.Option(metavar="VENV", help="The virtual environment that a Slurm job activates.")
+    ] = None,
     image: Annotated[str | None, typer.Option(help="Of containers.")] = None,
     script: Annotated[
         str | None, typer.Option(metavar="FILE", help="Your own script, for accelerate and deepspeed.")
@@ -145,6 +148,7 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
             partition=partition,
             account=account,
             qos=qos,
+            activate=activate,
             image=image,
             script=script,
             compare=numbers,

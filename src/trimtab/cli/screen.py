@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from trimtab.spec import Advice, Gauge, Incident, RunView, Sample
+    from trimtab.spec import Advice, Gauge, Incident, Sample, WatchedRun
 
 BAR = 10
 """Letters of a bar."""
@@ -36,6 +36,7 @@ def picture(sample: Sample) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{clock(sample.at_s)}  Ctrl-C ends", style="dim"), Text()]
     if sample.gpus:
         parts.append(Padding(_gpus(sample.gpus), (0, 0, 0, 1), expand=False))
+        parts += [_said(words, label, "red") for label, words in _troubles(sample.gpus)]
         parts += [_said(one, "process") for one in _processes(sample.gpus)]
     else:
         parts.append(Text(inert(f" no GPUs: {sample.no_gpus}"), style="dim"))
@@ -50,13 +51,13 @@ def picture(sample: Sample) -> RenderableType:
 
 
 def _gpus(gauges: tuple[Gauge, ...]) -> Columns:
-    headings = ("GPU", "memory", "", "GiB", "busy", "power", "temp", "MHz", "held down by", "name")
+    headings = ("GPU", "memory", "", "GiB", "busy", "power", "temp", "MHz", "name")
     rows = tuple(_gpu_row(one) for one in gauges)
     kept = [index for index in range(len(headings)) if any(row[index] not in (UNKNOWN, "") for row in rows)]
     return Columns(
         tuple(headings[index] for index in kept),
         tuple(tuple(row[index] for index in kept) for row in rows),
-        left=("memory", "held down by", "name"),
+        left=("memory", "name"),
         folds="name" if any(row[-1] != UNKNOWN for row in rows) else "GPU",
         narrowest=12,
         kept=min(5, len(kept)),
@@ -67,7 +68,7 @@ def _gpu_row(one: Gauge) -> tuple[str, ...]:
     share = one.used_bytes / one.memory_bytes if one.used_bytes is not None and one.memory_bytes else None
     number = one.key.removeprefix("gpu").replace("/mig", ".")
     if one.fault:
-        return (number, "", "", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, one.fault, UNKNOWN)
+        return (number, "", "", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
     return (
         number,
         "" if share is None else _bar(share),
@@ -79,7 +80,6 @@ def _gpu_row(one: Gauge) -> tuple[str, ...]:
         UNKNOWN if one.power_w is None else f"{one.power_w:.0f}{_of(one.power_limit_w)} W",
         UNKNOWN if one.temperature_c is None else f"{one.temperature_c:.0f} C",
         UNKNOWN if one.clock_hz is None else f"{one.clock_hz / 1e6:.0f}",
-        ", ".join(one.throttles) or UNKNOWN,
         one.name or UNKNOWN,
     )
 
@@ -98,6 +98,15 @@ def _bar(share: float) -> str:
     return "#" * full + "." * (BAR - full)
 
 
+def _troubles(gauges: tuple[Gauge, ...]) -> Iterator[tuple[str, str]]:
+    """What is wrong with GPUs, in lines of its own: a table would drop it where there is little room."""
+    for one in gauges:
+        if one.fault:
+            yield "no answer", f"{_number(one)}: {one.fault}"
+        if one.throttles:
+            yield "held down", f"{_number(one)} by {', '.join(one.throttles)}"
+
+
 def _processes(gauges: tuple[Gauge, ...]) -> Iterator[str]:
     for one in gauges:
         for process in one.processes or ():
@@ -109,7 +118,7 @@ def _number(one: Gauge) -> str:
     return one.key.replace("gpu", "GPU ").replace("/mig", " slice ")
 
 
-def _run(run: RunView) -> Iterator[RenderableType]:
+def _run(run: WatchedRun) -> Iterator[RenderableType]:
     head = Text(f" {inert(run.folder)}", style="bold")
     head.append(f"  {run.state}", style=STATE_STYLE.get(run.state, ""))
     head.append(inert(f"  {run.why}") if run.why else "", style="dim")
@@ -125,7 +134,7 @@ def _said(words: str, label: str, style: str = "dim") -> RenderableType:
     return Padding(Text.assemble((f"{label}: ", style), inert(words)), (0, 0, 0, 3))
 
 
-def figures(run: RunView) -> list[str]:
+def figures(run: WatchedRun) -> list[str]:
     """Where a run stands, in a few words each; what is not known is left out."""
     told = []
     if run.step is not None:
@@ -171,7 +180,8 @@ def gpu_line(one: Gauge) -> str:
     told += [f"{one.temperature_c:.0f} C"] if one.temperature_c is not None else []
     told += [f"{one.clock_hz / 1e6:.0f} MHz"] if one.clock_hz is not None else []
     told += [f"held down by {', '.join(one.throttles)}"] if one.throttles else []
-    told += [f"{len(one.processes)} processes"] if one.processes else []
+    many = len(one.processes or ())
+    told += [f"{many} process{'es' * (many > 1)}"] if many else []
     return f"{_number(one)} {one.name}: {', '.join(told) or 'says nothing of itself'}"
 
 
@@ -195,7 +205,7 @@ class Lines:
         for run in sample.runs:
             yield from (f"{at} {run.folder}: {line}" for line in self._run(run))
 
-    def _run(self, run: RunView) -> Iterator[str]:
+    def _run(self, run: WatchedRun) -> Iterator[str]:
         told = self.known.setdefault(run.folder, set())
         # A run that is over is said once, and not again with every sample.
         over = f"{run.state}: {run.why}"

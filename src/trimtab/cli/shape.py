@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.errors import WrongUse
-from trimtab.jobs.load import FOLDER
+from trimtab.jobs.load import FOLDER, expanded
 
 if TYPE_CHECKING:
     from trimtab.configs.knobs import Wired
@@ -143,7 +143,7 @@ def job_options(job: str, given: list[str] | None, **flags: Any) -> dict[str, An
             raise WrongUse(text, found=f"--set {name} is given too", cure="Give one of them.")
         # A run may be started from another folder than the one where it was planned.
         found[name] = str(chosen.expanduser().absolute()) if isinstance(chosen, Path) else chosen
-    return found
+    return expanded(job, found)
 
 
 def turned(  # noqa: PLR0913 - what knobs may meet

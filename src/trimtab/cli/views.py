@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -147,13 +148,11 @@ def launch_text(one: Launch, *, several: bool) -> str:
 
 def launch_notes(found: Sequence[Launch]) -> list[RenderableType]:
     """What there is to say about launches, beside their text."""
-    from trimtab.launching.quoting import shell_line
-
     lines: dict[str, None] = {}
     for one in found:
         if one.script is None:
             lines |= {f"{name}: {why}": None for name, why in one.why.items()}
         if one.starts:
-            lines[f"which starts: {shell_line(one.starts).replace(chr(92) + chr(10), '')}"] = None
+            lines[f"which starts: {shlex.join(one.starts)}"] = None
         lines |= dict.fromkeys(one.notes)
     return notes(list(lines))

@@ -14,7 +14,7 @@ from trimtab.diagnosis.judge import Diagnosis, judged
 from trimtab.diagnosis.lines import plain
 from trimtab.diagnosis.scan import Scanner, Sighting
 from trimtab.diagnosis.unpickle import MOST_BYTES, NotPlain, load
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Incident, Plan
 from trimtab.units import format_bytes
 
@@ -50,9 +50,9 @@ class Reader:
         with source.open() as raw:
             head, broken = reading.gathered(raw, reading.HEAD)
             if not head:
-                self.notes.append(
-                    f"{source.name}: {f'it is broken ({broken})' if broken else 'it is empty'}."
-                )
+                if broken or source.named:  # a folder of logs has many empty ones
+                    why = f"it is broken ({broken})" if broken else "it is empty"
+                    self.notes.append(f"{source.name}: {why}.")
                 return
             if broken:
                 self.notes.append(f"{source.name}: it ends too early ({broken}); what was there was read.")
@@ -185,7 +185,12 @@ def diagnose(names: Sequence[str], say: Callable[[str], None] = lambda _: None) 
     found, notes = reading.sources(names)
     reader = Reader(say)
     for source in found:
-        reader.take(source)
+        try:
+            reader.take(source)
+        except WrongUse as error:
+            if source.named:
+                raise
+            reader.notes.append(f"{source.name}: {error.found}; it was left.")
     reader.sightings += records.flights(reader.flights)
     return Diagnosis(
         findings=judged(reader.sightings, known=reader.facts, fixed_bytes=reader.fixed_bytes),

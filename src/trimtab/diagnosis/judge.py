@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from trimtab.diagnosis import sums
 from trimtab.diagnosis.kinds import ENVIRONMENT, kinds
 from trimtab.diagnosis.lines import shown
 from trimtab.diagnosis.scan import MOST_SIGHTINGS, PYTHON_ERROR, Sighting
+from trimtab.errors import WrongUse
 from trimtab.spec import Finding, Severity
 from trimtab.spec.base import Noun, below
 from trimtab.units import format_bytes
@@ -24,6 +26,7 @@ MOST_RANKS = 8
 """More ranks than this are counted, not listed."""
 SAME_PLACE, NEXT_LINES = 12, 3
 """Lines within which an exception and a message of a known kind are one thing."""
+SAID_BY_LAUNCHERS = ("rank-failed", "process-killed", "process-aborted")
 SAID_BY_EXCEPTIONS = ("nccl-peer-lost", "nccl-timeout", "rendezvous-timeout")
 """Consequences that an exception of the same rank may tell in its later lines."""
 
@@ -52,6 +55,8 @@ class Diagnosed(Finding, frozen=True, kw_only=True):
 class Diagnosis(Noun, frozen=True, kw_only=True):
     """What was read, and what was found in it."""
 
+    derived = ("exit_code",)
+
     findings: tuple[Diagnosed, ...] = ()
     """The cause first."""
     read: tuple[str, ...] = ()
@@ -61,8 +66,10 @@ class Diagnosis(Noun, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0: no error; 4: an error of the job; 5: of what it runs on. The cause, which is first, decides."""
+        """0: no error; 4: one of the job; 5: of what it runs on; 2: nothing could be read."""
         first = next((one for one in self.findings if one.severity is Severity.ERROR), None)
+        if not self.read and self.notes:
+            return WrongUse.exit_code
         return 0 if first is None else 5 if first.realm == ENVIRONMENT else 4
 
 
@@ -93,7 +100,7 @@ def judged(
 ) -> tuple[Diagnosed, ...]:
     """The findings. `known` are facts from elsewhere (a run folder's plan), which win over the logs'."""
     facts = _facts(sightings) | dict(known or {})
-    told = _without_repeats([one for one in sightings if not one.is_fact])
+    told = _uncaught(_without_repeats([one for one in sightings if not one.is_fact]))
     told += _computed(sightings)
     groups = [
         refined
@@ -139,6 +146,12 @@ def _without_repeats(told: list[Sighting]) -> list[Sighting]:
         for one in told
         if one.of != PYTHON_ERROR or not any(_is_message(other, one) for other in named.get(one.file, ()))
     ]
+
+
+def _uncaught(told: list[Sighting]) -> list[Sighting]:
+    """Without the exceptions after which the run went on, unless a launcher saw a process fail."""
+    failed = {one.file for one in told if one.of in SAID_BY_LAUNCHERS}
+    return [one for one in told if one.file in failed or one.captured.get("signs_of_life", "0") == "0"]
 
 
 def _is_message(told: Sighting, error: Sighting) -> bool:
@@ -249,7 +262,8 @@ def _finding(one: Group, followers: Sequence[Group], facts: Mapping[str, int]) -
     kind, first = one.kind, one.first
     captured = one.captured
     what = kind.told(kind.what, captured)
-    if len(one.ranks) > 1 or (one.ranks and kind.severity is Severity.ERROR):
+    named = bool(re.search(r"\brank\b", what, re.IGNORECASE))
+    if len(one.ranks) > 1 or (one.ranks and kind.severity is Severity.ERROR and not named):
         what = f"{what.rstrip('.')} ({_ranks_words(one.ranks)})."
     cause = " ".join(part for part in (one.cause, kind.told(kind.cause, captured)) if part)
     silent = _silent(one, facts) if kind.follows else ""

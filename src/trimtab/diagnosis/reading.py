@@ -41,6 +41,8 @@ class Source:
     name: str
     path: Path | None
     """None for standard input."""
+    named: bool = True
+    """By the user; a file that was only found in a folder may be left."""
 
     @contextmanager
     def open(self) -> Iterator[io.BufferedReader]:
@@ -131,7 +133,7 @@ def sources(names: Sequence[str]) -> tuple[list[Source], list[str]]:
             )
         if is_folder:
             inside = list(_walk(path))
-            found += [Source(name=str(one), path=one) for one in inside[:MOST_FILES]]
+            found += [Source(name=str(one), path=one, named=False) for one in inside[:MOST_FILES]]
             if len(inside) > MOST_FILES:
                 notes.append(f"{name}: {len(inside)} files; the first {MOST_FILES} were read.")
             if not inside:

@@ -27,6 +27,8 @@ LINE = 1 << 13
 """Bytes of a line that are looked at, before and after a needle: a progress bar may be one endless line."""
 MOST_SIGHTINGS = 1000
 """Of one kind in one file; it is not looked for any more after that."""
+MOST_SIGNS = 20
+"""More lines of progress than this after a traceback: somebody caught it. Fewer may be other ranks'."""
 TRACEBACK = b"Traceback (most recent call last)"
 PYTHON_ERROR, INTERRUPTED = "python-error", "interrupted"
 
@@ -147,7 +149,8 @@ class Scanner:
             if not rest.strip() or rest[0] in " \t|+" or not frames:
                 continue
             match = _ERROR.match(rest)
-            if match is None or _goes_on(lines[number + 1 :], label):
+            goes_on = _signs_of_life(lines[number + 1 :], label)
+            if match is None or goes_on > MOST_SIGNS:
                 return
             self.counts[PYTHON_ERROR] += 1
             yield Sighting(
@@ -155,7 +158,12 @@ class Scanner:
                 file=self.name,
                 line=line + number,
                 text=rest,
-                captured={"error": rest, "name": match.group(1), "frame": frames[-1]},
+                captured={
+                    "error": rest,
+                    "name": match.group(1),
+                    "frame": frames[-1],
+                    "signs_of_life": str(goes_on),
+                },
                 rank=rank_of(lines[0]) if label else self.rank,
                 at=time_of(plain(data[max(0, start - 2048) : start].decode("utf-8", "replace"))),
                 frames=tuple(frames),
@@ -223,10 +231,15 @@ def _frames(earlier: str, label: str) -> tuple[str, ...]:
     )
 
 
-def _goes_on(after: list[str], label: str) -> bool:
-    """Whether the lines after a traceback are those of a run that lives."""
-    for raw in after:
-        own, rest = without_label(raw)
-        if (own == label or not own) and not rest.startswith(("    ", "\t")) and _ALIVE.search(rest):
-            return True
-    return False
+def _signs_of_life(after: list[str], label: str) -> int:
+    """How many lines after a traceback are those of a run that goes on.
+
+    torch labels a traceback with [rankN]: only where nobody caught it: then there is no life after it.
+    """
+    if "[rank" in label:
+        return 0
+    parted = (without_label(raw) for raw in after)
+    return sum(
+        own == label and not rest.startswith(("    ", "\t")) and _ALIVE.search(rest) is not None
+        for own, rest in parted
+    )

@@ -37,6 +37,15 @@ def load(name: str, given: dict[str, Any] | None = None) -> Any:
     return change(_found(name), given or {})
 
 
+def expanded(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What was given, with what `stage` stands for written out, so that caches and plans see it."""
+    if "stage" not in given:
+        return given
+    plain, chosen = load(name, {key: one for key, one in given.items() if key != "stage"}), load(name, given)
+    felt = {key: one for key, one in vars(chosen).items() if key not in given and getattr(plain, key) != one}
+    return given | felt
+
+
 def _found(name: str) -> Any:
     if name.startswith(FOLDER):
         return _class(_FOLDER_JOB)(name.removeprefix(FOLDER))

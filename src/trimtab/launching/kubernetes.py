@@ -178,7 +178,7 @@ def _launch(
 ) -> Launch:
     notes = ["the job's own files have to be in the image, or on the volume"]
     if errand.need.gpus:
-        notes.append(f"any {errand.need.gpus} GPUs are asked for; the plan is for {errand.need.devices[0]}")
+        notes.append(f"GPUs of any type are asked for; the plan is for {', '.join(errand.need.devices)}")
     if not habits.claim and kind is LaunchKind.KUBERNETES:
         notes.append("without claim in [launch] of trimtab.toml, checkpoints go when the pod goes")
     return Launch(

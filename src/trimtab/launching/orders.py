@@ -44,6 +44,7 @@ HEARD_BY = {
     "account": (LaunchKind.SLURM,),
     "qos": (LaunchKind.SLURM,),
     "time": (LaunchKind.SLURM,),
+    "activate": (LaunchKind.SLURM,),
     "rendezvous": (LaunchKind.TORCHRUN, LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED),
     "image": (LaunchKind.KUBERNETES, LaunchKind.KUBEFLOW, LaunchKind.SKY),
     "script": (LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED),

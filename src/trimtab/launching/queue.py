@@ -287,7 +287,8 @@ def why(job: QueuedJob) -> str:
     """
     if is_over(job):
         known = ENDINGS.get(job.state, "")
-        told = job.reason not in (None, "NonZeroExitCode") and job.state in ("FAILED", "CANCELLED")
+        # What is left of a cancelled job's reason is why it had waited.
+        told = job.reason not in (None, "NonZeroExitCode") and job.state == "FAILED"
         return f"{known} ({job.reason})" if told and known else known
     if job.state not in WAITING or job.reason is None:
         return ""

@@ -42,6 +42,8 @@ WARNING_S = 120
 """How long before the limit the run is told to save and end."""
 STOPPED = 138
 """What `trimtab train` leaves with when SIGUSR1 ended it: 128 and the signal's number."""
+ENDED = 143
+"""The same after SIGTERM."""
 REQUEUES = 100
 """After so many a run that is queued again at its limit is taken to have gone wrong."""
 VENDORS = ("nvidia", "geforce", "tesla", "quadro", "amd", "instinct")
@@ -67,9 +69,11 @@ port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"""
 TAIL = f'''\
 code=$?
 
-# {STOPPED}: told by Slurm that time runs out, it has saved. Queued again, it goes on from there.
-if [ "$code" -eq {STOPPED} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES} ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+# {STOPPED}: told by Slurm that time runs out, it has saved. {ENDED}: told to end, as a preempted job is;
+# it leaves before its grace is over, and then Slurm does not queue it again by itself.
+preempted() {{ [[ "$(scontrol --oneliner show job "$SLURM_JOB_ID")" == *" PreemptTime="[0-9]* ]]; }}
+if [ "$code" -eq {STOPPED} ] || {{ [ "$code" -eq {ENDED} ] && preempted; }}; then
+  [ "${{SLURM_RESTART_COUNT:-0}}" -ge {REQUEUES} ] || scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"'''
 
@@ -270,7 +274,7 @@ def _gpus(need: Need, site: Site | None, partition: Partition | None) -> tuple[l
         return [], ""
     if site is None or partition is None:
         return [batch_option("gres", f"gpu:{need.gpus}")], (
-            f"any {need.gpus} GPUs of a node are asked for; the plan is for {', '.join(need.devices)}"
+            f"GPUs of any type are asked for; the plan is for {', '.join(need.devices)}"
         )
     kind = _kind(partition, need) or ""
     value = f"{kind}:{need.gpus}" if kind else str(need.gpus)

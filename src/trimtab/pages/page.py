@@ -163,7 +163,8 @@ def _run_tiles(run: Record) -> list[tuple[str, str]]:
     if not run.lines:
         return []
     last = run.lines[-1]
-    tiles = [("steps taken", f"{last.step:,}")]
+    whole = run.attempt.steps if run.attempt is not None else None
+    tiles = [("steps taken", f"{last.step:,}" + (f" of {whole:,}" if whole else ""))]
     tiles += [("loss", short(last.loss))] if last.loss is not None else []
     spent = sum(one.time_s for one in run.lines)
     tiles.append(("time in steps", format_duration(max(spent, 0.0))))

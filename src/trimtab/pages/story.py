@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.errors import BrokenFile, WrongUse
-from trimtab.spec import Plan
+from trimtab.spec import Plan, StagedPlan
 from trimtab.spec.base import Noun
 from trimtab.training import record
 from trimtab.training.record import MARKS, Record, noun_of
@@ -89,6 +89,11 @@ def _of_file(place: Path, data: bytes) -> Story:
     found = noun_of(data, Plan, said, name=place.name)
     if found is not None:
         return Story(origin=str(place), plan=found, missing=tuple(said))
+    staged = noun_of(data, StagedPlan, [], name=place.name)
+    if staged is not None and staged.stages:
+        names = [one.stage.name for one in staged.stages]
+        only = f"{len(names)} stages are planned ({', '.join(names)}); this page is about the first"
+        return Story(origin=str(place), plan=staged.stages[0].plan, missing=(only,) if len(names) > 1 else ())
     profile = _profile(data)
     if profile is not None:
         return Story(origin=str(place), profile=profile)

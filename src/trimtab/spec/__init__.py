@@ -44,7 +44,7 @@ from trimtab.spec.setting import (
 )
 from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
-from trimtab.spec.watch import Advice, Gauge, RunView, Sample
+from trimtab.spec.watch import Advice, Gauge, Sample, WatchedRun
 from trimtab.spec.workload import Workload
 
 __all__ = [
@@ -91,7 +91,6 @@ __all__ = [
     "Reason",
     "Recompute",
     "Rejection",
-    "RunView",
     "Sample",
     "Scheduler",
     "Setting",
@@ -106,6 +105,7 @@ __all__ = [
     "Trace",
     "Vendor",
     "Versions",
+    "WatchedRun",
     "WhatIf",
     "Work",
     "Workload",

@@ -1,4 +1,4 @@
-"""Gauge, RunView, Advice and Sample: devices and runs at one moment, and what would make a run faster."""
+"""Gauge, WatchedRun, Advice and Sample: devices and runs at one moment, and what would make a run faster."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Advice(Noun, frozen=True, kw_only=True):
         return [f"{part} is empty" for part in ("kind", "what", "cure") if not getattr(self, part).strip()]
 
 
-class RunView(Noun, frozen=True, kw_only=True):
+class WatchedRun(Noun, frozen=True, kw_only=True):
     """A run at one moment. Unknown is None."""
 
     folder: str
@@ -109,4 +109,4 @@ class Sample(Noun, frozen=True, kw_only=True):
     gpus: tuple[Gauge, ...] = ()
     no_gpus: str = ""
     """Why there are none; empty where there are some."""
-    runs: tuple[RunView, ...] = ()
+    runs: tuple[WatchedRun, ...] = ()

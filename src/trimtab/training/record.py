@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from trimtab.spec import Incident, Plan
+from trimtab.spec import Attempt, Incident, Plan
 from trimtab.spec.base import Noun, known_only, without_derived
 from trimtab.training.folder import RunIdentity
 from trimtab.training.meters import Line
@@ -40,21 +40,6 @@ LARGEST_FILE = 64 << 20
 """A plan is far smaller; what is larger is not read."""
 
 
-class AttemptNote(Noun, frozen=True, kw_only=True):
-    """What of attempt.json those want to know who look on; a run may say less, or more."""
-
-    attempt: int = 1
-    procs: int = 1
-    state: str = ""
-    """running or ended."""
-    at_s: float | None = None
-    """Seconds since 1970."""
-    steps: int | None = None
-    """Of the whole run."""
-    host: str = ""
-    pid: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What a run's folder says."""
@@ -62,7 +47,7 @@ class Record:
     root: Path
     plan: Plan | None = None
     identity: RunIdentity | None = None
-    attempt: AttemptNote | None = None
+    attempt: Attempt | None = None
     lines: tuple[Line, ...] = ()
     """In the order of steps, each step once."""
     events: tuple[Incident, ...] = ()
@@ -145,9 +130,9 @@ def read(root: Path) -> Record:
     )
 
 
-def attempt_of(root: Path) -> AttemptNote | None:
+def attempt_of(root: Path) -> Attempt | None:
     """What the last attempt noted; None where there is no such note, which is no loss to speak of."""
-    return _noun(root / ATTEMPT, AttemptNote, [])
+    return _noun(root / ATTEMPT, Attempt, [])
 
 
 def plan_of(root: Path) -> Plan | None:

@@ -125,7 +125,7 @@ class Scribe:
         before = self._before()
         self.folder.events_file.touch()
         lines = self.folder.lines()
-        at = lines[-1]["step"] if lines else 0
+        at = self.step = lines[-1]["step"] if lines else 0
         self.attempt = following(
             before,
             procs=self.world.size,

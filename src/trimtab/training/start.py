@@ -338,6 +338,8 @@ def main() -> int:
     try:
         run.main(sys.argv[1:])
     except SignalException as asked:
+        # A scheduler asks every process, and our parent asks once more: torch's handler would raise again.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return 128 + asked.sigval
     except ChildFailedError as error:
         rank, first = error.get_first_failure()

@@ -16,7 +16,7 @@ from trimtab.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.spec import Gauge, Plan, RunView
+    from trimtab.spec import Gauge, Plan, WatchedRun
 
 LOW_RATINGS = ("poor", "fair")
 SLOW = 0.85
@@ -44,7 +44,7 @@ STEPS_ENOUGH = 5
 
 
 def advise(
-    run: RunView, plan: Plan | None, looks: Mapping[str, Sequence[Gauge]], *, steps: int
+    run: WatchedRun, plan: Plan | None, looks: Mapping[str, Sequence[Gauge]], *, steps: int
 ) -> tuple[Advice, ...]:
     """What can be said about a run that is under way.
 
@@ -62,7 +62,7 @@ def advise(
     return tuple(found)
 
 
-def is_low(run: RunView) -> bool:
+def is_low(run: WatchedRun) -> bool:
     """Whether a run is slower than it should be: by its rating, or beside its plan.
 
     Where neither is known, it may be.
@@ -71,13 +71,13 @@ def is_low(run: RunView) -> bool:
     return not known or run.mfu_rating in LOW_RATINGS or _behind(run)
 
 
-def _behind(run: RunView) -> bool:
+def _behind(run: WatchedRun) -> bool:
     if not run.planned_samples_per_s or run.samples_per_s is None:
         return False
     return run.samples_per_s < SLOW * run.planned_samples_per_s
 
 
-def _data_bound(run: RunView, plan: Plan | None) -> list[Advice]:
+def _data_bound(run: WatchedRun, plan: Plan | None) -> list[Advice]:
     if run.data_wait is None or run.data_wait < WAITING or not run.step_s:
         return []
     workers = plan.choice.workers if plan is not None else None
@@ -92,7 +92,7 @@ def _data_bound(run: RunView, plan: Plan | None) -> list[Advice]:
     ]
 
 
-def _launch_bound(run: RunView, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _launch_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     """GPUs that stand idle while nobody waits for data: the host does not launch fast enough."""
     found = []
     waits = "" if run.data_wait is None else f", and {run.data_wait:.0%} of a step waits for data"
@@ -114,7 +114,7 @@ def _launch_bound(run: RunView, seen: Mapping[str, list[Gauge]]) -> list[Advice]
     return found
 
 
-def _memory_bound(run: RunView, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _memory_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     """GPUs that are busy with moving bytes, at a low share of their peak."""
     found = []
     for key, looks in seen.items():
@@ -222,7 +222,7 @@ def _uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     ]
 
 
-def _slow(run: RunView) -> list[Advice]:
+def _slow(run: WatchedRun) -> list[Advice]:
     """Low, and no measurement says why."""
     if not _behind(run) or run.samples_per_s is None or not run.planned_samples_per_s:
         return []

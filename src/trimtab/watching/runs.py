@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError, WrongUse
-from trimtab.spec import Incident, RunView
+from trimtab.spec import Incident, WatchedRun
 from trimtab.training.meters import Line
 from trimtab.training.record import EVENTS, IDENTITY, LOCK, LOG, PLAN, Tail, attempt_of, is_step, plan_of
 from trimtab.units import format_duration, parse_whole
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trimtab.probe.world import World
-    from trimtab.spec import Gauge, Plan
-    from trimtab.training.record import AttemptNote
+    from trimtab.spec import Attempt, Gauge, Plan
 
 DEEPEST = 3
 """Folders below the one given, in which runs are looked for."""
@@ -102,7 +101,7 @@ class Follower:
     _told: Tail | None = None
     _plan_at: float | None = None
 
-    def look(self, now: float, world: World, gauges: Sequence[Gauge]) -> RunView:
+    def look(self, now: float, world: World, gauges: Sequence[Gauge]) -> WatchedRun:
         """The run as it is now; devices only where they can be told for certain."""
         self._read()
         note = attempt_of(self.folder)
@@ -114,7 +113,7 @@ class Follower:
         taken = sum(one.time_s for one in self.lines)
         waits = [one.data_wait_s for one in self.lines if one.data_wait_s is not None]
         mfu = _median([one.mfu for one in self.lines])
-        return RunView(
+        return WatchedRun(
             folder=str(self.folder),
             job=plan.job if plan is not None else "",
             state=state,
@@ -162,7 +161,7 @@ class Follower:
 
     def _state(
         self,
-        note: AttemptNote | None,
+        note: Attempt | None,
         steps: int | None,
         silent: float | None,
         typical: float | None,
@@ -228,7 +227,7 @@ def _left(last: Line | None, steps: int | None, typical: float | None) -> float 
     return max(0, steps - last.step) * typical
 
 
-def _horizon(note: AttemptNote | None, plan: Plan | None) -> int | None:
+def _horizon(note: Attempt | None, plan: Plan | None) -> int | None:
     """Steps of the whole run: as it says itself, or as its plan has it."""
     if note is not None and note.steps:
         return note.steps

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trimtab.probe.world import World
-    from trimtab.spec import Gauge, RunView
+    from trimtab.spec import Gauge, WatchedRun
 
 KEPT_LOOKS = 10
 """Looks at a GPU that are kept: what is said of it holds for all of them, not for one unlucky moment."""
-FIND_EVERY_S = 10.0
+FIND_EVERY_S = 5.0
 """Between two searches for new runs."""
 
 
@@ -56,7 +56,7 @@ class Watcher:
         runs = tuple(self._view(one, now, found) for one in self.followers.values())
         return Sample(at_s=now, gpus=found, no_gpus=why, runs=runs)
 
-    def _view(self, one: Follower, now: float, found: Sequence[Gauge]) -> RunView:
+    def _view(self, one: Follower, now: float, found: Sequence[Gauge]) -> WatchedRun:
         view = one.look(now, self.world, found)
         return view.replace(advice=advise(view, one.plan, self.looks, steps=one.seen))
 
