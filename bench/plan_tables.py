@@ -67,8 +67,6 @@ def ruled(row: dict[str, Any], on: str) -> str:
     """What the rule's choice would need."""
     if row["batch"] < 1:
         return "cannot be: the batch is negative"
-    if row["strategy"] is None:
-        return "unequal groups are not planned"
     ranks = row["gpus"] if row["strategy"] == "ddp" else max(1, row["gpus"] // 2)
     micro = max(1, row["batch"] // ranks)
     try:
