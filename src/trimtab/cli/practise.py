@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -138,48 +138,26 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
         ranks=processes(procs, nodes),
     )
     flags = set_up.train | {"seed": set_up.train["seed"] or 0}
+    asked: dict[str, Any] = flags | {
+        "procs": procs,
+        "nodes": nodes,
+        "rendezvous": rendezvous,
+        "restarts": restarts,
+        "pins": set_up.pins,
+        "out": out,
+        "checkpoint_s": None if checkpoint_minutes is None else 60 * checkpoint_minutes,
+        "keep": keep,
+        "faults": faults,
+        "timeout_min": timeout_min,
+        "options": set_up.options,
+        "json": json,
+    }
     if stages is not None:
-        ending = api.train_stages(
-            job,
-            plan,
-            files=stage_folder(stages),
-            procs=procs,
-            nodes=nodes,
-            rendezvous=rendezvous,
-            restarts=restarts,
-            pins=set_up.pins,
-            out=out,
-            checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
-            keep=keep,
-            faults=faults,
-            timeout_min=timeout_min,
-            options=set_up.options,
-            json=json,
-            **flags,
-        )
-        if ending.exit_code:
-            raise typer.Exit(ending.exit_code)
-        return
-    with progress() as say:
-        task = api.prepare_training(
-            job,
-            plan,
-            **flags,
-            procs=procs,
-            nodes=nodes,
-            rendezvous=rendezvous,
-            restarts=restarts,
-            pins=set_up.pins,
-            out=out,
-            checkpoint_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
-            keep=keep,
-            faults=faults,
-            timeout_min=timeout_min,
-            options=set_up.options,
-            json=json,
-            say=say,
-        )
-    code = api.run_training(*task).exit_code
+        code = api.train_stages(job, plan, files=stage_folder(stages), **asked).exit_code
+    else:
+        with progress() as say:
+            task = api.prepare_training(job, plan, say=say, **asked)
+        code = api.run_training(*task).exit_code
     if code:
         raise typer.Exit(code)
 
