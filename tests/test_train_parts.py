@@ -395,6 +395,19 @@ def test_a_strategy_gives_way_to_its_kin_where_the_number_does_not_allow_it() ->
     ]
 
 
+def test_a_pipeline_keeps_its_stages_where_it_can() -> None:
+    piped = Setting(
+        strategy=Strategy.PIPELINE, mesh=Mesh(pp=2), micro_batch=4, accumulation=4, global_batch=16
+    )
+    found = [resize.divided(piped, many)[0] for many in (1, 2, 3, 4)]
+    assert [one.strategy for one in found] == ["single", "pipeline", "fsdp", "pipeline"]
+    assert found[3].mesh == Mesh(pp=2, dp_replicate=2)
+    four = piped.replace(mesh=Mesh(pp=4))
+    assert resize.divided(four, 3)[0].mesh == Mesh(pp=3)
+    begun = resize.cpu_setting(WORKLOAD, 2, {"strategy": "pipeline"})
+    assert (begun.mesh, begun.micro_batch, begun.accumulation) == (Mesh(pp=2), 4, 4)
+
+
 def test_a_machine_without_a_gpu_gets_a_plain_plan() -> None:
     plan = resize.cpu_plan("slm:tiny", WORKLOAD, 3, {}, {})
     assert (plan.choice.strategy, plan.choice.micro_batch, plan.choice.accumulation) == (Strategy.DDP, 6, 1)

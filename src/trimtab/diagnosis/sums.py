@@ -43,7 +43,7 @@ EVALUATING = frozenset(
 )
 """Functions that evaluate, in transformers, Lightning, nanoGPT and common scripts."""
 LOW_MFU = 5.0
-"""Percent. Nine tenths of the measured jobs of the exam are above it, on any GPU of the catalogue."""
+"""Percent: chosen so that hardly any job that is set up well is below it; not measured."""
 LONG_WAIT = 0.2
 """The share of a step that waiting for data may take before it is worth a word."""
 FEWEST = 5

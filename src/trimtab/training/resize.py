@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Cluster, Workload
 
+FILLED = 2
+"""Micro-batches for each stage of a pipeline."""
 UNKNOWN = "nothing was estimated: the memory and the speed of a CPU are not predicted"
 
 
@@ -92,7 +94,9 @@ def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Sett
             cure=cure.replace("GPUs", "processes").capitalize() + ".",
         )
     mesh = spread(strategy, procs, branches=len(workload.branches))
-    micro, rounds = _cut(workload.global_batch, mesh.data_parallel, pins)
+    # A pipeline of which all stages are to be busy takes several micro-batches.
+    least = FILLED * mesh.pp if mesh.pp > 1 else 1
+    micro, rounds = _cut(workload.global_batch, mesh.data_parallel, pins, least=least)
     return Setting(
         strategy=strategy,
         mesh=mesh,
@@ -107,7 +111,8 @@ def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Sett
     )
 
 
-def _cut(global_batch: int, data_parallel: int, pins: Mapping[str, Any]) -> tuple[int, int]:
+def _cut(global_batch: int, data_parallel: int, pins: Mapping[str, Any], *, least: int) -> tuple[int, int]:
+    """The largest micro-batch that agrees with the pins and makes so many rounds, where that can be."""
     if "micro_batch" in pins:
         found = cut(global_batch, data_parallel, micro_batch=int(pins["micro_batch"]))
         if found is not None:
@@ -122,7 +127,8 @@ def _cut(global_batch: int, data_parallel: int, pins: Mapping[str, Any]) -> tupl
             found=f"a share of the global batch {global_batch} cannot be cut into that many even parts",
             cure=f"Pin one of {', '.join(str(one[1]) for one in cuts(global_batch, data_parallel))}.",
         )
-    return cuts(global_batch, data_parallel)[0]
+    known = cuts(global_batch, data_parallel)
+    return next((one for one in known if one[1] >= least), known[-1])
 
 
 def divided(setting: Setting, procs: int, *, nodes: int = 1, branches: int = 0) -> tuple[Setting, str]:
@@ -131,7 +137,7 @@ def divided(setting: Setting, procs: int, *, nodes: int = 1, branches: int = 0) 
     The micro-batch never grows, so that what fitted one device still does where weights are replicated; a
     strategy that the new number does not allow gives way to its nearest kin.
     """
-    strategy, mesh = _kin(setting.strategy, procs, nodes, branches)
+    strategy, mesh = _kin(setting, procs, nodes, branches)
     share = -(-setting.global_batch // mesh.data_parallel)
     micro = min(setting.micro_batch, share)
     rounds = -(-share // micro)
@@ -150,10 +156,17 @@ def divided(setting: Setting, procs: int, *, nodes: int = 1, branches: int = 0) 
     return found, words
 
 
-def _kin(strategy: Strategy, procs: int, nodes: int, branches: int) -> tuple[Strategy, Mesh]:
+def _kin(setting: Setting, procs: int, nodes: int, branches: int) -> tuple[Strategy, Mesh]:
     """The strategy and the mesh nearest to what was, for so many processes."""
+    strategy, stages = setting.strategy, setting.mesh.pp
     if procs == 1:
         return Strategy.SINGLE, Mesh()
+    if strategy is Strategy.PIPELINE:
+        if procs < stages or procs % stages == 0:
+            stages = min(stages, procs)
+            return strategy, Mesh(pp=stages, dp_replicate=procs // stages)
+        # Nobody knows here whether there are layers for more stages.
+        return Strategy.FSDP, spread(Strategy.FSDP, procs)
     wanted = Strategy.DDP if strategy is Strategy.SINGLE else strategy
     if wanted is Strategy.HSDP and (nodes < 2 or procs % nodes or procs == nodes):  # noqa: PLR2004 - several
         wanted = Strategy.FSDP
