@@ -162,7 +162,7 @@ def cell_paragraphs(text: str) -> str:
 
 def signature(value: Any) -> str:
     """Names of the arguments with their defaults, without types."""
-    shown = []
+    shown: list[str] = []
     bare = False
     for one in inspect.signature(value).parameters.values():
         if one.name == "self":
@@ -170,7 +170,7 @@ def signature(value: Any) -> str:
         if one.kind is one.KEYWORD_ONLY and not bare and not any(part.startswith("*") for part in shown):
             shown.append("*")
             bare = True
-        star = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+        star = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(one.kind.name, "")
         shown.append(star + one.name + ("" if one.default is one.empty else f"={default_text(one.default)}"))
     return f"({', '.join(shown)})"
 

@@ -70,5 +70,20 @@ def test_every_page_is_in_the_list_of_the_readme() -> None:
     assert missing == []
 
 
+def first_job(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+
+
+def test_the_job_that_newcomers_copy_is_one_and_can_be_trained(tmp_path: Path) -> None:
+    import trimtab
+
+    assert first_job("README.md") == first_job("docs/tutorial.md")
+    file = tmp_path / "job.py"
+    file.write_text(first_job("README.md"), encoding="utf-8")
+    job = trimtab.load(f"{file}:Reader", width=128, layers=1, length=8, samples=6)
+    assert job.loss(job.model(), job.batch(2)).isfinite()
+    assert len(job.dataset()) == 6
+
+
 def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(manual).failed == 0
