@@ -299,6 +299,35 @@ def test_the_expandable_allocator_is_taken_only_where_the_default_does_not_fit()
     assert planned("H200").choice.allocator is Allocator.DEFAULT
 
 
+def test_branches_get_as_even_numbers_of_gpus_as_there_can_be_and_pipelines_every_divisor() -> None:
+    legal = space(workload(global_batch=16, branches=("llama", "qwen")), stated("4xH100"), Policy())
+    found = {
+        (one.layout.gpus, one.strategy, one.mesh.copies or one.mesh.branch_ranks) for one in legal.families
+    }
+    assert {one[2] for one in found if one[1] is Strategy.HYBRID} == {(2, 1), (1, 2), (2, 2)}
+    assert {one[0] for one in found if one[1] is Strategy.BRANCH} == {2}
+    piped = [one for one in legal.families if one.strategy is Strategy.PIPELINE]
+    assert {(one.mesh.pp, one.mesh.dp_replicate) for one in piped} == {(2, 1), (3, 1), (4, 1), (2, 2)}
+    assert not any(one.compile for one in piped)
+    uneven = [one for one in legal.families if one.mesh.copies]
+    # The branch with two ranks has shares of 8, and fills them.
+    assert {one.cuts[0] for one in uneven} == {(8, 2)}
+    assert all(one.setting(one.cuts[-1]).gpus == one.layout.gpus for one in legal.families)
+
+
+@pytest.mark.slow
+def test_two_frozen_models_are_split_by_the_number_of_gpus(tmp_path: Any, monkeypatch: Any) -> None:
+    """2 GPUs: a model each; 3: two and one; 4: two each, sharing the batch."""
+    import trimtab
+
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    for gpus, how, ranks in ((2, "branch", (1, 1)), (3, "hybrid", (2, 1)), (4, "hybrid", (2, 2))):
+        choice = trimtab.plan("bridge:tiny", f"{gpus}xA100-40GB", pins={"strategy": how, "gpus": gpus}).choice
+        assert choice.strategy == how
+        assert sorted(choice.mesh.branch_ranks, reverse=True) == list(ranks)
+        assert choice.micro_batch * choice.accumulation * choice.data_parallel == 16
+
+
 def test_branches_are_used_where_the_job_has_them() -> None:
     law = Law(static_bytes=36 * GIB, branch_share=0.4)
     with_branches = planned("2xA100-40GB", law, workload(branches=("llama", "qwen")))

@@ -229,7 +229,9 @@ def _families(layout: Layout, workload: Workload, policy: Policy, refusals: _Ref
                 f"more data-parallel GPUs than the global batch of {workload.global_batch} has samples", ways
             )
             continue
-        members = _cuts(workload.global_batch, mesh.data_parallel, policy)
+        # The branch with the most ranks has the smallest share: all take micro-batches that it can fill.
+        most = -(-workload.global_batch // max(mesh.copies, default=1))
+        members = [one for one in _cuts(workload.global_batch, mesh.data_parallel, policy) if one[0] <= most]
         if not members:
             refusals.add(
                 f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
