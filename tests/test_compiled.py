@@ -160,6 +160,7 @@ def h200() -> Device:
     return row_device(row, 0, "the test")
 
 
+@pytest.mark.slow
 def test_fused_steps_are_never_stored(tmp_path: Path) -> None:
     eager, compiled = (estimate(tmp_path, "Chain", compile=one, micro_batch=512) for one in (False, True))
     sample = 512 * 128 * 256 * 2
@@ -179,6 +180,7 @@ def test_recomputation_is_compiled_too(tmp_path: Path) -> None:
     assert activations(kept) - activations(again) > hidden
 
 
+@pytest.mark.slow
 def test_randomness_is_recomputed_under_the_compiler(tmp_path: Path) -> None:
     kept, again = (estimate(tmp_path, "Dropping", compile=True, recompute=one) for one in ("none", "full"))
     assert activations(again) < activations(kept)
@@ -218,6 +220,7 @@ def test_several_devices_are_refused_with_the_way_out(tmp_path: Path, strategy: 
     assert "Leave one of the two out" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_would_be_without(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     call = ("estimate", f"{tmp_path}/job.py:Chain", "--on", "H200", "--micro-batch", "512", "--compile")

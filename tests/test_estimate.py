@@ -243,7 +243,7 @@ def test_a_job_that_fails_is_told_where(tmp_path: Path, change: tuple[str, str],
         ({"micro_batch": 0}, "it is below 1"),
         ({"precision": "fp7"}, "it is none of fp32, tf32, bf16, fp16, bf16-true"),
         ({"strategy": "fsdp"}, "there is one GPU"),
-        ({"strategy": "pipeline"}, "cannot be estimated yet"),
+        ({"strategy": "pipeline"}, "there is one GPU"),
         ({"recompute": "some"}, "it is none of none, full, selective"),
     ],
 )

@@ -168,8 +168,8 @@ def test_nothing_is_said_twice_and_every_job_says_what_it_lacks() -> None:
         api.turn_knobs("slm", ["max_length=64"], options={"seq": "32"})
     with pytest.raises(WrongUse, match="batch_size=4: --pin micro_batch is given too"):
         api.turn_knobs("slm", ["batch_size=4"], pins=["micro-batch=8"])
-    with pytest.raises(WrongUse, match="sets the option 'warmup', which the job naics does not have"):
-        api.turn_knobs("naics", ["warmup_steps=8"])
+    with pytest.raises(WrongUse, match="sets the option 'warmup', which the job bridge does not have"):
+        api.turn_knobs("bridge", ["warmup_steps=8"])
     # The horizon of the rate is set where the job has one; the steps are set everywhere.
     found = api.turn_knobs("naics", ["max_steps=8"])
     assert (found.options, found.train) == ({}, {"steps": 8})

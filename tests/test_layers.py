@@ -318,6 +318,7 @@ def test_a_job_traced_by_few_blocks_is_the_job_traced_whole(
     assert few.parameters == whole.parameters
 
 
+@pytest.mark.slow
 def test_two_lists_of_blocks_are_put_together(tmp_path: Path) -> None:
     setting = Setting(micro_batch=4, global_batch=4, recompute=Recompute.SELECTIVE)
     whole, few = whole_and_few(tmp_path, "Two", setting)

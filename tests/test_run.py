@@ -497,7 +497,6 @@ def test_wrong_use_is_said_to_be() -> None:
     [
         (Setting(strategy=Strategy.DDP, mesh=Mesh(dp_replicate=2), micro_batch=5, global_batch=10),
          EnvironmentFault, "a plan for 2 devices: there is one process"),
-        (setting(10, strategy=Strategy.PIPELINE), WrongUse, "cannot be run yet"),
         ("/no/such/plan.json", WrongUse, "cannot be read"),
         (7, WrongUse, "neither a Plan"),
     ],

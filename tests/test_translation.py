@@ -39,7 +39,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "trimtab doctor train.log": ("out of memory", "micro-batch"),
     "trimtab show": ("01_stage", "micro-batch"),
     "trimtab apply": ("accumulate_grad_batches",),
-    "trimtab revert": ("restored",),
+    "trimtab revert": ("put back as before",),
 }
 NEEDS = {"trimtab profile": (5, "GPU"), "trimtab cancel": (5, "Slurm"), "trimtab jobs": (5, "Slurm")}
 """Without a GPU or a cluster: the exit code, and a word of the error."""
@@ -83,9 +83,14 @@ def called(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-PLANS = [row for row in ROWS if row[1].startswith("trimtab plan ")]
+PLANS = [
+    # Two models over several strategies are traced for seconds each.
+    pytest.param(*row, marks=[pytest.mark.slow] if "plan bridge" in row[1] else [])
+    for row in ROWS
+    if row[1].startswith("trimtab plan ")
+]
 TRAININGS = [row for row in ROWS if "trimtab train " in row[1]]
-OTHERS = [row for row in ROWS if row not in PLANS and row not in TRAININGS]
+OTHERS = [row for row in ROWS if not row[1].startswith("trimtab plan ") and row not in TRAININGS]
 
 
 @pytest.mark.parametrize(("there", "here", "_"), PLANS)
@@ -102,7 +107,8 @@ def test_a_plan_is_what_the_row_asks_for(
     given = dict(zip(words[3::2], words[4::2], strict=False))
     choice, estimate = plan["choice"], plan["estimate"]
     parts = choice["micro_batch"] * choice["accumulation"] * choice["data_parallel"]
-    assert parts == choice["global_batch"] or choice["shares"] or choice["strategy"] == "hybrid"
+    # The last micro-batch of a step may be smaller, never the global batch.
+    assert parts >= choice["global_batch"]
     for word, value in itertools.pairwise(words):
         if word == "--pin":
             name, _, wanted = value.partition("=")
@@ -110,8 +116,7 @@ def test_a_plan_is_what_the_row_asks_for(
         if word == "--knob" and value in KNOBS:
             name, expected = KNOBS[value]
             assert choice[name] == expected
-    if "--global-batch" in given:
-        assert choice["global_batch"] == int(given["--global-batch"])
+    assert choice["global_batch"] == int(given.get("--global-batch", plan["workload"]["global_batch"]))
     share = float(given.get("--memory", 0.9))
     assert estimate["band"]["high_bytes"] <= share * estimate["capacity_bytes"]
     if "--out" in given:
@@ -120,8 +125,6 @@ def test_a_plan_is_what_the_row_asks_for(
         assert [row["gpus"] for row in plan["comparison"]] == [1, 2, 4]
         assert plan["what_if"]
         assert choice["gpus"] == 1, "the fewest that meet the deadline"
-    if "hybrid" in here:
-        assert choice["gpus"] == int(re.findall(r"(\d)x", here)[0])
     assert there
 
 

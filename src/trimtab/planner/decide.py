@@ -255,10 +255,9 @@ def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
 
 def _left_out(cluster: Cluster) -> tuple[str, ...]:
     """What the space does not hold."""
-    said = ["pipeline: no prediction yet"] if len(cluster.devices) > 1 else []
     if len(cluster.nodes) > 1:
-        said.append("parts of several nodes: over nodes, whole ones only")
-    return tuple(said)
+        return ("parts of several nodes: over nodes, whole ones only",)
+    return ()
 
 
 def _none(question: Question, whole: Space, result: Result, outlook: Outlook) -> Exception:
