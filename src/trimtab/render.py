@@ -528,7 +528,9 @@ def _figures(found: Estimate) -> Table:
         table.add_column(justify=justify, no_wrap=True)
     sizes = [(name, getattr(found.parts, name)) for name in found.parts.__struct_fields__]
     left = [(f" {LETTERS[name]} {name}", format_bytes(size)) for name, size in sizes]
-    band = f"{format_gib(found.band.low_bytes)} to {format_bytes(found.band.high_bytes)}"
+    low, high = format_bytes(found.band.low_bytes), format_bytes(found.band.high_bytes)
+    # The unit once, where both have the same.
+    band = f"{low.removesuffix(high[-4:])} to {high}"
     right = [
         ("allocated", format_bytes(found.allocated_bytes, digits=2)),
         ("reserved", format_bytes(found.reserved_bytes, digits=2)),
