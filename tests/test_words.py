@@ -25,6 +25,8 @@ ALL_VERBS = [
     "calibrate",
     "exam",
     "watch",
+    "jobs",
+    "cancel",
     "doctor",
     "report",
     "explain",

@@ -114,6 +114,15 @@ def explain(word: str) -> Word:
     return look_up(word, VERBS, more=kind_words())
 
 
+def all_words() -> dict[str, Word]:
+    """Every entry that `explain` has, by name: our own words, and kinds of what `trimtab doctor` finds."""
+    from trimtab.catalog.words import words
+    from trimtab.diagnosis.words import kind_words
+
+    ours = words(VERBS)
+    return ours | {name: one for name, one in kind_words().items() if name not in ours}
+
+
 def doctor(*logs: str | Path, say: Callable[[str], None] = lambda _: None) -> Diagnosis:
     """What made a run fail, from its logs, folders and records; without any, what is wrong with this machine.
 

@@ -12,7 +12,7 @@ import msgspec
 from trimtab.errors import UnknownName, nearest
 from trimtab.spec import Noun
 
-KINDS = ("knob", "precision", "recompute", "strategy", "term", "hardware", "verb", "fault")
+KINDS = ("knob", "precision", "recompute", "strategy", "term", "hardware", "verb", "error", "fault")
 _VERB = re.compile(r"`trimtab ([a-z]+)")
 
 

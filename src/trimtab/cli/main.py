@@ -279,16 +279,16 @@ def _look(on: str | None, record: Path | None) -> Cluster:
 
 @app.command()
 def explain(
-    word: Annotated[str | None, typer.Argument(help="A knob, strategy or term; none lists all.")] = None,
+    word: Annotated[
+        str | None, typer.Argument(help="A knob, strategy, term, error or finding; none lists all.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Explain a knob, strategy or term in plain English."""
+    """Explain a knob, strategy, term, error or finding in plain English."""
     from trimtab import api, render
 
     if word is None:
-        from trimtab.catalog.words import words
-
-        known = words(api.VERBS)
+        known = api.all_words()
         if json:
             _print_json({"words": sorted(known)})
         else:
