@@ -254,6 +254,11 @@ def test_options_that_cannot_be_are_refused_before_tracing(
         estimate(job_file(tmp_path), **options)
 
 
+def test_bf16_is_refused_where_the_hardware_only_pretends(tmp_path: Path) -> None:
+    with pytest.raises(WrongUse, match="Tesla T4 does not compute in bf16. Use --precision fp16"):
+        trimtab.estimate(job_file(tmp_path), "T4")
+
+
 def test_a_job_that_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="has no Jobb; it has Job"):
         estimate(job_file(tmp_path) + "b")

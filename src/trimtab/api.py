@@ -210,6 +210,19 @@ def look_closely(  # noqa: PLR0913 - a question and where it is asked
     return found
 
 
+def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
+    """Raise where a setting computes in bf16 and the device only pretends to."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec import Precision
+
+    if device.bf16 is False and setting.precision in (Precision.BF16, Precision.BF16_TRUE):
+        raise WrongUse(
+            f"{setting.precision} on {device.name}",
+            found=f"{device.name} does not compute in bf16",
+            cure=cure,
+        )
+
+
 def look_at_all(  # noqa: PLR0913 - as above
     job: Any,
     settings: Sequence[Setting],
@@ -229,6 +242,9 @@ def look_at_all(  # noqa: PLR0913 - as above
     from trimtab.pace.store import recall
     from trimtab.predict.estimate import estimate as judge
     from trimtab.predict.traces import traces
+
+    for one in settings:
+        refuse_emulated(one, device, cure="Use --precision fp16 or fp32, or look at another GPU.")
 
     name, changed = name_of(job)
     own = recall(device)
@@ -865,7 +881,6 @@ class _Seer:
     def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
         """What a setting needs, and how fast it is."""
         from trimtab.errors import WrongUse
-        from trimtab.spec import Precision
 
         if setting.compile and setting.gpus > 1:
             raise WrongUse(
@@ -874,12 +889,7 @@ class _Seer:
                 cure="Look at --on one of them.",
             )
         device = first_device(self.where)
-        if device.bf16 is False and setting.precision in (Precision.BF16, Precision.BF16_TRUE):
-            raise WrongUse(
-                f"{setting.precision} on {device.name}",
-                found=f"{device.name} does not compute in bf16",
-                cure="Write fp16 or fp32 into the config, or look at another GPU.",
-            )
+        refuse_emulated(setting, device, cure="Write fp16 or fp32 into the config, or look at another GPU.")
         self.say("estimating")
         both = {**options, **self.options}
         return look_closely(self.job, setting, device, where=self.where, options=both, cache=self.cache)[0]
