@@ -255,7 +255,7 @@ def test_options_that_cannot_be_are_refused_before_tracing(
 
 
 def test_bf16_is_refused_where_the_hardware_only_pretends(tmp_path: Path) -> None:
-    with pytest.raises(WrongUse, match="Tesla T4 does not compute in bf16. Use --precision fp16"):
+    with pytest.raises(WrongUse, match=r"Tesla T4 does not compute in bf16\. Use --precision fp16"):
         trimtab.estimate(job_file(tmp_path), "T4")
 
 

@@ -45,7 +45,9 @@ def ask(command: Sequence[str]) -> str:
     except OSError as error:
         raise EnvironmentFault(shown, found=str(error.strerror), cure="Mend the installation.") from error
     if done.returncode:
-        words = shortened(" ".join((done.stderr or done.stdout).split()), 400)
+        # Slurm's commands say last what it comes to; what they tried before fills a screen.
+        last = (done.stderr or done.stdout).strip().splitlines()[-2:]
+        words = shortened(" ".join(" ".join(last).split()), 400)
         raise EnvironmentFault(
             shortened(shown),
             found=words or f"it ended with {done.returncode}",
