@@ -1,0 +1,291 @@
+"""The best configuration that fits, and plans as files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.api.asking import cluster, detect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from trimtab.errors import TrimtabError
+    from trimtab.planner.foresight import Foresight, Memo
+    from trimtab.predict.traces import Family
+    from trimtab.spec import (
+        Cluster,
+        Device,
+        Plan,
+        Policy,
+        Setting,
+        Trace,
+        Workload,
+    )
+    from trimtab.trace.standing import Standing
+
+
+def plan(  # noqa: PLR0913 - each is an option of the command
+    job: Any,
+    on: str | Cluster | None = None,
+    *,
+    global_batch: int | None = None,
+    samples: int | None = None,
+    epochs: int | None = None,
+    memory: float = 0.9,
+    deadline: str | float | None = None,
+    objective: str = "speed",
+    compare: Iterable[int] = (),
+    price: float | None = None,
+    pins: Mapping[str, Any] | Iterable[str] = (),
+    clip: float | None = None,
+    options: dict[str, Any] | None = None,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """The best configuration that fits, with reasons, without a GPU.
+
+    trimtab.plan("job.py:MyJob", "4xA100-40GB").choice
+    trimtab.plan(MyJob, "8xH100", deadline="12h", objective="gpus", compare=[1, 2, 4, 8]).recommendation
+    """
+    from trimtab.jobs.load import name_of
+    from trimtab.planner.decide import Question, decide
+    from trimtab.planner.foresight import plain_device
+    from trimtab.planner.outlook import room_bytes
+    from trimtab.planner.stale import fingerprints
+    from trimtab.trace.standing import Standing
+    from trimtab.trace.summary import is_known
+    from trimtab.trace.tracer import keep
+    from trimtab.trace.worker import Requests
+
+    policy = make_policy(memory, deadline, objective, price, pins)
+    where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    name, changed = name_of(job)
+    overrides = changed | (options or {})
+    given = {"global_batch": global_batch, "samples": samples, "epochs": epochs}
+    with Standing() as standing:
+        if not (cache and is_known(name, overrides)):
+            # It will be needed: let it load the job while this process asks what the job says of itself.
+            device = plain_device(min(where.devices, key=room_bytes))
+            standing.warm(Requests(job=name, overrides=overrides, settings=(), device=device))
+        workload = workload_of(name, overrides, given, cache=cache, say=say)
+        question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
+        outlook, save, known = foresight(name, overrides, standing, clip=clip, cache=cache, say=say)
+        file = known.with_name(f"plan-{_digest(known.name, question)}.json")
+        found = _same_plan(file) if cache else None
+        if found is not None:
+            return found
+        try:
+            found = decide(question, outlook)
+        finally:
+            save()
+        prints = fingerprints(name, workload, found.places, versions())
+        found = found.replace(fingerprints=prints, options=overrides)
+        keep(file, found.to_json())
+        return found
+
+
+def _digest(*parts: Any) -> str:
+    import hashlib
+
+    import msgspec
+
+    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:32]
+
+
+def _same_plan(file: Path) -> Plan | None:
+    """The plan that the same question got before."""
+    from trimtab.errors import BrokenFile
+    from trimtab.spec import Plan
+
+    try:
+        return Plan.from_json(file.read_bytes(), origin=str(file))
+    except (OSError, BrokenFile):
+        return None
+
+
+def workload_of(
+    job: str,
+    overrides: dict[str, Any],
+    given: Mapping[str, int | None],
+    *,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Workload:
+    """What a job says of itself, with what the caller says instead."""
+    from trimtab.errors import WrongUse
+    from trimtab.trace.summary import summary
+
+    for key, value in given.items():
+        if value is not None and value < 1:
+            option = f"--{key.replace('_', '-')}"
+            raise WrongUse(f"{option} {value}", found="it is below 1", cure=f"Give {option} at least 1.")
+    say("reading the job")
+    found = summary(job, overrides, cache=cache)
+    return found.replace(**{key: value for key, value in given.items() if value is not None})
+
+
+def make_policy(
+    memory: float,
+    deadline: str | float | None,
+    objective: str,
+    price: float | None,
+    pins: Mapping[str, Any] | Iterable[str],
+) -> Policy:
+    """A Policy from what people type."""
+    from collections.abc import Mapping as AnyMapping
+
+    from trimtab.errors import WrongUse
+    from trimtab.planner.pins import read, taken
+    from trimtab.spec import Objective, Policy
+    from trimtab.units import parse_duration
+
+    if not 0 < memory <= 1:
+        raise WrongUse(
+            f"--memory {memory:g}", found="it is no share of the free memory", cure="Give one from 0.1 to 1."
+        )
+    if objective not in set(Objective):
+        known = ", ".join(one.value for one in Objective)
+        raise WrongUse(f"--objective {objective}", found=f"it is none of {known}", cure="Use one of those.")
+    if price is not None and price < 0:
+        raise WrongUse(f"--price {price:g}", found="it is below 0", cure="Give a price per GPU and hour.")
+    return Policy(
+        objective=Objective(objective),
+        memory_share=memory,
+        deadline_s=parse_duration(deadline) if isinstance(deadline, str) else deadline,
+        price_per_gpu_hour=price,
+        pins=taken(pins) if isinstance(pins, AnyMapping) else read(pins),
+    )
+
+
+def foresight(  # noqa: PLR0913 - what a job is traced with
+    job: str,
+    overrides: dict[str, Any],
+    standing: Standing,
+    *,
+    clip: float | None = None,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Foresight, Callable[[], None], Path]:
+    """What the planner asks, how to keep what it learnt, and where that is kept."""
+    from trimtab.pace.store import recall
+    from trimtab.planner.foresight import Foresight
+    from trimtab.predict.traces import traces
+    from trimtab.trace.summary import Named, fingerprint
+    from trimtab.trace.tracer import cache_folder, keep
+
+    families: dict[str, Family] = {}
+
+    def trace_all(
+        settings: Sequence[Setting], device: Device, changes: dict[str, Any]
+    ) -> list[Trace | TrimtabError]:
+        return traces(
+            job,
+            settings,
+            device,
+            overrides={**overrides, **changes},
+            clip=clip,
+            cache=cache,
+            families=families,
+            standing=standing,
+        )
+
+    named = Named(job=job, overrides={**overrides, "clip": clip})
+    file = cache_folder() / f"outlook-{fingerprint(named)}-{_predictor()}.json"
+    found = Foresight(trace_all=trace_all, recall=recall, say=say, memo=_memo(file) if cache else _memo(None))
+
+    def save() -> None:
+        if cache and found.memo.changed:
+            import msgspec
+
+            keep(file, msgspec.json.encode(found.memo).decode())
+
+    return found, save, file
+
+
+def _memo(file: Path | None) -> Memo:
+    import msgspec
+
+    from trimtab.planner.foresight import Memo
+
+    if file is None or not file.is_file():
+        return Memo()
+    try:
+        return msgspec.convert(msgspec.json.decode(file.read_bytes()), Memo)
+    except (msgspec.MsgspecError, OSError):
+        return Memo()
+
+
+def _predictor() -> str:
+    """Changes with the source that turns traces into estimates."""
+    import hashlib
+    from pathlib import Path
+
+    own = Path(__file__).parent
+    files = sorted([*own.glob("predict/*"), *own.glob("planner/*.py"), *own.glob("catalog/*.toml")])
+    return hashlib.sha256(b"".join(one.read_bytes() for one in files if one.is_file())).hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """The versions that a plan depends on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from trimtab import __version__
+
+    try:
+        torch = version("torch").partition("+")[0]
+    except PackageNotFoundError:
+        torch = "none"
+    return {"trimtab": __version__, "torch": torch}
+
+
+def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -> Plan:
+    """A plan from its file; refused where the job, the versions or the cluster are not what it assumed.
+
+    Without `job` the job that the plan names is looked at; without `on` the cluster is left out, so that a
+    plan can be read anywhere.
+    """
+    from trimtab.planner.stale import read
+
+    return still_true(read(file), str(file), job=job, on=on)
+
+
+def still_true(found: Plan, origin: str, *, job: Any = None, on: str | Cluster | None = None) -> Plan:
+    """The plan, refused where something is not what it assumed."""
+    from trimtab.jobs.load import name_of
+    from trimtab.planner.stale import changes, fingerprints, refuse
+
+    name, overrides = name_of(found.job if job is None else job)
+    workload = workload_of(name, overrides or found.options, {})
+    if found.workload is not None:
+        # What the command line said instead of the job holds for the plan, not for the job.
+        workload = workload.replace(global_batch=found.workload.global_batch)
+    where = None if on is None else cluster(on) if isinstance(on, str) else on
+    now = fingerprints(name, workload, found.places, versions())
+    refuse(found, origin, changes(found, now, where))
+    return found
+
+
+def devices_of(found: Plan) -> Cluster:
+    """The devices that a plan is for, from its own words."""
+    from trimtab.planner.stale import used
+
+    nodes = len({one.node for one in found.places})
+    if not nodes:
+        return detect()
+    each = "+".join(used(found.places).removeprefix(f"{nodes} nodes of ").split(" + "))
+    return cluster(f"{nodes}x{each}" if nodes > 1 else each)
+
+
+def plan_from(file: Path | str) -> tuple[Plan, str]:
+    """A plan from its file, refused where it is stale; and a word where nobody could tell."""
+    from pathlib import Path
+
+    from trimtab.planner.stale import read
+
+    path = Path(file)
+    found = read(path)
+    source = found.job.rpartition(":")[0]
+    if source.endswith(".py") and not Path(source).is_file():
+        return found, f"{source} is not here: whether the plan still holds for it was not checked."
+    return still_true(found, str(path)), ""

@@ -1,0 +1,321 @@
+"""What a configuration would need, and how good such answers are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.api.asking import cluster, detect
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from trimtab.errors import TrimtabError
+    from trimtab.exams.sit import Marks
+    from trimtab.predict.memory import Memory
+    from trimtab.spec import (
+        Calibration,
+        Cluster,
+        Device,
+        Estimate,
+        Setting,
+        Trace,
+    )
+    from trimtab.trace.worker import Request
+
+
+def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name people type
+    job: Any,
+    on: str | Cluster | None = None,
+    *,
+    micro_batch: int = 1,
+    precision: str = "bf16",
+    recompute: str = "none",
+    compile: bool = False,  # noqa: A002 - the contract's name
+    strategy: str = "single",
+    gpus: int | None = None,
+    optimizer: str = "fused",
+    allocator: str = "default",
+    clip: float | None = None,
+    options: dict[str, Any] | None = None,
+    cache: bool = True,
+) -> Estimate:
+    """What one configuration would need, without running it and without a GPU.
+
+    trimtab.estimate("job.py:MyJob", "H200", micro_batch=16).process_bytes
+    trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"vocab": 50_304}).fits
+    trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
+    """
+    where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    device = first_device(where)
+    setting = make_setting(
+        micro_batch=micro_batch,
+        precision=precision,
+        recompute=recompute,
+        compile=compile,
+        strategy=strategy,
+        gpus=gpus if gpus is not None else len(where.devices),
+        optimizer=optimizer,
+        allocator=allocator,
+        nodes=len(where.nodes),
+        **spread_of(job, strategy, options),
+    )
+    return look_closely(job, setting, device, where=where, options=options, clip=clip, cache=cache)[0]
+
+
+def look_closely(  # noqa: PLR0913 - a question and where it is asked
+    job: Any,
+    setting: Setting,
+    device: Device,
+    *,
+    where: Cluster | None = None,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+) -> tuple[Estimate, Memory, Trace]:
+    """The estimate of a setting with what it rests on."""
+    from trimtab.errors import TrimtabError
+
+    (found,) = look_at_all(job, [setting], device, where=where, options=options, clip=clip, cache=cache)
+    if isinstance(found, TrimtabError):
+        raise found
+    return found
+
+
+def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
+    """Raise where a setting computes in bf16 and the device only pretends to."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec import Precision
+
+    if device.bf16 is False and setting.precision in (Precision.BF16, Precision.BF16_TRUE):
+        raise WrongUse(
+            f"{setting.precision} on {device.name}",
+            found=f"{device.name} does not compute in bf16",
+            cure=cure,
+        )
+
+
+def look_at_all(  # noqa: PLR0913 - as above
+    job: Any,
+    settings: Sequence[Setting],
+    device: Device,
+    *,
+    where: Cluster | None = None,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+) -> list[tuple[Estimate, Memory, Trace] | TrimtabError]:
+    """The estimates of several settings of a job, each with what it rests on, or why there is none.
+
+    All that has to be traced is traced in one go.
+    """
+    from trimtab.errors import TrimtabError
+    from trimtab.jobs.load import name_of
+    from trimtab.pace.store import recall
+    from trimtab.predict.estimate import estimate as judge
+    from trimtab.predict.traces import traces
+
+    for one in settings:
+        refuse_emulated(one, device, cure="Use --precision fp16 or fp32, or look at another GPU.")
+
+    name, changed = name_of(job)
+    own = recall(device)
+    found = traces(name, settings, device, overrides=changed | (options or {}), clip=clip, cache=cache)
+    return [
+        one
+        if isinstance(one, TrimtabError)
+        else _with_rounds(*judge(one, setting, device, cluster=where, calibration=own), one, setting)
+        for one, setting in zip(found, settings, strict=True)
+    ]
+
+
+def _with_rounds(
+    found: Estimate, details: Memory, trace: Trace, setting: Setting
+) -> tuple[Estimate, Memory, Trace]:
+    from trimtab.predict.accumulate import accumulated
+
+    return accumulated(found, trace, setting), details, trace
+
+
+def is_known(  # noqa: PLR0913 - as above
+    job: Any,
+    setting: Setting,
+    device: Device,
+    *,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+) -> bool:
+    """Whether a setting can be estimated without tracing, because it or its like have been traced."""
+    from trimtab.predict.traces import is_known as is_cached
+
+    return cache and is_cached(make_request(job, setting, device, options=options, clip=clip))
+
+
+def make_request(
+    job: Any, setting: Setting, device: Device, *, options: dict[str, Any] | None, clip: float | None
+) -> Request:
+    """What another process needs to know to run a job."""
+    from trimtab.jobs.load import name_of
+    from trimtab.trace.worker import Request
+
+    name, changed = name_of(job)
+    return Request(job=name, overrides=changed | (options or {}), setting=setting, device=device, clip=clip)
+
+
+def first_device(where: Cluster) -> Device:
+    """The device that an estimate is for: the one with the least memory."""
+    from trimtab.errors import WrongUse
+
+    if not where.devices:
+        raise WrongUse(
+            "no --on", found="this machine has no GPU", cure="Name one, as in --on H200 or --on 4xA100-40GB."
+        )
+    return min(where.devices, key=lambda one: one.free_bytes or one.memory_bytes)
+
+
+def gpu_here(verb: str = "profile") -> Device:
+    """The first GPU of this machine."""
+    from trimtab.errors import EnvironmentFault
+
+    found = detect().devices
+    if not found:
+        raise EnvironmentFault(
+            verb,
+            found="this machine has no GPU that can be used",
+            cure="Use `trimtab estimate --on DEVICES`, which needs none.",
+        )
+    return found[0]
+
+
+def make_setting(  # noqa: PLR0913 - each is a field of Setting
+    *,
+    micro_batch: int,
+    precision: str,
+    recompute: str,
+    compile: bool,  # noqa: A002
+    strategy: str,
+    gpus: int,
+    optimizer: str,
+    allocator: str,
+    nodes: int = 1,
+    branches: int = 0,
+    global_batch: int | None = None,
+) -> Setting:
+    """A Setting from words, with an error that lists the words there are.
+
+    One micro-batch on every rank; but in a pipeline, and where branches have unlike numbers of ranks, as many
+    as `global_batch` takes.
+    """
+    from trimtab.errors import WrongUse
+    from trimtab.predict.meshes import spread
+    from trimtab.spec import (
+        Allocator,
+        OptimizerImplementation,
+        Precision,
+        Recompute,
+        Setting,
+        Strategy,
+    )
+
+    def word(kind: Any, text: str, option: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            known = ", ".join(one.value for one in kind)
+            raise WrongUse(
+                f"--{option} {text}", found=f"it is none of {known}", cure="Use one of those."
+            ) from None
+
+    how = word(Strategy, strategy, "strategy")
+    if compile and how is not Strategy.SINGLE:
+        raise WrongUse(
+            f"--compile with --strategy {strategy}",
+            found="compiled code is estimated on one device only",
+            cure="Leave one of the two out.",
+        )
+    if micro_batch < 1:
+        raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
+    mesh = spread(how, gpus, nodes=nodes, branches=branches)
+    whole = micro_batch * mesh.data_parallel
+    if mesh.copies or mesh.pp > 1:
+        whole = max(global_batch or 0, whole)
+    return Setting(
+        strategy=how,
+        mesh=mesh,
+        micro_batch=micro_batch,
+        accumulation=-(-whole // (micro_batch * mesh.data_parallel)),
+        global_batch=whole,
+        precision=word(Precision, precision, "precision"),
+        recompute=word(Recompute, recompute, "recompute"),
+        compile=compile,
+        optimizer=word(OptimizerImplementation, optimizer, "optimizer"),
+        allocator=word(Allocator, allocator, "allocator"),
+    )
+
+
+def spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -> dict[str, int]:
+    """What a strategy has to know of a job; reading a job by name runs its file.
+
+    Branch and hybrid ask how many branches it has; hybrid, whose branches may take unlike numbers of
+    micro-batches, and pipeline, which idles for as long as one, ask for the global batch.
+    """
+    from trimtab.jobs.load import name_of
+    from trimtab.spec import Strategy
+    from trimtab.trace.summary import summary
+
+    if strategy not in (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE):
+        return {}
+    name, changed = name_of(job)
+    found = summary(name, changed | (options or {}))
+    if strategy == Strategy.BRANCH:
+        return {"branches": len(found.branches)}
+    return {"branches": len(found.branches), "global_batch": found.global_batch}
+
+
+def exam(only: str = "*", *, cache: bool = True) -> Marks:
+    """Every recorded measurement against today's predictor."""
+    from trimtab.exams.sit import sit
+
+    return sit(only, cache=cache)
+
+
+def profile(  # noqa: PLR0913 - a question and what to do with the answer
+    job: Any,
+    setting: Setting,
+    device: Device,
+    *,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+    keep: Path | None = None,
+) -> dict[str, Any]:
+    """Run a setting for real for a few steps, and set prediction against measurement.
+
+    `keep` names a file of cases that the run is added to, for `trimtab exam --cases`.
+    """
+    from trimtab.exams.measure import case_of, measured
+    from trimtab.exams.sit import keep as add
+
+    request = make_request(job, setting, device, options=options, clip=clip)
+    found = measured(request)
+    if keep is not None and not found.out_of_memory:
+        add(case_of(request, found), keep)
+    predicted, _, _ = look_closely(job, setting, device, options=options, clip=clip)
+    figures = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s")
+    guess = {figure: getattr(predicted, figure) for figure in figures}
+    truth = {figure: getattr(found, figure) for figure in figures}
+    error = {
+        figure: guess[figure] / truth[figure] - 1 if guess[figure] and truth[figure] else None
+        for figure in figures
+    }
+    return {"predicted": guess, "measured": truth, "error": error, "run": found.to_builtins()}
+
+
+def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
+    """Measure the GPU of this machine and remember it; the calibration and the file it is kept in."""
+    from trimtab.pace.measure import BUDGET_S, calibrated
+    from trimtab.pace.store import remember
+
+    device = gpu_here("calibrate")
+    found = calibrated(device.model or device.name, budget_s=budget_s or BUDGET_S)
+    return found, remember(found)

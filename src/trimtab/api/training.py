@@ -1,0 +1,363 @@
+"""Training, in one piece or stage by stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.api.asking import cluster, detect
+from trimtab.api.planning import make_policy, plan, still_true
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from trimtab.spec import (
+        Cluster,
+        Plan,
+        Stage,
+        StagedPlan,
+    )
+    from trimtab.training.start import Fleet
+    from trimtab.training.task import Ending, Task
+
+
+def train(job: Any, plan: Plan | Path | str | None = None, **asked: Any) -> Ending:
+    """Train a job, elastically: by a plan, or by one that is made here for this machine.
+
+    trimtab.train("slm:tiny", steps=20, out="runs/first")
+    trimtab.train(MyJob, "plan.json", out="runs/big")
+    trimtab.train("bridge:tiny", procs=2, pins={"strategy": "branch"}, steps=20)
+
+    `asked` is what `prepare_training` takes. What is found in `out` is resumed, on any number of processes.
+    Started by torchrun or srun, it is one rank; otherwise it starts the ranks that the plan asks for.
+    """
+    return run_training(*prepare_training(job, plan, **asked))
+
+
+def prepare_training(  # noqa: PLR0913 - each is an option of the command
+    job: Any,
+    plan: Plan | Path | str | None = None,
+    *,
+    steps: int | None = None,
+    procs: int | None = None,
+    nodes: str = "1",
+    rendezvous: str | None = None,
+    restarts: int | None = None,
+    pins: Mapping[str, Any] | Iterable[str] = (),
+    out: Path | str | None = None,
+    seed: int = 0,
+    checkpoint_steps: int | None = None,
+    checkpoint_s: float | None = None,
+    keep: int | None = None,
+    evaluate_steps: int | None = None,
+    every: int | None = None,
+    faults: Path | None = None,
+    timeout_min: float = 10.0,
+    options: dict[str, Any] | None = None,
+    json: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Task, Fleet | None]:
+    """What is to be trained, checked and planned, and the processes that have to be started for it.
+
+    `steps` optimizer steps in all; `procs` processes here; `pins` fix choices of the plan; `checkpoint_steps`
+    or `checkpoint_s` lie between checkpoints, of which `keep` stay; `evaluate_steps` between evaluations; a
+    line is printed `every` so many steps; `faults` is the file of a drill.
+    """
+    import os
+
+    from trimtab.errors import WrongUse
+    from trimtab.jobs.load import load as find
+    from trimtab.jobs.load import name_of
+    from trimtab.training import start, task
+    from trimtab.training.faults import read as read_faults
+    from trimtab.training.world import ALONE, SRUN, World
+    from trimtab.training.world import read as read_world
+    from trimtab.units import parse_whole
+
+    name, changed = name_of(job)
+    overrides = changed | (options or {})
+    here = detect()
+    world = read_world(os.environ, len(here.devices))
+    places, meeting = start.read_nodes(nodes, rendezvous)
+    if world.launcher == SRUN and meeting:
+        # srun has started one of us a node, and torchrun will start the ranks of it.
+        world = World()
+    if world.launcher != ALONE and procs is not None:
+        raise WrongUse(
+            f"--procs {procs}",
+            found=f"this process is rank {world.rank} of {world.size} already (started {world.launcher})",
+            cure="Leave --procs out, or start `trimtab train` without the launcher.",
+        )
+    schedule = read_faults(faults) if faults is not None else ()
+    task.check(
+        procs=procs,
+        steps=steps,
+        checkpoint_every=checkpoint_steps,
+        keep=keep,
+        evaluate_every=evaluate_steps,
+        every=every,
+        seed=seed,
+        timeout_min=timeout_min,
+    )
+    loaded = find(name, overrides)
+    task.check_trainable(loaded, name)
+    chosen = None
+    if world.is_main:
+        # One rank plans; the others learn it from that one.
+        most_nodes = start.node_range(places)[1]
+        ranks = world.size if world.launcher != ALONE else procs and procs * most_nodes
+        told = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
+        together = told or min(world.size, len(here.devices) or world.size)
+        per_node = together if world.launcher != ALONE else procs if meeting else None
+        question = (name, loaded, overrides, here)
+        chosen = plan_to_train(question, plan, ranks, pins, per_node=per_node, say=say)
+    asked = task.Task(
+        job=name,
+        options=overrides,
+        plan=chosen,
+        out=str(task.place(out, name)),
+        steps=steps,
+        seed=seed,
+        checkpoint_steps=checkpoint_steps,
+        checkpoint_s=task.CHECKPOINT_S if checkpoint_s is None else checkpoint_s,
+        keep=task.KEPT if keep is None else keep,
+        evaluate_steps=evaluate_steps,
+        every=every,
+        json=json,
+        faults_due=tuple(schedule),
+        timeout_min=timeout_min,
+    )
+    count = procs or (1 if chosen is None else -(-chosen.choice.gpus // start.node_range(places)[1]))
+    if world.launcher != ALONE or (count == 1 and not meeting):
+        return asked, None
+    many = start.RESTARTS if restarts is None else restarts
+    return asked, start.Fleet(procs=count, nodes=places, rendezvous=meeting, restarts=many)
+
+
+def run_training(task: Task, fleet: Fleet | None) -> Ending:
+    """Train, in this process or in those that it starts."""
+    from trimtab.errors import EnvironmentFault
+    from trimtab.training import start, worker
+
+    if fleet is not None:
+        return start.launch(task, fleet)
+    try:
+        return worker.run(task)
+    except Exception as error:
+        if not worker.is_lost(error):
+            raise
+        raise EnvironmentFault(
+            "trimtab train",
+            found=f"another rank is gone: {str(error).splitlines()[0][:200]}",
+            cure="Look at what that rank said; the same command resumes from the last checkpoint.",
+        ) from error
+
+
+def plan_to_train(  # noqa: PLR0913 - what a plan is made of
+    question: tuple[str, Any, dict[str, Any], Cluster],
+    given: Plan | Path | str | None,
+    ranks: int | None,
+    pins: Mapping[str, Any] | Iterable[str],
+    *,
+    per_node: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """The plan that a run follows: the one given, one made for these GPUs, or a plain one for the CPU.
+
+    The question is the job's name, the job, what was changed on it, and this machine. `ranks` is how many
+    processes there will be, where that is settled, and `per_node` how many of them a launcher has started
+    on this node.
+    """
+    from pathlib import Path
+
+    from trimtab.errors import WrongUse
+    from trimtab.planner.stale import read
+    from trimtab.spec import Plan
+    from trimtab.trace.summary import described
+    from trimtab.training.resize import cpu_plan, several_nodes
+
+    name, job, overrides, here = question
+    policy = make_policy(0.9, None, "speed", None, pins)
+    if given is not None:
+        if policy.pins:
+            raise WrongUse(
+                "--plan with --pin",
+                found="the plan has made its choices",
+                cure="Pin them where it is made: trimtab plan JOB --pin KEY=VALUE --out FILE.",
+            )
+        found = given if isinstance(given, Plan) else read(Path(given))
+        if not isinstance(given, Plan):
+            # Of other nodes no more is known than that they are like this one.
+            planned_nodes = len({one.node for one in found.places}) if per_node is not None else 1
+            found = still_true(found, str(given), job=name, on=several_nodes(here, planned_nodes))
+        if ranks is not None and per_node is None and ranks != found.choice.gpus:
+            raise WrongUse(
+                f"--procs {ranks} with a plan for {found.choice.gpus} processes",
+                found="they are not as many",
+                cure=f"Leave --procs out, or plan again with --pin gpus={ranks}.",
+            )
+        return found
+    if not here.devices:
+        return cpu_plan(name, described(job, name), ranks or 1, policy.pins, overrides)
+    nodes = 1 if per_node is None or ranks is None else max(1, ranks // per_node)
+    if ranks is not None and ranks > nodes * len(here.devices):
+        raise WrongUse(
+            f"--procs {ranks}",
+            found=f"this machine has {len(here.devices)} GPU{'s' * (len(here.devices) > 1)}",
+            cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU.",
+        )
+    fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})
+    return plan(name, several_nodes(here, nodes), pins=fixed, options=overrides, say=say)
+
+
+def stages_of(
+    job: Any, files: str | Path | None = None, options: dict[str, Any] | None = None
+) -> tuple[str, dict[str, Any], tuple[Stage, ...]]:
+    """The name of a job, what was changed on it, and its stages: its own, or those of a folder."""
+    from trimtab.errors import WrongUse
+    from trimtab.jobs.load import load as find
+    from trimtab.jobs.load import name_of
+
+    name, changed = name_of(job)
+    overrides = changed | (options or {})
+    # Only to find the stages: what they set is all that counts from then on, wherever the files are.
+    loaded = find(name, overrides | ({} if files is None else {"stage_files": str(files)}))
+    own = getattr(loaded, "stages", None)
+    if not callable(own):
+        raise WrongUse(
+            f"--stages for job {name}",
+            found="it has no stages()",
+            cure="Leave --stages out, or give the job stages(): a list of trimtab.Stage.",
+        )
+    return name, overrides, tuple(own())
+
+
+def plan_stages(
+    job: Any,
+    on: str | Cluster | None = None,
+    *,
+    files: str | Path | None = None,
+    options: dict[str, Any] | None = None,
+    **asked: Any,
+) -> StagedPlan:
+    """A plan for every stage of a job: each with the fastest cut of one global batch.
+
+    trimtab.plan_stages("naics", "H200").stages[0].plan.choice.micro_batch
+
+    `files` is a folder of stages, `asked` what `plan` takes. What a stage changes without a step feeling it
+    (rates, which samples) costs no tracing.
+    """
+    from trimtab.jobs.load import load as find
+    from trimtab.spec import PlannedStage, StagedPlan
+    from trimtab.trace.summary import described
+
+    name, overrides, stages = stages_of(job, files, options)
+    say = asked.get("say") or (lambda _: None)
+    where = on if on is not None and not isinstance(on, str) else cluster(on)
+    found = []
+    for stage in stages:
+        say(f"stage {stage.name}")
+        whole = overrides | stage.options
+        loaded = find(name, whole)
+        unfelt = getattr(loaded, "unfelt", ())
+        horizon = described(loaded, name)
+        felt = {key: value for key, value in whole.items() if key not in unfelt}
+        given = {
+            "global_batch": asked.get("global_batch") or horizon.global_batch,
+            "samples": asked.get("samples") or horizon.samples,
+            "epochs": asked.get("epochs") or stage.epochs or horizon.epochs,
+        }
+        one = plan(name, where, options=felt, **{**asked, **given})
+        found.append(PlannedStage(stage=stage, plan=one.replace(options=whole)))
+    return StagedPlan(job=name, stages=tuple(found))
+
+
+def train_stages(  # noqa: PLR0913 - a training, and how it is cut
+    job: Any,
+    plan: StagedPlan | Path | str | None = None,
+    *,
+    files: str | Path | None = None,
+    options: dict[str, Any] | None = None,
+    out: Path | str | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    pins: Mapping[str, Any] | Iterable[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+    **asked: Any,
+) -> Ending:
+    """Train the stages of a job one after the other, each with the weights of the one before.
+
+    trimtab.train_stages("naics:tiny", out="runs/curriculum", steps=20)
+
+    Each has a folder in `out` and takes `steps` steps, or its epochs; the same call resumes wherever the last
+    one ended. `asked` is what `prepare_training` takes.
+    """
+    import os
+    from pathlib import Path
+
+    from trimtab.errors import WrongUse
+    from trimtab.training import chain, task
+    from trimtab.training.world import ALONE
+    from trimtab.training.world import read as read_world
+
+    name, overrides, stages = stages_of(job, files, options)
+    here = detect()
+    launcher = read_world(os.environ, len(here.devices)).launcher
+    if launcher != ALONE:
+        raise WrongUse(
+            "--stages in a process that was started by a launcher",
+            found=f"each stage starts its own, and this one is a rank already (started {launcher})",
+            cure="Start `trimtab train JOB --stages ...` by itself, with --procs for several processes.",
+        )
+    if isinstance(plan, str | Path):
+        plan = _staged(Path(plan))
+    if plan is None and here.devices:
+        procs = asked.get("procs")
+        fixed = make_policy(0.9, None, "speed", None, pins).pins | ({} if procs is None else {"gpus": procs})
+        plan, pins = plan_stages(job, here, files=files, options=options, pins=fixed, say=say), ()
+    planned = _plans_of(plan, stages)
+
+    def train_one(stage: Stage, place: Path, before: Path | None) -> Ending:
+        whole = overrides | stage.options
+        told = {"options": whole, "out": place, "steps": steps, "seed": seed, "pins": pins, "say": say}
+        ready, fleet = prepare_training(name, planned.get(stage.name), **{**asked, **told})
+        return run_training(ready.replace(begin_from="" if before is None else str(before)), fleet)
+
+    identity = chain.Chain(job=name, options=overrides, stages=stages, steps=steps, seed=seed)
+    return chain.run(identity, task.place(out, name), train_one, _told)
+
+
+def _told(text: str) -> None:
+    import sys
+
+    sys.stderr.write(f"trimtab: {text}\n")
+
+
+def _staged(file: Path) -> StagedPlan:
+    """The plans of all stages, from the file of `trimtab plan --stages --out`."""
+    from trimtab.errors import WrongUse
+    from trimtab.spec import StagedPlan
+
+    try:
+        return StagedPlan.from_json(file.read_bytes(), origin=str(file))
+    except OSError as error:
+        raise WrongUse(
+            f"--plan {file}",
+            found=f"it cannot be read ({error.strerror})",
+            cure="Name a file that `trimtab plan JOB --stages ... --out FILE` wrote.",
+        ) from error
+
+
+def _plans_of(plan: StagedPlan | None, stages: Sequence[Stage]) -> dict[str, Plan]:
+    """The plan of each stage by its name; refused where they are not the stages that were planned."""
+    from trimtab.errors import WrongUse
+
+    if plan is None:
+        return {}
+    if tuple(one.stage for one in plan.stages) != tuple(stages):
+        raise WrongUse(
+            "--plan with --stages",
+            found="the plan is for other stages: " + ", ".join(one.stage.name for one in plan.stages),
+            cure="Plan again: trimtab plan JOB --stages ... --out FILE.",
+        )
+    return {one.stage.name: one.plan for one in plan.stages}
