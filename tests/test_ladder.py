@@ -202,3 +202,9 @@ def test_weights_keep_their_dtype_while_their_module_computes_in_fp32() -> None:
     assert weight.grad is not None
     assert weight.grad.dtype is torch.bfloat16
     assert not keep_fp32(model, "no.such")
+
+
+def test_a_run_that_never_went_back_does_not_say_so() -> None:
+    said = module.report(Ladder(), NAN, 3, "the loss is nan", (), went_back=False)
+    assert "checkpoint" not in said
+    assert "checkpoint" in module.report(Ladder(), NAN, 3, "the loss is nan", (), went_back=True)

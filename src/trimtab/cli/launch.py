@@ -194,7 +194,7 @@ def _answer(found: tuple[Launch, ...], *, yes: bool, write: bool, json: bool, se
     if not (yes or write or json):
         can_run = found[0].kind in doing.RUNS
         _say(
-            "nothing was started; --yes does"
+            "nothing was started or written: --yes starts it, --write writes the files that it names"
             if can_run
             else f"nothing was written or started{_writes(found)}"
         )

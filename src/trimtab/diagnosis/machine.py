@@ -98,8 +98,12 @@ def examine(world: World | None = None) -> Diagnosis:
             for one in ordered
         ),
         read=("this machine",),
-        notes=(*cluster.notes, *_unknown(world)),
+        notes=(*cluster.notes, *_without(cluster), *_unknown(world)),
     )
+
+
+def _without(cluster: Cluster) -> list[str]:
+    return [] if cluster.devices else ["No GPU is visible: what concerns one could not be checked."]
 
 
 def _unknown(world: World) -> list[str]:

@@ -116,7 +116,7 @@ def variables(
             found[name] = value, "the plan's allocator: expandable segments"
     if cores:
         threads = max(1, cores // need.procs)
-        found["OMP_NUM_THREADS"] = str(threads), f"{cores} cores over {need.procs} processes a node"
+        found["OMP_NUM_THREADS"] = str(threads), _threads(cores, need.procs)
     if need.gpus and need.gpus * need.nodes > 1:
         found["NCCL_DEBUG"] = "WARN", "NCCL says why, where it fails"
     if offline or errand.plan.job.startswith(FOLDER):
@@ -144,3 +144,13 @@ def visible(plan: Plan, here: Mapping[str, str]) -> str:
             cure="Unset it, or plan again with it set.",
         )
     return ",".join(shown[number] for number in numbers)
+
+
+def _threads(cores: int, procs: int) -> str:
+    """Why so many threads.
+
+    >>> _threads(5, 1)
+    '5 cores over 1 process a node'
+    """
+    of_cores, of_procs = "core" if cores == 1 else "cores", "process" if procs == 1 else "processes"
+    return f"{cores} {of_cores} over {procs} {of_procs} a node"

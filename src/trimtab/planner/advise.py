@@ -366,7 +366,8 @@ def _lost(one: Seen, best: Seen) -> str:
         return "more rounds, more recomputing or fewer GPUs; times are not known"
     more = one.estimate.step_s / best.estimate.step_s - 1
     if one.setting.gpus > best.setting.gpus and more < NOISE:
-        return f"{one.setting.gpus - best.setting.gpus} more GPUs"
+        more = one.setting.gpus - best.setting.gpus
+        return f"{more} more GPU{'s' if more > 1 else ''}"
     if abs(more) < NOISE:
         return "no faster"
     return f"{more:+.1%} a step" if abs(more) < 1 else f"{more + 1:.1f} times as long"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from trimtab.errors import BrokenFile, WrongUse
@@ -129,5 +130,17 @@ def refuse(plan: Plan, origin: str, wrong: list[str]) -> None:
         raise WrongUse(
             f"plan {origin}",
             found="it is stale: " + "; ".join(wrong),
-            cure=f"Plan again: trimtab plan {plan.job} --out {origin}",
+            cure=f"Plan again: trimtab plan {plan.job}{_devices(plan)} --out {origin}",
         )
+
+
+def _devices(plan: Plan) -> str:
+    """The devices of a plan as --on takes them; nothing where they are on several nodes.
+
+    The GPUs may be others by now: without --on, a plan is for those that are here.
+    """
+    names = [one.name for one in plan.places]
+    if not names or any(one.node for one in plan.places):
+        return ""
+    counted = "+".join(f"{names.count(one)}x{one}" for one in dict.fromkeys(names))
+    return f" --on {quote(counted)}"

@@ -63,7 +63,9 @@ def described(job: Any, name: str) -> Workload:
     samples = getattr(job, "samples", None)
     epochs = getattr(job, "epochs", 1)
     for member, value in (("global_batch", batch), ("samples", samples), ("epochs", epochs)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is None and member == "samples":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise WrongUse(
                 f"{member} of job {name}",
                 found=f"it is {value!r}",

@@ -141,14 +141,17 @@ def spike_limit(losses: tuple[float, ...]) -> float | None:
     return middle + max(FAR_SPREADS * spread, FAR_REACH * reach, FAR_SHARE * abs(middle))
 
 
-def report(ladder: Ladder, kind: IncidentKind, step: int, why: str, seen: tuple[str, ...]) -> str:
+def report(  # noqa: PLR0913 - what happened, and what was done
+    ladder: Ladder, kind: IncidentKind, step: int, why: str, seen: tuple[str, ...], *, went_back: bool = True
+) -> str:
     """Why a run was stopped, in a few sentences: what was tried, and where to look."""
     tried = ["the step was skipped"]
     if ladder.kept:
         tried.append(f"{', '.join(ladder.kept)} computed in fp32")
     if ladder.rate < 1:
         tried.append(f"the rate was multiplied by {ladder.rate:g}")
-    tried.append("the run went back to its last good checkpoint")
+    if went_back:
+        tried.append("the run went back to its last good checkpoint")
     usual = f" Losses of late had a median of {median(ladder.losses):.6g}." if ladder.losses else ""
     what = "the loss is far above what was usual" if kind is IncidentKind.LOSS_SPIKE else "numbers are bad"
     before = f" Before that: {'; '.join(seen)}." if seen else ""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 AGAIN = "once more"
 """How the engine speaks of the repetition that every bad step gets: no answer of the ladder."""
+BACK = "goes back to its last good checkpoint"
 HALF_ENOUGH = (Precision.FP32, Precision.TF32)
 """Precisions in which there is nothing to keep in fp32."""
 
@@ -77,7 +78,7 @@ class Trouble:
         elif rung is Rung.SKIP:
             self.scribe.tell(kind, why, "the step is skipped: the weights stay", step=done)
         else:
-            self.scribe.tell(kind, why, "the run goes back to its last good checkpoint", step=done)
+            self.scribe.tell(kind, why, f"the run {BACK}", step=done)
         return rung is Rung.ROLL_BACK
 
     def restored(self, saved: Ladder, *, rolled_back: bool) -> None:
@@ -153,11 +154,14 @@ class Trouble:
     def _stop(self, kind: IncidentKind, done: int, why: str) -> NoReturn:
         answers = [one for one in self.scribe.seen if one.kind is kind and AGAIN not in one.done]
         seen = tuple(f"at step {one.step} {one.done}" for one in answers)
-        text = rules.report(self.ladder, kind, done, why, seen[-4:])
+        went_back = any(BACK in one.done for one in answers)
+        text = rules.report(self.ladder, kind, done, why, seen[-4:], went_back=went_back)
+        kept = any((self.scribe.folder.root / "checkpoints").glob("*"))
+        left = "The last good checkpoint is kept." if kept else "There was no checkpoint to go back to yet."
         self.scribe.tell(kind, why, f"the run is stopped. {text}", step=done)
         raise JobFailed(
             f"step {done} of {self.scribe.folder.root}",
             found=text.rstrip("."),
             cure="Look at the samples of that step and at the learning rate; `clip = 1.0` on the job clips "
-            "gradients. The last good checkpoint is kept.",
+            f"gradients. {left}",
         )
