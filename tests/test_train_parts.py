@@ -301,6 +301,21 @@ def test_torchrun_is_told_what_to_start(tmp_path: Path) -> None:
     assert several[:4] == ["--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=head:1", "--rdzv-id=id"]
     placed = start.Fleet(procs=8, nodes="2", rendezvous="head:1", address="10.0.0.2")
     assert "--local-addr=10.0.0.2" in start.arguments(placed, tmp_path, "id")
+    for hosts, said in (
+        (None, []),
+        (True, ["--rdzv-conf=is_host=true"]),
+        (False, ["--rdzv-conf=is_host=false"]),
+    ):
+        words = start.arguments(placed.replace(hosts=hosts), tmp_path, "id")
+        assert [one for one in words if "is_host" in one] == said
+
+
+def test_on_slurm_they_meet_on_the_first_node_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = start.Fleet(procs=1, nodes="2", rendezvous="127.0.0.1:29677")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    assert start.placed(fleet)[0].hosts is False
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    assert start.placed(fleet)[0].hosts is not False
 
 
 def test_ranks_get_their_share_of_cores_and_no_other_launchers_variables(tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ class Fleet(Noun, frozen=True, kw_only=True):
     """The folder for what ranks print, but for the first of each node, which prints here; empty: all do."""
     address: str = ""
     """The address of this node that the others reach it by; empty where there are no others."""
-    hosts: bool = False
-    """Whether this node is where they meet, by an address that torchrun would not know for its own."""
+    hosts: bool | None = None
+    """Whether this node is where they meet; None where torchrun finds out by the address itself."""
 
     def faults(self) -> list[str]:
         """At least one process."""
@@ -111,7 +111,7 @@ def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
             f"--rdzv-endpoint={fleet.rendezvous}",
             f"--rdzv-id={run_id}",
             *([f"--local-addr={fleet.address}"] if fleet.address else []),
-            *(["--rdzv-conf=is_host=true"] if fleet.hosts else []),
+            *([] if fleet.hosts is None else [f"--rdzv-conf=is_host={str(fleet.hosts).lower()}"]),
         ]
     else:
         place = ["--standalone", "--nnodes=1"]
@@ -154,7 +154,11 @@ def placed(fleet: Fleet) -> tuple[Fleet, str]:
         return fleet, ""
     meeting = Meeting.read(fleet.rendezvous)
     address, interface = meeting.route()
-    hosts = meeting.check(address)
+    hosts: bool | None = meeting.check(address) or None
+    if os.environ.get("SLURM_NODEID", "0") != "0":
+        # They meet on the first node of the job. Where nodes share a machine, another one that came first
+        # would be the host, and would take the meeting place along when it is lost.
+        hosts = False
     return fleet.replace(address=address, hosts=hosts), interface
 
 
