@@ -769,3 +769,26 @@ def test_paths_are_written_and_read_back(path: KeyPath) -> None:
 def test_a_path_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(WrongUse, match="cannot be read from character"):
         texts.undotted(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "wanted", "new"),
+    [
+        ("0.", 0, "0"),
+        ("8.0", 8, "8"),
+        ("1.1", "1.10", "1.10"),
+        ("0.0", "0.", "0."),
+        ("True", "true", "true"),
+        ("1e-4", 0.0001, "1e-4"),
+        ("8", 8, "8"),
+        ("8", "8", "8"),
+        ("yes", True, "yes"),
+        ("1", True, "1"),
+    ],
+)
+def test_a_word_of_a_script_stays_only_where_a_program_reads_the_same(
+    old: str, wanted: object, new: str
+) -> None:
+    for name, text in (("run.sh", "export A={}\n"), ("job.sbatch", "#!/bin/bash\n#SBATCH --comment={}\n")):
+        key = ("A",) if name == "run.sh" else ("comment",)
+        assert documents.read(text.format(old), name).edited({key: wanted}) == text.format(new), name

@@ -22,25 +22,13 @@ from trimtab.jobs.text.blocks import Blocks
 from trimtab.jobs.text.foreign import Foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 TEXT = argparse.__file__
 NEOX = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
 DISTIL = {"vocab_size": 300, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2}
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("own_cache", "one_thread")
 
 
 def llama(folder: Path, architecture: str = "LlamaForCausalLM", **more: Any) -> str:

@@ -25,24 +25,11 @@ from trimtab.trace.redraw import redraws
 from trimtab.trace.step import repeated_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 TINY = [f"{name}:tiny" for name in BUILT_IN]
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    # Small models on several threads spend their time waiting for each other.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("own_cache", "one_thread")
 
 
 def on_meta(job: Any) -> Any:

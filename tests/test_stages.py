@@ -7,7 +7,6 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 import trimtab
 from test_targets import ESTIMATE
@@ -22,25 +21,13 @@ from trimtab.training.folder import RunFolder
 from trimtab.training.task import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 CHAIN = "chain_default.yaml"
 ONE = "n_positives: 8\n"
 """Enough for a file to be a stage."""
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("own_cache", "one_thread")
 
 
 @pytest.fixture

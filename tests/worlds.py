@@ -12,10 +12,26 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.multiprocessing.spawn import start_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class Drill:
+    """Faults that happen once each, at a point of a step on a rank."""
+
+    def __init__(self, *due: tuple[str, int, int]) -> None:
+        self.due = list(due)
+
+    def at(self, point: str, step: int, rank: int) -> Any:
+        if (point, step, rank) not in self.due:
+            return None
+        self.due.remove((point, step, rank))
+        if point == "gradient":
+            return "nan"
+        raise torch.OutOfMemoryError("a drill")
 
 
 def free_port() -> int:

@@ -193,8 +193,8 @@ class _Json:
     def beside(self, page: Page, node: Node) -> list[Splice]:
         raise WrongUse(page.at(node.start), found="JSON has no computed values", cure="Change it by hand.")
 
-    def same(self, found: Any, wanted: Any) -> bool:
-        return texts.same(found, wanted)
+    def same(self, node: Node, wanted: Any) -> bool:
+        return texts.same(texts.plain(node), wanted)
 
 
 def _after_last(page: Page, end: int, body: str) -> list[Splice]:

@@ -375,8 +375,8 @@ class _Python:
     def beside(self, page: Page, node: Node) -> list[Splice]:
         return [_comment(page, node)]
 
-    def same(self, found: Any, wanted: Any) -> bool:
-        return texts.same(found, wanted)
+    def same(self, node: Node, wanted: Any) -> bool:
+        return texts.same(texts.plain(node), wanted)
 
 
 def _refuse_place(page: Page, path: KeyPath, node: Node) -> NoReturn:

@@ -174,7 +174,7 @@ class _Header:
 
     def put(self, name: str, begin: int, start: int, end: int) -> None:
         text = _unquoted(self.text[start:end])
-        node = Node(start, end, shell_text.typed(text), style="option")
+        node = shell_text.word_node(start, end, text, style="option")
         if text == self.text[start:end]:
             node.parts = _counts(name, text, start) or None
         self.keep(name, begin, node)
@@ -264,8 +264,8 @@ class _Sbatch:
     def beside(self, page: Page, node: Node) -> list[Splice]:
         return [shell_text.beside(page, node)]
 
-    def same(self, found: Any, wanted: Any) -> bool:
-        return shell_text.means(found, wanted)
+    def same(self, node: Node, wanted: Any) -> bool:
+        return shell_text.means(node, wanted)
 
 
 SBATCH = _Sbatch()

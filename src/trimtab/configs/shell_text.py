@@ -53,6 +53,11 @@ def typed(text: str) -> Any:
     return text.lower() == "true" if text.lower() in ("true", "false") else text
 
 
+def word_node(start: int, end: int, word: str, *, style: str = "word", computed: str = "") -> Node:
+    """A word of a script, which also remembers how it is spelt."""
+    return Node(start, end, computed or typed(word), style=style, computed=computed, extra=word)
+
+
 @dataclass(slots=True)
 class _More:
     """Where new variables go."""
@@ -121,8 +126,7 @@ class _Scanner:
             return self.loose_word(match[1], start)
         value, asks = self.word()
         computed = self.text[start : self.at] if asks else ""
-        node = Node(start, self.at, computed or typed(value), style="word", computed=computed)
-        self.put(match[1], node)
+        self.put(match[1], word_node(start, self.at, computed or value, computed=computed))
         return True
 
     def loose_word(self, name: str, start: int) -> bool:
@@ -130,9 +134,7 @@ class _Scanner:
         match = re.compile(r"[^\r\n]*?(?=[ \t]+#|[ \t]*(?:[\r\n]|\Z))").match(self.text, start)
         self.at = match.end() if match else start
         value = self.text[start : self.at]
-        self.put(
-            name, Node(start, self.at, typed(value), style="word", computed=value if "$" in value else "")
-        )
+        self.put(name, word_node(start, self.at, value, computed=value if "$" in value else ""))
         return True
 
     def put(self, name: str, node: Node) -> None:
@@ -277,18 +279,21 @@ def word_of(value: Any, like: str = "") -> str:
     return str(value)
 
 
-def means(found: Any, wanted: Any) -> bool:
-    """Whether a word means a value: 1 means true where true was wanted.
+def means(node: Node, wanted: Any) -> bool:
+    """Whether a word means a value: 1 means true where true was wanted, 1e-4 means 0.0001.
 
-    >>> means(1, True), means("0,1", [0, 1]), means(4, "4"), means(0, True)
-    (True, True, True, False)
+    A text is only itself, because 1.1 is another version than 1.10; nor is 8.0 a whole number to a program
+    that reads the word.
+
+    >>> [means(word_node(0, 3, one), 8) for one in ("8", "8.0")], means(word_node(0, 3, "1.1"), "1.10")
+    ([True, False], False)
     """
+    word = node.extra if isinstance(node.extra, str) else word_of(node.value)
     if isinstance(wanted, bool):
-        text = word_of(found).lower()
-        return any(text == pair[0 if wanted else 1] for pair in _PAIRS)
-    if isinstance(wanted, list | tuple | str) or wanted is None:
-        return word_of(found) == word_of(wanted) or texts.same(found, typed(word_of(wanted)))
-    return texts.same(found, wanted)
+        return any(word.lower() == pair[0 if wanted else 1] for pair in _PAIRS)
+    if isinstance(wanted, float):
+        return texts.same(node.value, wanted)
+    return word_of(wanted) == word
 
 
 class _Shell:
@@ -309,8 +314,8 @@ class _Shell:
     def beside(self, page: Page, node: Node) -> list[Splice]:
         return [beside(page, node)]
 
-    def same(self, found: Any, wanted: Any) -> bool:
-        return means(found, wanted)
+    def same(self, node: Node, wanted: Any) -> bool:
+        return means(node, wanted)
 
 
 def scanned(text: str, origin: str, *, loose: bool = False) -> Node:

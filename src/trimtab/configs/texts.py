@@ -121,8 +121,8 @@ class Format(Protocol):
     def beside(self, page: Page, node: Node) -> list[Splice]:
         """The old expression kept in a comment on its line; WrongUse where the format has none."""
 
-    def same(self, found: Any, wanted: Any) -> bool:
-        """Whether a value that was read means the one that was wanted."""
+    def same(self, node: Node, wanted: Any) -> bool:
+        """Whether a leaf that was read means the value that was wanted."""
 
 
 @dataclass(frozen=True)
@@ -441,7 +441,7 @@ def verify(before: Page, after: Page, changes: Changes, splices: list[Splice]) -
     old, new = _shown(before), _shown(after)
     for path, value in changes.items():
         found = new.get(path)
-        if found is None or not after.format.same(plain(found), value):
+        if found is None or not after.format.same(found, value):
             shown = "nothing" if found is None else repr(plain(found))
             _our_mistake(before, f"{dotted(path)} would read {shown} and not {value!r}")
     above = {path[:size] for path in changes for size in range(len(path) + 1)}
@@ -528,7 +528,8 @@ def _splices(page: Page, changes: Changes, *, beside: bool, add: bool) -> list[S
         for path, node in found.items()
         if node is not None
         and (not node.computed or isinstance(changes[path], str))
-        and page.format.same(_whole(node), changes[path])
+        and shows(node)
+        and page.format.same(node, changes[path])
     }
     moving = {id(node) for path, node in found.items() if node is not None and path not in stays}
     splices: list[Splice] = []

@@ -298,8 +298,8 @@ class _Toml:
     def beside(self, page: Page, node: Node) -> list[Splice]:
         raise WrongUse(page.at(node.start), found="TOML has no computed values", cure="Change it by hand.")
 
-    def same(self, found: Any, wanted: Any) -> bool:
-        return texts.same(found, wanted)
+    def same(self, node: Node, wanted: Any) -> bool:
+        return texts.same(texts.plain(node), wanted)
 
 
 def _into_braces(node: Node, new: dict[str | int, Any]) -> Splice:

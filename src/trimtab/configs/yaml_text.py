@@ -386,8 +386,8 @@ class _Yaml:
         end = page.line_end(node.end)
         return [Splice(end, end, f"  # was: {' '.join(node.computed.split())}")]
 
-    def same(self, found: Any, wanted: Any) -> bool:
-        return texts.same(found, wanted)
+    def same(self, node: Node, wanted: Any) -> bool:
+        return texts.same(texts.plain(node), wanted)
 
 
 def _refuse_inherited(page: Page, node: Node) -> None:

@@ -1,0 +1,28 @@
+"""Fixtures that several files of tests share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that no other test has written to."""
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small models on several threads spend their time waiting for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
