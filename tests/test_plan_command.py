@@ -17,6 +17,8 @@ from test_planner import planned
 from trimtab import render
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import Job
+from trimtab.pace import store
+from trimtab.predict.calibration import shipped
 from trimtab.spec import Objective, Plan
 from trimtab.trace.summary import described
 from trimtab.units import GIB
@@ -90,6 +92,25 @@ def test_a_plan_is_made_written_and_read_back(
     (folder / "sizes.py").write_text("WIDTH = 32\n", encoding="utf-8")
     with pytest.raises(WrongUse, match=r"it is stale: sizes.py has changed.*trimtab plan"):
         trimtab.read_plan(out)
+
+
+def test_a_plan_is_made_anew_once_the_user_has_calibrated(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRIMTAB_CALIBRATIONS", str(tmp_path / "calibrations"))
+
+    def step_s() -> float | None:
+        pins = {"gpus": 1, "recompute": "none", "compile": False, "micro_batch": 6}
+        return trimtab.plan(f"{folder}/job.py:Tiny", "H200", pins=pins).estimate.step_s
+
+    by_the_shipped_one = step_s()
+    own = next(one for one in shipped() if one.device == "H200 SXM 141GB")
+    store.remember(own.replace(host={**own.host, "forward_s": 10 * own.host["forward_s"]}))
+    slower = step_s()
+    assert slower is not None
+    assert by_the_shipped_one is not None
+    assert slower > 1.5 * by_the_shipped_one
 
 
 def test_a_plan_prints_within_eighty_columns(folder: Path, env: dict[str, str]) -> None:

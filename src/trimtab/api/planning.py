@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.api.asking import cluster, detect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from trimtab.errors import TrimtabError
     from trimtab.planner.foresight import Foresight, Memo
@@ -217,13 +217,19 @@ def _memo(file: Path | None) -> Memo:
 
 
 def _predictor() -> str:
-    """Changes with the source that turns traces into estimates."""
+    """Changes with what turns traces into estimates: the source, and the user's own calibrations."""
     import hashlib
-    from pathlib import Path
 
-    own = Path(__file__).parent
-    files = sorted([*own.glob("predict/*"), *own.glob("planner/*.py"), *own.glob("catalog/*.toml")])
-    return hashlib.sha256(b"".join(one.read_bytes() for one in files if one.is_file())).hexdigest()[:12]
+    import trimtab
+    from trimtab.pace import store
+
+    own = Path(trimtab.__file__).parent
+    files = [one for part in ("predict", "planner", "catalog") for one in own.glob(f"{part}/**/*")]
+    files = [one for one in files if "__pycache__" not in one.parts]
+    files += store.folder().glob("*.json")
+    return hashlib.sha256(b"".join(one.read_bytes() for one in sorted(files) if one.is_file())).hexdigest()[
+        :12
+    ]
 
 
 def versions() -> dict[str, str]:
