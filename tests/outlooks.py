@@ -91,6 +91,9 @@ class Law:
         least = none.accumulation * self.round_s(none, layout.device)
         return Floor(step_s=least, need_bytes=int(self.static_bytes / setting.mesh.size))
 
+    def glance(self, setting: Setting, layout: Layout) -> Floor:
+        return self.floor(setting, layout)
+
     def sharpen(self, setting: Setting, layout: Layout) -> Floor:
         return self.floor(setting, layout)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     TraceAll = Callable[[Sequence[Setting], Device, dict[str, Any]], list[Answer]]
     """The traces of several settings on a device, with members of the job changed, or why there is none."""
     Clock = Callable[[Trace, Setting, Layout, Calibration | None], float | None]
+    KnownTime = Callable[[Setting, Layout], float | None]
 
 SHARDED = (Strategy.FSDP, Strategy.HSDP)
 SLACK = 0.98
@@ -206,11 +207,18 @@ class Foresight:
 
     def floor(self, setting: Setting, layout: Layout) -> Floor:
         """The true time where a trace gives it; else what other traces of the same job say at least."""
+        return self._floor(setting, layout, self._known_time)
+
+    def glance(self, setting: Setting, layout: Layout) -> Floor:
+        """The same with times that were worked out before alone."""
+        return self._floor(setting, layout, self._remembered_time)
+
+    def _floor(self, setting: Setting, layout: Layout, known: KnownTime) -> Floor:
         if kind(layout.device) in self.timeless:
             return Floor(step_s=None, need_bytes=self._held(setting))
-        seconds = self._known_time(setting, layout)
+        seconds = known(setting, layout)
         if seconds is None:
-            seconds = self._bound(setting, layout)
+            seconds = self._bound(setting, layout, known)
         return Floor(step_s=seconds, need_bytes=self._held(setting))
 
     def sharpen(self, setting: Setting, layout: Layout) -> Floor:
@@ -237,7 +245,7 @@ class Foresight:
     def _line(self, setting: Setting, device: Device) -> str:
         return self._key(setting.replace(micro_batch=1, global_batch=setting.data_parallel), device)
 
-    def _bound(self, setting: Setting, layout: Layout) -> float:
+    def _bound(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
         """A time that the setting cannot beat, though it was never traced.
 
         Recomputing takes no less than not recomputing; spreading over devices no less than the samples of one
@@ -245,7 +253,7 @@ class Foresight:
         does other work than the whole, which says nothing of it.
         """
         none = setting.replace(recompute=Recompute.NONE)
-        known = self._known_time(none, layout) if none != setting else None
+        known = known_time(none, layout) if none != setting else None
         above = max(self._from_above(one, layout) for one in (setting, none))
         if setting.mesh.branch > 1:
             return max(known or 0.0, above)
@@ -253,18 +261,18 @@ class Foresight:
             # At best its stages share the work of one device evenly, and wait for one another no longer than
             # they have to.
             stages, rounds = setting.mesh.pp, setting.accumulation
-            shared = self._alone(setting, layout) / stages * (rounds + stages - 1) / rounds
+            shared = self._alone(setting, layout, known_time) / stages * (rounds + stages - 1) / rounds
             return max(known or 0.0, SLACK * shared)
         samples = setting.micro_batch * setting.accumulation
         rates = [self.memo.rates.get(_pace(one, layout.device), 0.0) for one in (setting, none)]
         limit = self.memo.limits.get(_peak_key(setting, layout.device), 0.0)
         return max(known or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
 
-    def _alone(self, setting: Setting, layout: Layout) -> float:
+    def _alone(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
         """What the samples of one replica take at least on one device."""
         one, alone = on_one(setting), only_one(layout)
-        known = self._known_time(one, alone)
-        return self._bound(one, alone) if known is None else known
+        known = known_time(one, alone)
+        return self._bound(one, alone, known_time) if known is None else known
 
     def _from_above(self, setting: Setting, layout: Layout) -> float:
         """What larger micro-batches of the same family take: smaller ones are taken to be no faster.
@@ -292,6 +300,9 @@ class Foresight:
             shares=(),
         )
         return self._place(one, layout)
+
+    def _remembered_time(self, setting: Setting, layout: Layout) -> float | None:
+        return self.memo.times.get(self._place(setting.replace(allocator=Allocator.DEFAULT), layout))
 
     def _known_time(self, setting: Setting, layout: Layout) -> float | None:
         """The time that a trace at hand gives, without replaying its memory."""

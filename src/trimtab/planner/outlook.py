@@ -68,6 +68,9 @@ class Outlook(Protocol):
         Zero is always right. The search looks closely at what no bound rules out, and at nothing else.
         """
 
+    def glance(self, setting: Setting, layout: Layout) -> Floor:
+        """As `floor`, with nothing worked out for it: for what is out of the race, and is only told of."""
+
     def sharpen(self, setting: Setting, layout: Layout) -> Floor:
         """The same bound, as good as it can be had without finding out anything that takes long."""
 

@@ -277,16 +277,17 @@ class _Search:
 
     def _is_needless(self, family: Family, cut: Cut, bound: Value) -> bool:  # noqa: PLR0911 - one for each cause
         setting = family.setting(cut)
-        floor = self.outlook.floor(setting, family.layout)
         alone = cut[0] == 1 and len(family.cuts) > 1
         if self.result.best is not None and (family not in self.looked or alone):
             # The choice is made: runners-up are worth no new traces, and one sample is always traced anew.
             many, least = self.result.beaten.get(family, (0, math.inf))
-            self.result.beaten[family] = (many + 1, min(least, floor.step_s or 0.0))
+            told = self.outlook.glance(setting, family.layout).step_s or 0.0
+            self.result.beaten[family] = (many + 1, min(least, told))
             return True
         if self.result.best is not None and family in self.shown:
             self.spare.append((family, cut))
             return True
+        floor = self.outlook.floor(setting, family.layout)
         if floor.need_bytes > allowed(family.layout, self.policy):
             self._too_large(family, floor.need_bytes)
             return True

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trimtab.spec import PARTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from trimtab.spec import Trace, Work
 
@@ -57,14 +57,65 @@ class Flow(NamedTuple):
     """The operation before which a tensor was given back."""
 
 
+class Links(NamedTuple):
+    """A Flow without its sizes: who makes and reads what, which is the same at every micro-batch."""
+
+    reads: list[tuple[Link, ...]]
+    rests: list[bool]
+    """Whether an operation reads something that could not be told as well."""
+    makes: list[tuple[int, ...]]
+    makers: dict[int, int]
+    dies: dict[int, int]
+    rewrites: list[int]
+    """Operations in place: each makes one more tensor, numbered after the trace's own."""
+
+
+class Link(NamedTuple):
+    """A tensor that is read, the whole of it or as much as the operation reads."""
+
+    tensor: int
+    is_whole: bool
+
+
 def flow(trace: Trace) -> Flow:
     """Read the last step's operations and allocations side by side."""
+    return sized(links(trace), trace)
+
+
+def links(trace: Trace) -> Links:
+    """What of a flow holds for all traces of one program, whatever their sizes."""
     begin = trace.marks.get("step2", 0)
     walk = _Walk(trace, trace.order[begin : trace.marks.get("end", len(trace.order))])
     for place, number in enumerate(trace.sequence):
         walk.pass_by(place, trace.works[number])
     walk.end(len(trace.sequence))
     return walk.found
+
+
+def sized(known: Links, trace: Trace, only: Iterable[int] | None = None) -> Flow:
+    """The flow of a trace whose program has these links; with `only`, what those operations read."""
+    works, sequence = trace.works, trace.sequence
+    sizes = [*trace.sizes, *(works[sequence[place]].write_bytes for place in known.rewrites)]
+    every: list[tuple[Read, ...]] = [()] * len(known.reads)
+    unknown = [0] * len(known.reads)
+    for place in range(len(known.reads)) if only is None else only:
+        found, rests = known.reads[place], known.rests[place]
+        wanted = 0
+        if rests or not all(whole for _, whole in found):
+            wanted = _wanted(works[sequence[place]], sum(sizes[one] for one in known.makes[place]))
+        every[place] = tuple([Read(tensor, sizes[tensor] if whole else wanted) for tensor, whole in found])
+        if rests:
+            unknown[place] = max(0, wanted - sum(size for _, size in every[place]))
+    return Flow(every, unknown, known.makes, sizes, known.makers, known.dies)
+
+
+def _wanted(work: Work, made_bytes: int) -> int:
+    """Bytes of what an operation reads; a convolution counts its result too, and each of its passes."""
+    if work.kind != "convolution":
+        return work.read_bytes
+    moved = work.read_bytes // max(1, work.kernels)
+    forward = not work.op.endswith("_backward")
+    return max(0, moved - made_bytes) if forward else moved
 
 
 def _standing(trace: Trace) -> set[int]:
@@ -95,24 +146,25 @@ class _Walk:
         """Tensors by when they were last touched, the latest first."""
         self._version: dict[int, int] = {}
         """The tensor that an allocation holds now: writing in place makes another one."""
-        self.found = Flow([], [], [], list(trace.sizes), {}, {})
+        self._sizes = list(trace.sizes)
+        self.found = Links([], [], [], {}, {}, [])
 
     def pass_by(self, place: int, work: Work) -> None:
         """One operation: what it made, then what it read."""
         found = self.found
         made = self._made(place, work)
-        reads: tuple[Read, ...] = ()
-        rest = 0
+        reads: tuple[Link, ...] = ()
+        rests = False
         if work.kernels and work.kind not in ("wait", "optimizer", "collective"):
-            reads, rest = self._read(work, made)
+            reads, rests = self._read(work, made)
         if not made and work.write_bytes and reads:
-            made = self._written_over(work, reads)
+            made = self._written_over(place, work, reads)
         found.reads.append(reads)
-        found.unknown.append(rest)
+        found.rests.append(rests)
         found.makes.append(made)
         for one in reads:
             self._touch(one.tensor)
-        for tensor in sorted(made, key=found.sizes.__getitem__):
+        for tensor in sorted(made, key=self._sizes.__getitem__):
             found.makers[tensor] = place
             self._touch(tensor)
 
@@ -165,26 +217,19 @@ class _Walk:
                 return at
         return None
 
-    def _read(self, work: Work, made: tuple[int, ...]) -> tuple[tuple[Read, ...], int]:
+    def _read(self, work: Work, made: tuple[int, ...]) -> tuple[tuple[Link, ...], bool]:
         soon = [one for one in self._dying() if one not in made]
         recent = [one for one, _ in zip(self._recent, range(RECENT), strict=False)]
         there = list(dict.fromkeys([*recent[:1], *soon, *recent]))
-        sizes = self.found.sizes
-        wanted = self._wanted(work, made)
+        sizes = self._sizes
+        wanted = _wanted(work, sum(sizes[one] for one in made))
         chosen, rest = operands(wanted, tuple(sizes[one] for one in there), 1 + len(soon))
         alone = len(chosen) == 1 and chosen[0][1] == sizes[there[chosen[0][0]]]
         if not alone and wanted in self._old:
             # More likely a weight than a coincidence.
-            return (), wanted
-        return tuple(Read(there[index], size) for index, size in chosen), rest
-
-    def _wanted(self, work: Work, made: tuple[int, ...]) -> int:
-        """Bytes of what an operation reads; a convolution counts its result too, and each of its passes."""
-        if work.kind != "convolution":
-            return work.read_bytes
-        moved = work.read_bytes // max(1, work.kernels)
-        forward = not work.op.endswith("_backward")
-        return max(0, moved - sum(self.found.sizes[one] for one in made)) if forward else moved
+            return (), True
+        found = tuple(Link(there[index], size == sizes[there[index]]) for index, size in chosen)
+        return found, rest > 0
 
     def _dying(self) -> list[int]:
         """Tensors of this step that are given back within the next events."""
@@ -192,16 +237,17 @@ class _Walk:
         now = [self._version.get(one, one) for one in gone]
         return [one for one in now if one in self.found.makers]
 
-    def _written_over(self, work: Work, reads: tuple[Read, ...]) -> tuple[int, ...]:
+    def _written_over(self, place: int, work: Work, reads: tuple[Link, ...]) -> tuple[int, ...]:
         """An operation in place: what it wrote over is another tensor from now on."""
-        alike = [one.tensor for one in reads if self.found.sizes[one.tensor] == work.write_bytes]
+        alike = [one.tensor for one in reads if self._sizes[one.tensor] == work.write_bytes]
         if not alike:
             return ()
         dying = set(self._dying())
         same = next((one for one in alike if one not in dying), alike[0])
         holder = next((one for one, version in self._version.items() if version == same), same)
-        new = len(self.found.sizes)
-        self.found.sizes.append(work.write_bytes)
+        new = len(self._sizes)
+        self._sizes.append(work.write_bytes)
+        self.found.rewrites.append(place)
         self._version[holder] = new
         if same in self._recent:
             self._recent.remove(same)

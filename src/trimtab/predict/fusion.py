@@ -16,16 +16,16 @@ Running the compiler itself says it better (`trimtab.trace.compiled`), and takes
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from math import isqrt
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.predict.flow import flow
+from trimtab.predict.flow import links, sized
 from trimtab.spec import Precision, Work
 from trimtab.spec.trace import ENTER, LEAVE
 
 if TYPE_CHECKING:
-    from trimtab.predict.flow import Flow
+    from trimtab.predict.flow import Flow, Links
     from trimtab.predict.pace import Pace, Rates
     from trimtab.spec import Setting, Trace
 
@@ -73,19 +73,28 @@ class Roots(NamedTuple):
 
 def fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
     """The trace with the operations that the compiled step would have; allocations stay the eager ones."""
-    plan = _Plan(trace)
+    known = groups(trace)
+    found = _kernels(trace, known)
     half = HALF_OF.get(setting.precision)
-    works, places = [], []
+    backward = trace.phases.get("backward", len(trace.sequence))
+    calls: dict[tuple[int, bool], tuple[Work, ...]] = {}
+    """A step has thousands of calls, and a hundred different ones."""
+    works: list[Work] = []
+    places: list[int] = []
     for place, number in enumerate(trace.sequence):
-        work = trace.works[number]
-        if plan.inside[place]:
-            if half and place >= plan.backward:
-                work = halved(work, half)
-            called = _called(work, pace, channels_last=plan.channels_last)
-            made = plan.kernels.get(place, ()) if place in plan.group_of else called
-            kept = [one for one in made if one.kernels]
+        kept: tuple[Work, ...]
+        if not known.inside[place]:
+            kept = (trace.works[number],)
+        elif place in known.group_of:
+            kept = found.by_place.get(place, ())
         else:
-            kept = [work]
+            how = number, half is not None and place >= backward
+            if how not in calls:
+                work = trace.works[number]
+                work = halved(work, half) if half and how[1] else work
+                called = _called(work, pace, channels_last=found.channels_last)
+                calls[how] = tuple(one for one in called if one.kernels)
+            kept = calls[how]
         works += kept
         places += [place] * len(kept)
     numbers: dict[Work, int] = {}
@@ -194,24 +203,122 @@ def inside(works: list[Work], backward: int, optimizer: int) -> list[bool]:
     return [*found, *[False] * (len(works) - len(found))]
 
 
-class _Plan:
-    """Who fuses with whom, and what each kernel then moves."""
+class Kernels(NamedTuple):
+    """The kernels that inductor writes, by the last operation of each."""
 
-    def __init__(self, trace: Trace) -> None:
+    by_place: dict[int, tuple[Work, ...]]
+    channels_last: bool
+
+
+class Groups(NamedTuple):
+    """Who fuses with whom, which is the same at every micro-batch."""
+
+    links: Links
+    inside: list[bool]
+    readers: dict[int, list[int]]
+    """Who reads a tensor."""
+    group_of: dict[int, int]
+    members: dict[int, list[int]]
+    kernels: dict[tuple[int, ...], Kernels]
+    """Those that are known, by the operations inside of compiled graphs: shards differ outside of them."""
+
+
+_GROUPS: OrderedDict[tuple[tuple[int, ...], tuple[str, ...]], Groups] = OrderedDict()
+_GROUPS_KEPT = 32
+
+
+def groups(trace: Trace) -> Groups:
+    """Who fuses with whom in a trace; remembered, as a plan asks for one program with many sizes.
+
+    Reading a program takes far longer than working out what its kernels move.
+    """
+    works = [trace.works[number] for number in trace.sequence]
+    key = trace.order, tuple(one.op for one in works)
+    found = _GROUPS.get(key)
+    if found is None:
+        found = _GROUPS[key] = _grouped(trace, works)
+        if len(_GROUPS) > _GROUPS_KEPT:
+            _GROUPS.popitem(last=False)
+    return found
+
+
+def _kernels(trace: Trace, known: Groups) -> Kernels:
+    """What the kernels of a trace move; remembered with its groups."""
+    each = [hash(one) for one in trace.works]
+    key = tuple(each[number] for number, own in zip(trace.sequence, known.inside, strict=True) if own)
+    if key not in known.kernels:
+        plan = _Plan(trace, known)
+        known.kernels[key] = Kernels(plan.kernels, plan.channels_last)
+    return known.kernels[key]
+
+
+def _grouped(trace: Trace, works: list[Work]) -> Groups:
+    """Groups of connected operations with equally many library calls before them.
+
+    A way from one to another of them through a library call would have one more, so that no kernel waits for
+    itself.
+    """
+    backward = trace.phases.get("backward", len(works))
+    compiled = inside(works, backward, trace.phases.get("optimizer", len(works)))
+    known = links(trace)
+    flow = sized(known, trace)
+    readers: dict[int, list[int]] = defaultdict(list)
+    for place, reads in enumerate(flow.reads):
+        for one in reads:
+            readers[one.tensor].append(place)
+    levels: dict[int, int] = {}
+    mine: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    floor = highest = 0
+    for place, work in enumerate(works):
+        if place == backward or work.kind == "wait" or not compiled[place]:
+            # Another graph begins here.
+            floor = highest + 1
+        level = max([floor, *(levels.get(one.tensor, 0) for one in flow.reads[place])])
+        fuses = compiled[place] and is_fused(work)
+        for tensor in flow.makes[place]:
+            levels[tensor] = level if fuses else level + 1
+        highest = max(highest, level + 1)
+        if fuses:
+            mine[place], parents[place] = level, place
+            for other in _neighbours(place, work, flow, readers):
+                if mine.get(other) == level:
+                    parents[_top(parents, other)] = _top(parents, place)
+    group_of = {place: _top(parents, place) for place in mine}
+    members: dict[int, list[int]] = defaultdict(list)
+    for place, name in group_of.items():
+        members[name].append(place)
+    return Groups(known, compiled, dict(readers), group_of, dict(members), {})
+
+
+def is_fused(work: Work) -> bool:
+    """Whether an operation becomes a part of a kernel that inductor writes."""
+    return work.kernels > 0 and work.kind in FUSED_KINDS and not any(word in work.op for word in LIBRARY)
+
+
+def _neighbours(place: int, work: Work, flow: Flow, readers: dict[int, list[int]]) -> list[int]:
+    """Earlier operations that made what this one reads, or read the same."""
+    bulk = max(work.read_bytes, work.write_bytes)
+    found = []
+    for one in flow.reads[place]:
+        maker = flow.makers.get(one.tensor)
+        found += [maker] if maker is not None else []
+        if 2 * one.size >= bulk:
+            found += [other for other in readers[one.tensor] if other < place]
+    return found
+
+
+class _Plan:
+    """What each kernel moves."""
+
+    def __init__(self, trace: Trace, known: Groups) -> None:
         self.works = [trace.works[number] for number in trace.sequence]
         self.backward = trace.phases.get("backward", len(self.works))
-        self.inside = inside(self.works, self.backward, trace.phases.get("optimizer", len(self.works)))
+        self.inside, self.readers = known.inside, known.readers
+        self.group_of, self.members = known.group_of, known.members
         own = [one for one, compiled in zip(self.works, self.inside, strict=True) if compiled]
         self.channels_last = channels_last(own)
-        self.flow: Flow = flow(trace)
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        for place, reads in enumerate(self.flow.reads):
-            for one in reads:
-                self.readers[one.tensor].append(place)
-        self.group_of = self._grouped()
-        self.members: dict[int, list[int]] = defaultdict(list)
-        for place, name in self.group_of.items():
-            self.members[name].append(place)
+        self.flow = sized(known.links, trace, known.group_of)
         self.known_roots: dict[int, Roots] = {}
         self.written: set[int] = set()
         """Tensors that kernels write to memory."""
@@ -221,58 +328,10 @@ class _Plan:
                     self.written.add(tensor)
         self.kernels = {max(members): self._kernels(members) for members in self.members.values()}
 
-    def is_fused(self, place: int) -> bool:
-        """Whether an operation becomes a part of a kernel that inductor writes."""
-        work = self.works[place]
-        return (
-            self.inside[place]
-            and work.kernels > 0
-            and work.kind in FUSED_KINDS
-            and not any(word in work.op for word in LIBRARY)
-        )
-
-    def _grouped(self) -> dict[int, int]:
-        """By place, the name of its group: connected operations with equally many library calls before them.
-
-        A way from one to another of them through a library call would have one more, so that no kernel
-        waits for itself.
-        """
-        levels: dict[int, int] = {}
-        mine: dict[int, int] = {}
-        parents: dict[int, int] = {}
-        floor = highest = 0
-        for place, work in enumerate(self.works):
-            if place == self.backward or work.kind == "wait" or not self.inside[place]:
-                # Another graph begins here.
-                floor = highest + 1
-            level = max([floor, *(levels.get(one.tensor, 0) for one in self.flow.reads[place])])
-            fuses = self.is_fused(place)
-            for tensor in self.flow.makes[place]:
-                levels[tensor] = level if fuses else level + 1
-            highest = max(highest, level + 1)
-            if fuses:
-                mine[place], parents[place] = level, place
-                for other in self._neighbours(place):
-                    if mine.get(other) == level:
-                        parents[_top(parents, other)] = _top(parents, place)
-        return {place: _top(parents, place) for place in mine}
-
-    def _neighbours(self, place: int) -> list[int]:
-        """Earlier operations that made what this one reads, or read the same."""
-        work = self.works[place]
-        bulk = max(work.read_bytes, work.write_bytes)
-        found = []
-        for one in self.flow.reads[place]:
-            maker = self.flow.makers.get(one.tensor)
-            found += [maker] if maker is not None else []
-            if 2 * one.size >= bulk:
-                found += [other for other in self.readers[one.tensor] if other < place]
-        return found
-
     def _is_written(self, tensor: int, place: int) -> bool:
         """Whether a tensor that is made inside of a kernel has to reach memory."""
         group = self.group_of[place]
-        outside = [one for one in self.readers[tensor] if self.group_of.get(one) != group]
+        outside = [one for one in self.readers.get(tensor, ()) if self.group_of.get(one) != group]
         size = self.flow.sizes[tensor]
         if any(one not in self.group_of for one in outside):
             return True
@@ -282,7 +341,7 @@ class _Plan:
             later = all(one >= self.backward > place for one in outside)
             found = self.roots(tensor)
             return sum(found.tensors.values()) + found.unknown > size * (AGAIN if later else 1.0)
-        if self.readers[tensor]:
+        if self.readers.get(tensor, ()):
             return False
         dies = self.flow.dies.get(tensor)
         if dies is None:

@@ -222,7 +222,7 @@ class Pace:
         same = [point for point in known if point.op == work.op]
         found = sorted(
             (
-                sum((here - there) ** 2 for here, there in zip(at, point.at, strict=True))
+                math.dist(at, point.at) ** 2
                 + OTHER_OP * (point.op != work.op)
                 + OTHER_DTYPE * (not _alike(point, work)),
                 point.correction,
