@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.catalog.clusters import stated
 from trimtab.errors import JobFailed
-from trimtab.predict.affine import _between, at, close, same_program
+from trimtab.predict.affine import _between, at, close, corner, same_program
 from trimtab.predict.memory import memory
-from trimtab.predict.traces import _ends, between, partner_of, resized
-from trimtab.spec import Cause, Mesh, Setting, Strategy, Trace, Work
+from trimtab.predict.traces import _ends, between, partner_of, resized, traces
+from trimtab.spec import Cause, Mesh, Precision, Setting, Strategy, Trace, Work
 from trimtab.trace import convolution
 from trimtab.trace.formulas import COLUMN_SUM, column_sum, flat, size, unflat
+from trimtab.trace.tracer import traced_all
 
 MIB = 2**20
 
@@ -211,3 +213,42 @@ def test_a_trace_whose_causes_are_not_there_is_refused() -> None:
 @given(st.integers(0, 10**12), st.integers(0, 10**12), st.fractions(-4, 4, max_denominator=64))
 def test_between_rounds_as_fractions_do(one: int, other: int, share: Fraction) -> None:
     assert _between(one, other, share) == max(0, round(one + (other - one) * share))
+
+
+@given(low=st.integers(2, 9), step=st.integers(1, 40), few=st.integers(1, 8), more=st.integers(1, 56))
+def test_three_corners_give_the_fourth(low: int, step: int, few: int, more: int) -> None:
+    def with_shards(micro: int, shards: int) -> Trace:
+        return trace(micro, sizes=(4 * MIB // shards, *trace(micro).sizes[1:]))
+
+    corners = [with_shards(micro, shards) for shards in (few, few + more) for micro in (low, low + step)]
+    origin, longer, thinner, both = corners
+    assert corner(origin, longer, thinner) == both
+
+
+@pytest.mark.parametrize("change", [{"phases": {"forward": 0}}, {"sequence": (0, 1, 0, 1)}])
+def test_corners_of_another_program_give_no_answer(change: dict[str, Any]) -> None:
+    assert corner(trace(2), trace(4, **change), trace(2)) is None
+    assert corner(trace(2), trace(4), trace(2, **change)) is None
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_of_two_micro_batches_at_two_numbers_of_shards_three_are_traced() -> None:
+    settings = [
+        Setting(
+            strategy=Strategy.FSDP,
+            mesh=Mesh(dp_shard=shards),
+            micro_batch=micro,
+            global_batch=micro * shards,
+            precision=Precision.BF16,
+        )
+        for shards in (4, 16)
+        for micro in (2, 6)
+    ]
+    device = stated("H100").devices[0]
+    found = [one for one in traces("slm:tiny", settings, device) if isinstance(one, Trace)]
+    said = [any("another number of shards" in text for text in one.assumptions) for one in found]
+    assert said == [False, False, False, True]
+    assert traces("slm:tiny", settings[-1:], device) == found[-1:], "it is remembered like any other"
+    (real,) = traced_all("slm:tiny", settings[-1:], device, cache=False)
+    assert isinstance(real, Trace)
+    assert found[-1].replace(assumptions=()) == real.replace(assumptions=())

@@ -184,6 +184,12 @@ class Bridge(Job):
             **getattr(self, name),
         )
 
+    def import_ahead(self) -> None:
+        """The library, and the files of both architectures, which it loads late."""
+        known = library(decoders.WHO).AutoModelForCausalLM._model_mapping  # noqa: SLF001
+        for name in self.branches:
+            _ = known[type(self.config_of(name))]
+
     def frozen_models(self) -> Iterator[tuple[str, nn.Module]]:
         """The two models, each from its folder, or from its config with random weights; no downloads."""
         for name in self.branches:

@@ -170,6 +170,10 @@ class HuggingFace(Job):
     def _maps(self, task: Task) -> bool:
         return type(self._config) in getattr(library(self._given), task.auto)._model_mapping  # noqa: SLF001
 
+    def import_ahead(self) -> None:
+        """The library, and the file of the architecture, which it loads late."""
+        _ = getattr(library(self._given), self._task.auto)._model_mapping[type(self._config)]  # noqa: SLF001
+
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What was chosen for the user; an estimate lists it."""

@@ -47,6 +47,9 @@ class Job:
         """A scalar tensor: the mean over what weight() counts."""
         raise NotImplementedError
 
+    def import_ahead(self) -> None:
+        """Import what the other members will, where that takes long: called once before many traces."""
+
     def settle(self, given: frozenset[str]) -> None:
         """Called with the names of options that were just set: one may stand for others, or not suit them."""
 

@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING
 from trimtab.trace.formulas import size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trimtab.spec import Cause, Trace, Work
 
 Number = int | Fraction
 SAME = ("marks", "streams", "parts", "recomputed", "phases", "part")
 """What has to be equal in two traces of one program, as it stands."""
+COUNTS = ("recomputed_flops", "parameters", "trainable", "kept_bytes", "handed_bytes")
+"""Numbers of a whole trace that are mixed as sizes are."""
 TOLERANCE = 0.001
 KEPT = 64
 """Columns that are remembered: more than a plan has different ones."""
@@ -36,33 +40,42 @@ def at(low: Trace, high: Trace, micro_low: Number, micro_high: Number, micro: Nu
     if micro in {micro_low, micro_high}:
         return low if micro == micro_low else high
     share = Fraction(micro - micro_low) / Fraction(micro_high - micro_low)
+    return _mixed((low, high), lambda one, other: _between(one, other, share))
+
+
+def corner(origin: Trace, one: Trace, other: Trace) -> Trace | None:
+    """The fourth corner of a rectangle: what two changes of the first trace make together.
+
+    A longer micro-batch makes activations longer, and more shards make shards shorter, neither by what the
+    other does. None where the programs differ.
+    """
+    if not (same_program(origin, one) and same_program(origin, other)):
+        return None
+    return _mixed((origin, one, other), lambda first, second, third: max(0, second + third - first))
+
+
+def _mixed(traces: tuple[Trace, ...], mix: Callable[..., int]) -> Trace:
+    """A trace whose numbers are mixed from those of others of the same program."""
+    first = traces[0]
     sizes = [
-        one if one == other else _between(one, other, share)
-        for one, other in zip(low.sizes, high.sizes, strict=True)
+        values[0] if len(set(values)) == 1 else mix(*values)
+        for values in zip(*(one.sizes for one in traces), strict=True)
     ]
-    causes = _causes(low, high, share)
+    causes = _causes(traces, mix)
     for number, cause in causes.items():
         known = size(cause)
         sizes[number] = sizes[number] if known is None else known
     places = {cause: place for place, cause in enumerate(dict.fromkeys(causes.values()))}
-    works, sequence = _works(low, high, share)
-    beside = []
-    for one, other in zip(low.beside, high.beside, strict=True):
-        # None where a program differs, which was looked at.
-        beside += [found for found in [at(one, other, micro_low, micro_high, micro)] if found is not None]
-    return low.replace(
+    works, sequence = _works(traces, mix)
+    return first.replace(
         sizes=tuple(sizes),
         causes=tuple(places),
         caused=tuple((number, places[cause]) for number, cause in causes.items()),
         works=works,
         sequence=sequence,
-        recomputed_flops=_between(low.recomputed_flops, high.recomputed_flops, share),
-        parameters=_between(low.parameters, high.parameters, share),
-        trainable=_between(low.trainable, high.trainable, share),
-        kept_bytes=_between(low.kept_bytes, high.kept_bytes, share),
-        handed_bytes=_between(low.handed_bytes, high.handed_bytes, share),
-        beside=tuple(beside),
-        assumptions=tuple(dict.fromkeys((*low.assumptions, *high.assumptions))),
+        **{name: mix(*(getattr(one, name) for one in traces)) for name in COUNTS},
+        beside=tuple(_mixed(each, mix) for each in zip(*(one.beside for one in traces), strict=True)),
+        assumptions=tuple(dict.fromkeys(said for one in traces for said in one.assumptions)),
     )
 
 
@@ -125,14 +138,14 @@ def _rules(trace: Trace) -> list[tuple[int, str, str, int]]:
     return [(number, *each[index]) for number, index in trace.caused]
 
 
-def _causes(low: Trace, high: Trace, share: Fraction) -> dict[int, Cause]:
-    """What sizes follow from, between two traces, by allocation."""
+def _causes(traces: tuple[Trace, ...], mix: Callable[..., int]) -> dict[int, Cause]:
+    """What sizes follow from, mixed, by allocation."""
     found = {}
-    for (number, one), (_, other) in zip(low.caused, high.caused, strict=True):
-        before, after = low.causes[one], high.causes[other]
-        found[number] = before.replace(
-            numbers=tuple(_between(a, b, share) for a, b in zip(before.numbers, after.numbers, strict=True)),
-            beside=_between(before.beside, after.beside, share),
+    for each in zip(*(one.caused for one in traces), strict=True):
+        causes = [one.causes[index] for one, (_, index) in zip(traces, each, strict=True)]
+        found[each[0][0]] = causes[0].replace(
+            numbers=tuple(mix(*values) for values in zip(*(one.numbers for one in causes), strict=True)),
+            beside=mix(*(one.beside for one in causes)),
         )
     return found
 
@@ -143,22 +156,22 @@ def _kinds(trace: Trace) -> list[tuple[str, str, str, bool, int]]:
     return [each[index] for index in trace.sequence]
 
 
-def _works(low: Trace, high: Trace, share: Fraction) -> tuple[tuple[Work, ...], tuple[int, ...]]:
-    """The operations between two traces, each different one once."""
-    made: dict[tuple[int, int], Work] = {}
+def _works(traces: tuple[Trace, ...], mix: Callable[..., int]) -> tuple[tuple[Work, ...], tuple[int, ...]]:
+    """The operations mixed, each different one once."""
+    made: dict[tuple[int, ...], Work] = {}
     places: dict[Work, int] = {}
     sequence = []
-    for pair in zip(low.sequence, high.sequence, strict=True):
-        if pair not in made:
-            one, other = low.works[pair[0]], high.works[pair[1]]
-            made[pair] = one.replace(
-                flops=_between(one.flops, other.flops, share),
-                read_bytes=_between(one.read_bytes, other.read_bytes, share),
-                write_bytes=_between(one.write_bytes, other.write_bytes, share),
-                dims=tuple(_between(a, b, share) for a, b in zip(one.dims, other.dims, strict=True)),
-                kernels=max(min(one.kernels, 1), _between(one.kernels, other.kernels, share)),
+    for numbers in zip(*(one.sequence for one in traces), strict=True):
+        if numbers not in made:
+            works = [one.works[number] for one, number in zip(traces, numbers, strict=True)]
+            made[numbers] = works[0].replace(
+                flops=mix(*(one.flops for one in works)),
+                read_bytes=mix(*(one.read_bytes for one in works)),
+                write_bytes=mix(*(one.write_bytes for one in works)),
+                dims=tuple(mix(*values) for values in zip(*(one.dims for one in works), strict=True)),
+                kernels=max(min(works[0].kernels, 1), mix(*(one.kernels for one in works))),
             )
-        sequence.append(places.setdefault(made[pair], len(places)))
+        sequence.append(places.setdefault(made[numbers], len(places)))
     return tuple(places), tuple(sequence)
 
 

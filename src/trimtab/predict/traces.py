@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError
-from trimtab.predict.affine import at, close
-from trimtab.spec import Trace
-from trimtab.trace.tracer import family, relatives, remembered, traced_all
+from trimtab.predict.affine import at, close, corner
+from trimtab.spec import Mesh, Strategy, Trace
+from trimtab.trace.tracer import cache_file, family, relatives, remember, remembered, traced_all
 from trimtab.trace.worker import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from trimtab.spec import Device, Setting
     from trimtab.trace.standing import Standing
@@ -53,14 +53,12 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
             kept[name] = _cached(request) if cache else {}
         known[name] = kept[name]
     for choose in (_ends, _every):
-        chosen = []
-        for name, found in known.items():
-            asked = {one.micro_batch: one for one, own in zip(settings, names, strict=True) if own == name}
-            missing = [micro for micro in sorted(asked) if between(found, micro) is None]
-            chosen += [(name, asked[micro]) for micro in choose(missing)]
+        chosen = _chosen(list(zip(names, settings, strict=True)), known, choose)
         if cache and choose is _ends and _is_alone(chosen, known):
             name, one = chosen[0]
             chosen.append((name, resized(one, partner_of(one.micro_batch))))
+        corners = _corners(chosen) if choose is _ends else {}
+        chosen = [one for one in chosen if one not in corners]
         if chosen:
             these = [one for _, one in chosen]
             answers = traced_all(
@@ -68,8 +66,26 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
             )
             for (name, one), answer in zip(chosen, answers, strict=True):
                 known[name][one.micro_batch] = answer
+        for (name, one), parts in corners.items():
+            fourth = _at_corner([known[own][micro] for own, micro in parts])
+            if fourth is not None:
+                known[name][one.micro_batch] = fourth
+                if cache:
+                    remember(cache_file(requests[0].replace(setting=one)), fourth)
     every = [between(known[name], one.micro_batch) for name, one in zip(names, settings, strict=True)]
     return [one for one in every if one is not None]
+
+
+def _chosen(
+    asked: list[tuple[str, Setting]], known: dict[str, Family], choose: Callable[[list[int]], list[int]]
+) -> list[tuple[str, Setting]]:
+    """What of each family is to be traced now."""
+    chosen = []
+    for name, found in known.items():
+        mine = {one.micro_batch: one for own, one in asked if own == name}
+        missing = [micro for micro in sorted(mine) if between(found, micro) is None]
+        chosen += [(name, mine[micro]) for micro in choose(missing)]
+    return chosen
 
 
 def is_known(request: Request) -> bool:
@@ -94,6 +110,41 @@ def _ends(missing: list[int]) -> list[int]:
     """
     several = [micro for micro in missing if micro > 1]
     return sorted({*missing[:1], *several[:1], *several[-1:]})
+
+
+def _corners(chosen: list[tuple[str, Setting]]) -> dict[tuple[str, Setting], list[tuple[str, int]]]:
+    """Settings that three others give: of two micro-batches at two numbers of shards, the largest of both.
+
+    Those three come by family and micro-batch: the corner that both differ from, then those beside it.
+    """
+    found = {}
+    by_shards: dict[Setting, dict[int, tuple[str, list[Setting]]]] = {}
+    for name, one in chosen:
+        if one.strategy is Strategy.FSDP and one.micro_batch > 1:
+            alike = one.replace(
+                strategy=Strategy.SINGLE, mesh=Mesh(), micro_batch=1, accumulation=1, global_batch=1
+            )
+            several = by_shards.setdefault(alike, {})
+            several.setdefault(one.mesh.dp_shard, (name, []))[1].append(one)
+    for several in by_shards.values():
+        first, mine = several[min(several)]
+        sizes = sorted(one.micro_batch for one in mine)
+        for name, theirs in several.values():
+            if name == first or sizes[0] not in {one.micro_batch for one in theirs}:
+                continue
+            for one in theirs:
+                if one.micro_batch in sizes[1:]:
+                    found[name, one] = [(first, sizes[0]), (first, one.micro_batch), (name, sizes[0])]
+    return found
+
+
+def _at_corner(parts: list[Trace | TrimtabError]) -> Trace | None:
+    traced = [one for one in parts if isinstance(one, Trace)]
+    found = corner(*traced) if len(traced) == len(parts) else None
+    if found is None:
+        return None
+    said = "sizes are worked out from traces at another micro-batch and another number of shards"
+    return found.replace(assumptions=(*found.assumptions, said))
 
 
 def _every(missing: list[int]) -> list[int]:

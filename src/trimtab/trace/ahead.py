@@ -14,6 +14,8 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from trimtab.jobs.job import Job
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
@@ -32,6 +34,9 @@ def import_ahead(job: Any) -> None:
     """Import what tracing needs, and what the members of the job import when they are called."""
     for name in OURS:
         importlib.import_module(name)
+    if isinstance(job, Job):
+        with contextlib.suppress(Exception):
+            job.import_ahead()
     for member in MEMBERS:
         for module, names in imports(getattr(type(job), member, None)):
             # What cannot be imported is the job's to complain about, when it gets there.

@@ -62,14 +62,13 @@ def forked(
     *,
     timeout_s: float,
     learn: Callable[[bytes], None] = lambda _: None,
-    most: int | None = None,
 ) -> Iterator[tuple[int, bytes]]:
     """Run every task in a copy of this process; number and answer of each, as they come.
 
     An answer is JSON as `child.told` reads it. `given` names the job in errors. `learn` sees each answer
-    while there are copies yet to be made. `most` are at work at a time.
+    while there are copies yet to be made.
     """
-    most = most or at_once()
+    most = at_once()
     waiting = list(enumerate(tasks))
     running: list[Fork] = []
     # Copies share memory until one of them writes; collecting garbage would write everywhere.

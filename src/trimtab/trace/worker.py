@@ -179,7 +179,7 @@ def _from_few(built: _Built, *, check: bool, timeout_s: float) -> Trace | None:
 
     def traced(built: _Built, sizes: list[tuple[int, ...]], *, forward: bool) -> list[Trace]:
         tasks = [_few(built, dict(zip(lists, one, strict=True)), forward=forward) for one in sizes]
-        answers = dict(forked(tasks, given, timeout_s=timeout_s, most=1))
+        answers = dict(forked(tasks, given, timeout_s=timeout_s))
         return [Trace.from_json(answers[place]) for place in range(len(tasks))]
 
     try:
