@@ -46,9 +46,12 @@ demo: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest -n auto -m 'not slow'
 
+# Both parts run, whatever becomes of the first: a failure in one says nothing of the other.
 soak: $(READY)
-	@$(BIN)/python -m pytest -n auto -m slow tests/test_configs_generated.py
-	@$(BIN)/python -m pytest -m slow --ignore tests/test_configs_generated.py
+	@failed=0; \
+	$(BIN)/python -m pytest -n auto -m slow tests/test_configs_generated.py || failed=1; \
+	$(BIN)/python -m pytest -m slow --ignore tests/test_configs_generated.py || failed=1; \
+	exit $$failed
 
 check: $(READY)
 	@$(BIN)/ruff check .
