@@ -84,6 +84,13 @@ def data(step: int, count: int = WHOLE) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "mask": mask.double()}
 
 
+def sparse(step: int) -> dict[str, torch.Tensor]:
+    """The same, but that the first half of the samples counts for nothing, and all in the first step."""
+    found = data(step)
+    found["mask"][: WHOLE // 2 if step else WHOLE] = 0.0
+    return found
+
+
 def loss(model: Any, batch: Any) -> Any:
     each = functional.cross_entropy(
         model(batch["tokens"][:, :-1]).flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="none"
@@ -161,11 +168,13 @@ def trained(run: Run, model: Any, batches: list[Any]) -> tuple[list[Any], dict[s
     return outcomes, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def piped(setting: Setting, *, drill: Any = None, clip: float | None = None, depth: int = 5) -> Any:
+def piped(
+    setting: Setting, *, drill: Any = None, clip: float | None = None, depth: int = 5, batches: Any = data
+) -> Any:
     with Run(setting, faults=drill, join_s=60) as run:
         # Another seed on every rank for what all hold; blocks are as their own rank built them.
         model, _ = run.prepare(network(0, depth), sgd, loss=loss, weight=tokens, clip=clip)
-        return trained(run, model, [data(step) for step in range(STEPS)])
+        return trained(run, model, [batches(step) for step in range(STEPS)])
 
 
 def fails_at(rank: int) -> Any:
@@ -269,6 +278,8 @@ def all_ways(folder: str) -> dict[str, Any]:
     with among(4):
         found["2 x 2"] = piped(pipeline(2, 2, micro=2), clip=0.3)
     with among(4):
+        found["2 x 2 sparse"] = piped(pipeline(2, 2, micro=2), batches=sparse)
+    with among(4):
         drill = Drill(("forward", 0, 3), ("backward", 1, 0), ("backward", 1, 3), ("gradient", 2, 2))
         found["2 x 2 drill"] = piped(pipeline(2, 2, micro=2), drill=drill)
     with among(4):
@@ -311,12 +322,16 @@ def by_hand(name: str) -> Truth:
 def test_every_way_learns_what_one_process_learns(tmp_path: Path) -> None:
     reports = everywhere(4, all_ways, str(tmp_path), timeout_s=600)
     batches = [data(step) for step in range(STEPS)]
+    few = Truth(network(), loss, [sparse(step) for step in range(1, STEPS)])
     plain, clipped = Truth(network(), loss, batches), Truth(network(), loss, batches, 0.3)
     bridge, slm = by_hand("bridge:tiny"), by_hand("slm:tiny")
     with torch.no_grad():
         right = loss(network().eval(), data(7)).item()
     for rank, found in enumerate(reports):
         clipped.check(found["2 x 2"])
+        (blank, *others), state = found["2 x 2 sparse"]
+        assert (blank.loss, blank.grad_norm, blank.skipped) == (0.0, 0.0, "")
+        few.check((others, state))
         plain.check(found["2 x 2 drill"])
         assert [one.attempts for one in found["2 x 2 drill"][0]] == [2, 2, 2, 1]
         assert found["loss"] == pytest.approx(right, rel=1e-12)
