@@ -346,15 +346,31 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_another_number_of_pro
     assert 1 <= stopped < 14
     assert "SIGUSR1 asked for the end" in events(run)[-1]["why"]
     assert events(run)[-1]["kind"] == "time-limit"
+    with started("train", f"{home}/job.py:Judged", "--out", run, "--procs", "2", "--json",
+                 "--faults", tmp_path / "faults.json") as process:  # fmt: skip
+        wait_for_step(process, run, stopped + 1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    last = json.loads(out.splitlines()[-1])
+    assert last["asked"] == "SIGINT"
+    assert (events(run)[-1]["kind"], events(run)[-1]["why"]) == (
+        "interrupt", "Ctrl-C (SIGINT) asked for the end"
+    )  # fmt: skip
+    assert "preemption" not in err + out
+    # It has saved: no step of it is taken again.
+    stopped = lines(run)[-1]["step"]
+    assert f"checkpoint of step {stopped} kept" in events(run)[-1]["done"]
     done = command("train", f"{home}/job.py:Judged", "--out", run)
     assert done.code == 0, done.err
     assert [one["kind"] for one in events(run)[-2:]] == ["resize", "resume"]
+    assert events(run)[-1]["done"] == f"the run goes on from step {stopped}"
     assert losses(run) == pytest.approx(losses(calm), abs=1e-9)
 
 
-def wait_for_step(process: subprocess.Popen[str], run: Path) -> None:
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int = 1) -> None:
     until = time.monotonic() + 60
-    while not (run / "log.jsonl").exists() or not (run / "log.jsonl").stat().st_size:
+    while not (run / "log.jsonl").exists() or len((run / "log.jsonl").read_bytes().splitlines()) < step:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until
         time.sleep(0.05)

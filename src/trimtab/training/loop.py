@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import time
 import traceback
 from contextlib import ExitStack, contextmanager
@@ -38,7 +37,7 @@ from trimtab.training.order import mixed
 from trimtab.training.run import Run
 from trimtab.training.scribe import Scribe
 from trimtab.training.settle import gathered, settled, together
-from trimtab.training.signals import SILENCE_S, Request, Signals, packed, unpacked
+from trimtab.training.signals import SILENCE_S, Request, Signals, described, meant, packed, unpacked
 from trimtab.training.states import snapshot
 from trimtab.training.task import Ending, check_trainable
 from trimtab.training.trouble import Trouble
@@ -47,8 +46,10 @@ from trimtab.training.world import connect, disconnect, read
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable, Iterator
 
+    from trimtab.training.control import Control
     from trimtab.training.loading import Window
     from trimtab.training.run import Outcome
     from trimtab.training.task import Task
@@ -80,7 +81,7 @@ def train(task: Task) -> Ending:
         signals.asked = signals.asked or (notes.stopping() if notes is not None else None)
         connect(world, timeout_min=task.timeout_min)
         with ExitStack() as stack:
-            ending = Training(task, world, signals, stack).go()
+            ending = Training(task, world, signals, stack, notes).go()
         disconnect()
     return ending
 
@@ -109,10 +110,14 @@ class Stateful:
 class Training:
     """One attempt at a run."""
 
-    def __init__(self, task: Task, world: World, signals: Signals, stack: ExitStack) -> None:
+    def __init__(
+        self, task: Task, world: World, signals: Signals, stack: ExitStack, notes: Control | None = None
+    ) -> None:
         self.task = task
         self.world = world
         self.signals = signals
+        self.notes = notes
+        """Of the parent that started this rank."""
         self.loss: float | None = None
         self.best: float | None = None
         self._waited_s = 0.0
@@ -296,7 +301,8 @@ class Training:
             self._follow(*taken, clock)
             if self.ending is not None and not self.run.ahead:
                 # A rank that was asked itself knows by which signal; the others know that there was one.
-                return self._finished(self.signals.asked or self.ending)
+                asked = self.signals.asked or self.ending
+                return self._finished(meant(asked, None if self.notes is None else self.notes.stopping()))
             self._prompt()
 
     def _announce(self) -> None:
@@ -399,9 +405,10 @@ class Training:
             saved = self.keeper.finish()
         self.scribe.share()
         if asked is not None:
+            kind, who = described(asked)
             self.scribe.tell(
-                IncidentKind.TIME_LIMIT if asked is signal.SIGUSR1 else IncidentKind.PREEMPTION,
-                f"{asked.name} asked for the end",
+                kind,
+                f"{who} asked for the end",
                 f"the step was finished and the checkpoint of step {saved} kept; the same command resumes",
             )
         ending = Ending(
