@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -441,6 +442,37 @@ def test_a_folder_that_is_a_file_or_another_runs_or_cannot_be_is_refused(
     nowhere = command("train", job, "--out", "/proc/trimtab")
     assert nowhere.code == 5, nowhere.err
     assert "--out /proc/trimtab" in nowhere.err
+
+
+def test_a_folder_that_a_namesake_left_without_a_checkpoint_is_refused_and_the_same_job_goes_on(
+    home: Path, tmp_path: Path
+) -> None:
+    run, text = tmp_path / "run", (home / "job.py").read_text(encoding="utf-8")
+    for name in ("mine", "theirs", "moved"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.py").write_text(text, encoding="utf-8")
+    mine, theirs, moved = (tmp_path / name / "job.py" for name in ("mine", "theirs", "moved"))
+    theirs.write_text(text.replace("16", "12"), encoding="utf-8")
+    assert command("train", f"{mine}:Small", "--out", run, "--steps", "2").code == 0
+    # As if it had been killed before.
+    shutil.rmtree(run / "checkpoints")
+    before = {one: one.read_bytes() for one in run.iterdir() if one.is_file()}
+    done = command("train", f"{theirs}:Small", "--out", run, "--steps", "2")
+    assert done.code == 2
+    told = "".join(done.err.split())
+    for part in (f"--out {run}", f"a run of {mine} was begun in it", f"asked for {theirs}", "another folder"):
+        assert "".join(part.split()) in told
+    assert {one: one.read_bytes() for one in run.iterdir() if one.is_file()} == before
+    # Moved as it is, and then edited where it is now: still the same job.
+    for edit in ("", "\nEDITED = True\n"):
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        moved.write_text(text + edit, encoding="utf-8")
+        done = command("train", f"{moved}:Small", "--out", run, "--steps", "2")
+        assert done.code == 0, done.err
+    # With a checkpoint it is the weights that tell.
+    done = command("train", f"{theirs}:Small", "--out", run, "--steps", "3")
+    assert done.code == 2, done.err
+    assert "there and [1, 12] here" in " ".join(done.err.split())
 
 
 def test_a_plan_for_more_gpus_than_there_are_is_refused(home: Path, tmp_path: Path) -> None:

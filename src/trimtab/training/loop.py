@@ -21,7 +21,7 @@ import torch
 
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs.job import Job
-from trimtab.jobs.load import failed, load
+from trimtab.jobs.load import failed, file_of, load
 from trimtab.launching.summary import JSON as SUMMARY
 from trimtab.launching.summary import forget, gpus_on_node, summed, write
 from trimtab.spec import IncidentKind
@@ -167,7 +167,7 @@ class Training:
         options = {key: value for key, value in task.options.items() if key != "global_batch"}
         identity = RunIdentity(
             job=task.job, options=options, global_batch=self.plan.choice.global_batch, seed=task.seed
-        )
+        ).of_file(file_of(task.job))
         folder = RunFolder(root=Path(task.out).absolute(), main=False)
 
         def take_up() -> None:
