@@ -65,6 +65,30 @@ class Judged(Small):
         return data(21, 1)
 
 
+class Unlike(Small):
+    # How items are not like batch(): keys, dtypes and shapes, or nothing that the loss minds.
+    how = "keys"
+
+    def batch(self, size):
+        x, y = super().batch(size)
+        return {"x": x, "y": y}
+
+    def loss(self, model, batch):
+        return super().loss(model, [batch["x"], batch["y"]])
+
+    def dataset(self):
+        items = [{"x": x, "y": y} for x, y in super().dataset()]
+        if self.how == "keys":
+            return [{"x": one["x"], "label": one["y"]} for one in items]
+        if self.how == "kind":
+            return super().dataset()
+        if self.how == "dtype":
+            return [{"x": one["x"].float(), "y": one["y"]} for one in items]
+        if self.how == "shape":
+            return [{"x": one["x"][:7], "y": one["y"]} for one in items]
+        return [{"x": one["x"], "y": one["y"].float(), "index": 1} for one in items]
+
+
 class NoData(Small):
     dataset = None
 
@@ -397,6 +421,26 @@ def test_ranks_that_torchrun_started_train_as_well(home: Path, calm: Path, tmp_p
         ("NoData", (), 4, "it has no dataset()"),
         ("Vector", (), 4, "it returned a tensor of shape (8, 1)"),
         ("Raises", (), 4, "KeyError: 'answer'"),
+        ("Unlike", (), 4, "KeyError: 'y'"),
+        ("Unlike", (), 4, "batch has x, y from batch() and x, label from dataset()"),
+        (
+            "Unlike",
+            ("--set", "how=kind"),
+            4,
+            "y: float64 (n, 1)} from batch() and [float64 (n, 8), float64 (n, 1)] from dataset()",
+        ),
+        (
+            "Unlike",
+            ("--set", "how=dtype"),
+            4,
+            "batch['x'] is float64 (n, 8) from batch() and float32 (n, 8) from dataset()",
+        ),
+        (
+            "Unlike",
+            ("--set", "how=shape"),
+            4,
+            "batch['x'] is float64 (n, 8) from batch() and float64 (n, 7) from dataset()",
+        ),
         ("BadData", (), 4, "OSError: no such disk"),
         ("Stream", (), 4, "in an order of its own"),
         ("Small", ("--set", "samples=5"), 2, "one optimizer step takes global_batch 8"),
@@ -423,6 +467,17 @@ def test_what_cannot_be_trained_is_said_at_once_and_leaves_nothing(  # noqa: PLR
     assert not (out / "run.json").exists()
     with_json = command("train", f"{home}/job.py:{job}", "--out", out, *options, "--json")
     assert json.loads(with_json.out)["error"]["exit_code"] == code
+
+
+def test_items_unlike_batch_are_named_when_a_step_fails_and_only_then(home: Path, tmp_path: Path) -> None:
+    job = f"{home}/job.py"
+    works = command("train", f"{job}:Unlike", "--out", tmp_path / "a", "--steps", "2", "--set", "how=extra")
+    assert works.code == 0, works.err
+    assert "not like" not in works.err
+    fails = command("train", f"{job}:Raises", "--out", tmp_path / "b")
+    assert "not like" not in fails.err
+    unlike = command("train", f"{job}:Unlike", "--out", tmp_path / "c")
+    assert "Let the items of dataset() collate to what batch() makes" in " ".join(unlike.err.split())
 
 
 def test_a_folder_that_is_a_file_or_another_runs_or_cannot_be_is_refused(

@@ -31,6 +31,7 @@ from trimtab.training.faults import Faults, tear
 from trimtab.training.folder import RunFolder, RunIdentity
 from trimtab.training.keep import Keeper
 from trimtab.training.ladder import Ladder
+from trimtab.training.likeness import SHOWN, differences
 from trimtab.training.loading import checked_order
 from trimtab.training.meters import Clock, Line, Meters, measured_mfu, printed_every, tokens_in
 from trimtab.training.order import mixed
@@ -59,6 +60,9 @@ PATIENCE = 5.0
 """After a signal, times the last step until silence means that a rank is gone."""
 
 
+LIKE = "Let the items of dataset() collate to what batch() makes; a job may have collate(items) for that."
+TRIED = 2
+"""Samples of a batch that is only looked at: some losses have no use for one."""
 STATES = 2
 """Tensors that an optimizer keeps for every parameter, as Adam does."""
 MEMORY_S = 0.5
@@ -126,6 +130,8 @@ class Training:
         """A checkpoint is wanted after the next step that is settled."""
         self.ending: signal.Signals | None = None
         """What asked for the end of the run."""
+        self.window: Window | None = None
+        """What is being computed."""
         self._asked_s = 0.0
         self._peaks: dict[str, int] = {}
         self.job = load(task.job, task.options)
@@ -159,7 +165,24 @@ class Training:
         except Exception as error:
             if isinstance(error, TrimtabError) or is_lost(error) or not is_of_job(error):
                 raise
-            raise failed(f"{member} of job {self.task.job}", error, "Mend the job.") from error
+            told = failed(f"{member} of job {self.task.job}", error, "Mend the job.")
+            unlike = self._unlike() if self.window is not None else ""
+            if unlike:
+                told = JobFailed(told.given, found=f"{told.found}; {unlike}", cure=LIKE)
+            raise told from error
+
+    def _unlike(self) -> str:
+        """In what the samples of the last step are not what batch() makes; empty where they are.
+
+        Asked only after a step has failed: a job whose loss takes them is not refused.
+        """
+        assert self.window is not None  # noqa: S101 - asked before
+        try:
+            found = differences(self.job.batch(TRIED), self.window.filler())
+        except Exception:  # noqa: BLE001 - nothing can be said of it, and the failure itself is what counts
+            return ""
+        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        return f"dataset() is not like batch(): {'; '.join(found[:SHOWN])}{more}" if found else ""
 
     def _scribe(self, stack: ExitStack) -> Scribe:
         """The folder, taken up by rank 0; an error there is one on all ranks."""
@@ -292,7 +315,7 @@ class Training:
                 forget(self.scribe.folder.root)
         clock = Clock()
         self._prompt()
-        steps = self.run.over(self.loader.windows(self.steps), self._settles)
+        steps = self.run.over(self._noted(self.loader.windows(self.steps)), self._settles)
         while True:
             with self._blaming("loss()"):
                 taken = next(steps, None)
@@ -304,6 +327,13 @@ class Training:
                 asked = self.signals.asked or self.ending
                 return self._finished(meant(asked, None if self.notes is None else self.notes.stopping()))
             self._prompt()
+
+    def _noted(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """The windows as they come, the last of them remembered while it is computed."""
+        for window in windows:
+            self.window = window
+            yield window
+            self.window = None
 
     def _announce(self) -> None:
         choice = self.plan.choice
