@@ -137,12 +137,39 @@ class Overflow(torch.nn.Module):
         return (x * 1e4 * 1e4) / 1e8
 
 
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block() for _ in range(4)])
+        self.blocks[2].last = Overflow()
+        self.out = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.last = torch.nn.Linear(8, 8), torch.nn.Tanh()
+
+    def forward(self, x):
+        return self.last(self.one(x))
+
+
 class Narrow(Small):
     def model(self):
         return torch.nn.Sequential(torch.nn.Linear(8, 16), Overflow(), torch.nn.Linear(16, 1))
 
     def loss(self, model, batch):
         return (model(batch[0].float()) - batch[1]).square().mean()
+
+
+class Staged(Narrow):
+    def model(self):
+        return Blocks()
 """
 
 ITER = re.compile(r"^iter (\d+): loss (\S+), time (\S+)ms, mfu (\S+)%")
@@ -308,6 +335,20 @@ def test_a_module_that_overflows_is_found_and_kept_in_fp32(home: Path, tmp_path:
     # The resumed run knows.
     assert command(*job, "--steps", "6").code == 0
     assert not any(one["skipped"] for one in lines(run)[2:])
+
+
+@pytest.mark.slow
+def test_a_module_of_a_later_stage_that_overflows_is_found_and_kept_in_fp32(
+    home: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = (f"{home}/job.py:Staged", "--out", run, "--procs", "2", "--pin", "strategy=pipeline")
+    with started("train", *job, "--pin", "precision=fp16", "--steps", "4") as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert [bool(one["skipped"]) for one in lines(run)] == [True, True, False, False]
+    (kept,) = [one for one in events(run) if "fp32" in one["done"]]
+    assert "blocks.2.last (Overflow) is the first whose forward is not finite" in kept["why"]
 
 
 # --- several processes ---
