@@ -382,6 +382,8 @@ identities = st.builds(
     options=st.dictionaries(names, st.integers(-9, 9) | names, max_size=2),
     global_batch=positive,
     seed=st.integers(-5, 2**40),
+    file=names,
+    digest=names,
 )
 file_marks = st.builds(
     FileMark, size_bytes=counts, sha256=st.text("0123456789abcdef", min_size=64, max_size=64)

@@ -6,7 +6,8 @@ import argparse
 import json
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +17,14 @@ import trimtab
 from test_cli import trimtab_cli
 from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse
 from trimtab.exams.sit import cases
+from trimtab.jobs import load as load_module
 from trimtab.jobs.head import IGNORED, mean_token_loss, token_losses
 from trimtab.jobs.job import samples_in
-from trimtab.jobs.load import BUILT_IN, name_of
+from trimtab.jobs.load import BUILT_IN, file_of, name_of
 from trimtab.jobs.naics import lorentz_distance, on_hyperboloid
 from trimtab.jobs.options import options
 from trimtab.trace.redraw import redraws
 from trimtab.trace.step import repeated_blocks
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TINY = [f"{name}:tiny" for name in BUILT_IN]
 
@@ -645,3 +644,10 @@ def test_help_names_every_form_of_a_job(verb: str) -> None:
     text = " ".join(trimtab_cli(verb, "--help").stdout.split())
     for form in ("FILE.py:NAME", "package.module:NAME", "slm", "bridge", "naics", "hf:FOLDER", "--set"):
         assert form in text
+
+
+def test_the_file_that_a_job_is_written_in(tmp_path: Path) -> None:
+    assert [file_of(name) for name in ("slm", "bridge:tiny", "no.such.module:Job")] == [None] * 3
+    assert file_of("hf:models/bert") == Path.cwd() / "models" / "bert" / "config.json"
+    assert file_of(f"{tmp_path}/a.b/job.py:Mine") == tmp_path / "a.b" / "job.py"
+    assert file_of("trimtab.jobs.load:Job") == Path(load_module.__file__ or "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import math
 import random
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from torch import nn
 
 from trimtab.spec import IncidentKind
 from trimtab.training import ladder as module
+from trimtab.training import suspects
 from trimtab.training.ladder import CALM, ENOUGH, Ladder, Rung, bad, good, keeping, rolled_back, spike_limit
 from trimtab.training.suspects import Suspect, earliest, first_bad, keep_fp32
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NAN, SPIKE = IncidentKind.NOT_A_NUMBER, IncidentKind.LOSS_SPIKE
 
@@ -116,6 +121,7 @@ def test_the_report_says_what_was_tried() -> None:
 
 def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(module).failed == 0
+    assert doctest.testmod(suspects).failed == 0
 
 
 class Blow(nn.Module):
@@ -137,8 +143,17 @@ def chain(middle: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), middle), nn.Linear(4, 1))
 
 
+def passed(compute: Callable[[], Any]) -> Callable[[], torch.Tensor]:
+    def whole() -> torch.Tensor:
+        loss: torch.Tensor = compute()
+        torch.autograd.backward(loss)
+        return loss
+
+    return whole
+
+
 def found_in(model: nn.Module, batch: torch.Tensor) -> Suspect | None:
-    return first_bad(model, [lambda: model(batch).float().mean()], [batch])
+    return first_bad(model, [passed(lambda: model(batch).float().mean())], [batch])
 
 
 def test_the_first_bad_module_is_found_forward() -> None:
@@ -160,9 +175,23 @@ def test_a_bad_batch_a_bad_loss_and_a_good_step_are_told_apart() -> None:
     nan = found_in(model, torch.full((3, 4), math.nan))
     assert nan is not None
     assert nan.phase == "batch"
-    loss = first_bad(model, [lambda: model(torch.ones(3, 4)).mean() / 0])
+    loss = first_bad(model, [passed(lambda: model(torch.ones(3, 4)).mean() / 0)])
     assert loss is not None
     assert loss.phase == "loss"
+
+
+def test_every_pass_is_run_whatever_was_found_before() -> None:
+    model, ran = chain(nn.Tanh()), []
+    bad = torch.full((3, 4), math.nan)
+
+    def run() -> None:
+        # As in a stage whose loss is on another rank; others may wait for what it does.
+        ran.append(model(torch.ones(3, 4)).mean().backward())
+
+    found = first_bad(model, [run, run], [bad])
+    assert found is not None
+    assert found.phase == "batch"
+    assert len(ran) == 2
 
 
 def test_no_hook_is_left_behind() -> None:

@@ -81,6 +81,12 @@ def data(step: int, count: int = WHOLE) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(count, 8, generator=made), "mask": mask.double()}
 
 
+def blank_first(step: int) -> dict[str, torch.Tensor]:
+    """The same, but that nothing at all counts in the first step."""
+    found = data(step)
+    return found | {"mask": found["mask"] * (step > 0)}
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -122,7 +128,9 @@ class Report:
 _RUNS = 0
 
 
-def together(setting: Setting, places: list[int], *, drill: Any = None, **prepared: Any) -> Report:
+def together(
+    setting: Setting, places: list[int], *, drill: Any = None, batches: Any = data, **prepared: Any
+) -> Report:
     """One run on the ranks that there are, each with its samples of the batch of every step."""
     global _RUNS  # noqa: PLW0603 - the next run in these processes meets at another port
     _RUNS += 1
@@ -132,7 +140,7 @@ def together(setting: Setting, places: list[int], *, drill: Any = None, **prepar
         # Another seed on every rank: the first rank's weights count.
         model, _ = run.prepare(network(run.rank), sgd, **({"loss": squared} | prepared))
         mine = run.groups.data_rank
-        outcomes = [run.step(cut(data(step), places[mine], places[mine + 1])) for step in range(STEPS)]
+        outcomes = [run.step(cut(batches(step), places[mine], places[mine + 1])) for step in range(STEPS)]
         return Report(run, model, outcomes, seen)
 
 
@@ -171,6 +179,13 @@ def three_ranks() -> dict[str, Report | str]:
     sharded = ddp(3).replace(strategy=Strategy.FSDP, mesh=Mesh(dp_shard=3))
     found["sharded"] = together(sharded, places, clip=0.5)
     found["sharded tokens"] = together(sharded, [0, 1, 9, 10], loss=masked, weight=tokens)
+    # The whole share of rank 1 counts for nothing, in every step.
+    void = [0, 3, 4, 10]
+    found["sharded void"] = together(sharded, void, loss=masked, weight=tokens)
+    found["sharded empty"] = together(sharded, sparse)
+    found["sharded empty tokens"] = together(sharded, sparse, loss=masked, weight=tokens)
+    for name, setting in (("blank", ddp(3)), ("sharded blank", sharded)):
+        found[name] = together(setting, void, loss=masked, weight=tokens, batches=blank_first)
     drill = Drill(
         ("forward", 0, 2), ("backward", 1, 1), ("optimizer", 1, 0), ("forward", 3, 0), ("backward", 3, 2),
         ("gradient", 4, 1),
@@ -215,6 +230,14 @@ def test_three_ranks_learn_what_one_learns_whatever_fails() -> None:
         # All gather as often: one rank has four samples, and parts are of two.
         assert found["sharded"].parts == [2] * 5
         close(found["sharded tokens"], masked)
+        close(found["sharded void"], masked)
+        close(found["sharded empty"])
+        close(found["sharded empty tokens"], masked)
+        # A step in which nothing counts moves nothing, however the ranks share the weights.
+        assert not any(found["blank"].skipped + found["sharded blank"].skipped)
+        assert found["sharded blank"].losses == pytest.approx(found["blank"].losses, rel=1e-12)
+        for one, other in zip(found["sharded blank"].weights, found["blank"].weights, strict=True):
+            assert (one - other).abs().max() < 1e-12
         close(found["sharded drill"])
         assert found["sharded drill"].attempts == [2, 2, 1, 2, 2]
         close(found["sharded by hand"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from trimtab.errors import EnvironmentFault, JobFailed, NothingFits, WrongUse
 from trimtab.spec import Incident, IncidentKind, Mesh, OptimizerImplementation, Precision, Setting, Strategy
 from trimtab.training import recovery, stepper
 from trimtab.training.compiling import Compiling
+from trimtab.training.evaluate import evaluate
 from trimtab.training.run import Run
 
 if TYPE_CHECKING:
@@ -134,6 +136,22 @@ def test_a_loss_over_tokens_is_weighted_by_them_and_a_part_without_any_does_not_
     assert far(model, weights) < 1e-12
     assert [one.loss for one in outcomes] == pytest.approx(losses, rel=1e-12)
     assert (outcomes[0].weight, outcomes[0].samples, outcomes[0].parts) == (18.0, 10, 3)
+
+
+def test_samples_that_count_for_nothing_do_not_spoil_an_evaluation() -> None:
+    mask = torch.tensor([[1.0, 1, 0]] * 3 + [[0, 0, 0]] * 3 + [[1, 1, 1]] * 4)
+    whole = {"x": samples(), "mask": mask}
+    dataset = [{name: one[number] for name, one in whole.items()} for number in range(10)]
+
+    def loss(model: Any, batch: Any) -> Any:
+        return (model(batch["x"]).square() * batch["mask"]).sum() / batch["mask"].sum()
+
+    with Run(setting(3)) as run:
+        run.prepare(network(), sgd, loss=loss, weight=lambda batch: batch["mask"].sum())
+        with torch.no_grad():
+            right = loss(network(), whole).item()
+        assert evaluate(run, dataset) == pytest.approx(right, rel=1e-12)
+        assert math.isnan(evaluate(run, dataset[3:6]))
 
 
 def test_a_loop_by_hand_is_the_same_step() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,30 @@ class Judged(Small):
         return data(21, 1)
 
 
+class Unlike(Small):
+    # How items are not like batch(): keys, dtypes and shapes, or nothing that the loss minds.
+    how = "keys"
+
+    def batch(self, size):
+        x, y = super().batch(size)
+        return {"x": x, "y": y}
+
+    def loss(self, model, batch):
+        return super().loss(model, [batch["x"], batch["y"]])
+
+    def dataset(self):
+        items = [{"x": x, "y": y} for x, y in super().dataset()]
+        if self.how == "keys":
+            return [{"x": one["x"], "label": one["y"]} for one in items]
+        if self.how == "kind":
+            return super().dataset()
+        if self.how == "dtype":
+            return [{"x": one["x"].float(), "y": one["y"]} for one in items]
+        if self.how == "shape":
+            return [{"x": one["x"][:7], "y": one["y"]} for one in items]
+        return [{"x": one["x"], "y": one["y"].float(), "index": 1} for one in items]
+
+
 class NoData(Small):
     dataset = None
 
@@ -112,12 +137,39 @@ class Overflow(torch.nn.Module):
         return (x * 1e4 * 1e4) / 1e8
 
 
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block() for _ in range(4)])
+        self.blocks[2].last = Overflow()
+        self.out = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.last = torch.nn.Linear(8, 8), torch.nn.Tanh()
+
+    def forward(self, x):
+        return self.last(self.one(x))
+
+
 class Narrow(Small):
     def model(self):
         return torch.nn.Sequential(torch.nn.Linear(8, 16), Overflow(), torch.nn.Linear(16, 1))
 
     def loss(self, model, batch):
         return (model(batch[0].float()) - batch[1]).square().mean()
+
+
+class Staged(Narrow):
+    def model(self):
+        return Blocks()
 """
 
 ITER = re.compile(r"^iter (\d+): loss (\S+), time (\S+)ms, mfu (\S+)%")
@@ -285,6 +337,20 @@ def test_a_module_that_overflows_is_found_and_kept_in_fp32(home: Path, tmp_path:
     assert not any(one["skipped"] for one in lines(run)[2:])
 
 
+@pytest.mark.slow
+def test_a_module_of_a_later_stage_that_overflows_is_found_and_kept_in_fp32(
+    home: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = (f"{home}/job.py:Staged", "--out", run, "--procs", "2", "--pin", "strategy=pipeline")
+    with started("train", *job, "--pin", "precision=fp16", "--steps", "4") as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert [bool(one["skipped"]) for one in lines(run)] == [True, True, False, False]
+    (kept,) = [one for one in events(run) if "fp32" in one["done"]]
+    assert "blocks.2.last (Overflow) is the first whose forward is not finite" in kept["why"]
+
+
 # --- several processes ---
 
 
@@ -346,15 +412,31 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_another_number_of_pro
     assert 1 <= stopped < 14
     assert "SIGUSR1 asked for the end" in events(run)[-1]["why"]
     assert events(run)[-1]["kind"] == "time-limit"
+    with started("train", f"{home}/job.py:Judged", "--out", run, "--procs", "2", "--json",
+                 "--faults", tmp_path / "faults.json") as process:  # fmt: skip
+        wait_for_step(process, run, stopped + 1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    last = json.loads(out.splitlines()[-1])
+    assert last["asked"] == "SIGINT"
+    assert (events(run)[-1]["kind"], events(run)[-1]["why"]) == (
+        "interrupt", "Ctrl-C (SIGINT) asked for the end"
+    )  # fmt: skip
+    assert "preemption" not in err + out
+    # It has saved: no step of it is taken again.
+    stopped = lines(run)[-1]["step"]
+    assert f"checkpoint of step {stopped} kept" in events(run)[-1]["done"]
     done = command("train", f"{home}/job.py:Judged", "--out", run)
     assert done.code == 0, done.err
     assert [one["kind"] for one in events(run)[-2:]] == ["resize", "resume"]
+    assert events(run)[-1]["done"] == f"the run goes on from step {stopped}"
     assert losses(run) == pytest.approx(losses(calm), abs=1e-9)
 
 
-def wait_for_step(process: subprocess.Popen[str], run: Path) -> None:
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int = 1) -> None:
     until = time.monotonic() + 60
-    while not (run / "log.jsonl").exists() or not (run / "log.jsonl").stat().st_size:
+    while not (run / "log.jsonl").exists() or len((run / "log.jsonl").read_bytes().splitlines()) < step:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -380,6 +462,26 @@ def test_ranks_that_torchrun_started_train_as_well(home: Path, calm: Path, tmp_p
         ("NoData", (), 4, "it has no dataset()"),
         ("Vector", (), 4, "it returned a tensor of shape (8, 1)"),
         ("Raises", (), 4, "KeyError: 'answer'"),
+        ("Unlike", (), 4, "KeyError: 'y'"),
+        ("Unlike", (), 4, "batch has x, y from batch() and x, label from dataset()"),
+        (
+            "Unlike",
+            ("--set", "how=kind"),
+            4,
+            "y: float64 (n, 1)} from batch() and [float64 (n, 8), float64 (n, 1)] from dataset()",
+        ),
+        (
+            "Unlike",
+            ("--set", "how=dtype"),
+            4,
+            "batch['x'] is float64 (n, 8) from batch() and float32 (n, 8) from dataset()",
+        ),
+        (
+            "Unlike",
+            ("--set", "how=shape"),
+            4,
+            "batch['x'] is float64 (n, 8) from batch() and float64 (n, 7) from dataset()",
+        ),
         ("BadData", (), 4, "OSError: no such disk"),
         ("Stream", (), 4, "in an order of its own"),
         ("Small", ("--set", "samples=5"), 2, "one optimizer step takes global_batch 8"),
@@ -408,6 +510,17 @@ def test_what_cannot_be_trained_is_said_at_once_and_leaves_nothing(  # noqa: PLR
     assert json.loads(with_json.out)["error"]["exit_code"] == code
 
 
+def test_items_unlike_batch_are_named_when_a_step_fails_and_only_then(home: Path, tmp_path: Path) -> None:
+    job = f"{home}/job.py"
+    works = command("train", f"{job}:Unlike", "--out", tmp_path / "a", "--steps", "2", "--set", "how=extra")
+    assert works.code == 0, works.err
+    assert "not like" not in works.err
+    fails = command("train", f"{job}:Raises", "--out", tmp_path / "b")
+    assert "not like" not in fails.err
+    unlike = command("train", f"{job}:Unlike", "--out", tmp_path / "c")
+    assert "Let the items of dataset() collate to what batch() makes" in " ".join(unlike.err.split())
+
+
 def test_a_folder_that_is_a_file_or_another_runs_or_cannot_be_is_refused(
     home: Path, calm: Path, tmp_path: Path
 ) -> None:
@@ -425,6 +538,37 @@ def test_a_folder_that_is_a_file_or_another_runs_or_cannot_be_is_refused(
     nowhere = command("train", job, "--out", "/proc/trimtab")
     assert nowhere.code == 5, nowhere.err
     assert "--out /proc/trimtab" in nowhere.err
+
+
+def test_a_folder_that_a_namesake_left_without_a_checkpoint_is_refused_and_the_same_job_goes_on(
+    home: Path, tmp_path: Path
+) -> None:
+    run, text = tmp_path / "run", (home / "job.py").read_text(encoding="utf-8")
+    for name in ("mine", "theirs", "moved"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.py").write_text(text, encoding="utf-8")
+    mine, theirs, moved = (tmp_path / name / "job.py" for name in ("mine", "theirs", "moved"))
+    theirs.write_text(text.replace("16", "12"), encoding="utf-8")
+    assert command("train", f"{mine}:Small", "--out", run, "--steps", "2").code == 0
+    # As if it had been killed before.
+    shutil.rmtree(run / "checkpoints")
+    before = {one: one.read_bytes() for one in run.iterdir() if one.is_file()}
+    done = command("train", f"{theirs}:Small", "--out", run, "--steps", "2")
+    assert done.code == 2
+    told = "".join(done.err.split())
+    for part in (f"--out {run}", f"a run of {mine} was begun in it", f"asked for {theirs}", "another folder"):
+        assert "".join(part.split()) in told
+    assert {one: one.read_bytes() for one in run.iterdir() if one.is_file()} == before
+    # Moved as it is, and then edited where it is now: still the same job.
+    for edit in ("", "\nEDITED = True\n"):
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        moved.write_text(text + edit, encoding="utf-8")
+        done = command("train", f"{moved}:Small", "--out", run, "--steps", "2")
+        assert done.code == 0, done.err
+    # With a checkpoint it is the weights that tell.
+    done = command("train", f"{theirs}:Small", "--out", run, "--steps", "3")
+    assert done.code == 2, done.err
+    assert "there and [1, 12] here" in " ".join(done.err.split())
 
 
 def test_a_plan_for_more_gpus_than_there_are_is_refused(home: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from trimtab.spec import (
     Workload,
 )
 from trimtab.training import control as control_module
-from trimtab.training import evaluate, loop, meters, resize, settle, signals, start, task, worker
+from trimtab.training import evaluate, likeness, loop, meters, resize, settle, signals, start, task, worker
 from trimtab.training.control import Control
 from trimtab.training.control import given as notes_given
 from trimtab.training.faults import Fault, FaultKind, Faults, read, tear
@@ -462,7 +462,7 @@ def test_a_task_survives_json() -> None:
     assert Task.from_json(one.to_json()) == one
 
 
-@pytest.mark.parametrize("module", [evaluate, meters, signals, start, task, worker])
+@pytest.mark.parametrize("module", [evaluate, likeness, meters, signals, start, task, worker])
 def test_the_examples_in_the_docstrings_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 
@@ -607,3 +607,23 @@ def test_a_run_on_other_nodes_is_planned_again_with_the_batch_of_its_plan() -> N
     assert {place.node for place in found.places} == {0, 1}
     # What cannot be planned is divided instead, and nothing is raised.
     assert settle.replanned(asked, before, 64, there) is None
+
+
+def test_batches_are_set_side_by_side_in_words() -> None:
+    made = {"x": (torch.zeros(2, 3), torch.zeros(2)), "names": ["a", "b"], "meta": {"k": 1}}
+    same = {"x": [torch.zeros(5, 3), torch.zeros(5)], "names": ("c",), "meta": {"k": 7}}
+    assert likeness.differences(made, same) == []
+    other = {"x": [torch.zeros(5, 3, 1), torch.zeros(())], "names": torch.zeros(5), "meta": {}}
+    assert likeness.differences(made, other) == [
+        "batch['x'][0] is float32 (n, 3) from batch() and float32 (n, 3, 1) from dataset()",
+        "batch['x'][1] is float32 (n) from batch() and float32 () from dataset()",
+        "batch['names'] is [str, str] from batch() and float32 (n) from dataset()",
+        "batch['meta'] has k from batch() and nothing from dataset()",
+    ]
+    assert likeness.differences([torch.zeros(1)], [torch.zeros(1)] * 2) == [
+        "batch is [float32 (n)] from batch() and [float32 (n), float32 (n)] from dataset()"
+    ]
+    assert likeness.differences(torch.zeros(1), None) == [
+        "batch is float32 (n) from batch() and NoneType from dataset()"
+    ]
+    assert "and 2 more" in likeness.sketch([torch.zeros(1)] * 10)

@@ -452,6 +452,30 @@ def test_the_same_job_named_from_another_folder_is_the_same_run(tmp_path: Path) 
     opened(tmp_path, identity=IDENTITY.replace(job="/home/me/jobs/mine.py:Mine")).close()
 
 
+def test_a_namesake_is_another_file_with_something_else_in_it(tmp_path: Path) -> None:
+    one, copied, other = (tmp_path / name for name in ("one.py", "copied.py", "other.py"))
+    for file, text in ((one, "a"), (copied, "a"), (other, "b")):
+        file.write_text(text)
+    begun = IDENTITY.of_file(one)
+    assert begun.is_namesake(IDENTITY.of_file(other))
+    assert not begun.is_namesake(IDENTITY.of_file(copied))
+    one.write_text("edited")
+    assert not begun.is_namesake(IDENTITY.of_file(one))
+    # What is not known does not count: built-in jobs, files that are gone, folders of earlier versions.
+    for unknown in (IDENTITY.of_file(None), IDENTITY.of_file(tmp_path / "gone.py")):
+        assert unknown == IDENTITY
+        assert not begun.is_namesake(unknown)
+        assert not unknown.is_namesake(begun)
+    assert not begun.differences(IDENTITY.of_file(other))
+
+
+def test_the_folder_of_stages_is_not_a_runs(tmp_path: Path) -> None:
+    (tmp_path / "stages.json").write_text("{}")
+    with pytest.raises(WrongUse, match="the folder of a training in stages"):
+        opened(tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["stages.json"]
+
+
 def test_a_folder_that_something_else_wrote_is_refused_but_other_files_are_no_harm(tmp_path: Path) -> None:
     (tmp_path / "slurm.out").write_text("hello")
     (tmp_path / "plan.json").write_text("{}")

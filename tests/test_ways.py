@@ -15,11 +15,14 @@ from torch.nn import functional
 import trimtab
 from trimtab.errors import JobFailed, NothingFits, WrongUse
 from trimtab.spec import Mesh, Recompute, Setting, Strategy
-from trimtab.trace.stages import bounds, chain, head, keep_stage
+from trimtab.trace.stages import StandIn, bounds, chain, head, keep_stage
 from trimtab.training import world
 from trimtab.training.keep import Keeper
+from trimtab.training.loading import window_of
 from trimtab.training.piping import NeighbourFailed, schedule
 from trimtab.training.run import Run
+from trimtab.training.suspects import keep_fp32
+from trimtab.training.trouble import suspect
 from worlds import Drill, everywhere
 
 if TYPE_CHECKING:
@@ -82,6 +85,13 @@ def data(step: int, count: int = WHOLE) -> dict[str, torch.Tensor]:
     mask[count // 3] = False
     tokens = torch.randint(VOCAB, (count, 7), generator=made)
     return {"tokens": tokens, "mask": mask.double()}
+
+
+def sparse(step: int) -> dict[str, torch.Tensor]:
+    """The same, but that the first half of the samples counts for nothing, and all in the first step."""
+    found = data(step)
+    found["mask"][: WHOLE // 2 if step else WHOLE] = 0.0
+    return found
 
 
 def loss(model: Any, batch: Any) -> Any:
@@ -161,11 +171,13 @@ def trained(run: Run, model: Any, batches: list[Any]) -> tuple[list[Any], dict[s
     return outcomes, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def piped(setting: Setting, *, drill: Any = None, clip: float | None = None, depth: int = 5) -> Any:
+def piped(
+    setting: Setting, *, drill: Any = None, clip: float | None = None, depth: int = 5, batches: Any = data
+) -> Any:
     with Run(setting, faults=drill, join_s=60) as run:
         # Another seed on every rank for what all hold; blocks are as their own rank built them.
         model, _ = run.prepare(network(0, depth), sgd, loss=loss, weight=tokens, clip=clip)
-        return trained(run, model, [data(step) for step in range(STEPS)])
+        return trained(run, model, [batches(step) for step in range(STEPS)])
 
 
 def fails_at(rank: int) -> Any:
@@ -189,6 +201,41 @@ def failing(rank: int) -> str:
         except (ValueError, NeighbourFailed) as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+class Endless(nn.Module):
+    """What it returns is not finite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 0
+
+
+class Steep(nn.Module):
+    """What it returns is finite, and its gradient is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sqrt(x - x)
+
+
+def suspected() -> dict[str, Any]:
+    """What a pipeline of three finds, with a bad module in each of its stages and phases."""
+    found: dict[str, Any] = {}
+    with Run(pipeline(3), join_s=60) as run:
+        model, _ = run.prepare(network(), sgd, loss=loss, weight=tokens)
+        window = window_of(data(0))
+        found["none"] = suspect(run, window)
+        for kind in (Endless(), Steep()):
+            for number, block in enumerate(model.blocks):
+                mine = not isinstance(block, StandIn)
+                if mine:
+                    good, block.drop = block.drop, kind
+                found[f"{type(kind).__name__} {number}"] = suspect(run, window)
+                if mine:
+                    block.drop = good
+        # Whoever has a block widens it; the others still hand over what they are given.
+        found["kept"] = [keep_fp32(model, f"blocks.{number}") for number in range(5)]
+        found["trained"] = trained(run, model, [data(step) for step in range(STEPS)])
+    return found
 
 
 class Full:
@@ -269,12 +316,17 @@ def all_ways(folder: str) -> dict[str, Any]:
     with among(4):
         found["2 x 2"] = piped(pipeline(2, 2, micro=2), clip=0.3)
     with among(4):
+        found["2 x 2 sparse"] = piped(pipeline(2, 2, micro=2), batches=sparse)
+    with among(4):
         drill = Drill(("forward", 0, 3), ("backward", 1, 0), ("backward", 1, 3), ("gradient", 2, 2))
         found["2 x 2 drill"] = piped(pipeline(2, 2, micro=2), drill=drill)
     with among(4):
         found["loss"] = evaluated()
     with among(4):
         found["2 + 2"] = built_in("bridge:tiny", hybrid(2, 2))
+    with among(3) as here:
+        if here:
+            found |= {f"suspect {name}": one for name, one in suspected().items()}
     with among(3) as here:
         if here:
             found["3 recomputed"] = piped(pipeline(3, recompute=Recompute.FULL))
@@ -308,15 +360,28 @@ def by_hand(name: str) -> Truth:
     return Truth(model, job.loss, [job.batch(WHOLE) for _ in range(3)])
 
 
+def check_suspects(found: dict[str, Any], rank: int) -> None:
+    assert found["suspect none"] is None
+    for kind, phase in (("Endless", "forward"), ("Steep", "backward")):
+        for number in range(5):
+            one = found[f"suspect {kind} {number}"]
+            assert (one.module, one.kind, one.phase) == (f"blocks.{number}.drop", kind, phase)
+    assert found["suspect kept"] == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]][rank]
+
+
 def test_every_way_learns_what_one_process_learns(tmp_path: Path) -> None:
     reports = everywhere(4, all_ways, str(tmp_path), timeout_s=600)
     batches = [data(step) for step in range(STEPS)]
+    few = Truth(network(), loss, [sparse(step) for step in range(1, STEPS)])
     plain, clipped = Truth(network(), loss, batches), Truth(network(), loss, batches, 0.3)
     bridge, slm = by_hand("bridge:tiny"), by_hand("slm:tiny")
     with torch.no_grad():
         right = loss(network().eval(), data(7)).item()
     for rank, found in enumerate(reports):
         clipped.check(found["2 x 2"])
+        (blank, *others), state = found["2 x 2 sparse"]
+        assert (blank.loss, blank.grad_norm, blank.skipped) == (0.0, 0.0, "")
+        few.check((others, state))
         plain.check(found["2 x 2 drill"])
         assert [one.attempts for one in found["2 x 2 drill"][0]] == [2, 2, 2, 1]
         assert found["loss"] == pytest.approx(right, rel=1e-12)
@@ -324,6 +389,8 @@ def test_every_way_learns_what_one_process_learns(tmp_path: Path) -> None:
         if rank < 3:
             plain.check(found["3 recomputed"])
             plain.check(found["3 drill"])
+            check_suspects(found, rank)
+            plain.check(found["suspect trained"])
             assert [one.attempts for one in found["3 drill"][0]] == [2, 2, 2, 2]
             bridge.check(found["2 + 1"])
             own = {name.partition(".")[0] for name in found["2 + 1"][1]}

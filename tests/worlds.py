@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import secrets
 import socket
 import tempfile
 import time
@@ -35,9 +37,12 @@ class Drill:
 
 
 def free_port() -> int:
-    with closing(socket.socket()) as trial:
-        trial.bind(("127.0.0.1", 0))
-        return int(trial.getsockname()[1])
+    """One with free ones after it for further meetings: below those that the kernel gives to connections."""
+    while True:
+        port = 12_000 + secrets.randbelow(18_000)
+        with closing(socket.socket()) as trial, contextlib.suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
 
 
 def variables(rank: int, size: int, port: int) -> dict[str, str]:

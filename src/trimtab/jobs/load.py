@@ -116,6 +116,22 @@ def name_of(job: Any) -> tuple[str, dict[str, Any]]:
     return f"{file}:{cls.__qualname__}", state
 
 
+def file_of(name: str) -> Path | None:
+    """The file that a job which load() found is written in; None for one that comes with trimtab.
+
+    >>> file_of("slm:tiny") is None, file_of("hf:models/bert").name
+    (True, 'config.json')
+    """
+    if name.startswith(FOLDER):
+        return Path(name.removeprefix(FOLDER)).absolute() / "config.json"
+    place = name.rpartition(":")[0]
+    if name.partition(":")[0] in BUILT_IN:
+        return None
+    if not place.endswith(".py") and "/" not in place:
+        place = getattr(sys.modules.get(place), "__file__", None) or ""
+    return Path(place).absolute() if place else None
+
+
 def _options_of(job: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Of what an instance of ours holds, what a user may have set."""
     known = options(job)

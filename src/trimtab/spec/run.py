@@ -44,6 +44,8 @@ class IncidentKind(StrEnum):
     LOSS_SPIKE = "loss-spike"
     LOST_RANK = "lost-rank"
     PREEMPTION = "preemption"
+    INTERRUPT = "interrupt"
+    """Somebody pressed Ctrl-C, or closed the terminal."""
     TIME_LIMIT = "time-limit"
     HANG = "hang"
     BAD_CHECKPOINT = "bad-checkpoint"

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import WrongUse
 from trimtab.spec import Incident, IncidentKind, Stage
 from trimtab.spec.base import Noun
-from trimtab.training.folder import RunFolder, folder_fault, write_whole
+from trimtab.training.folder import STAGES, RunFolder, folder_fault, write_whole
 from trimtab.training.task import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-FILE = "stages.json"
 
 
 class Chain(Noun, frozen=True, kw_only=True):
@@ -72,7 +70,7 @@ def run(
 
 def _take_up(folder: RunFolder, chain: Chain) -> dict[str, int]:
     """The folder, made or found again; the stages that have ended, with their steps."""
-    file = folder.root / FILE
+    file = folder.root / STAGES
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
         if file.exists():

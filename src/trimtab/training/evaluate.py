@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from itertools import pairwise
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,10 @@ def rounds(samples: int, ranks: int, size: int) -> int:
 
 
 def evaluate(run: Run, dataset: Any) -> float:
-    """The mean loss over a dataset, weighted as in training; memory is given back afterwards."""
+    """The mean loss over a dataset, weighted as in training; not a number where none of it counts.
+
+    Memory is given back afterwards.
+    """
     total, weight = _shared(run, dataset)
     gc.collect()
     if run.device.type == "cuda":
@@ -54,7 +58,7 @@ def evaluate(run: Run, dataset: Any) -> float:
     whole = run.all_reduce(torch.tensor([total, weight], dtype=torch.float64))
     # Every branch and every stage counted the same samples.
     mesh = run.setting.mesh
-    return float(whole[0]) * mesh.branch * mesh.pp / float(whole[1])
+    return float(whole[0]) * mesh.branch * mesh.pp / float(whole[1]) if whole[1] else nan
 
 
 def _shared(run: Run, dataset: Any) -> tuple[float, float]:
@@ -76,7 +80,9 @@ def _shared(run: Run, dataset: Any) -> tuple[float, float]:
         with torch.no_grad(), run.quiet():
             for batch in reader:
                 counted = float(run.weight_of(batch))
-                total += _loss(run, batch) * counted
+                found = _loss(run, batch)
+                # A mean over nothing is not a number, and neither is nought times it.
+                total += found * counted if counted else 0.0
                 weight += counted
             for _ in range(rounds(len(dataset), ranks, size) - len(reader)):
                 _loss(run, (getattr(run.job, "collate", None) or default_collate)([dataset[0]]))
@@ -102,4 +108,5 @@ def _loss(run: Run, batch: Any) -> float:
     half = samples // 2
     parts = [cut(batch, 0, half), cut(batch, half, samples)]
     weights = [float(run.weight_of(one)) for one in parts]
-    return sum(_loss(run, one) * share for one, share in zip(parts, weights, strict=True)) / sum(weights)
+    known = [_loss(run, one) * share for one, share in zip(parts, weights, strict=True) if share]
+    return sum(known) / sum(weights) if known else nan

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ _OWNED = ("log.jsonl", "checkpoints")
 """What only a run leaves behind; a folder with them and without a run.json is somebody else's."""
 ATTEMPT = "attempt.json"
 """What the next attempt finds: whether the last one ended in order."""
+STAGES = "stages.json"
+"""What a training in stages leaves in its folder; its runs are in folders below."""
 _ANOTHER = "Give another folder with --out."
 
 
@@ -45,6 +48,10 @@ class RunIdentity(Noun, frozen=True, kw_only=True):
     """Members of the job that were set from outside."""
     global_batch: int
     seed: int = 0
+    file: str = ""
+    """That the job is written in, with its folder; empty where it is not known, or the job is ours."""
+    digest: str = ""
+    """Of what is in that file."""
 
     def faults(self) -> list[str]:
         """A step takes something."""
@@ -59,7 +66,27 @@ class RunIdentity(Noun, frozen=True, kw_only=True):
         """
         mine, its = msgspec.to_builtins(self), msgspec.to_builtins(other)
         mine["job"], its["job"] = (one["job"].rpartition("/")[2] for one in (mine, its))
-        return [f"{name} {told}, not {its[name]}" for name, told in mine.items() if told != its[name]]
+        return [
+            f"{name} {told}, not {its[name]}"
+            for name, told in mine.items()
+            if told != its[name] and name not in ("file", "digest")
+        ]
+
+    def of_file(self, file: Path | None) -> RunIdentity:
+        """With the file that the job is written in, as it is now; without, where it cannot be read."""
+        if file is None:
+            return self
+        try:
+            return self.replace(file=str(file), digest=sha256(file.read_bytes()).hexdigest())
+        except OSError:
+            return self
+
+    def is_namesake(self, other: RunIdentity) -> bool:
+        """Whether the job of another run only has the same name: another file, with something else in it.
+
+        A file that was edited, or moved as it is, is the same; what is not known does not count.
+        """
+        return bool(self.digest and other.digest and self.file != other.file and self.digest != other.digest)
 
 
 @dataclass(kw_only=True)
@@ -204,6 +231,8 @@ class RunFolder:
     def _refuse_others(self, identity: RunIdentity) -> None:
         """An error where the folder is of another run."""
         given, file = f"--out {self.root}", self.root / "run.json"
+        if (self.root / STAGES).exists():
+            raise WrongUse(given, found="it is the folder of a training in stages", cure=_ANOTHER)
         if not file.exists():
             strange = [name for name in _OWNED if (self.root / name).exists()]
             # A first attempt that was ended between making the folder and writing run.json left it empty.
@@ -222,11 +251,22 @@ class RunFolder:
                 found=f"it is another run's: that one has {'; '.join(differences)}",
                 cure="Give another folder with --out, or resume with what that run has.",
             )
+        if before.is_namesake(identity) and not any(self.checkpoints.glob("step-*")):
+            # With a checkpoint, its weights would tell whether they fit.
+            raise WrongUse(
+                given,
+                found=f"a run of {before.file} was begun in it, which ended before its first checkpoint; you "
+                f"asked for {identity.file}, another job of the same name",
+                cure="Give another folder with --out, or remove this one if that run is not wanted any more.",
+            )
 
     def _take_up(self, identity: RunIdentity, plan: Noun) -> None:
         try:
-            if not (self.root / "run.json").exists():
-                write_whole(self.root / "run.json", identity.to_json(indent=2).encode() + b"\n")
+            file = self.root / "run.json"
+            before = RunIdentity.from_json(file.read_bytes(), origin=str(file)) if file.exists() else None
+            # Again where the job has moved or was edited since, so that it is known where it is now.
+            if before is None or (before != identity and not before.is_namesake(identity)):
+                write_whole(file, identity.to_json(indent=2).encode() + b"\n")
             self.keep_plan(plan)
             for file in (self.log_file, self.events_file):
                 _mend(file)

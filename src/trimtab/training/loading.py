@@ -347,6 +347,11 @@ def cut(batch: Any, start: int, stop: int) -> Any:
     return _inside(batch, lambda one: cut(one, start, stop))
 
 
+def lone_copy(batch: Any) -> Any:
+    """A batch of its own in the host's memory: a part of another one would hold all of it."""
+    return _mapped(batch, lambda one: one.detach().to("cpu", copy=True))
+
+
 def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, torch.Tensor):
         return change(batch)

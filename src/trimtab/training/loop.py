@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import time
 import traceback
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ import torch
 
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs.job import Job
-from trimtab.jobs.load import failed, load
+from trimtab.jobs.load import failed, file_of, load
 from trimtab.launching.summary import JSON as SUMMARY
 from trimtab.launching.summary import forget, gpus_on_node, summed, write
 from trimtab.spec import IncidentKind
@@ -32,13 +31,14 @@ from trimtab.training.faults import Faults, tear
 from trimtab.training.folder import RunFolder, RunIdentity
 from trimtab.training.keep import Keeper
 from trimtab.training.ladder import Ladder
+from trimtab.training.likeness import SHOWN, differences
 from trimtab.training.loading import checked_order
 from trimtab.training.meters import Clock, Line, Meters, measured_mfu, printed_every, tokens_in
 from trimtab.training.order import mixed
 from trimtab.training.run import Run
 from trimtab.training.scribe import Scribe
 from trimtab.training.settle import gathered, settled, together
-from trimtab.training.signals import SILENCE_S, Request, Signals, packed, unpacked
+from trimtab.training.signals import SILENCE_S, Request, Signals, described, meant, packed, unpacked
 from trimtab.training.states import snapshot
 from trimtab.training.task import Ending, check_trainable
 from trimtab.training.trouble import Trouble
@@ -47,8 +47,10 @@ from trimtab.training.world import connect, disconnect, read
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable, Iterator
 
+    from trimtab.training.control import Control
     from trimtab.training.loading import Window
     from trimtab.training.run import Outcome
     from trimtab.training.task import Task
@@ -58,6 +60,9 @@ PATIENCE = 5.0
 """After a signal, times the last step until silence means that a rank is gone."""
 
 
+LIKE = "Let the items of dataset() collate to what batch() makes; a job may have collate(items) for that."
+TRIED = 2
+"""Samples of a batch that is only looked at: some losses have no use for one."""
 STATES = 2
 """Tensors that an optimizer keeps for every parameter, as Adam does."""
 MEMORY_S = 0.5
@@ -80,7 +85,7 @@ def train(task: Task) -> Ending:
         signals.asked = signals.asked or (notes.stopping() if notes is not None else None)
         connect(world, timeout_min=task.timeout_min)
         with ExitStack() as stack:
-            ending = Training(task, world, signals, stack).go()
+            ending = Training(task, world, signals, stack, notes).go()
         disconnect()
     return ending
 
@@ -109,10 +114,14 @@ class Stateful:
 class Training:
     """One attempt at a run."""
 
-    def __init__(self, task: Task, world: World, signals: Signals, stack: ExitStack) -> None:
+    def __init__(
+        self, task: Task, world: World, signals: Signals, stack: ExitStack, notes: Control | None = None
+    ) -> None:
         self.task = task
         self.world = world
         self.signals = signals
+        self.notes = notes
+        """Of the parent that started this rank."""
         self.loss: float | None = None
         self.best: float | None = None
         self._waited_s = 0.0
@@ -121,6 +130,8 @@ class Training:
         """A checkpoint is wanted after the next step that is settled."""
         self.ending: signal.Signals | None = None
         """What asked for the end of the run."""
+        self.window: Window | None = None
+        """What is being computed."""
         self._asked_s = 0.0
         self._peaks: dict[str, int] = {}
         self.job = load(task.job, task.options)
@@ -154,7 +165,24 @@ class Training:
         except Exception as error:
             if isinstance(error, TrimtabError) or is_lost(error) or not is_of_job(error):
                 raise
-            raise failed(f"{member} of job {self.task.job}", error, "Mend the job.") from error
+            told = failed(f"{member} of job {self.task.job}", error, "Mend the job.")
+            unlike = self._unlike() if self.window is not None else ""
+            if unlike:
+                told = JobFailed(told.given, found=f"{told.found}; {unlike}", cure=LIKE)
+            raise told from error
+
+    def _unlike(self) -> str:
+        """In what the samples of the last step are not what batch() makes; empty where they are.
+
+        Asked only after a step has failed: a job whose loss takes them is not refused.
+        """
+        assert self.window is not None  # noqa: S101 - asked before
+        try:
+            found = differences(self.job.batch(TRIED), self.window.filler())
+        except Exception:  # noqa: BLE001 - nothing can be said of it, and the failure itself is what counts
+            return ""
+        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        return f"dataset() is not like batch(): {'; '.join(found[:SHOWN])}{more}" if found else ""
 
     def _scribe(self, stack: ExitStack) -> Scribe:
         """The folder, taken up by rank 0; an error there is one on all ranks."""
@@ -162,7 +190,7 @@ class Training:
         options = {key: value for key, value in task.options.items() if key != "global_batch"}
         identity = RunIdentity(
             job=task.job, options=options, global_batch=self.plan.choice.global_batch, seed=task.seed
-        )
+        ).of_file(file_of(task.job))
         folder = RunFolder(root=Path(task.out).absolute(), main=False)
 
         def take_up() -> None:
@@ -287,7 +315,7 @@ class Training:
                 forget(self.scribe.folder.root)
         clock = Clock()
         self._prompt()
-        steps = self.run.over(self.loader.windows(self.steps), self._settles)
+        steps = self.run.over(self._noted(self.loader.windows(self.steps)), self._settles)
         while True:
             with self._blaming("loss()"):
                 taken = next(steps, None)
@@ -296,8 +324,16 @@ class Training:
             self._follow(*taken, clock)
             if self.ending is not None and not self.run.ahead:
                 # A rank that was asked itself knows by which signal; the others know that there was one.
-                return self._finished(self.signals.asked or self.ending)
+                asked = self.signals.asked or self.ending
+                return self._finished(meant(asked, None if self.notes is None else self.notes.stopping()))
             self._prompt()
+
+    def _noted(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """The windows as they come, the last of them remembered while it is computed."""
+        for window in windows:
+            self.window = window
+            yield window
+            self.window = None
 
     def _announce(self) -> None:
         choice = self.plan.choice
@@ -399,9 +435,10 @@ class Training:
             saved = self.keeper.finish()
         self.scribe.share()
         if asked is not None:
+            kind, who = described(asked)
             self.scribe.tell(
-                IncidentKind.TIME_LIMIT if asked is signal.SIGUSR1 else IncidentKind.PREEMPTION,
-                f"{asked.name} asked for the end",
+                kind,
+                f"{who} asked for the end",
                 f"the step was finished and the checkpoint of step {saved} kept; the same command resumes",
             )
         ending = Ending(

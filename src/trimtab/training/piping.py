@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trimtab.trace.stages import Relay
-    from trimtab.training.parts import Part
     from trimtab.training.reduce import Groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -74,6 +73,23 @@ class NeighbourFailed(RuntimeError):  # noqa: N818 - as above
         self.words = words
 
 
+class Numbered(Protocol):
+    """What a pipe has to know of a part."""
+
+    @property
+    def number(self) -> int:
+        """Its place in the window."""
+
+
+P = TypeVar("P", bound=Numbered)
+
+
+class Lone(NamedTuple):
+    """A part by itself."""
+
+    number: int = 0
+
+
 class Failure(NamedTuple):
     """Where and why an attempt came to nothing."""
 
@@ -113,9 +129,9 @@ class Pipe:
 
     def run(
         self,
-        parts: Sequence[Part],
-        forward: Callable[[Part], torch.Tensor],
-        backward: Callable[[Part, torch.Tensor, torch.Tensor | None], None],
+        parts: Sequence[P],
+        forward: Callable[[P], torch.Tensor],
+        backward: Callable[[P, torch.Tensor, torch.Tensor | None], None],
     ) -> Failure | None:
         """All parts of a window, forward and backward; None where all went well on this rank.
 
@@ -152,6 +168,24 @@ class Pipe:
             raise
         return found if self._after is None else torch.zeros((), device=self._device)
 
+    def passed(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """One batch forward and backward, outside of a step: the loss in the last stage, None in the others.
+
+        Where it runs out of memory there is no loss either, and the stages come to an end together.
+        """
+        found: list[torch.Tensor] = []
+
+        def forward(_: Lone) -> torch.Tensor:
+            output = self.relay.run(compute)
+            found.append(output.detach())
+            return output
+
+        def backward(_: Lone, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+            output.backward(gradient)
+
+        failure = self.run([Lone()], forward, backward)
+        return found[0] if failure is None and self._after is None else None
+
     def receive(self, _: torch.Tensor) -> torch.Tensor:
         """What the stage before hands over, as the leaf of a new graph."""
         self._heard = True
@@ -164,7 +198,7 @@ class Pipe:
             self._given[self._number] = found.requires_grad_()
         return found
 
-    def _forward(self, part: Part, forward: Callable[[Part], torch.Tensor]) -> None:
+    def _forward(self, part: P, forward: Callable[[P], torch.Tensor]) -> None:
         self._number, self._heard = part.number, False
         output = None
         if self._failure is None:
@@ -186,9 +220,7 @@ class Pipe:
         if output is not None and output.requires_grad and self._after is not None:
             self._due.add(part.number)
 
-    def _backward(
-        self, part: Part, backward: Callable[[Part, torch.Tensor, torch.Tensor | None], None]
-    ) -> None:
+    def _backward(self, part: P, backward: Callable[[P, torch.Tensor, torch.Tensor | None], None]) -> None:
         number = part.number
         gradient = None
         if number in self._due:
@@ -210,7 +242,7 @@ class Pipe:
                 answer = given.grad if given.grad is not None else torch.zeros_like(given)
             self._hand(self._before, _FAILED if answer is None else _WHOLE, answer, self._back)
 
-    def _fail(self, part: Part, error: Exception) -> None:
+    def _fail(self, part: Numbered, error: Exception) -> None:
         """Note a failure that the step recovers from, and let go of the memory; raise any other."""
         if not isinstance(error, Elsewhere) and not is_out_of_memory(error):
             raise error

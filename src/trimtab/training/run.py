@@ -372,6 +372,26 @@ class Run:
         loss: torch.Tensor = compute(ready.model, batch)
         return loss
 
+    def passed(self, batch: Any) -> torch.Tensor | None:
+        """A forward and a backward pass over a batch that is on the device, in quiet(); its loss.
+
+        None where it comes to be on another rank: in a pipeline all stages call it.
+        """
+        ready = self._stepper.ready()
+        assert ready.loss is not None  # noqa: S101 - there is a job
+        compute = ready.loss
+
+        def loss() -> torch.Tensor:
+            with self.computing():
+                found: torch.Tensor = compute(ready.model, batch)
+            return found
+
+        if ready.pipe is not None:
+            return ready.pipe.passed(loss)
+        whole = loss()
+        whole.backward()
+        return whole.detach()
+
     def weight_of(self, batch: Any) -> float:
         """What the loss of a batch is a mean over."""
         ready = self._stepper.ready()

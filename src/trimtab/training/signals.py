@@ -20,6 +20,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from trimtab.spec import IncidentKind
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType, TracebackType
@@ -46,6 +48,31 @@ def exit_code(asked: signal.Signals) -> int:
     143
     """
     return 128 + asked
+
+
+def meant(asked: signal.Signals, noted: signal.Signals | None) -> signal.Signals:
+    """The signal that whoever wants the end gave, where ranks got another.
+
+    The parent of ranks passes Ctrl-C and a lost terminal on as SIGTERM, and has noted before which it was.
+
+    >>> meant(signal.SIGTERM, signal.SIGINT).name, meant(signal.SIGTERM, signal.SIGUSR1).name
+    ('SIGINT', 'SIGTERM')
+    """
+    passed_on = asked is signal.SIGTERM and noted in (signal.SIGINT, signal.SIGHUP)
+    return noted if passed_on and noted is not None else asked
+
+
+def described(asked: signal.Signals) -> tuple[IncidentKind, str]:
+    """What a request to end is as an incident, and who asked, in words.
+
+    >>> described(signal.SIGINT)[1], described(signal.SIGTERM)[1]
+    ('Ctrl-C (SIGINT)', 'SIGTERM')
+    """
+    return {
+        signal.SIGUSR1: (IncidentKind.TIME_LIMIT, "SIGUSR1"),
+        signal.SIGINT: (IncidentKind.INTERRUPT, "Ctrl-C (SIGINT)"),
+        signal.SIGHUP: (IncidentKind.INTERRUPT, "a terminal that is gone (SIGHUP)"),
+    }.get(asked, (IncidentKind.PREEMPTION, asked.name))
 
 
 class Request(NamedTuple):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trimtab.errors import NothingFits, WrongUse
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training import preparing, status
-from trimtab.training.loading import Window, window_of
+from trimtab.training.loading import Window, lone_copy, window_of
 from trimtab.training.order import bounds
 from trimtab.training.parts import Outcome, Part
 from trimtab.training.precision import LossScale, autocast_dtype, first_scale
@@ -95,6 +95,10 @@ class Stepper:
         self._random = torch.empty(0)
         self._device_random: torch.Tensor | None = None
         self._pieces: tuple[int, list[tuple[Any, Any]]] | None = None
+        self._sample: Any = None
+        """One that counted, of whichever rank: what a rank whose share counts for nothing runs along with."""
+        self._void = False
+        """Whether no sample of this step counts, on any rank."""
 
     def prepare(self, wanted: preparing.Wanted) -> preparing.Prepared:
         """Make everything ready for the first step."""
@@ -274,12 +278,16 @@ class Stepper:
         own = not isinstance(batch, Window)
         window = window_of(batch, step=self.steps) if own else batch
         self._window = window
-        self._pieces = None
+        self._pieces, self._void = None, False
         groups = self.groups
         unknown = own and groups.data_parallel > 1
         if ready.weight is None and not unknown:
             return window, window.samples
         self._pieces = self._cut(ready, window)
+        if ready.wiring.equal_parts:
+            if self._sample is None:
+                self._sample = shared_sample(self._counting(ready, window), groups)
+            self._void = self._sample is None
         local = sum(weight for _, weight in self._pieces[1])
         if groups.data_alone:
             return window, local
@@ -338,21 +346,33 @@ class Stepper:
             for number, (one, weight) in enumerate(kept)
         ]
         self._weight: Any = sum(weight for _, weight in kept)
+        filler = self._filler(ready, window) if len(parts) < count else None
         parts += [
-            Part(self, self._filler(ready, window), samples=0, share=0.0, number=number, count=count)
+            Part(self, filler, samples=0, share=0.0, number=number, count=count)
             for number in range(len(parts), count)
         ]
         ready.regular = min(size, ready.regular_share)
         return parts
 
     def _filler(self, ready: preparing.Prepared, window: Window) -> Any:
-        """One sample to keep the others company with; one that counts, so that its loss is a number."""
-        if ready.weight is not None:
-            for start in range(window.size):
-                found = window.part(start, start + 1).batch
-                if _counts(_weight(ready.weight, found)):
-                    return found
-        return window.filler()
+        """One sample to keep the others company with.
+
+        One that counts: what a mean over nothing comes to is not a number, and neither is nought times it.
+        """
+        found = self._counting(ready, window)
+        if found is None:
+            found = self._sample
+        return window.filler() if found is None else found
+
+    def _counting(self, ready: preparing.Prepared, window: Window) -> Any:
+        """The first sample of this rank that counts; None where there is none."""
+        if self._pieces is not None and not self._pieces[1]:
+            return None
+        for start in range(window.size):
+            found = window.part(start, start + 1).batch
+            if ready.weight is None or float(ready.weight(found)):
+                return found
+        return None
 
     def _most_parts(self, window: Window, size: int) -> int:
         """How many parts the rank with the largest share has; all have to run as many."""
@@ -465,6 +485,11 @@ class Stepper:
         """Let all ranks know, and start the update where the device can call it off."""
         wiring, failed = ready.wiring, failed_at is not None
         wiring.finish(failed_at, count)
+        if self._void:
+            # Whatever the passes came to, they were there for the sake of their collectives.
+            for gradient in wiring.gradients():
+                gradient.zero_()
+            self._loss = None
         scale = self.scale.value
         counts = self.groups.counts
         weight = self._weight if counts else 0.0
@@ -562,6 +587,8 @@ class Stepper:
         else:
             ready.buffers.back()
             self.rollback = self.rollback and verdict.kind != status.ROLLBACK
+            # It may be the one with the bad number: the next step finds another.
+            self._sample = None
         self.steps += 1
         self._fit(ready, window, heard)
         samples = int(heard.samples)
@@ -618,6 +645,23 @@ class Stepper:
             self._listen(
                 Incident(kind=kind, at_s=time.time(), step=step, rank=self.world.rank, why=why, done=done)
             )
+
+
+def shared_sample(mine: Any, groups: Groups) -> Any:
+    """A sample for each of the ranks that share data: its own, or else that of the first which has one.
+
+    None where none has. All of them call it.
+    """
+    mine = None if mine is None else lone_copy(mine)
+    if groups.data_alone:
+        return mine
+    having: list[Any] = [None] * groups.data_parallel
+    dist.all_gather_object(having, mine is not None, group=groups.data_group)
+    if all(having) or not any(having):
+        return mine
+    told = [mine]
+    dist.broadcast_object_list(told, src=groups.first + having.index(True), group=groups.data_group)
+    return told[0] if mine is None else mine
 
 
 def _check(window: Window, attempts: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trimtab.spec.base import Noun
+from trimtab.trace.stages import StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,8 @@ HALVES = (torch.bfloat16, torch.float16)
 FORWARD, BACKWARD, BATCH, LOSS = "forward", "backward", "batch", "loss"
 _EARLIER = (BATCH, FORWARD, LOSS, BACKWARD)
 """In the order in which they come in a step."""
+_MOST_MODULES = 10**6
+"""More than a stage of a pipeline asks."""
 
 
 class Suspect(Noun, frozen=True, kw_only=True):
@@ -48,23 +51,32 @@ class Suspect(Noun, frozen=True, kw_only=True):
 
 
 def first_bad(
-    model: nn.Module, losses: Iterable[Callable[[], torch.Tensor]], batches: Iterable[Any] = ()
+    model: nn.Module, passes: Iterable[Callable[[], torch.Tensor | None]], batches: Iterable[Any] = ()
 ) -> Suspect | None:
-    """The first module that makes a bad number in the given computations, forward and then backward.
+    """The first module that makes a bad number in the given passes, forward and then backward.
 
-    Every one is run to its end, since ranks that compute together must all run the same number. Gradients
-    are left behind: the caller clears them.
+    A pass returns its loss, or None where another rank has that. Every one is run to its end, whatever was
+    found before, since ranks that compute together must all run the same number. Gradients are left behind:
+    the caller clears them.
     """
-    if not all(_finite(one) for one in batches):
-        return Suspect(phase=BATCH)
-    found: Suspect | None = None
-    for compute in losses:
+    found = None if all(_finite(one) for one in batches) else Suspect(phase=BATCH)
+    for run in passes:
         with _watched(model) as seen:
-            loss = compute()
-            is_bad = not _finite(loss)
-            loss.backward()
+            is_bad = not _finite(run())
         found = found or _forward(seen) or (Suspect(phase=LOSS) if is_bad else _backward(seen, model))
     return found
+
+
+def in_stage(found: Suspect | None, stage: int, stages: int) -> Suspect | None:
+    """What a stage of a pipeline found, counted behind all that the stages before it in the pass had asked.
+
+    >>> in_stage(Suspect(phase=BACKWARD, order=3), 0, 2).order, in_stage(Suspect(phase=BACKWARD), 1, 2).order
+    (1000003, 0)
+    """
+    if found is None:
+        return None
+    before = stages - 1 - stage if found.phase == BACKWARD else stage
+    return found.replace(order=found.order + before * _MOST_MODULES)
 
 
 def earliest(found: Iterable[Suspect | None]) -> Suspect | None:
@@ -103,6 +115,9 @@ def _watched(model: nn.Module) -> Iterator[_Seen]:
         watch(name, "out", output)
 
     for name, module in model.named_modules():
+        if isinstance(module, StandIn):
+            # What it is given and gives is on another rank.
+            continue
         handles.extend(
             (
                 module.register_forward_pre_hook(functools.partial(before, name), with_kwargs=True),
@@ -155,6 +170,8 @@ def keep_fp32(model: nn.Module, name: str) -> bool:
     try:
         module = model.get_submodule(name)
     except AttributeError:
+        return False
+    if isinstance(module, StandIn):
         return False
     if getattr(module, "_trimtab_fp32", False):
         return True

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import JobFailed
 from trimtab.spec import IncidentKind, Precision
 from trimtab.training import ladder as rules
 from trimtab.training.ladder import Ladder, Rung
 from trimtab.training.settle import gathered
-from trimtab.training.suspects import BATCH, Suspect, earliest, first_bad, keep_fp32
+from trimtab.training.suspects import BATCH, Suspect, earliest, first_bad, in_stage, keep_fp32
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
     from trimtab.training.keep import Keeper
     from trimtab.training.loading import Window
     from trimtab.training.run import Outcome, Run
@@ -62,7 +59,7 @@ class Trouble:
         why = outcome.skipped
         rung = self._climb(kind, can_keep=can_keep)
         if rung is Rung.FP32:
-            found = self._suspect(window)
+            found = suspect(self.run, window)
             if found is not None and found.module and found.module not in self.ladder.kept:
                 self._keep(found, kind, why, done)
                 return False
@@ -128,29 +125,6 @@ class Trouble:
             # What was compiled was compiled with the module as it was.
             torch._dynamo.reset()  # noqa: SLF001 - its public name loads the whole compiler
 
-    def _suspect(self, window: Window) -> Suspect | None:
-        """The first bad module on any rank; all ranks make as many passes."""
-        run = self.run
-        if run.setting.mesh.pp > 1:
-            # Its stages never hold a whole pass that could be watched.
-            return None
-        parts = [part.batch for part in window.parts(run.micro_batch)]
-        most = max(gathered(run.world, len(parts), everyone=True))
-        batches = [run.on_device(one) for one in (*parts, *([window.filler()] * (most - len(parts))))]
-
-        def compute(batch: Any) -> Callable[[], torch.Tensor]:
-            def loss() -> torch.Tensor:
-                with run.computing():
-                    return run.loss_of(batch)
-
-            return loss
-
-        with run.quiet():
-            found = first_bad(run.model, [compute(one) for one in batches], batches)
-        run.optimizer.zero_grad(set_to_none=True)
-        told = gathered(run.world, None if found is None else found.to_json(), everyone=True)
-        return earliest(None if one is None else Suspect.from_json(one) for one in told)
-
     def _stop(self, kind: IncidentKind, done: int, why: str) -> NoReturn:
         answers = [one for one in self.scribe.seen if one.kind is kind and AGAIN not in one.done]
         seen = tuple(f"at step {one.step} {one.done}" for one in answers)
@@ -165,3 +139,16 @@ class Trouble:
             cure="Look at the samples of that step and at the learning rate; `clip = 1.0` on the job clips "
             f"gradients. {left}",
         )
+
+
+def suspect(run: Run, window: Window) -> Suspect | None:
+    """The first bad module on any rank; all ranks make as many passes, and hear the same."""
+    parts = [part.batch for part in window.parts(run.micro_batch)]
+    most = max(gathered(run.world, len(parts), everyone=True))
+    batches = [run.on_device(one) for one in (*parts, *([window.filler()] * (most - len(parts))))]
+    with run.quiet():
+        found = first_bad(run.model, [functools.partial(run.passed, one) for one in batches], batches)
+    run.optimizer.zero_grad(set_to_none=True)
+    mine = in_stage(found, run.groups.stage, run.groups.stages)
+    told = gathered(run.world, None if mine is None else mine.to_json(), everyone=True)
+    return earliest(None if one is None else Suspect.from_json(one) for one in told)
