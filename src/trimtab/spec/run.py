@@ -58,6 +58,8 @@ class IncidentKind(StrEnum):
     COMPILE = "compile"
     STAGE = "stage"
     """A stage of a curriculum begins with the weights of the one before, or has ended."""
+    FAILED = "failed"
+    """An error with a cause that is known ended the attempt."""
     BUG = "bug"
 
 
@@ -73,6 +75,15 @@ class Incident(Noun, frozen=True, kw_only=True):
     why: str
     done: str
     """The answer to it."""
+
+    @property
+    def text(self) -> str:
+        """As `trimtab train` prints it; `doctor` knows these lines.
+
+        >>> Incident(kind=IncidentKind.RESUME, at_s=0.0, step=4, why="it was found", done="it goes on").text
+        'resume at step 4: it was found; it goes on'
+        """
+        return f"{self.kind}{'' if self.step is None else f' at step {self.step}'}: {self.why}; {self.done}"
 
     def faults(self) -> list[str]:
         """Steps and ranks count from zero."""
