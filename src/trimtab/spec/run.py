@@ -182,7 +182,9 @@ class Summary(Noun, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     checks: tuple[Check, ...] = ()
-    """Predicted against real."""
+    """Predicted against real: of the median step, where it is of steps."""
+    median_of: int = 0
+    """How many steps that median is of: those of the last attempt's processes, without the first few."""
     incidents: dict[str, int] = {}
     """How often what happened."""
     ended_on: str = ""
@@ -192,7 +194,7 @@ class Summary(Noun, frozen=True, kw_only=True):
 
     @property
     def samples_per_s(self) -> float | None:
-        """While steps were taken."""
+        """While steps were taken: over all of them, the first ones included."""
         return self.samples / self.steps_s if self.steps_s else None
 
     @property
@@ -212,6 +214,7 @@ class Summary(Noun, frozen=True, kw_only=True):
             gpus=self.gpus,
             gpus_there=self.gpus_there,
             steps=self.steps,
+            median_of=self.median_of,
             samples=self.samples,
             epochs=self.epochs,
             runtime_s=self.runtime_s,
