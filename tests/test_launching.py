@@ -206,7 +206,7 @@ WRONG: dict[str, tuple[Callable[[], Launch], type[TrimtabError], str]] = {
         WrongUse,
         r"--time 2h: jobs in partition short may run for 30m. Give --time 30m",
     ),
-    "a time that is none": (lambda: batch(time="soon"), WrongUse, "it is not a duration"),
+    "a time that is none": (lambda: batch(time="soon"), WrongUse, "--time 'soon': it is not a duration"),
     "fewer GPUs on a node": (
         lambda: batch(on("A100 40GB SXM4", gpus=8), Habits(partition="old")),
         EnvironmentFault,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trimtab.spec import (
         Calibration,
         Cluster,
+        Comparison,
         Device,
         Estimate,
         Finding,
@@ -770,7 +771,7 @@ def _comparison(found: Plan) -> Columns | None:
             ("GPU-h", lambda one: one.estimate and _figure(one.estimate.gpu_hours)),
             ("cost", lambda one: None if one.cost is None else f"{one.cost:,.2f}"),
             ("in time", lambda one: _yes(one.meets_deadline)),
-            ("free", lambda one: None if one.free_share is None else f"{one.free_share:.0%}"),
+            ("unused", _unused_gpus),
             (
                 "scaling",
                 lambda one: None if one.scaling_efficiency is None else f"{one.scaling_efficiency:.0%}",
@@ -779,6 +780,14 @@ def _comparison(found: Plan) -> Columns | None:
         found.comparison,
         "how",
     )
+
+
+def _unused_gpus(one: Comparison) -> str | None:
+    """GPUs of the cluster that are left for others: in words, since memory is free or not as well."""
+    if one.free_share is None or one.free_share >= 1:
+        return None
+    count = round(one.gpus * one.free_share / (1 - one.free_share))
+    return f"{count} GPU{'s' * (count != 1)}"
 
 
 def _what_ifs(found: Plan) -> Columns | None:

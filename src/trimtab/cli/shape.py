@@ -29,7 +29,7 @@ Recompute = Annotated[str, typer.Option(help="none, full or selective.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")]
 Optimizer = Annotated[str, typer.Option(help="fused, foreach or plain.")]
 Allocator = Annotated[str, typer.Option(help="default or expandable.")]
-Clip = Annotated[float | None, typer.Option(help="Clip gradients to this norm.")]
+Clip = Annotated[float | None, typer.Option(min=0.0, help="Clip gradients to this norm.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Trace again, even if nothing changed.")]
 Set = Annotated[
     list[str] | None,
