@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -287,6 +290,37 @@ def test_the_command_shows_a_diff_and_writes_only_with_a_yes(saved: Path) -> Non
     back = json.loads(trimtab_cli("revert", str(config), "--json").stdout)
     assert back["restored"] == str(config)
     assert config.read_text(encoding="utf-8") == samples.DEEPSPEED
+
+
+def at_a_terminal(answer: str, *args: str) -> subprocess.CompletedProcess[bytes]:
+    """The command as a person runs it, who types an answer."""
+    ours, theirs = os.openpty()
+    try:
+        os.write(ours, answer.encode())
+        return subprocess.run(
+            [sys.executable, "-m", "trimtab", *args],
+            stdin=theirs,
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_going_back_asks_a_person_as_writing_does_and_not_a_script(saved: Path) -> None:
+    config = saved.parent / "ds.json"
+    at_a_terminal("y\n", "apply", str(saved), "--to", str(config))
+    written = config.read_bytes()
+    assert written != samples.DEEPSPEED.encode()
+    refused = at_a_terminal("n\n", "revert", str(config))
+    assert b'-  "train_batch_size": 128,' in refused.stdout
+    assert b"Write this? [y/N]" in refused.stderr
+    assert b"nothing was written; --yes writes" in refused.stderr
+    assert config.read_bytes() == written
+    assert b"put back" in at_a_terminal("y\n", "revert", str(config)).stdout
+    assert config.read_bytes() == samples.DEEPSPEED.encode()
 
 
 @pytest.mark.parametrize(
