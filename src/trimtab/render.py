@@ -473,13 +473,18 @@ LETTERS = {
 
 
 def estimate(
-    found: Estimate, details: Memory, *, heading: str, help_lines: tuple[str, ...] = ()
+    found: Estimate,
+    details: Memory,
+    *,
+    heading: str,
+    help_lines: tuple[str, ...] = (),
+    classes: dict[str, str] | None = None,
 ) -> RenderableType:
     """A verdict, the bar of parts, the three figures, and where the memory goes."""
     parts: list[RenderableType] = [_verdict(found, heading), Text(), _bar(found), Text(), _figures(found)]
     rows = [("peak", f"{details.operation}, {_phase_words(details.phase)}")]
     rows += [
-        ("largest" if not index else "", f"{name}  {format_bytes(size)}")
+        ("largest" if not index else "", f"{_module(name, classes or {})}  {format_bytes(size)}")
         for index, (name, size) in enumerate(details.modules)
     ]
     rows += [("help" if not index else "", line) for index, line in enumerate(help_lines)]
@@ -491,6 +496,15 @@ def estimate(
     for label, text in rows:
         table.add_row(label, escape(text))
     return Group(*parts, Text(), Padding(table, (0, 0, 0, 1), expand=False))
+
+
+def _module(name: str, classes: dict[str, str]) -> str:
+    """A module as a person finds it: a number alone is no name.
+
+    >>> _module("0", {"0": "Linear"}), _module("h.0.mlp", {})
+    ('0 (Linear)', 'h.0.mlp')
+    """
+    return f"{name} ({classes[name]})" if name in classes else name
 
 
 def _verdict(found: Estimate, heading: str) -> Text:

@@ -121,8 +121,8 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
 
 def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
     """Why the run of a plan would fail at once, where a launch runs the job and not a user's script."""
-    from trimtab.launching.trainable import fault_of
     from trimtab.spec import LaunchKind
+    from trimtab.training.questions import fault_of
 
     if kind in {LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED}:
         return ""
