@@ -464,6 +464,32 @@ def test_the_folder_of_a_model_is_its_job(tmp_path: Path) -> None:
     assert job_of(layout.main.site.target, layout.main) == f"hf:{tmp_path}/model"
 
 
+SHARDED = '{"output_dir": "o", "per_device_train_batch_size": 4, "fsdp": "full_shard auto_wrap"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "said"),
+    [
+        (SHARDED, None, "strategy is fsdp, and the file does not say on how many GPUs: without --on one is"),
+        (SHARDED, 1, "strategy is fsdp, and one GPU is looked at: on one it runs as single. --on"),
+        (SHARDED, 4, None),
+        (SHARDED.replace("full_shard auto_wrap", ""), None, None),
+    ],
+)
+def test_a_sharded_config_on_one_gpu_says_why_it_runs_as_single(
+    text: str, gpus: int | None, said: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "args.json"
+    file.write_text(text, encoding="utf-8")
+    target = named("transformers", built_in())
+    layout = laid_out(aim(str(file)), built_in(), opened=documents.read, name="transformers")
+    shown = display(layout, target, job=None, gpus=gpus, device=None, seer=None)
+    assert shown.stages[0].setting.strategy == ("fsdp" if gpus == 4 else "single")
+    told = [one for one in shown.said if "strategy" in one]
+    assert len(told) == (said is not None)
+    assert all(str(said) in one for one in told)
+
+
 def test_show_estimates_a_config_for_real(tmp_path: Path) -> None:
     file = tmp_path / "config.py"
     keys = ("n_layer", "n_head", "n_embd", "max_length")
