@@ -18,6 +18,7 @@ from trimtab.cli.shape import (
     JobName,
     Llama,
     Lora,
+    MicroBatch,
     NoCache,
     Optimizer,
     Precision,
@@ -48,7 +49,7 @@ On = Annotated[
 def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     job: JobName,
     on: On = None,
-    micro_batch: Annotated[int, typer.Option(help="Samples per forward pass on one rank.")] = 1,
+    micro_batch: MicroBatch = 1,
     precision: Precision = "bf16",
     recompute: Recompute = "none",
     compile: Compile = False,  # noqa: A002
@@ -207,7 +208,7 @@ def exam(
 @app.command()
 def profile(  # noqa: PLR0913, PLR0917 - each is an option
     job: JobName,
-    micro_batch: Annotated[int, typer.Option(help="Samples per forward pass.")] = 1,
+    micro_batch: MicroBatch = 1,
     precision: Precision = "bf16",
     recompute: Recompute = "none",
     compile: Compile = False,  # noqa: A002
