@@ -29,6 +29,7 @@ from trimtab.training.ladder import Ladder
 from trimtab.training.meters import Line
 from trimtab.training.order import Order as SampleOrder
 from trimtab.training.precision import LossScale
+from trimtab.training.questions import ANSWERS, Question
 from trimtab.training.recovery import Move, Room, Sizes
 from trimtab.training.start import Fleet
 from trimtab.training.store import FileMark, Manifest
@@ -586,6 +587,9 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Change: changes,
     spec.Place: places,
     Named: named_jobs,
+    Question: st.builds(
+        Question, what=st.sampled_from(sorted(ANSWERS)), job=names, overrides=st.dictionaries(names, counts)
+    ),
     spec.Footprint: footprints,
     spec.Band: bands,
     spec.StepTime: step_times,

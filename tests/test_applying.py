@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -289,6 +292,37 @@ def test_the_command_shows_a_diff_and_writes_only_with_a_yes(saved: Path) -> Non
     assert config.read_text(encoding="utf-8") == samples.DEEPSPEED
 
 
+def at_a_terminal(answer: str, *args: str) -> subprocess.CompletedProcess[bytes]:
+    """The command as a person runs it, who types an answer."""
+    ours, theirs = os.openpty()
+    try:
+        os.write(ours, answer.encode())
+        return subprocess.run(
+            [sys.executable, "-m", "trimtab", *args],
+            stdin=theirs,
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_going_back_asks_a_person_as_writing_does_and_not_a_script(saved: Path) -> None:
+    config = saved.parent / "ds.json"
+    at_a_terminal("y\n", "apply", str(saved), "--to", str(config))
+    written = config.read_bytes()
+    assert written != samples.DEEPSPEED.encode()
+    refused = at_a_terminal("n\n", "revert", str(config))
+    assert b'-  "train_batch_size": 128,' in refused.stdout
+    assert b"Write this? [y/N]" in refused.stderr
+    assert b"nothing was written; --yes writes" in refused.stderr
+    assert config.read_bytes() == written
+    assert b"put back" in at_a_terminal("y\n", "revert", str(config)).stdout
+    assert config.read_bytes() == samples.DEEPSPEED.encode()
+
+
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
@@ -428,6 +462,32 @@ def test_the_folder_of_a_model_is_its_job(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
     assert job_of(layout.main.site.target, layout.main) == f"hf:{tmp_path}/model"
+
+
+SHARDED = '{"output_dir": "o", "per_device_train_batch_size": 4, "fsdp": "full_shard auto_wrap"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "said"),
+    [
+        (SHARDED, None, "strategy is fsdp, and the file does not say on how many GPUs: without --on one is"),
+        (SHARDED, 1, "strategy is fsdp, and one GPU is looked at: on one it runs as single. --on"),
+        (SHARDED, 4, None),
+        (SHARDED.replace("full_shard auto_wrap", ""), None, None),
+    ],
+)
+def test_a_sharded_config_on_one_gpu_says_why_it_runs_as_single(
+    text: str, gpus: int | None, said: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "args.json"
+    file.write_text(text, encoding="utf-8")
+    target = named("transformers", built_in())
+    layout = laid_out(aim(str(file)), built_in(), opened=documents.read, name="transformers")
+    shown = display(layout, target, job=None, gpus=gpus, device=None, seer=None)
+    assert shown.stages[0].setting.strategy == ("fsdp" if gpus == 4 else "single")
+    told = [one for one in shown.said if "strategy" in one]
+    assert len(told) == (said is not None)
+    assert all(str(said) in one for one in told)
 
 
 def test_show_estimates_a_config_for_real(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import doctest
 import io
 import json
@@ -8,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -20,9 +23,6 @@ from trimtab.cli.commands import app
 from trimtab.probe.detect import detect
 from trimtab.probe.world import replayed
 from trimtab.spec import Cluster, Node
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Done = subprocess.CompletedProcess[str]
 
@@ -395,3 +395,21 @@ def test_markup_in_a_name_is_shown_inert() -> None:
     text = shown(record)
     assert "[red]NVIDIA[/red]" in text
     assert "[bold]box" in text
+
+
+def _options_in(file: Path) -> list[tuple[str, str]]:
+    """The options that a module of commands writes out itself, each with its type and its help."""
+    every = ast.walk(ast.parse(file.read_text("utf-8")))
+    given = [one for made in every if isinstance(made, ast.FunctionDef) for one in made.args.args]
+    written = [(one.arg, ast.unparse(one.annotation)) for one in given if one.annotation]
+    return [(name, text) for name, text in written if text.startswith("Annotated")]
+
+
+def test_an_option_of_several_commands_is_written_once() -> None:
+    folder = Path(trimtab.__file__).parent / "cli"
+    written = [one for file in sorted(folder.glob("*.py")) for one in _options_in(file)]
+    assert len(written) > 20
+    assert [one for one, count in Counter(written).items() if count > 1] == []
+    # The same choices, whoever is told them.
+    shared = ("restarts", "steps", "pin", "rendezvous", "micro_batch")
+    assert [one for one, _ in written if one in shared] == []

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "logs"
 EXPECTED: dict[str, list[str]] = tomllib.loads((FOLDER / "expected.toml").read_text(encoding="utf-8"))["logs"]
 FILES = [name for name in EXPECTED if (FOLDER / name).is_file()]
-BY_RECORDS = {"idle-memory"}
-"""Kinds that only a pickle tells; test_doctor.py makes those."""
+MADE = {"idle-memory", "run-gone", "run-under-way", "run-stalled"}
+"""Kinds that a pickle tells, or the processes of this machine: test_doctor.py and test_doctor_runs.py."""
 
 
 def found(*names: str | Path) -> list[str | None]:
@@ -49,7 +49,7 @@ def test_every_log_gives_exactly_its_findings() -> None:
 
 def test_every_log_is_listed_and_every_kind_has_one() -> None:
     assert {one.name for one in FOLDER.iterdir()} == {*EXPECTED, "expected.toml"}
-    assert {kind for told in EXPECTED.values() for kind in told} | BY_RECORDS == set(kinds())
+    assert {kind for told in EXPECTED.values() for kind in told} | MADE == set(kinds())
 
 
 @functools.cache

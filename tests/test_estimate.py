@@ -313,6 +313,8 @@ def test_the_command_prints_a_verdict_and_json_has_the_contract(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "fits" in done.stdout
     assert "--recompute full" in done.stdout
+    # A path that ends in a number tells nobody what is meant.
+    assert " (Block)  " in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     found = json.loads(trimtab_cli("estimate", job, "--on", "H200", "--micro-batch", "8", "--json").stdout)
     for key in ("allocated_bytes", "reserved_bytes", "process_bytes", "capacity_bytes", "fits", "band"):
@@ -320,6 +322,16 @@ def test_the_command_prints_a_verdict_and_json_has_the_contract(tmp_path: Path) 
     for key in ("step_s", "samples_per_s", "mfu", "assumptions"):
         assert key in found
     assert set(found["parts"]) == {*PARTS, "context"}
+    classes = {one["name"]: one["class"] for one in found["peak"]["modules"]}
+    assert "Block" in classes.values()
+    assert all(name[-1].isdecimal() == (told is not None) for name, told in classes.items())
+
+
+def test_where_no_class_can_be_told_the_path_stays(tmp_path: Path) -> None:
+    assert trimtab.api.module_classes("nowhere.py:Job", ["h.0.mlp"]) == {}
+    assert trimtab.api.module_classes("nowhere.py:Job", ["0"]) == {}
+    broken = job_file(tmp_path, JOB.replace("return Net()", "raise OSError"))
+    assert trimtab.api.module_classes(broken, ["0"]) == {}
 
 
 def test_what_does_not_fit_leaves_with_exit_code_3(tmp_path: Path) -> None:

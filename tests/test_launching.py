@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -12,10 +13,12 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import launch_plans as lp
 from trimtab import api
-from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError, UnknownName, WrongUse
+from trimtab.cli import views
+from trimtab.errors import BrokenFile, EnvironmentFault, JobFailed, TrimtabError, UnknownName, WrongUse
 from trimtab.launching import doing, habits, kubernetes, local, scripts, sky, slurm
 from trimtab.launching.errand import Errand, train_words, variables, visible
 from trimtab.launching.habits import Habits
@@ -206,7 +209,7 @@ WRONG: dict[str, tuple[Callable[[], Launch], type[TrimtabError], str]] = {
         WrongUse,
         r"--time 2h: jobs in partition short may run for 30m. Give --time 30m",
     ),
-    "a time that is none": (lambda: batch(time="soon"), WrongUse, "it is not a duration"),
+    "a time that is none": (lambda: batch(time="soon"), WrongUse, "--time 'soon': it is not a duration"),
     "fewer GPUs on a node": (
         lambda: batch(on("A100 40GB SXM4", gpus=8), Habits(partition="old")),
         EnvironmentFault,
@@ -1052,6 +1055,46 @@ def test_a_launch_that_cannot_be_meant_is_refused(asked: dict[str, Any], words: 
         pytest.skip("this machine has a GPU")
     with pytest.raises(TrimtabError, match=words):
         api.launch(asked.pop("plan_or_job"), **asked)
+
+
+JOB = """
+class NoData:
+    global_batch = 4
+    def model(self): ...
+    def batch(self, size): ...
+    def loss(self, model, batch): ...
+
+class WithData(NoData):
+    def dataset(self): ...
+
+class Broken(NoData):
+    def __init__(self):
+        raise OSError("no such disk")
+"""
+
+
+def test_a_job_without_data_is_said_before_it_is_started_and_refused_after(
+    at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(at / "cache"))
+    (at / "job.py").write_text(JOB, encoding="utf-8")
+    found = api.launch(lp.on_cpus(1).replace(job="job.py:NoData"), kind="slurm")
+    assert isinstance(found, Launch)
+    assert "job.py:NoData: it has no dataset()" in found.fault
+    out = Console(file=io.StringIO(), width=100)
+    out.print(*views.launch_notes([found]))
+    assert "this run would end at once" in out.file.getvalue()  # type: ignore[attr-defined]
+    with pytest.raises(JobFailed, match="it has no dataset"):
+        api.start_launch(found)
+    assert not (at / "runs").exists()
+    # What can be trained, what is somebody's own script, and what nobody can tell are let through.
+    fine = api.launch(lp.on_cpus(1).replace(job="job.py:WithData"), kind="slurm")
+    own = api.launch(lp.on_cpus(1).replace(job="job.py:NoData"), kind="accelerate", script="own.py")
+    gone = api.launch(lp.on_cpus(1).replace(job="elsewhere.py:NoData"), kind="slurm")
+    broken = api.launch(lp.on_cpus(1).replace(job="job.py:Broken"), kind="slurm")
+    assert [one.fault for one in (fine, own, gone, broken) if isinstance(one, Launch)] == [""] * 4
+    # Remembered: asking a child process takes seconds.
+    assert list((at / "cache").glob("trainable-*"))
 
 
 def test_words_and_lines_are_quoted_by_the_rules_of_their_language() -> None:

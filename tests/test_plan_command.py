@@ -125,11 +125,13 @@ def test_a_plan_prints_within_eighty_columns(folder: Path, env: dict[str, str]) 
     [
         (("--global-batch", "0"), 2, "--global-batch 0"),
         (("--memory", "1.5"), 2, "no share"),
-        (("--deadline", "12"), 2, "no unit"),
+        (("--deadline", "12"), 2, "--deadline '12' found: it has no unit"),
+        (("--deadline", "banana"), 2, "--deadline 'banana' found: it is not a duration"),
         (("--objective", "glory"), 2, "speed, gpus, cost"),
         (("--compare", "1,x"), 2, "no list of numbers"),
         (("--compare", "5"), 2, "there are 2 GPUs"),
-        (("--price", "-1"), 2, "below 0"),
+        (("--price", "-1"), 2, "--price -1 found: it is below 0"),
+        (("--price", "nan"), 2, "--price nan found: it is no amount of money"),
         (("--pin", "gpus=3"), 2, "there are 2"),
         (("--pin", "strategy=single", "--pin", "gpus=2"), 2, "runs on one GPU"),
         (("--samples", "0"), 2, "below 1"),
@@ -211,3 +213,7 @@ def test_every_part_of_a_plan_is_shown_at_any_width(width: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
     for heading in ("GPUs side by side", "what if", "runners-up", "rejected", "is enough"):
         assert heading in " ".join(shown.split())
+    if width >= 140:
+        # Not "free 88%", which reads as memory.
+        assert "unused" in shown
+        assert "7 GPUs" in shown

@@ -513,6 +513,14 @@ def test_a_deadline_needs_a_horizon() -> None:
         planned("H100", job=workload(samples=None), deadline_s=60)
 
 
+def test_an_epoch_that_is_less_than_a_step_is_said() -> None:
+    few = planned("H100", job=workload(samples=63)).recommendation
+    assert "An epoch of 63 samples is less than one step of 64" in few
+    assert "smaller --global-batch" in few
+    assert "less than one step" not in planned("H100", job=workload(samples=64)).recommendation
+    assert "less than one step" not in planned("H100", job=workload(samples=None)).recommendation
+
+
 @pytest.mark.parametrize("compare", [(0,), (1, 9), (-1,)])
 def test_only_gpus_that_are_there_are_compared(compare: tuple[int, ...]) -> None:
     with pytest.raises(WrongUse, match="there are 4 GPUs"):

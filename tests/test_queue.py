@@ -164,6 +164,7 @@ def test_progress_counts_the_steps_on_the_devices_there_are_now() -> None:
     found = progress("/r", "slm:tiny", Attempt(procs=2, steps=100), lines, None)
     assert (found.step, found.steps, found.samples_per_s) == (12, 100, 32)
     assert found.left_s == pytest.approx(44)
+    assert found.recent == 3
     empty = progress("/r", None, None, [], None)
     assert (empty.step, empty.steps, empty.samples_per_s, empty.left_s) == (0, None, None, None)
 

@@ -125,6 +125,15 @@ def test_a_run_without_a_step_has_a_summary_without_a_speed() -> None:
     assert "- samples/s" in summary.text(found)
 
 
+def test_a_speed_says_which_steps_it_is_of() -> None:
+    text = summary.text(a_summary())
+    assert "32 samples/s over all 10 steps," in text
+    assert "(of the median step of 7 after the first 3)" in text
+    few = summary.text(a_summary(lines=lines(2)))
+    assert "(of the median step of 2)" in few
+    assert "median" not in summary.text(a_summary(lines=[]))
+
+
 def test_the_text_has_a_line_for_each_fact_and_fits_a_terminal() -> None:
     text = summary.text(a_summary())
     for fact in ("4 x NVIDIA H100 on 2 nodes; 4 of 8 used, 4 left free", "160 in 5 epochs", "(50 s, 0.01 h)"):

@@ -103,6 +103,16 @@ class Raises(Small):
         raise KeyError("answer")
 
 
+class RaisesLate(Small):
+    seen = 0
+
+    def loss(self, model, batch):
+        RaisesLate.seen += 1
+        if RaisesLate.seen > 4:
+            raise KeyError("answer")
+        return super().loss(model, batch)
+
+
 class BadData(Small):
     def dataset(self):
         raise OSError("no such disk")
@@ -314,6 +324,9 @@ def test_a_run_that_diverges_climbs_the_ladder_and_stops_with_a_report(home: Pat
     ):
         assert part in answer
     assert lines(tmp_path / "run")[-1]["step"] == 10
+    seen = command("doctor", tmp_path / "run")
+    assert seen.code == 4
+    assert "error: The run was stopped at step" in seen.out
 
 
 def test_a_spike_is_skipped_and_the_run_goes_on(home: Path, tmp_path: Path) -> None:
@@ -322,6 +335,24 @@ def test_a_spike_is_skipped_and_the_run_goes_on(home: Path, tmp_path: Path) -> N
     told = lines(tmp_path / "run")
     assert [one["step"] for one in told if one["skipped"]] == [41]
     assert [one["kind"] for one in events(tmp_path / "run")] == ["loss-spike", "loss-spike"]
+    seen = command("doctor", tmp_path / "run")
+    assert seen.code == 0
+    assert "info: The run is done: all of its 45 steps were taken." in seen.out
+    assert "2 times, at step 41" in seen.out
+
+
+def test_an_error_that_ends_a_run_is_in_its_folder_too(home: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert command("train", f"{home}/job.py:RaisesLate", "--out", run).code == 4
+    (failed,) = events(run)
+    assert failed["kind"] == "failed"
+    assert "KeyError" in failed["why"]
+    assert failed["step"] == len(lines(run)) > 0
+    seen = command("doctor", run, "--json")
+    assert seen.code == 4
+    (one,) = json.loads(seen.out)["findings"]
+    assert one["kind"] == "run-failed"
+    assert "KeyError" in one["what"]
 
 
 def test_a_module_that_overflows_is_found_and_kept_in_fp32(home: Path, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def run_view(**changes: Any) -> WatchedRun:
         "step": 100,
         "step_s": 0.5,
         "samples_per_s": 40.0,
+        "recent": 50,
         "planned_samples_per_s": 64.0,
         "mfu": 0.1,
         "mfu_rating": "poor",
@@ -232,6 +233,7 @@ def test_a_run_under_way_in_figures(tmp_path: Path) -> None:
     one = followed(place, written(place) + 1)
     assert (one.state, one.step, one.steps) == ("running", 30, 10_000)
     assert one.samples_per_s == pytest.approx(61.5, rel=0.03)
+    assert one.recent == 30
     assert one.left_s == pytest.approx(9970 * 0.52, rel=0.03)
     assert (one.planned_samples_per_s, one.mfu, one.mfu_rating) == (64.0, 0.39, "excellent")
     assert one.data_wait == pytest.approx(0.002 / 0.52, rel=0.03)
@@ -477,7 +479,7 @@ def test_a_picture_has_the_figures_of_gpus_and_runs() -> None:
         "600/700 W",
         "60 C",
         "1980",
-        "40 samples/s (plan 64)",
+        "40 samples/s (last 50 steps, plan 64)",
         "MFU 10.0% (poor)",
     ):
         assert shown in text

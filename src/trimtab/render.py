@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trimtab.spec import (
         Calibration,
         Cluster,
+        Comparison,
         Device,
         Estimate,
         Finding,
@@ -472,13 +473,18 @@ LETTERS = {
 
 
 def estimate(
-    found: Estimate, details: Memory, *, heading: str, help_lines: tuple[str, ...] = ()
+    found: Estimate,
+    details: Memory,
+    *,
+    heading: str,
+    help_lines: tuple[str, ...] = (),
+    classes: dict[str, str] | None = None,
 ) -> RenderableType:
     """A verdict, the bar of parts, the three figures, and where the memory goes."""
     parts: list[RenderableType] = [_verdict(found, heading), Text(), _bar(found), Text(), _figures(found)]
     rows = [("peak", f"{details.operation}, {_phase_words(details.phase)}")]
     rows += [
-        ("largest" if not index else "", f"{name}  {format_bytes(size)}")
+        ("largest" if not index else "", f"{_module(name, classes or {})}  {format_bytes(size)}")
         for index, (name, size) in enumerate(details.modules)
     ]
     rows += [("help" if not index else "", line) for index, line in enumerate(help_lines)]
@@ -490,6 +496,15 @@ def estimate(
     for label, text in rows:
         table.add_row(label, escape(text))
     return Group(*parts, Text(), Padding(table, (0, 0, 0, 1), expand=False))
+
+
+def _module(name: str, classes: dict[str, str]) -> str:
+    """A module as a person finds it: a number alone is no name.
+
+    >>> _module("0", {"0": "Linear"}), _module("h.0.mlp", {})
+    ('0 (Linear)', 'h.0.mlp')
+    """
+    return f"{name} ({classes[name]})" if name in classes else name
 
 
 def _verdict(found: Estimate, heading: str) -> Text:
@@ -770,7 +785,7 @@ def _comparison(found: Plan) -> Columns | None:
             ("GPU-h", lambda one: one.estimate and _figure(one.estimate.gpu_hours)),
             ("cost", lambda one: None if one.cost is None else f"{one.cost:,.2f}"),
             ("in time", lambda one: _yes(one.meets_deadline)),
-            ("free", lambda one: None if one.free_share is None else f"{one.free_share:.0%}"),
+            ("unused", _unused_gpus),
             (
                 "scaling",
                 lambda one: None if one.scaling_efficiency is None else f"{one.scaling_efficiency:.0%}",
@@ -779,6 +794,14 @@ def _comparison(found: Plan) -> Columns | None:
         found.comparison,
         "how",
     )
+
+
+def _unused_gpus(one: Comparison) -> str | None:
+    """GPUs of the cluster that are left for others: in words, since memory is free or not as well."""
+    if one.free_share is None or one.free_share >= 1:
+        return None
+    count = round(one.gpus * one.free_share / (1 - one.free_share))
+    return f"{count} GPU{'s' * (count != 1)}"
 
 
 def _what_ifs(found: Plan) -> Columns | None:

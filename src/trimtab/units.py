@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 
-from trimtab.errors import WrongUse
+from trimtab.errors import WrongUse, shortened
 
 KIB = 2**10
 MIB = 2**20
@@ -73,23 +73,24 @@ def parse_whole(text: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def parse_duration(text: str) -> float:
-    """Seconds from what people type.
+def parse_duration(text: str, option: str = "duration") -> float:
+    """Seconds from what people type; an error names the option that it was typed for.
 
     >>> parse_duration("12h"), parse_duration("90m"), parse_duration("1d6h")
     (43200.0, 5400.0, 108000.0)
     """
+    given, cure = f"{option} {shortened(text)!r}", _DURATION_CURE
     match = _DURATION.fullmatch(text)
     if match is None or not any(match.groups()):
         found = "it has no unit" if _is_number(text) else "it is not a duration"
-        raise WrongUse(f"duration {text!r}", found=found, cure=_DURATION_CURE)
+        raise WrongUse(given, found=found, cure=cure)
     seconds = sum(
         float(number) * _SECONDS_PER[unit]
         for number, unit in zip(match.groups(), "dhms", strict=True)
         if number
     )
     if seconds <= 0:
-        raise WrongUse(f"duration {text!r}", found="it is no time at all", cure=_DURATION_CURE)
+        raise WrongUse(given, found="it is no time at all", cure=cure)
     return seconds
 
 

@@ -116,11 +116,16 @@ def applied(proposal: Proposal, ready: Sequence[Prepared], written: Written | No
     }
 
 
-def revert(file: str | Path, *, backup: int | None = None, force: bool = False) -> dict[str, Any]:
-    """Put back a config that `apply` wrote; what is there now becomes a backup too."""
+def revert(
+    file: str | Path, *, backup: int | None = None, force: bool = False, write: bool = True
+) -> dict[str, Any]:
+    """Put back a config that `apply` wrote; what is there now becomes a backup too.
+
+    With `write=False` nothing is written: the answer has the diff.
+    """
     from trimtab.configs.files import revert as put_back
 
-    done = put_back(str(file), number=backup, force=force)
+    done = put_back(str(file), number=backup, force=force, write=write)
     return {
         "restored": done.file if done.backup else None,
         "file": done.file,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Cluster,
         JobView,
         Launch,
+        LaunchKind,
         Plan,
     )
 
@@ -108,11 +109,25 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
     site, silence = doing.slurm_site() if wanted is LaunchKind.SLURM else (None, "")
     question = (options or {}, pins, tuple(compare), cache, say)
     plans = plans_to_launch(plan_or_job, on, procs, start_nodes(nodes), question)
+    fault = _fault(plans[0][0], wanted, cache=cache)
     cores = detect().cpu_cores if wanted is LaunchKind.TORCHRUN else None
     return tuple(
-        orders.ordered(order, found, file, told, site=site, silence=silence, cores=cores, here=os.environ)
+        orders.ordered(
+            order, found, file, told, site=site, silence=silence, cores=cores, here=os.environ
+        ).replace(fault=fault)
         for found, file in plans
     )
+
+
+def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
+    """Why the run of a plan would fail at once, where a launch runs the job and not a user's script."""
+    from trimtab.spec import LaunchKind
+    from trimtab.training.questions import fault_of
+
+    if kind in {LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED}:
+        return ""
+    fault = fault_of(found.job, found.options, cache=cache)
+    return "" if fault is None else f"{fault.given}: {fault.found}. {fault.cure}"
 
 
 def plans_to_launch(

@@ -147,12 +147,13 @@ def make_policy(
     if objective not in set(Objective):
         known = ", ".join(one.value for one in Objective)
         raise WrongUse(f"--objective {objective}", found=f"it is none of {known}", cure="Use one of those.")
-    if price is not None and price < 0:
-        raise WrongUse(f"--price {price:g}", found="it is below 0", cure="Give a price per GPU and hour.")
+    if price is not None and not 0 <= price < float("inf"):
+        found = "it is below 0" if price < 0 else "it is no amount of money"
+        raise WrongUse(f"--price {price:g}", found=found, cure="Give a price per GPU and hour.")
     return Policy(
         objective=Objective(objective),
         memory_share=memory,
-        deadline_s=parse_duration(deadline) if isinstance(deadline, str) else deadline,
+        deadline_s=parse_duration(deadline, "--deadline") if isinstance(deadline, str) else deadline,
         price_per_gpu_hour=price,
         pins=taken(pins) if isinstance(pins, AnyMapping) else read(pins),
     )

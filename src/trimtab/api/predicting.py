@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.api.asking import cluster, detect
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from trimtab.errors import TrimtabError
@@ -252,6 +252,24 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         optimizer=word(OptimizerImplementation, optimizer, "optimizer"),
         allocator=word(Allocator, allocator, "allocator"),
     )
+
+
+def module_classes(
+    job: Any, paths: Iterable[str], options: dict[str, Any] | None = None, *, cache: bool = True
+) -> dict[str, str]:
+    """The classes of those modules whose paths end in a number, which says nothing of what they are.
+
+    Runs the job's model() in a child process, without memory; empty where no path is like that.
+    """
+    from trimtab.jobs.load import name_of
+    from trimtab.training.questions import classes_of
+
+    bare = {path for path in paths if path.rpartition(".")[2].isdecimal()}
+    if not bare:
+        return {}
+    name, changed = name_of(job)
+    known = classes_of(name, changed | (options or {}), cache=cache)
+    return {path: known[path] for path in sorted(bare) if path in known}
 
 
 def spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -> dict[str, int]:

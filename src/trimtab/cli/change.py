@@ -159,18 +159,28 @@ def revert(
     force: Annotated[
         bool, typer.Option("--force", help="Also where the file was edited since; see the diff first.")
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Write without asking at a terminal.")] = False,
     json: Json = False,
 ) -> None:
-    """Put back the config that `trimtab apply` saved before it wrote."""
+    """Put back the config that `trimtab apply` saved before it wrote.
+
+    At a terminal the diff is shown and a yes is asked for; a script is not asked. What was there is kept.
+    """
     from trimtab import api
     from trimtab.cli import views
 
-    done = api.revert(file, backup=backup, force=force)
+    asks = sys.stdin.isatty() and not (yes or json)
+    done = api.revert(file, backup=backup, force=force, write=not asks)
     if json:
         _print_json(done)
         return
     if done["diff"]:
         sys.stdout.write(done["diff"]) if not sys.stdout.isatty() else _print(views.diff(done["diff"]))
+    if asks and done["diff"]:
+        if not _asked():
+            _print("nothing was written; --yes writes", errors=True)
+            return
+        done = api.revert(file, backup=done["number"], force=force)
     before = f"as before write {done['number']}"
     if done["restored"]:
         _print(f"{file}: put back {before}; what was there is kept in {done['backup']}")

@@ -19,6 +19,7 @@ from trimtab.cli.shape import (
     Llama,
     Lora,
     NoCache,
+    Pin,
     Qwen,
     Seq,
     Sequential,
@@ -59,10 +60,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         str | None, typer.Option(metavar="COUNTS", help="Set numbers of GPUs side by side: 1,2,4,8.")
     ] = None,
     price: Annotated[float | None, typer.Option(help="Of one GPU for an hour.")] = None,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Fix a choice: micro_batch=8, compile=false."),
-    ] = None,
+    pin: Pin = None,
     clip: Clip = None,
     stages: Stages = None,
     given: Set = None,

@@ -18,6 +18,7 @@ from trimtab.cli.shape import (
     JobName,
     Llama,
     Lora,
+    MicroBatch,
     NoCache,
     Optimizer,
     Precision,
@@ -48,7 +49,7 @@ On = Annotated[
 def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     job: JobName,
     on: On = None,
-    micro_batch: Annotated[int, typer.Option(help="Samples per forward pass on one rank.")] = 1,
+    micro_batch: MicroBatch = 1,
     precision: Precision = "bf16",
     recompute: Recompute = "none",
     compile: Compile = False,  # noqa: A002
@@ -96,15 +97,20 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     look = functools.partial(api.look_at_all, job, where=where, **asked)
     known = functools.partial(api.is_known, job, **asked)
     found, details, help_lines = _looked(look, known, setting, device, quiet=json)
+    names = [name for name, _ in details.modules]
+    with _maybe(_console(errors=True).status("looking up modules"), quiet=json):
+        classes = api.module_classes(job, names, options, cache=not no_cache)
     if json:
-        modules = [{"name": name, "bytes": size} for name, size in details.modules]
+        modules = [
+            {"name": name, "class": classes.get(name), "bytes": size} for name, size in details.modules
+        ]
         peak = {"operation": details.operation, "phase": details.phase, "modules": modules}
         _print_json({**found.to_builtins(), "setting": setting.to_builtins(), "peak": peak})
     else:
         heading = f"{job} on {device.name}, micro-batch {micro_batch}, {precision}"
         if setting.accumulation > 1:
             heading += f", {setting.spread}, {setting.accumulation} micro-batches"
-        _print(render.estimate(found, details, heading=heading, help_lines=help_lines))
+        _print(render.estimate(found, details, heading=heading, help_lines=help_lines, classes=classes))
     if not found.fits:
         raise typer.Exit(3)
 
@@ -202,7 +208,7 @@ def exam(
 @app.command()
 def profile(  # noqa: PLR0913, PLR0917 - each is an option
     job: JobName,
-    micro_batch: Annotated[int, typer.Option(help="Samples per forward pass.")] = 1,
+    micro_batch: MicroBatch = 1,
     precision: Precision = "bf16",
     recompute: Recompute = "none",
     compile: Compile = False,  # noqa: A002

@@ -86,6 +86,25 @@ def _few(names: Sequence[str]) -> str:
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"  # noqa: PLR2004 - a line's worth
 
 
+def last_steps(count: int | None) -> str:
+    """The steps that a speed is of; a summary's is of all of them.
+
+    >>> last_steps(50), last_steps(1), last_steps(None)
+    ('last 50 steps', 'last step', '')
+    """
+    return "" if not count else "last step" if count == 1 else f"last {count} steps"
+
+
+def beside(*words: str) -> str:
+    """What is worth saying of a number, in brackets behind it.
+
+    >>> beside("last 50 steps", "plan 64"), beside("", "")
+    (' (last 50 steps, plan 64)', '')
+    """
+    said = ", ".join(filter(None, words))
+    return f" ({said})" if said else ""
+
+
 def _progress(run: Headway) -> str:
     parts = [run.job] if run.job else []
     parts.append(f"step {run.step}" + (f" of {run.steps}" if run.steps else ""))
@@ -93,7 +112,8 @@ def _progress(run: Headway) -> str:
         parts.append(f"loss {run.loss:.4f}")
     if run.samples_per_s is not None:
         rate = run.samples_per_s
-        parts.append(f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s")  # noqa: PLR2004
+        number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"  # noqa: PLR2004
+        parts.append(f"{number} samples/s{beside(last_steps(run.recent))}")
     if run.left_s:
         parts.append(f"{format_duration(run.left_s)} left")
     return ", ".join(parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +11,22 @@ import typer
 from trimtab.cli.choose import counts, progress
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _print, _print_json, app
-from trimtab.cli.shape import Frozen, Llama, Lora, NoCache, Qwen, Seq, Sequential, Set, job_options
+from trimtab.cli.shape import (
+    Frozen,
+    Llama,
+    Lora,
+    NoCache,
+    Pin,
+    Qwen,
+    Rendezvous,
+    Restarts,
+    RunOut,
+    Seq,
+    Sequential,
+    Set,
+    Steps,
+    job_options,
+)
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -61,9 +75,7 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
     write: Annotated[
         bool, typer.Option("--write", help="Write the script and its files, and start nothing.")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The run's folder; default: runs/JOB.")
-    ] = None,
+    out: RunOut = None,
     on: On = None,
     nodes: Annotated[
         str | None,
@@ -72,14 +84,9 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
     procs: Annotated[
         int | None, typer.Option(help="Processes on each node, for a job; default: the plan's.")
     ] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet, without Slurm.")
-    ] = None,
-    restarts: Annotated[
-        int | None,
-        typer.Option(metavar="COUNT", help="How often lost processes are started again; default 10."),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
+    rendezvous: Rendezvous = None,
+    restarts: Restarts = None,
+    steps: Steps = None,
     time: Annotated[
         str | None, typer.Option(help="Time limit, as in 12h; default: the estimate and a quarter more.")
     ] = None,
@@ -98,9 +105,7 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
     compare: Annotated[
         str | None, typer.Option(metavar="COUNTS", help="One launch for each number of GPUs: 1,2,4.")
     ] = None,
-    pin: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Fix a choice of a job's plan.")
-    ] = None,
+    pin: Pin = None,
     given: Set = None,
     seq: Seq = None,
     lora: Lora = None,

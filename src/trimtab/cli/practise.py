@@ -17,11 +17,16 @@ from trimtab.cli.shape import (
     JobName,
     Llama,
     Lora,
+    Pin,
     Qwen,
+    Rendezvous,
+    Restarts,
+    RunOut,
     Seq,
     Sequential,
     Set,
     Stages,
+    Steps,
     Turned,
     job_options,
     stage_folder,
@@ -36,23 +41,15 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
         Path | None,
         typer.Option(metavar="FILE", help="From `trimtab plan --out`; without, one is made here."),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Stop after so many optimizer steps; without, at the job's end.")
-    ] = None,
+    steps: Steps = None,
     procs: Annotated[
         int | None, typer.Option(help="Processes on this machine; without, as many as the plan has GPUs.")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="The run's folder: resumed where there is one. Default: runs/JOB."),
-    ] = None,
+    out: RunOut = None,
     seed: Annotated[
         int | None, typer.Option(help="Of the first weights and of the order of samples; default 0.")
     ] = None,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Fix a choice: strategy=branch, micro_batch=8."),
-    ] = None,
+    pin: Pin = None,
     stages: Stages = None,
     given: Set = None,
     data: Data = None,
@@ -86,13 +83,8 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
     nodes: Annotated[
         str, typer.Option(metavar="MIN:MAX", help="Nodes, for a run that goes on with what is left.")
     ] = "1",
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where several nodes meet.")
-    ] = None,
-    restarts: Annotated[
-        int | None,
-        typer.Option(metavar="COUNT", help="How often lost processes are started again; default 10."),
-    ] = None,
+    rendezvous: Rendezvous = None,
+    restarts: Restarts = None,
     timeout_min: Annotated[
         float, typer.Option(metavar="MINUTES", help="How long processes wait for one that is silent.")
     ] = 10.0,

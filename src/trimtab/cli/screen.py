@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
+from trimtab.cli.job_views import beside, last_steps
 from trimtab.render import Columns, inert
 from trimtab.units import format_bytes, format_duration, format_gib
 
@@ -142,8 +143,8 @@ def figures(run: WatchedRun) -> list[str]:
     if run.loss is not None:
         told.append(f"loss {run.loss:.4g}")
     if run.samples_per_s is not None:
-        beside = f" (plan {run.planned_samples_per_s:.3g})" if run.planned_samples_per_s else ""
-        told.append(f"{run.samples_per_s:.3g} samples/s{beside}")
+        plan = f"plan {run.planned_samples_per_s:.3g}" if run.planned_samples_per_s else ""
+        told.append(f"{run.samples_per_s:.3g} samples/s{beside(last_steps(run.recent), plan)}")
     if run.mfu is not None:
         told.append(f"MFU {run.mfu:.1%}" + (f" ({run.mfu_rating})" if run.mfu_rating else ""))
     if run.reserved_bytes is not None:

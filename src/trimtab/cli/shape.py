@@ -24,12 +24,35 @@ JobName = Annotated[
         "slm:tiny and so on are small ones), or hf:FOLDER with a Hugging Face config.json.",
     ),
 ]
+RunOut = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="The run's folder: resumed where there is one. Default: runs/JOB."),
+]
+Steps = Annotated[
+    int | None, typer.Option(help="Stop after so many optimizer steps; without, at the job's end.")
+]
+Pin = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Fix a choice of the plan: micro_batch=8, strategy=fsdp, compile=false. Can be repeated.",
+    ),
+]
+Restarts = Annotated[
+    int | None,
+    typer.Option(metavar="COUNT", help="How often lost processes are started again; default 10."),
+]
+Rendezvous = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Where several nodes meet."),
+]
+MicroBatch = Annotated[int, typer.Option(help="Samples per forward pass on one rank.")]
 Precision = Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or bf16-true.")]
 Recompute = Annotated[str, typer.Option(help="none, full or selective.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")]
 Optimizer = Annotated[str, typer.Option(help="fused, foreach or plain.")]
 Allocator = Annotated[str, typer.Option(help="default or expandable.")]
-Clip = Annotated[float | None, typer.Option(help="Clip gradients to this norm.")]
+Clip = Annotated[float | None, typer.Option(min=0.0, help="Clip gradients to this norm.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Trace again, even if nothing changed.")]
 Set = Annotated[
     list[str] | None,

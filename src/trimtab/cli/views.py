@@ -150,6 +150,8 @@ def launch_notes(found: Sequence[Launch]) -> list[RenderableType]:
     """What there is to say about launches, beside their text."""
     lines: dict[str, None] = {}
     for one in found:
+        if one.fault:
+            lines[f"this run would end at once: {one.fault}"] = None
         if one.script is None:
             lines |= {f"{name}: {why}": None for name, why in one.why.items()}
         if one.starts:

@@ -186,15 +186,16 @@ def write(
     )
 
 
-def revert(
+def revert(  # noqa: PLR0913 - which, whether, and how a test sees it
     file: str,
     *,
     number: int | None = None,
     force: bool = False,
+    write: bool = True,
     clock: Callable[[], float] = time.time,
     replace: Replace = os.replace,
 ) -> Restored:
-    """Put back what a backup holds; what is there now becomes a backup too."""
+    """Put back what a backup holds; what is there becomes a backup too. Without `write`, only the diff."""
     real = Path(file).resolve()
     before = documents.contents(real, file) if real.exists() else b""
     backup = backups.chosen(real, number, digest(before))
@@ -202,6 +203,8 @@ def revert(
     if not ready.changed:
         return Restored(file=file, number=backup.number)
     _refuse_edited(ready, backup, force=force)
+    if not write:
+        return Restored(file=file, number=backup.number, diff=ready.diff())
     words = f"put back as it was before write {backup.number}"
     note = Backup(number=0, date=_date(clock), words=words, restored=backup.number)
     (made,) = _replaced([ready], note, replace)

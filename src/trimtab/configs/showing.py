@@ -9,7 +9,7 @@ from trimtab.configs.edits import exactly
 from trimtab.configs.reading import Found, Reading, as_setting, read
 from trimtab.configs.targets import parts
 from trimtab.errors import JobFailed, NothingFits, TrimtabError, UnknownName
-from trimtab.spec import Noun, Setting
+from trimtab.spec import Noun, Setting, Strategy
 from trimtab.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def display(  # noqa: PLR0913 - what to show, and for whom
     setting = as_setting(reading, gpus=gpus or 1)
     root = opened.site.root if opened else ()
     options = options_in(target.subject.options, root, entries)
-    said = [*reading.said, *_unknown(reading, target, gpus)]
+    said = [*reading.said, *_unknown(reading, target, gpus), *_spread(reading, setting, gpus)]
     said += [
         f"{one} {word} is assumed: no key says it, and the model of this layout does it."
         for one, word in assumed.items()
@@ -156,6 +156,22 @@ def _unknown(reading: Reading, target: Target, gpus: int | None) -> list[str]:
     if asked and gpus and asked > gpus:
         found.append(f"The config asks for {asked} GPUs, and there {'is' if gpus == 1 else 'are'} {gpus}.")
     return found
+
+
+def _spread(reading: Reading, setting: Setting, gpus: int | None) -> list[str]:
+    """A strategy that takes several GPUs, shown on one: why, and how it will run on more."""
+    strategy = str(reading.facts.get("strategy", Strategy.SINGLE))
+    if setting.gpus > 1 or strategy in {Strategy.SINGLE, Strategy.DDP}:
+        return []
+    on_one = "on one it runs as single"
+    more = f"--on 4xA100-40GB, or the GPUs that you have, shows it as {strategy}."
+    head = f"The config's strategy is {strategy}, and"
+    if gpus == 1:
+        return [f"{head} one GPU is looked at: {on_one}. {more}"]
+    if reading.number("gpus") == 1:
+        return [f"{head} it asks for one GPU: {on_one}."]
+    unsaid = "the file does not say on how many GPUs"
+    return [f"{head} {unsaid}: without --on one is assumed, and {on_one}. {more}"]
 
 
 def _of_stage(setting: Setting, stage: StageConfig) -> Setting:

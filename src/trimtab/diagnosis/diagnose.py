@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,17 @@ from trimtab.diagnosis import reading, records
 from trimtab.diagnosis.judge import Diagnosis, judged
 from trimtab.diagnosis.lines import plain
 from trimtab.diagnosis.scan import Scanner, Sighting
+from trimtab.diagnosis.stories import end_of, told
 from trimtab.diagnosis.unpickle import MOST_BYTES, NotPlain, load
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Incident, Plan
+from trimtab.training.record import ATTEMPT, IDENTITY, LOCK, LOG
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    from trimtab.probe.world import World
 
 MOST_JSON = 256 << 20
 """A larger JSON file is read as lines."""
@@ -30,7 +35,8 @@ ARCHIVES = {
     b"\x89PNG": "a picture",
     b"%PDF": "a PDF",
 }
-ANSWERED = "the run is stopped"
+TOLD = (LOG, ATTEMPT, IDENTITY, LOCK, "summary.json", "summary.txt")
+"""Files of a run's folder that say together how the run stands."""
 
 
 class Reader:
@@ -60,6 +66,8 @@ class Reader:
                 self._pickle(source.name, head, raw)
             elif (what := _foreign(head)) and reading.encoding_of(head) == "utf-8":
                 self.notes.append(f"{source.name}: it is {what}, not a log; it was left.")
+            elif source.path is not None and source.path.name in TOLD and _is_run(source.path.parent):
+                self.read.append(source.name)  # `runs` tells what they come to
             elif not self._whole(source, head, raw):
                 self._text(source.name, head, raw)
 
@@ -143,33 +151,42 @@ class Reader:
         return True
 
     def _events(self, name: str, data: bytes) -> None:
-        """The incidents that `trimtab train` has met, and the one that ended it, where one did."""
-        found: list[tuple[int, Incident]] = []
-        for number, line in enumerate(data.split(b"\n"), 1):
+        """The events of a run, as the lines that `trimtab train` prints for them: one table knows both."""
+        lines = []
+        for line in data.split(b"\n"):
             try:
-                found.append((number, Incident.from_builtins(msgspec.json.decode(line))))
+                one = Incident.from_builtins(msgspec.json.decode(line))
             except (msgspec.DecodeError, msgspec.ValidationError, ValueError):
+                lines.append("")  # so that the others keep their numbers
                 continue
+            step = one.step if one.step is not None else 0
+            lines.append(f"trimtab: {' '.join(plain(one.replace(step=step).text).split())}")
+        text = "\n".join(lines).encode()
+        found = Scanner(name).read(io.BytesIO(text).read, lambda _: None)
+        self.sightings += [replace(one, text=one.text.removeprefix("trimtab: ")) for one in found]
         self.read.append(name)
-        if not found:
-            return
-        number, last = found[-1]
-        counts = Counter(one.kind.value for _, one in found)
-        met = ", ".join(
-            f"{kind} {'once' if count == 1 else f'{count} times'}" for kind, count in counts.items()
-        )
-        stopped = ANSWERED in last.done
-        words = {"what": last.kind.value if stopped else met, "why": last.why, "done": last.done}
-        self.sightings.append(
-            Sighting(
-                of="run-stopped" if stopped else "run-incident",
-                file=name,
-                line=number,
-                text=f"{last.kind.value} at step {last.step}: {plain(last.why)}",
-                captured={key: plain(one) for key, one in words.items()},
-                rank=last.rank,
-            )
-        )
+
+    def runs(self, folders: Iterable[Path], world: World | None) -> list[Sighting]:
+        """How the runs of some folders stand."""
+        from trimtab.probe.world import here
+        from trimtab.watching.runs import Follower, holder
+
+        found = []
+        for folder in folders:
+            where = world or here()
+            run = Follower(folder).look(time.time(), where, ())
+            pid, host = holder(folder)
+            seen = bool(pid) and host == where.host("name")
+            alive = seen and where.host(f"process:{pid}") is not None
+            note = folder / ATTEMPT
+            file = note if note.is_file() else folder / LOG
+            found.append(end_of(run, alive=alive if seen else None, host=host, file=str(file)))
+        return found
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder is one of `trimtab train`: others write a log.jsonl as well."""
+    return (folder / ATTEMPT).is_file()
 
 
 def _foreign(head: bytes) -> str:
@@ -180,8 +197,10 @@ def _foreign(head: bytes) -> str:
     return "" if reading.is_text(head) else "no text"
 
 
-def diagnose(names: Sequence[str], say: Callable[[str], None] = lambda _: None) -> Diagnosis:
-    """Everything that the named logs, folders and records say together."""
+def diagnose(
+    names: Sequence[str], say: Callable[[str], None] = lambda _: None, *, world: World | None = None
+) -> Diagnosis:
+    """Everything that the named logs, folders and records say together; `world` in place of this machine."""
     found, notes = reading.sources(names)
     reader = Reader(say)
     for source in found:
@@ -192,8 +211,10 @@ def diagnose(names: Sequence[str], say: Callable[[str], None] = lambda _: None) 
                 raise
             reader.notes.append(f"{source.name}: {error.found}; it was left.")
     reader.sightings += records.flights(reader.flights)
+    folders = dict.fromkeys(one.path.parent for one in found if one.path is not None)
+    ends = reader.runs([one for one in folders if _is_run(one)], world)
     return Diagnosis(
-        findings=judged(reader.sightings, known=reader.facts, fixed_bytes=reader.fixed_bytes),
+        findings=judged(told(reader.sightings, ends), known=reader.facts, fixed_bytes=reader.fixed_bytes),
         read=tuple(reader.read),
         notes=(*notes, *reader.notes),
     )

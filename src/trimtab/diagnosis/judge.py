@@ -11,6 +11,7 @@ from trimtab.diagnosis import sums
 from trimtab.diagnosis.kinds import ENVIRONMENT, kinds
 from trimtab.diagnosis.lines import shown
 from trimtab.diagnosis.scan import MOST_SIGHTINGS, PYTHON_ERROR, Sighting
+from trimtab.diagnosis.stories import STATES
 from trimtab.errors import WrongUse
 from trimtab.spec import Finding, Severity
 from trimtab.spec.base import Noun, below
@@ -240,8 +241,14 @@ def _ranked(groups: list[Group], facts: Mapping[str, int]) -> tuple[Diagnosed, .
     followers = {one.kind.name for found in below_of.values() for one in found}
     alone = [one for one in rest if one.kind.name not in followers]
     kept = [*roots, *(one for one in alone if one.kind.severity is not Severity.ERROR)]
-    kept.sort(key=lambda one: SEVERITIES.index(one.kind.severity))
+    kept.sort(key=lambda one: _order(one.kind))
     return tuple(_finding(one, below_of.get(one.kind.name, []), facts) for one in kept)
+
+
+def _order(kind: Kind) -> tuple[bool, bool, int]:
+    """Errors, then how a run of ours stands, then the rest by severity."""
+    is_error = kind.severity is Severity.ERROR
+    return (not is_error, kind.name not in STATES, SEVERITIES.index(kind.severity))
 
 
 def _explained(one: Group, groups: Sequence[Group]) -> bool:
@@ -322,4 +329,5 @@ def _count(number: int) -> str:
 
 def counted(findings: Iterable[Finding]) -> dict[str, int]:
     """How many findings there are of each severity."""
-    return dict(Counter(one.severity.value for one in findings))
+    found = Counter(one.severity for one in findings)
+    return {one.value: found[one] for one in SEVERITIES if found[one]}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 JOB, ENVIRONMENT = "job", "environment"
 SHORTEST_NEEDLE = 8
 """The sieve looks at eight bytes at once; a pattern has to promise as many."""
-MOST_CAPTURED = 120
+MOST_CAPTURED = 240
 """Letters of a captured text that are repeated in a sentence."""
 _PLACE = re.compile(r"\{(\w+)\}")
 _CAPTURE = re.compile(r"\(\?P<\w+>([^()|]*)\)(?![?*{+])")

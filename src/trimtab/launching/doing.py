@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trimtab.errors import EnvironmentFault, WrongUse, shortened
+from trimtab.errors import EnvironmentFault, JobFailed, WrongUse, shortened
 from trimtab.launching.errand import PROGRAM
 from trimtab.launching.site import QUESTIONS, Site
 from trimtab.launching.site import read as read_site
@@ -125,12 +125,18 @@ def submit(launch: Launch) -> Launch:
 
 
 def check_runs(launch: Launch) -> None:
-    """Raise for a launch that is text for others."""
+    """Raise for a launch that is text for others, or whose run is known to fail."""
     if launch.kind not in RUNS:
         raise WrongUse(
             "--yes",
             found=f"trimtab writes what {launch.kind} needs, and starts nothing there",
             cure=f"Leave --yes out, or give --write, and then run: {' '.join(launch.command)}",
+        )
+    if launch.fault:
+        raise JobFailed(
+            "--yes",
+            found=f"the run would end at once: {launch.fault}",
+            cure="Mend the job; nothing was started.",
         )
 
 

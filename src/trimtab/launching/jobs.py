@@ -79,6 +79,7 @@ def progress(
         steps=steps,
         loss=lines[-1].get("loss") if lines else None,
         samples_per_s=sum(one["samples"] for one in recent) / took_s if recent else None,
+        recent=len(recent) or None,
         left_s=left,
         processes=None if attempt is None else attempt.procs,
         attempt=None if attempt is None else attempt.attempt,

@@ -311,7 +311,7 @@ def _limit(need: Need, partition: Partition | None, asked: str | None) -> tuple[
     """The time limit, and a word on it."""
     most = None if partition is None else partition.limit_s
     if asked is not None:
-        seconds = parse_duration(asked)
+        seconds = parse_duration(asked, "--time")
         if most is not None and seconds > most and partition is not None:
             raise WrongUse(
                 f"--time {asked}",

@@ -73,6 +73,7 @@ def summed(  # noqa: PLR0913 - all that a run has left behind
         allocated_bytes=_highest(lines, "allocated_bytes"),
         reserved_bytes=_highest(lines, "reserved_bytes"),
         checks=_checks(plan, attempt, lines),
+        median_of=len(_usual(plan, attempt, lines)),
         incidents=happened,
         ended_on=datetime.fromtimestamp(now_s).astimezone().isoformat(timespec="seconds"),
     )
@@ -82,12 +83,18 @@ def _highest(lines: Sequence[dict[str, Any]], key: str) -> int | None:
     return max((one[key] for one in lines if one.get(key) is not None), default=None)
 
 
+def _usual(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The whole steps of as many processes as the last attempt had, without the first ones."""
+    alike = [one for one in lines if one.get("gpus") == attempt.procs]
+    counted = alike[WARM_UP:] or alike
+    return [one for one in counted if one.get("samples") == plan.choice.global_batch] or counted
+
+
 def _checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> tuple[Check, ...]:
     """Predictions against what was measured on as many processes as were planned for."""
     known = plan.estimate
     alike = [one for one in lines if one.get("gpus") == attempt.procs]
-    counted = alike[WARM_UP:] or alike
-    whole = [one for one in counted if one.get("samples") == plan.choice.global_batch] or counted
+    whole = _usual(plan, attempt, lines)
     step_s = median(one["time_s"] for one in whole) if whole else None
     rate = plan.choice.global_batch / step_s if step_s else None
     found = [
@@ -119,7 +126,8 @@ def text(one: Summary) -> str:
         "steps": f"{one.steps:,}" + ("" if one.loss is None else f", last loss {one.loss:.4f}"),
         "samples": f"{one.samples:,} in {one.epochs:g} epochs",
         "runtime": _runtime(one),
-        "speed": f"{_number(one.samples_per_s)} samples/s, {_number(one.minutes_per_epoch)} minutes an epoch",
+        "speed": f"{_number(one.samples_per_s)} samples/s{_over(one)}, "
+        f"{_number(one.minutes_per_epoch)} minutes an epoch",
         "memory": _memory(one),
     }
     if one.gpu_hours:
@@ -130,7 +138,15 @@ def text(one: Summary) -> str:
     lines += [
         f"{'' if number else 'predicted':<10} {_checked(check)}" for number, check in enumerate(one.checks)
     ]
+    if one.median_of:
+        after = f" after the first {WARM_UP}" if one.median_of + WARM_UP <= one.steps else ""
+        lines.append(f"{'':<10} (of the median step of {one.median_of:,}{after})")
     return "\n".join([*lines, f"{'ended':<10} {one.ended_on}, done"]) + "\n"
+
+
+def _over(one: Summary) -> str:
+    """The steps that the speed is of: `watch` tells that of the last ones, a check that of the median."""
+    return f" over all {one.steps:,} steps" if one.steps > 1 else ""
 
 
 def _devices(one: Summary) -> str:

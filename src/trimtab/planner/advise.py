@@ -381,9 +381,10 @@ def recommendation(best: Seen, space: Space, cluster: Cluster, rows: tuple[Compa
     estimate = finished(best.estimate, setting, workload)
     if estimate.step_s is None:
         fit = format_bytes(estimate.process_bytes)
-        return (
+        known = (
             f"Use {gpus}: it fits in {fit}. How long it takes is not known, since the device's speed is not."
         )
+        return f"{known}{_short_epoch(workload)}"
     if estimate.hours is None:
         rate = f"{estimate.samples_per_s:.3g} samples/s"
         return f"Use {gpus} of {total}: {rate}. The job does not say how many samples there are."
@@ -397,7 +398,7 @@ def recommendation(best: Seen, space: Space, cluster: Cluster, rows: tuple[Compa
         Objective.COST: f"{gpus} {'are' if count > 1 else 'is'} cheapest",
         Objective.GPUS: f"{gpus} {'are' if count > 1 else 'is'} enough",
     }[policy.objective]
-    said = f"{lead}: {took} for {_horizon(workload)} ({spent}{free})."
+    said = f"{lead}: {took} for {_horizon(workload)} ({spent}{free}).{_short_epoch(workload)}"
     if policy.deadline_s is not None:
         spare = 1 - estimate.hours * 3600 / policy.deadline_s
         said += f" The deadline of {format_duration(policy.deadline_s)} leaves {spare:.0%} to spare."
@@ -418,6 +419,21 @@ def sentence(text: str) -> str:
 def _horizon(workload: Workload) -> str:
     epochs = f"{workload.epochs} epoch{'s' * (workload.epochs > 1)}"
     return f"{epochs} of {workload.samples:,} samples"
+
+
+def _short_epoch(workload: Workload) -> str:
+    """A warning where an epoch has fewer samples than a step takes; empty where it has enough.
+
+    >>> from trimtab.spec import Workload
+    >>> _short_epoch(Workload(name="a", global_batch=16, samples=16))
+    ''
+    """
+    if workload.samples is None or workload.samples >= workload.global_batch:
+        return ""
+    return (
+        f" An epoch of {workload.samples:,} samples is less than one step of {workload.global_batch:,}, and "
+        "`trimtab train` refuses it: give a smaller --global-batch, or more samples."
+    )
 
 
 def _beside(row: Comparison, best: Seen) -> str:

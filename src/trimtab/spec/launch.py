@@ -43,6 +43,8 @@ class Launch(Noun, frozen=True, kw_only=True):
     """The run's folder."""
     notes: tuple[str, ...] = ()
     """What was chosen and what was not checked, in sentences."""
+    fault: str = ""
+    """Why the run would end before its first step; empty where nothing is known against it."""
     job_id: str | None = None
     """The scheduler's number, once it is submitted."""
 

@@ -48,6 +48,8 @@ class Headway(Noun, frozen=True, kw_only=True):
     loss: float | None = None
     samples_per_s: float | None = None
     """Over the last steps."""
+    recent: int | None = None
+    """How many steps those are."""
     left_s: float | None = None
     """At that speed."""
     processes: int | None = None

@@ -60,6 +60,8 @@ class IncidentKind(StrEnum):
     COMPILE = "compile"
     STAGE = "stage"
     """A stage of a curriculum begins with the weights of the one before, or has ended."""
+    FAILED = "failed"
+    """An error with a cause that is known ended the attempt."""
     BUG = "bug"
 
 
@@ -75,6 +77,15 @@ class Incident(Noun, frozen=True, kw_only=True):
     why: str
     done: str
     """The answer to it."""
+
+    @property
+    def text(self) -> str:
+        """As `trimtab train` prints it; `doctor` knows these lines.
+
+        >>> Incident(kind=IncidentKind.RESUME, at_s=0.0, step=4, why="it was found", done="it goes on").text
+        'resume at step 4: it was found; it goes on'
+        """
+        return f"{self.kind}{'' if self.step is None else f' at step {self.step}'}: {self.why}; {self.done}"
 
     def faults(self) -> list[str]:
         """Steps and ranks count from zero."""
@@ -173,7 +184,9 @@ class Summary(Noun, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     checks: tuple[Check, ...] = ()
-    """Predicted against real."""
+    """Predicted against real: of the median step, where it is of steps."""
+    median_of: int = 0
+    """How many steps that median is of: those of the last attempt's processes, without the first few."""
     incidents: dict[str, int] = {}
     """How often what happened."""
     ended_on: str = ""
@@ -183,7 +196,7 @@ class Summary(Noun, frozen=True, kw_only=True):
 
     @property
     def samples_per_s(self) -> float | None:
-        """While steps were taken."""
+        """While steps were taken: over all of them, the first ones included."""
         return self.samples / self.steps_s if self.steps_s else None
 
     @property
@@ -203,6 +216,7 @@ class Summary(Noun, frozen=True, kw_only=True):
             gpus=self.gpus,
             gpus_there=self.gpus_there,
             steps=self.steps,
+            median_of=self.median_of,
             samples=self.samples,
             epochs=self.epochs,
             runtime_s=self.runtime_s,

@@ -79,6 +79,9 @@ class WatchedRun(Noun, frozen=True, kw_only=True):
     step_s: float | None = None
     """Median of the last steps."""
     samples_per_s: float | None = None
+    """Median of the last steps."""
+    recent: int | None = None
+    """How many steps those are."""
     planned_samples_per_s: float | None = None
     mfu: float | None = None
     mfu_rating: str | None = None

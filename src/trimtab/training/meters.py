@@ -172,7 +172,7 @@ class Meters:
 
     def event(self, one: Incident) -> None:
         """Show what happened, on stderr, where it does not disturb what a program reads."""
-        self._say(f"{one.kind}{'' if one.step is None else f' at step {one.step}'}: {one.why}; {one.done}")
+        self._say(one.text)
 
     def say(self, text: str) -> None:
         """A word on what goes on, for a person."""

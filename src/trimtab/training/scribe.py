@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from trimtab.training.meters import Meters
     from trimtab.training.world import World
 
+STOPPED = "the run is stopped"
+"""How the answer begins that ends a run for its numbers."""
+MOST_TOLD = 500
+"""Letters of an error that an event repeats."""
+
 
 def _processes(count: int) -> str:
     return f"{count} process{'es' * (count > 1)}"
@@ -167,7 +172,9 @@ class Scribe:
         """Note how the attempt ended, as far as it is known."""
         if not self.world.is_main or (error is not None and is_lost(error)):
             return
-        if error is not None and not isinstance(error, TrimtabError):
+        if isinstance(error, TrimtabError):
+            self._failed(error)
+        elif error is not None:
             what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
             self.tell(IncidentKind.BUG, f"rank 0 raised {what}", "this attempt ends")
         self._note("ended")
@@ -175,6 +182,16 @@ class Scribe:
         if error is not None and not self.folder.lines() and not any(checkpoints.iterdir()):
             # A run that never took a step lays no claim to its folder.
             (self.folder.root / "run.json").unlink(missing_ok=True)
+
+    def _failed(self, error: TrimtabError) -> None:
+        """Keep an error for whoever has only the folder; the ladder has told its own."""
+        if self.seen and STOPPED in self.seen[-1].done:
+            return
+        why = " ".join(f"{error.given}: {error.found}".split())[:MOST_TOLD]
+        done = f"this attempt ends. {error.cure}"
+        self.folder.event(
+            Incident(kind=IncidentKind.FAILED, at_s=time.time(), step=self.step, rank=0, why=why, done=done)
+        )
 
     def _before(self) -> Attempt | None:
         try:

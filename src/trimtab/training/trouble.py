@@ -10,6 +10,7 @@ from trimtab.errors import JobFailed
 from trimtab.spec import IncidentKind, Precision
 from trimtab.training import ladder as rules
 from trimtab.training.ladder import Ladder, Rung
+from trimtab.training.scribe import STOPPED
 from trimtab.training.settle import gathered
 from trimtab.training.suspects import BATCH, Suspect, earliest, first_bad, in_stage, keep_fp32
 
@@ -132,7 +133,7 @@ class Trouble:
         text = rules.report(self.ladder, kind, done, why, seen[-4:], went_back=went_back)
         kept = any((self.scribe.folder.root / "checkpoints").glob("*"))
         left = "The last good checkpoint is kept." if kept else "There was no checkpoint to go back to yet."
-        self.scribe.tell(kind, why, f"the run is stopped. {text}", step=done)
+        self.scribe.tell(kind, why, f"{STOPPED}. {text}", step=done)
         raise JobFailed(
             f"step {done} of {self.scribe.folder.root}",
             found=text.rstrip("."),

@@ -123,6 +123,7 @@ class Follower:
             loss=last.loss if last is not None else None,
             step_s=typical,
             samples_per_s=_median([one.samples_per_s for one in self.lines]),
+            recent=len(self.lines) or None,
             planned_samples_per_s=plan.estimate.samples_per_s if plan is not None else None,
             mfu=mfu,
             mfu_rating=_rating(mfu, plan),

@@ -1,0 +1,180 @@
+"""What `trimtab train` has said of its own runs: how each of them ended, and what it met on the way.
+
+Patterns find the lines; here they are put together. A line of ours is nobody else's: an out-of-memory that a
+run got over is none. Of several ends of one run the last counts, unless the run was taken up after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trimtab.diagnosis.kinds import kinds
+from trimtab.diagnosis.scan import Sighting
+from trimtab.spec import Severity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from trimtab.spec import WatchedRun
+
+DONE, ASKED, INCIDENT = "run-done", "run-asked-to-end", "run-incident"
+ENDINGS = {
+    DONE: "it was done",
+    ASKED: "it was asked to end",
+    "run-stopped": "bad numbers had stopped it",
+    "run-failed": "it had failed",
+    "run-crashed": "it had crashed",
+}
+"""Kinds that tell how a run ended, and what is said of those after which it was taken up again."""
+AGAIN = ("run-resumed", "run-lost-rank")
+"""What a run says that is taken up again."""
+STATES = (*ENDINGS, "run-ended-early", "run-gone", "run-under-way", "run-stalled", "run-unfinished")
+"""Kinds that tell how a run stands: they come before what it met."""
+EVENTS = "events.jsonl"
+
+
+def is_own(name: str) -> bool:
+    """Whether a kind is told by lines of `trimtab train` itself.
+
+    >>> is_own("run-done"), is_own("out-of-memory")
+    (True, False)
+    """
+    return name.startswith("run-")
+
+
+def told(sightings: Iterable[Sighting], ends: Sequence[Sighting] = ()) -> list[Sighting]:
+    """All sightings, those of our own runs settled; `ends` is how run folders say that their runs ended.
+
+    The file of such an end is in the folder whose events it is about.
+    """
+    found = _unmixed(list(sightings))
+    foreign = [one for one in found if not is_own(one.of)]
+    by_file: dict[str, list[Sighting]] = {}
+    for one in found:
+        if is_own(one.of):
+            by_file.setdefault(one.file, []).append(one)
+    known = {_beside(one.file): one for one in ends}
+    settled: list[Sighting] = []
+    for file, own in by_file.items():
+        settled += _settled(own, known.pop(file, None))
+    settled = [*known.values(), *_once(settled)]
+    there = {one.of for one in (*foreign, *settled)}
+    # A warning that only repeats what another kind tells better is left out; errors go below their cause.
+    kept = [one for one in settled if _is_error(one) or not there & {*kinds()[one.of].after}]
+    return [*foreign, *_counted(kept)]
+
+
+def _is_error(one: Sighting) -> bool:
+    return kinds()[one.of].severity is Severity.ERROR
+
+
+def _beside(file: str) -> str:
+    """The events of the folder that a file is in."""
+    head, slash, _ = file.rpartition("/")
+    return f"{head}{slash}{EVENTS}"
+
+
+def _unmixed(found: list[Sighting]) -> list[Sighting]:
+    """Each line that is ours told once: as an end where it tells one, and never as somebody else's."""
+    best: dict[tuple[str, int], str] = {}
+    for one in found:
+        if is_own(one.of) and not one.is_fact:
+            place = (one.file, one.line)
+            best[place] = one.of if one.of in ENDINGS or place not in best else best[place]
+    return [one for one in found if one.is_fact or best.get((one.file, one.line), one.of) == one.of]
+
+
+def _settled(own: list[Sighting], end: Sighting | None) -> list[Sighting]:
+    """The sightings of one run in one file: its last end, what it met, and ends that were not the last."""
+    own = _said_twice(sorted(own, key=lambda one: one.line))
+    taken_up = max((one.line for one in own if one.of in AGAIN), default=0)
+    last = next((one for one in reversed(own) if one.of in ENDINGS and one.line > taken_up), None)
+    if end is not None and (last is None or end.of != "run-ended-early"):
+        # The folder knows more than the events, but for the reason why a run did not come to its end.
+        last = end
+    met = [
+        replace(one, of=INCIDENT, captured=one.captured | {"what": ENDINGS[one.of]})
+        if one.of in ENDINGS
+        else one
+        for one in own
+        if one is not last
+    ]
+    return [*met, *([] if last is None else [last])]
+
+
+def _said_twice(own: list[Sighting]) -> list[Sighting]:
+    """Without an end that is told again in other words, as by an event and by the error after it."""
+    seen: set[tuple[str, str]] = set()
+    kept = []
+    for one in own:
+        key = (one.of, one.captured.get("step", ""))
+        if one.of not in ENDINGS or key not in seen:
+            kept.append(one)
+        seen.add(key)
+        if one.of in AGAIN:
+            seen.clear()
+    return kept
+
+
+def _once(settled: list[Sighting]) -> list[Sighting]:
+    """Without what two files tell alike, as a run's events and its printed lines do."""
+    seen: dict[tuple[str, str, str], str] = {}
+    kept = []
+    for one in settled:
+        key = (one.of, one.captured.get("step", ""), one.captured.get("why", ""))
+        if seen.setdefault(key, one.file) == one.file:
+            kept.append(one)
+    return kept
+
+
+def _counted(settled: list[Sighting]) -> list[Sighting]:
+    """With how often each kind was met, and at which steps; the last answer is the one worth telling."""
+    found: list[Sighting] = []
+    for name in dict.fromkeys(one.of for one in settled):
+        alike = [one for one in settled if one.of == name]
+        last = alike[-1].captured if name not in ENDINGS else {}
+        words = {key: said.rstrip(".") for key, said in last.items()} | {
+            "times": times(len(alike), [one.captured.get("step", "") for one in alike])
+        }
+        found += [replace(one, captured=kinds()[name].defaults | one.captured | words) for one in alike]
+    return found
+
+
+def times(count: int, steps: Iterable[str]) -> str:
+    """How often, and when.
+
+    >>> times(1, ["3"]), times(3, ["3", "5", "5"]), times(2, ["", ""])
+    ('once, at step 3', '3 times, at steps 3 to 5', '2 times')
+    """
+    known = sorted({int(one) for one in steps if one.isdecimal()})
+    often = "once" if count == 1 else f"{count} times"
+    if not known:
+        return often
+    if len(known) == 1:
+        return f"{often}, at step {known[0]}"
+    return f"{often}, at steps {known[0]} to {known[-1]}"
+
+
+def end_of(run: WatchedRun, *, alive: bool | None, host: str, file: str) -> Sighting:
+    """How a run stands by its folder; `alive` says whether its process is, None where that cannot be seen."""
+    step = "0" if run.step is None else str(run.step)
+    steps = "an unknown number" if run.steps is None else str(run.steps)
+    if run.state == "done" and run.step is not None:
+        of = DONE
+    elif run.state in ("done", "ended"):
+        of = "run-ended-early"
+    elif run.state == "gone":
+        of = "run-gone"
+    elif alive is None:
+        of = "run-unfinished"
+    else:
+        of = "run-stalled" if run.state == "stalled" else "run-under-way"
+    words = {"step": step, "steps": steps, "state": run.why, "folder": run.folder}
+    return Sighting(
+        of=of,
+        file=file,
+        line=1,
+        text=f"{'ended' if run.state == 'done' else run.state} at step {step} of {steps}",
+        captured=words | ({"host": host} if host else {}),
+    )
