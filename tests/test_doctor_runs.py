@@ -119,6 +119,19 @@ def test_the_same_events_twice_are_counted_once(tmp_path: Path) -> None:
     assert "2 times, at steps 7 to 13" in lost.what
 
 
+def test_runs_that_stand_alike_are_all_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(LOGS / "run-unfinished", tmp_path / name)
+        shutil.copytree(LOGS / "run-resumed", tmp_path / f"{name}-done")
+    log = tmp_path / "out.log"
+    log.write_text("trimtab: 30 of 30 steps, loss 3.0, in /w/a-done\n", encoding="utf-8")
+    done, under_way = diagnose([str(tmp_path)], world=machine("n2")).findings[:2]
+    assert (done.kind, done.times) == ("run-done", 2)
+    assert "a-done/attempt.json" in done.evidence
+    assert done.evidence.endswith(f"(and {tmp_path}/b-done/attempt.json)")
+    assert (under_way.kind, under_way.times) == ("run-unfinished", 2)
+
+
 def test_an_out_of_memory_that_was_answered_is_no_error() -> None:
     found = diagnose([str(LOGS / "run-out-of-memory.log")])
     assert "CUDA out of memory. Tried to allocate" in found.findings[1].evidence

@@ -520,6 +520,8 @@ def test_ranks_that_torchrun_started_train_as_well(home: Path, calm: Path, tmp_p
         ("Small", ("--steps", "0"), 2, "it is below 1"),
         ("Small", ("--procs", "0"), 2, "it is below 1"),
         ("Small", ("--seed", "-1"), 2, "it is below 0"),
+        ("Small", ("--checkpoint-minutes", "-1"), 2, "--checkpoint-minutes -1 found: it is below 0"),
+        ("Small", ("--timeout-min", "nan"), 2, "--timeout-min nan found: it is no finite number"),
         ("Small", ("--pin", "strategy=branch", "--procs", "2"), 2, "the job has no branches"),
         ("Small", ("--pin", "micro_batch=9"), 2, "a rank's share of the global batch 8 is 8"),
         ("Small", ("--pin", "colour=red"), 2, "nothing is called colour"),

@@ -93,6 +93,7 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
         procs=procs,
         steps=steps,
         checkpoint_every=checkpoint_steps,
+        checkpoint_minutes=None if checkpoint_s is None else checkpoint_s / 60,
         keep=keep,
         evaluate_every=evaluate_steps,
         every=every,

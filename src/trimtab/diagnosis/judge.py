@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SEVERITIES = (Severity.ERROR, Severity.WARNING, Severity.INFO)
 MOST_RANKS = 8
-"""More ranks than this are counted, not listed."""
+"""More ranks or runs than this are counted, not listed."""
 SAME_PLACE, NEXT_LINES = 12, 3
 """Lines within which an exception and a message of a known kind are one thing."""
 SAID_BY_LAUNCHERS = ("rank-failed", "process-killed", "process-aborted")
@@ -280,7 +280,7 @@ def _finding(one: Group, followers: Sequence[Group], facts: Mapping[str, int]) -
     return Diagnosed(
         severity=kind.severity,
         what=what,
-        evidence=f"{where}{shown(first.text)}{frame}",
+        evidence=f"{where}{shown(first.text)}{frame}{_other_runs(one)}",
         cause=cause,
         cure=cure,
         kind=kind.name,
@@ -291,6 +291,15 @@ def _finding(one: Group, followers: Sequence[Group], facts: Mapping[str, int]) -
         times=len(one.sightings),
         consequences=tuple(_consequence(other) for other in followers),
     )
+
+
+def _other_runs(one: Group) -> str:
+    """The other runs that stand as the first does."""
+    others = [other.file for other in one.sightings[1:] if other.file != one.first.file]
+    if one.kind.name not in STATES or not others:
+        return ""
+    more = f" and {len(others) - MOST_RANKS} more" if len(others) > MOST_RANKS else ""
+    return f" (and {', '.join(others[:MOST_RANKS])}{more})"
 
 
 def _consequence(one: Group) -> str:

@@ -58,7 +58,7 @@ def told(sightings: Iterable[Sighting], ends: Sequence[Sighting] = ()) -> list[S
     settled: list[Sighting] = []
     for file, own in by_file.items():
         settled += _settled(own, known.pop(file, None))
-    settled = [*known.values(), *_once(settled)]
+    settled = _once([*known.values(), *settled])
     there = {one.of for one in (*foreign, *settled)}
     # A warning that only repeats what another kind tells better is left out; errors go below their cause.
     kept = [one for one in settled if _is_error(one) or not there & {*kinds()[one.of].after}]
@@ -118,14 +118,19 @@ def _said_twice(own: list[Sighting]) -> list[Sighting]:
 
 
 def _once(settled: list[Sighting]) -> list[Sighting]:
-    """Without what two files tell alike, as a run's events and its printed lines do."""
+    """Without what two files tell alike, as a folder and printed lines do; a folder tells of its own run."""
     seen: dict[tuple[str, str, str], str] = {}
     kept = []
-    for one in settled:
-        key = (one.of, one.captured.get("step", ""), one.captured.get("why", ""))
-        if seen.setdefault(key, one.file) == one.file:
+    for one in sorted(settled, key=lambda one: not _in_folder(one)):
+        at = one.captured.get("steps" if one.of == DONE else "step", "")
+        first = seen.setdefault((one.of, at, one.captured.get("why", "")), one.file)
+        if first == one.file or _in_folder(one):
             kept.append(one)
     return kept
+
+
+def _in_folder(one: Sighting) -> bool:
+    return one.file.rpartition("/")[2] in {EVENTS, "attempt.json", "log.jsonl"}
 
 
 def _counted(settled: list[Sighting]) -> list[Sighting]:
@@ -133,7 +138,7 @@ def _counted(settled: list[Sighting]) -> list[Sighting]:
     found: list[Sighting] = []
     for name in dict.fromkeys(one.of for one in settled):
         alike = [one for one in settled if one.of == name]
-        last = alike[-1].captured if name not in ENDINGS else {}
+        last = alike[-1].captured if name not in STATES else {}
         words = {key: said.rstrip(".") for key, said in last.items()} | {
             "times": times(len(alike), [one.captured.get("step", "") for one in alike])
         }

@@ -82,14 +82,13 @@ class Ending(Noun, frozen=True, kw_only=True):
 
 
 def check(**counts: float | None) -> None:
-    """Raise for a count of the command line that cannot be; `seed` may be 0."""
+    """Raise for a count of the command line that cannot be; some may be 0."""
     for name, value in counts.items():
-        least = 0 if name == "seed" else 1
-        if value is not None and (value < least or (name == "timeout_min" and value <= 0)):
+        least = 0 if name in {"seed", "checkpoint_minutes"} else 1
+        if value is not None and not least <= value < float("inf"):  # false for not-a-number too
             option = f"--{name.replace('_', '-')}"
-            raise WrongUse(
-                f"{option} {value:g}", found=f"it is below {least}", cure=f"Give {option} at least {least}."
-            )
+            found = f"it is below {least}" if value < least else "it is no finite number"
+            raise WrongUse(f"{option} {value:g}", found=found, cure=f"Give {option} at least {least}.")
 
 
 def check_trainable(job: Any, name: str) -> None:
