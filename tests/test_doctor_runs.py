@@ -147,7 +147,8 @@ def test_somebody_elses_error_beside_ours_still_is_one() -> None:
 @pytest.mark.parametrize("kind", IncidentKind)
 def test_every_event_is_known_as_it_is_printed(kind: IncidentKind, tmp_path: Path) -> None:
     done = "this attempt ends. Mend it." if kind in {"failed", "bug"} else "it was answered"
-    asked = "SIGTERM asked for the end" if kind in {"preemption", "time-limit"} else "it happened"
+    signals = {"preemption": "SIGTERM", "time-limit": "SIGUSR1", "interrupt": "Ctrl-C (SIGINT)"}
+    asked = f"{signals[kind]} asked for the end" if kind in signals else "it happened"
     one = Incident(kind=kind, at_s=1.0, step=3, rank=0, why=asked, done=done)
     file = tmp_path / "events.jsonl"
     file.write_text(one.to_json() + "\n", encoding="utf-8")
