@@ -443,6 +443,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_another_number_of_pro
     assert 1 <= stopped < 14
     assert "SIGUSR1 asked for the end" in events(run)[-1]["why"]
     assert events(run)[-1]["kind"] == "time-limit"
+    assert f"asked to end by SIGUSR1 at step {stopped}," in command("doctor", run).out.replace("\n", " ")
     with started("train", f"{home}/job.py:Judged", "--out", run, "--procs", "2", "--json",
                  "--faults", tmp_path / "faults.json") as process:  # fmt: skip
         wait_for_step(process, run, stopped + 1)
