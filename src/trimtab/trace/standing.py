@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from trimtab.trace.child import PAUSE_S, died, environment, heard, too_long
@@ -22,7 +23,10 @@ from trimtab.trace.host import limit_bytes, resident_bytes, too_much
 
 if TYPE_CHECKING:
     from trimtab.errors import TrimtabError
+    from trimtab.spec import Setting
     from trimtab.trace.worker import Requests
+
+    Answer = dict[str, Any] | TrimtabError
 
 END = b"\n\n"
 """Follows the answers to a request."""
@@ -38,8 +42,10 @@ class Standing:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._job = ""
         """What the process has loaded."""
-        self._owed = 0
-        """Answers that nobody has waited for."""
+        self._sent: deque[Requests] = deque()
+        """Asked and not answered yet, in that order."""
+        self._stock: dict[tuple[float | None, Setting], Answer] = {}
+        """Answers that nobody has waited for, by clipping and setting."""
 
     def __enter__(self) -> Self:
         return self
@@ -50,25 +56,47 @@ class Standing:
     def warm(self, requests: Requests) -> None:
         """Let the process load a job while the caller does something else."""
         self._send(requests.replace(settings=()))
-        self._owed += 1
 
-    def ask_all(self, requests: Requests, *, timeout_s: float) -> list[dict[str, Any] | TrimtabError]:
+    def expect(self, requests: Requests) -> None:
+        """Let the process work on what may be asked for next, while the caller does something else.
+
+        What is asked for instead waits until that is done, so it should be little, and likely.
+        """
+        self._send(requests)
+
+    def ask_all(self, requests: Requests, *, timeout_s: float) -> list[Answer]:
         """Every answer to the requests, as `child.ask_all` gives them."""
+        wanted = [(requests.clip, one) for one in requests.settings]
         try:
-            self._send(requests)
+            self._keep_up(requests)
+            coming = {(sent.clip, one) for sent in self._sent for one in sent.settings}
+            missing = [one for key, one in zip(wanted, requests.settings, strict=True)
+                       if key not in self._stock and key not in coming]  # fmt: skip
+            if missing or not wanted:
+                self._send(requests.replace(settings=tuple(missing)))
             ends_at = time.monotonic() + timeout_s
-            while self._owed:
-                # What went wrong while it was loading goes wrong again, and is told then.
-                self._answer(requests, ends_at, timeout_s)
-                self._owed -= 1
-            return [heard(line) for line in self._answer(requests, ends_at, timeout_s).splitlines()]
+            while self._sent and not (wanted and all(key in self._stock for key in wanted)):
+                sent = self._sent.popleft()
+                lines = self._answer(requests, ends_at, timeout_s).splitlines()
+                if len(lines) < len(sent.settings):
+                    # The job could not be loaded.
+                    return [heard(line) for line in lines]
+                # What went wrong while it was only to be loaded goes wrong again, and is told then.
+                for setting, line in zip(sent.settings, lines, strict=False):
+                    self._stock[sent.clip, setting] = heard(line)
+            found = [self._stock[key] for key in wanted]
+            for key in wanted:
+                self._stock.pop(key, None)
+            return found
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """End the process and all that it has started."""
-        process, self._process, self._owed = self._process, None, 0
+        process, self._process = self._process, None
+        self._sent.clear()
+        self._stock.clear()
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -79,12 +107,17 @@ class Standing:
         if self._scratch is not None:
             self._scratch.cleanup()
 
-    def _send(self, requests: Requests) -> None:
+    def _keep_up(self, requests: Requests) -> None:
+        """Have a process that has loaded this job, or will."""
         job = requests.replace(settings=(), clip=None, timeout_s=1.0).to_json()
         if self._process is None or self._process.poll() is not None or job != self._job:
             self.close()
             self._start()
             self._job = job
+
+    def _send(self, requests: Requests) -> None:
+        self._keep_up(requests)
+        self._sent.append(requests)
         assert self._process is not None  # noqa: S101 - it was started
         assert self._process.stdin is not None  # noqa: S101 - with a pipe
         with contextlib.suppress(BrokenPipeError):
