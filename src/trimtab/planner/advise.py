@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.planner.batch import is_exact, micro_batches, rank_samples
 from trimtab.planner.outlook import room_bytes
-from trimtab.planner.search import run_s
+from trimtab.planner.search import TIE, run_s
 from trimtab.planner.space import USUAL_WORKERS
 from trimtab.spec import (
     Allocator,
@@ -127,9 +127,28 @@ def _why_gpus(best: Seen, result: Result, space: Space, cluster: Cluster) -> str
     told = [f"{best.setting.gpus} x {names}"]
     if best.estimate.step_s is not None:
         told.append(f"{per_step(best.estimate.step_s)} a step")
-    if best.setting.gpus < len(cluster.devices):
+    tied = _tied(best, result, lambda one: one.gpus)
+    if best.layout.device.slice and len(cluster.devices) > 1:
+        told.append("MIG slices cannot work on one job together")
+    elif tied:
+        told.append(tied)
+    elif best.setting.gpus < len(cluster.devices):
         told += _against(best, result, lambda one: one.gpus)[-2:] or ["more would not be better"]
     return ", ".join(told)
+
+
+def _tied(best: Seen, result: Result, get: Callable[[Setting], Any]) -> str:
+    """What is a little faster and not as simple; empty where nothing is, or nothing that differs in this."""
+    first = result.fastest
+    if first is None or get(first.setting) == get(best.setting):
+        return ""
+    if first.estimate.step_s is None or best.estimate.step_s is None:
+        return f"{get(first.setting)} would be no better"
+    less = 1 - first.estimate.step_s / best.estimate.step_s
+    return (
+        f"{get(first.setting)} would take {per_step(first.estimate.step_s)} (-{less:.1%}), and within "
+        f"{TIE:.0%} predictions cannot tell: the simpler is taken"
+    )
 
 
 def _why_strategy(best: Seen, result: Result, space: Space) -> str:
@@ -150,7 +169,12 @@ def _why_strategy(best: Seen, result: Result, space: Space) -> str:
     }[setting.strategy]
     if setting.shares:
         return f"{what}; unlike GPUs share the batch out by speed: {split(best)}"
-    others = _against(best, _only(result, lambda one: one.gpus, best), lambda one: one.strategy.value)
+    alike = _only(result, lambda one: one.gpus, best)
+    others = _against(best, alike, lambda one: one.strategy.value)
+    first = result.fastest
+    tied = _tied(best, alike, lambda one: one.strategy.value)
+    if first is not None and tied and first.setting.gpus == setting.gpus:
+        others = [tied, *(one for one in others if not one.startswith(f"{first.setting.strategy} "))]
     return "; ".join([what, *others])
 
 
@@ -227,7 +251,7 @@ def _why_precision(best: Seen, space: Space) -> str:
     if said := _pinned(space, "precision"):
         return said
     device = best.layout.device
-    name = device.model or device.name
+    name = device.kind
     if best.setting.precision is Precision.FP32:
         return f"what {name} runs faster is not known"
     rate = device.peaks.bf16 if best.setting.precision is Precision.BF16 else device.peaks.fp16
@@ -340,10 +364,15 @@ def candidates(result: Result, workload: Workload) -> tuple[Candidate, ...]:
         Candidate(
             setting=one.setting,
             estimate=finished(one.estimate, one.setting, workload),
-            why=_lost(one, best),
+            why=_lost(one, best) + _elsewhere(one, best),
         )
         for one in result.runners_up
     )
+
+
+def _elsewhere(one: Seen, best: Seen) -> str:
+    """Which devices, where they are not of the kinds that the choice has."""
+    return "" if one.layout.kinds == best.layout.kinds else f" ({' and '.join(one.layout.kinds)})"
 
 
 def looks(result: Result) -> tuple[Look, ...]:
@@ -370,11 +399,15 @@ def _lost(one: Seen, best: Seen) -> str:
         return f"{more} more GPU{'s' if more > 1 else ''}"
     if abs(more) < NOISE:
         return "no faster"
+    if more < 0:
+        return f"{more:+.1%} a step, less simple"
     return f"{more:+.1%} a step" if abs(more) < 1 else f"{more + 1:.1f} times as long"
 
 
-def recommendation(best: Seen, space: Space, cluster: Cluster, rows: tuple[Comparison, ...]) -> str:
-    """The answer in a sentence or two."""
+def recommendation(
+    best: Seen, space: Space, cluster: Cluster, rows: tuple[Comparison, ...], fastest: Seen | None = None
+) -> str:
+    """The answer in a sentence or two; `fastest` is what was a little better and not as simple."""
     policy, workload, setting = space.policy, space.workload, best.setting
     count, total = setting.gpus, len(cluster.devices)
     gpus = f"{count} GPU{'s' * (count > 1)}"
@@ -393,11 +426,14 @@ def recommendation(best: Seen, space: Space, cluster: Cluster, rows: tuple[Compa
     price = cost(estimate, policy)
     spent += f", cost {price:,.2f}" if price is not None else ""
     free = f", {total - count} of {total} left free" if total > count else ""
-    lead = {
-        Objective.SPEED: f"{gpus} {'are' if count > 1 else 'is'} fastest",
-        Objective.COST: f"{gpus} {'are' if count > 1 else 'is'} cheapest",
-        Objective.GPUS: f"{gpus} {'are' if count > 1 else 'is'} enough",
+    words = {
+        Objective.SPEED: ("fastest", "as fast as"),
+        Objective.COST: ("cheapest", "as cheap as"),
+        Objective.GPUS: ("enough", "as good as"),
     }[policy.objective]
+    lead = f"{gpus} {'are' if count > 1 else 'is'} {words[0]}"
+    if fastest is not None and fastest.setting.gpus != count:
+        lead = f"{gpus} {'are' if count > 1 else 'is'} {words[1]} {fastest.setting.gpus}, within {TIE:.0%}"
     said = f"{lead}: {took} for {_horizon(workload)} ({spent}{free}).{_short_epoch(workload)}"
     if policy.deadline_s is not None:
         spare = 1 - estimate.hours * 3600 / policy.deadline_s
@@ -438,7 +474,7 @@ def _short_epoch(workload: Workload) -> str:
 
 def _beside(row: Comparison, best: Seen) -> str:
     if row.estimate is None or row.estimate.hours is None or best.estimate.step_s is None:
-        return f"{row.gpus}: nothing fits" if row.estimate is None else ""
+        return f"{row.gpus}: {row.why or 'nothing fits'}" if row.estimate is None else ""
     took = format_duration(row.estimate.hours * 3600)
     late = ", too late" if row.meets_deadline is False else ""
     return f"{row.gpus} would take {took}{late}"

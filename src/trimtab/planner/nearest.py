@@ -193,6 +193,9 @@ def _more_gpus(workload: Workload, cluster: Cluster, policy: Policy, outlook: Ou
     """More of the same, over which weights and optimizer state can be cut."""
     free = policy.replace(pins=_without(_without(policy.pins, "gpus"), "strategy"))
     first = max(cluster.devices, key=room_bytes)
+    if first.slice:
+        # More slices hold no more together.
+        return
     count = 2 * len(cluster.devices)
     while count <= MOST_GPUS:
         pinned = free.replace(pins={**free.pins, "gpus": count})
@@ -223,11 +226,11 @@ def _other_gpus(
     from trimtab.catalog.tables import devices
 
     need = need_bytes / policy.memory_share
-    count = len(cluster.devices)
+    count = 1 if any(one.slice for one in cluster.devices) else len(cluster.devices)
     larger = sorted((one for one in devices() if one.usable_bytes >= need and one.vendor == "nvidia"),
                     key=lambda one: one.usable_bytes)  # fmt: skip
     for row in larger[:OTHERS_TRIED]:
-        device = cluster.devices[0].replace(model=row.name)
+        device = cluster.devices[0].replace(model=row.name, slice=None)
         seen = _best(workload, imagined(cluster, device, count), policy, outlook)
         if seen is not None:
             yield from _change(f"use {count} x {row.typed[0]}", seen)
