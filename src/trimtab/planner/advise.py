@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from trimtab.planner.space import Family, Space
     from trimtab.spec import Cluster, Comparison, Estimate, Policy, Setting, Workload
 
+FEW = 0.1
+"""Shares below this are told with a digit behind the point."""
 NOISE = 0.005
 """Times closer than this are called equal."""
 
@@ -90,12 +93,14 @@ def _against(best: Seen, result: Result, get: Callable[[Setting], Any]) -> list[
     for one in result.seen:
         if get(one.setting) != get(best.setting):
             others.setdefault(get(one.setting), []).append(one)
-    told = [_fared(str(value), seen, best) for value, seen in others.items()]
     unseen: dict[Any, float] = {}
     for family, (_, least) in result.beaten.items():
         name = get(family.setting(family.cuts[-1]))
-        if name != get(best.setting) and name not in others and least:
+        # Where a bound is well below what was found, that is not yet the best of this value.
+        found = [one.estimate.step_s or 0.0 for one in others.get(name, ()) if one.fits]
+        if name != get(best.setting) and least and least * (1 + TIE) < min(found, default=math.inf):
             unseen[name] = min(least, unseen.get(name, least))
+    told = [_fared(str(value), seen, best) for value, seen in others.items() if value not in unseen]
     return told + [
         f"{name} takes {per_step(least)} a step at the very least" for name, least in unseen.items()
     ]
@@ -117,7 +122,7 @@ def compared(step_s: float, best_s: float) -> str:
     more = step_s / best_s - 1
     if abs(more) < NOISE:
         return f"takes as long ({per_step(step_s)} a step)"
-    return f"takes {per_step(step_s)} a step ({more:+.0%})"
+    return f"takes {per_step(step_s)} a step ({more:{'+.1%' if abs(more) < FEW else '+.0%'}})"
 
 
 def _why_gpus(best: Seen, result: Result, space: Space, cluster: Cluster) -> str:
@@ -127,14 +132,19 @@ def _why_gpus(best: Seen, result: Result, space: Space, cluster: Cluster) -> str
     told = [f"{best.setting.gpus} x {names}"]
     if best.estimate.step_s is not None:
         told.append(f"{per_step(best.estimate.step_s)} a step")
-    tied = _tied(best, result, lambda one: one.gpus)
+    tied = _tied(best, result, _on)
     if best.layout.device.slice and len(cluster.devices) > 1:
         told.append("MIG slices cannot work on one job together")
     elif tied:
         told.append(tied)
     elif best.setting.gpus < len(cluster.devices):
-        told += _against(best, result, lambda one: one.gpus)[-2:] or ["more would not be better"]
+        told += _against(best, result, _on)[-2:] or ["more would not be better"]
     return ", ".join(told)
+
+
+def _on(setting: Setting) -> str:
+    """A number of GPUs as the subject of what was found there."""
+    return f"on {setting.gpus} it"
 
 
 def _tied(best: Seen, result: Result, get: Callable[[Setting], Any]) -> str:
@@ -216,17 +226,25 @@ def _why_micro(best: Seen, result: Result, space: Space) -> str:
     told = []
     larger = [one for one in same if one.setting.micro_batch > setting.micro_batch]
     smaller = [one for one in same if one.setting.micro_batch < setting.micro_batch]
+    limit = next((most for one, most in result.limits.items() if _is_of(setting, one, best)), None)
+    if limit == setting.micro_batch:
+        told.append("the largest that fits")
     if larger:
         nearest = min(larger, key=lambda one: one.setting.micro_batch)
         told.append(_fared(str(nearest.setting.micro_batch), [nearest], best))
-    else:
-        told.append(
-            "a rank's whole share of the batch" if setting.accumulation == 1 else "the most that is left"
-        )
+    elif setting.accumulation == 1:
+        told.append("a rank's whole share of the batch")
+    elif limit is None:
+        told.append("larger ones would be no faster")
     if smaller:
         nearest = max(smaller, key=lambda one: one.setting.micro_batch)
         told.append(_fared(str(nearest.setting.micro_batch), [nearest], best))
     return "; ".join(told)
+
+
+def _is_of(setting: Setting, family: Family, best: Seen) -> bool:
+    own = (setting.strategy, setting.mesh, setting.recompute, setting.compile, best.layout)
+    return own == (family.strategy, family.mesh, family.recompute, family.compile, family.layout)
 
 
 def _why_rounds(setting: Setting) -> str:
@@ -300,7 +318,8 @@ def _why_workers(best: Seen, space: Space) -> str:
     cores = [node.cpu_cores for node in nodes if node.cpu_cores]
     if len(cores) < len(nodes):
         return f"the cores are not known; {USUAL_WORKERS} per GPU is usual"
-    return f"{min(cores)} cores for {len(nodes[0].devices)} GPUs, one each kept for the rank itself"
+    count = len(nodes[0].devices)
+    return f"{min(cores)} cores for {count} GPU{'s' * (count > 1)}, one each kept for the rank itself"
 
 
 def rejections(result: Result, space: Space, more: Iterable[Rejection] = ()) -> tuple[Rejection, ...]:

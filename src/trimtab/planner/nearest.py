@@ -85,7 +85,7 @@ def _missing(near: Seen | None, least: int, policy: Policy, cluster: Cluster) ->
         return f"nothing fits: {format_bytes(least)} or more are needed, {format_bytes(most)} may be used"
     setting = near.setting
     return (
-        f"nothing fits: the least is {format_bytes(near.estimate.band.high_bytes)} (upper band) with "
+        f"nothing fits: the nearest is {format_bytes(near.estimate.band.high_bytes)} (upper band) with "
         f"{setting.strategy} on {setting.gpus} GPU{'s' * (setting.gpus > 1)}, "
         f"micro-batch {setting.micro_batch}, {setting.precision}, recompute {setting.recompute}; "
         f"{format_bytes(near.allowed_bytes)} may be used, {format_bytes(near.missing_bytes)} are missing"

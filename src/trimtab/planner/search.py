@@ -93,6 +93,8 @@ class Result:
     """Everything looked at closely, whether it fits or not."""
     too_large: dict[Family, tuple[int, int]] = field(default_factory=dict)
     """Settings that do not fit, and the least that one of them needs."""
+    limits: dict[Family, int] = field(default_factory=dict)
+    """The largest micro-batch that fits, where one does not; 0 where none does."""
     too_late: int = 0
     """Settings that fit and would end after the deadline."""
     beaten: dict[Family, tuple[int, float]] = field(default_factory=dict)
@@ -227,8 +229,7 @@ class _Search:
         self.result = Result()
         self.heap: list[Entry] = []
         self.numbers = count()
-        self.limits: dict[Family, int] = {}
-        """The largest micro-batch that may still fit, where one is known not to."""
+        self.limits = self.result.limits
         self.looked: set[Family] = set()
         self.found: dict[tuple[Family, Cut], Seen | None] = {}
         self.hopeless: dict[Family, TrimtabError] = {}
