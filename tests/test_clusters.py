@@ -156,6 +156,9 @@ def test_a_detect_file_gives_the_same_cluster_back(tmp_path: Path) -> None:
         ("-2xH100", "no device is called"),
         ("2,4xH100", "no device is called"),
         ("A100", "comes in 2 sizes"),
+        ("A100-40GB-MIG-3g.20gb", "a MIG slice has no name of its own here"),
+        ("7x1g.5gb", "a MIG slice has no name of its own here"),
+        ("2xH100 MIG 1g.10gb", "a MIG slice has no name of its own here"),
     ],
 )
 def test_a_bad_on_string_is_refused_with_what_was_found(text: str, found: str) -> None:

@@ -120,6 +120,23 @@ def test_a_plan_prints_within_eighty_columns(folder: Path, env: dict[str, str]) 
     assert "6 x 1 x 1 data-parallel = 6, exactly" in done.stdout
 
 
+def test_what_was_asked_before_changes_no_plan(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runners-up, bounds and rejections are those of the space, on a cold cache and on a warm one."""
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    job, pins = f"{folder}/job.py:Tiny", ("recompute=none",)
+    found = [
+        trimtab.plan(job, "2xA100-40GB", pins=pins),
+        trimtab.plan(job, "2xA100-40GB", pins=pins, price=2.0),
+        trimtab.plan(job, "2xA100-40GB", pins=pins, deadline="12h", compare=(1, 2)),
+    ]
+    told = [(one.choice, [row.setting for row in one.runners_up], one.rejected, one.reasons) for one in found]
+    assert len(told[0][1]) == 5
+    assert told[1] == told[0]
+    assert told[2] == told[0]
+
+
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [

@@ -13,7 +13,7 @@ from trimtab.errors import EnvironmentFault
 from trimtab.pace import store
 from trimtab.predict import comms, pace, time
 from trimtab.predict.calibration import shipped, speed
-from trimtab.spec import Calibration, Mesh, Precision, Setting, Strategy, Trace, Work
+from trimtab.spec import Calibration, Mesh, Precision, Setting, Slice, Strategy, Trace, Work
 from trimtab.trace.tracer import traced
 from trimtab.trace.worker import Request
 
@@ -77,6 +77,28 @@ def test_a_faster_device_is_faster_by_the_same_corrections() -> None:
     large = matrix(8192, 8192, 8192)
     # 989 against 312 TFLOP/s.
     assert slow.pace.seconds(large) / fast.pace.seconds(large) == pytest.approx(989 / 312, rel=0.1)
+
+
+def test_a_slice_of_a_gpu_that_was_measured_is_slower_by_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_CALIBRATIONS", str(tmp_path))
+    share = 3 / 7
+    part = H200.replace(
+        slice=Slice(profile="3g.71gb", parent="GPU-1", sm_share=share), peaks=H200.peaks.scaled(share)
+    )
+    whole, cut = speed(H200), speed(part)
+    assert whole is not None
+    assert cut is not None
+    assert not cut.own
+    large = matrix(8192, 8192, 8192)
+    assert cut.pace.seconds(large) / whole.pace.seconds(large) == pytest.approx(1 / share, rel=0.1)
+    # What is measured on a slice is the slice's, and no other's.
+    store.remember(shipped()[0].replace(device=part.kind))
+    assert store.recall(H200) is None
+    own = speed(part, store.recall(part))
+    assert own is not None
+    assert own.own
 
 
 def test_a_device_without_figures_has_no_speed() -> None:

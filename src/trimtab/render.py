@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         Setting,
         StagedPlan,
         Versions,
+        WhatIf,
     )
 
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "bold red"}
@@ -676,6 +677,8 @@ def plan(found: Plan) -> RenderableType:
     ):
         if table is not None:
             parts += [Text(), Text(f" {heading}", style="bold"), Padding(table, (0, 0, 0, 1), expand=False)]
+        if heading == "what if":
+            parts += [_indented(one.change, one.why, "dim") for one in found.what_if if _needs_words(one)]
     parts += [Text(), Text(" rejected", style="bold"), Padding(_rejected(found), (0, 0, 0, 1), expand=False)]
     parts += [_indented("assumed", line, "dim") for line in found.estimate.assumptions]
     parts += [_indented("left out", line, "dim") for line in found.left_out]
@@ -811,7 +814,7 @@ def _what_ifs(found: Plan) -> Columns | None:
         (
             ("change", lambda one: one.change),
             ("GPUs", lambda one: str(one.gpus)),
-            ("how", lambda one: _short_setting(one.setting) if one.setting else one.why),
+            ("how", lambda one: _short_setting(one.setting) if one.setting else None),
             ("total", lambda one: _hours(one.estimate)),
             ("samples/s", lambda one: one.estimate and _figure(one.estimate.samples_per_s)),
             ("GPU-h", lambda one: one.estimate and _figure(one.estimate.gpu_hours)),
@@ -821,6 +824,11 @@ def _what_ifs(found: Plan) -> Columns | None:
         found.what_if,
         "how",
     )
+
+
+def _needs_words(one: WhatIf) -> bool:
+    """Whether a row is without a setting, or without a pin: the line below says why."""
+    return one.setting is None or bool(one.unpinned)
 
 
 def _runners_up(found: Plan) -> Columns | None:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from trimtab.errors import TrimtabError
-    from trimtab.planner.foresight import Foresight, Memo
+    from trimtab.planner.decide import Question
+    from trimtab.planner.foresight import Foresight
     from trimtab.predict.traces import Family
     from trimtab.spec import (
         Cluster,
@@ -70,15 +71,12 @@ def plan(  # noqa: PLR0913 - each is an option of the command
             standing.warm(Requests(job=name, overrides=overrides, settings=(), device=device))
         workload = workload_of(name, overrides, given, cache=cache, say=say)
         question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
-        outlook, save, known = foresight(name, overrides, standing, clip=clip, cache=cache, say=say)
-        file = known.with_name(f"plan-{_digest(known.name, question)}.json")
+        outlook = foresight(name, overrides, standing, clip=clip, cache=cache, say=say)
+        file = _plan_file(question, overrides, clip)
         found = _same_plan(file) if cache else None
         if found is not None:
             return found
-        try:
-            found = decide(question, outlook)
-        finally:
-            save()
+        found = decide(question, outlook)
         prints = fingerprints(name, workload, found.places, versions())
         found = found.replace(fingerprints=prints, options=overrides)
         keep(file, found.to_json())
@@ -167,13 +165,11 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
     clip: float | None = None,
     cache: bool = True,
     say: Callable[[str], None] = lambda _: None,
-) -> tuple[Foresight, Callable[[], None], Path]:
-    """What the planner asks, how to keep what it learnt, and where that is kept."""
+) -> Foresight:
+    """What the planner asks."""
     from trimtab.pace.store import recall
     from trimtab.planner.foresight import Foresight
     from trimtab.predict.traces import traces
-    from trimtab.trace.summary import Named, fingerprint
-    from trimtab.trace.tracer import cache_folder, keep
 
     families: dict[str, Family] = {}
 
@@ -191,30 +187,16 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
             standing=standing,
         )
 
-    named = Named(job=job, overrides={**overrides, "clip": clip})
-    file = cache_folder() / f"outlook-{fingerprint(named)}-{_predictor()}.json"
-    found = Foresight(trace_all=trace_all, recall=recall, say=say, memo=_memo(file) if cache else _memo(None))
-
-    def save() -> None:
-        if cache and found.memo.changed:
-            import msgspec
-
-            keep(file, msgspec.json.encode(found.memo).decode())
-
-    return found, save, file
+    return Foresight(trace_all=trace_all, recall=recall, say=say)
 
 
-def _memo(file: Path | None) -> Memo:
-    import msgspec
+def _plan_file(question: Question, overrides: dict[str, Any], clip: float | None) -> Path:
+    """Where the answer to a question is kept: by the job's code, by ours, and by what was measured here."""
+    from trimtab.trace.summary import Named, fingerprint
+    from trimtab.trace.tracer import cache_folder
 
-    from trimtab.planner.foresight import Memo
-
-    if file is None or not file.is_file():
-        return Memo()
-    try:
-        return msgspec.convert(msgspec.json.decode(file.read_bytes()), Memo)
-    except (msgspec.MsgspecError, OSError):
-        return Memo()
+    job = fingerprint(Named(job=question.job, overrides={**overrides, "clip": clip}))
+    return cache_folder() / f"plan-{_digest(job, _predictor(), question)}.json"
 
 
 def _predictor() -> str:

@@ -335,5 +335,5 @@ def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
     from trimtab.pace.store import remember
 
     device = gpu_here("calibrate")
-    found = calibrated(device.model or device.name, budget_s=budget_s or BUDGET_S)
+    found = calibrated(device.kind, budget_s=budget_s or BUDGET_S)
     return found, remember(found)

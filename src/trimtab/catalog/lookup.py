@@ -16,6 +16,8 @@ _VENDOR_WORDS = re.compile(r"\b(nvidia|geforce|tesla|quadro|amd|instinct|radeon|
 _PUNCTUATION = re.compile(r"[^a-z0-9]")
 # A size stands on its own: the G of "A100-40G" is a unit, the G of "A10G" is not.
 _SIZE_SUFFIX = re.compile(r"(?<![a-z0-9])(\d+)\s*(gib|gb|g)(?![a-z0-9])")
+# 1g.5gb, 3g.20gb, 1g.10gb+me: how NVIDIA names the parts of a GPU.
+_SLICE = re.compile(r"(?<![a-z0-9])(mig(?![a-z0-9])|[1-7]g\.\d+gb)", re.IGNORECASE)
 _COUNT_LAST = re.compile(r"(.+?)\s*[xX*]\s*(\d+)")
 
 
@@ -80,6 +82,12 @@ def typed(name: str, *, given: str = "") -> tuple[DeviceRow, str]:
             given,
             found="the count stands after the name",
             cure=f"Write {backwards.group(2)}x{backwards.group(1)}.",
+        )
+    if _SLICE.search(name):
+        raise WrongUse(
+            given,
+            found="a MIG slice has no name of its own here: what it gets depends on how its GPU was cut",
+            cure="Ask the machine that has it: trimtab detect --json > FILE, then --on FILE.",
         )
     raise _unknown(name, given)
 

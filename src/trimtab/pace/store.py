@@ -48,7 +48,7 @@ def remember(calibration: Calibration) -> Path:
 
 def recall(device: Device) -> Calibration | None:
     """The user's own calibration of a device; None where there is none that can be read."""
-    for name in (device.model, device.name):
+    for name in (device.kind,) if device.slice else (device.model, device.name):
         file = file_of(name) if name else None
         if file is not None and file.is_file():
             try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from trimtab.pages.figures import Figure, Row
     from trimtab.pages.story import Story
-    from trimtab.spec import Incident, Plan
+    from trimtab.spec import Incident, Plan, WhatIf
     from trimtab.training.record import Record
 
 FIGURE = re.compile(r"[-+]?[\d,.]*(e[-+]?\d+)?( ?(%|[KMGT]?i?B|ms|s))?|(\d+[dhms])+")
@@ -274,18 +274,22 @@ def _plan_tables(plan: Plan) -> list[Markup]:
     return parts
 
 
-def _what_if(one: object) -> Row:
-    from trimtab.spec import WhatIf
-
-    assert isinstance(one, WhatIf)  # noqa: S101
+def _what_if(one: WhatIf) -> Row:
     hours = one.estimate.hours if one.estimate else None
     return (
         one.change,
         str(one.gpus),
-        setting_words(one.setting) if one.setting else one.why,
+        _kept_or_not(one),
         "-" if hours is None else format_duration(3600 * hours),
         "-" if one.meets_deadline is None else "yes" if one.meets_deadline else "no",
     )
+
+
+def _kept_or_not(one: WhatIf) -> str:
+    """The setting, and the pin that it could not keep."""
+    if one.setting is None:
+        return one.why
+    return setting_words(one.setting) + (f"; {one.why}" if one.unpinned else "")
 
 
 def _section(name: str, title: str, *inner: Markup) -> Markup:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.planner.batch import is_exact, micro_batches, rank_samples
 from trimtab.planner.outlook import room_bytes
-from trimtab.planner.search import run_s
+from trimtab.planner.search import TIE, run_s
 from trimtab.planner.space import USUAL_WORKERS
 from trimtab.spec import (
     Allocator,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from trimtab.planner.space import Family, Space
     from trimtab.spec import Cluster, Comparison, Estimate, Policy, Setting, Workload
 
+FEW = 0.1
+"""Shares below this are told with a digit behind the point."""
 NOISE = 0.005
 """Times closer than this are called equal."""
 
@@ -90,12 +93,14 @@ def _against(best: Seen, result: Result, get: Callable[[Setting], Any]) -> list[
     for one in result.seen:
         if get(one.setting) != get(best.setting):
             others.setdefault(get(one.setting), []).append(one)
-    told = [_fared(str(value), seen, best) for value, seen in others.items()]
     unseen: dict[Any, float] = {}
     for family, (_, least) in result.beaten.items():
         name = get(family.setting(family.cuts[-1]))
-        if name != get(best.setting) and name not in others and least:
+        # Where a bound is well below what was found, that is not yet the best of this value.
+        found = [one.estimate.step_s or 0.0 for one in others.get(name, ()) if one.fits]
+        if name != get(best.setting) and least and least * (1 + TIE) < min(found, default=math.inf):
             unseen[name] = min(least, unseen.get(name, least))
+    told = [_fared(str(value), seen, best) for value, seen in others.items() if value not in unseen]
     return told + [
         f"{name} takes {per_step(least)} a step at the very least" for name, least in unseen.items()
     ]
@@ -117,7 +122,7 @@ def compared(step_s: float, best_s: float) -> str:
     more = step_s / best_s - 1
     if abs(more) < NOISE:
         return f"takes as long ({per_step(step_s)} a step)"
-    return f"takes {per_step(step_s)} a step ({more:+.0%})"
+    return f"takes {per_step(step_s)} a step ({more:{'+.1%' if abs(more) < FEW else '+.0%'}})"
 
 
 def _why_gpus(best: Seen, result: Result, space: Space, cluster: Cluster) -> str:
@@ -127,9 +132,33 @@ def _why_gpus(best: Seen, result: Result, space: Space, cluster: Cluster) -> str
     told = [f"{best.setting.gpus} x {names}"]
     if best.estimate.step_s is not None:
         told.append(f"{per_step(best.estimate.step_s)} a step")
-    if best.setting.gpus < len(cluster.devices):
-        told += _against(best, result, lambda one: one.gpus)[-2:] or ["more would not be better"]
+    tied = _tied(best, result, _on)
+    if best.layout.device.slice and len(cluster.devices) > 1:
+        told.append("MIG slices cannot work on one job together")
+    elif tied:
+        told.append(tied)
+    elif best.setting.gpus < len(cluster.devices):
+        told += _against(best, result, _on)[-2:] or ["more would not be better"]
     return ", ".join(told)
+
+
+def _on(setting: Setting) -> str:
+    """A number of GPUs as the subject of what was found there."""
+    return f"on {setting.gpus} it"
+
+
+def _tied(best: Seen, result: Result, get: Callable[[Setting], Any]) -> str:
+    """What is a little faster and not as simple; empty where nothing is, or nothing that differs in this."""
+    first = result.fastest
+    if first is None or get(first.setting) == get(best.setting):
+        return ""
+    if first.estimate.step_s is None or best.estimate.step_s is None:
+        return f"{get(first.setting)} would be no better"
+    less = 1 - first.estimate.step_s / best.estimate.step_s
+    return (
+        f"{get(first.setting)} would take {per_step(first.estimate.step_s)} (-{less:.1%}), and within "
+        f"{TIE:.0%} predictions cannot tell: the simpler is taken"
+    )
 
 
 def _why_strategy(best: Seen, result: Result, space: Space) -> str:
@@ -150,7 +179,12 @@ def _why_strategy(best: Seen, result: Result, space: Space) -> str:
     }[setting.strategy]
     if setting.shares:
         return f"{what}; unlike GPUs share the batch out by speed: {split(best)}"
-    others = _against(best, _only(result, lambda one: one.gpus, best), lambda one: one.strategy.value)
+    alike = _only(result, lambda one: one.gpus, best)
+    others = _against(best, alike, lambda one: one.strategy.value)
+    first = result.fastest
+    tied = _tied(best, alike, lambda one: one.strategy.value)
+    if first is not None and tied and first.setting.gpus == setting.gpus:
+        others = [tied, *(one for one in others if not one.startswith(f"{first.setting.strategy} "))]
     return "; ".join([what, *others])
 
 
@@ -192,17 +226,25 @@ def _why_micro(best: Seen, result: Result, space: Space) -> str:
     told = []
     larger = [one for one in same if one.setting.micro_batch > setting.micro_batch]
     smaller = [one for one in same if one.setting.micro_batch < setting.micro_batch]
+    limit = next((most for one, most in result.limits.items() if _is_of(setting, one, best)), None)
+    if limit == setting.micro_batch:
+        told.append("the largest that fits")
     if larger:
         nearest = min(larger, key=lambda one: one.setting.micro_batch)
         told.append(_fared(str(nearest.setting.micro_batch), [nearest], best))
-    else:
-        told.append(
-            "a rank's whole share of the batch" if setting.accumulation == 1 else "the most that is left"
-        )
+    elif setting.accumulation == 1:
+        told.append("a rank's whole share of the batch")
+    elif limit is None:
+        told.append("larger ones would be no faster")
     if smaller:
         nearest = max(smaller, key=lambda one: one.setting.micro_batch)
         told.append(_fared(str(nearest.setting.micro_batch), [nearest], best))
     return "; ".join(told)
+
+
+def _is_of(setting: Setting, family: Family, best: Seen) -> bool:
+    own = (setting.strategy, setting.mesh, setting.recompute, setting.compile, best.layout)
+    return own == (family.strategy, family.mesh, family.recompute, family.compile, family.layout)
 
 
 def _why_rounds(setting: Setting) -> str:
@@ -227,7 +269,7 @@ def _why_precision(best: Seen, space: Space) -> str:
     if said := _pinned(space, "precision"):
         return said
     device = best.layout.device
-    name = device.model or device.name
+    name = device.kind
     if best.setting.precision is Precision.FP32:
         return f"what {name} runs faster is not known"
     rate = device.peaks.bf16 if best.setting.precision is Precision.BF16 else device.peaks.fp16
@@ -276,7 +318,8 @@ def _why_workers(best: Seen, space: Space) -> str:
     cores = [node.cpu_cores for node in nodes if node.cpu_cores]
     if len(cores) < len(nodes):
         return f"the cores are not known; {USUAL_WORKERS} per GPU is usual"
-    return f"{min(cores)} cores for {len(nodes[0].devices)} GPUs, one each kept for the rank itself"
+    count = len(nodes[0].devices)
+    return f"{min(cores)} cores for {count} GPU{'s' * (count > 1)}, one each kept for the rank itself"
 
 
 def rejections(result: Result, space: Space, more: Iterable[Rejection] = ()) -> tuple[Rejection, ...]:
@@ -340,10 +383,15 @@ def candidates(result: Result, workload: Workload) -> tuple[Candidate, ...]:
         Candidate(
             setting=one.setting,
             estimate=finished(one.estimate, one.setting, workload),
-            why=_lost(one, best),
+            why=_lost(one, best) + _elsewhere(one, best),
         )
         for one in result.runners_up
     )
+
+
+def _elsewhere(one: Seen, best: Seen) -> str:
+    """Which devices, where they are not of the kinds that the choice has."""
+    return "" if one.layout.kinds == best.layout.kinds else f" ({' and '.join(one.layout.kinds)})"
 
 
 def looks(result: Result) -> tuple[Look, ...]:
@@ -370,11 +418,15 @@ def _lost(one: Seen, best: Seen) -> str:
         return f"{more} more GPU{'s' if more > 1 else ''}"
     if abs(more) < NOISE:
         return "no faster"
+    if more < 0:
+        return f"{more:+.1%} a step, less simple"
     return f"{more:+.1%} a step" if abs(more) < 1 else f"{more + 1:.1f} times as long"
 
 
-def recommendation(best: Seen, space: Space, cluster: Cluster, rows: tuple[Comparison, ...]) -> str:
-    """The answer in a sentence or two."""
+def recommendation(
+    best: Seen, space: Space, cluster: Cluster, rows: tuple[Comparison, ...], fastest: Seen | None = None
+) -> str:
+    """The answer in a sentence or two; `fastest` is what was a little better and not as simple."""
     policy, workload, setting = space.policy, space.workload, best.setting
     count, total = setting.gpus, len(cluster.devices)
     gpus = f"{count} GPU{'s' * (count > 1)}"
@@ -393,11 +445,14 @@ def recommendation(best: Seen, space: Space, cluster: Cluster, rows: tuple[Compa
     price = cost(estimate, policy)
     spent += f", cost {price:,.2f}" if price is not None else ""
     free = f", {total - count} of {total} left free" if total > count else ""
-    lead = {
-        Objective.SPEED: f"{gpus} {'are' if count > 1 else 'is'} fastest",
-        Objective.COST: f"{gpus} {'are' if count > 1 else 'is'} cheapest",
-        Objective.GPUS: f"{gpus} {'are' if count > 1 else 'is'} enough",
+    words = {
+        Objective.SPEED: ("fastest", "as fast as"),
+        Objective.COST: ("cheapest", "as cheap as"),
+        Objective.GPUS: ("enough", "as good as"),
     }[policy.objective]
+    lead = f"{gpus} {'are' if count > 1 else 'is'} {words[0]}"
+    if fastest is not None and fastest.setting.gpus != count:
+        lead = f"{gpus} {'are' if count > 1 else 'is'} {words[1]} {fastest.setting.gpus}, within {TIE:.0%}"
     said = f"{lead}: {took} for {_horizon(workload)} ({spent}{free}).{_short_epoch(workload)}"
     if policy.deadline_s is not None:
         spare = 1 - estimate.hours * 3600 / policy.deadline_s
@@ -438,7 +493,7 @@ def _short_epoch(workload: Workload) -> str:
 
 def _beside(row: Comparison, best: Seen) -> str:
     if row.estimate is None or row.estimate.hours is None or best.estimate.step_s is None:
-        return f"{row.gpus}: nothing fits" if row.estimate is None else ""
+        return f"{row.gpus}: {row.why or 'nothing fits'}" if row.estimate is None else ""
     took = format_duration(row.estimate.hours * 3600)
     late = ", too late" if row.meets_deadline is False else ""
     return f"{row.gpus} would take {took}{late}"

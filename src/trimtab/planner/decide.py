@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from trimtab.errors import NothingFits, WrongUse
@@ -19,11 +20,13 @@ from trimtab.planner.advise import (
 from trimtab.planner.mixed import mixed
 from trimtab.planner.nearest import nothing_fits
 from trimtab.planner.search import MARGIN, Result, Seen, is_late, run_s, search
-from trimtab.planner.space import Space, space
+from trimtab.planner.space import Space, space, word
 from trimtab.spec import Comparison, Objective, Plan, WhatIf
 from trimtab.units import format_duration
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trimtab.planner.outlook import Outlook
     from trimtab.spec import Cluster, Policy, Workload
 
@@ -47,10 +50,11 @@ def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | 
     whole = space(question.workload, question.cluster, question.policy)
     unlike, refused = mixed(whole, outlook)
     counts = tuple(dict.fromkeys(question.compare))
-    rows = _compared(whole, outlook, unlike, question, counts)
+    # First, so that what it looks at does not depend on what else is asked.
     result = _chosen(
         _among(whole, counts), outlook, [one for one in unlike if not counts or one.setting.gpus in counts]
     )
+    rows = _compared(whole, outlook, unlike, question, counts)
     if result.best is None:
         raise _none(question, whole, result, outlook)
     best = result.best
@@ -72,7 +76,7 @@ def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | 
         workload=question.workload,
         cost=cost(estimate, question.policy),
         left_out=_left_out(question.cluster),
-        recommendation=recommendation(best, whole, question.cluster, rows),
+        recommendation=recommendation(best, whole, question.cluster, rows, result.fastest),
         fingerprints=fingerprints or {},
     )
 
@@ -146,7 +150,7 @@ def _row(count: int, result: Result, base: Seen | None, question: Question) -> C
     free = 1 - count / total
     seen = result.best
     if seen is None:
-        return Comparison(gpus=count, free_share=free, why=_why_none(count, result))
+        return Comparison(gpus=count, free_share=free, why=_why_none(count, result, question.cluster))
     estimate = finished(seen.estimate, seen.setting, question.workload)
     efficiency = None
     if base is not None and base.estimate.step_s and seen.estimate.step_s:
@@ -165,9 +169,13 @@ def _row(count: int, result: Result, base: Seen | None, question: Question) -> C
     )
 
 
-def _why_none(count: int, result: Result) -> str:
+def _why_none(count: int, result: Result, cluster: Cluster) -> str:
     from trimtab.units import format_bytes
 
+    if count > sum(one.slice is None for one in cluster.devices) and any(
+        one.slice for one in cluster.devices
+    ):
+        return "MIG slices do not join"
     missing = [one.missing_bytes for one in result.seen if one.missing_bytes]
     if missing:
         return f"nothing fits: {format_bytes(min(missing))} are missing"
@@ -218,26 +226,43 @@ def _if(
     )
 
 
+BATCH_PINS = ("micro_batch", "accumulation", "data_parallel")
+"""Pins that half a batch may leave no room for, in the order in which they are given up."""
+
+
 def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
-    """Half the batch the same way on as many devices: searched again, since other micro-batches make it."""
+    """Half the batch the same way on as many devices: searched again, since other micro-batches make it.
+
+    Every pin is kept that can be; the row says which cannot, and why.
+    """
     half = question.workload.replace(global_batch=question.workload.global_batch // 2)
-    pins = {
-        key: one for key, one in question.policy.pins.items() if key not in ("micro_batch", "accumulation")
-    }
     one = best.setting
-    alike = {"recompute": one.recompute.value, "compile": one.compile, "strategy": one.strategy.value}
-    policy = question.policy.replace(
-        pins={**pins, **alike, "gpus": one.gpus}, objective=Objective.SPEED, deadline_s=None
-    )
+    alike = {
+        "recompute": one.recompute.value,
+        "compile": one.compile,
+        "strategy": one.strategy.value,
+        "gpus": one.gpus,
+    }
     change = f"global batch {half.global_batch}"
-    try:
-        legal = space(half, question.cluster, policy)
-        unlike, _ = mixed(legal, outlook)
-        seen = search(legal, outlook, known=unlike).best
-    except WrongUse as error:
-        return [WhatIf(change=change, gpus=best.setting.gpus, why=error.found)]
+    policy = question.policy.replace(objective=Objective.SPEED, deadline_s=None)
+    given_up: list[str] = []
+    why = ""
+    for dropped in _fewer(question.policy.pins):
+        pins = {key: value for key, value in question.policy.pins.items() if key not in dropped}
+        try:
+            legal = space(half, question.cluster, policy.replace(pins={**pins, **alike}))
+        except WrongUse as error:
+            why = why or error.found
+            continue
+        given_up = [f"{key}={word(question.policy.pins[key])}" for key in dropped]
+        break
+    else:
+        return [WhatIf(change=change, gpus=one.gpus, why=why)]
+    unlike, _ = mixed(legal, outlook)
+    seen = search(legal, outlook, known=unlike).best
+    lost = f"without the pin {' and '.join(given_up)}, which cannot hold: {why}" if given_up else ""
     if seen is None:
-        return []
+        return [WhatIf(change=change, gpus=one.gpus, why=f"nothing fits{', ' * bool(lost)}{lost}")]
     estimate = finished(seen.estimate, seen.setting, half)
     late = is_late(half, question.policy, estimate.step_s, margin=0.0)
     return [
@@ -248,9 +273,17 @@ def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
             estimate=estimate,
             cost=cost(estimate, question.policy),
             meets_deadline=None if question.policy.deadline_s is None else not late,
-            why="twice the optimizer steps, each on half the samples: another training run",
+            why=lost or "twice the optimizer steps, each on half the samples: another training run",
+            unpinned=tuple(given_up),
         )
     ]
+
+
+def _fewer(pins: dict[str, str | int | bool]) -> Iterator[tuple[str, ...]]:
+    """Which pins to give up: none, then one, then more of those that cut the batch."""
+    held = [one for one in BATCH_PINS if one in pins]
+    for count in range(len(held) + 1):
+        yield from combinations(held, count)
 
 
 def _left_out(cluster: Cluster) -> tuple[str, ...]:

@@ -1,13 +1,12 @@
 """The real Outlook: estimates from traces of the job, as few of them as will do.
 
-What was found out is kept in a memo, which the caller may keep on disk: a plan that was made once is made
-again without a trace.
+What was found out is kept in a memo for one question. It is not carried over to the next: then bounds and
+runners-up would depend on what had been asked before. Traces are on disk, and so is a plan that was made.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from trimtab import errors
@@ -38,8 +37,6 @@ SLACK = 0.98
 EVENNESS = 0.95
 """A sample takes no less than this share of its time at the largest micro-batch traced: larger ones run
 better, but for the last wave of blocks on the multiprocessors."""
-QUICK_S = 1.0
-"""Whatever is answered sooner was not traced."""
 OUTSIDE = ("collective", "wait")
 """Kinds of work that a bound on computing leaves out."""
 PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -89,9 +86,6 @@ class Foresight:
     """Micro-batches that were traced, by all else that a trace depends on."""
     derived: dict[str, Answer | None] = field(default_factory=dict)
     """Those that follow from them."""
-    now: Callable[[], float] = monotonic
-    quick: set[str] = field(default_factory=set)
-    """Families of which a trace was had at once: from the cache, or by a line through two others."""
     broken: dict[str, list[TrimtabError]] = field(default_factory=dict)
     """What went wrong, by family: after two micro-batches a third is not tried."""
     timeless: set[str] = field(default_factory=set)
@@ -102,9 +96,16 @@ class Foresight:
     """What the key of an estimate says of a layout."""
 
     def is_at_hand(self, setting: Setting, layout: Layout) -> bool:
-        """Whether an estimate can be had without tracing, as far as is known."""
-        known = self._key(traced_as(setting), plain_device(layout.device)) in self.traces
-        return known or self._is_known(setting, layout) or self._ladder(setting, layout) in self.quick
+        """Whether an estimate follows from what was traced for this question, itself or by a line.
+
+        What an earlier question left on disk has no say: the same question gets the same answer on any day.
+        """
+        device = plain_device(layout.device)
+        return self._is_known(setting, layout) or all(
+            self._key(one, device) in self.traces
+            or (one.micro_batch > 1 and len(self.lines.get(self._line(one, device), set()) - {1}) > 1)
+            for one in simpler(traced_as(setting))
+        )
 
     def altered(self, **changes: int) -> Foresight:
         """The same job with some members changed; it remembers for itself."""
@@ -115,7 +116,6 @@ class Foresight:
             traces={},
             derived={},
             lines={},
-            quick=set(),
             broken={},
             timeless=set(),
             ladders={},
@@ -137,10 +137,7 @@ class Foresight:
         for layout, settings in by_device.values():
             for one in settings.values():
                 self.say(spoken(one))
-            began = self.now()
             answers = self.trace_all(list(settings.values()), plain_device(layout.device), self.changes)
-            if self.now() - began < QUICK_S:
-                self.quick |= set(ladders.values())
             for key, answer in zip(settings, answers, strict=True):
                 self.traces[key] = answer
                 line = self._line(settings[key], plain_device(layout.device))

@@ -85,7 +85,7 @@ def _missing(near: Seen | None, least: int, policy: Policy, cluster: Cluster) ->
         return f"nothing fits: {format_bytes(least)} or more are needed, {format_bytes(most)} may be used"
     setting = near.setting
     return (
-        f"nothing fits: the least is {format_bytes(near.estimate.band.high_bytes)} (upper band) with "
+        f"nothing fits: the nearest is {format_bytes(near.estimate.band.high_bytes)} (upper band) with "
         f"{setting.strategy} on {setting.gpus} GPU{'s' * (setting.gpus > 1)}, "
         f"micro-batch {setting.micro_batch}, {setting.precision}, recompute {setting.recompute}; "
         f"{format_bytes(near.allowed_bytes)} may be used, {format_bytes(near.missing_bytes)} are missing"
@@ -193,6 +193,9 @@ def _more_gpus(workload: Workload, cluster: Cluster, policy: Policy, outlook: Ou
     """More of the same, over which weights and optimizer state can be cut."""
     free = policy.replace(pins=_without(_without(policy.pins, "gpus"), "strategy"))
     first = max(cluster.devices, key=room_bytes)
+    if first.slice:
+        # More slices hold no more together.
+        return
     count = 2 * len(cluster.devices)
     while count <= MOST_GPUS:
         pinned = free.replace(pins={**free.pins, "gpus": count})
@@ -223,11 +226,11 @@ def _other_gpus(
     from trimtab.catalog.tables import devices
 
     need = need_bytes / policy.memory_share
-    count = len(cluster.devices)
+    count = 1 if any(one.slice for one in cluster.devices) else len(cluster.devices)
     larger = sorted((one for one in devices() if one.usable_bytes >= need and one.vendor == "nvidia"),
                     key=lambda one: one.usable_bytes)  # fmt: skip
     for row in larger[:OTHERS_TRIED]:
-        device = cluster.devices[0].replace(model=row.name)
+        device = cluster.devices[0].replace(model=row.name, slice=None)
         seen = _best(workload, imagined(cluster, device, count), policy, outlook)
         if seen is not None:
             yield from _change(f"use {count} x {row.typed[0]}", seen)

@@ -46,8 +46,7 @@ def room_bytes(device: Device) -> int:
 
 def kind(device: Device) -> str:
     """What devices that are alike have in common."""
-    name = device.model or device.name
-    return f"{name} MIG {device.slice.profile}" if device.slice else name
+    return device.kind
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,20 @@ ENOUGH_FAILURES = 3
 MARGIN = 0.1
 """Of a deadline, kept free: the median error of predicted time, with room for checkpoints and evaluation."""
 
+TIE = 0.02
+"""Predicted times that differ by less are one and the same: predictions are further off than that in the
+median, on devices that were measured too. The simpler of two such plans is taken."""
+
 SIMPLE_FIRST = (
     Strategy.SINGLE,
     Strategy.DDP,
     Strategy.BRANCH,
+    Strategy.HSDP,
     Strategy.FSDP,
     Strategy.HYBRID,
-    Strategy.HSDP,
     Strategy.PIPELINE,
 )
+"""By how many ranks have to exchange how much in the midst of a step."""
 PROBE_FIRST = (
     Strategy.FSDP,
     Strategy.SINGLE,
@@ -81,11 +86,15 @@ class Result:
     """What a search found."""
 
     best: Seen | None = None
+    fastest: Seen | None = None
+    """The best by the objective, where something simpler is as good and was chosen."""
     runners_up: list[Seen] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     """Everything looked at closely, whether it fits or not."""
     too_large: dict[Family, tuple[int, int]] = field(default_factory=dict)
     """Settings that do not fit, and the least that one of them needs."""
+    limits: dict[Family, int] = field(default_factory=dict)
+    """The largest micro-batch that fits, where one does not; 0 where none does."""
     too_late: int = 0
     """Settings that fit and would end after the deadline."""
     beaten: dict[Family, tuple[int, float]] = field(default_factory=dict)
@@ -118,6 +127,20 @@ def taste(setting: Setting) -> tuple[int, ...]:
         setting.compile,
         setting.micro_batch,
     )
+
+
+def simplicity(setting: Setting) -> tuple[int, ...]:
+    """What decides a tie: fewer devices, then the simpler strategy."""
+    return taste(setting)[:2]
+
+
+def is_tie(one: Value, best: Value) -> bool:
+    """Whether a value is no worse than the best by more than predictions can tell apart.
+
+    >>> is_tie((1.01,), (1.0,)), is_tie((1.03,), (1.0,)), is_tie((1.0, 2.0), (1.0, 1.0))
+    (True, False, False)
+    """
+    return all(own <= other * (1 + TIE) for own, other in zip(one, best, strict=True))
 
 
 def allowed(layout: Layout, policy: Policy) -> int:
@@ -182,6 +205,19 @@ def ends(cuts: tuple[Cut, ...]) -> list[Cut]:
     return list(dict.fromkeys((several[0], several[-1])))
 
 
+Entry = tuple[Value, bool, tuple[int, ...], int, "Family | None", "Cut", Seen | None]
+"""Value or bound, whether it is only a bound, and whose it is: of equals, what is known goes first, since a
+bound that is no lower promises nothing better."""
+
+
+def _setting(entry: Entry) -> Setting:
+    family, cut, seen = entry[4:]
+    if seen is not None:
+        return seen.setting
+    assert family is not None  # noqa: S101 - a bound belongs to a family
+    return family.setting(cut)
+
+
 class _Search:
     """One search under way: a heap of settings, by what they are known to take at least."""
 
@@ -191,12 +227,9 @@ class _Search:
         self.outlook = outlook
         self.margin = margin
         self.result = Result()
-        self.heap: list[tuple[Value, bool, tuple[int, ...], int, Family | None, Cut, Seen | None]] = []
-        """Value or bound, whether it is only a bound, and whose it is: of equals, what is known goes first,
-        since a bound that is no lower promises nothing better."""
+        self.heap: list[Entry] = []
         self.numbers = count()
-        self.limits: dict[Family, int] = {}
-        """The largest micro-batch that may still fit, where one is known not to."""
+        self.limits = self.result.limits
         self.looked: set[Family] = set()
         self.found: dict[tuple[Family, Cut], Seen | None] = {}
         self.hopeless: dict[Family, TrimtabError] = {}
@@ -221,16 +254,58 @@ class _Search:
 
     def _sift(self) -> None:
         while self.heap:
-            bound, is_bound, _, _, family, cut, seen = heapq.heappop(self.heap)
-            if not is_bound:
-                assert seen is not None  # noqa: S101 - what is known was seen
-                self._take(seen, family)
-            else:
+            entry = heapq.heappop(self.heap)
+            bound, is_bound, _, _, family, cut, _ = entry
+            if is_bound:
                 assert family is not None  # noqa: S101 - a bound belongs to a family
                 self._look(family, cut, bound)
+                continue
+            if self.result.best is None:
+                entry = self._settle(entry)
+            self._take(entry)
 
-    def _take(self, seen: Seen, family: Family | None) -> None:
+    def _settle(self, first: Entry) -> Entry:
+        """The simplest of all that are as good as the best, which is given.
+
+        Whatever may be simpler and as good is looked at, so that the choice does not depend on what happened
+        to be known.
+        """
+        won, aside = first, []
+        most = first[0][0] * (1 + TIE)
+        while self.heap and self.heap[0][0][0] <= most:
+            entry = heapq.heappop(self.heap)
+            worth, is_bound, _, _, family, cut, _ = entry
+            if not is_tie(worth, first[0]) or simplicity(_setting(entry)) >= simplicity(_setting(won)):
+                aside.append(entry)
+            elif is_bound:
+                assert family is not None  # noqa: S101 - a bound belongs to a family
+                self._look(family, cut, worth)
+            elif self._is_later(entry, first):
+                aside.append(entry)
+            else:
+                aside.append(won)
+                won = entry
+        for entry in aside:
+            heapq.heappush(self.heap, entry)
+        if won is not first:
+            self.result.fastest = first[-1]
+        return won
+
+    def _is_later(self, entry: Entry, first: Entry) -> bool:
+        """Whether it would miss a deadline, or the margin of one, that the best keeps."""
+        one, best = entry[-1], first[-1]
+        assert one is not None  # noqa: S101 - both are known
+        assert best is not None  # noqa: S101
+        return any(
+            is_late(self.space.workload, self.policy, one.estimate.step_s, margin=margin)
+            and not is_late(self.space.workload, self.policy, best.estimate.step_s, margin=margin)
+            for margin in (MARGIN, 0.0)
+        )
+
+    def _take(self, entry: Entry) -> None:
         """The best of all that is left: the choice, or the next of the runners-up."""
+        family, seen = entry[4], entry[-1]
+        assert seen is not None  # noqa: S101 - what is known was seen
         if family is not None:
             self.shown.add(family)
         if self.result.best is None:
@@ -244,8 +319,7 @@ class _Search:
             if len(self.result.runners_up) >= RUNNERS_UP:
                 break
             may = cut[0] <= self.limits.get(family, cut[0])
-            at_hand = self.outlook.is_at_hand(family.setting(cut), family.layout)
-            seen = self._estimated(family, cut) if may and at_hand else None
+            seen = self._estimated(family, cut) if may else None
             if seen is not None and seen.fits and not self._late(seen):
                 self.result.runners_up.append(seen)
         self.result.runners_up.sort(
@@ -266,7 +340,8 @@ class _Search:
             return
         if family not in self.looked:
             self.looked.add(family)
-            self._prepare(family)
+            if self.result.best is None:
+                self._prepare(family)
         seen = self._estimated(family, cut)
         if seen is None:
             self._failed(family)
@@ -277,9 +352,7 @@ class _Search:
 
     def _is_needless(self, family: Family, cut: Cut, bound: Value) -> bool:  # noqa: PLR0911 - one for each cause
         setting = family.setting(cut)
-        alone = cut[0] == 1 and len(family.cuts) > 1
-        if self.result.best is not None and (family not in self.looked or alone):
-            # The choice is made: runners-up are worth no new traces, and one sample is always traced anew.
+        if self.result.best is not None and not self._may_run_up(family, cut):
             many, least = self.result.beaten.get(family, (0, math.inf))
             told = self.outlook.glance(setting, family.layout).step_s or 0.0
             self.result.beaten[family] = (many + 1, min(least, told))
@@ -307,6 +380,15 @@ class _Search:
                 self._push_bound(family, cut)
                 return True
         return False
+
+    def _may_run_up(self, family: Family, cut: Cut) -> bool:
+        """Whether a setting is worth a look once the choice is made: not a new trace.
+
+        One sample is always traced anew.
+        """
+        alone = cut[0] == 1 and len(family.cuts) > 1
+        lacking = len(self.result.runners_up) < RUNNERS_UP
+        return lacking and not alone and self.outlook.is_at_hand(family.setting(cut), family.layout)
 
     def _prepare(self, family: Family) -> None:
         """Ask for a family, and at once for those that recompute as it does: a trace alone costs as much."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import WrongUse
 from trimtab.planner.batch import cut, cuts
 from trimtab.planner.layouts import layouts
-from trimtab.planner.pins import NOT_COMPILED, contradictions
+from trimtab.planner.pins import NOT_COMPILED, SEVERAL, contradictions
 from trimtab.predict.meshes import by_branch
 from trimtab.spec import (
     Allocator,
@@ -36,6 +36,10 @@ MOST_STAGES = 16
 USUAL_WORKERS = 4
 """Where nobody knows how many cores there are."""
 
+SLICES_APART = (
+    "several MIG slices: a process sees one of them, and NCCL does not join them; each can run a job "
+    "of its own"
+)
 Cut = tuple[int, int]
 """Micro-batch and accumulation."""
 
@@ -108,7 +112,7 @@ def space(workload: Workload, cluster: Cluster, policy: Policy) -> Space:
     mixed: list[Layout] = []
     for layout in every:
         if layout.gpus > 1 and any(device.slice for device in layout.cluster.devices):
-            refusals.add("MIG slices cannot exchange gradients with one another", layout.gpus)
+            refusals.add(SLICES_APART, 1)
         elif len(layout.kinds) == 1:
             families += _families(layout, workload, policy, refusals)
         elif pins.get("strategy") in (None, Strategy.DDP):
@@ -156,6 +160,7 @@ def _check(workload: Workload, cluster: Cluster, policy: Policy) -> None:
         )
     wrong = contradictions(policy.pins, workload, len(cluster.devices))
     wrong += _beyond(policy.pins.get("precision"), cluster.devices)
+    wrong += _joined_slices(policy.pins, cluster.devices)
     if wrong:
         pinned = " ".join(f"--pin {key}={word(value)}" for key, value in policy.pins.items())
         raise WrongUse(
@@ -178,7 +183,7 @@ def _beyond(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]
     """A pinned precision that no device here runs."""
     if precision is None or any(runs(one, Precision(precision)) for one in devices):
         return []
-    names = ", ".join(dict.fromkeys(one.model or one.name for one in devices))
+    names = ", ".join(dict.fromkeys(one.kind for one in devices))
     if precision == Precision.TF32:
         return [(f"precision=tf32, and {names} has no TF32", "pin precision=fp16 or fp32")]
     return [
@@ -187,6 +192,28 @@ def _beyond(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]
             "pin precision=fp16, or name GPUs of compute capability 8.0 or newer",
         )
     ]
+
+
+def _joined_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tuple[str, str]]:
+    """Pins that ask for more devices than there are whole GPUs, where some are MIG slices."""
+    slices = [one for one in devices if one.slice]
+    asked = max(int(pins.get(key) or 1) for key in ("gpus", "data_parallel"))
+    if pins.get("strategy") in SEVERAL:
+        asked = max(asked, 2)
+    whole = len(devices) - len(slices)
+    # Where the devices are too few anyway, that is what is said.
+    if not slices or not max(1, whole) < asked <= len(devices):
+        return []
+    profiles = ", ".join(dict.fromkeys(one.slice.profile for one in slices if one.slice))
+    found = (
+        f"MIG slices ({profiles}) cannot work on one job together: a process sees one of them, and NCCL does "
+        "not join slices"
+    )
+    cure = (
+        "leave the pin out for a plan of one slice, run a job of its own on each, or have MIG mode turned "
+        "off (nvidia-smi -i GPU -mig 0) and plan on the whole GPU"
+    )
+    return [(found, cure)]
 
 
 def runs(device: Device, precision: Precision) -> bool:

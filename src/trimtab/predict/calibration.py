@@ -56,9 +56,11 @@ def speed(device: Device, own: Calibration | None = None) -> Speed | None:
     target = pace.rates(device)
     if target is None:
         return None
-    known = next((one for one in shipped() if one.device == device.model), None)
+    known = next((one for one in shipped() if one.device == device.kind), None)
     chosen = own or known or shipped()[0]
-    measured_on = target if chosen.device in (device.model, device.name) else _rates(chosen.device)
+    # A slice was not measured where its GPU was: it runs at its own peaks, as efficiently as the whole.
+    names = (device.kind,) if device.slice else (device.model, device.name)
+    measured_on = target if chosen.device in names else _rates(chosen.device)
     if measured_on is None:
         return None
     return Speed(

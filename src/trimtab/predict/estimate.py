@@ -138,9 +138,8 @@ def _timed(  # noqa: PLR0913 - as above
             "`trimtab estimate --compile` asks the compiler itself"
         )
     if not pace.own:
-        said.append(
-            f"time: {device.name} was not calibrated; its datasheet with the efficiencies of {pace.source}"
-        )
+        name = device.kind if device.slice else device.name
+        said.append(f"time: {name} was not calibrated; its datasheet with the efficiencies of {pace.source}")
     if setting.mesh.pp > 1:
         said.append(
             "pipeline: the stages between the first and the last are taken to be like the first, and what "

@@ -122,6 +122,12 @@ class Device(Noun, frozen=True, kw_only=True):
     """Other processes on it; None where the driver will not say."""
     sources: dict[str, str] = {}
 
+    @property
+    def kind(self) -> str:
+        """What devices that are alike have in common: a slice is not like the whole GPU."""
+        name = self.model or self.name
+        return f"{name} MIG {self.slice.profile}" if self.slice else name
+
     def faults(self) -> list[str]:
         """Sizes and counts are possible, and each source names a field."""
         wrong = below(0, index=self.index, free_bytes=self.free_bytes)

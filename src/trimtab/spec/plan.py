@@ -122,6 +122,8 @@ class WhatIf(Noun, frozen=True, kw_only=True):
     cost: float | None = None
     meets_deadline: bool | None = None
     why: str = ""
+    unpinned: tuple[str, ...] = ()
+    """Pins that the change leaves no room for, as in micro_batch=8; `why` says why."""
 
     def faults(self) -> list[str]:
         """It is about at least one device."""
