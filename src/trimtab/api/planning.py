@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from trimtab.api.asking import cluster, detect
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
         Workload,
     )
     from trimtab.trace.standing import Standing
+
+SLOW_S = 3.0
+"""Traces that take longer are worth beginning before they are asked for."""
 
 
 def plan(  # noqa: PLR0913 - each is an option of the command
@@ -71,7 +75,8 @@ def plan(  # noqa: PLR0913 - each is an option of the command
             standing.warm(Requests(job=name, overrides=overrides, settings=(), device=device))
         workload = workload_of(name, overrides, given, cache=cache, say=say)
         question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
-        outlook = foresight(name, overrides, standing, clip=clip, cache=cache, say=say)
+        open_question = "recompute" not in policy.pins
+        outlook = foresight(name, overrides, standing, clip=clip, cache=cache, ahead=open_question, say=say)
         file = _plan_file(question, overrides, clip)
         found = _same_plan(file) if cache else None
         if found is not None:
@@ -164,19 +169,27 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
     *,
     clip: float | None = None,
     cache: bool = True,
+    ahead: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Foresight:
-    """What the planner asks."""
+    """What the planner asks.
+
+    With `ahead`, where tracing takes long, the next way of recomputing is traced while the planner thinks.
+    """
     from trimtab.pace.store import recall
     from trimtab.planner.foresight import Foresight
     from trimtab.predict.traces import traces
 
     families: dict[str, Family] = {}
+    slow = False
 
     def trace_all(
         settings: Sequence[Setting], device: Device, changes: dict[str, Any]
     ) -> list[Trace | TrimtabError]:
-        return traces(
+        nonlocal slow
+        began = monotonic()
+        standing.last = None
+        found = traces(
             job,
             settings,
             device,
@@ -186,8 +199,31 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
             families=families,
             standing=standing,
         )
+        slow = slow or monotonic() - began > SLOW_S
+        if ahead and slow:
+            _expect(standing)
+        return found
 
     return Foresight(trace_all=trace_all, recall=recall, say=say)
+
+
+def _expect(standing: Standing) -> None:
+    """Let what was traced last be traced once more with the next way of recomputing: that comes next."""
+    last = standing.last
+    if last is None:
+        return
+    from trimtab.spec import Recompute
+    from trimtab.trace.tracer import cache_file
+
+    # The planner looks first at what takes least time.
+    after = {Recompute.NONE: Recompute.SELECTIVE, Recompute.SELECTIVE: Recompute.FULL}
+    settings = [
+        one.replace(recompute=after[one.recompute]) for one in last.settings if one.recompute in after
+    ]
+    likely = last.replace(settings=tuple(settings))
+    missing = tuple(one.setting for one in likely.each() if not cache_file(one).exists())
+    if missing:
+        standing.expect(likely.replace(settings=missing))
 
 
 def _plan_file(question: Question, overrides: dict[str, Any], clip: float | None) -> Path:

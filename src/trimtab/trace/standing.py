@@ -46,6 +46,8 @@ class Standing:
         """Asked and not answered yet, in that order."""
         self._stock: dict[tuple[float | None, Setting], Answer] = {}
         """Answers that nobody has waited for, by clipping and setting."""
+        self.last: Requests | None = None
+        """What was asked for last."""
 
     def __enter__(self) -> Self:
         return self
@@ -66,6 +68,7 @@ class Standing:
 
     def ask_all(self, requests: Requests, *, timeout_s: float) -> list[Answer]:
         """Every answer to the requests, as `child.ask_all` gives them."""
+        self.last = requests
         wanted = [(requests.clip, one) for one in requests.settings]
         try:
             self._keep_up(requests)
@@ -84,10 +87,9 @@ class Standing:
                 # What went wrong while it was only to be loaded goes wrong again, and is told then.
                 for setting, line in zip(sent.settings, lines, strict=False):
                     self._stock[sent.clip, setting] = heard(line)
-            found = [self._stock[key] for key in wanted]
-            for key in wanted:
-                self._stock.pop(key, None)
-            return found
+            # An answer is kept for one question; the same setting may come twice in that.
+            taken = {key: self._stock.pop(key) for key in dict.fromkeys(wanted)}
+            return [taken[key] for key in wanted]
         except BaseException:
             self.close()
             raise
