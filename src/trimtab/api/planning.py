@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from trimtab.errors import TrimtabError
     from trimtab.planner.decide import Question
-    from trimtab.planner.foresight import Foresight
+    from trimtab.planner.foresight import Foresight, Kept
     from trimtab.predict.traces import Family
     from trimtab.spec import (
         Cluster,
@@ -76,12 +76,17 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         workload = workload_of(name, overrides, given, cache=cache, say=say)
         question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
         open_question = "recompute" not in policy.pins
-        outlook = foresight(name, overrides, standing, clip=clip, cache=cache, ahead=open_question, say=say)
+        outlook, save = foresight(
+            name, overrides, standing, clip=clip, cache=cache, ahead=open_question, say=say
+        )
         file = _plan_file(question, overrides, clip)
         found = _same_plan(file) if cache else None
         if found is not None:
             return found
-        found = decide(question, outlook)
+        try:
+            found = decide(question, outlook)
+        finally:
+            save()
         prints = fingerprints(name, workload, found.places, versions())
         found = found.replace(fingerprints=prints, options=overrides)
         keep(file, found.to_json())
@@ -171,14 +176,16 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
     cache: bool = True,
     ahead: bool = False,
     say: Callable[[str], None] = lambda _: None,
-) -> Foresight:
-    """What the planner asks.
+) -> tuple[Foresight, Callable[[], None]]:
+    """What the planner asks, and how to keep what it worked out.
 
     With `ahead`, where tracing takes long, the next way of recomputing is traced while the planner thinks.
     """
     from trimtab.pace.store import recall
-    from trimtab.planner.foresight import Foresight
+    from trimtab.planner.foresight import Foresight, Kept
     from trimtab.predict.traces import traces
+    from trimtab.trace.summary import Named, fingerprint
+    from trimtab.trace.tracer import cache_folder, keep
 
     families: dict[str, Family] = {}
     slow = False
@@ -204,7 +211,30 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
             _expect(standing)
         return found
 
-    return Foresight(trace_all=trace_all, recall=recall, say=say)
+    named = Named(job=job, overrides={**overrides, "clip": clip})
+    file = cache_folder() / f"outlook-{fingerprint(named)}-{_predictor()}.json"
+    kept = _kept(file) if cache else Kept()
+
+    def save() -> None:
+        if cache and kept.changed:
+            import msgspec
+
+            kept.changed = False
+            keep(file, msgspec.json.encode(kept).decode())
+
+    return Foresight(trace_all=trace_all, recall=recall, say=say, kept=kept), save
+
+
+def _kept(file: Path) -> Kept:
+    """What earlier questions about a job have left; nothing where it cannot be read."""
+    import msgspec
+
+    from trimtab.planner.foresight import Kept
+
+    try:
+        return msgspec.convert(msgspec.json.decode(file.read_bytes()), Kept)
+    except (msgspec.MsgspecError, OSError):
+        return Kept()
 
 
 def _expect(standing: Standing) -> None:

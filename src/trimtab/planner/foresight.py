@@ -7,6 +7,7 @@ runners-up would depend on what had been asked before. Traces are on disk, and s
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trimtab import errors
@@ -65,7 +66,26 @@ class Memo:
     """Seconds of forward and backward for one sample at the largest micro-batch traced, by `_pace`."""
     limits: dict[str, float] = field(default_factory=dict)
     """Seconds that the same would take at the peak of the device, by kind of device and precision."""
+
+
+@dataclass
+class Kept:
+    """What sums over traces came to in earlier questions, for the caller to keep on disk.
+
+    It is looked up only where the traces are at hand from which it would be worked out again: it saves time
+    and changes no answer.
+    """
+
+    estimates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    times: dict[str, float | None] = field(default_factory=dict)
     changed: bool = False
+
+    def time(self, key: str, work_out: Callable[[], float | None]) -> float | None:
+        """A time, worked out where it is not known."""
+        if key not in self.times:
+            self.times[key] = work_out()
+            self.changed = True
+        return self.times[key]
 
 
 @dataclass
@@ -77,6 +97,7 @@ class Foresight:
     """The user's own calibration of a device."""
     clock: Clock = step_s
     memo: Memo = field(default_factory=Memo)
+    kept: Kept = field(default_factory=Kept)
     say: Callable[[str], None] = lambda _: None
     """Told what is being traced."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -113,6 +134,7 @@ class Foresight:
             self,
             changes={**self.changes, **changes},
             memo=Memo(),
+            kept=Kept(),
             traces={},
             derived={},
             lines={},
@@ -156,7 +178,6 @@ class Foresight:
         if known is None:
             known = self._estimated(setting, layout, key).to_builtins()
             self.memo.estimates[key] = known
-            self.memo.changed = True
         room = room_bytes(layout.device)
         found = Estimate.from_builtins(known)
         return found.replace(capacity_bytes=room, fits=found.band.high_bytes <= room)
@@ -166,7 +187,11 @@ class Foresight:
         if len(broken) > 1:
             raise broken[0]
         self.prepare([(setting, layout)])
+        known = self.kept.estimates.get(key)
+        if known is not None and self._known_time(setting, layout) is not None:
+            return Estimate.from_builtins(known)
         trace = self._trace(setting, layout)
+        on_a_line = trace is not None
         if trace is None:
             # Its shards lie on no line: it is traced as it is.
             one, device = traced_as(setting), plain_device(layout.device)
@@ -174,7 +199,6 @@ class Foresight:
             self.derived[self._key(one, device)] = trace
         if isinstance(trace, TrimtabError):
             self.memo.failures[key] = _plain(trace)
-            self.memo.changed = True
             raise trace
         device = layout.device
         found, _ = judge(
@@ -186,8 +210,12 @@ class Foresight:
             fusing=setting.compile,
         )
         # One clock for bounds and estimates, so that a bound that is exact stays so.
-        seconds = self._time(trace, setting, layout)
-        return accumulated(found, trace, setting).replace(step_s=seconds)
+        seconds = self._time(setting, layout, lambda: trace)
+        whole = accumulated(found, trace, setting).replace(step_s=seconds)
+        if on_a_line:
+            self.kept.estimates[key] = whole.to_builtins()
+            self.kept.changed = True
+        return whole
 
     def _trace(self, setting: Setting, layout: Layout) -> Answer | None:
         """The trace of a setting from those at hand; None where one is missing."""
@@ -201,6 +229,12 @@ class Foresight:
                 return None
             self.derived[key] = wrong or derived(one, known)
         return self.derived[key]
+
+    def _is_on_a_line(self, setting: Setting, layout: Layout) -> bool:
+        """Whether the traces are at hand that a setting's follows from."""
+        device = plain_device(layout.device)
+        parts = [self.traces.get(self._key(part, device)) for part in simpler(traced_as(setting))]
+        return not any(part is None or isinstance(part, TrimtabError) for part in parts)
 
     def floor(self, setting: Setting, layout: Layout) -> Floor:
         """The true time where a trace gives it; else what other traces of the same job say at least."""
@@ -305,17 +339,23 @@ class Foresight:
         """The time that a trace at hand gives, without replaying its memory."""
         key = self._place(setting.replace(allocator=Allocator.DEFAULT), layout)
         if key not in self.memo.times:
-            trace = self._trace(setting, layout)
-            if trace is None or isinstance(trace, TrimtabError):
-                return None
-            self._time(trace, setting, layout)
+            if not (key in self.kept.times and self._is_on_a_line(setting, layout)):
+                trace = self._trace(setting, layout)
+                if trace is None or isinstance(trace, TrimtabError):
+                    return None
+            self._time(setting, layout, lambda: self._trace(setting, layout))
         return self.memo.times.get(key)
 
-    def _time(self, trace: Trace, setting: Setting, layout: Layout) -> float | None:
+    def _time(self, setting: Setting, layout: Layout, trace: Callable[[], Answer | None]) -> float | None:
+        def work_out() -> float | None:
+            found = trace()
+            assert found is not None  # noqa: S101 - the caller has seen to it
+            assert not isinstance(found, TrimtabError)  # noqa: S101
+            return self.clock(found, setting, layout, self.recall(layout.device))
+
         key = self._place(setting.replace(allocator=Allocator.DEFAULT), layout)
         if key not in self.memo.times:
-            self.memo.times[key] = self.clock(trace, setting, layout, self.recall(layout.device))
-            self.memo.changed = True
+            self.memo.times[key] = self.kept.time(key, work_out)
         seconds = self.memo.times[key]
         if seconds is None:
             self.timeless.add(kind(layout.device))
@@ -328,14 +368,15 @@ class Foresight:
         """What a trace of the whole model says of settings that were not traced."""
         if setting.mesh.branch * setting.mesh.pp > 1:
             return
-        self.memo.changed = True
         if setting.precision.value not in self.memo.held_bytes:
             shards = setting.mesh.dp_shard if setting.strategy in SHARDED else 1
             self.memo.held_bytes[setting.precision.value] = held_bytes(trace) * shards
         alone, one = only_one(layout), as_single(setting)
         for compiled in (False, True):
             like = one.replace(compile=compiled)
-            seconds = self.clock(computing(trace), like, alone, self.recall(layout.device))
+            key = f"{self._key(setting, plain_device(layout.device))} {compiled}"
+            clock = partial(self.clock, computing(trace), like, alone, self.recall(layout.device))
+            seconds = self.kept.time(key, clock)
             if seconds is None:
                 self.timeless.add(kind(layout.device))
                 return

@@ -347,8 +347,12 @@ class _Search:
             self._failed(family)
         elif seen.fits:
             self._met(seen, family)
-        else:
+        elif self.result.best is None:
             self._find_limit(family, cut, seen)
+        else:
+            # For a runner-up the limit is not worth finding: smaller ones have their turn.
+            self._too_large(family, seen.estimate.band.high_bytes)
+            self.limits[family] = max((micro for micro, _ in family.cuts if micro < cut[0]), default=0)
 
     def _is_needless(self, family: Family, cut: Cut, bound: Value) -> bool:  # noqa: PLR0911 - one for each cause
         setting = family.setting(cut)
@@ -433,7 +437,8 @@ class _Search:
             one = Seen(setting, family.layout, estimate, allowed(family.layout, self.policy))
             if best is None or one.missing_bytes < best.missing_bytes:
                 best = one
-            if one.fits:
+            if one.fits or estimate.allocated_bytes > one.allowed_bytes:
+                # Another allocator wastes less; what is in use stays in use.
                 break
         assert best is not None  # noqa: S101 - there is an allocator
         self.result.seen.append(best)

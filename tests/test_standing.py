@@ -1,0 +1,60 @@
+"""The tracing process that stays, asked for real."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.catalog.clusters import stated
+from trimtab.errors import UnknownName
+from trimtab.spec import Setting
+from trimtab.trace.standing import Standing
+from trimtab.trace.worker import Requests
+
+if TYPE_CHECKING:
+    import pytest
+
+LONG_S = 300.0
+
+
+def asked(*micro_batches: int, clip: float | None = None, job: str = "slm:tiny") -> Requests:
+    settings = tuple(Setting(micro_batch=one, global_batch=one) for one in micro_batches)
+    return Requests(job=job, settings=settings, device=stated("H100").devices[0], clip=clip)
+
+
+def totals(worker: Standing, requests: Requests) -> list[int]:
+    answers = worker.ask_all(requests, timeout_s=LONG_S)
+    whole = [one for one in answers if isinstance(one, dict)]
+    assert len(whole) == len(requests.settings), answers
+    return [sum(one["trace"]["sizes"]) for one in whole]
+
+
+def test_what_was_expected_is_answered_from_stock_and_anything_else_for_real(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[int] = []
+    send = Standing._send  # noqa: SLF001 - to see what is sent
+
+    def noting(self: Standing, requests: Requests) -> None:
+        sent.extend(one.micro_batch for one in requests.settings)
+        send(self, requests)
+
+    monkeypatch.setattr(Standing, "_send", noting)
+    with Standing() as worker:
+        worker.warm(asked())
+        worker.expect(asked(2, 4))
+        first = totals(worker, asked(3, 2))
+        assert sent == [2, 4, 3]
+        assert first[0] > first[1], "each answer belongs to its setting"
+        both = totals(worker, asked(4, 4))
+        assert sent == [2, 4, 3], "it was there"
+        assert both[0] == both[1] > first[0]
+        assert totals(worker, asked(2)) == first[1:]
+        assert sent == [2, 4, 3, 2], "an answer is for one question"
+        worker.expect(asked(4))
+        clipped = totals(worker, asked(4, clip=1.0))
+        assert clipped != both[:1], "with gradients clipped it is another question"
+        assert totals(worker, asked(4)) == both[:1]
+        assert sent == [2, 4, 3, 2, 4, 4]
+        wrong: Any = worker.ask_all(asked(2, job="slm:huge"), timeout_s=LONG_S)
+        assert [type(one) for one in wrong] == [UnknownName]
+        assert totals(worker, asked(2)) == first[1:], "and back to the first job"
