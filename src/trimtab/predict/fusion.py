@@ -74,11 +74,10 @@ class Roots(NamedTuple):
 def fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
     """The trace with the operations that the compiled step would have; allocations stay the eager ones."""
     known = groups(trace)
-    found = _kernels(trace, known)
+    plan = _Plan(trace, known)
     half = HALF_OF.get(setting.precision)
-    backward = trace.phases.get("backward", len(trace.sequence))
+    # A step has thousands of calls of libraries, and a hundred different ones.
     calls: dict[tuple[int, bool], tuple[Work, ...]] = {}
-    """A step has thousands of calls, and a hundred different ones."""
     works: list[Work] = []
     places: list[int] = []
     for place, number in enumerate(trace.sequence):
@@ -86,13 +85,13 @@ def fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
         if not known.inside[place]:
             kept = (trace.works[number],)
         elif place in known.group_of:
-            kept = found.by_place.get(place, ())
+            kept = plan.kernels.get(place, ())
         else:
-            how = number, half is not None and place >= backward
+            how = number, half is not None and place >= plan.backward
             if how not in calls:
                 work = trace.works[number]
                 work = halved(work, half) if half and how[1] else work
-                called = _called(work, pace, channels_last=found.channels_last)
+                called = _called(work, pace, channels_last=plan.channels_last)
                 calls[how] = tuple(one for one in called if one.kernels)
             kept = calls[how]
         works += kept
@@ -203,13 +202,6 @@ def inside(works: list[Work], backward: int, optimizer: int) -> list[bool]:
     return [*found, *[False] * (len(works) - len(found))]
 
 
-class Kernels(NamedTuple):
-    """The kernels that inductor writes, by the last operation of each."""
-
-    by_place: dict[int, tuple[Work, ...]]
-    channels_last: bool
-
-
 class Groups(NamedTuple):
     """Who fuses with whom, which is the same at every micro-batch."""
 
@@ -219,8 +211,6 @@ class Groups(NamedTuple):
     """Who reads a tensor."""
     group_of: dict[int, int]
     members: dict[int, list[int]]
-    kernels: dict[tuple[int, ...], Kernels]
-    """Those that are known, by the operations inside of compiled graphs: shards differ outside of them."""
 
 
 _GROUPS: OrderedDict[tuple[tuple[int, ...], tuple[str, ...]], Groups] = OrderedDict()
@@ -240,16 +230,6 @@ def groups(trace: Trace) -> Groups:
         if len(_GROUPS) > _GROUPS_KEPT:
             _GROUPS.popitem(last=False)
     return found
-
-
-def _kernels(trace: Trace, known: Groups) -> Kernels:
-    """What the kernels of a trace move; remembered with its groups."""
-    each = [hash(one) for one in trace.works]
-    key = tuple(each[number] for number, own in zip(trace.sequence, known.inside, strict=True) if own)
-    if key not in known.kernels:
-        plan = _Plan(trace, known)
-        known.kernels[key] = Kernels(plan.kernels, plan.channels_last)
-    return known.kernels[key]
 
 
 def _grouped(trace: Trace, works: list[Work]) -> Groups:
@@ -288,7 +268,7 @@ def _grouped(trace: Trace, works: list[Work]) -> Groups:
     members: dict[int, list[int]] = defaultdict(list)
     for place, name in group_of.items():
         members[name].append(place)
-    return Groups(known, compiled, dict(readers), group_of, dict(members), {})
+    return Groups(known, compiled, dict(readers), group_of, dict(members))
 
 
 def is_fused(work: Work) -> bool:

@@ -73,10 +73,9 @@ class Standing:
         try:
             self._keep_up(requests)
             coming = {(sent.clip, one) for sent in self._sent for one in sent.settings}
-            missing = [one for key, one in zip(wanted, requests.settings, strict=True)
-                       if key not in self._stock and key not in coming]  # fmt: skip
+            missing = [key for key in wanted if key not in self._stock and key not in coming]
             if missing or not wanted:
-                self._send(requests.replace(settings=tuple(missing)))
+                self._send(requests.replace(settings=tuple(one for _, one in missing)))
             ends_at = time.monotonic() + timeout_s
             while self._sent and not (wanted and all(key in self._stock for key in wanted)):
                 sent = self._sent.popleft()
