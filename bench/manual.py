@@ -38,7 +38,14 @@ and what plans, logs and summaries hold."""
 WORDS = """\
 The entries of `trimtab explain WORD`, which also knows other spellings of them (`trimtab explain oom`),
 and the kinds of findings that are listed in [doctor](doctor.md#kinds)."""
-KINDS = {"int": "N", "integer": "N", "float": "NUMBER", "str": "TEXT", "text": "TEXT"}
+KINDS = {
+    "int": "N",
+    "integer": "N",
+    "float": "NUMBER",
+    "float range": "NUMBER",
+    "str": "TEXT",
+    "text": "TEXT",
+}
 """What versions of typer call a value, and what stands for it here."""
 FULL = {"train": api.prepare_training, "launch": api.prepare_launch}
 """Functions that hand on what they are asked, and to whom."""

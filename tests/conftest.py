@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+# The same cases in every run, so that a change is told from chance. To draw others:
+# pytest --hypothesis-profile default
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 
 @pytest.fixture

@@ -98,6 +98,14 @@ def test_an_error_that_ended_the_run_is_told_with_its_own_cure(tmp_path: Path) -
     assert found.findings[0].cure.startswith("Mend the job.")
 
 
+def test_a_log_in_the_folder_of_a_run_is_read_with_its_events(tmp_path: Path) -> None:
+    folder = copied("run-failed", tmp_path)
+    (folder / "slurm-1.log").write_text("step 4 of 64\n", encoding="utf-8")
+    found = diagnose([str(folder / "slurm-1.log")])
+    assert [one.kind for one in found.findings] == [one.kind for one in diagnose([str(folder)]).findings]
+    assert "a bad sample" in found.findings[0].what
+
+
 def test_a_folder_and_what_it_printed_tell_one_story(tmp_path: Path) -> None:
     folder = copied("run-failed", tmp_path)
     found = diagnose([str(folder), str(LOGS / "job-failed.log")])

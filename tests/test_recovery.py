@@ -66,6 +66,11 @@ def test_even_parts_are_as_few_and_differ_little(size: int, share: int) -> None:
     assert found == 1 or len(part_sizes(found - 1, share)) > len(part_sizes(found, share))
 
 
+def test_less_than_a_byte_a_sample_is_no_measure() -> None:
+    assert Room(limit_bytes=1, fixed_bytes=0, sample_bytes=5e-324).most is None
+    assert Room(limit_bytes=10**6, fixed_bytes=0, sample_bytes=1.0).most is not None
+
+
 @given(
     size=st.integers(2, 500),
     share=st.integers(1, 500),

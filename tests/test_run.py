@@ -16,7 +16,9 @@ from trimtab.spec import Incident, IncidentKind, Mesh, OptimizerImplementation, 
 from trimtab.training import recovery, stepper
 from trimtab.training.compiling import Compiling
 from trimtab.training.evaluate import evaluate
+from trimtab.training.loading import window_of
 from trimtab.training.run import Run
+from trimtab.training.trouble import suspect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -623,3 +625,27 @@ def test_a_step_that_the_device_calls_off_leaves_no_trace(make: Any) -> None:
         assert skipped.skipped
     assert max(float((a - b).abs().max()) for a, b in zip(*ends, strict=True)) < 1e-6
     assert far(model, expected(3, make=make, clip=0.05)[1]) < 1e-6
+
+
+class Endless(nn.Module):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch / 0
+
+
+def test_what_counts_for_nothing_hides_no_bad_module() -> None:
+    """Its loss is a mean over nothing, which is not a number whatever the modules do."""
+
+    def counted(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(batch[batch[:, 0] > 0]).square().mean()
+        return found
+
+    batch = samples(4)
+    batch[:, 0] = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    model = nn.Sequential(nn.Linear(8, 4), nn.Identity(), nn.Linear(4, 1))
+    with Run(setting(2, 4)) as run:
+        run.prepare(model, sgd, loss=counted, weight=lambda one: int((one[:, 0] > 0).sum()))
+        assert suspect(run, window_of(batch)) is None
+        model[1] = Endless()
+        found = suspect(run, window_of(batch))
+    assert found is not None
+    assert (found.module, found.phase) == ("1", "forward")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.clusters import stated
@@ -11,6 +13,8 @@ from trimtab.trace.standing import Standing
 from trimtab.trace.worker import Requests
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
 LONG_S = 300.0
@@ -58,3 +62,29 @@ def test_what_was_expected_is_answered_from_stock_and_anything_else_for_real(
         wrong: Any = worker.ask_all(asked(2, job="slm:huge"), timeout_s=LONG_S)
         assert [type(one) for one in wrong] == [UnknownName]
         assert totals(worker, asked(2)) == first[1:], "and back to the first job"
+
+
+STUB = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)["settings"]
+    print(*(json.dumps({"micro": one["micro_batch"]}) for one in asked), sep="\\n", end="\\n\\n", flush=True)
+    open(sys.argv[0] + ".answered", "a").write("x")
+"""
+
+
+def test_answers_that_came_together_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quick_stub.py").write_text(STUB, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with Standing("quick_stub") as worker:
+        worker.warm(asked())
+        worker.expect(asked(2, 3))
+        worker.expect(asked(4))
+        marks = tmp_path / "quick_stub.py.answered"
+        ends_at = time.monotonic() + 60
+        while not (marks.exists() and marks.read_text(encoding="utf-8") == "xxx"):
+            assert time.monotonic() < ends_at
+            time.sleep(0.01)
+        for wanted in ((4,), (3,), (5, 2)):
+            found: Any = worker.ask_all(asked(*wanted), timeout_s=60)
+            assert [one["micro"] for one in found] == list(wanted)

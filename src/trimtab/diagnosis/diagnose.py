@@ -14,7 +14,7 @@ from trimtab.diagnosis import reading, records
 from trimtab.diagnosis.judge import Diagnosis, judged
 from trimtab.diagnosis.lines import plain
 from trimtab.diagnosis.scan import Scanner, Sighting
-from trimtab.diagnosis.stories import end_of, told
+from trimtab.diagnosis.stories import EVENTS, end_of, told
 from trimtab.diagnosis.unpickle import MOST_BYTES, NotPlain, load
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Incident, Plan
@@ -117,7 +117,7 @@ class Reader:
         if size > MOST_JSON:
             return False
         rest, _ = reading.gathered(raw, MOST_JSON)
-        if file == "events.jsonl":
+        if file == EVENTS:
             self._events(source.name, head + rest)
             return True
         try:
@@ -203,7 +203,13 @@ def diagnose(
     """Everything that the named logs, folders and records say together; `world` in place of this machine."""
     found, notes = reading.sources(names)
     reader = Reader(say)
-    for source in found:
+    folders = dict.fromkeys(one.path.parent for one in found if one.path is not None)
+    runs = [one for one in folders if _is_run(one)]
+    # A log that lies in the folder of a run is of that run, and its events say the rest.
+    named = {one.path for one in found}
+    events = [one / EVENTS for one in runs if (one / EVENTS).is_file() and one / EVENTS not in named]
+    beside = [reading.Source(name=str(one), path=one, named=False) for one in events]
+    for source in (*found, *beside):
         try:
             reader.take(source)
         except WrongUse as error:
@@ -211,8 +217,7 @@ def diagnose(
                 raise
             reader.notes.append(f"{source.name}: {error.found}; it was left.")
     reader.sightings += records.flights(reader.flights)
-    folders = dict.fromkeys(one.path.parent for one in found if one.path is not None)
-    ends = reader.runs([one for one in folders if _is_run(one)], world)
+    ends = reader.runs(runs, world)
     return Diagnosis(
         findings=judged(told(reader.sightings, ends), known=reader.facts, fixed_bytes=reader.fixed_bytes),
         read=tuple(reader.read),

@@ -1,7 +1,8 @@
 """The real Outlook: estimates from traces of the job, as few of them as will do.
 
 What was found out is kept in a memo for one question. It is not carried over to the next: then bounds and
-runners-up would depend on what had been asked before. Traces are on disk, and so is a plan that was made.
+runners-up would depend on what had been asked before. Traces are on disk, and so is a plan that was made; and
+what sums over traces came to, which is looked up in place of the sum and nowhere else.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ class Foresight:
             fusing=setting.compile,
         )
         # One clock for bounds and estimates, so that a bound that is exact stays so.
-        seconds = self._time(setting, layout, lambda: trace)
+        seconds = self._time(setting, layout, lambda: trace, keep=on_a_line)
         whole = accumulated(found, trace, setting).replace(step_s=seconds)
         if on_a_line:
             self.kept.estimates[key] = whole.to_builtins()
@@ -230,8 +231,8 @@ class Foresight:
             self.derived[key] = wrong or derived(one, known)
         return self.derived[key]
 
-    def _is_on_a_line(self, setting: Setting, layout: Layout) -> bool:
-        """Whether the traces are at hand that a setting's follows from."""
+    def _has_anchors(self, setting: Setting, layout: Layout) -> bool:
+        """Whether the traces are at hand that a setting's would follow from."""
         device = plain_device(layout.device)
         parts = [self.traces.get(self._key(part, device)) for part in simpler(traced_as(setting))]
         return not any(part is None or isinstance(part, TrimtabError) for part in parts)
@@ -339,14 +340,18 @@ class Foresight:
         """The time that a trace at hand gives, without replaying its memory."""
         key = self._place(setting.replace(allocator=Allocator.DEFAULT), layout)
         if key not in self.memo.times:
-            if not (key in self.kept.times and self._is_on_a_line(setting, layout)):
+            if not (key in self.kept.times and self._has_anchors(setting, layout)):
                 trace = self._trace(setting, layout)
                 if trace is None or isinstance(trace, TrimtabError):
                     return None
             self._time(setting, layout, lambda: self._trace(setting, layout))
         return self.memo.times.get(key)
 
-    def _time(self, setting: Setting, layout: Layout, trace: Callable[[], Answer | None]) -> float | None:
+    def _time(
+        self, setting: Setting, layout: Layout, trace: Callable[[], Answer | None], *, keep: bool = True
+    ) -> float | None:
+        """The time by a trace; what was traced for its own sake is not kept, as no line leads to it."""
+
         def work_out() -> float | None:
             found = trace()
             assert found is not None  # noqa: S101 - the caller has seen to it
@@ -355,7 +360,7 @@ class Foresight:
 
         key = self._place(setting.replace(allocator=Allocator.DEFAULT), layout)
         if key not in self.memo.times:
-            self.memo.times[key] = self.kept.time(key, work_out)
+            self.memo.times[key] = self.kept.time(key, work_out) if keep else work_out()
         seconds = self.memo.times[key]
         if seconds is None:
             self.timeless.add(kind(layout.device))
@@ -486,10 +491,12 @@ def only_one(layout: Layout) -> Layout:
 def short(setting: Setting) -> str:
     """A setting as a key: every field that an estimate depends on."""
     mesh = setting.mesh
+    # Where branches have unlike numbers of copies, each has the rounds that the whole batch leaves it.
+    whole = f" of {setting.global_batch}" if mesh.copies else ""
     return (
         f"{setting.strategy} {mesh.dp_replicate}x{mesh.dp_shard}x{mesh.branch}x{mesh.pp}{mesh.copies or ''} "
         f"{setting.micro_batch}x{setting.accumulation} {setting.precision} {setting.recompute} "
-        f"{setting.compile} {setting.optimizer} {setting.allocator}"
+        f"{setting.compile} {setting.optimizer} {setting.allocator}{whole}"
     )
 
 

@@ -94,7 +94,8 @@ class Result:
     too_large: dict[Family, tuple[int, int]] = field(default_factory=dict)
     """Settings that do not fit, and the least that one of them needs."""
     limits: dict[Family, int] = field(default_factory=dict)
-    """The largest micro-batch that fits, where one does not; 0 where none does."""
+    """The largest micro-batch that may fit, where one does not; 0 where none does. Of families that were
+    looked at before the choice was made, it does fit."""
     too_late: int = 0
     """Settings that fit and would end after the deadline."""
     beaten: dict[Family, tuple[int, float]] = field(default_factory=dict)
@@ -140,7 +141,9 @@ def is_tie(one: Value, best: Value) -> bool:
     >>> is_tie((1.01,), (1.0,)), is_tie((1.03,), (1.0,)), is_tie((1.0, 2.0), (1.0, 1.0))
     (True, False, False)
     """
-    return all(own <= other * (1 + TIE) for own, other in zip(one, best, strict=True))
+    return len(one) == len(best) and all(
+        own <= other * (1 + TIE) for own, other in zip(one, best, strict=True)
+    )
 
 
 def allowed(layout: Layout, policy: Policy) -> int:
@@ -437,8 +440,7 @@ class _Search:
             one = Seen(setting, family.layout, estimate, allowed(family.layout, self.policy))
             if best is None or one.missing_bytes < best.missing_bytes:
                 best = one
-            if one.fits or estimate.allocated_bytes > one.allowed_bytes:
-                # Another allocator wastes less; what is in use stays in use.
+            if one.fits:
                 break
         assert best is not None  # noqa: S101 - there is an allocator
         self.result.seen.append(best)

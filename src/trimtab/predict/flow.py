@@ -58,7 +58,7 @@ class Flow(NamedTuple):
 
 
 class Links(NamedTuple):
-    """A Flow without its sizes: who makes and reads what, which is the same at every micro-batch."""
+    """A Flow without its sizes: who makes and reads what, taken to be the same at every micro-batch."""
 
     reads: list[tuple[Link, ...]]
     rests: list[bool]

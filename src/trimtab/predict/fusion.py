@@ -203,7 +203,7 @@ def inside(works: list[Work], backward: int, optimizer: int) -> list[bool]:
 
 
 class Groups(NamedTuple):
-    """Who fuses with whom, which is the same at every micro-batch."""
+    """Who fuses with whom, which is taken to be the same at every micro-batch of a program."""
 
     links: Links
     inside: list[bool]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trimtab.trace.child import Say
 
 AT_ONCE = 2
-"""Copies at a time, where there are as many cores: memory is bounded too."""
+"""Copies of a process at a time, where there are as many cores; a copy may have as many of its own."""
 PAUSE_S = 0.02
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl."""

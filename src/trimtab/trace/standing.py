@@ -46,6 +46,8 @@ class Standing:
         """Asked and not answered yet, in that order."""
         self._stock: dict[tuple[float | None, Setting], Answer] = {}
         """Answers that nobody has waited for, by clipping and setting."""
+        self._unread = bytearray()
+        """What came after the answer that was read last."""
         self.last: Requests | None = None
         """What was asked for last."""
 
@@ -98,6 +100,7 @@ class Standing:
         process, self._process = self._process, None
         self._sent.clear()
         self._stock.clear()
+        self._unread.clear()
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -142,8 +145,9 @@ class Standing:
         process, given = self._process, f"job {requests.job}"
         assert process is not None  # noqa: S101 - it was asked
         assert process.stdout is not None  # noqa: S101 - with a pipe
-        said = bytearray()
-        while not said.endswith(END):
+        said = self._unread
+        # Answers are lines of JSON, so that END is in none of them.
+        while (end := said.find(END)) < 0:
             if select.select([process.stdout], [], [], PAUSE_S)[0]:
                 more = os.read(process.stdout.fileno(), 2**20)
                 if not more:
@@ -153,7 +157,9 @@ class Standing:
                 raise too_long(given, timeout_s)
             elif resident_bytes(process.pid) > limit_bytes():
                 raise too_much(given)
-        return bytes(said).strip()
+        answer = bytes(said[:end]).strip()
+        del said[: end + len(END)]
+        return answer
 
     def _complaints(self) -> str:
         assert self._errors is not None  # noqa: S101 - the process has them

@@ -60,7 +60,10 @@ PATIENCE = 5.0
 """After a signal, times the last step until silence means that a rank is gone."""
 
 
-LIKE = "Let the items of dataset() collate to what batch() makes; a job may have collate(items) for that."
+LIKE = (
+    "Mend the job; where that is the cause, let the items of dataset() collate to what batch() makes (a job "
+    "may have collate(items) for that)."
+)
 TRIED = 2
 """Samples of a batch that is only looked at: some losses have no use for one."""
 STATES = 2

@@ -66,7 +66,7 @@ class Room(Noun, frozen=True, kw_only=True):
     @property
     def most(self) -> int | None:
         """The largest micro-batch that is expected to fit."""
-        if not self.limit_bytes or self.fixed_bytes is None or not self.sample_bytes:
+        if not self.limit_bytes or self.fixed_bytes is None or not self.sample_bytes or self.sample_bytes < 1:
             return None
         return int((self.limit_bytes * MARGIN - self.fixed_bytes) / self.sample_bytes)
 

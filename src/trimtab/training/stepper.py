@@ -98,7 +98,7 @@ class Stepper:
         self._sample: Any = None
         """One that counted, of whichever rank: what a rank whose share counts for nothing runs along with."""
         self._void = False
-        """Whether no sample of this step counts, on any rank."""
+        """Whether no sample that counts was met yet, on any rank."""
 
     def prepare(self, wanted: preparing.Wanted) -> preparing.Prepared:
         """Make everything ready for the first step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from math import isfinite
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trimtab.errors import JobFailed
 from trimtab.spec import IncidentKind, Precision
@@ -15,6 +15,10 @@ from trimtab.training.settle import gathered
 from trimtab.training.suspects import BATCH, Suspect, earliest, first_bad, in_stage, keep_fp32
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
     from trimtab.training.keep import Keeper
     from trimtab.training.loading import Window
     from trimtab.training.run import Outcome, Run
@@ -142,13 +146,22 @@ class Trouble:
         )
 
 
+def _passed_along(run: Run, batch: Any) -> None:
+    """A pass for the sake of the others: its loss is nobody's."""
+    run.passed(batch)
+
+
 def suspect(run: Run, window: Window) -> Suspect | None:
     """The first bad module on any rank; all ranks make as many passes, and hear the same."""
-    parts = [part.batch for part in window.parts(run.micro_batch)]
+    # The loss of a part that counts for nothing may be any number, and says nothing of the modules.
+    parts = [part.batch for part in window.parts(run.micro_batch) if float(run.weight_of(part.batch))]
     most = max(gathered(run.world, len(parts), everyone=True))
-    batches = [run.on_device(one) for one in (*parts, *([window.filler()] * (most - len(parts))))]
+    batches = [run.on_device(one) for one in parts]
+    passes: list[Callable[[], torch.Tensor | None]] = [functools.partial(run.passed, one) for one in batches]
+    along = run.on_device(window.filler())
+    passes += [functools.partial(_passed_along, run, along)] * (most - len(parts))
     with run.quiet():
-        found = first_bad(run.model, [functools.partial(run.passed, one) for one in batches], batches)
+        found = first_bad(run.model, passes, batches)
     run.optimizer.zero_grad(set_to_none=True)
     mine = in_stage(found, run.groups.stage, run.groups.stages)
     told = gathered(run.world, None if mine is None else mine.to_json(), everyone=True)
