@@ -552,7 +552,7 @@ def test_items_unlike_batch_are_named_when_a_step_fails_and_only_then(home: Path
     fails = command("train", f"{job}:Raises", "--out", tmp_path / "b")
     assert "not like" not in fails.err
     unlike = command("train", f"{job}:Unlike", "--out", tmp_path / "c")
-    assert "Let the items of dataset() collate to what batch() makes" in " ".join(unlike.err.split())
+    assert "let the items of dataset() collate to what batch() makes" in " ".join(unlike.err.split())
 
 
 def test_a_folder_that_is_a_file_or_another_runs_or_cannot_be_is_refused(
