@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from trimtab.errors import TrimtabError
-    from trimtab.planner.decide import Question
     from trimtab.planner.foresight import Foresight, Kept
     from trimtab.predict.traces import Family
     from trimtab.spec import (
@@ -60,7 +59,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     from trimtab.planner.stale import fingerprints
     from trimtab.trace.standing import Standing
     from trimtab.trace.summary import is_known
-    from trimtab.trace.tracer import keep
+    from trimtab.trace.tracer import cache_folder, keep
     from trimtab.trace.worker import Requests
 
     policy = make_policy(memory, deadline, objective, price, pins)
@@ -75,20 +74,22 @@ def plan(  # noqa: PLR0913 - each is an option of the command
             standing.warm(Requests(job=name, overrides=overrides, settings=(), device=device))
         workload = workload_of(name, overrides, given, cache=cache, say=say)
         question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
-        open_question = "recompute" not in policy.pins
-        outlook, save = foresight(
-            name, overrides, standing, clip=clip, cache=cache, ahead=open_question, say=say
-        )
-        file = _plan_file(question, overrides, clip)
+        prints = _prints(name, overrides, clip)
+        file = cache_folder() / f"plan-{_digest(*prints, question)}.json"
         found = _same_plan(file) if cache else None
         if found is not None:
             return found
+        kept_in = cache_folder() / f"outlook-{'-'.join(prints)}.json" if cache else None
+        open_question = "recompute" not in policy.pins
+        outlook, save = foresight(
+            name, overrides, standing, clip=clip, kept_in=kept_in, ahead=open_question, say=say
+        )
         try:
             found = decide(question, outlook)
         finally:
             save()
-        prints = fingerprints(name, workload, found.places, versions())
-        found = found.replace(fingerprints=prints, options=overrides)
+        told = fingerprints(name, workload, found.places, versions())
+        found = found.replace(fingerprints=told, options=overrides)
         keep(file, found.to_json())
         return found
 
@@ -173,19 +174,18 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
     standing: Standing,
     *,
     clip: float | None = None,
-    cache: bool = True,
+    kept_in: Path | None = None,
     ahead: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Foresight, Callable[[], None]]:
-    """What the planner asks, and how to keep what it worked out.
+    """What the planner asks, and how to keep what it worked out: in `kept_in`, or nowhere without it.
 
     With `ahead`, where tracing takes long, the next way of recomputing is traced while the planner thinks.
     """
     from trimtab.pace.store import recall
     from trimtab.planner.foresight import Foresight, Kept
     from trimtab.predict.traces import traces
-    from trimtab.trace.summary import Named, fingerprint
-    from trimtab.trace.tracer import cache_folder, keep
+    from trimtab.trace.tracer import keep
 
     families: dict[str, Family] = {}
     slow = False
@@ -202,7 +202,7 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
             device,
             overrides={**overrides, **changes},
             clip=clip,
-            cache=cache,
+            cache=kept_in is not None,
             families=families,
             standing=standing,
         )
@@ -211,16 +211,14 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
             _expect(standing)
         return found
 
-    named = Named(job=job, overrides={**overrides, "clip": clip})
-    file = cache_folder() / f"outlook-{fingerprint(named)}-{_predictor()}.json"
-    kept = _kept(file) if cache else Kept()
+    kept = _kept(kept_in) if kept_in else Kept()
 
     def save() -> None:
-        if cache and kept.changed:
+        if kept_in and kept.changed:
             import msgspec
 
             kept.changed = False
-            keep(file, msgspec.json.encode(kept).decode())
+            keep(kept_in, msgspec.json.encode(kept).decode())
 
     return Foresight(trace_all=trace_all, recall=recall, say=say, kept=kept), save
 
@@ -256,13 +254,11 @@ def _expect(standing: Standing) -> None:
         standing.expect(likely.replace(settings=missing))
 
 
-def _plan_file(question: Question, overrides: dict[str, Any], clip: float | None) -> Path:
-    """Where the answer to a question is kept: by the job's code, by ours, and by what was measured here."""
+def _prints(job: str, overrides: dict[str, Any], clip: float | None) -> tuple[str, str]:
+    """What an answer depends on beside the question: the job's code, and ours with what was measured here."""
     from trimtab.trace.summary import Named, fingerprint
-    from trimtab.trace.tracer import cache_folder
 
-    job = fingerprint(Named(job=question.job, overrides={**overrides, "clip": clip}))
-    return cache_folder() / f"plan-{_digest(job, _predictor(), question)}.json"
+    return fingerprint(Named(job=job, overrides={**overrides, "clip": clip})), _predictor()
 
 
 def _predictor() -> str:
