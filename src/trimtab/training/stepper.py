@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from trimtab.engine.precision import autocast_dtype
+from trimtab.engine.step import check_loss
 from trimtab.errors import NothingFits, WrongUse
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training import preparing, status
 from trimtab.training.loading import Window, lone_copy, window_of
 from trimtab.training.order import bounds
 from trimtab.training.parts import Outcome, Part
-from trimtab.training.precision import LossScale, autocast_dtype, first_scale
+from trimtab.training.precision import LossScale, first_scale
 from trimtab.training.recovery import Move, is_out_of_memory
 from trimtab.training.status import Status
 from trimtab.training.updating import Interrupted
@@ -404,7 +406,7 @@ class Stepper:
 
     def backward(self, loss: Any, share: Any) -> None:
         """The backward pass of a part whose loss has that share in the loss of the step."""
-        preparing.check_loss(loss)
+        check_loss(loss)
         weighted = loss if isinstance(share, float) and share == 1.0 else loss * share
         if self.faults is not None and self.at("gradient") == "nan":
             weighted = weighted * float("nan")
