@@ -146,9 +146,11 @@ def _console(*, errors: bool = False) -> Console:
 
 def _print(what: RenderableType, *, errors: bool = False) -> None:
     """Print without the trailing blanks that tables are padded with."""
+    from trimtab.render import WholePaths
+
     console = _console(errors=errors)
     with console.capture() as captured:
-        console.print(what)
+        console.print(WholePaths(what), crop=False)
     # Only at line feeds: other separators belong to what is shown.
     lines = (line.rstrip() for line in captured.get().removesuffix("\n").split("\n"))
     console.file.write("\n".join(lines) + "\n")

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 def _from_engine() -> bool:
     """Whether autograd's engine itself asks, with no Python between: it runs on a thread of its own."""
-    frame: FrameType | None = sys._getframe(2)
+    # Below the recorder itself: nothing, or what torch puts between, which differs between its releases.
+    frame: FrameType | None = sys._getframe(1).f_back
     while frame is not None:
         if "/torch/" not in frame.f_code.co_filename:
             return False

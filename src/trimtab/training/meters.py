@@ -201,7 +201,7 @@ class Meters:
         elif self._live is not None:
             # A terminal keeps only what is worth scrolling back to.
             if line.skipped or line.validation_loss is not None or line.step == self.steps:
-                self._live.console.print(line.text, markup=False, highlight=False)
+                self._live.console.print(line.text, markup=False, highlight=False, soft_wrap=True)
         else:
             self.write(line.text)
 
@@ -217,7 +217,7 @@ class Meters:
         if self.quiet:
             return
         if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         with contextlib.suppress(OSError):
             sys.stderr.write(f"trimtab: {text}\n")
