@@ -271,7 +271,11 @@ def _links(found: Cluster, groups: list[list[Node]]) -> list[str]:
         if len(nodes) > 1 and own:
             own[-1] += " (in each node alike)"
         lines += own
-    lines += [f"between nodes: {link.kind}{_speed(link)}" for link in found.links if link.node is None]
+    lines += [
+        f"between nodes: {link.kind}{_speed(link)}{_shared(link)}"
+        for link in found.links
+        if link.node is None
+    ]
     return lines
 
 
@@ -289,6 +293,11 @@ def _speed(link: Link) -> str:
     if total is None or total <= link.bandwidth_bytes_per_s:
         return speed
     return f"{speed}, {format_bandwidth(total)} from one to all others"
+
+
+def _shared(link: Link) -> str:
+    """What a bandwidth between nodes is for, and where it is from."""
+    return "" if link.bandwidth_bytes_per_s is None else f" for each GPU ({link.source})"
 
 
 def _host(node: Node) -> str:

@@ -73,10 +73,15 @@ class LinkRow(Row, frozen=True, kw_only=True):
 
 
 class FabricRow(Row, frozen=True, kw_only=True):
-    """The network that nodes of some devices usually have."""
+    """The network that nodes of some devices usually have: of each device, or of a node that shares it."""
 
     devices: tuple[str, ...]
-    gbs: float
+    gbs: float | None = None
+    node_gbs: float | None = None
+
+    def per_gpu_gbs(self, gpus: int) -> float:
+        """GB/s one way for each GPU of a node with so many."""
+        return self.gbs if self.gbs is not None else (self.node_gbs or 0.0) / max(1, gpus)
 
 
 class Ambiguous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -201,6 +201,13 @@ def detect(
             "2xRTX3090+1xRTX4090, or a file from `trimtab detect --json`.",
         ),
     ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BANDWIDTH",
+            help="State the bandwidth between nodes: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu.",
+        ),
+    ] = None,
     json: Json = False,
     sources: Annotated[bool, typer.Option(help="Also say where each fact comes from.")] = False,
     names: Annotated[bool, typer.Option("--list", help="List every device name that is known.")] = False,
@@ -229,6 +236,10 @@ def detect(
             _print(render.device_names(devices()))
         return
     found = _look(on, record)
+    if network is not None:
+        from trimtab import api
+
+        found = api.stated_network(found, network)
     if json:
         _print_json(found.to_builtins())
     else:

@@ -147,6 +147,8 @@ def _timed(  # noqa: PLR0913 - as above
         )
     if not alone:
         said.append("time: collectives by the bandwidth of the links, not measured")
+    if cluster is not None and (network := comms.network_words(cluster, setting.gpus)):
+        said.append(network)
     return {
         "step_s": seconds,
         "step_time": StepTime(
