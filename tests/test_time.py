@@ -219,7 +219,7 @@ def test_collectives_grow_with_size_and_are_slower_between_nodes() -> None:
 
 
 def test_gpus_of_a_node_add_their_network_ports_up() -> None:
-    """DGX H100: eight ports of 50 GB/s carry 400 GB/s between nodes, which nccl-tests report as bus bandwidth."""
+    """DGX H100: eight ports of 50 GB/s carry 400 GB/s between nodes: the bus bandwidth of nccl-tests."""
     size, share = 2**34, comms.BUS_SHARE
     h100 = comms.links(trimtab.cluster("4x8xH100"), 32)
     assert comms.all_gather_s(size, 32, h100) == pytest.approx(size * 31 / 32 / (400e9 * share), rel=0.01)

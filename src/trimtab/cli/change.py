@@ -72,7 +72,7 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
         raise WrongUse(
             f"--network {network}",
             found="the plan holds the devices and their network already",
-            cure="Give --on DEVICES too, or state the network where the plan is made: trimtab plan --network.",
+            cure="Give --on DEVICES too, or state it where the plan is made: trimtab plan --network.",
         )
     found, unchecked = api.plan_from(plan)
     where = stated_devices(on, network)

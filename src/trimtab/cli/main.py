@@ -192,7 +192,7 @@ def main(
 
 
 @app.command()
-def detect(
+def detect(  # noqa: PLR0913, PLR0917 - each is an option
     on: Annotated[
         str | None,
         typer.Option(
