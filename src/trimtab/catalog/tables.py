@@ -84,6 +84,16 @@ class FabricRow(Row, frozen=True, kw_only=True):
         return self.gbs if self.gbs is not None else (self.node_gbs or 0.0) / max(1, gpus)
 
 
+class MfuRow(Row, frozen=True, kw_only=True):
+    """The MFU that published runs of a kind of model reach, in percent."""
+
+    devices: tuple[str, ...]
+    model: str
+    low: float
+    high: float
+    figures: str
+
+
 class Ambiguous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A name that fits several devices of unlike memory."""
 
@@ -151,6 +161,12 @@ def links() -> dict[str, LinkRow]:
 def fabrics() -> tuple[FabricRow, ...]:
     """The usual network between nodes, by device."""
     return msgspec.convert(_read("links.toml")["fabric"], tuple[FabricRow, ...])
+
+
+@cache
+def mfu_references() -> tuple[MfuRow, ...]:
+    """What published runs reach, by device and kind of model."""
+    return msgspec.convert(_read("mfu.toml")["reference"], tuple[MfuRow, ...])
 
 
 @cache

@@ -9,7 +9,7 @@ from trimtab.pages.bars import Column, Limit, Slice, columns, stack
 from trimtab.pages.curves import Axis, Dot, Front, Layer, layers, points
 from trimtab.pages.drawing import Tick
 from trimtab.pages.scales import byte_unit, short, ticks, time_unit, upper
-from trimtab.render import setting_words
+from trimtab.render import gradient_words, setting_words
 from trimtab.spec import PARTS, Comparison, Estimate, Look, Plan
 from trimtab.units import format_bytes, format_duration
 
@@ -61,6 +61,8 @@ def memory(plan: Plan) -> Figure:
     says += f" of {format_bytes(one.capacity_bytes)}" if one.capacity_bytes else ""
     largest = max(slices, key=lambda slice_: slice_.value)
     says += f"; {largest.name} take{'s' * (largest.name in ('context', 'workspace', 'communication'))} most."
+    says += " The parts are what is live at the moment of the peak"
+    says += f": {words}." if (words := gradient_words(one)) else "."
     return Figure(
         "memory",
         "Memory by part",
