@@ -25,7 +25,7 @@ def trace_of(**flops: int) -> Trace:
         )
         for kind, count in flops.items()
     )
-    return Trace(**EMPTY, works=works, sequence=tuple(range(len(works))))  # type: ignore[arg-type]
+    return Trace(**EMPTY, marks={}, works=works, sequence=tuple(range(len(works))))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
