@@ -31,7 +31,7 @@ from trimtab.pages.figures import candidates, frontier, spread
 from trimtab.pages.scales import Scale, short, ticks, upper
 from trimtab.pages.story import Story, read
 from trimtab.predict.memory import memory
-from trimtab.predict.timeline import timeline
+from trimtab.predict.timeline import Timeline, timeline
 from trimtab.spec import PARTS, Look, Plan, PlannedStage, Stage, StagedPlan, Trace
 from trimtab.training.meters import Line
 from trimtab.training.record import Record, Tail
@@ -606,10 +606,21 @@ def crowded() -> Plan:
     return samples.plan().replace(looked_at=tuple(looks))
 
 
+FLAT = Timeline(
+    moments=(0, 50, 100),
+    held=tuple((GIB, 2 * GIB, GIB) for _ in PARTS),
+    total=100,
+    peak=1,
+    operation="add",
+    first_gradient=48,
+)
+"""A step in which every part is thick enough for its name, and two labels are wanted at one place."""
+
+
 @pytest.mark.parametrize("what", ["everything", "crowded"])
 def test_labels_do_not_overlap_and_can_be_read(browser: Browser, tmp_path: Path, what: str) -> None:
     file = tmp_path / "page.html"
-    story = full("words") if what == "everything" else Story(source="plan.json", plan=crowded())
+    story = full("words") if what == "everything" else Story(origin="plan.json", plan=crowded(), timeline=FLAT)
     file.write_text(made(story))
     for width in (1280, 390):
         for scheme in ("light", "dark"):
