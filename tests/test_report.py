@@ -620,7 +620,8 @@ FLAT = Timeline(
 @pytest.mark.parametrize("what", ["everything", "crowded"])
 def test_labels_do_not_overlap_and_can_be_read(browser: Browser, tmp_path: Path, what: str) -> None:
     file = tmp_path / "page.html"
-    story = full("words") if what == "everything" else Story(origin="plan.json", plan=crowded(), timeline=FLAT)
+    crowd = Story(origin="plan.json", plan=crowded(), timeline=FLAT)
+    story = full("words") if what == "everything" else crowd
     file.write_text(made(story))
     for width in (1280, 390):
         for scheme in ("light", "dark"):
