@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Estimate,
         Finding,
         Link,
+        MfuReference,
         Node,
         Peaks,
         Plan,
@@ -278,7 +279,11 @@ def _links(found: Cluster, groups: list[list[Node]]) -> list[str]:
         if len(nodes) > 1 and own:
             own[-1] += " (in each node alike)"
         lines += own
-    lines += [f"between nodes: {link.kind}{_speed(link)}" for link in found.links if link.node is None]
+    lines += [
+        f"between nodes: {link.kind}{_speed(link)}{_shared(link)}"
+        for link in found.links
+        if link.node is None
+    ]
     return lines
 
 
@@ -296,6 +301,11 @@ def _speed(link: Link) -> str:
     if total is None or total <= link.bandwidth_bytes_per_s:
         return speed
     return f"{speed}, {format_bandwidth(total)} from one to all others"
+
+
+def _shared(link: Link) -> str:
+    """What a bandwidth between nodes is for, and where it is from."""
+    return "" if link.bandwidth_bytes_per_s is None else f" for each GPU ({link.source})"
 
 
 def _host(node: Node) -> str:
@@ -564,11 +574,16 @@ def estimate(
 ) -> RenderableType:
     """A verdict, the bar of parts, the three figures, and where the memory goes."""
     parts: list[RenderableType] = [_verdict(found, heading), Text(), _bar(found), Text(), _figures(found)]
-    rows = [("peak", f"{details.operation}, {_phase_words(details.phase)}")]
+    moment = f"{details.operation}, {_phase_words(details.phase)}"
+    rows = [("peak", f"{moment}: the parts above are what is live at that moment")]
+    if gradients := gradient_words(found):
+        rows.append(("", gradients))
     rows += [
         ("largest" if not index else "", f"{_module(name, classes or {})}  {format_bytes(size)}")
         for index, (name, size) in enumerate(details.modules)
     ]
+    if found.mfu is not None and found.mfu_reference is not None:
+        rows.append(("MFU", _mfu_words(found.mfu, found.mfu_reference)))
     rows += [("help" if not index else "", line) for index, line in enumerate(help_lines)]
     rows += [("assumed" if not index else "", line) for index, line in enumerate(found.assumptions)]
     table = _table()
@@ -578,6 +593,28 @@ def estimate(
     for label, text in rows:
         table.add_row(label, escape(text))
     return Group(*parts, Text(), Padding(table, (0, 0, 0, 1), expand=False))
+
+
+def gradient_words(found: Estimate) -> str:
+    """What gradients hold where that is at another moment than the peak; empty where it is not."""
+    if found.gradients_bytes is None or found.gradients_bytes <= found.parts.gradients:
+        return ""
+    then, most = format_bytes(found.parts.gradients), format_bytes(found.gradients_bytes)
+    return f"gradients hold {then} at the peak, and up to {most} at another moment"
+
+
+def _mfu_words(mfu: float, usual: MfuReference) -> str:
+    """An MFU beside what published runs reach.
+
+    >>> from trimtab.spec import MfuReference
+    >>> _mfu_words(0.28, MfuReference(low=0.36, high=0.46, model="transformer", figures="X, 48 runs"))
+    '28% is below the 36 to 46% of well-tuned large transformers on such GPUs (X, 48 runs)'
+    """
+    place = "below" if mfu < usual.low else "above" if mfu > usual.high else "within"
+    span = f"{usual.low * 100:.0f} to {usual.high:.0%}"
+    return (
+        f"{mfu:.0%} is {place} the {span} of well-tuned large {usual.model}s on such GPUs ({usual.figures})"
+    )
 
 
 def _module(name: str, classes: dict[str, str]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect
+from trimtab.api.asking import cluster, detect, stated_network
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,6 +44,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     pins: Mapping[str, Any] | Iterable[str] = (),
     clip: float | None = None,
     options: dict[str, Any] | None = None,
+    network: str | None = None,
     cache: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
@@ -64,6 +65,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
 
     policy = make_policy(memory, deadline, objective, price, pins)
     where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    where = where if network is None else stated_network(where, network)
     name, changed = name_of(job)
     overrides = changed | (options or {})
     given = {"global_batch": global_batch, "samples": samples, "epochs": epochs}

@@ -34,6 +34,7 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
         reserved_bytes=estimate.reserved_bytes + more,
         process_bytes=estimate.process_bytes + more,
         parts=estimate.parts.replace(gradients=estimate.parts.gradients + more),
+        gradients_bytes=max(estimate.gradients_bytes or 0, estimate.parts.gradients + more),
         band=band.replace(low_bytes=band.low_bytes, high_bytes=band.high_bytes + more),
         fits=None if estimate.capacity_bytes is None else band.high_bytes + more <= estimate.capacity_bytes,
         assumptions=(

@@ -418,9 +418,8 @@ def _sharded(
     forward = max(first, gathered / 2 - OVERLAPPED * forward_s)
     backward = max(0.0, gathered / 2 + scattered - OVERLAPPED * backward_s)
     replicas = setting.mesh.dp_replicate
-    across = (
-        comms.all_reduce_s(gradient_bytes(trace, setting) // shards, replicas, among) if replicas > 1 else 0.0
-    )
+    # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
+    across = comms.all_reduce_s(gradient_bytes(trace, setting) // shards, replicas, among, apart=shards)
     return passes * (forward + backward) + max(0.0, across - OVERLAPPED * backward_s)
 
 

@@ -366,7 +366,7 @@ class Training:
         """All that may follow from a step."""
         scribe, rate = self.scribe, self.rate
         done = scribe.step = window.step + 1
-        time_s = clock.lap()
+        time_s = clock.lap(outcome.ended_s)
         self.signals.silence_s = max(SILENCE_S, PATIENCE * time_s)
         self.signals.step_ended()
         Progress.step = done

@@ -260,7 +260,11 @@ def _board(folder: Path | None) -> Any:
 
 
 class Clock:
-    """Times steps by the host's clock, from the end of one to the end of the next."""
+    """Times steps from the end of one to the end of the next.
+
+    The host may be a step ahead of the device: it then hears of the end of a step only after it has handed
+    out the passes of the next, and of the last step at once. So a step says itself when it ended.
+    """
 
     def __init__(self) -> None:
         self.restart()
@@ -269,8 +273,10 @@ class Clock:
         """Begin anew, so that what lay in between does not count."""
         self._since = time.perf_counter()
 
-    def lap(self) -> float:
-        """Seconds since the last lap."""
+    def lap(self, ended_s: float | None = None) -> float:
+        """Seconds since the last lap, to `ended_s` of time.perf_counter() or to now."""
         now = time.perf_counter()
+        if ended_s is not None and self._since < ended_s < now:
+            now = ended_s
         passed, self._since = now - self._since, now
         return passed

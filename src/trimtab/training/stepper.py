@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -238,6 +239,8 @@ class Stepper:
         verdict = status.judged(heard, limit=flight.limit, scale=self.scale.value)
         if verdict.kind == status.GOOD:
             self._end(ready, window, heard, verdict, attempts=flight.attempts, parts=flight.parts)
+            assert self.outcome is not None  # noqa: S101 - it has just been made
+            self.outcome = msgspec.structs.replace(self.outcome, ended_s=self._exchange.ended_s)
             self._window, self._pieces, self._random, self._device_random = later
             return True
         self._random, self._device_random = flight.random, flight.device_random
