@@ -50,7 +50,7 @@ def judge_fully(  # noqa: PLR0913 - an estimate with what it was made from, and 
     if fits and not always_least:
         return found.judge_quickly(capacity)
     usable = _usable(found, limit)
-    if least_possible(found) > usable and not always_least:
+    if found.least_possible_bytes > usable and not always_least:
         return _refused(found, limit)
     ranks = _ranks(found, trace, setting)
     expandable = setting.allocator is Allocator.EXPANDABLE
@@ -72,16 +72,6 @@ def judge_fully(  # noqa: PLR0913 - an estimate with what it was made from, and 
     if explain and not expandable:
         return found.replace(verdict_reason=f"{found.verdict_reason}; {_expandable(found, ranks, limit)}")
     return found
-
-
-def least_possible(found: Estimate) -> int:
-    """A bound from below for `least_bytes`, without a replay: live tensors and what is not torch's."""
-    return found.process_bytes - found.reserved_bytes + found.allocated_bytes
-
-
-def with_band(found: Estimate, size: int) -> int:
-    """Process memory with the upper part of the band, in the same proportion as the estimate's own."""
-    return -(-size * found.band.high_bytes // max(1, found.process_bytes))
 
 
 def _usable(found: Estimate, limit: int) -> int:
@@ -118,7 +108,7 @@ def _ranks(found: Estimate, trace: Trace, setting: Setting) -> list[_Rank]:
 
 
 def _refused(found: Estimate, limit: int, least: int | None = None) -> Estimate:
-    need = with_band(found, least_possible(found) if least is None else least)
+    need = found.with_band(found.least_possible_bytes if least is None else least)
     why = (
         f"{format_bytes(found.allocated_bytes)} allocated, {format_bytes(found.reserved_bytes)} reserved; "
         f"even after releasing cached blocks it needs {format_bytes(need)}{' or more' * (least is None)} "
@@ -143,16 +133,16 @@ def _tight_reason(found: Estimate, limit: int, least: int, releases: float) -> s
         )
     return (
         f"it would reserve {format_bytes(found.band.high_bytes)} of {format_bytes(limit)}, with context and "
-        f"band; torch can release cached blocks and run in {format_bytes(with_band(found, least))}: {often}"
+        f"band; torch can release cached blocks and run in {format_bytes(found.with_band(least))}: {often}"
     )
 
 
 def _expandable(found: Estimate, ranks: list[_Rank], limit: int) -> str:
     """What expandable segments would change."""
-    need = with_band(found, max(one.reserved(expandable=True) for one in ranks))
+    need = found.with_band(max(one.reserved(expandable=True) for one in ranks))
     if need <= limit:
         return f"--allocator expandable: fits in {format_bytes(need)}"
-    least = with_band(found, max(one.least(expandable=True) for one in ranks))
+    least = found.with_band(max(one.least(expandable=True) for one in ranks))
     if least <= limit:
         return f"--allocator expandable: runs in {format_bytes(least)}, by releasing memory too"
     return f"--allocator expandable: does not fit either, {format_bytes(least)}"

@@ -118,6 +118,26 @@ class Estimate(Noun, frozen=True, kw_only=True):
     gpu_hours: float | None = None
     assumptions: tuple[str, ...] = ()
 
+    @property
+    def need_bytes(self) -> int:
+        """What a device must have free for it to run, with the upper part of the band.
+
+        What torch would reserve; where that was found to be too much, the least that it can run in.
+        """
+        if self.verdict not in (Verdict.FITS_TIGHT, Verdict.DOES_NOT_FIT):
+            return self.band.high_bytes
+        least = self.least_possible_bytes if self.least_bytes is None else self.least_bytes
+        return min(self.band.high_bytes, self.with_band(least))
+
+    @property
+    def least_possible_bytes(self) -> int:
+        """A bound from below for `least_bytes`: live tensors, and the context."""
+        return self.process_bytes - self.reserved_bytes + self.allocated_bytes
+
+    def with_band(self, size: int) -> int:
+        """Process memory with as large a share of it on top as the band ends above the estimate."""
+        return -(-size * self.band.high_bytes // max(1, self.process_bytes))
+
     def judge_quickly(self, capacity_bytes: int) -> Self:
         """The estimate with the verdict by what torch reserves on a large device.
 
