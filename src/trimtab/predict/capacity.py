@@ -16,14 +16,15 @@ back to another algorithm in cuDNN; here they count as out of memory, so the ans
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from trimtab.predict.allocator import ROUND_LARGE, Allocator, Config
+from trimtab.predict.allocator import LARGE_SEGMENT, ROUND_LARGE, Allocator, Config
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from trimtab.predict.allocator import Event
     from trimtab.spec import Trace
@@ -126,9 +127,17 @@ def _events(trace: Trace, order: Sequence[int]) -> list[Event]:
     ]
 
 
-def run_within(steps: TrainingSteps, capacity_bytes: int | None, *, expandable: bool = False) -> Run:
-    """Replay a long run on a device that gives the allocator so many bytes; None: without end."""
-    allocator = Allocator(Config(expandable=expandable, capacity_bytes=capacity_bytes))
+def run_within(
+    steps: TrainingSteps, capacity_bytes: int | None, *, expandable: bool = False, by_fraction: bool = False
+) -> Run:
+    """Replay a long run on a device that gives the allocator so many bytes; None: without end.
+
+    With `by_fraction` the bytes are a limit set by `torch.cuda.set_per_process_memory_fraction`. For
+    expandable segments that is stricter: torch holds the whole request against it, not the missing pages.
+    """
+    plain = Config(expandable=expandable)
+    limited = replace(plain, limit_bytes=capacity_bytes)
+    allocator = Allocator(limited if by_fraction else replace(plain, capacity_bytes=capacity_bytes))
     seen: dict[Hashable, int] = {}
     releases = [0]
     """After each step, all of them so far."""
@@ -145,7 +154,8 @@ def run_within(steps: TrainingSteps, capacity_bytes: int | None, *, expandable: 
             # From here on it goes round in a circle.
             return _run(allocator, releases, steps, since=seen[state])
         seen[state] = len(releases) - 1
-    return _run(allocator, releases, steps, since=max(0, len(releases) - 1 - LATEST), runs=runs)
+    since = max(len(steps.steps) - 1, len(releases) - 1 - LATEST)
+    return _run(allocator, releases, steps, since=since, runs=runs)
 
 
 def _run(
@@ -157,39 +167,38 @@ def _run(
         runs=runs,
         reserved_bytes=peaks.reserved,
         allocated_bytes=peaks.allocated,
-        releases=(releases[-1] - releases[since]) / many if many else 0.0,
+        releases=(releases[-1] - releases[since]) / many if many > 0 else 0.0,
         first_releases=releases[min(len(steps.steps), len(releases) - 1)],
     )
 
 
-def least_capacity(steps: TrainingSteps, *, expandable: bool = False) -> int:
+def least_capacity(steps: TrainingSteps, *, expandable: bool = False, by_fraction: bool = False) -> int:
     """The smallest capacity at which the job runs, and above which no larger one was found to fail.
 
-    Between two releases the allocator does the same at every capacity, so the answer is one of a few values;
-    it is found to within `TOLERANCE`. At 16.6 GiB for a GPT-2 of 124 million weights, micro-batch 16, which
-    allocates 14.5 GiB and reserves 18.2 on a large device.
+    It is found to within `TOLERANCE`, by halving. A GPT-2 of 124 million weights at micro-batch 16 allocates
+    14.5 GiB, reserves 18.2 GiB on a large device, and runs from 16.6 GiB on.
     """
-    free = run_within(steps, None, expandable=expandable)
+    run = partial(run_within, steps, expandable=expandable, by_fraction=by_fraction)
+    free = run(None)
     low, high = free.allocated_bytes - 1, free.reserved_bytes
+    if expandable and by_fraction:
+        events = (event for step in (steps.building, *steps.steps) for event in step)
+        high += -(-max((event[2] for event in events), default=0) // LARGE_SEGMENT) * LARGE_SEGMENT
     while True:
-        least = _bisected(steps, low, high, expandable=expandable)
-        tried = [round(least * (1 + share)) for share in ABOVE]
-        fails = [
-            one for one in tried if one < high and not run_within(steps, one, expandable=expandable).runs
-        ]
+        least = _halved(run, low, high)
+        tried = (round(least * (1 + share)) for share in ABOVE)
+        fails = [one for one in tried if one < high and not run(one).runs]
         if not fails:
             return least
         low = fails[-1]
 
 
-def _bisected(steps: TrainingSteps, low: int, high: int, *, expandable: bool) -> int:
+def _halved(run: Callable[[int], Run], low: int, high: int) -> int:
     """A capacity that runs, between one that fails and one that runs, with a failure close below it."""
     while high - low > max(ROUND_LARGE, high * TOLERANCE):
         middle = (low + high) // 2
-        run = run_within(steps, middle, expandable=expandable)
-        if run.runs:
-            # Any capacity down to what it reserved would have gone the same way.
-            high = max(low + 1, run.reserved_bytes)
+        if run(middle).runs:
+            high = middle
         else:
             low = middle
     return high
