@@ -113,12 +113,10 @@ class Law:
             allocated_bytes=need - 700 * MIB,
             reserved_bytes=need - 700 * MIB,
             process_bytes=need,
-            capacity_bytes=room,
-            fits=need * 1.05 <= room,
             parts=Footprint(activations=need - 700 * MIB, context=700 * MIB),
             band=Band(low_bytes=int(need * 0.95), high_bytes=int(need * 1.05)),
             step_s=self.step_s(setting, layout) if self.timed else None,
-        )
+        ).judge_quickly(room)
 
     def judge_within(
         self, setting: Setting, layout: Layout, limit_bytes: int, *, explain: bool = False

@@ -185,7 +185,7 @@ def least_capacity(steps: TrainingSteps, *, expandable: bool = False, by_fractio
         events = (event for step in (steps.building, *steps.steps) for event in step)
         high += -(-max((event[2] for event in events), default=0) // LARGE_SEGMENT) * LARGE_SEGMENT
     while True:
-        least = _halved(run, low, high)
+        least = _halved(run, low, high, down_to_reserved=not (expandable and by_fraction))
         tried = (round(least * (1 + share)) for share in ABOVE)
         fails = [one for one in tried if one < high and not run(one).runs]
         if not fails:
@@ -193,12 +193,16 @@ def least_capacity(steps: TrainingSteps, *, expandable: bool = False, by_fractio
         low = fails[-1]
 
 
-def _halved(run: Callable[[int], Run], low: int, high: int) -> int:
-    """A capacity that runs, between one that fails and one that runs, with a failure close below it."""
+def _halved(run: Callable[[int], Run], low: int, high: int, *, down_to_reserved: bool) -> int:
+    """A capacity that runs, between one that fails and one that runs, with a failure close below it.
+
+    With `down_to_reserved`, a run goes the same way at every capacity down to what it reserves.
+    """
     while high - low > max(ROUND_LARGE, high * TOLERANCE):
         middle = (low + high) // 2
-        if run(middle).runs:
-            high = middle
-        else:
+        found = run(middle)
+        if not found.runs:
             low = middle
+        else:
+            high = max(low + 1, found.reserved_bytes) if down_to_reserved else middle
     return high
