@@ -211,7 +211,10 @@ def _shown(plain: Shown, seer: Seer | None, said: list[str]) -> Shown:
         step_s=found.step_s,
         samples_per_s=found.samples_per_s,
         mfu=found.mfu,
-        advice=tuple(_advice(asked, setting, found, seer)),
+        advice=(
+            *([found.verdict_reason] if found.fits and found.verdict_reason else []),
+            *_advice(asked, setting, found, seer),
+        ),
     )
 
 
