@@ -27,7 +27,7 @@ class Kernels:
         self.values = Values(self.assume)
         self._cublas_threads: set[int] = set()
         self._library = torch.library.Library("aten", "IMPL")
-        attention.register(self._library, self.capability)
+        attention.register(self._library, self.capability, self.assume)
         shapes.register_rnn(self._library)
         shapes.keep_whole(self._library)
 
@@ -49,6 +49,9 @@ class Kernels:
 
     def takes(self, name: str, args: tuple[Any, ...], out: Any) -> list[workspace.Take]:
         """What the operation asks the allocator for beside its results, and in what order."""
+        by_gpu = workspace.BY_GPU.get(name)
+        if by_gpu is not None:
+            return by_gpu(args, out, self.capability)
         rule = workspace.RULES.get(name)
         return rule(args, out) if rule else []
 
