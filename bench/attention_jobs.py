@@ -3,8 +3,8 @@
     trimtab estimate bench/attention_jobs.py:Windowed --on H200 --micro-batch 64 --precision bf16
     trimtab profile bench/attention_jobs.py:Windowed --micro-batch 64 --precision bf16
 
-The docstring of a class says which kernel runs on an H200 with torch 2.13, and the micro-batch that takes 2 to
-20 GiB.
+The docstring of a class says which kernel runs on an H200 with torch 2.13, and the micro-batch that takes 2
+to 20 GiB.
 """
 
 from __future__ import annotations
@@ -183,7 +183,9 @@ class WindowAttention(nn.Module):
 class WindowBlock(nn.Module):
     """A block over an image of tokens, cut into windows that are shifted in every second one."""
 
-    def __init__(self, width: int, heads: int, image: int, side: int, shift: int, *, fused: bool) -> None:
+    def __init__(  # noqa: PLR0913 - a shape
+        self, width: int, heads: int, image: int, side: int, shift: int, *, fused: bool
+    ) -> None:
         super().__init__()
         self.image, self.side, self.shift = image, side, shift
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)

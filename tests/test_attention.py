@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import trimtab
 from trimtab.trace import attention_rules as rules
 from trimtab.trace.attention_rules import CUDNN, EFFICIENT, FLASH, MATH, Call, Target
 from trimtab.trace.workspace import Tiles, efficient_tiles
@@ -236,8 +237,8 @@ def test_the_conditions_are_those_that_torch_declares() -> None:
     declared = set(re.findall(r"inline bool (check_\w+)\(", header.read_text(encoding="utf-8")))
     # For the CPU's kernels, or called by another one of these.
     others = {
-        "check_nested_tensor", "check_for_dropout", "check_safe_kv_broadcast", "check_grouped_query_attention",
-        "check_for_seq_len_0_and_consistent_head_dim_nested_tensor_helper",
+        "check_nested_tensor", "check_for_dropout", "check_safe_kv_broadcast",
+        "check_grouped_query_attention", "check_for_seq_len_0_and_consistent_head_dim_nested_tensor_helper",
     }  # fmt: skip
     ours = {one.check.partition(":")[0] for found in rules.CONDITIONS.values() for one in found}
     assert declared - others <= ours
@@ -304,10 +305,8 @@ def test_the_kernel_of_common_calls(asked: Call, capability: tuple[int, int], ke
 def test_a_lost_kernel_has_a_cause_and_a_cure() -> None:
     found = rules.choose(call(given=expanded_mask()), target())
     words = rules.explain(found.lost)
-    assert (
-        words
-        == "cuDNN and memory-efficient: refuses a mask whose last dimension has stride 0 (expanded); flash: takes no mask"
-    )
+    cause = "refuses a mask whose last dimension has stride 0 (expanded)"
+    assert words == f"cuDNN and memory-efficient: {cause}; flash: takes no mask"
     assert ".contiguous()" in rules.cure(found.lost)
     assert "attention_mask" in rules.cure(found.lost)
 
@@ -326,3 +325,100 @@ def test_tiles_of_the_memory_efficient_kernel(
     size: int, capability: tuple[int, int], half: bool, tiles: Tiles
 ) -> None:
     assert efficient_tiles(size, capability, half=half) == tiles
+
+
+# ----------------------------------------------------------------------------------- traced
+
+JOB = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def expanded(x):
+    length = x.shape[1]
+    return torch.ones(1, 1, length, 1, dtype=torch.bool, device=x.device).expand(len(x), 1, -1, length)
+
+
+class Net(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.qkv, self.mask = nn.Linear(64, 192), mask
+        self.bias = nn.Parameter(torch.zeros(49, 49, 2))
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).view(*x.shape[:2], 3, 2, 32).permute(2, 0, 3, 1, 4)
+        mask = None
+        if self.mask == "expanded":
+            mask = expanded(x)
+        elif self.mask == "asked":
+            # As transformers does: it builds a mask that it does not need, where it is compiled.
+            mask = expanded(x) if torch.compiler.is_compiling() else None
+        elif self.mask == "window":
+            mask = self.bias.permute(2, 0, 1).contiguous()[None]
+        elif self.mask == "permuted":
+            mask = self.bias.permute(2, 0, 1)[None]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class Job:
+    global_batch, mask = 64, "plain"
+
+    def model(self):
+        return Net(self.mask)
+
+    def batch(self, size):
+        return torch.randn(size, 49, 64)
+
+    def loss(self, model, batch):
+        return model(batch).mean()
+"""
+MASKS = ("plain", "expanded", "asked", "window", "permuted")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("attention") / "job.py"
+    classes = "".join(f"\n\nclass {one.title()}(Job):\n    mask = {one!r}\n" for one in MASKS)
+    path.write_text(JOB + classes, encoding="utf-8")
+    return str(path)
+
+
+def estimated(job: str, name: str, **more: Any) -> trimtab.Estimate:
+    return trimtab.estimate(f"{job}:{name}", on="H200", micro_batch=64, precision="bf16", **more)
+
+
+def unfused(found: trimtab.Estimate) -> list[str]:
+    return [line for line in found.assumptions if "attention is not fused" in line]
+
+
+def test_an_eager_estimate_says_that_attention_is_not_fused_and_why(job: str) -> None:
+    (line,) = unfused(estimated(job, "Expanded"))
+    assert "stride 0" in line
+    assert "Fix: Call .contiguous()" in line
+    assert not unfused(estimated(job, "Plain"))
+
+
+def test_a_learned_mask_is_fused_where_it_is_contiguous(job: str) -> None:
+    window, permuted = estimated(job, "Window"), estimated(job, "Permuted")
+    assert not unfused(window)
+    (line,) = unfused(permuted)
+    assert "stride 2 (transposed)" in line
+    # Scores of 64 x 2 windows of 49 x 49 in fp32, kept twice.
+    assert permuted.allocated_bytes > window.allocated_bytes + 64 * 2 * 49 * 49 * 4
+
+
+def test_compiled_code_loses_the_kernel_to_an_expanded_mask(job: str) -> None:
+    found, plain = (estimated(job, name, compile=True) for name in ("Expanded", "Plain"))
+    (line,) = unfused(found)
+    assert "stride 0" in line
+    assert not unfused(plain)
+    assert found.allocated_bytes > plain.allocated_bytes
+
+
+def test_an_eager_estimate_says_that_compiling_would_lose_the_kernel(job: str) -> None:
+    found = estimated(job, "Asked")
+    (line,) = unfused(found)
+    assert line.startswith("under torch.compile attention is not fused")
+    plain = estimated(job, "Plain")
+    assert (found.allocated_bytes, found.reserved_bytes) == (plain.allocated_bytes, plain.reserved_bytes)

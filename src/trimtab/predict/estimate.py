@@ -132,7 +132,12 @@ def _timed(  # noqa: PLR0913 - as above
     once = time.model_flops(trace)
     mfu = flops / (seconds * peak) if peak else None
     said = []
-    if fusing:
+    if fusing and trace.unfused_compiled:
+        said.append(
+            "compiled: attention loses its fused kernel; time and memory are taken to be as without; "
+            "`trimtab estimate --compile` asks the compiler itself"
+        )
+    elif fusing:
         said.append(
             "compiled: memory is taken to be as without compiling, time by what could be fused; "
             "`trimtab estimate --compile` asks the compiler itself"

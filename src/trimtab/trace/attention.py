@@ -140,11 +140,11 @@ def lost_note(choice: Choice) -> str:
 
 
 def register(
-    library: torch.library.Library, capability: tuple[int, int], note: Callable[[str], None] | None = None
+    library: torch.library.Library, capability: tuple[int, int], note: Callable[[str], None]
 ) -> None:
     """Put the choice in place of torch's own, which only a CUDA build can make.
 
-    `note` is given a sentence where no fused kernel can run.
+    `note` is given a sentence for every call: why no fused kernel can run, or nothing.
     """
     target = target_of(capability)
 
@@ -165,9 +165,7 @@ def register(
         choice = choose(call, target)
         if not choice.kernel:
             raise RuntimeError(f"No available kernel. {explain(choice.lost)}")
-        text = lost_note(choice)
-        if text and note is not None:
-            note(text)
+        note(lost_note(choice))
         return attend(call, choice, scale)
 
     library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")

@@ -359,7 +359,7 @@ EXPANDED_MASK = (
 )
 LOW_PRECISION = "Train in bf16 or fp16 (--precision bf16)."
 FOUR_DIMENSIONS = "Give query, key and value as batch x heads x length x head size."
-SAME_HEADS = "Repeat keys and values to the heads of the query (repeat_interleave), or pass no mask with enable_gqa=True."
+SAME_HEADS = "Repeat keys and values to the heads of the query, or pass enable_gqa=True and no mask."
 SAME_BATCH = "Expand query, key and value to one batch size before the call."
 NO_EMPTY = "Leave out sequences of length 0."
 LEARNED_MASK = "Compute the mask without a gradient, or take the memory-efficient kernel (contiguous mask)."
