@@ -307,7 +307,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:
         """Run something after the end of a trace of which nothing is written down."""
-        columns = (self.order, self.sizes, self.parts, self.modules, self.ops, self.streams)
+        columns: list[list[Any]] = [self.order, self.sizes, self.parts, self.modules, self.ops, self.streams]
         lengths = [len(column) for column in columns]
         causes = dict(self.causes)
         try:
