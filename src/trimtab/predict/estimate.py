@@ -131,7 +131,12 @@ def _timed(  # noqa: PLR0913 - as above
     mfu = flops / (seconds * peak) if peak else None
     usual = reference(model_kind(trace), device, setting.precision)
     said = []
-    if fusing:
+    if fusing and trace.unfused_compiled:
+        said.append(
+            "compiled: attention loses its fused kernel; time and memory are taken to be as without; "
+            "`trimtab estimate --compile` asks the compiler itself"
+        )
+    elif fusing:
         said.append(
             "compiled: memory is taken to be as without compiling, time by what could be fused; "
             "`trimtab estimate --compile` asks the compiler itself"
