@@ -417,6 +417,10 @@ def _elsewhere(draft: Draft, target: Target, wanted: Mapping[str, int | str]) ->
         )
     if target.partial:
         draft.say(target.partial)
+        if "allocator" in target.fields() - settled and wanted["allocator"] != PLAIN["allocator"]:
+            draft.missing["allocator"] = ConfigWarning(
+                text=ELSEWHERE["allocator"], file=draft.file, field="allocator", planned=wanted["allocator"]
+            )
         return
     by_degrees = {"strategy"} if "dp_shard" in target.fields() else set()
     for one in (*BATCH[:2], *WORDS, "workers", "seq"):

@@ -387,7 +387,10 @@ def _told(document: Document, target: Target, below: Path, given: str) -> list[S
     index = Index(document.entries())
     keys = [[key for knob in target.knobs for key in knob.keys]]
     found = roots(target.marks, index, below) or roots(keys, index, below)
-    if not found and not below:
+    if below in found:
+        # The others are tables of this one.
+        return [Site(target=target, root=below)]
+    if not found and not below and index.paths:
         raise WrongUse(
             given,
             found=f"it has none of the keys of {target.name}",
