@@ -386,10 +386,10 @@ def _told(document: Document, target: Target, below: Path, given: str) -> list[S
     """Where a target is that the user named: by its marks, by any of its keys, or where they pointed."""
     index = Index(document.entries())
     keys = [[key for knob in target.knobs for key in knob.keys]]
-    found = roots(target.marks, index, below) or roots(keys, index, below)
-    if below in found:
+    found = roots(target.marks, index, below)
+    if not found and below in (found := roots(keys, index, below)):
         # The others are tables of this one.
-        return [Site(target=target, root=below)]
+        found = [below]
     if not found and not below and index.paths:
         raise WrongUse(
             given,
