@@ -73,7 +73,9 @@ targets = st.builds(
 requirements = st.builds(
     Requirement, keys=keys, values=st.just((False, "none")), write=st.just("none"), why=names
 )
-warnings = st.builds(ConfigWarning, text=names, file=names, key=names, value=plain, field=names, planned=plain)
+warnings = st.builds(
+    ConfigWarning, text=names, file=names, key=names, value=plain, field=names, planned=plain
+)
 found = st.builds(Found, field=names, key=names, value=plain, line=st.none() | places, computed=names)
 saved = st.builds(Saved, file=names, sha256=names, after_sha256=names)
 

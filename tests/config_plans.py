@@ -53,7 +53,9 @@ def _grid() -> tuple[Plan, ...]:
     sizes, workers = cycle(SIZES), cycle((0, 6, 2))
     optimizers, allocators = cycle(OptimizerImplementation), cycle((*Allocator, Allocator.DEFAULT))
     found = []
-    for (row, (strategy, mesh, nodes)), (column, precision) in product(enumerate(LAYOUTS), enumerate(Precision)):
+    for (row, (strategy, mesh, nodes)), (column, precision) in product(
+        enumerate(LAYOUTS), enumerate(Precision)
+    ):
         micro, rounds, seq = next(sizes)
         setting = Setting(
             strategy=strategy,

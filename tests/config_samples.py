@@ -239,7 +239,10 @@ SAMPLES = {
 # --- files that say least, and files that say what no plan has ---
 
 MINIMAL = {
-    "hydra-lightning": ("config.yaml", "data_loader:\n  batch_size: 1\ntraining:\n  trainer:\n    max_epochs: 1\n"),
+    "hydra-lightning": (
+        "config.yaml",
+        "data_loader:\n  batch_size: 1\ntraining:\n  trainer:\n    max_epochs: 1\n",
+    ),
     "slm-config": ("config.py", 'slm_config = {"batch_size": 1, "max_length": 64, "enable_amp": True}\n'),
     "transformers": ("args.yaml", "per_device_train_batch_size: 1\n"),
     "accelerate": ("accelerate.yaml", "compute_environment: LOCAL_MACHINE\nnum_processes: 1\n"),
@@ -248,7 +251,10 @@ MINIMAL = {
     "torchtitan": ("titan.toml", "[training]\nlocal_batch_size = 1\nseq_len = 64\n"),
     "axolotl": ("axolotl.yaml", "base_model: ./model\nmicro_batch_size: 1\n"),
     "llama-factory": ("sft.yaml", "model_name_or_path: ./model\nstage: sft\n"),
-    "slurm": ("train.sbatch", "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=1\nsrun python train.py\n"),
+    "slurm": (
+        "train.sbatch",
+        "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=1\nsrun python train.py\n",
+    ),
     "environment": ("train.env", "export NPROC_PER_NODE=1\n"),
 }
 
@@ -477,5 +483,8 @@ optim: adafactor
         "#!/bin/bash\n#SBATCH --nodes=3\n#SBATCH --gres=gpu:a100:3\n"
         "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64\nsrun python train.py\n",
     ),
-    "environment": ("train.env", "NPROC_PER_NODE=3\nNNODES=3\nPYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64\n"),
+    "environment": (
+        "train.env",
+        "NPROC_PER_NODE=3\nNNODES=3\nPYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64\n",
+    ),
 }

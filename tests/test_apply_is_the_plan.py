@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 FILES = {
     **{f"{name}, minimal": (name, *held) for name, held in samples.MINIMAL.items()},
     **{f"{name}, contradicting": (name, *held) for name, held in samples.CONTRADICTING.items()},
-    **{f"{name}, {file}": (name, file, text) for name, all_ in samples.SAMPLES.items() for file, text in all_},
+    **{
+        f"{name}, {file}": (name, file, text) for name, all_ in samples.SAMPLES.items() for file, text in all_
+    },
     **{
         f"{name}, empty {kind}": (name, f"empty.{kind}", "{}\n" if kind == "json" else "")
         for name, kind in (

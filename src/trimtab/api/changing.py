@@ -113,7 +113,11 @@ def applied(proposal: Proposal, ready: Sequence[Prepared], written: Written | No
         "diff": "".join(one.diff() for one in ready),
         "stages": [one.to_builtins() for one in proposal.stages],
         "warnings": [one.to_builtins() for one in proposal.warnings],
-        "said": [*proposal.said, *(one.text for one in proposal.warnings), *(written.said if written and written.files else ())],
+        "said": [
+            *proposal.said,
+            *(one.text for one in proposal.warnings),
+            *(written.said if written and written.files else ()),
+        ],
     }
 
 

@@ -94,9 +94,7 @@ def display(found: Display) -> RenderableType:
         parts.append(Padding(_stages(found.stages), (0, 0, 0, 1), expand=False))
     parts += [_indented(stage.name, line, "green") for stage in found.stages for line in stage.advice]
     warned = {one.text for one in found.warnings}
-    return Group(
-        *parts, *notes([one for one in found.said if one not in warned]), *warnings(found.warnings)
-    )
+    return Group(*parts, *notes([one for one in found.said if one not in warned]), *warnings(found.warnings))
 
 
 def _as_it_runs(found: Display) -> str:

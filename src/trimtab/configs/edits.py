@@ -88,9 +88,7 @@ class Draft:
         """Once: the config will differ from the plan."""
         if all(one.text != text for one in self.warnings):
             self.warnings.append(
-                ConfigWarning(
-                    text=text, file=self.file, key=key, value=value, field=field, planned=planned
-                )
+                ConfigWarning(text=text, file=self.file, key=key, value=value, field=field, planned=planned)
             )
 
     def texts(self) -> list[str]:
@@ -278,7 +276,9 @@ def _require(
     for path, value, entry in violated(one, root, now, wanted):
         key, shown = dotted(path), words.text(value)
         is_missing = entry is None and value != "a table"
-        writes = one.write is not None and (one.add if is_missing else entry is not None and not entry.computed)
+        writes = one.write is not None and (
+            one.add if is_missing else entry is not None and not entry.computed
+        )
         if writes:
             if not is_missing:
                 draft.say(f"{key} becomes {words.text(one.write)} (it was {shown}): {one.why}")
@@ -454,9 +454,7 @@ def _compare(
     wanted: Mapping[str, int | str],
 ) -> None:
     """Read the result as `show` would: whatever is still not as planned is a warning, whatever its cause."""
-    after = read(
-        site, overlaid(entries, draft.edits), gpus=int(wanted["gpus"]), nodes=int(wanted["nodes"])
-    )
+    after = read(site, overlaid(entries, draft.edits), gpus=int(wanted["gpus"]), nodes=int(wanted["nodes"]))
     warned = {one.field for one in draft.warnings} | set(draft.missing)
     got = as_setting(after, gpus=int(wanted["gpus"]))
     for field_name, planned, found in differences(exact, got, seq_of_facts(wanted), after.number("seq")):

@@ -136,7 +136,9 @@ def read(
         facts |= _strategy(facts)
     if facts.get("strategy") == Strategy.FSDP and _several(facts.get("dp_replicate")):
         facts["strategy"] = Strategy.HSDP.value
-    broken = [(one, place) for one in site.target.requires for place in violated(one, site.root, values, facts)]
+    broken = [
+        (one, place) for one in site.target.requires for place in violated(one, site.root, values, facts)
+    ]
     return Reading(
         target=site.target.name,
         root=dotted(site.root) if site.root else "",

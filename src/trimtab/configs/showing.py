@@ -107,13 +107,13 @@ def find_job(target: Target, opened: Opened | None) -> tuple[str | None, str]:
                 return f"hf:{folder}", ""
         places = [Path(entry.value).expanduser()] if Path(entry.value).expanduser().is_absolute() else None
         looked = places or [base / Path(entry.value).expanduser() for base in bases]
-        sought.append(f"{key} is {entry.value}, and there is no config.json in {' or in '.join(map(str, looked))}")
+        sought.append(
+            f"{key} is {entry.value}, and there is no config.json in {' or in '.join(map(str, looked))}"
+        )
     return None, "; ".join(sought)
 
 
-def options_in(
-    subject: Subject, root: tuple[str | int, ...], entries: Sequence[Entry]
-) -> dict[str, Any]:
+def options_in(subject: Subject, root: tuple[str | int, ...], entries: Sequence[Entry]) -> dict[str, Any]:
     """Options of the job, from the keys that hold them, or from the framework's defaults."""
     values = {one.path: one for one in entries}
     found: dict[str, Any] = {}
