@@ -480,8 +480,13 @@ optim: adafactor
     ),
     "slurm": (
         "train.sbatch",
-        "#!/bin/bash\n#SBATCH --nodes=3\n#SBATCH --gres=gpu:a100:3\n"
-        "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64\nsrun python train.py\n",
+        """\
+#!/bin/bash
+#SBATCH --nodes=3
+#SBATCH --gres=gpu:a100:3
+export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64
+srun python train.py
+""",
     ),
     "environment": (
         "train.env",

@@ -1,4 +1,4 @@
-"""Keys of frameworks that are not installed for the tests: names, kinds and defaults, as their sources have them.
+"""Keys of frameworks that are not installed for the tests: names, kinds and defaults from their sources.
 
 A default of None stands for no value. `...` stands for a default that is worked out.
 """

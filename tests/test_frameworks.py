@@ -67,7 +67,7 @@ per_device_train_batch_size: 3
 gradient_accumulation_steps: 5
 fp16: true
 fsdp: "shard_grad_op auto_wrap offload"
-fsdp_config: {version: 1, cpu_offload: true, auto_wrap_policy: SIZE_BASED_WRAP, activation_checkpointing: true}
+fsdp_config: {version: 1, cpu_offload: true, auto_wrap_policy: SIZE_BASED_WRAP}
 auto_find_batch_size: true
 dataloader_num_workers: 7
 """
@@ -148,7 +148,7 @@ def _check_launch(one: Plan, label: str, tmp_path: Path) -> None:
         return  # mixed_precision stays fp8, with a warning, and this machine has no fp8
     parser = launch.launch_command_parser()
     arguments = parser.parse_args(["--config_file", str(file), "train.py"])
-    arguments, *_ = launch._validate_launch_command(arguments)
+    arguments, *_ = launch._validate_launch_command(arguments)  # noqa: SLF001 - what `accelerate launch` calls
     assert arguments.use_fsdp
     os.environ.update(needed("accelerate.utils.launch").prepare_multi_gpu_env(arguments))
     with warnings.catch_warnings():

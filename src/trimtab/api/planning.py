@@ -340,9 +340,9 @@ def devices_of(found: Plan) -> Cluster:
 def plan_from(file: Path | str) -> tuple[Plan, str]:
     """A plan from its file, refused where it is stale; and a note about where its job was found, if at all.
 
-    A relative path in the plan starts at the folder the plan was made in. Where the job is not there any more,
-    it is looked for beside the plan's file and in the current folder. The plan comes back with the path at
-    which its job was found.
+    A relative path in the plan starts at the folder the plan was made in. Where the job is not there any
+    more, it is looked for beside the plan's file and in the current folder. The plan comes back with the path
+    at which its job was found.
     """
     from trimtab.errors import UnknownName
     from trimtab.planner.stale import read

@@ -528,7 +528,7 @@ def _compare_jobs(site: Site, values: Mapping[Path, Entry], draft: Draft, plan: 
         if not words.alike(value, planned) and (value or planned):
             draft.warn(
                 f"{dotted(path)} is {_in_words(value)}, and the plan was made for {option} "
-                f"{_in_words(planned)}: plan again with --set {option}={_in_words(value)}, or change the file.",
+                f"{_in_words(planned)}: plan again with --set {option}={_in_words(value)}, or edit the file.",
                 field="job",
                 key=dotted(path),
                 value=value,

@@ -13,7 +13,7 @@ from trimtab.spec import Noun, Setting, Strategy
 from trimtab.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from trimtab.configs.applying import Layout, Opened
     from trimtab.configs.stages import StageConfig
@@ -96,7 +96,7 @@ def find_job(target: Target, opened: Opened | None) -> tuple[str | None, str]:
     sought: list[str] = []
     for key in subject.folders():
         entry = entries.get(opened.site.root + parts(key))
-        if entry is None or entry.value is None and not entry.computed:
+        if entry is None or (entry.value is None and not entry.computed):
             continue
         if entry.computed or not isinstance(entry.value, str):
             sought.append(f"{key} is {entry.computed or entry.value}, which names no folder")

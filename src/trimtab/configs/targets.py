@@ -74,7 +74,7 @@ class Knob(Noun, frozen=True, kw_only=True):
     reads: dict[str, str] = {}
     """Further values, as text, that mean one of our words."""
     rough: dict[str, str] = {}
-    """Values, as text, that `show` reads as the nearest of our words, with a warning. `apply` replaces them."""
+    """Values, as text, that `show` reads as the nearest word, with a warning. `apply` replaces them."""
     rough_why: str = ""
     """How such a value differs from the word it is read as."""
     soft: tuple[Any, ...] = ()
@@ -102,7 +102,7 @@ class Knob(Noun, frozen=True, kw_only=True):
     only: dict[str, tuple[str, ...]] = {}
     """The knob counts only where these fields have one of these words."""
     when: dict[str, tuple[Any, ...]] = {}
-    """The knob counts only where these keys of the config have one of these values; null: the key is missing."""
+    """The knob counts only where these keys have one of these values; null: the key is missing."""
     caveat: str = ""
     """What to say when a number other than 1 is written."""
 

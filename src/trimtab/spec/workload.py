@@ -19,7 +19,7 @@ class Workload(Noun, frozen=True, kw_only=True):
     seq: int | None = None
     """Length of a sample, where the job has one that can be shortened."""
     sample_length: int | None = None
-    """Tokens of one sample as the job is planned, whether or not somebody chose it; None where it has none."""
+    """Tokens of one sample as the job is planned, chosen or assumed; None where it has none."""
     files: dict[str, str] = {}
     """Fingerprints of the job's own source files, by name."""
 
