@@ -115,9 +115,10 @@ def read(
 ) -> Reading:
     """What the entries say, by the meaning of the target; `gpus` and `nodes` are what the launcher gives."""
     values = {one.path: one for one in entries}
+    order = {key: place for place, knob in enumerate(site.target.knobs) for key in knob.keys}
     heard = Heard()
-    # What counts only under some strategy is read when the strategy is known.
-    for knob in sorted(site.target.knobs, key=lambda one: bool(one.only)):
+    # What counts only under some strategy is read when the strategy is known, and a preference after the rest.
+    for knob in sorted(site.target.knobs, key=lambda one: (bool(one.only), bool(one.soft))):
         if _applies(knob, heard.likely(), site.root, values):
             path, entry = held(knob, site.root, values)
             if entry is None and (whole := table(knob, site.root, values)):
@@ -142,7 +143,7 @@ def read(
     return Reading(
         target=site.target.name,
         root=dotted(site.root) if site.root else "",
-        found=tuple(heard.found),
+        found=tuple(sorted(heard.found, key=lambda one: order[one.key])),
         facts=facts,
         said=tuple(heard.said),
         warnings=(*heard.warnings, *(_left_out(one, *place, site.root) for one, place in broken)),
