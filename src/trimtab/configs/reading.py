@@ -117,7 +117,7 @@ def read(
     values = {one.path: one for one in entries}
     order = {key: place for place, knob in enumerate(site.target.knobs) for key in knob.keys}
     heard = Heard()
-    # What counts only under some strategy is read when the strategy is known, and a preference after the rest.
+    # What counts only under some strategy is read once that is known, and preferences after all the rest.
     for knob in sorted(site.target.knobs, key=lambda one: (bool(one.only), bool(one.soft))):
         if _applies(knob, heard.likely(), site.root, values):
             path, entry = held(knob, site.root, values)
