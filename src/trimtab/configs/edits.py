@@ -507,7 +507,7 @@ def differences(
     same_strategy = planned.strategy is got.strategy and planned.gpus == got.gpus
     if same_strategy and planned.mesh != got.mesh:
         meshes = [f"{one.dp_replicate} x {one.dp_shard}" for one in (planned.mesh, got.mesh)]
-        found.append(("mesh", *meshes))
+        found.append(("mesh", meshes[0], meshes[1]))
     if seq is not None and seq != got_seq:
         found.append(("seq", seq, got_seq))
     return found
