@@ -271,7 +271,6 @@ def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
 
 def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
     from trimtab.engine import step as steps
-    from trimtab.engine.gradients import OwnGradients
 
     job, model, request, recorder, rank = built
     setting = request.setting
@@ -281,13 +280,7 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         # They are built on the host, and never come to this device.
         recorder.forget(state.stage.dropped)
         state.stage.dropped.clear()
-    names = {id(one): name for name, one in state.model.named_parameters()}
-    if isinstance(state.gradients, OwnGradients):
-        for parameter in state.parameters:
-            recorder.watch_gradient(parameter, names[id(parameter)])
-    else:
-        for held in state.gradients.gradients():
-            recorder.relabel(held, "gradients")
+    names = _watch_gradients(state, recorder)
     if not recorder.compiles:
         # Compiled code is no longer divided into modules, and hooks would be compiled with it.
         recorder.name_modules(state.model, state.entries)
@@ -334,6 +327,20 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
             }
         ),
     }
+
+
+def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
+    """Note what gradients are kept in, and where they come and go; return the names of parameters by id."""
+    from trimtab.engine.gradients import OwnGradients
+
+    names = {id(one): name for name, one in state.model.named_parameters()}
+    if isinstance(state.gradients, OwnGradients):
+        for parameter in state.parameters:
+            recorder.watch_gradient(parameter, names[id(parameter)])
+    else:
+        for held in state.gradients.gradients():
+            recorder.relabel(held, "gradients")
+    return names
 
 
 def _note_questions(kernels: Any) -> None:
