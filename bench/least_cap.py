@@ -256,7 +256,7 @@ def _steps(case: Case) -> str:
     request = request_of(case)
     try:
         job = load(request.job, request.overrides)
-        state = steps.prepare(job, request.setting)
+        state = steps.prepare(job, request.setting, values=request.setting.gpus == 1)
         batch = steps.make_batch(job, request.setting, "cuda")
         for _ in range(STEPS):
             steps.step(state, [batch], clip=request.clip)

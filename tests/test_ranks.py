@@ -192,7 +192,7 @@ def three_ranks() -> dict[str, Report | str]:
     )  # fmt: skip
     found["sharded drill"] = together(sharded, places, drill=drill)
     limits.KEEPS_WHOLE = 0.0
-    sharded.reset = sharded.reset_by_hand
+    fsdp_gradients.reset = fsdp_gradients.reset_by_hand
     drill = Drill(("forward", 0, 2), ("backward", 1, 1), ("backward", 3, 0))
     found["sharded by hand"] = together(sharded, places, drill=drill)
     try:

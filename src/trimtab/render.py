@@ -414,7 +414,7 @@ def _indented(label: str, text: str, style: str) -> RenderableType:
 
 def _wrapped(text: Text, width: int) -> list[Text]:
     """Return the lines of a text, broken at blanks alone; a word that is too wide has a line of its own."""
-    lines = []
+    lines: list[Text] = []
     for line in text.split(allow_blank=True):
         breaks, used = [], 0
         for found in WORD.finditer(line.plain):
