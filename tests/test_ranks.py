@@ -11,6 +11,7 @@ from torch import nn
 
 import trimtab
 from trimtab.engine import limits
+from trimtab.engine import sharded as fsdp_gradients
 from trimtab.errors import NothingFits
 from trimtab.spec import IncidentKind, Mesh, Setting, Share, Strategy
 from trimtab.training.run import Run
