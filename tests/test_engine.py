@@ -119,6 +119,21 @@ class ByMethod(Nested):
         return model.encode(batch).square().mean()
 
 
+class Penalty(Nested):
+    def loss(self, model, batch):
+        batch = batch.requires_grad_()
+        loss = model(batch).square().mean()
+        (slope,) = torch.autograd.grad(loss, batch, create_graph=True)
+        return loss + slope.square().mean()
+
+
+class ByInnerParts(Nested):
+    def loss(self, model, batch):
+        for first, second, third in model.downs:
+            batch = third(second(first(batch)))
+        return batch.square().mean()
+
+
 class ByParts(Job):
     def loss(self, model, batch):
         x = model.table(batch)
@@ -226,3 +241,15 @@ def test_replicas_derived_from_one_device_hold_what_traced_replicas_hold(job: st
 def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
     assert bucket_sizes([30 * MIB, MIB, MIB], 32 * MIB) == [30 * MIB, 2 * MIB]
     assert bucket_sizes([], 5 * MIB) == [5 * MIB]
+
+
+def test_no_gain_is_promised_where_nothing_is_compiled_or_the_compiler_fails(job: str) -> None:
+    def why(name: str) -> str:
+        setting = Setting(micro_batch=2, global_batch=2, precision=Precision.BF16)
+        (found,) = traced_all(f"{job}:{name}", [setting], stated("H100").devices[0])
+        assert not isinstance(found, Exception)
+        return found.no_compile_gain
+
+    assert [why(name) for name in ("Nested", "ByMethod", "ByParts")] == ["", "", ""]
+    assert "differentiates a gradient" in why("Penalty")
+    assert "nothing is compiled" in why("ByInnerParts")

@@ -131,9 +131,9 @@ def _timed(  # noqa: PLR0913 - as above
     mfu = flops / (seconds * peak) if peak else None
     usual = reference(model_kind(trace), device, setting.precision)
     said = []
-    if fusing and trace.unfused_compiled:
+    if fusing and trace.no_compile_gain:
         said.append(
-            "compiled: attention loses its fused kernel; time and memory are taken to be as without; "
+            f"compiled: {trace.no_compile_gain}; time and memory are taken to be as without; "
             "`trimtab estimate --compile` asks the compiler itself"
         )
     elif fusing:

@@ -210,8 +210,7 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
     eager one (`predict.fusion`). A trace through the compiler itself says it better, and takes a minute where
     this takes none.
     """
-    if fusing and trace.unfused_compiled:
-        # Attention would get slower and the rest faster: no gain is promised.
+    if fusing and trace.no_compile_gain:
         fusing, setting = False, setting.replace(compile=False)
     found = []
     passes = []

@@ -31,6 +31,8 @@ class Kernels:
         Autocast(last_first=casts_last_argument_first(target)).install(self._library)
         self.attended = False
         """Whether torch's function for attention was called."""
+        self.double_backward = False
+        """Whether a gradient was computed in a way that it can be differentiated again."""
         self.asked_compiling = False
         """Whether code outside of torch asked if it is being compiled."""
         self.unfused: dict[str, None] = {}

@@ -21,6 +21,7 @@ from trimtab.errors import TrimtabError
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, load
 from trimtab.spec import PARTS, Device, Mesh, Noun, Recompute, Setting, Strategy, Trace
+from trimtab.spec.trace import ENTER
 from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
 from trimtab.trace.child import Say, apart, told
 from trimtab.trace.forks import forked
@@ -162,8 +163,19 @@ def _whole(built: _Built, *, forward: bool = False) -> Trace:
     assumed = (*chosen, *recorder.kernels.assumptions, *recorder.kernels.unfused)
     compiled = counts.pop("lost_compiled", {})
     assumed += tuple(f"under torch.compile {text}" for text in compiled)
-    counts["unfused_compiled"] = bool(compiled)
+    if not forward:
+        counts["no_compile_gain"] = _no_compile_gain(recorder, compiled)
     return Trace(**_columns(recorder), **counts, assumptions=assumed)
+
+
+def _no_compile_gain(recorder: Any, unfused: dict[str, None]) -> str:
+    """Why torch.compile would not make this step faster, as far as an eager trace shows."""
+    if recorder.kernels.double_backward:
+        return "the loss differentiates a gradient, which torch.compile does not support"
+    calls = {one.op for one in recorder.works if one.kind == "call"}
+    if calls and ENTER not in calls:
+        return "loss() calls neither the model nor its methods or direct parts, so nothing is compiled"
+    return "attention loses its fused kernel" if unfused else ""
 
 
 def _from_few(built: _Built, *, check: bool, timeout_s: float) -> Trace | None:
@@ -294,6 +306,7 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         return {}
     if not recorder.compiles:
         _note_questions(recorder.kernels)
+        _note_double_backward(recorder.kernels)
     kept: list[int] = []
     for number in range(STEPS):
         if number == STEPS - 1:
@@ -341,6 +354,22 @@ def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
         for held in state.gradients.gradients():
             recorder.relabel(held, "gradients")
     return names
+
+
+def _note_double_backward(kernels: Any) -> None:
+    """Note from now on whether a gradient is computed in a way that it can be differentiated again."""
+    import torch
+
+    def noting(whole: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            create_graph = kwargs.get("create_graph", args[place] if len(args) > place else False)
+            kernels.double_backward = kernels.double_backward or bool(create_graph)
+            return whole(*args, **kwargs)
+
+        return called
+
+    torch.autograd.grad = noting(torch.autograd.grad, 4)
+    torch.autograd.backward = noting(torch.autograd.backward, 3)
 
 
 def _note_questions(kernels: Any) -> None:
