@@ -56,7 +56,9 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     from trimtab.planner.decide import Question, decide
     from trimtab.planner.foresight import plain_device
     from trimtab.planner.outlook import room_bytes
+    from trimtab.planner.space import shard_counts
     from trimtab.planner.stale import fingerprints
+    from trimtab.predict.derive import direct_shards
     from trimtab.trace.standing import Standing
     from trimtab.trace.summary import is_known
     from trimtab.trace.tracer import cache_folder, keep
@@ -84,6 +86,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         outlook, save = foresight(
             name, overrides, standing, clip=clip, kept_in=kept_in, ahead=open_question, say=say
         )
+        outlook.direct |= direct_shards(shard_counts(workload, where, policy))
         try:
             found = decide(question, outlook)
         finally:

@@ -139,6 +139,15 @@ def space(workload: Workload, cluster: Cluster, policy: Policy) -> Space:
     )
 
 
+def shard_counts(workload: Workload, cluster: Cluster, policy: Policy) -> set[int]:
+    """Return every number of shards that a legal setting has; none where no setting is legal."""
+    try:
+        families = space(workload, cluster, policy).families
+    except WrongUse:
+        return set()
+    return {one.mesh.dp_shard for one in families if one.mesh.dp_shard > 1}
+
+
 class _Refusals:
     """Counts of what was refused, by cause."""
 
