@@ -66,6 +66,7 @@ if not pid:
 while True:
     time.sleep(0.01)
 """
+Start = Callable[..., subprocess.Popen[bytes]]
 NAMES = ("worker", "fork", "fork-of-fork")
 WITHIN_S = 2.0
 PATIENCE_S = 60.0
@@ -79,7 +80,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def start(folder: Path) -> Iterator[Start]:
     started = []
 
     def begin(program: str, **variables: str) -> subprocess.Popen[bytes]:
@@ -136,21 +137,21 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_workers_end_when_a_signal_ends_their_parent(how: signal.Signals, folder: Path, start) -> None:
+def test_workers_end_when_a_signal_ends_their_parent(how: signal.Signals, folder: Path, start: Start) -> None:
     parent = start("parent")
     pids = started_pids(folder)
     parent.send_signal(how)
     assert_all_end(pids)
 
 
-def test_workers_end_when_the_terminal_is_closed(folder: Path, start) -> None:
+def test_workers_end_when_the_terminal_is_closed(folder: Path, start: Start) -> None:
     terminal = start("terminal")
     pids = started_pids(folder)
     terminal.kill()
     assert_all_end(pids)
 
 
-def test_workers_end_when_the_caller_times_out(folder: Path, start) -> None:
+def test_workers_end_when_the_caller_times_out(folder: Path, start: Start) -> None:
     parent = start("parent")
     pids = started_pids(folder)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -160,14 +161,14 @@ def test_workers_end_when_the_caller_times_out(folder: Path, start) -> None:
     assert_all_end(pids)
 
 
-def test_workers_end_where_the_system_sends_no_signal(folder: Path, start) -> None:
+def test_workers_end_where_the_system_sends_no_signal(folder: Path, start: Start) -> None:
     parent = start("parent", NO_SIGNAL="1")
     pids = started_pids(folder)
     parent.kill()
     assert_all_end(pids)
 
 
-def test_a_fork_ends_when_the_worker_is_killed(folder: Path, start) -> None:
+def test_a_fork_ends_when_the_worker_is_killed(folder: Path, start: Start) -> None:
     start("parent")
     pids = started_pids(folder)
     os.kill(pids[0], signal.SIGKILL)

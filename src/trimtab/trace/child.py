@@ -34,7 +34,8 @@ def environment(scratch: str) -> dict[str, str]:
 
     No GPU is touched, and what torch.compile leaves lies in a scratch folder, where no real run finds it.
     """
-    return os.environ | REPEATABLE | parent_variable() | {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": scratch}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": scratch}
+    return os.environ | REPEATABLE | parent_variable() | hidden
 
 
 class Asked(Protocol):
