@@ -74,6 +74,13 @@ def cluster(on: str | Path | None = None) -> Cluster:
     return stated(on)
 
 
+def find_cluster(on: str | Path | Cluster | None) -> Cluster:
+    """Return the cluster that `on` names or is; without it, this machine."""
+    from trimtab.spec import Cluster
+
+    return on if isinstance(on, Cluster) else cluster(on)
+
+
 def explain(word: str) -> Word:
     """A knob, strategy or term in plain English, or a kind of what `trimtab doctor` finds.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect
+from trimtab.api.asking import cluster, detect, find_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,6 +52,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     trimtab.plan("job.py:MyJob", "4xA100-40GB").choice
     trimtab.plan(MyJob, "8xH100", deadline="12h", objective="gpus", compare=[1, 2, 4, 8]).recommendation
     """
+    from trimtab.api.predicting import first_device
     from trimtab.jobs.load import name_of
     from trimtab.planner.decide import Question, decide
     from trimtab.planner.foresight import plain_device
@@ -65,7 +66,8 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     from trimtab.trace.worker import Requests
 
     policy = make_policy(memory, deadline, objective, price, pins)
-    where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    where = find_cluster(on)
+    first_device(where)
     name, changed = name_of(job)
     overrides = changed | (options or {})
     given = {"global_batch": global_batch, "samples": samples, "epochs": epochs}

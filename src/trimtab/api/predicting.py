@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect
+from trimtab.api.asking import detect, find_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
     trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"vocab": 50_304}).fits
     trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
     """
-    where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    where = find_cluster(on)
     device = first_device(where)
     setting = make_setting(
         micro_batch=micro_batch,
