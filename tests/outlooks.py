@@ -11,7 +11,7 @@ from trimtab.spec import Allocator, Band, Estimate, Footprint, Recompute, Strate
 from trimtab.units import GIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trimtab.planner.outlook import Layout
     from trimtab.spec import Device, Setting
@@ -40,6 +40,8 @@ class Law:
     prepared: list[Setting] = field(default_factory=list)
     fails: bool = False
     fails_compiled: bool = False
+    fails_with: Callable[[Setting], bool] = lambda _: False
+    """Settings that fail by a cause of their own."""
     traced: set[Any] = field(default_factory=set)
     """Families whose true times are known."""
 
@@ -104,6 +106,8 @@ class Law:
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
         if self.fails or (self.fails_compiled and setting.compile):
             raise JobFailed("loss()", found="it raised", cure="Mend it.")
+        if self.fails_with(setting):
+            raise JobFailed("loss()", found=f"it refuses {setting.precision}", cure="Change it.")
         self.asked.append(setting)
         need = self.need_bytes(setting)
         room = room_bytes(layout.device)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.errors import NothingFits, WrongUse
+from trimtab.errors import NothingFits, TrimtabError, WrongUse
 from trimtab.planner.advise import (
     candidates,
     cost,
@@ -19,8 +19,8 @@ from trimtab.planner.advise import (
 )
 from trimtab.planner.mixed import mixed
 from trimtab.planner.nearest import nothing_fits
-from trimtab.planner.search import MARGIN, Result, Seen, is_late, run_s, search
-from trimtab.planner.space import Space, space, word
+from trimtab.planner.search import MARGIN, RECOMPUTES, Result, Seen, ends, is_late, run_s, search
+from trimtab.planner.space import FailedPrecision, Space, pick_precision, space, word
 from trimtab.spec import Comparison, Objective, Plan, WhatIf
 from trimtab.units import format_duration
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trimtab.planner.outlook import Outlook
-    from trimtab.spec import Cluster, Policy, Workload
+    from trimtab.spec import Cluster, Policy, Rejection, Workload
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,9 @@ class Question:
 def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | None = None) -> Plan:
     """The plan, or the error that says what would be one."""
     check(question)
-    whole = space(question.workload, question.cluster, question.policy)
-    unlike, refused = mixed(whole, outlook)
     counts = tuple(dict.fromkeys(question.compare))
     # First, so that what it looks at does not depend on what else is asked.
-    result = _chosen(
-        _among(whole, counts), outlook, [one for one in unlike if not counts or one.setting.gpus in counts]
-    )
+    whole, unlike, refused, result = _searched(question, outlook, counts)
     rows = _compared(whole, outlook, unlike, question, counts)
     if result.best is None:
         raise _none(question, whole, result, outlook)
@@ -81,6 +77,60 @@ def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | 
     )
 
 
+class _Searched(NamedTuple):
+    """A space, and what a search found in it."""
+
+    whole: Space
+    unlike: list[Seen]
+    refused: list[Rejection]
+    result: Result
+
+
+def _searched(question: Question, outlook: Outlook, counts: tuple[int, ...]) -> _Searched:
+    """Search with the best precision; where every setting fails with it, with the next one that works."""
+    failed: tuple[FailedPrecision, ...] = ()
+    first: _Searched | None = None
+    while True:
+        whole = space(question.workload, question.cluster, question.policy, failed)
+        if first is not None and not _runs(whole, outlook):
+            return first
+        unlike, refused = mixed(whole, outlook)
+        among = [one for one in unlike if not counts or one.setting.gpus in counts]
+        found = _Searched(whole, unlike, refused, _chosen(_among(whole, counts), outlook, among))
+        if found.result.best is not None or not _fails(found.result):
+            return found
+        first = first or found
+        now = whole.precision(question.cluster.devices)
+        many = sum(count for count, _ in found.result.failed.values())
+        why = next(iter(found.result.failed.values()))[1].found
+        failed = (*failed, FailedPrecision(now, why, many))
+        if pick_precision(question.cluster.devices, question.policy, failed) in [
+            one.precision for one in failed
+        ]:
+            return first
+
+
+def _fails(result: Result) -> bool:
+    """Whether nothing could be estimated."""
+    return bool(result.failed) and not result.seen and not result.too_large
+
+
+def _runs(whole: Space, outlook: Outlook) -> bool:
+    """Whether the plainest setting can be estimated."""
+    plainest = min(
+        whole.families,
+        key=lambda one: (one.layout.gpus, RECOMPUTES.index(one.recompute), one.compile),
+        default=None,
+    )
+    if plainest is None:
+        return False
+    try:
+        outlook.estimate(plainest.setting(ends(plainest.cuts)[-1]), plainest.layout)
+    except TrimtabError:
+        return False
+    return True
+
+
 def check(question: Question) -> None:
     """Raise for what cannot be meant."""
     available = len(question.cluster.devices)
@@ -103,13 +153,10 @@ def _among(whole: Space, counts: tuple[int, ...]) -> Space:
     if not counts:
         return whole
     parts = [whole.only(one) for one in counts]
-    return Space(
+    return replace(
+        whole,
         families=tuple(family for part in parts for family in part.families),
         mixed=tuple(layout for part in parts for layout in part.mixed),
-        allocators=whole.allocators,
-        refused=whole.refused,
-        policy=whole.policy,
-        workload=whole.workload,
     )
 
 
@@ -127,8 +174,6 @@ def _chosen(among: Space, outlook: Outlook, unlike: list[Seen]) -> Result:
 
 
 def _faster(one: Space) -> Space:
-    from dataclasses import replace
-
     return replace(one, policy=one.policy.replace(objective=Objective.SPEED))
 
 
@@ -238,6 +283,7 @@ def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
     half = question.workload.replace(global_batch=question.workload.global_batch // 2)
     one = best.setting
     alike = {
+        "precision": one.precision.value,
         "recompute": one.recompute.value,
         "compile": one.compile,
         "strategy": one.strategy.value,
@@ -295,7 +341,7 @@ def _left_out(cluster: Cluster) -> tuple[str, ...]:
 
 def _none(question: Question, whole: Space, result: Result, outlook: Outlook) -> Exception:
     """Why there is no plan."""
-    if not result.seen and not result.too_large and result.failed:
+    if _fails(result):
         # The job's own code failed, everywhere alike.
         return next(iter(result.failed.values()))[1]
     return nothing_fits(question.workload, question.cluster, whole, result, outlook)

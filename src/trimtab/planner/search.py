@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from trimtab.errors import JobFailed, TrimtabError
+from trimtab.errors import TrimtabError
 from trimtab.planner.outlook import room_bytes
 from trimtab.spec import Objective, Recompute, Strategy
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from trimtab.spec import Estimate, Policy, Setting, Workload
 
 RUNNERS_UP = 5
-ENOUGH_FAILURES = 3
-"""Families that fail alike before a job is taken to fail everywhere."""
 MARGIN = 0.1
 """Of a deadline, kept free: the median error of predicted time, with room for checkpoints and evaluation."""
 
@@ -221,6 +219,16 @@ def _setting(entry: Entry) -> Setting:
     return family.setting(cut)
 
 
+def _plainest(families: Iterable[Family]) -> list[Family]:
+    """Return one family of every strategy: the least recomputing and compiling, on the most devices."""
+    found: dict[Strategy, Family] = {}
+    for one in sorted(
+        families, key=lambda one: (RECOMPUTES.index(one.recompute), one.compile, -one.layout.gpus)
+    ):
+        found.setdefault(one.strategy, one)
+    return list(found.values())
+
+
 class _Search:
     """One search under way: a heap of settings, by what they are known to take at least."""
 
@@ -244,6 +252,7 @@ class _Search:
         self.spare: list[tuple[Family, Cut]] = []
         """More members of those, to fill up the runners-up."""
         self.last_failure: TrimtabError | None = None
+        self.plainest = _plainest(space.families)
 
     def run(self, known: Iterable[Seen]) -> Result:
         for one in known:
@@ -451,19 +460,23 @@ class _Search:
         self.result.failed[error.found] = (many + 1, first)
 
     def _failed(self, family: Family) -> None:
-        """What cannot be estimated: if the smallest micro-batch cannot either, none of the family can.
+        """Note a family that cannot be estimated, if its smallest micro-batch cannot either.
 
-        A job whose code fails in several families alike, plain ones among them, fails as itself.
+        A strategy, a way of recomputing or compiling that fails is left out. Where the plainest setting of
+        every strategy fails, so does the job: the rest is not tried.
         """
         error = self.last_failure
-        if self._estimated(family, ends(family.cuts)[-1]) is None and error is not None:
+        assert error is not None  # noqa: S101 - the caller has met it
+        if self._estimated(family, ends(family.cuts)[-1]) is None:
             self.hopeless[family] = error
-        if not isinstance(error, JobFailed) or self.result.seen:
-            return
-        alike = [one for one, why in self.hopeless.items() if why.found == error.found]
-        plain = [one for one in alike if not one.compile and one.recompute is Recompute.NONE]
-        if len(alike) >= ENOUGH_FAILURES and plain:
-            raise error
+        for plain in self.plainest:
+            if self.result.seen:
+                return
+            if plain not in self.hopeless and self._estimated(plain, ends(plain.cuts)[-1]) is None:
+                self.hopeless[plain] = self.last_failure or error
+        first = next(iter(self.hopeless.values()), None)
+        if first is not None and not self.result.seen:
+            self.hopeless = {one: self.hopeless.get(one, first) for one in self.space.families}
 
     def _find_limit(self, family: Family, cut: Cut, seen: Seen) -> None:
         """Find the largest micro-batch that fits, by the line through what two of them need.
