@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from trimtab.errors import TrimtabError
     from trimtab.planner.foresight import Foresight, Kept
+    from trimtab.planner.search import Seen
     from trimtab.predict.traces import Family
     from trimtab.spec import (
         Cluster,
@@ -46,11 +47,16 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     options: dict[str, Any] | None = None,
     cache: bool = True,
     say: Callable[[str], None] = lambda _: None,
+    say_best: Callable[[str], None] = lambda _: None,
+    partial: bool = False,
 ) -> Plan:
     """The best configuration that fits, with reasons, without a GPU.
 
     trimtab.plan("job.py:MyJob", "4xA100-40GB").choice
     trimtab.plan(MyJob, "8xH100", deadline="12h", objective="gpus", compare=[1, 2, 4, 8]).recommendation
+
+    `say` is told what is being done, `say_best` the best so far. With `partial`, Ctrl-C gives the best so far
+    as a plan that is not `complete`; without it, or where nothing was found, KeyboardInterrupt is raised.
     """
     from trimtab.api.predicting import first_device
     from trimtab.jobs.load import name_of
@@ -90,13 +96,25 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         )
         outlook.direct |= direct_shards(shard_counts(workload, where, policy))
         try:
-            found = decide(question, outlook)
+            found = decide(question, outlook, notice=lambda seen: say_best(_best_words(seen)))
         finally:
             save()
+        if not (found.complete or partial):
+            raise KeyboardInterrupt
         told = fingerprints(name, workload, found.places, versions())
         found = found.replace(fingerprints=told, options=overrides)
-        keep(file, found.to_json())
+        if found.complete:
+            keep(file, found.to_json())
         return found
+
+
+def _best_words(seen: Seen) -> str:
+    """A setting with its speed, for whoever waits."""
+    from trimtab.planner.foresight import spoken
+
+    setting, step_s = seen.setting, seen.estimate.step_s
+    speed = "" if not step_s else f", {setting.global_batch / step_s:.3g} samples/s"
+    return f"{spoken(setting)} on {setting.gpus} GPU{'s' * (setting.gpus > 1)}{speed}"
 
 
 def _digest(*parts: Any) -> str:

@@ -268,7 +268,7 @@ def plan_stages(
             "samples": asked.get("samples") or horizon.samples,
             "epochs": asked.get("epochs") or stage.epochs or horizon.epochs,
         }
-        one = plan(name, where, options=felt, **{**asked, **given})
+        one = plan(name, where, options=felt, **{**asked, **given, "partial": False})
         found.append(PlannedStage(stage=stage, plan=one.replace(options=whole)))
     return StagedPlan(job=name, stages=tuple(found))
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.choose import progress
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _print, _print_json, app
+from trimtab.cli.progress import progress
 from trimtab.cli.shape import NoCache, Set, job_options
 from trimtab.errors import WrongUse
 
@@ -68,7 +68,8 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
             cure="Write it like: trimtab apply plan.json --to config.yaml",
         )
     found, unchecked = api.plan_from(plan)
-    with progress() as say:
+    with progress("planning") as shown:
+        say = shown.say
         proposal = api.propose(found, to, target=target, on=on, beside=beside, cache=not no_cache, say=say)
     proposal.said += [unchecked] if unchecked else []
     ready = proposal.prepared(beside=beside)
@@ -142,7 +143,8 @@ def show(  # noqa: PLR0913, PLR0917 - each is an option
     from trimtab.cli import views
 
     options = job_options(job or "", given)
-    with progress() as say:
+    with progress("planning") as shown:
+        say = shown.say
         found = api.show(file, on, job=job, target=target, options=options, cache=not no_cache, say=say)
     if json:
         _print_json(found.to_builtins())

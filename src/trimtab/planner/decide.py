@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trimtab.planner.outlook import Outlook
+    from trimtab.planner.search import Notice
     from trimtab.spec import Cluster, Policy, Rejection, Workload
 
 
@@ -44,16 +45,37 @@ class Question:
     """Numbers of devices to set side by side; the choice is then one of them."""
 
 
-def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | None = None) -> Plan:
-    """The plan, or the error that says what would be one."""
+def decide(
+    question: Question,
+    outlook: Outlook,
+    fingerprints: dict[str, str] | None = None,
+    *,
+    notice: Notice = lambda _: None,
+) -> Plan:
+    """The plan, or the error that says what would be one.
+
+    `notice` is given every setting that is better than all before it. After Ctrl-C the plan is the best so
+    far, and not `complete`.
+    """
     check(question)
     counts = tuple(dict.fromkeys(question.compare))
     # First, so that what it looks at does not depend on what else is asked.
-    whole, unlike, refused, result = _searched(question, outlook, counts)
-    rows = _compared(whole, outlook, unlike, question, counts)
-    if result.best is None:
-        raise _none(question, whole, result, outlook)
+    whole, unlike, refused, result = _searched(question, outlook, counts, notice)
+    rows: tuple[Comparison, ...] = ()
+    what_if: tuple[WhatIf, ...] = ()
+    complete = result.complete
     best = result.best
+    try:
+        if complete:
+            rows = _compared(whole, outlook, unlike, question, counts)
+        if best is None:
+            raise _none(question, whole, result, outlook)
+        if complete:
+            what_if = _what_ifs(question, outlook, best, rows)
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        complete = False
     if is_late(question.workload, question.policy, best.estimate.step_s, margin=0.0):
         raise _too_late(question, best)
     estimate = finished(best.estimate, best.setting, question.workload)
@@ -67,13 +89,14 @@ def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | 
         looked_at=looks(result),
         rejected=rejections(result, whole, refused),
         comparison=rows,
-        what_if=_what_ifs(question, outlook, best, rows),
+        what_if=what_if,
         places=best.layout.places,
         workload=question.workload,
         cost=cost(estimate, question.policy),
         left_out=_left_out(question.cluster),
         recommendation=recommendation(best, whole, question.cluster, rows, result.fastest),
         fingerprints=fingerprints or {},
+        complete=complete,
     )
 
 
@@ -86,7 +109,7 @@ class _Searched(NamedTuple):
     result: Result
 
 
-def _searched(question: Question, outlook: Outlook, counts: tuple[int, ...]) -> _Searched:
+def _searched(question: Question, outlook: Outlook, counts: tuple[int, ...], notice: Notice) -> _Searched:
     """Search with the best precision; where every setting fails with it, with the next one that works."""
     failed: tuple[FailedPrecision, ...] = ()
     first: _Searched | None = None
@@ -96,7 +119,7 @@ def _searched(question: Question, outlook: Outlook, counts: tuple[int, ...]) -> 
             return first
         unlike, refused = mixed(whole, outlook)
         among = [one for one in unlike if not counts or one.setting.gpus in counts]
-        found = _Searched(whole, unlike, refused, _chosen(_among(whole, counts), outlook, among))
+        found = _Searched(whole, unlike, refused, _chosen(_among(whole, counts), outlook, among, notice))
         if found.result.best is not None or not _fails(found.result):
             return found
         first = first or found
@@ -160,17 +183,17 @@ def _among(whole: Space, counts: tuple[int, ...]) -> Space:
     )
 
 
-def _chosen(among: Space, outlook: Outlook, unlike: list[Seen]) -> Result:
+def _chosen(among: Space, outlook: Outlook, unlike: list[Seen], notice: Notice) -> Result:
     """The best by the objective; where a deadline binds, with margin if that can be."""
     if among.policy.deadline_s is None or among.policy.objective is Objective.SPEED:
-        return search(among, outlook, known=unlike)
+        return search(among, outlook, known=unlike, notice=notice)
     found = Result()
     for margin in (MARGIN, 0.0):
-        found = search(among, outlook, known=unlike, margin=margin)
+        found = search(among, outlook, known=unlike, margin=margin, notice=notice)
         if found.best is not None:
             return found
     # Nothing is in time: the fastest says by how much.
-    return search(_faster(among), outlook, known=unlike) if found.too_late else found
+    return search(_faster(among), outlook, known=unlike, notice=notice) if found.too_late else found
 
 
 def _faster(one: Space) -> Space:
@@ -183,11 +206,20 @@ def _compared(
     """The fastest that fits for every number of devices."""
     fast = _faster(whole)
     best = {
-        one: search(fast.only(one), outlook, known=[seen for seen in unlike if seen.setting.gpus == one])
+        one: _finished(
+            search(fast.only(one), outlook, known=[seen for seen in unlike if seen.setting.gpus == one])
+        )
         for one in counts
     }
     base = next((found.best for found in best.values() if found.best is not None), None)
     return tuple(_row(one, best[one], base, question) for one in counts)
+
+
+def _finished(result: Result) -> Result:
+    """Return the result of a search; KeyboardInterrupt where the search was interrupted."""
+    if not result.complete:
+        raise KeyboardInterrupt
+    return result
 
 
 def _row(count: int, result: Result, base: Seen | None, question: Question) -> Comparison:
@@ -305,7 +337,7 @@ def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
     else:
         return [WhatIf(change=change, gpus=one.gpus, why=why)]
     unlike, _ = mixed(legal, outlook)
-    seen = search(legal, outlook, known=unlike).best
+    seen = _finished(search(legal, outlook, known=unlike)).best
     lost = f"without the pin {' and '.join(given_up)}, which cannot hold: {why}" if given_up else ""
     if seen is None:
         return [WhatIf(change=change, gpus=one.gpus, why=f"nothing fits{', ' * bool(lost)}{lost}")]

@@ -160,8 +160,8 @@ class Foresight:
                     by_device.setdefault(kind(device), (layout, {}))[1][key] = one
                     ladders[key] = self._ladder(setting, layout)
         for layout, settings in by_device.values():
-            for one in settings.values():
-                self.say(spoken(one))
+            first, *others = settings.values()
+            self.say(f"tracing {spoken(first)}" + f" and {len(others)} more" * bool(others))
             answers = self.trace_all(list(settings.values()), plain_device(layout.device), self.changes)
             for key, answer in zip(settings, answers, strict=True):
                 self.traces[key] = answer

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
@@ -55,6 +56,7 @@ PROBE_FIRST = (
 """Before anything is known the strategy that tells most is looked at: what it shards, others hold whole."""
 RECOMPUTES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 
+Notice = Callable[["Seen"], None]
 Value = tuple[float, ...]
 """What the objective makes as small as it can."""
 
@@ -100,6 +102,8 @@ class Result:
     """Settings not looked at, because they cannot be better, and the least time that one of them takes."""
     failed: dict[str, tuple[int, TrimtabError]] = field(default_factory=dict)
     """Settings that could not be estimated, by cause."""
+    complete: bool = True
+    """False where the search was interrupted: `best` is the best that it had found."""
 
 
 def value(setting: Setting, step_s: float | None, objective: Objective) -> Value:
@@ -161,14 +165,21 @@ def is_late(workload: Workload, policy: Policy, step_s: float | None, *, margin:
 
 
 def search(
-    space: Space, outlook: Outlook, *, known: Iterable[Seen] = (), margin: float | None = None
+    space: Space,
+    outlook: Outlook,
+    *,
+    known: Iterable[Seen] = (),
+    margin: float | None = None,
+    notice: Notice = lambda _: None,
 ) -> Result:
     """The best setting that fits, with what was learnt on the way.
 
     `known` are settings that were estimated elsewhere (those on unlike devices) and compete here; `margin`
-    refuses what ends too close to the deadline or after it.
+    refuses what ends too close to the deadline or after it. `notice` is given every setting that is better
+    than all before it. After Ctrl-C the result is the best so far, marked as not complete; where nothing was
+    found, KeyboardInterrupt is raised.
     """
-    return _Search(space, outlook, margin).run(known)
+    return _Search(space, outlook, margin, notice).run(known)
 
 
 CLEARLY = 1.04
@@ -232,12 +243,15 @@ def _plainest(families: Iterable[Family]) -> list[Family]:
 class _Search:
     """One search under way: a heap of settings, by what they are known to take at least."""
 
-    def __init__(self, space: Space, outlook: Outlook, margin: float | None) -> None:
+    def __init__(self, space: Space, outlook: Outlook, margin: float | None, notice: Notice) -> None:
         self.space = space
         self.policy = space.policy
         self.outlook = outlook
         self.margin = margin
+        self.notice = notice
         self.result = Result()
+        self.met: list[Entry] = []
+        """Everything that is known and fits."""
         self.heap: list[Entry] = []
         self.numbers = count()
         self.limits = self.result.limits
@@ -255,14 +269,27 @@ class _Search:
         self.plainest = _plainest(space.families)
 
     def run(self, known: Iterable[Seen]) -> Result:
-        for one in known:
-            self._met(one)
-        for family in self.space.families:
-            for cut in family.cuts:
-                self._push_bound(family, cut)
-        self._sift()
-        self._fill_up()
+        try:
+            for one in known:
+                self._met(one)
+            for family in self.space.families:
+                for cut in family.cuts:
+                    self._push_bound(family, cut)
+            self._sift()
+            self._fill_up()
+        except KeyboardInterrupt:
+            self._stop()
         return self.result
+
+    def _stop(self) -> None:
+        """Take the best that is known, where the search was interrupted."""
+        self.result.complete = False
+        if self.result.best is None:
+            if not self.met:
+                raise KeyboardInterrupt
+            first, *others = sorted(self.met)
+            self.result.best = first[-1]
+            self.result.runners_up = [one for *_, one in others[:RUNNERS_UP] if one is not None]
 
     def _sift(self) -> None:
         while self.heap:
@@ -538,5 +565,8 @@ class _Search:
             self.result.too_late += 1
             return
         worth = value(seen.setting, seen.estimate.step_s, self.policy.objective)
-        entry = (worth, False, taste(seen.setting), next(self.numbers), family, (0, 0), seen)
+        entry: Entry = (worth, False, taste(seen.setting), next(self.numbers), family, (0, 0), seen)
         heapq.heappush(self.heap, entry)
+        if all(entry < other for other in self.met):
+            self.notice(seen)
+        self.met.append(entry)

@@ -184,3 +184,5 @@ class Plan(Noun, frozen=True, kw_only=True):
     """The answer in a sentence."""
     fingerprints: dict[str, str] = {}
     """What the plan assumed: job, cluster, versions."""
+    complete: bool = True
+    """False where the search was interrupted: the choice is the best that it had found."""
