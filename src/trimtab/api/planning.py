@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 SLOW_S = 3.0
 """Traces that take longer are worth beginning before they are asked for."""
+TOO_SLOW_S = 20.0
+"""Traces that take longer than this are not: what is asked for instead would have to wait for them."""
 
 
 def plan(  # noqa: PLR0913 - each is an option of the command
@@ -229,8 +231,9 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
             families=families,
             standing=standing,
         )
-        slow = slow or monotonic() - began > SLOW_S
-        if ahead and slow:
+        took = monotonic() - began
+        slow = slow or took > SLOW_S
+        if ahead and slow and took < TOO_SLOW_S:
             _expect(standing)
         return found
 

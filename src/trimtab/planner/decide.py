@@ -121,16 +121,20 @@ def _searched(question: Question, outlook: Outlook, counts: tuple[int, ...], not
         among = [one for one in unlike if not counts or one.setting.gpus in counts]
         found = _Searched(whole, unlike, refused, _chosen(_among(whole, counts), outlook, among, notice))
         if found.result.best is not None or not _fails(found.result):
-            return found
+            return found._replace(whole=replace(whole, failed_precisions=_own_causes(failed, found.result)))
         first = first or found
         now = whole.precision(question.cluster.devices)
-        many = sum(count for count, _ in found.result.failed.values())
-        why = next(iter(found.result.failed.values()))[1].found
-        failed = (*failed, FailedPrecision(now, why, many))
+        causes = found.result.failed.values()
+        failed = (*failed, *(FailedPrecision(now, error.found, many) for many, error in causes))
         if pick_precision(question.cluster.devices, question.policy, failed) in [
             one.precision for one in failed
         ]:
             return first
+
+
+def _own_causes(failed: tuple[FailedPrecision, ...], result: Result) -> tuple[FailedPrecision, ...]:
+    """Leave out what fails in the precision that was taken as well: precision is not its cause."""
+    return tuple(one for one in failed if one.why not in result.failed) or failed
 
 
 def _fails(result: Result) -> bool:
