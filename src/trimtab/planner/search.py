@@ -367,11 +367,15 @@ class _Search:
 
     def _push_bound(self, family: Family, cut: Cut) -> None:
         setting = family.setting(cut)
-        floor = self.outlook.floor(setting, family.layout)
         # Of equal bounds the one that tells most: the largest micro-batch bounds those below it.
         order = (PROBE_FIRST.index(family.strategy), -family.layout.gpus, *taste(setting)[2:-1], -cut[0])
-        bound = value(setting, floor.step_s, self.policy.objective)
+        bound = self._bound(family, cut)
         heapq.heappush(self.heap, (bound, True, order, next(self.numbers), family, cut, None))
+
+    def _bound(self, family: Family, cut: Cut) -> Value:
+        setting = family.setting(cut)
+        floor = self.outlook.floor(setting, family.layout)
+        return value(setting, floor.step_s, self.policy.objective)
 
     def _look(self, family: Family, cut: Cut, bound: Value) -> None:
         """Look closely at a setting, unless something learnt since makes that needless."""
@@ -448,7 +452,7 @@ class _Search:
                         wanted[one.strategy] = one
         self._ask([family])
         # That has told what the model holds, and so which of the others are too large to be worth a trace.
-        self._ask([one for one in wanted.values() if self._may_fit(one)])
+        self._ask([one for one in wanted.values() if self._may_fit(one) and self._may_win(one)])
 
     def _ask(self, families: list[Family]) -> None:
         self.outlook.prepare([(one.setting(cut), one.layout) for one in families for cut in ends(one.cuts)])
@@ -456,6 +460,13 @@ class _Search:
     def _may_fit(self, family: Family) -> bool:
         floor = self.outlook.floor(family.setting(family.cuts[-1]), family.layout)
         return floor.need_bytes <= allowed(family.layout, self.policy)
+
+    def _may_win(self, family: Family) -> bool:
+        """Whether a bound leaves a family a chance against what is known to fit."""
+        best = min(self.met, default=None)
+        return best is None or any(
+            self._bound(family, cut)[0] <= best[0][0] * (1 + TIE) for cut in family.cuts
+        )
 
     def _estimated(self, family: Family, cut: Cut) -> Seen | None:
         """The setting with the first allocator that makes it fit, or else with the one that needs least."""
