@@ -462,10 +462,13 @@ class _Search:
         return floor.need_bytes <= allowed(family.layout, self.policy)
 
     def _may_win(self, family: Family) -> bool:
-        """Whether a bound leaves a family a chance against what is known to fit."""
+        """Whether a family seems to have a chance against what is known to fit, by two micro-batches.
+
+        If it has one all the same, it is traced when its turn comes.
+        """
         best = min(self.met, default=None)
         return best is None or any(
-            self._bound(family, cut)[0] <= best[0][0] * (1 + TIE) for cut in family.cuts
+            self._bound(family, cut)[0] <= best[0][0] * (1 + TIE) for cut in ends(family.cuts)
         )
 
     def _estimated(self, family: Family, cut: Cut) -> Seen | None:
