@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab.errors import JobFailed
+from trimtab.errors import JobFailed, WrongUse
 from trimtab.spec import Precision, Strategy
 
 JOB = """
@@ -56,3 +56,12 @@ def test_a_loss_that_refuses_autocast_and_shards_is_planned_without_both(job: st
 def test_a_loss_that_always_fails_says_why(job: str) -> None:
     with pytest.raises(JobFailed, match="does not know sharded weights"):
         trimtab.plan(job, "H100", pins=PINS, options={"refuses": "all"})
+
+
+def test_a_plan_without_devices_is_wrong_use_in_words(job: str) -> None:
+    nowhere = trimtab.cluster("H100").replace(nodes=())
+    with pytest.raises(WrongUse, match="this machine has no GPU"):
+        trimtab.plan(job, nowhere)
+    for verb in (trimtab.plan, trimtab.estimate):
+        with pytest.raises(WrongUse, match="it is empty"):
+            verb(job, "")
