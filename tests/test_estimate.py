@@ -127,8 +127,9 @@ def test_sharding_divides_what_a_rank_keeps(tmp_path: Path) -> None:
     shard = estimate(job, "8xH100", precision="fp32", strategy="fsdp")
     copy = estimate(job, "8xH100", precision="fp32", strategy="ddp")
     assert shard.parts.optimizer == pytest.approx(one.parts.optimizer / 8, rel=0.1)
-    # Buckets hold every gradient once more.
-    assert copy.parts.communication == pytest.approx(one.parts.weights, rel=0.02)
+    # Gradients are views of the buckets that are summed: there is one copy of each.
+    assert copy.parts.gradients == pytest.approx(one.parts.weights, rel=0.02)
+    assert copy.parts.communication == 0
 
 
 def test_a_second_question_is_answered_from_the_cache_and_a_changed_job_is_not(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect, find_cluster
+from trimtab.api.asking import cluster, detect, find_cluster, stated_network
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,6 +47,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     pins: Mapping[str, Any] | Iterable[str] = (),
     clip: float | None = None,
     options: dict[str, Any] | None = None,
+    network: str | None = None,
     cache: bool = True,
     say: Callable[[str], None] = lambda _: None,
     say_best: Callable[[str], None] = lambda _: None,
@@ -75,6 +76,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
 
     policy = make_policy(memory, deadline, objective, price, pins)
     where = find_cluster(on)
+    where = where if network is None else stated_network(where, network)
     first_device(where)
     name, changed = name_of(job)
     overrides = changed | (options or {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect, find_cluster
+from trimtab.api.asking import detect, find_cluster, stated_network
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,6 +38,7 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
     allocator: str = "default",
     clip: float | None = None,
     options: dict[str, Any] | None = None,
+    network: str | None = None,
     cache: bool = True,
 ) -> Estimate:
     """What one configuration would need, without running it and without a GPU.
@@ -47,6 +48,7 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
     trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
     """
     where = find_cluster(on)
+    where = where if network is None else stated_network(where, network)
     device = first_device(where)
     setting = make_setting(
         micro_batch=micro_batch,

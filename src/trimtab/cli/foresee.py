@@ -20,6 +20,7 @@ from trimtab.cli.shape import (
     Llama,
     Lora,
     MicroBatch,
+    Network,
     NoCache,
     Optimizer,
     Precision,
@@ -29,6 +30,7 @@ from trimtab.cli.shape import (
     Sequential,
     Set,
     job_options,
+    stated_devices,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ On = Annotated[
 def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     job: JobName,
     on: On = None,
+    network: Network = None,
     micro_batch: MicroBatch = 1,
     precision: Precision = "bf16",
     recompute: Recompute = "none",
@@ -80,7 +83,8 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     options = job_options(
         job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
     )
-    where = api.cluster(on) if on is not None else api.detect()
+    named = stated_devices(on, network)
+    where = named if named is not None and not isinstance(named, str) else api.cluster(named)
     device = api.first_device(where)
     setting = api.make_setting(
         micro_batch=micro_batch,

@@ -423,7 +423,11 @@ class Foresight:
         if layout not in self.names:
             nodes = tuple(len(node.devices) for node in layout.cluster.nodes)
             links = tuple(
-                (one.kind, one.node, len(one.devices), one.bandwidth_bytes_per_s, one.total_bytes_per_s)
+                (
+                    *(one.kind, one.node, len(one.devices), one.bandwidth_bytes_per_s, one.total_bytes_per_s),
+                    # An estimate says where the network's bandwidth is from.
+                    *([] if one.node is not None else [one.source]),
+                )
                 for one in layout.cluster.links
             )
             self.names[layout] = f"{plain_device(layout.device).fingerprint()} {nodes} {links}"

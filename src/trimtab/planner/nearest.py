@@ -214,7 +214,16 @@ def imagined(cluster: Cluster, device: Device, count: int) -> Cluster:
     row = next((one for one in devices() if one.name == device.model), None)
     if row is not None:
         nodes = -(-count // NODE)
-        return stated(f"{nodes}x{count // nodes}x{row.typed[0]}" if nodes > 1 else f"{count}x{row.typed[0]}")
+        if nodes == 1:
+            return stated(f"{count}x{row.typed[0]}")
+        found = stated(f"{nodes}x{count // nodes}x{row.typed[0]}")
+        # A network that the user stated holds for more nodes of the kind too.
+        own = [link for link in cluster.links if link.node is None and link.source.startswith("stated")]
+        return (
+            found.replace(links=(*(link for link in found.links if link.node is not None), *own))
+            if own
+            else found
+        )
     alike = tuple(device.replace(index=index) for index in range(count))
     return cluster.replace(nodes=(Node(name="imagined", devices=alike),), links=())
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.predict import comms, time
 from trimtab.predict.calibration import speed
 from trimtab.predict.memory import BAND_HIGH, BAND_LOW, Memory, memory
-from trimtab.predict.rating import PEAK_OF, rating
+from trimtab.predict.rating import PEAK_OF, model_kind, rating, reference
 from trimtab.spec import Allocator, Band, Estimate, Recompute, StepTime, Strategy
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of 
             capacity_bytes=capacity,
             fits=band.high_bytes <= capacity,
             parts=found.parts,
+            gradients_bytes=found.gradients_bytes,
             band=band,
             **timed,
             assumptions=(*trace.assumptions, *said_of_ranks, *_assumed(setting, device), *said),
@@ -131,6 +132,7 @@ def _timed(  # noqa: PLR0913 - as above
     flops = time.device_flops(trace, setting)
     once = time.model_flops(trace)
     mfu = flops / (seconds * peak) if peak else None
+    usual = reference(model_kind(trace), device, setting.precision)
     said = []
     if fusing:
         said.append(
@@ -147,6 +149,8 @@ def _timed(  # noqa: PLR0913 - as above
         )
     if not alone:
         said.append("time: collectives by the bandwidth of the links, not measured")
+    if cluster is not None and (network := comms.network_words(cluster, setting.gpus)):
+        said.append(network)
     return {
         "step_s": seconds,
         "step_time": StepTime(
@@ -158,7 +162,8 @@ def _timed(  # noqa: PLR0913 - as above
         ),
         "samples_per_s": setting.global_batch / seconds,
         "mfu": mfu,
-        "mfu_rating": rating(mfu, device, setting.precision) if mfu is not None else None,
+        "mfu_rating": rating(mfu, usual) if mfu is not None else None,
+        "mfu_reference": usual if mfu is not None else None,
         "hardware_utilization": mfu and mfu * (once + trace.recomputed_flops) / once,
     }, said
 

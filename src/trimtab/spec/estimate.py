@@ -62,6 +62,22 @@ class StepTime(Noun, frozen=True, kw_only=True):
         return below(0, **{part: getattr(self, part) for part in self.__struct_fields__})
 
 
+class MfuReference(Noun, frozen=True, kw_only=True):
+    """The range of MFU that published runs of such a model reach on such a device."""
+
+    low: float
+    high: float
+    """From 0 to 1: above it an MFU is excellent."""
+    model: str
+    """The kind of model: transformer."""
+    figures: str
+    """Where the range comes from."""
+
+    def faults(self) -> list[str]:
+        """The range lies within 0 to 1."""
+        return [] if 0 < self.low <= self.high <= 1 else [f"{self.low} to {self.high} is no range of shares"]
+
+
 class Estimate(Noun, frozen=True, kw_only=True):
     """Memory and speed of one setting on one cluster. Unknown is None."""
 
@@ -76,6 +92,9 @@ class Estimate(Noun, frozen=True, kw_only=True):
     fits: bool | None = None
     """Whether the upper band stays within capacity."""
     parts: Footprint
+    """What is live at the moment of the peak: gradients may be 0 then, and large at another moment."""
+    gradients_bytes: int | None = None
+    """The most that gradients hold at any moment of a step."""
     band: Band
     step_s: float | None = None
     step_time: StepTime | None = None
@@ -83,7 +102,9 @@ class Estimate(Noun, frozen=True, kw_only=True):
     mfu: float | None = None
     """Model operations over the dense peak of the dtype in use, from 0 to 1."""
     mfu_rating: str | None = None
-    """poor, fair, good or excellent, beside jobs that were measured."""
+    """poor, fair, good or excellent beside `mfu_reference`; None where nothing comparable is known."""
+    mfu_reference: MfuReference | None = None
+    """What the rating is against."""
     hardware_utilization: float | None = None
     """The same with what is computed again counted; above mfu where activations are recomputed."""
     hours: float | None = None

@@ -9,6 +9,7 @@ import torch
 
 from trimtab.catalog.describe import capability
 from trimtab.trace import attention, shapes, workspace
+from trimtab.trace.autocast import Autocast, casts_last_argument_first
 from trimtab.trace.values import Values
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Kernels:
         self.values = Values(self.assume)
         self._cublas_threads: set[int] = set()
         self._library = torch.library.Library("aten", "IMPL")
+        Autocast(last_first=casts_last_argument_first(target)).install(self._library)
         attention.register(self._library, self.capability)
         shapes.register_rnn(self._library)
         shapes.keep_whole(self._library)

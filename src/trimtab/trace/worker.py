@@ -253,7 +253,7 @@ def _join_fake_group(setting: Setting) -> None:
 
 def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
     """The job's model on the pretended device."""
-    from trimtab.trace import step as steps
+    from trimtab.engine import step as steps
     from trimtab.trace.imitate import hide_tracing
 
     recorder.mark("build", "weights")
@@ -268,21 +268,27 @@ def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
 
 
 def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
-    from trimtab.trace import step as steps
+    from trimtab.engine import step as steps
+    from trimtab.engine.gradients import OwnGradients
 
     job, model, request, recorder, rank = built
     setting = request.setting
     with _blaming("model()"):
-        state = steps.arrange(job, model, setting, branch=rank.branch, stage=rank.stage)
+        state = steps.assemble(job, model, setting, branch=rank.branch, stage=rank.stage)
     if state.stage is not None:
         # They are built on the host, and never come to this device.
         recorder.forget(state.stage.dropped)
         state.stage.dropped.clear()
-    for bucket in state.buckets:
-        recorder.relabel(bucket, "communication")
+    names = {id(one): name for name, one in state.model.named_parameters()}
+    if isinstance(state.gradients, OwnGradients):
+        for parameter in state.parameters:
+            recorder.watch_gradient(parameter, names[id(parameter)])
+    else:
+        for held in state.gradients.gradients():
+            recorder.relabel(held, "gradients")
     if not recorder.compiles:
         # Compiled code is no longer divided into modules, and hooks would be compiled with it.
-        recorder.name_modules(state.model)
+        recorder.name_modules(state.model, state.entries)
     recorder.mark("batch", "inputs")
     with _blaming(f"batch({setting.micro_batch})"):
         batch = steps.make_batch(job, setting, "cuda")
@@ -301,8 +307,8 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         recorder.mark(f"step{number}", "activations")
         recorder.working = number > 0
         with _blaming("loss()"):
-            steps.step(state, batch, clip=request.clip, between=lambda: kept.append(recorder.live()))
-        _label(state, recorder)
+            steps.step(state, [batch], clip=request.clip, between=lambda: kept.append(recorder.live()))
+        _label(state, recorder, names)
     recorder.mark("end", "activations")
     recorder.working = False
     sizes = [(one.numel(), one.requires_grad) for one in state.model.parameters()]
@@ -324,8 +330,8 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
     }
 
 
-def _label(state: Any, recorder: Any) -> None:
-    """Say which tensors are gradients and which are optimizer state, now that they are there."""
+def _label(state: Any, recorder: Any, names: dict[int, str]) -> None:
+    """Say which tensors are gradients, of which parameter, and which are optimizer state."""
     import torch
 
     def local(tensor: Any) -> Any:
@@ -333,7 +339,7 @@ def _label(state: Any, recorder: Any) -> None:
 
     for parameter in state.parameters:
         if parameter.grad is not None:
-            recorder.relabel(local(parameter.grad), "gradients")
+            recorder.relabel(local(parameter.grad), "gradients", names.get(id(parameter)))
     for held in state.optimizer.state.values():
         for value in held.values():
             if isinstance(value, torch.Tensor):
@@ -495,7 +501,7 @@ def _ranks(job: Any, request: Request) -> list[Rank]:
         ]
     if setting.strategy not in (Strategy.BRANCH, Strategy.HYBRID):
         return [ALIKE]
-    from trimtab.trace.branches import branches_of
+    from trimtab.engine.branches import branches_of
 
     return [
         Rank(branch=branch, number=number, words=f"branch {branch}")
