@@ -59,7 +59,8 @@ def test_a_loss_that_always_fails_says_why(job: str) -> None:
 
 
 def test_a_plan_without_devices_is_wrong_use_in_words(job: str) -> None:
-    nowhere = trimtab.cluster("H100").replace(nodes=())
+    somewhere = trimtab.cluster("H100")
+    nowhere = somewhere.replace(nodes=(somewhere.nodes[0].replace(devices=()),), links=())
     with pytest.raises(WrongUse, match="this machine has no GPU"):
         trimtab.plan(job, nowhere)
     for verb in (trimtab.plan, trimtab.estimate):
