@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "src"))
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent)]
 
 from trimtab.spec import Mesh, OptimizerImplementation, Precision, Recompute, Setting, Strategy  # noqa: E402
 
@@ -75,12 +75,13 @@ class QueuedCase:
     def setting(self) -> Setting:
         """The setting of every rank."""
         strategy = Strategy(self.strategy)
-        mesh = {
-            Strategy.SINGLE: Mesh,
-            Strategy.DDP: lambda: Mesh(dp_replicate=self.gpus),
-            Strategy.FSDP: lambda: Mesh(dp_shard=self.gpus),
-            Strategy.HSDP: lambda: Mesh(dp_replicate=self.nodes, dp_shard=self.gpus // self.nodes),
-        }[strategy]()
+        meshes = {
+            Strategy.SINGLE: {},
+            Strategy.DDP: {"dp_replicate": self.gpus},
+            Strategy.FSDP: {"dp_shard": self.gpus},
+            Strategy.HSDP: {"dp_replicate": self.nodes, "dp_shard": self.gpus // self.nodes},
+        }
+        mesh = Mesh(**meshes[strategy])
         return Setting(
             micro_batch=self.micro_batch,
             global_batch=self.micro_batch * mesh.data_parallel,
@@ -200,7 +201,7 @@ def measure(name: str) -> dict[str, Any]:
     job = load(case.job_name, case.options)
     # Imports take longer than the steps, and need no lock.
     import_ahead(job)
-    torch.cuda.init()
+    torch.zeros(1, device="cuda")
     hold = contextlib.nullcontext() if case.compile else exclusive()
     try:
         with hold:
@@ -259,7 +260,8 @@ def _measured_apart(case: QueuedCase, limit: float) -> dict[str, Any]:
     answers = [text for text in done.stdout.splitlines() if text.startswith("{")]
     if done.returncode or not answers:
         return line | {"failed": done.stderr.strip()[-600:] or f"exit code {done.returncode}"}
-    return line | json.loads(answers[-1]) | {"took_s": round(time.monotonic() - began, 1)}
+    found: dict[str, Any] = json.loads(answers[-1])
+    return line | found | {"took_s": round(time.monotonic() - began, 1)}
 
 
 def answer(name: str) -> None:
@@ -268,7 +270,7 @@ def answer(name: str) -> None:
 
     case = case_named(name)
     if case.kind == "cap":
-        from least_cap import measure_least_cap
+        from bench.least_cap import measure_least_cap
 
         predicted = {one["case"]: one for one in json.loads(PREDICTED_CAPS.read_text(encoding="utf-8"))}
         with exclusive():
@@ -338,8 +340,8 @@ def compare(out: Path, only: str) -> None:
         else:
             try:
                 predicted = predict(QueuedCase(**line["case"]))
-            except Exception as error:  # noqa: BLE001 - a case that cannot be predicted is an answer
-                print(f"{line['id']:42} {type(error).__name__}: {str(error)[:200]}", flush=True)
+            except Exception as why:  # noqa: BLE001 - a case that cannot be predicted is an answer
+                print(f"{line['id']:42} {type(why).__name__}: {str(why)[:200]}", flush=True)
                 continue
             found = {name: value / line[name] - 1 for name, value in predicted.items() if line.get(name)}
         for name, error in found.items():

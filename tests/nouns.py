@@ -204,12 +204,18 @@ step_times = st.builds(spec.StepTime, compute_s=seconds, communication_s=seconds
 @st.composite
 def estimates(draw: st.DrawFn) -> spec.Estimate:
     allocated, reserved, process_bytes = sorted(draw(st.tuples(counts, counts, counts)))
+    verdict = draw(maybe(st.sampled_from(spec.Verdict)))
+    fits = draw(maybe(st.booleans())) if verdict is None else verdict is not spec.Verdict.DOES_NOT_FIT
     return spec.Estimate(
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         process_bytes=process_bytes,
         capacity_bytes=draw(maybe(counts)),
-        fits=draw(maybe(st.booleans())),
+        fits=fits,
+        verdict=verdict,
+        verdict_reason=draw(sentences),
+        least_bytes=draw(st.sampled_from([None, allocated, reserved, process_bytes])),
+        releases_per_step=draw(maybe(seconds)),
         parts=draw(footprints),
         band=draw(bands),
         step_s=draw(maybe(seconds)),

@@ -320,6 +320,8 @@ def test_the_command_prints_a_verdict_and_json_has_the_contract(tmp_path: Path) 
     found = json.loads(trimtab_cli("estimate", job, "--on", "H200", "--micro-batch", "8", "--json").stdout)
     for key in ("allocated_bytes", "reserved_bytes", "process_bytes", "capacity_bytes", "fits", "band"):
         assert found[key] is not None
+    assert (found["verdict"], found["verdict_reason"], found["releases_per_step"]) == ("fits", "", 0)
+    assert found["allocated_bytes"] <= found["least_bytes"] <= found["process_bytes"]
     for key in ("step_s", "samples_per_s", "mfu", "assumptions"):
         assert key in found
     assert set(found["parts"]) == {*PARTS, "context"}

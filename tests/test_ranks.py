@@ -11,6 +11,7 @@ from torch import nn
 
 import trimtab
 from trimtab.engine import limits
+from trimtab.engine import sharded as fsdp_gradients
 from trimtab.errors import NothingFits
 from trimtab.spec import IncidentKind, Mesh, Setting, Share, Strategy
 from trimtab.training.run import Run
@@ -192,7 +193,7 @@ def three_ranks() -> dict[str, Report | str]:
     )  # fmt: skip
     found["sharded drill"] = together(sharded, places, drill=drill)
     limits.KEEPS_WHOLE = 0.0
-    sharded.reset = sharded.reset_by_hand
+    fsdp_gradients.reset = fsdp_gradients.reset_by_hand
     drill = Drill(("forward", 0, 2), ("backward", 1, 1), ("backward", 3, 0))
     found["sharded by hand"] = together(sharded, places, drill=drill)
     try:

@@ -414,7 +414,7 @@ def _indented(label: str, text: str, style: str) -> RenderableType:
 
 def _wrapped(text: Text, width: int) -> list[Text]:
     """Return the lines of a text, broken at blanks alone; a word that is too wide has a line of its own."""
-    lines = []
+    lines: list[Text] = []
     for line in text.split(allow_blank=True):
         breaks, used = [], 0
         for found in WORD.finditer(line.plain):
@@ -575,7 +575,8 @@ def estimate(
     """A verdict, the bar of parts, the three figures, and where the memory goes."""
     parts: list[RenderableType] = [_verdict(found, heading), Text(), _bar(found), Text(), _figures(found)]
     moment = f"{details.operation}, {_phase_words(details.phase)}"
-    rows = [("peak", f"{moment}: the parts above are what is live at that moment")]
+    rows = [("verdict", found.verdict_reason)] if found.verdict_reason else []
+    rows += [("peak", f"{moment}: the parts above are what is live at that moment")]
     if gradients := gradient_words(found):
         rows.append(("", gradients))
     rows += [
@@ -632,7 +633,14 @@ def _verdict(found: Estimate, heading: str) -> Text:
     share = found.process_bytes / found.capacity_bytes
     need = f"{format_bytes(found.process_bytes)} of {format_bytes(found.capacity_bytes)} ({share:.0%})"
     word, style = ("fits", "bold green") if found.fits else ("does not fit", "bold red")
+    if _is_tight(found):
+        word, style = "fits tightly", "bold yellow"
     return Text.assemble((heading, "bold"), ": ", (word, style), f", {need}")
+
+
+def _is_tight(found: Estimate) -> bool:
+    """Whether it fits only because torch releases cached blocks."""
+    return found.verdict is not None and found.verdict.value == "fits-tight"
 
 
 def _phase_words(phase: str) -> str:
@@ -868,10 +876,13 @@ def _room_words(found: Plan) -> str:
     estimate = found.estimate
     capacity = estimate.capacity_bytes or estimate.process_bytes
     most = found.policy.memory_share * capacity
-    return (
+    words = (
         f"{format_bytes(estimate.process_bytes)} of {format_bytes(capacity)} free on the fullest GPU, "
         f"{format_bytes(estimate.band.high_bytes)} at most; {format_bytes(most)} may be used"
     )
+    if _is_tight(estimate):
+        words += f"; torch releases cached blocks, and runs in {format_bytes(estimate.need_bytes)}"
+    return words
 
 
 def _words_table(*justify: str) -> Table:

@@ -84,7 +84,7 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
     preview = api.applied(proposal, ready, None)
     if not json:
         _show_proposal(preview, proposal.stages)
-        for line in views.notes(proposal.said):
+        for line in (*views.notes(proposal.said), *views.warnings(proposal.warnings)):
             _print(line, errors=True)
     changes = bool(preview["diff"])
     written = api.write_plan(ready, found) if changes and (yes or (not json and _asked())) else None

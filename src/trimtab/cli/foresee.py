@@ -99,7 +99,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         **api.spread_of(job, strategy, options),
     )
     asked: dict[str, Any] = {"options": options, "clip": clip, "cache": not no_cache}
-    look = functools.partial(api.look_at_all, job, where=where, **asked)
+    look = functools.partial(api.look_at_all, job, where=where, always_least=json, **asked)
     known = functools.partial(api.is_known, job, **asked)
     found, details, help_lines = _looked(look, known, setting, device, quiet=json)
     names = [name for name, _ in details.modules]

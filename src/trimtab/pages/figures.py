@@ -10,7 +10,7 @@ from trimtab.pages.curves import Axis, Dot, Front, Layer, layers, points
 from trimtab.pages.drawing import Tick
 from trimtab.pages.scales import byte_unit, short, ticks, time_unit, upper
 from trimtab.render import gradient_words, setting_words
-from trimtab.spec import PARTS, Comparison, Estimate, Look, Plan
+from trimtab.spec import PARTS, Comparison, Estimate, Look, Plan, Verdict
 from trimtab.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def memory(plan: Plan) -> Figure:
         limits.append(Limit(allowed, f"{format_bytes(allowed)} may be used"))
     says = f"The fullest GPU holds {format_bytes(one.process_bytes)}"
     says += f" of {format_bytes(one.capacity_bytes)}" if one.capacity_bytes else ""
+    says += "; it fits only because torch releases cached blocks" * (one.verdict is Verdict.FITS_TIGHT)
     largest = max(slices, key=lambda slice_: slice_.value)
     says += f"; {largest.name} take{'s' * (largest.name in ('context', 'workspace', 'communication'))} most."
     says += " The parts are what is live at the moment of the peak"

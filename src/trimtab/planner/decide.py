@@ -119,7 +119,7 @@ def _searched(question: Question, outlook: Outlook, counts: tuple[int, ...], not
             return first
         unlike, refused = mixed(whole, outlook)
         among = [one for one in unlike if not counts or one.setting.gpus in counts]
-        found = _Searched(whole, unlike, refused, _chosen(_among(whole, counts), outlook, among, notice))
+        found = _Searched(whole, unlike, refused, _found(_among(whole, counts), outlook, among, notice))
         if found.result.best is not None or not _fails(found.result):
             return found._replace(whole=replace(whole, failed_precisions=_own_causes(failed, found.result)))
         first = first or found
@@ -187,6 +187,20 @@ def _among(whole: Space, counts: tuple[int, ...]) -> Space:
     )
 
 
+def _found(among: Space, outlook: Outlook, unlike: list[Seen], notice: Notice = lambda _: None) -> Result:
+    """The best that fits. Only where nothing does: the best that fits by releasing cached blocks."""
+    found = _chosen(among, outlook, unlike, notice)
+    if found.best is not None or found.too_late or not found.seen:
+        return found
+    tight = _chosen(replace(among, tight=True), outlook, unlike, notice)
+    if tight.best is None:
+        return tight if tight.seen else found
+    best = tight.best
+    explained = outlook.judge_within(best.setting, best.layout, best.allowed_bytes, explain=True)
+    tight.best = replace(best, estimate=explained)
+    return tight
+
+
 def _chosen(among: Space, outlook: Outlook, unlike: list[Seen], notice: Notice) -> Result:
     """The best by the objective; where a deadline binds, with margin if that can be."""
     if among.policy.deadline_s is None or among.policy.objective is Objective.SPEED:
@@ -210,9 +224,7 @@ def _compared(
     """The fastest that fits for every number of devices."""
     fast = _faster(whole)
     best = {
-        one: _finished(
-            search(fast.only(one), outlook, known=[seen for seen in unlike if seen.setting.gpus == one])
-        )
+        one: _finished(_found(fast.only(one), outlook, [seen for seen in unlike if seen.setting.gpus == one]))
         for one in counts
     }
     base = next((found.best for found in best.values() if found.best is not None), None)
@@ -341,7 +353,7 @@ def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
     else:
         return [WhatIf(change=change, gpus=one.gpus, why=why)]
     unlike, _ = mixed(legal, outlook)
-    seen = _finished(search(legal, outlook, known=unlike)).best
+    seen = _finished(_found(legal, outlook, unlike)).best
     lost = f"without the pin {' and '.join(given_up)}, which cannot hold: {why}" if given_up else ""
     if seen is None:
         return [WhatIf(change=change, gpus=one.gpus, why=f"nothing fits{', ' * bool(lost)}{lost}")]

@@ -103,6 +103,8 @@ class Space:
     workload: Workload
     failed_precisions: tuple[FailedPrecision, ...] = ()
     """Precisions that every setting failed with: the next one was taken."""
+    tight: bool = False
+    """Whether settings count that fit only because torch releases cached blocks."""
 
     def only(self, gpus: int) -> Space:
         """The part with that many devices."""

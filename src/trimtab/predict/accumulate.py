@@ -29,19 +29,19 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
     if not more:
         return estimate
     band = estimate.band
-    return estimate.replace(
+    risen = estimate.replace(
         allocated_bytes=estimate.allocated_bytes + more,
         reserved_bytes=estimate.reserved_bytes + more,
         process_bytes=estimate.process_bytes + more,
         parts=estimate.parts.replace(gradients=estimate.parts.gradients + more),
         gradients_bytes=max(estimate.gradients_bytes or 0, estimate.parts.gradients + more),
         band=band.replace(low_bytes=band.low_bytes, high_bytes=band.high_bytes + more),
-        fits=None if estimate.capacity_bytes is None else band.high_bytes + more <= estimate.capacity_bytes,
         assumptions=(
             *estimate.assumptions,
             "gradients lie beside the activations while micro-batches add up",
         ),
     )
+    return risen if risen.capacity_bytes is None else risen.judge_quickly(risen.capacity_bytes)
 
 
 def gradients(trace: Trace) -> list[int]:

@@ -52,39 +52,36 @@ def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of 
             allocated_bytes=found.allocated_bytes,
             reserved_bytes=found.reserved_bytes,
             process_bytes=found.process_bytes,
-            capacity_bytes=capacity,
-            fits=band.high_bytes <= capacity,
             parts=found.parts,
             gradients_bytes=found.gradients_bytes,
             band=band,
             **timed,
             assumptions=(*trace.assumptions, *said_of_ranks, *_assumed(setting, device), *said),
-        ),
+        ).judge_quickly(capacity),
         found,
     )
 
 
 def _fullest(trace: Trace, setting: Setting) -> tuple[Memory, list[str]]:
     """The memory of the kind of ranks that needs most, and which one that is."""
-    found = [
-        in_flight(
-            memory(
-                one,
-                expandable=setting.allocator is Allocator.EXPANDABLE,
-                sharded=setting.strategy in (Strategy.FSDP, Strategy.HSDP),
-                compiled=setting.compile,
-            ),
-            one,
-            setting,
-        )
-        for one in trace.ranks
-    ]
+    found = [rank_memory(one, setting)[0] for one in trace.ranks]
     most = max(range(len(found)), key=lambda number: found[number].band.high_bytes)
     if not trace.beside:
         return found[most], []
     others = ", ".join(one.rank for number, one in enumerate(trace.ranks) if number != most)
     named = f"the ranks of {trace.ranks[most].rank} hold most and are the ones estimated"
     return found[most], [f"{named}; those of {others} hold less"]
+
+
+def rank_memory(trace: Trace, setting: Setting) -> tuple[Memory, Memory]:
+    """The memory of one kind of rank; and the same without what `in_flight` adds to the replay."""
+    alone = memory(
+        trace,
+        expandable=setting.allocator is Allocator.EXPANDABLE,
+        sharded=setting.strategy in (Strategy.FSDP, Strategy.HSDP),
+        compiled=setting.compile,
+    )
+    return in_flight(alone, trace, setting), alone
 
 
 def in_flight(found: Memory, trace: Trace, setting: Setting) -> Memory:
@@ -134,7 +131,12 @@ def _timed(  # noqa: PLR0913 - as above
     mfu = flops / (seconds * peak) if peak else None
     usual = reference(model_kind(trace), device, setting.precision)
     said = []
-    if fusing:
+    if fusing and trace.unfused_compiled:
+        said.append(
+            "compiled: attention loses its fused kernel; time and memory are taken to be as without; "
+            "`trimtab estimate --compile` asks the compiler itself"
+        )
+    elif fusing:
         said.append(
             "compiled: memory is taken to be as without compiling, time by what could be fused; "
             "`trimtab estimate --compile` asks the compiler itself"

@@ -210,6 +210,9 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
     eager one (`predict.fusion`). A trace through the compiler itself says it better, and takes a minute where
     this takes none.
     """
+    if fusing and trace.unfused_compiled:
+        # Attention would get slower and the rest faster: no gain is promised.
+        fusing, setting = False, setting.replace(compile=False)
     found = []
     passes = []
     for one in trace.ranks:

@@ -126,6 +126,8 @@ class Trace(Noun, frozen=True, kw_only=True):
     """What a pipeline stage hands to the next one for a micro-batch."""
     shared: int = 0
     """Of the numbers that take a gradient, those that all stages of a pipeline hold."""
+    unfused_compiled: bool = False
+    """Of an eager trace: whether compiled code would lose a fused attention kernel that it has."""
     assumptions: tuple[str, ...] = ()
 
     @property

@@ -324,6 +324,19 @@ class Recorder(TorchDispatchMode):
         if number is not None:
             self.order.append(~number)
 
+    @contextlib.contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """Run something after the end of a trace of which nothing is written down."""
+        columns: list[list[Any]] = [self.order, self.sizes, self.parts, self.modules, self.ops, self.streams]
+        lengths = [len(column) for column in columns]
+        causes = dict(self.causes)
+        try:
+            yield
+        finally:
+            for column, length in zip(columns, lengths, strict=True):
+                del column[length:]
+            self.causes = causes
+
     def forget_works(self) -> None:
         """The operations noted so far were not those of the step that is timed."""
         self.works.clear()
