@@ -57,6 +57,8 @@ VARIABLES = (
         "where `trimtab calibrate` keeps what it measured; default: the user's data folder",
     ),
     ("TRIMTAB_HOST_GIB", "host memory that tracing a job may take; 3 unless set"),
+    ("TRIMTAB_PROGRESS", "0: no lines or status about progress on stderr"),
+    ("TRIMTAB_PARENT", "set by trimtab for processes that end when it ends"),
     (
         "TRIMTAB_CONTROL, TRIMTAB_CONTROL_SINCE, TRIMTAB_CONTROL_OWN, TRIMTAB_LEADER",
         "set by trimtab for its ranks",

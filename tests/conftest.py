@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 # pytest --hypothesis-profile default
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
+
+# Lines about progress depend on how fast this machine is.
+os.environ["TRIMTAB_PROGRESS"] = "0"
 
 
 @pytest.fixture

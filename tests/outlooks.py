@@ -11,7 +11,7 @@ from trimtab.spec import Allocator, Band, Estimate, Footprint, Recompute, Strate
 from trimtab.units import GIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trimtab.planner.outlook import Layout
     from trimtab.spec import Device, Setting
@@ -42,6 +42,8 @@ class Law:
     """Of reserved memory, what torch could release."""
     fails: bool = False
     fails_compiled: bool = False
+    fails_with: Callable[[Setting], bool] = lambda _: False
+    """Settings that fail by a cause of their own."""
     traced: set[Any] = field(default_factory=set)
     """Families whose true times are known."""
 
@@ -106,6 +108,8 @@ class Law:
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
         if self.fails or (self.fails_compiled and setting.compile):
             raise JobFailed("loss()", found="it raised", cure="Mend it.")
+        if self.fails_with(setting):
+            raise JobFailed("loss()", found=f"it refuses {setting.precision}", cure="Change it.")
         self.asked.append(setting)
         need = self.need_bytes(setting)
         room = room_bytes(layout.device)

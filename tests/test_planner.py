@@ -777,6 +777,56 @@ def test_what_cannot_be_predicted_is_a_rejection() -> None:
     assert any("could not be predicted: it raised" in one.why for one in plan.rejected)
 
 
+BROKEN = {
+    "fsdp": lambda one: one.strategy is Strategy.FSDP,
+    "recompute": lambda one: one.recompute is not Recompute.NONE,
+    "compile": lambda one: one.compile,
+    "large micro-batches": lambda one: one.micro_batch > 2,
+}
+
+
+@pytest.mark.parametrize("bounds", [True, False])
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_setting_that_fails_is_a_rejected_row_and_not_the_end(what: str, bounds: bool) -> None:
+    broken = BROKEN[what]
+    plan = planned("2xH100", Law(fails_with=broken, bounds=bounds), compare=(1, 2))
+    assert not broken(plan.choice)
+    assert plan.choice.precision is Precision.BF16
+    assert all(row.setting is not None and not broken(row.setting) for row in plan.comparison)
+    tried = what != "recompute" or not bounds
+    assert any("it refuses bf16" in one.why for one in plan.rejected) or not tried
+
+
+def test_a_number_of_gpus_on_which_all_fails_is_a_row_without_a_plan() -> None:
+    plan = planned("2xH100", Law(fails_with=lambda one: one.gpus > 1), compare=(1, 2))
+    assert [row.setting is None for row in plan.comparison] == [False, True]
+
+
+def test_a_job_that_fails_under_autocast_is_planned_without_and_the_plan_says_so() -> None:
+    plan = planned("2xH100", Law(fails_with=lambda one: one.precision is Precision.BF16))
+    assert plan.choice.precision is Precision.TF32
+    (said,) = [one.why for one in plan.reasons if one.subject == "precision"]
+    assert said == "bf16 fails: it refuses bf16"
+    assert any(one.why == "bf16 could not be predicted: it refuses bf16" for one in plan.rejected)
+    assert all(one.setting is None or one.setting.precision is Precision.TF32 for one in plan.what_if)
+
+
+def test_a_gpu_without_tf32_takes_fp32() -> None:
+    plan = planned("V100-32GB", Law(fails_with=lambda one: one.precision is Precision.FP16))
+    assert plan.choice.precision is Precision.FP32
+
+
+def test_a_pinned_precision_that_fails_is_not_changed() -> None:
+    law = Law(fails_with=lambda one: one.precision is Precision.BF16)
+    with pytest.raises(JobFailed, match="it refuses bf16"):
+        planned("2xH100", law, pins={"precision": "bf16"})
+
+
+def test_a_job_that_fails_in_every_precision_names_the_first_cause() -> None:
+    with pytest.raises(JobFailed, match="it refuses bf16"):
+        planned("2xH100", Law(fails_with=lambda _: True))
+
+
 # --- nothing fits
 
 

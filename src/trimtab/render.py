@@ -784,11 +784,15 @@ MOST_REJECTED = 10
 """Causes shown; the rest are counted."""
 
 
+STOPPED = "the search was stopped before it ended; something better may exist"
+
+
 def plan(found: Plan) -> RenderableType:
     """The recommendation, the memory, every choice with its reason, and what else there was."""
     parts: list[RenderableType] = [
         Text.assemble((inert(_plan_name(found)), "bold"), f": {setting_words(found.choice)}"),
         Text(),
+        *([] if found.complete else [_indented("best so far", STOPPED, "yellow"), Text()]),
         Padding(Text(inert(found.recommendation), style="green"), (0, 0, 0, 1)),
         Text(),
         _bar(found.estimate),

@@ -80,6 +80,13 @@ def cluster(on: str | Path | None = None, *, network: str | None = None) -> Clus
     return stated(on)
 
 
+def find_cluster(on: str | Path | Cluster | None) -> Cluster:
+    """Return the cluster that `on` names or is; without it, this machine."""
+    from trimtab.spec import Cluster
+
+    return on if isinstance(on, Cluster) else cluster(on)
+
+
 def stated_network(where: Cluster, network: str) -> Cluster:
     """The cluster with a stated bandwidth between its nodes."""
     from trimtab.catalog.network import with_network

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect
+from trimtab.api.asking import find_cluster
 from trimtab.api.planning import devices_of, plan, plan_from
 from trimtab.api.predicting import first_device, look_closely, refuse_emulated
 
@@ -169,7 +169,7 @@ def show(  # noqa: PLR0913 - each is an option of the command
             named(target, among) if target else next(known for known in among if known.stage is layout.stage)
         )
     asked, sought = (job, "") if job is not None else find_job(meant, layout.main)
-    where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    where = find_cluster(on)
     if not where.devices:
         return display(
             layout, meant, job=asked, gpus=None, device=None, seer=None, no_device=True, sought=sought

@@ -65,16 +65,20 @@ def step_of(found: Plan) -> tuple[Timeline | None, str]:
 
     again = f"`trimtab plan {found.job}` for the same devices traces it again"
     asked = traced_as(found.choice)
-    try:
-        device = plain_device(devices_of(found).devices[0])
-        parts = [
-            kept(make_request(found.job, one, device, options=found.options, clip=None))
-            for one in simpler(asked)
-        ]
-    except TrimtabError as error:
-        return None, f"its devices are not known here ({error.found})"
-    held = [one for one in parts if one is not None]
-    trace = derived(asked, held) if held and len(held) == len(parts) else None
+    trace = None
+    # Its shards may have been traced as they are, or derived from other numbers of them.
+    for direct in ({asked.mesh.dp_shard}, set[int]()):
+        try:
+            device = plain_device(devices_of(found).devices[0])
+            parts = [
+                kept(make_request(found.job, one, device, options=found.options, clip=None))
+                for one in simpler(asked, direct)
+            ]
+        except TrimtabError as error:
+            return None, f"its devices are not known here ({error.found})"
+        held = [one for one in parts if one is not None]
+        if trace is None and held and len(held) == len(parts):
+            trace = derived(asked, held)
     line = None if trace is None else timeline(trace)
     if line is None:
         return None, f"no trace of the setting is kept on this machine; {again}"

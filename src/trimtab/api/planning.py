@@ -6,7 +6,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect, stated_network
+from trimtab.api.asking import cluster, detect, find_cluster, stated_network
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from trimtab.errors import TrimtabError
     from trimtab.planner.foresight import Foresight, Kept
+    from trimtab.planner.search import Seen
     from trimtab.predict.traces import Family
     from trimtab.spec import (
         Cluster,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 SLOW_S = 3.0
 """Traces that take longer are worth beginning before they are asked for."""
+TOO_SLOW_S = 20.0
+"""Traces that take longer than this are not: what is asked for instead would have to wait for them."""
 
 
 def plan(  # noqa: PLR0913 - each is an option of the command
@@ -48,25 +51,34 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     network: str | None = None,
     cache: bool = True,
     say: Callable[[str], None] = lambda _: None,
+    say_best: Callable[[str], None] = lambda _: None,
+    partial: bool = False,
 ) -> Plan:
     """The best configuration that fits, with reasons, without a GPU.
 
     trimtab.plan("job.py:MyJob", "4xA100-40GB").choice
     trimtab.plan(MyJob, "8xH100", deadline="12h", objective="gpus", compare=[1, 2, 4, 8]).recommendation
+
+    `say` is told what is being done, `say_best` the best so far. With `partial`, Ctrl-C gives the best so far
+    as a plan that is not `complete`; without it, or where nothing was found, KeyboardInterrupt is raised.
     """
+    from trimtab.api.predicting import first_device
     from trimtab.jobs.load import name_of
     from trimtab.planner.decide import Question, decide
     from trimtab.planner.foresight import plain_device
     from trimtab.planner.outlook import room_bytes
+    from trimtab.planner.space import shard_counts
     from trimtab.planner.stale import fingerprints
+    from trimtab.predict.derive import direct_shards
     from trimtab.trace.standing import Standing
     from trimtab.trace.summary import is_known
     from trimtab.trace.tracer import cache_folder, keep
     from trimtab.trace.worker import Requests
 
     policy = make_policy(memory, deadline, objective, price, pins)
-    where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    where = find_cluster(on)
     where = where if network is None else stated_network(where, network)
+    first_device(where)
     name, changed = name_of(job)
     overrides = changed | (options or {})
     given = {"global_batch": global_batch, "samples": samples, "epochs": epochs}
@@ -87,14 +99,27 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         outlook, save = foresight(
             name, overrides, standing, clip=clip, kept_in=kept_in, ahead=open_question, say=say
         )
+        outlook.direct |= direct_shards(shard_counts(workload, where, policy))
         try:
-            found = decide(question, outlook)
+            found = decide(question, outlook, notice=lambda seen: say_best(_best_words(seen)))
         finally:
             save()
+        if not (found.complete or partial):
+            raise KeyboardInterrupt
         told = fingerprints(name, workload, found.places, versions())
         found = found.replace(fingerprints=told, options=overrides)
-        keep(file, found.to_json())
+        if found.complete:
+            keep(file, found.to_json())
         return found.replace(folder=str(Path.cwd()))
+
+
+def _best_words(seen: Seen) -> str:
+    """A setting with its speed, for whoever waits."""
+    from trimtab.planner.foresight import spoken
+
+    setting, step_s = seen.setting, seen.estimate.step_s
+    speed = "" if not step_s else f", {setting.global_batch / step_s:.3g} samples/s"
+    return f"{spoken(setting)} on {setting.gpus} GPU{'s' * (setting.gpus > 1)}{speed}"
 
 
 def _digest(*parts: Any) -> str:
@@ -207,8 +232,9 @@ def foresight(  # noqa: PLR0913 - what a job is traced with
             families=families,
             standing=standing,
         )
-        slow = slow or monotonic() - began > SLOW_S
-        if ahead and slow:
+        took = monotonic() - began
+        slow = slow or took > SLOW_S
+        if ahead and slow and took < TOO_SLOW_S:
             _expect(standing)
         return found
 

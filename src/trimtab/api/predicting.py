@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect, stated_network
+from trimtab.api.asking import detect, find_cluster, stated_network
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,7 +47,7 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
     trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"vocab": 50_304}).fits
     trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
     """
-    where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    where = find_cluster(on)
     where = where if network is None else stated_network(where, network)
     device = first_device(where)
     setting = make_setting(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect
+from trimtab.api.asking import detect, find_cluster
 from trimtab.api.planning import make_policy, plan, still_true
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def plan_stages(
 
     name, overrides, stages = stages_of(job, files, options)
     say = asked.get("say") or (lambda _: None)
-    where = on if on is not None and not isinstance(on, str) else cluster(on)
+    where = find_cluster(on)
     found = []
     for stage in stages:
         say(f"stage {stage.name}")
@@ -268,7 +268,7 @@ def plan_stages(
             "samples": asked.get("samples") or horizon.samples,
             "epochs": asked.get("epochs") or stage.epochs or horizon.epochs,
         }
-        one = plan(name, where, options=felt, **{**asked, **given})
+        one = plan(name, where, options=felt, **{**asked, **given, "partial": False})
         found.append(PlannedStage(stage=stage, plan=one.replace(options=whole)))
     return StagedPlan(job=name, stages=tuple(found))
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.choose import progress
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _print, _print_json, app
+from trimtab.cli.progress import progress
 from trimtab.cli.shape import Network, NoCache, Set, job_options, stated_devices
 from trimtab.errors import WrongUse
 
@@ -76,7 +76,8 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
         )
     found, unchecked = api.plan_from(plan)
     where = stated_devices(on, network)
-    with progress() as say:
+    with progress("planning") as shown:
+        say = shown.say
         proposal = api.propose(found, to, target=target, on=where, beside=beside, cache=not no_cache, say=say)
     proposal.said += [unchecked] if unchecked else []
     ready = proposal.prepared(beside=beside)
@@ -152,7 +153,8 @@ def show(  # noqa: PLR0913, PLR0917 - each is an option
 
     options = job_options(job or "", given)
     where = stated_devices(on, network)
-    with progress() as say:
+    with progress("planning") as shown:
+        say = shown.say
         found = api.show(file, where, job=job, target=target, options=options, cache=not no_cache, say=say)
     if json:
         _print_json(found.to_builtins())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trimtab.cli import INTERRUPTED
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
-from trimtab.cli.main import Json, _console, _print, _print_json, app
+from trimtab.cli.main import Json, _print, _print_json, app
+from trimtab.cli.progress import progress
 from trimtab.cli.shape import (
     Clip,
     Config,
@@ -35,10 +36,10 @@ from trimtab.cli.shape import (
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from trimtab.configs.knobs import Wired
     from trimtab.spec import Plan, StagedPlan
+
+GOES_ON = "the same command goes on from the traces made so far."
 
 
 @app.command()
@@ -81,8 +82,9 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
 ) -> None:
     """Find the best configuration that fits, with reasons, without a GPU.
 
-    The job's own code runs for a few steps on tensors without memory. Exit code 3 when nothing fits or
-    nothing meets the deadline, 4 when the job's code fails.
+    The job's own code runs for a few steps on tensors without memory. Ctrl-C gives the best plan found so
+    far. Exit code 3 when nothing fits or nothing meets the deadline, 4 when the job's code fails, 130 after
+    Ctrl-C.
     """
     from functools import partial
 
@@ -110,25 +112,31 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         samples = _horizon(job, set_up, samples, epochs)
     where = stated_devices(on, network)
     found: Plan | StagedPlan
-    with progress() as say:
-        look = api.plan if stages is None else partial(api.plan_stages, files=stage_folder(stages))
-        found = look(
-            job,
-            where,
-            global_batch=global_batch,
-            samples=samples,
-            epochs=epochs,
-            memory=memory,
-            deadline=deadline,
-            objective=objective,
-            compare=numbers,
-            price=price,
-            pins=pins,
-            clip=clip,
-            options=options,
-            cache=not no_cache,
-            say=say,
-        )
+    look = api.plan if stages is None else partial(api.plan_stages, files=stage_folder(stages))
+    try:
+        with progress("planning") as shown:
+            found = look(
+                job,
+                where,
+                global_batch=global_batch,
+                samples=samples,
+                epochs=epochs,
+                memory=memory,
+                deadline=deadline,
+                objective=objective,
+                compare=numbers,
+                price=price,
+                pins=pins,
+                clip=clip,
+                options=options,
+                cache=not no_cache,
+                say=shown.say,
+                say_best=shown.found,
+                partial=True,
+            )
+    except KeyboardInterrupt:
+        sys.stderr.write(f"trimtab: stopped before anything that fits was found; {GOES_ON}\n")
+        raise typer.Exit(INTERRUPTED) from None
     if out is not None:
         _write(found, out)
     if json:
@@ -137,6 +145,9 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         _print(render.plan(found))
     else:
         _print(render.staged_plan(found))
+    if isinstance(found, Plan) and not found.complete:
+        sys.stderr.write(f"trimtab: stopped: this is the best so far, not the best of all; {GOES_ON}\n")
+        raise typer.Exit(INTERRUPTED)
 
 
 def _horizon(job: str, set_up: Wired, samples: int | None, epochs: int | None) -> int | None:
@@ -179,21 +190,3 @@ def _write(plan: Plan | StagedPlan, file: Path) -> None:
             found=f"it cannot be written ({error.strerror})",
             cure="Name a file in a folder that exists and that you may write to.",
         ) from error
-
-
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being traced, where somebody looks at it."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    console = _console(errors=True)
-    done = 0
-    with console.status("planning") as status:
-
-        def say(what: str) -> None:
-            nonlocal done
-            done += 1
-            status.update(f"planning: trace {done}, {what}")
-
-        yield say

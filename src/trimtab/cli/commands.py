@@ -1,6 +1,6 @@
 """Every command, put together: importing this module is what makes them known."""
 
-from trimtab.cli import change, choose, foresee, practise  # isort: skip - help lists commands in this order
+from trimtab.cli import choose, change, foresee, practise  # isort: skip - help lists commands in this order
 from trimtab.cli import launch  # isort: skip
 from trimtab.cli import jobs  # isort: skip
 from trimtab.cli import consult, look  # isort: skip

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli.main import Json, _console, _print, _print_json, app
+from trimtab.cli.progress import progress
 from trimtab.cli.shape import (
     Allocator,
     Clip,
@@ -135,8 +136,7 @@ def _looked(
     from trimtab.spec import Recompute as How
 
     settings = [setting]
-    spinner = _console(errors=True).status("tracing the first steps on fake tensors")
-    with _maybe(spinner, quiet=quiet):
+    with progress("tracing the first steps on fake tensors"):
         if setting.compile and not quiet:
             settings.append(setting.replace(compile=False))
         elif setting.recompute is How.NONE and not quiet:

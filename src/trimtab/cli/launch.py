@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.choose import counts, progress
+from trimtab.cli.choose import counts
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _print, _print_json, app
+from trimtab.cli.progress import progress
 from trimtab.cli.shape import (
     Frozen,
     Llama,
@@ -141,7 +142,8 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
             found="those are several launches, and one is wanted",
             cure="Give --write, look at them, and submit one; or --compare with one number.",
         )
-    with progress() as say:
+    with progress("planning") as shown:
+        say = shown.say
         found = api.prepare_launch(
             plan_or_job,
             kind=kind,

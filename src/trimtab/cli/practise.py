@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab.cli.choose import progress
 from trimtab.cli.main import app
+from trimtab.cli.progress import progress
 from trimtab.cli.shape import (
     Config,
     Data,
@@ -147,7 +147,8 @@ def train(  # noqa: PLR0913, PLR0917 - each is an option
     if stages is not None:
         code = api.train_stages(job, plan, files=stage_folder(stages), **asked).exit_code
     else:
-        with progress() as say:
+        with progress("planning") as shown:
+            say = shown.say
             task = api.prepare_training(job, plan, say=say, **asked)
         code = api.run_training(*task).exit_code
     if code:

@@ -270,6 +270,8 @@ def _why_precision(best: Seen, space: Space) -> str:
         return said
     device = best.layout.device
     name = device.kind
+    if space.failed_precisions:
+        return "; ".join(f"{one.precision} fails: {one.why}" for one in space.failed_precisions)
     if best.setting.precision is Precision.FP32:
         return f"what {name} runs faster is not known"
     rate = device.peaks.bf16 if best.setting.precision is Precision.BF16 else device.peaks.fp16
@@ -336,6 +338,10 @@ def rejections(result: Result, space: Space, more: Iterable[Rejection] = ()) -> 
     listed += [
         Rejection(why=f"could not be predicted: {found}", count=many)
         for found, (many, _) in result.failed.items()
+    ]
+    listed += [
+        Rejection(why=f"{one.precision} could not be predicted: {one.why}", count=one.count)
+        for one in space.failed_precisions
     ]
     return (*listed, *_beaten(result, space.policy), *space.refused, *more)
 

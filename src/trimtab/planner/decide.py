@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.errors import NothingFits, WrongUse
+from trimtab.errors import NothingFits, TrimtabError, WrongUse
 from trimtab.planner.advise import (
     candidates,
     cost,
@@ -19,8 +19,8 @@ from trimtab.planner.advise import (
 )
 from trimtab.planner.mixed import mixed
 from trimtab.planner.nearest import nothing_fits
-from trimtab.planner.search import MARGIN, Result, Seen, is_late, run_s, search
-from trimtab.planner.space import Space, space, word
+from trimtab.planner.search import MARGIN, RECOMPUTES, Result, Seen, ends, is_late, run_s, search
+from trimtab.planner.space import FailedPrecision, Space, pick_precision, space, word
 from trimtab.spec import Comparison, Objective, Plan, WhatIf
 from trimtab.units import format_duration
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trimtab.planner.outlook import Outlook
-    from trimtab.spec import Cluster, Policy, Workload
+    from trimtab.planner.search import Notice
+    from trimtab.spec import Cluster, Policy, Rejection, Workload
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,37 @@ class Question:
     """Numbers of devices to set side by side; the choice is then one of them."""
 
 
-def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | None = None) -> Plan:
-    """The plan, or the error that says what would be one."""
+def decide(
+    question: Question,
+    outlook: Outlook,
+    fingerprints: dict[str, str] | None = None,
+    *,
+    notice: Notice = lambda _: None,
+) -> Plan:
+    """The plan, or the error that says what would be one.
+
+    `notice` is given every setting that is better than all before it. After Ctrl-C the plan is the best so
+    far, and not `complete`.
+    """
     check(question)
-    whole = space(question.workload, question.cluster, question.policy)
-    unlike, refused = mixed(whole, outlook)
     counts = tuple(dict.fromkeys(question.compare))
     # First, so that what it looks at does not depend on what else is asked.
-    result = _found(
-        _among(whole, counts), outlook, [one for one in unlike if not counts or one.setting.gpus in counts]
-    )
-    rows = _compared(whole, outlook, unlike, question, counts)
-    if result.best is None:
-        raise _none(question, whole, result, outlook)
+    whole, unlike, refused, result = _searched(question, outlook, counts, notice)
+    rows: tuple[Comparison, ...] = ()
+    what_if: tuple[WhatIf, ...] = ()
+    complete = result.complete
     best = result.best
+    try:
+        if complete:
+            rows = _compared(whole, outlook, unlike, question, counts)
+        if best is None:
+            raise _none(question, whole, result, outlook)
+        if complete:
+            what_if = _what_ifs(question, outlook, best, rows)
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        complete = False
     if is_late(question.workload, question.policy, best.estimate.step_s, margin=0.0):
         raise _too_late(question, best)
     estimate = finished(best.estimate, best.setting, question.workload)
@@ -71,14 +89,73 @@ def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | 
         looked_at=looks(result),
         rejected=rejections(result, whole, refused),
         comparison=rows,
-        what_if=_what_ifs(question, outlook, best, rows),
+        what_if=what_if,
         places=best.layout.places,
         workload=question.workload,
         cost=cost(estimate, question.policy),
         left_out=_left_out(question.cluster),
         recommendation=recommendation(best, whole, question.cluster, rows, result.fastest),
         fingerprints=fingerprints or {},
+        complete=complete,
     )
+
+
+class _Searched(NamedTuple):
+    """A space, and what a search found in it."""
+
+    whole: Space
+    unlike: list[Seen]
+    refused: list[Rejection]
+    result: Result
+
+
+def _searched(question: Question, outlook: Outlook, counts: tuple[int, ...], notice: Notice) -> _Searched:
+    """Search with the best precision; where every setting fails with it, with the next one that works."""
+    failed: tuple[FailedPrecision, ...] = ()
+    first: _Searched | None = None
+    while True:
+        whole = space(question.workload, question.cluster, question.policy, failed)
+        if first is not None and not _runs(whole, outlook):
+            return first
+        unlike, refused = mixed(whole, outlook)
+        among = [one for one in unlike if not counts or one.setting.gpus in counts]
+        found = _Searched(whole, unlike, refused, _found(_among(whole, counts), outlook, among, notice))
+        if found.result.best is not None or not _fails(found.result):
+            return found._replace(whole=replace(whole, failed_precisions=_own_causes(failed, found.result)))
+        first = first or found
+        now = whole.precision(question.cluster.devices)
+        causes = found.result.failed.values()
+        failed = (*failed, *(FailedPrecision(now, error.found, many) for many, error in causes))
+        if pick_precision(question.cluster.devices, question.policy, failed) in [
+            one.precision for one in failed
+        ]:
+            return first
+
+
+def _own_causes(failed: tuple[FailedPrecision, ...], result: Result) -> tuple[FailedPrecision, ...]:
+    """Leave out what fails in the precision that was taken as well: precision is not its cause."""
+    return tuple(one for one in failed if one.why not in result.failed) or failed
+
+
+def _fails(result: Result) -> bool:
+    """Whether nothing could be estimated."""
+    return bool(result.failed) and not result.seen and not result.too_large
+
+
+def _runs(whole: Space, outlook: Outlook) -> bool:
+    """Whether the plainest setting can be estimated."""
+    plainest = min(
+        whole.families,
+        key=lambda one: (one.layout.gpus, RECOMPUTES.index(one.recompute), one.compile),
+        default=None,
+    )
+    if plainest is None:
+        return False
+    try:
+        outlook.estimate(plainest.setting(ends(plainest.cuts)[-1]), plainest.layout)
+    except TrimtabError:
+        return False
+    return True
 
 
 def check(question: Question) -> None:
@@ -103,23 +180,19 @@ def _among(whole: Space, counts: tuple[int, ...]) -> Space:
     if not counts:
         return whole
     parts = [whole.only(one) for one in counts]
-    return Space(
+    return replace(
+        whole,
         families=tuple(family for part in parts for family in part.families),
         mixed=tuple(layout for part in parts for layout in part.mixed),
-        allocators=whole.allocators,
-        refused=whole.refused,
-        policy=whole.policy,
-        workload=whole.workload,
-        tight=whole.tight,
     )
 
 
-def _found(among: Space, outlook: Outlook, unlike: list[Seen]) -> Result:
+def _found(among: Space, outlook: Outlook, unlike: list[Seen], notice: Notice = lambda _: None) -> Result:
     """The best that fits. Only where nothing does: the best that fits by releasing cached blocks."""
-    found = _chosen(among, outlook, unlike)
+    found = _chosen(among, outlook, unlike, notice)
     if found.best is not None or found.too_late or not found.seen:
         return found
-    tight = _chosen(replace(among, tight=True), outlook, unlike)
+    tight = _chosen(replace(among, tight=True), outlook, unlike, notice)
     if tight.best is None:
         return tight if tight.seen else found
     best = tight.best
@@ -128,17 +201,17 @@ def _found(among: Space, outlook: Outlook, unlike: list[Seen]) -> Result:
     return tight
 
 
-def _chosen(among: Space, outlook: Outlook, unlike: list[Seen]) -> Result:
+def _chosen(among: Space, outlook: Outlook, unlike: list[Seen], notice: Notice) -> Result:
     """The best by the objective; where a deadline binds, with margin if that can be."""
     if among.policy.deadline_s is None or among.policy.objective is Objective.SPEED:
-        return search(among, outlook, known=unlike)
+        return search(among, outlook, known=unlike, notice=notice)
     found = Result()
     for margin in (MARGIN, 0.0):
-        found = search(among, outlook, known=unlike, margin=margin)
+        found = search(among, outlook, known=unlike, margin=margin, notice=notice)
         if found.best is not None:
             return found
     # Nothing is in time: the fastest says by how much.
-    return search(_faster(among), outlook, known=unlike) if found.too_late else found
+    return search(_faster(among), outlook, known=unlike, notice=notice) if found.too_late else found
 
 
 def _faster(one: Space) -> Space:
@@ -151,11 +224,18 @@ def _compared(
     """The fastest that fits for every number of devices."""
     fast = _faster(whole)
     best = {
-        one: _found(fast.only(one), outlook, [seen for seen in unlike if seen.setting.gpus == one])
+        one: _finished(_found(fast.only(one), outlook, [seen for seen in unlike if seen.setting.gpus == one]))
         for one in counts
     }
     base = next((found.best for found in best.values() if found.best is not None), None)
     return tuple(_row(one, best[one], base, question) for one in counts)
+
+
+def _finished(result: Result) -> Result:
+    """Return the result of a search; KeyboardInterrupt where the search was interrupted."""
+    if not result.complete:
+        raise KeyboardInterrupt
+    return result
 
 
 def _row(count: int, result: Result, base: Seen | None, question: Question) -> Comparison:
@@ -251,6 +331,7 @@ def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
     half = question.workload.replace(global_batch=question.workload.global_batch // 2)
     one = best.setting
     alike = {
+        "precision": one.precision.value,
         "recompute": one.recompute.value,
         "compile": one.compile,
         "strategy": one.strategy.value,
@@ -272,7 +353,7 @@ def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
     else:
         return [WhatIf(change=change, gpus=one.gpus, why=why)]
     unlike, _ = mixed(legal, outlook)
-    seen = _found(legal, outlook, unlike).best
+    seen = _finished(_found(legal, outlook, unlike)).best
     lost = f"without the pin {' and '.join(given_up)}, which cannot hold: {why}" if given_up else ""
     if seen is None:
         return [WhatIf(change=change, gpus=one.gpus, why=f"nothing fits{', ' * bool(lost)}{lost}")]
@@ -308,7 +389,7 @@ def _left_out(cluster: Cluster) -> tuple[str, ...]:
 
 def _none(question: Question, whole: Space, result: Result, outlook: Outlook) -> Exception:
     """Why there is no plan."""
-    if not result.seen and not result.too_large and result.failed:
+    if _fails(result):
         # The job's own code failed, everywhere alike.
         return next(iter(result.failed.values()))[1]
     return nothing_fits(question.workload, question.cluster, whole, result, outlook)

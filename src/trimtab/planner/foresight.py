@@ -115,6 +115,8 @@ class Foresight:
     """Kinds of devices whose speed is not known."""
     ladders: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
     """Times of settings that differ in micro-batch and accumulation alone."""
+    direct: set[int] = field(default_factory=set)
+    """Numbers of shards that are traced as they are, instead of derived from two others."""
     judged: dict[str, Estimate] = field(default_factory=dict)
     """Verdicts of replays within a limit."""
     names: dict[Layout, str] = field(default_factory=dict)
@@ -129,7 +131,7 @@ class Foresight:
         return self._is_known(setting, layout) or all(
             self._key(one, device) in self.traces
             or (one.micro_batch > 1 and len(self.lines.get(self._line(one, device), set()) - {1}) > 1)
-            for one in simpler(traced_as(setting))
+            for one in self._parts(setting)
         )
 
     def altered(self, **changes: int) -> Foresight:
@@ -156,14 +158,14 @@ class Foresight:
             if self._is_known(setting, layout):
                 continue
             device = plain_device(layout.device)
-            for one in simpler(traced_as(setting)):
+            for one in self._parts(setting):
                 key = self._key(one, device)
                 if key not in self.traces:
                     by_device.setdefault(kind(device), (layout, {}))[1][key] = one
                     ladders[key] = self._ladder(setting, layout)
         for layout, settings in by_device.values():
-            for one in settings.values():
-                self.say(spoken(one))
+            first, *others = settings.values()
+            self.say(f"tracing {spoken(first)}" + f" and {len(others)} more" * bool(others))
             answers = self.trace_all(list(settings.values()), plain_device(layout.device), self.changes)
             for key, answer in zip(settings, answers, strict=True):
                 self.traces[key] = answer
@@ -182,7 +184,8 @@ class Foresight:
         known = self.memo.estimates.get(key)
         if known is None:
             known = self._estimated(setting, layout, key).to_builtins()
-            self.memo.estimates[key] = known
+            # The key changes where the number of shards turned out to lie on no line.
+            self.memo.estimates[self._place(setting, layout)] = known
         room = room_bytes(layout.device)
         found = Estimate.from_builtins(known)
         return found.judge_quickly(room)
@@ -209,9 +212,14 @@ class Foresight:
         if known is not None and self._known_time(setting, layout) is not None:
             return Estimate.from_builtins(known)
         trace = self._trace(setting, layout)
+        if trace is None and setting.strategy in SHARDED and setting.mesh.dp_shard not in self.direct:
+            # No line leads to this number of shards: its micro-batches are traced and lie on lines of their
+            # own.
+            self.direct.add(setting.mesh.dp_shard)
+            self.derived = {name: known for name, known in self.derived.items() if known is not None}
+            return self._estimated(setting, layout, self._place(setting, layout))
         on_a_line = trace is not None
         if trace is None:
-            # Its shards lie on no line: it is traced as it is.
             one, device = traced_as(setting), plain_device(layout.device)
             (trace,) = self.trace_all([one], device, self.changes)
             self.derived[self._key(one, device)] = trace
@@ -240,7 +248,7 @@ class Foresight:
         one, device = traced_as(setting), plain_device(layout.device)
         key = self._key(one, device)
         if key not in self.derived:
-            parts = [self.traces.get(self._key(part, device)) for part in simpler(one)]
+            parts = [self.traces.get(self._key(part, device)) for part in simpler(one, self.direct)]
             wrong = next((part for part in parts if isinstance(part, TrimtabError)), None)
             known = [part for part in parts if part is not None and not isinstance(part, TrimtabError)]
             if wrong is None and len(known) < len(parts):
@@ -251,7 +259,7 @@ class Foresight:
     def _has_anchors(self, setting: Setting, layout: Layout) -> bool:
         """Whether the traces are at hand that a setting's would follow from."""
         device = plain_device(layout.device)
-        parts = [self.traces.get(self._key(part, device)) for part in simpler(traced_as(setting))]
+        parts = [self.traces.get(self._key(part, device)) for part in self._parts(setting)]
         return not any(part is None or isinstance(part, TrimtabError) for part in parts)
 
     def floor(self, setting: Setting, layout: Layout) -> Floor:
@@ -286,10 +294,14 @@ class Foresight:
                 micro_batch=2, accumulation=rounds, global_batch=2 * rounds * none.data_parallel, shares=()
             )
         device = plain_device(layout.device)
-        lines = [self.lines.get(self._line(one, device), set()) for one in simpler(traced_as(none))]
+        lines = [self.lines.get(self._line(one, device), set()) for one in self._parts(none)]
         if all(len(one) > 1 for one in lines) and self._known_time(none, layout) is None:
             self.prepare([(none, layout)])
         return self.floor(setting, layout)
+
+    def _parts(self, setting: Setting) -> list[Setting]:
+        """The settings whose traces give this one's."""
+        return simpler(traced_as(setting), self.direct)
 
     def _line(self, setting: Setting, device: Device) -> str:
         return self._key(setting.replace(micro_batch=1, global_batch=setting.data_parallel), device)
@@ -436,7 +448,8 @@ class Foresight:
                 for one in layout.cluster.links
             )
             self.names[layout] = f"{plain_device(layout.device).fingerprint()} {nodes} {links}"
-        return f"{self.names[layout]} {short(setting)}"
+        direct = " direct" if setting.strategy in SHARDED and setting.mesh.dp_shard in self.direct else ""
+        return f"{self.names[layout]} {short(setting)}{direct}"
 
 
 def _lower(known: dict[str, float], key: str, seconds: float) -> None:

@@ -13,7 +13,7 @@ from trimtab.errors import TrimtabError
 from trimtab.planner.batch import as_share, cuts, in_proportion, rank_samples
 from trimtab.planner.outlook import Layout, kind, room_bytes
 from trimtab.planner.search import Seen
-from trimtab.planner.space import best_precision, runs, workers
+from trimtab.planner.space import runs, workers
 from trimtab.spec import (
     Allocator,
     Mesh,
@@ -150,14 +150,14 @@ class _Ask:
 
     def _setting(self, micro: int, rounds: int, whole: int, shares: tuple[Share, ...] = ()) -> Setting:
         pins = self.space.policy.pins
-        precision = pins.get("precision") or best_precision(self.layout.cluster.devices)
+        precision = self.space.precision(self.layout.cluster.devices)
         return Setting(
             strategy=Strategy.DDP,
             mesh=Mesh(dp_replicate=self.layout.gpus),
             micro_batch=micro,
             accumulation=rounds,
             global_batch=whole,
-            precision=Precision(str(precision)),
+            precision=precision,
             recompute=self.recompute,
             compile=self.compiled,
             optimizer=OptimizerImplementation(str(pins.get("optimizer") or "fused")),

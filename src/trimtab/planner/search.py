@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from trimtab.errors import JobFailed, TrimtabError
+from trimtab.errors import TrimtabError
 from trimtab.planner.outlook import room_bytes
 from trimtab.spec import Objective, Recompute, Strategy, Verdict
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from trimtab.spec import Estimate, Policy, Setting, Workload
 
 RUNNERS_UP = 5
-ENOUGH_FAILURES = 3
-"""Families that fail alike before a job is taken to fail everywhere."""
 MARGIN = 0.1
 """Of a deadline, kept free: the median error of predicted time, with room for checkpoints and evaluation."""
 
@@ -57,6 +56,7 @@ PROBE_FIRST = (
 """Before anything is known the strategy that tells most is looked at: what it shards, others hold whole."""
 RECOMPUTES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 
+Notice = Callable[["Seen"], None]
 Value = tuple[float, ...]
 """What the objective makes as small as it can."""
 
@@ -107,6 +107,8 @@ class Result:
     """Settings not looked at, because they cannot be better, and the least time that one of them takes."""
     failed: dict[str, tuple[int, TrimtabError]] = field(default_factory=dict)
     """Settings that could not be estimated, by cause."""
+    complete: bool = True
+    """False where the search was interrupted: `best` is the best that it had found."""
 
 
 def value(setting: Setting, step_s: float | None, objective: Objective) -> Value:
@@ -168,14 +170,21 @@ def is_late(workload: Workload, policy: Policy, step_s: float | None, *, margin:
 
 
 def search(
-    space: Space, outlook: Outlook, *, known: Iterable[Seen] = (), margin: float | None = None
+    space: Space,
+    outlook: Outlook,
+    *,
+    known: Iterable[Seen] = (),
+    margin: float | None = None,
+    notice: Notice = lambda _: None,
 ) -> Result:
     """The best setting that fits, with what was learnt on the way.
 
     `known` are settings that were estimated elsewhere (those on unlike devices) and compete here; `margin`
-    refuses what ends too close to the deadline or after it.
+    refuses what ends too close to the deadline or after it. `notice` is given every setting that is better
+    than all before it. After Ctrl-C the result is the best so far, marked as not complete; where nothing was
+    found, KeyboardInterrupt is raised.
     """
-    return _Search(space, outlook, margin).run(known)
+    return _Search(space, outlook, margin, notice).run(known)
 
 
 CLEARLY = 1.04
@@ -231,15 +240,28 @@ def _setting(entry: Entry) -> Setting:
     return family.setting(cut)
 
 
+def _plainest(families: Iterable[Family]) -> list[Family]:
+    """Return one family of every strategy: the least recomputing and compiling, on the most devices."""
+    found: dict[Strategy, Family] = {}
+    for one in sorted(
+        families, key=lambda one: (RECOMPUTES.index(one.recompute), one.compile, -one.layout.gpus)
+    ):
+        found.setdefault(one.strategy, one)
+    return list(found.values())
+
+
 class _Search:
     """One search under way: a heap of settings, by what they are known to take at least."""
 
-    def __init__(self, space: Space, outlook: Outlook, margin: float | None) -> None:
+    def __init__(self, space: Space, outlook: Outlook, margin: float | None, notice: Notice) -> None:
         self.space = space
         self.policy = space.policy
         self.outlook = outlook
         self.margin = margin
+        self.notice = notice
         self.result = Result()
+        self.met: list[Entry] = []
+        """Everything that is known and fits."""
         self.heap: list[Entry] = []
         self.numbers = count()
         self.limits = self.result.limits
@@ -254,16 +276,30 @@ class _Search:
         self.spare: list[tuple[Family, Cut]] = []
         """More members of those, to fill up the runners-up."""
         self.last_failure: TrimtabError | None = None
+        self.plainest = _plainest(space.families)
 
     def run(self, known: Iterable[Seen]) -> Result:
-        for one in known:
-            self._met(one)
-        for family in self.space.families:
-            for cut in family.cuts:
-                self._push_bound(family, cut)
-        self._sift()
-        self._fill_up()
+        try:
+            for one in known:
+                self._met(one)
+            for family in self.space.families:
+                for cut in family.cuts:
+                    self._push_bound(family, cut)
+            self._sift()
+            self._fill_up()
+        except KeyboardInterrupt:
+            self._stop()
         return self.result
+
+    def _stop(self) -> None:
+        """Take the best that is known, where the search was interrupted."""
+        self.result.complete = False
+        if self.result.best is None:
+            if not self.met:
+                raise KeyboardInterrupt
+            first, *others = sorted(self.met)
+            self.result.best = first[-1]
+            self.result.runners_up = [one for *_, one in others[:RUNNERS_UP] if one is not None]
 
     def _sift(self) -> None:
         while self.heap:
@@ -341,11 +377,15 @@ class _Search:
 
     def _push_bound(self, family: Family, cut: Cut) -> None:
         setting = family.setting(cut)
-        floor = self.outlook.floor(setting, family.layout)
         # Of equal bounds the one that tells most: the largest micro-batch bounds those below it.
         order = (PROBE_FIRST.index(family.strategy), -family.layout.gpus, *taste(setting)[2:-1], -cut[0])
-        bound = value(setting, floor.step_s, self.policy.objective)
+        bound = self._bound(family, cut)
         heapq.heappush(self.heap, (bound, True, order, next(self.numbers), family, cut, None))
+
+    def _bound(self, family: Family, cut: Cut) -> Value:
+        setting = family.setting(cut)
+        floor = self.outlook.floor(setting, family.layout)
+        return value(setting, floor.step_s, self.policy.objective)
 
     def _look(self, family: Family, cut: Cut, bound: Value) -> None:
         """Look closely at a setting, unless something learnt since makes that needless."""
@@ -422,7 +462,7 @@ class _Search:
                         wanted[one.strategy] = one
         self._ask([family])
         # That has told what the model holds, and so which of the others are too large to be worth a trace.
-        self._ask([one for one in wanted.values() if self._may_fit(one)])
+        self._ask([one for one in wanted.values() if self._may_fit(one) and self._may_win(one)])
 
     def _ask(self, families: list[Family]) -> None:
         self.outlook.prepare([(one.setting(cut), one.layout) for one in families for cut in ends(one.cuts)])
@@ -430,6 +470,16 @@ class _Search:
     def _may_fit(self, family: Family) -> bool:
         floor = self.outlook.floor(family.setting(family.cuts[-1]), family.layout)
         return floor.need_bytes <= allowed(family.layout, self.policy)
+
+    def _may_win(self, family: Family) -> bool:
+        """Whether a family seems to have a chance against what is known to fit, by two micro-batches.
+
+        If it has one all the same, it is traced when its turn comes.
+        """
+        best = min(self.met, default=None)
+        return best is None or any(
+            self._bound(family, cut)[0] <= best[0][0] * (1 + TIE) for cut in ends(family.cuts)
+        )
 
     def _estimated(self, family: Family, cut: Cut) -> Seen | None:
         """The setting with the first allocator that makes it fit, or else with the one that needs least."""
@@ -465,19 +515,23 @@ class _Search:
         self.result.failed[error.found] = (many + 1, first)
 
     def _failed(self, family: Family) -> None:
-        """What cannot be estimated: if the smallest micro-batch cannot either, none of the family can.
+        """Note a family that cannot be estimated, if its smallest micro-batch cannot either.
 
-        A job whose code fails in several families alike, plain ones among them, fails as itself.
+        A strategy, a way of recomputing or compiling that fails is left out. Where the plainest setting of
+        every strategy fails, so does the job: the rest is not tried.
         """
         error = self.last_failure
-        if self._estimated(family, ends(family.cuts)[-1]) is None and error is not None:
+        assert error is not None  # noqa: S101 - the caller has met it
+        if self._estimated(family, ends(family.cuts)[-1]) is None:
             self.hopeless[family] = error
-        if not isinstance(error, JobFailed) or self.result.seen:
-            return
-        alike = [one for one, why in self.hopeless.items() if why.found == error.found]
-        plain = [one for one in alike if not one.compile and one.recompute is Recompute.NONE]
-        if len(alike) >= ENOUGH_FAILURES and plain:
-            raise error
+        for plain in self.plainest:
+            if self.result.seen:
+                return
+            if plain not in self.hopeless and self._estimated(plain, ends(plain.cuts)[-1]) is None:
+                self.hopeless[plain] = self.last_failure or error
+        first = next(iter(self.hopeless.values()), None)
+        if first is not None and not self.result.seen:
+            self.hopeless = {one: self.hopeless.get(one, first) for one in self.space.families}
 
     def _find_limit(self, family: Family, cut: Cut, seen: Seen) -> None:
         """Find the largest micro-batch that fits, by the line through what two of them need.
@@ -539,5 +593,8 @@ class _Search:
             self.result.too_late += 1
             return
         worth = value(seen.setting, seen.estimate.step_s, self.policy.objective)
-        entry = (worth, False, taste(seen.setting), next(self.numbers), family, (0, 0), seen)
+        entry: Entry = (worth, False, taste(seen.setting), next(self.numbers), family, (0, 0), seen)
         heapq.heappush(self.heap, entry)
+        if all(entry < other for other in self.met):
+            self.notice(seen)
+        self.met.append(entry)

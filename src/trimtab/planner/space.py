@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ MOST_STAGES = 16
 """Of a pipeline: with more of them most wait most of the time."""
 USUAL_WORKERS = 4
 """Where nobody knows how many cores there are."""
+WITHOUT_AUTOCAST = (Precision.TF32, Precision.FP32)
+"""Precisions for a job that autocast breaks, the faster one first."""
 
 SLICES_APART = (
     "several MIG slices: a process sees one of them, and NCCL does not join them; each can run a job "
@@ -78,6 +80,16 @@ class Family:
 
 
 @dataclass(frozen=True)
+class FailedPrecision:
+    """A precision that no setting of a job runs in."""
+
+    precision: Precision
+    why: str
+    count: int
+    """How many settings were tried or would have been."""
+
+
+@dataclass(frozen=True)
 class Space:
     """What there is to choose from."""
 
@@ -89,24 +101,32 @@ class Space:
     refused: tuple[Rejection, ...]
     policy: Policy
     workload: Workload
+    failed_precisions: tuple[FailedPrecision, ...] = ()
+    """Precisions that every setting failed with: the next one was taken."""
     tight: bool = False
     """Whether settings count that fit only because torch releases cached blocks."""
 
     def only(self, gpus: int) -> Space:
         """The part with that many devices."""
-        return Space(
+        return replace(
+            self,
             families=tuple(one for one in self.families if one.layout.gpus == gpus),
             mixed=tuple(one for one in self.mixed if one.gpus == gpus),
-            allocators=self.allocators,
             refused=(),
-            policy=self.policy,
-            workload=self.workload,
-            tight=self.tight,
         )
 
+    def precision(self, devices: tuple[Device, ...]) -> Precision:
+        """The precision of all settings on these devices."""
+        return pick_precision(devices, self.policy, self.failed_precisions)
 
-def space(workload: Workload, cluster: Cluster, policy: Policy) -> Space:
-    """All legal settings; raises where pins contradict one another or the hardware."""
+
+def space(
+    workload: Workload, cluster: Cluster, policy: Policy, failed: tuple[FailedPrecision, ...] = ()
+) -> Space:
+    """All legal settings; raises where pins contradict one another or the hardware.
+
+    `failed` are precisions that the job does not run in.
+    """
     _check(workload, cluster, policy)
     pins = policy.pins
     every = [one for one in layouts(cluster) if pins.get("gpus") in (None, one.gpus)]
@@ -117,7 +137,7 @@ def space(workload: Workload, cluster: Cluster, policy: Policy) -> Space:
         if layout.gpus > 1 and any(device.slice for device in layout.cluster.devices):
             refusals.add(SLICES_APART, 1)
         elif len(layout.kinds) == 1:
-            families += _families(layout, workload, policy, refusals)
+            families += _families(layout, workload, policy, failed, refusals)
         elif pins.get("strategy") in (None, Strategy.DDP):
             mixed.append(layout)
             refusals.add(
@@ -129,7 +149,7 @@ def space(workload: Workload, cluster: Cluster, policy: Policy) -> Space:
         raise _empty(policy, workload, refusals.listed())
     # What was fixed by rule removed as many settings as are left.
     left = sum(len(one.cuts) for one in families) or 1
-    for why in _by_rule(cluster.devices, policy):
+    for why in _by_rule(cluster.devices, policy, failed):
         refusals.add(why, left)
     pinned = pins.get("allocator")
     return Space(
@@ -139,7 +159,17 @@ def space(workload: Workload, cluster: Cluster, policy: Policy) -> Space:
         refused=refusals.listed(),
         policy=policy,
         workload=workload,
+        failed_precisions=failed,
     )
+
+
+def shard_counts(workload: Workload, cluster: Cluster, policy: Policy) -> set[int]:
+    """Return every number of shards that a legal setting has; none where no setting is legal."""
+    try:
+        families = space(workload, cluster, policy).families
+    except WrongUse:
+        return set()
+    return {one.mesh.dp_shard for one in families if one.mesh.dp_shard > 1}
 
 
 class _Refusals:
@@ -238,13 +268,34 @@ def best_precision(devices: tuple[Device, ...]) -> Precision:
     return Precision.FP32
 
 
-def _families(layout: Layout, workload: Workload, policy: Policy, refusals: _Refusals) -> Iterator[Family]:
+def pick_precision(
+    devices: tuple[Device, ...], policy: Policy, failed: tuple[FailedPrecision, ...] = ()
+) -> Precision:
+    """Return the pinned precision, else the best one that the job has not failed in."""
+    if "precision" in policy.pins:
+        return Precision(str(policy.pins["precision"]))
+    unusable = {one.precision for one in failed}
+    order = [best_precision(devices), *WITHOUT_AUTOCAST]
+    return next((one for one in order if one not in unusable and _all_run(devices, one)), order[0])
+
+
+def _all_run(devices: tuple[Device, ...], precision: Precision) -> bool:
+    return all(runs(one, precision) for one in devices)
+
+
+def _families(
+    layout: Layout,
+    workload: Workload,
+    policy: Policy,
+    failed: tuple[FailedPrecision, ...],
+    refusals: _Refusals,
+) -> Iterator[Family]:
     pins = policy.pins
-    precision = Precision(str(pins.get("precision") or best_precision(layout.cluster.devices)))
+    precision = pick_precision(layout.cluster.devices, policy, failed)
     recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else list(Recompute)
     compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
     ways = len(recomputes) * len(compiles)
-    if not all(runs(one, precision) for one in layout.cluster.devices):
+    if not _all_run(layout.cluster.devices, precision):
         refusals.add(f"{precision} is only emulated by {layout.kinds[0]}", ways)
         return
     for strategy, mesh in _meshes(layout, len(workload.branches)):
@@ -326,14 +377,17 @@ def workers(layout: Layout, policy: Policy) -> int:
     return max(0, min(MOST_WORKERS, min(cores) - 1))
 
 
-def _by_rule(devices: tuple[Device, ...], policy: Policy) -> Iterator[str]:
+def _by_rule(
+    devices: tuple[Device, ...], policy: Policy, failed: tuple[FailedPrecision, ...]
+) -> Iterator[str]:
     """Causes that hold for the whole space."""
     if "precision" in policy.pins:
         yield f"another precision than the pin {policy.pins['precision']}"
     else:
-        chosen = best_precision(devices)
+        chosen = pick_precision(devices, policy, failed)
+        unusable = {one.precision for one in failed}
         for precision in Precision:
-            if precision is not chosen:
+            if precision is not chosen and precision not in unusable:
                 yield _why_not(precision, chosen, devices)
     if "optimizer" in policy.pins:
         yield f"another optimizer implementation than the pin {policy.pins['optimizer']}"
@@ -358,6 +412,8 @@ def _why_not(precision: Precision, chosen: Precision, devices: tuple[Device, ...
             if chosen is Precision.FP16
             else "bf16: nobody knows if it is native here"
         )
+    if precision is Precision.FP16 and chosen in WITHOUT_AUTOCAST:
+        return "fp16 runs under autocast as well, and needs loss scaling: only by pin"
     if precision is Precision.FP16:
         return "fp16 needs loss scaling, and runs no faster than bf16" if chosen is Precision.BF16 else (
             "fp16: nobody knows how fast it is here"

@@ -16,16 +16,18 @@ from trimtab.spec import PARTS, Mesh, Strategy, Work
 from trimtab.spec.trace import GRADIENT
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from trimtab.spec import Setting, Trace
 
 ANCHORS = (4, 16)
 """Numbers of shards that are traced, where several are asked about."""
 
 
-def simpler(setting: Setting) -> list[Setting]:
-    """The settings to trace instead of one: one device for replicas, two anchors for shards.
+def simpler(setting: Setting, direct: Collection[int] = ()) -> list[Setting]:
+    """Return the settings to trace instead of one: one device for replicas, two anchors for shards.
 
-    Of branches and of pipelines, one copy each.
+    Of branches and of pipelines, one copy each. Numbers of shards in `direct` are traced as they are.
     """
     if setting.strategy is Strategy.DDP:
         return [_on(setting, Strategy.SINGLE, Mesh())]
@@ -35,9 +37,22 @@ def simpler(setting: Setting) -> list[Setting]:
         return [_on(setting, Strategy.PIPELINE, Mesh(pp=setting.mesh.pp))]
     if setting.strategy in (Strategy.FSDP, Strategy.HSDP):
         shards = setting.mesh.dp_shard
-        numbers = (shards,) if shards in ANCHORS else ANCHORS
+        numbers = (shards,) if shards in ANCHORS or shards in direct else ANCHORS
         return [_on(setting, Strategy.FSDP, Mesh(dp_shard=number)) for number in numbers]
     return [setting]
+
+
+def direct_shards(numbers: Collection[int]) -> set[int]:
+    """Return the numbers of shards to trace as they are, of all that a plan may use.
+
+    Two anchors give any number of shards. Where a plan has at most two numbers, tracing these takes no
+    longer, and is exact.
+
+    >>> direct_shards([2]), direct_shards([2, 4, 8])
+    ({2}, set())
+    """
+    several = set(numbers)
+    return several if len(several) <= len(ANCHORS) else set()
 
 
 def _on(setting: Setting, strategy: Strategy, mesh: Mesh) -> Setting:

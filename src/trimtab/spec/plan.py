@@ -184,5 +184,7 @@ class Plan(Noun, frozen=True, kw_only=True):
     """The answer in a sentence."""
     fingerprints: dict[str, str] = {}
     """What the plan assumed: job, cluster, versions."""
+    complete: bool = True
+    """False where the search was interrupted: the choice is the best that it had found."""
     folder: str = ""
     """The folder it was made in, from which the paths in `job` and `options` start; empty in older plans."""

@@ -17,6 +17,7 @@ from trimtab import errors
 from trimtab.catalog.torch_release import require_supported_torch
 from trimtab.errors import JobFailed, TrimtabError
 from trimtab.trace.host import limit_bytes, resident_bytes, too_much
+from trimtab.trace.lifeline import end_with_parent, parent_variable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,8 @@ def environment(scratch: str) -> dict[str, str]:
 
     No GPU is touched, and what torch.compile leaves lies in a scratch folder, where no real run finds it.
     """
-    return os.environ | REPEATABLE | {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": scratch}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": scratch}
+    return os.environ | REPEATABLE | parent_variable() | hidden
 
 
 class Asked(Protocol):
@@ -82,7 +84,7 @@ def ask_all(  # noqa: PLR0913 - who is asked what, and how long
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=None if show else subprocess.PIPE,
-        env=os.environ | REPEATABLE | env,
+        env=os.environ | REPEATABLE | parent_variable() | env,
         start_new_session=True,
     )
     try:
@@ -175,6 +177,7 @@ def answering(work: Callable[[Say], None], answer: IO[bytes]) -> None:
 
 def serve(work: Callable[[str, Say], None]) -> None:
     """Be such a process: give `work` the request's text and the way to answer."""
+    end_with_parent()
     answer = apart()
     answering(lambda say: work(sys.stdin.read(), say), answer)
 

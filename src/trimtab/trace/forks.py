@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from trimtab.trace.child import answering, died, told, too_long
 from trimtab.trace.host import limit_bytes, resident_bytes, too_much
+from trimtab.trace.lifeline import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 AT_ONCE = 2
 """Copies of a process at a time, where there are as many cores; a copy may have as many of its own."""
 PAUSE_S = 0.02
-PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl."""
 
 Task = Any
 """A function that is given the way to answer, and answers."""
@@ -94,12 +93,13 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
     errors = tempfile.TemporaryFile()  # noqa: SIM115
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return Fork(number, pid, answer, errors, time.monotonic() + timeout_s)
     code = 1
     try:
-        _end_with_original()
+        end_with_parent(parent)
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
         answering(task, answer)
@@ -110,14 +110,6 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
-
-
-def _end_with_original() -> None:
-    """Ask the system to end this copy when its original ends: nobody else watches copies of copies."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _status(one: Fork) -> int | None:

@@ -26,6 +26,7 @@ from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
 from trimtab.trace.child import Say, apart, told
 from trimtab.trace.forks import forked
 from trimtab.trace.layers import FEW, extended
+from trimtab.trace.lifeline import end_with_parent
 from trimtab.trace.standing import END
 
 if TYPE_CHECKING:
@@ -502,6 +503,7 @@ class Sure:
 
 def _stay() -> None:
     """Answer requests about one job, a line each, until there are no more."""
+    end_with_parent()
     warnings.simplefilter("ignore")
     answer, job, sure = apart(), None, Sure()
     for line in sys.stdin.buffer:

@@ -136,7 +136,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _on_device(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cuda"
+    # A fake tensor's `device` is an operation of its own.
+    device = getattr(tensor, "fake_device", None)
+    return bool((tensor.device if device is None else device).type == "cuda")
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -1,0 +1,90 @@
+"""Show on stderr how far a long command is: a status line on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from trimtab.cli.main import _console
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+VARIABLE = "TRIMTAB_PROGRESS"
+"""Environment variable: 0 shows no progress."""
+FIRST_S = 2.0
+"""What takes less time shows no lines in a log."""
+EVERY_S = 5.0
+
+
+class Progress:
+    """What a command is doing, and the best that it has found."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.doing = ""
+        self.best = ""
+        self.began = time.monotonic()
+        self.changed: Callable[[], None] = lambda: None
+        """Called after each change."""
+
+    def say(self, what: str) -> None:
+        """Note what is being done now."""
+        self.doing = what
+        self.changed()
+
+    def found(self, what: str) -> None:
+        """Note the best so far."""
+        self.best = what
+        self.changed()
+
+    def words(self, separator: str = "; ") -> str:
+        """Return the state in words."""
+        doing = f": {self.doing}" if self.doing else ""
+        best = f"{separator}best so far: {self.best}" if self.best else ""
+        return f"{self.title}{doing}{best}"
+
+    def line(self) -> str:
+        """Return the state as a line of a log."""
+        return f"trimtab: {time.monotonic() - self.began:.0f} s, {self.words()}\n"
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Progress]:
+    """Show the progress of what runs inside."""
+    state = Progress(title)
+    if os.environ.get(VARIABLE) == "0" or sys.stderr is None:
+        yield state
+    elif sys.stderr.isatty():
+        with _console(errors=True).status(title) as status:
+            state.changed = lambda: status.update(state.words("\n  "))
+            yield state
+    else:
+        with _lines(state):
+            yield state
+
+
+@contextlib.contextmanager
+def _lines(state: Progress) -> Iterator[None]:
+    """Write a line after two seconds, and one every five from then on."""
+    done = threading.Event()
+
+    def write() -> None:
+        pause = FIRST_S
+        while not done.wait(pause):
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(state.line())
+                sys.stderr.flush()
+            pause = EVERY_S
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        writer.join()

@@ -1,0 +1,160 @@
+"""Long plans show how far they are, and Ctrl-C gives the best so far."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import trimtab.api
+import trimtab.cli.progress as shown
+from outlooks import Law, workload
+from trimtab.catalog.clusters import stated
+from trimtab.cli.commands import app
+from trimtab.cli.progress import progress
+from trimtab.planner.decide import Question, decide
+from trimtab.spec import Policy
+
+
+class Interrupted(Law):
+    """Answers some questions; then somebody presses Ctrl-C."""
+
+    left = 10**9
+
+    def estimate(self, setting: Any, layout: Any) -> Any:
+        if self.left <= 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().estimate(setting, layout)
+
+
+def question(compare: tuple[int, ...] = ()) -> Question:
+    return Question(
+        job="fake", workload=workload(), cluster=stated("4xH100"), policy=Policy(), compare=compare
+    )
+
+
+def interrupted(after: int, compare: tuple[int, ...] = (), **law: Any) -> Any:
+    outlook = Interrupted(bounds=False, **law)
+    outlook.left = after
+    return decide(question(compare), outlook)
+
+
+def asked_in_all() -> int:
+    law = Law(bounds=False)
+    decide(question(), law)
+    return len(law.asked)
+
+
+def test_an_interrupted_search_gives_the_best_so_far_and_says_so() -> None:
+    whole = decide(question(), Law(bounds=False))
+    assert whole.complete
+    plan = interrupted(20)
+    assert not plan.complete
+    assert plan.estimate.fits
+    assert plan.estimate.step_s is not None
+    assert whole.estimate.step_s is not None
+    # Of two that are within 2 % the complete search takes the simpler.
+    assert whole.estimate.step_s <= plan.estimate.step_s * 1.021
+    best = min(one.samples_per_s or 0.0 for one in plan.looked_at if one.setting == plan.choice)
+    assert all((one.samples_per_s or 0.0) <= best * 1.0001 for one in plan.looked_at if one.fits)
+
+
+def test_an_interrupt_before_anything_fits_is_an_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(0)
+
+
+def test_an_interrupt_while_gpus_are_compared_keeps_the_choice() -> None:
+    plan = interrupted(asked_in_all() + 1, compare=(1, 2, 3, 4))
+    assert plan.choice == decide(question((1, 2, 3, 4)), Law(bounds=False)).choice
+    assert not plan.complete
+
+
+def test_every_better_setting_is_noticed_once() -> None:
+    noticed: list[Any] = []
+    plan = decide(question(), Law(bounds=False), notice=noticed.append)
+    times = [one.estimate.step_s for one in noticed]
+    assert times
+    assert times == sorted(times, key=lambda one: -(one or 0.0))
+    assert times[-1] is not None
+    assert plan.estimate.step_s is not None
+    # Between equals the simpler is chosen.
+    assert plan.estimate.step_s <= times[-1] * 1.021
+
+
+def test_a_log_gets_lines_with_what_is_done_and_the_best_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(shown.VARIABLE, "1")
+    monkeypatch.setattr(shown, "FIRST_S", 0.0)
+    monkeypatch.setattr(shown, "EVERY_S", 0.01)
+    wrote = []
+    monkeypatch.setattr(shown.Progress, "line", _noted(wrote, shown.Progress.line))
+    with progress("planning") as state:
+        state.say("tracing ddp, micro-batch 8, bf16")
+        state.found("single, micro-batch 4, bf16 on 1 GPU, 12 samples/s")
+        while not any("best" in one for one in wrote):
+            pass
+    err = capsys.readouterr().err
+    assert (
+        "planning: tracing ddp, micro-batch 8, bf16; best so far: single, micro-batch 4, bf16 on 1 GPU, "
+        "12 samples/s\n" in err
+    )
+
+
+def _noted(wrote: list[str], line: Any) -> Any:
+    def noting(self: Any) -> str:
+        wrote.append(line(self))
+        return wrote[-1]
+
+    return noting
+
+
+def test_what_is_quick_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(shown.VARIABLE, "1")
+    monkeypatch.setattr(shown, "FIRST_S", 600.0)
+    with progress("planning") as state:
+        state.say("reading the job")
+    assert not capsys.readouterr().err
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A plan of 20 questions, then Ctrl-C."""
+    after = [20]
+
+    def plan(*_: Any, say_best: Any = None, **__: Any) -> Any:
+        say_best("something")
+        return interrupted(after[0])
+
+    monkeypatch.setattr(trimtab.api, "plan", plan)
+    return after
+
+
+@pytest.mark.usefixtures("planned")
+def test_the_command_prints_the_best_so_far_and_leaves_with_130(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = CliRunner().invoke(app, ["plan", "fake", "--on", "4xH100", "--out", str(file)])
+    assert done.exit_code == 130
+    assert "best so far" in done.stdout
+    assert "this is the best so far" in done.stderr
+    assert json.loads(file.read_text(encoding="utf-8"))["complete"] is False
+    done = CliRunner().invoke(app, ["plan", "fake", "--on", "4xH100", "--json"])
+    assert (done.exit_code, json.loads(done.stdout)["complete"]) == (130, False)
+
+
+def test_the_command_says_that_nothing_was_found_yet(planned: list[int]) -> None:
+    planned[0] = 0
+    done = CliRunner().invoke(app, ["plan", "fake", "--on", "4xH100"])
+    assert done.exit_code == 130
+    assert done.stderr == (
+        "trimtab: stopped before anything that fits was found; the same command goes on from the traces made "
+        "so far.\n"
+    )
+    assert "Traceback" not in done.output
+    assert not done.stdout
