@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.catalog.describe import capability
-from trimtab.trace import attention, shapes, workspace
+from trimtab.trace import attention, recurrent, shapes, workspace
 from trimtab.trace.values import Values
 
 if TYPE_CHECKING:
     from trimtab.spec import Device
 
-MATRIX_OPS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
+MATRIX_OPS = {
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm",
+}  # fmt: skip
 
 
 class Kernels:
@@ -28,7 +30,7 @@ class Kernels:
         self._cublas_threads: set[int] = set()
         self._library = torch.library.Library("aten", "IMPL")
         attention.register(self._library, self.capability)
-        shapes.register_rnn(self._library)
+        recurrent.register(self._library, self.assume)
         shapes.keep_whole(self._library)
 
     def assume(self, text: str) -> None:

@@ -155,11 +155,13 @@ class _Built(NamedTuple):
 
 def _whole(built: _Built, *, forward: bool = False) -> Trace:
     """The trace of the model as it is now; with `forward`, of its first forward pass alone."""
+    from trimtab.trace import scripts
+
     recorder = built.recorder
     counts = _steps(built, forward=forward)
     recorder.paused = True
     chosen = built.job.assumptions if isinstance(built.job, Job) else ()
-    assumed = (*chosen, *recorder.kernels.assumptions)
+    assumed = (*chosen, *recorder.kernels.assumptions, *scripts.assumptions())
     return Trace(**_columns(recorder), **counts, assumptions=assumed)
 
 
