@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
 from trimtab.spec.trace import ENTER, LEAVE
 from trimtab.trace.imitate import Stream
@@ -179,7 +180,13 @@ class Recorder(TorchDispatchMode):
         if any(not issubclass(one, PLAIN) and is_traceable_wrapper_subclass_type(one) for one in types):
             # A DTensor and its like stand for a local tensor: the operation comes back with that one.
             return NotImplemented
-        out = self.kernels.run(func, name, args, kwargs)
+        try:
+            out = self.kernels.run(func, name, args, kwargs)
+        except Exception as error:
+            if not hasattr(error, OPERATION):
+                with contextlib.suppress(AttributeError):
+                    setattr(error, OPERATION, name)
+            raise
         if self.working:
             self.note(POSITIONS if finds_positions(name, args) else None)
             self.note(work(func, name, args, kwargs, out))
