@@ -40,6 +40,29 @@ def is_installed(file: str) -> bool:
     )
 
 
+def _match_without_values(module: Any) -> None:
+    """Let scipy's linear_sum_assignment answer for costs without values: the sizes are what matters.
+
+    Losses of detection match what a model found with what is there. Any matching has as many pairs.
+    """
+    whole = module.linear_sum_assignment
+
+    @functools.wraps(whole)
+    def linear_sum_assignment(cost_matrix: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(cost_matrix, "fake_mode"):
+            return whole(cost_matrix, *args, **kwargs)
+        import numpy as np
+
+        pairs = min(cost_matrix.shape)
+        return np.arange(pairs), np.arange(pairs)
+
+    module.linear_sum_assignment = linear_sum_assignment
+
+
+STAND_INS: dict[str, Callable[[Any], None]] = {"scipy.optimize": _match_without_values}
+"""What is changed in a module after it was imported."""
+
+
 def turn_off_at_import(turn: Callable[[bool], bool]) -> None:
     """From now on call `turn(False)` before a module of an installed package runs, and undo it afterwards.
 
@@ -55,5 +78,7 @@ def turn_off_at_import(turn: Callable[[bool], bool]) -> None:
             whole(loader, module)
         finally:
             turn(before)
+        if name in STAND_INS:
+            STAND_INS[name](module)
 
     importlib.machinery.SourceFileLoader.exec_module = exec_module  # type: ignore[method-assign,assignment]

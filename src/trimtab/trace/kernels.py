@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.catalog.describe import capability
-from trimtab.trace import attention, recurrent, shapes, workspace
+from trimtab.trace import attention, recurrent, shapes, sparse, workspace
 from trimtab.trace.values import Values
 
 if TYPE_CHECKING:
@@ -40,7 +40,11 @@ class Kernels:
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, with an answer for those whose result depends on values."""
         result = shapes.RESULTS.get(name)
+        known = sparse.result(name, args, self.assume) if name in sparse.NAMES else None
+        if known is not None:
+            return known
         out = self.values.run(func, name, args, kwargs) if result is None else result(args)
+        sparse.keep_parts(name, args, out)
         if name in shapes.DENSE_RESULTS:
             out = shapes.with_dense_first(out)
         self.values.learn(name, args, out)
@@ -51,6 +55,8 @@ class Kernels:
 
     def takes(self, name: str, args: tuple[Any, ...], out: Any) -> list[workspace.Take]:
         """What the operation asks the allocator for beside its results, and in what order."""
+        if name in sparse.PRODUCTS and sparse.has_sparse(args):
+            return [workspace.hold(sum(map(sparse.temporary_bytes, filter(sparse.is_sparse, args))))]
         rule = workspace.RULES.get(name)
         return rule(args, out) if rule else []
 

@@ -22,6 +22,7 @@ from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
 from trimtab.spec.trace import ENTER, LEAVE
 from trimtab.trace.imitate import Stream
+from trimtab.trace.sparse import PARTS, is_sparse
 from trimtab.trace.works import POSITIONS, finds_positions, work
 
 if TYPE_CHECKING:
@@ -378,8 +379,12 @@ class Recorder(TorchDispatchMode):
         numbers |= {~number for number in self.order if number < 0}
         self.order = [one for one in self.order if one not in numbers and ~one not in numbers]
 
-    def relabel(self, tensor: torch.Tensor, part: str) -> None:
+    def relabel(self, tensor: torch.Tensor, label: str) -> None:
         """Say what a tensor's memory turned out to be for."""
+        if is_sparse(tensor):
+            for part in getattr(tensor, PARTS, ()):
+                self.relabel(part, label)
+            return
         number = self._numbers.get(id(tensor.untyped_storage()))
         if number is not None:
-            self.parts[number] = part
+            self.parts[number] = label

@@ -18,7 +18,7 @@ from trimtab.spec import Noun
 from trimtab.trace.child import Say, ask_all, serve
 from trimtab.units import GIB
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 60.0
 FEW_SAMPLES = 2
 LARGEST_MODEL = GIB
 """Weights of more bytes are not built for this: gradients and activations come on top."""

@@ -140,7 +140,11 @@ def arrange(  # noqa: PLR0913 - and as which rank
     parameters = [one for one in model.parameters() if one.requires_grad]
     if not parameters:
         raise JobFailed("model()", found="no parameter of it takes a gradient", cure="Leave some unfrozen.")
-    optimizer = make_optimizer(job, parameters, setting.optimizer)
+    # Fused kernels refuse the sparse gradients of such embeddings.
+    sparse = any(getattr(one, "sparse", False) is True for one in model.modules())
+    optimizer = make_optimizer(
+        job, parameters, OptimizerImplementation.PLAIN if sparse else setting.optimizer
+    )
     buckets = []
     if setting.strategy in (Strategy.DDP, Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE):
         # Branches and stages sum the gradients of what they share in the same way.

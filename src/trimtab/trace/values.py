@@ -61,7 +61,7 @@ FACTORIES = {
 drawn for real."""
 MOST_REAL = 2**22
 """Whole numbers and truth values up to this many are computed for real beside the fake tensor."""
-MOST_REAL_FLOATS = 2**12
+MOST_REAL_FLOATS = 2**18
 
 
 class Values:

@@ -263,6 +263,9 @@ def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
     dropped: list[Any] = []
     with _blaming("model()"):
         model = steps.build(job, request.setting, branch=branch, dropped=dropped)
+    if any(one.device.type == "cpu" for one in (*model.parameters(), *model.buffers())):
+        # torch.Tensor(size) and the like ignore the default device; a trainer moves the model as a whole.
+        model.to("cuda")
     if dropped:
         recorder.forget(dropped)
     # Only now are all libraries loaded that the model is made of.
@@ -353,6 +356,8 @@ def _blaming(member: str) -> Any:
     except Exception as error:
         # The compiler wraps what went wrong into an error of its own.
         inner = getattr(error, "inner_exception", error)
+        if isinstance(inner, ImportError):
+            raise failed(member, inner, "Install what the job needs on this machine too.") from error
         if REFUSES_AUTOCAST in str(inner):
             cure = "Use --precision tf32 or fp32, or a loss of logits, which autocast allows."
             raise failed(member, inner, cure) from error

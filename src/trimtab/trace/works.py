@@ -18,6 +18,7 @@ from trimtab.spec import Work
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
 from trimtab.trace.formulas import launches
 from trimtab.trace.recurrent import extent
+from trimtab.trace.sparse import PRODUCTS, is_sparse, nonzeros, size_bytes
 from trimtab.trace.values import RAGGED
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def work(  # noqa: PLR0911 - one way out for each kind
         return None
     if name in WAITS:
         return Work(op=name, kind="wait", dtype="", read_bytes=sum(map(_bytes, given)))
+    if any(map(is_sparse, (*given, *results))):
+        return _sparse(name, given, results)
     rule = _RULES.get(name)
     if rule is not None:
         return rule(name, args, out)
@@ -181,6 +184,28 @@ def _matrix(name: str, args: tuple[Any, ...], out: Any) -> Work:
         write_bytes=_bytes(out),
         dims=(batch, rows, columns, inner, min(map(_alignment, (left, right, out)))),
         fresh=hasattr(left, RAGGED) or hasattr(right, RAGGED),
+    )
+
+
+def _sparse(name: str, given: list[torch.Tensor], results: list[torch.Tensor]) -> Work:
+    """An operation on sparse tensors: a product reads a row of the dense matrix for each non-zero."""
+    sparse = next((one for one in given if is_sparse(one)), None)
+    reads, writes = (
+        sum(size_bytes(one) if is_sparse(one) else _bytes(one) for one in some) for some in (given, results)
+    )
+    lead = next((one for one in (*results, *given) if not is_sparse(one)), None)
+    flops = 0
+    if name in PRODUCTS and sparse is not None and lead is not None:
+        entries = nonzeros(sparse) * lead.shape[-1]
+        flops, reads = 2 * entries, size_bytes(sparse) + entries * lead.element_size()
+    return Work(
+        op=name,
+        kind="gather",
+        dtype=_dtype(lead if lead is not None else given[0]),
+        flops=flops,
+        read_bytes=reads,
+        write_bytes=writes,
+        dims=(0, lead.shape[-1] if lead is not None and lead.dim() else 1),
     )
 
 
