@@ -545,7 +545,7 @@ ROWS: list[Row] = [
     ("codegen", "decoder", "CodeGenForCausalLM", 4, causal(1024), {"n_layer": 6}),
     ("xglm", "decoder", "XGLMForCausalLM", 4, causal(1024), {"num_layers": 12}),
     ("imagegpt", "decoder", "ImageGPTForCausalImageModeling", 4,
-     lambda config, size: {"input_ids": torch.randint(512, (size, 1024)),
+     lambda _, size: {"input_ids": torch.randint(512, (size, 1024)),
                            "labels": torch.randint(512, (size, 1024))}, {}),
     # Encoders with decoders.
     ("t5", "encoder-decoder", "T5ForConditionalGeneration", 16, translated(512, 128),
@@ -695,7 +695,8 @@ ROWS: list[Row] = [
      {"hidden_size": 1024, "num_hidden_layers": 2, "attention_hidden_size": 1024}),
     ("recurrent_gemma", "state-space", "RecurrentGemmaForCausalLM", 2, causal(512), _few(6)),
     ("jamba", "state-space", "JambaForCausalLM", 4, causal(32),
-     _few(2, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, hidden_size=2048, intermediate_size=7168, num_experts=4, use_mamba_kernels=False)),
+     _few(2, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+          hidden_size=2048, intermediate_size=7168, num_experts=4, use_mamba_kernels=False)),
     ("bamba", "state-space", "BambaForCausalLM", 1, causal(512), _few(3, attn_layer_indices=[1])),
     ("zamba2", "state-space", "Zamba2ForCausalLM", 1, causal(256), _few(6)),
     ("lfm2", "state-space", "Lfm2ForCausalLM", 4, causal(1024),
@@ -782,7 +783,9 @@ class Line:
         head = f"{self.name:18} {self.family:16} {self.micro_batch:3}  "
         if not self.answered:
             return f"{head}refused ({self.exit_code}): {self.words}"
-        memory = f"{self.allocated_bytes / 2**30:6.2f} GiB allocated, {self.reserved_bytes / 2**30:6.2f} reserved"
+        memory = (
+            f"{self.allocated_bytes / 2**30:6.2f} GiB allocated, {self.reserved_bytes / 2**30:6.2f} reserved"
+        )
         return f"{head}{memory}, {1e3 * self.step_s:7.1f} ms, MFU {self.mfu:.0%} ({self.seconds:.0f} s)"
 
 
@@ -808,7 +811,7 @@ def trace_entry(entry: Entry) -> Line:
     try:
         answer = heard(worker._answers(worker.ready(requests), requests, worker.Sure()))  # noqa: SLF001
         if isinstance(answer, TrimtabError):
-            raise answer  # noqa: TRY301 - the same as when the job cannot be loaded
+            raise answer
         trace = Trace.from_builtins(answer["trace"])
         found, _ = estimate(trace, setting, device, cluster=where)
         line.answered = True
@@ -861,7 +864,9 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAME,...", help="trace these models; default: all")
     parser.add_argument("--family", choices=FAMILIES, help="trace the models of one family")
     parser.add_argument("--list", action="store_true", help="print names and families, and trace nothing")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append a JSON line a model; skip those in it")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="append a JSON line a model; skip those in it"
+    )
     args = parser.parse_args()
     names = args.only.split(",") if args.only else list(entries())
     unknown = [name for name in names if name not in entries()]
@@ -876,7 +881,7 @@ def main() -> None:
     if args.out is not None and args.out.is_file():
         done = {json.loads(text)["name"] for text in args.out.read_text(encoding="utf-8").splitlines()}
     answered = refused = 0
-    _import_once()
+    import_once()
     for entry in wanted:
         if entry.name in done:
             continue
@@ -889,7 +894,7 @@ def main() -> None:
     print(f"{answered} answered, {refused} refused, {len(wanted) - answered - refused} skipped")
 
 
-def _import_once() -> None:
+def import_once() -> None:
     """Import what every model needs, before copies of this process are made."""
     import transformers
     import transformers.modeling_utils

@@ -7,6 +7,7 @@ boolean masks, nested lists of modules, scripted functions, a second backward pa
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any, ClassVar
 
@@ -63,7 +64,9 @@ class GraphSage(nn.Module):
 
     def __init__(self, width: int = 128, hidden: int = 512, classes: int = 47) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([SageLayer(width, hidden), SageLayer(hidden, hidden), SageLayer(hidden, hidden)])
+        self.layers = nn.ModuleList(
+            [SageLayer(width, hidden), SageLayer(hidden, hidden), SageLayer(hidden, hidden)]
+        )
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, nodes: Tensor, edges: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
@@ -72,7 +75,9 @@ class GraphSage(nn.Module):
         return functional.cross_entropy(self.head(nodes), labels)
 
 
-def random_graph(size: int, width: int, classes: int, nodes: int = 10_000, degree: int = 15) -> dict[str, Tensor]:
+def random_graph(
+    size: int, width: int, classes: int, nodes: int = 10_000, degree: int = 15
+) -> dict[str, Tensor]:
     """`size` graphs in one, as loaders of graphs join them."""
     count = size * nodes
     first = torch.arange(size).repeat_interleave(nodes * degree) * nodes
@@ -112,7 +117,9 @@ class Gat(nn.Module):
             score = (seen[source] * mark[0]).sum(-1) + (seen[target] * mark[1]).sum(-1)
             score = functional.leaky_relu(score, 0.2)
             index = target[:, None].expand_as(score)
-            highest = torch.full_like(score[: seen.shape[0]], -math.inf).scatter_reduce(0, index, score, "amax")
+            highest = torch.full_like(score[: seen.shape[0]], -math.inf).scatter_reduce(
+                0, index, score, "amax"
+            )
             weight = (score - highest[target]).exp()
             total = torch.zeros_like(highest).scatter_add(0, index, weight)
             weight = weight / (total[target] + 1e-16)
@@ -136,7 +143,9 @@ class Gcn(nn.Module):
 
     def __init__(self, width: int = 128, hidden: int = 512, classes: int = 40) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(width, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, classes)])
+        self.layers = nn.ModuleList(
+            [nn.Linear(width, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, classes)]
+        )
 
     def forward(self, nodes: Tensor, edges: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
         count = nodes.shape[0]
@@ -169,7 +178,9 @@ class TimedBlock(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.GroupNorm(32, source), nn.SiLU(), nn.Conv2d(source, out, 3, padding=1))
         self.time = nn.Linear(time, out)
-        self.second = nn.Sequential(nn.GroupNorm(32, out), nn.SiLU(), nn.Dropout(0.1), nn.Conv2d(out, out, 3, padding=1))
+        self.second = nn.Sequential(
+            nn.GroupNorm(32, out), nn.SiLU(), nn.Dropout(0.1), nn.Conv2d(out, out, 3, padding=1)
+        )
         self.short: nn.Module = nn.Conv2d(source, out, 1) if source != out else nn.Identity()
 
     def forward(self, image: Tensor, time: Tensor) -> Tensor:  # noqa: D102
@@ -217,7 +228,9 @@ class DiffusionNet(nn.Module):
             if level < len(wider) - 1:
                 self.down.append(nn.ModuleList([nn.Conv2d(now, now, 3, stride=2, padding=1)]))
                 kept.append(now)
-        self.middle = nn.ModuleList([TimedBlock(now, now, time), PictureAttention(now), TimedBlock(now, now, time)])
+        self.middle = nn.ModuleList(
+            [TimedBlock(now, now, time), PictureAttention(now), TimedBlock(now, now, time)]
+        )
         for level, more in reversed(list(enumerate(wider))):
             for number in range(3):
                 blocks = nn.ModuleList([TimedBlock(now + kept.pop(), width * more, time)])
@@ -239,7 +252,9 @@ class DiffusionNet(nn.Module):
         noise = torch.randn_like(clean)
         level = torch.cos(steps.float() / 1000 * math.pi / 2)[:, None, None, None]
         image = level * clean + (1 - level**2).sqrt() * noise
-        rates = torch.exp(-math.log(10_000) * torch.arange(self.width // 2, device=clean.device) / (self.width // 2))
+        rates = torch.exp(
+            -math.log(10_000) * torch.arange(self.width // 2, device=clean.device) / (self.width // 2)
+        )
         angles = steps[:, None].float() * rates
         time = self.time(torch.cat([angles.sin(), angles.cos()], dim=-1))
         image = self.stem(image)
@@ -268,8 +283,12 @@ class VolumeBlock(nn.Sequential):
 
     def __init__(self, source: int, out: int) -> None:
         super().__init__(
-            nn.Conv3d(source, out, 3, padding=1, bias=False), nn.InstanceNorm3d(out, affine=True), nn.LeakyReLU(0.01),
-            nn.Conv3d(out, out, 3, padding=1, bias=False), nn.InstanceNorm3d(out, affine=True), nn.LeakyReLU(0.01),
+            nn.Conv3d(source, out, 3, padding=1, bias=False),
+            nn.InstanceNorm3d(out, affine=True),
+            nn.LeakyReLU(0.01),
+            nn.Conv3d(out, out, 3, padding=1, bias=False),
+            nn.InstanceNorm3d(out, affine=True),
+            nn.LeakyReLU(0.01),
         )  # fmt: skip
 
 
@@ -278,8 +297,10 @@ class VolumeNet(nn.Module):
 
     def __init__(self, widths: tuple[int, ...] = (32, 64, 128, 256), classes: int = 4) -> None:
         super().__init__()
-        self.down = nn.ModuleList([VolumeBlock(before, now) for before, now in zip((4, *widths), widths, strict=False)])
-        pairs = list(zip(widths, widths[1:], strict=False))[::-1]
+        self.down = nn.ModuleList(
+            [VolumeBlock(before, now) for before, now in zip((4, *widths), widths, strict=False)]
+        )
+        pairs = list(itertools.pairwise(widths))[::-1]
         self.grow = nn.ModuleList([nn.ConvTranspose3d(wide, narrow, 2, stride=2) for narrow, wide in pairs])
         self.up = nn.ModuleList([VolumeBlock(2 * narrow, narrow) for narrow, _ in pairs])
         self.head = nn.Conv3d(widths[0], classes, 1)
@@ -315,7 +336,9 @@ class VideoBlock(nn.Module):
     def __init__(self, source: int, out: int, stride: int) -> None:
         super().__init__()
         middle = out * source * 27 // (out * 3 + source * 9)
-        self.space = nn.Conv3d(source, middle, (1, 3, 3), stride=(1, stride, stride), padding=(0, 1, 1), bias=False)
+        self.space = nn.Conv3d(
+            source, middle, (1, 3, 3), stride=(1, stride, stride), padding=(0, 1, 1), bias=False
+        )
         self.time = nn.Conv3d(middle, out, (3, 1, 1), stride=(stride, 1, 1), padding=(1, 0, 0), bias=False)
         self.norm_a, self.norm_b = nn.BatchNorm3d(middle), nn.BatchNorm3d(out)
         self.short = nn.Conv3d(source, out, 1, stride=stride, bias=False) if source != out else nn.Identity()
@@ -331,7 +354,9 @@ class VideoNet(nn.Module):
     def __init__(self, classes: int = 400) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv3d(3, 64, (3, 7, 7), stride=(1, 2, 2), padding=(1, 3, 3), bias=False), nn.BatchNorm3d(64), nn.ReLU()
+            nn.Conv3d(3, 64, (3, 7, 7), stride=(1, 2, 2), padding=(1, 3, 3), bias=False),
+            nn.BatchNorm3d(64),
+            nn.ReLU(),
         )
         widths = ((64, 64), (64, 128), (128, 256), (256, 512))
         self.stages = nn.ModuleList(
@@ -364,9 +389,13 @@ class Generator(nn.Module):
         super().__init__()
         widths = (100, 8 * width, 4 * width, 2 * width, width)
         layers: list[nn.Module] = []
-        for number, (before, now) in enumerate(zip(widths, widths[1:], strict=False)):
+        for number, (before, now) in enumerate(itertools.pairwise(widths)):
             stride, padding = (2, 1) if number else (1, 0)
-            layers += [nn.ConvTranspose2d(before, now, 4, stride, padding, bias=False), nn.BatchNorm2d(now), nn.ReLU(inplace=True)]
+            layers += [
+                nn.ConvTranspose2d(before, now, 4, stride, padding, bias=False),
+                nn.BatchNorm2d(now),
+                nn.ReLU(inplace=True),
+            ]
         self.layers = nn.Sequential(*layers, nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False), nn.Tanh())
 
     def forward(self, noise: Tensor) -> Tensor:  # noqa: D102
@@ -382,7 +411,7 @@ class Critic(nn.Module):
         norm = nn.utils.parametrizations.spectral_norm
         widths = (3, width, 2 * width, 4 * width, 8 * width)
         self.layers = nn.ModuleList(
-            [norm(nn.Conv2d(before, now, 4, 2, 1)) for before, now in zip(widths, widths[1:], strict=False)]
+            [norm(nn.Conv2d(before, now, 4, 2, 1)) for before, now in itertools.pairwise(widths)]
         )
         self.head = nn.Conv2d(8 * width, 1, 4)
 
@@ -402,7 +431,10 @@ class GanNet(nn.Module):
 
     def forward(self, real: Tensor, noise: Tensor) -> Tensor:  # noqa: D102
         made = self.generator(noise)
-        critic = functional.relu(1 - self.critic(real)).mean() + functional.relu(1 + self.critic(made.detach())).mean()
+        critic = (
+            functional.relu(1 - self.critic(real)).mean()
+            + functional.relu(1 + self.critic(made.detach())).mean()
+        )
         return critic - self.critic(made).mean()
 
 
@@ -475,9 +507,13 @@ class WindowNet(nn.Module):
         self.stages, self.merges = nn.ModuleList(), nn.ModuleList()
         for stage, depth in enumerate(depths):
             now = width * 2**stage
-            self.stages.append(nn.ModuleList([Windows(now, 3 * 2**stage, 7, 3 * (one % 2)) for one in range(depth)]))
+            self.stages.append(
+                nn.ModuleList([Windows(now, 3 * 2**stage, 7, 3 * (one % 2)) for one in range(depth)])
+            )
             if stage < len(depths) - 1:
-                self.merges.append(nn.Sequential(nn.LayerNorm(4 * now), nn.Linear(4 * now, 2 * now, bias=False)))
+                self.merges.append(
+                    nn.Sequential(nn.LayerNorm(4 * now), nn.Linear(4 * now, 2 * now, bias=False))
+                )
         self.head = nn.Linear(width * 2 ** (len(depths) - 1), classes)
 
     def forward(self, image: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
@@ -506,7 +542,10 @@ class ConvBlock(nn.Module):
 
     def __init__(self, source: int, out: int, stride: int = 1) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(source, out, 3, stride, 1, bias=False), nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.one, self.two = (
+            nn.Conv2d(source, out, 3, stride, 1, bias=False),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+        )
         self.norm_a, self.norm_b = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
         self.short = (
             nn.Sequential(nn.Conv2d(source, out, 1, stride, bias=False), nn.BatchNorm2d(out))
@@ -521,7 +560,12 @@ class ConvBlock(nn.Module):
 
 def residual_net(out: int) -> nn.Sequential:
     """An 18-layer residual network."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     for before, now in ((64, 64), (64, 128), (128, 256), (256, 512)):
         layers += [ConvBlock(before, now, 1 + (before != now)), ConvBlock(now, now)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, out))
@@ -594,10 +638,13 @@ class FuseNet(nn.Module):
 
     def __init__(self, width: int = 32, branches: int = 3, rounds: int = 4, classes: int = 19) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1), nn.ReLU(), nn.Conv2d(width, width, 3, 2, 1), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, 2, 1), nn.ReLU(), nn.Conv2d(width, width, 3, 2, 1), nn.ReLU()
+        )
         self.start = nn.ModuleList([nn.Conv2d(width, width * 2**b, 3, 2**b, 1) for b in range(branches)])
         self.rounds = nn.ModuleList(
-            [nn.ModuleList([nn.ModuleList([ConvBlock(width * 2**b, width * 2**b) for _ in range(2)]) for b in range(branches)])
+            [nn.ModuleList([nn.ModuleList([ConvBlock(width * 2**b, width * 2**b) for _ in range(2)])
+                            for b in range(branches)])
              for _ in range(rounds)]
         )  # fmt: skip
         self.mixes = nn.ModuleList(
@@ -621,8 +668,12 @@ class FuseNet(nn.Module):
                 for place, row in enumerate(mixes)
             ]
         size = labels.shape[1:]
-        joined = torch.cat([functional.interpolate(one, size=seen[0].shape[2:], mode="bilinear") for one in seen], 1)
-        return functional.cross_entropy(functional.interpolate(self.head(joined), size=size, mode="bilinear"), labels)
+        joined = torch.cat(
+            [functional.interpolate(one, size=seen[0].shape[2:], mode="bilinear") for one in seen], 1
+        )
+        return functional.cross_entropy(
+            functional.interpolate(self.head(joined), size=size, mode="bilinear"), labels
+        )
 
 
 class NestedLists(WrittenJob):
@@ -641,10 +692,15 @@ class DetectorNet(nn.Module):
     def __init__(self, classes: int = 80, width: int = 256) -> None:
         super().__init__()
         layers = list(residual_net(1)[:-3])
-        self.stem, self.low, self.high = nn.Sequential(*layers[:8]), nn.Sequential(*layers[8:10]), nn.Sequential(*layers[10:])
+        self.stem, self.low, self.high = (
+            nn.Sequential(*layers[:8]),
+            nn.Sequential(*layers[8:10]),
+            nn.Sequential(*layers[10:]),
+        )
         self.sides = nn.ModuleList([nn.Conv2d(channels, width, 1) for channels in (128, 256, 512)])
         self.towers = nn.ModuleList(
-            [nn.Sequential(*[m for _ in range(4) for m in (nn.Conv2d(width, width, 3, 1, 1), nn.GroupNorm(32, width), nn.ReLU())])
+            [nn.Sequential(*[layer for _ in range(4) for layer in
+                             (nn.Conv2d(width, width, 3, 1, 1), nn.GroupNorm(32, width), nn.ReLU())])
              for _ in range(2)]
         )  # fmt: skip
         self.kind, self.box = nn.Conv2d(width, classes, 3, 1, 1), nn.Conv2d(width, 4, 3, 1, 1)
@@ -658,11 +714,17 @@ class DetectorNet(nn.Module):
         kinds, sizes, spots = [], [], []
         for seen, stride in zip(maps, (8, 16, 32), strict=True):
             kinds.append(self.kind(self.towers[0](seen)).flatten(2).transpose(1, 2))
-            sizes.append(functional.softplus(self.box(self.towers[1](seen))).flatten(2).transpose(1, 2) * stride)
-            rows, columns = (torch.arange(n, device=image.device) * stride + stride // 2 for n in seen.shape[2:])
+            sizes.append(
+                functional.softplus(self.box(self.towers[1](seen))).flatten(2).transpose(1, 2) * stride
+            )
+            rows, columns = (
+                torch.arange(n, device=image.device) * stride + stride // 2 for n in seen.shape[2:]
+            )
             spots.append(torch.stack(torch.meshgrid(columns, rows, indexing="xy"), -1).view(-1, 2))
         kind, size, spot = torch.cat(kinds, 1), torch.cat(sizes, 1).float(), torch.cat(spots).float()
-        sides = torch.cat([spot[None, :, None] - boxes[:, None, :, :2], boxes[:, None, :, 2:] - spot[None, :, None]], -1)
+        sides = torch.cat(
+            [spot[None, :, None] - boxes[:, None, :, :2], boxes[:, None, :, 2:] - spot[None, :, None]], -1
+        )
         inside = sides.min(-1).values > 0
         area = (boxes[..., 2:] - boxes[..., :2]).prod(-1)
         best, which = area[:, None].masked_fill(~inside, math.inf).min(-1)
@@ -690,7 +752,11 @@ class Detector(WrittenJob):
         """Images with ten boxes each."""
         low = torch.rand(size, 10, 2) * 300
         boxes = torch.cat([low, low + 20 + torch.rand(size, 10, 2) * 150], -1)
-        return {"image": torch.randn(size, 3, 512, 512), "boxes": boxes, "labels": torch.randint(80, (size, 10))}
+        return {
+            "image": torch.randn(size, 3, 512, 512),
+            "boxes": boxes,
+            "labels": torch.randint(80, (size, 10)),
+        }
 
 
 class QuantisedNet(nn.Module):
@@ -702,7 +768,11 @@ class QuantisedNet(nn.Module):
     def __init__(self, width: int = 256, words: int = 1024) -> None:
         super().__init__()
         self.encoder = nn.Sequential(
-            nn.Conv2d(3, width, 4, 2, 1), nn.ReLU(), nn.Conv2d(width, width, 4, 2, 1), nn.ReLU(), nn.Conv2d(width, 64, 1)
+            nn.Conv2d(3, width, 4, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 4, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(width, 64, 1),
         )
         self.decoder = nn.Sequential(
             nn.Conv2d(64, width, 3, 1, 1), nn.ReLU(), nn.ConvTranspose2d(width, width, 4, 2, 1), nn.ReLU(),
@@ -749,7 +819,9 @@ class TaggerNet(nn.Module):
         self.head = nn.Linear(2 * hidden, tags)
 
     def forward(self, words: Tensor, lengths: Tensor, tags: Tensor) -> Tensor:  # noqa: D102
-        packed = pack_padded_sequence(self.embed(words), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(
+            self.embed(words), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
         seen, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=words.shape[1])
         return functional.cross_entropy(self.head(seen).flatten(0, 1), tags.flatten(), ignore_index=-100)
 
@@ -789,7 +861,9 @@ class TranslatorNet(nn.Module):
             weight = torch.softmax((keys @ state[..., None].to(keys.dtype)).squeeze(-1), -1)
             context = (weight[:, None].to(read.dtype) @ read).squeeze(1)
             said.append(torch.cat([state.to(context.dtype), context], -1))
-        return functional.cross_entropy(self.head(torch.stack(said, 1)).flatten(0, 1), target[:, 1:].flatten())
+        return functional.cross_entropy(
+            self.head(torch.stack(said, 1)).flatten(0, 1), target[:, 1:].flatten()
+        )
 
 
 class Translator(WrittenJob):
@@ -810,7 +884,7 @@ def bias_gelu(seen: Tensor, bias: Tensor) -> Tensor:
 
 
 @torch.jit.script
-def dropout_add(seen: Tensor, bias: Tensor, short: Tensor, share: float, train: bool) -> Tensor:  # noqa: FBT001
+def dropout_add(seen: Tensor, bias: Tensor, short: Tensor, share: float, train: bool) -> Tensor:
     """A bias, dropout and the short cut in one."""
     return short + torch.nn.functional.dropout(seen + bias, p=share, training=train)
 
@@ -823,13 +897,18 @@ class ScriptedBlock(nn.Module):
         self.heads = heads
         self.norm_a, self.norm_b = nn.LayerNorm(width), nn.LayerNorm(width)
         self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
-        self.wide, self.narrow = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.wide, self.narrow = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
         self.bias_a, self.bias_b = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
         self.bias_wide = nn.Parameter(torch.zeros(4 * width))
 
     def forward(self, seen: Tensor) -> Tensor:  # noqa: D102
         batch, length, width = seen.shape
-        query, key, value = self.into(self.norm_a(seen)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.into(self.norm_a(seen)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         read = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         read = self.out(read.transpose(1, 2).reshape(batch, length, width))
         seen = dropout_add(read, self.bias_a, seen, 0.1, self.training)
@@ -871,7 +950,10 @@ class Experts(nn.Module):
         super().__init__()
         self.gate = nn.Linear(width, count, bias=False)
         self.experts = nn.ModuleList(
-            [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(count)]
+            [
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+                for _ in range(count)
+            ]
         )
 
     def forward(self, seen: Tensor) -> Tensor:  # noqa: D102
@@ -893,7 +975,9 @@ class MixtureNet(nn.Module):
     def __init__(self, words: int = 32_000, width: int = 768, layers: int = 4) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        self.attends = nn.ModuleList([nn.MultiheadAttention(width, 12, batch_first=True) for _ in range(layers)])
+        self.attends = nn.ModuleList(
+            [nn.MultiheadAttention(width, 12, batch_first=True) for _ in range(layers)]
+        )
         self.experts = nn.ModuleList([Experts(width) for _ in range(layers)])
         self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2 * layers)])
         self.head = nn.Linear(width, words, bias=False)
@@ -960,7 +1044,10 @@ class FieldNet(nn.Module):
         self.layers = nn.ModuleList(
             [nn.Linear(63 if not one else width + 63 * (one == layers // 2), width) for one in range(layers)]
         )
-        self.density, self.colour = nn.Linear(width, 1), nn.Sequential(nn.Linear(width + 3, 128), nn.ReLU(), nn.Linear(128, 3))
+        self.density, self.colour = (
+            nn.Linear(width, 1),
+            nn.Sequential(nn.Linear(width + 3, 128), nn.ReLU(), nn.Linear(128, 3)),
+        )
 
     def forward(self, origin: Tensor, towards: Tensor, pixels: Tensor) -> Tensor:  # noqa: D102
         depth = torch.linspace(2, 6, 192, device=origin.device)
@@ -971,7 +1058,9 @@ class FieldNet(nn.Module):
         place = torch.cat([point, waves.sin(), waves.cos()], -1)
         seen = place
         for number, layer in enumerate(self.layers):
-            seen = functional.relu(layer(torch.cat([seen, place], -1) if number == len(self.layers) // 2 else seen))
+            seen = functional.relu(
+                layer(torch.cat([seen, place], -1) if number == len(self.layers) // 2 else seen)
+            )
         density = functional.softplus(self.density(seen).squeeze(-1).float())
         colour = self.colour(torch.cat([seen, towards[:, None].expand(-1, 192, -1)], -1)).sigmoid()
         stops = 1 - torch.exp(-density * (4 / 192))
@@ -1052,7 +1141,10 @@ class FlowStep(nn.Module):
 
     def __init__(self, width: int, hidden: int = 512) -> None:
         super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.zeros(1, width, 1, 1)), nn.Parameter(torch.zeros(1, width, 1, 1))
+        self.scale, self.shift = (
+            nn.Parameter(torch.zeros(1, width, 1, 1)),
+            nn.Parameter(torch.zeros(1, width, 1, 1)),
+        )
         self.mix = nn.Parameter(torch.linalg.qr(torch.randn(width, width))[0])
         self.net = nn.Sequential(
             nn.Conv2d(width // 2, hidden, 3, padding=1), nn.ReLU(), nn.Conv2d(hidden, hidden, 1), nn.ReLU(),
@@ -1075,7 +1167,9 @@ class FlowNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.ModuleList([nn.ModuleList([FlowStep(12 * 2**one) for _ in range(8)]) for one in range(3)])
+        self.scales = nn.ModuleList(
+            [nn.ModuleList([FlowStep(12 * 2**one) for _ in range(8)]) for one in range(3)]
+        )
 
     def forward(self, image: Tensor) -> Tensor:  # noqa: D102
         numbers, total = image[0].numel(), image.new_zeros(image.shape[0])
@@ -1106,9 +1200,13 @@ class ClickNet(nn.Module):
 
     def __init__(self, tables: int = 26, rows: int = 200_000, width: int = 64) -> None:
         super().__init__()
-        self.tables = nn.ModuleList([nn.EmbeddingBag(rows, width, mode="sum", sparse=True) for _ in range(tables)])
+        self.tables = nn.ModuleList(
+            [nn.EmbeddingBag(rows, width, mode="sum", sparse=True) for _ in range(tables)]
+        )
         self.low = nn.Sequential(nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, width), nn.ReLU())
-        self.high = nn.Sequential(nn.Linear(width + (tables + 1) * tables // 2, 512), nn.ReLU(), nn.Linear(512, 1))
+        self.high = nn.Sequential(
+            nn.Linear(width + (tables + 1) * tables // 2, 512), nn.ReLU(), nn.Linear(512, 1)
+        )
 
     def forward(self, numbers: Tensor, ids: Tensor, clicked: Tensor) -> Tensor:  # noqa: D102
         low = self.low(numbers)

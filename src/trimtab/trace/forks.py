@@ -99,7 +99,7 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
         return Fork(number, pid, answer, errors, time.monotonic() + timeout_s)
     code = 1
     try:
-        _end_with_original()
+        end_with_parent()
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
         answering(task, answer)
@@ -112,8 +112,8 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
         os._exit(code)
 
 
-def _end_with_original() -> None:
-    """Ask the system to end this copy when its original ends: nobody else watches copies of copies."""
+def end_with_parent() -> None:
+    """Ask the system to end this process when its parent ends: nobody else watches copies of copies."""
     if sys.platform == "linux":
         import ctypes
 

@@ -191,7 +191,7 @@ def imitate(target: Device) -> None:
     torch.version.cuda = torch.version.cuda or "13.0"
     seen_version = torch.version.cuda
 
-    def turn(seen: bool) -> bool:  # noqa: FBT001 - the only thing it is told
+    def turn(seen: bool) -> bool:
         before, Seen.now = Seen.now, seen
         if seen != before:
             show_cuda(seen)

@@ -59,7 +59,7 @@ _hooks: dict[str, Any] = {}
 """Where torch looks for its CUDA hooks, the address of the real ones, and of ours."""
 
 
-def show_cuda(visible: bool) -> None:  # noqa: FBT001 - the only thing it is told
+def show_cuda(visible: bool) -> None:
     """Let torch's C++ half see the pretended device, or what there really is."""
     if _hooks:
         _hooks["pointer"].value = _hooks["ours" if visible else "real"]

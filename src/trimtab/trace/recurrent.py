@@ -7,6 +7,7 @@ lengths are used as they are; unknown ones count as full length, which is an ass
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trimtab.trace.values import REAL, known_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 RELU, TANH, LSTM, GRU = range(4)
 """cuDNN's modes."""
@@ -106,84 +107,95 @@ RESULTS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
 
 def register(library: torch.library.Library, assume: Callable[[str], None]) -> None:
     """Send recurrent layers to cuDNN, and pack sequences by what is known of their lengths."""
-
-    def packing(lengths: torch.Tensor, longest: int) -> list[int]:
-        """How many samples each step has."""
-        known = known_values(lengths)
-        if known is None:
-            assume("sequences of unknown length are packed as if all had the full length")
-            known = [longest] * lengths.shape[0]
-        return [sum(1 for one in known if one > step) for step in range(max(known))]
-
-    def sizes_of(batch_sizes: torch.Tensor) -> list[int]:
-        known = known_values(batch_sizes)
-        # A packed sequence without known sizes is made by other means than packing a padded one.
-        if known is None:
-            raise NotImplementedError("a packed sequence whose batch_sizes follow from data")
-        return [int(one) for one in known]
-
-    def run(  # noqa: PLR0913, PLR0917 - cuDNN's own
-        mode: int,
-        source: Any,
-        states: list[Any],
-        weights: list[Any],
-        settings: tuple[Any, ...],
-        packed: list[int] | None = None,
-    ) -> Any:
-        biases, layers, dropout, train, both, *first = settings
-        if torch.is_autocast_enabled("cuda") and source.dtype == torch.float32:
-            # Autocast hands cuDNN's recurrent layers fp16, whatever dtype it is set to.
-            half = torch.float16
-            source, states = source.to(half), [one.to(half) for one in states]
-            weights = [one.to(half) for one in weights]
-        size = states[0].shape[2]
-        cell = states[1] if len(states) > 1 else None
-        out, hidden, cell, *_ = torch.ops.aten._cudnn_rnn(
-            source, weights, 4 if biases else 2, None, states[0], cell, mode, size, 0, layers,
-            bool(first and first[0]), dropout, train, both, packed or [], None,
-        )  # fmt: skip
-        return (out, hidden, cell) if mode == LSTM else (out, hidden)
-
-    def padded(mode: int) -> Callable[..., Any]:
-        def call(source: Any, states: Any, weights: Any, *settings: Any) -> Any:
-            return run(mode, source, list(states) if mode == LSTM else [states], list(weights), settings)
-
-        return call
-
-    def packed(mode: int) -> Callable[..., Any]:
-        def call(source: Any, batch_sizes: Any, states: Any, weights: Any, *settings: Any) -> Any:
-            held = list(states) if mode == LSTM else [states]
-            return run(mode, source, held, list(weights), settings, sizes_of(batch_sizes))
-
-        return call
-
     for name, mode in {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}.items():
-        library.impl(f"{name}.input", padded(mode), "AutogradCUDA")
-        library.impl(f"{name}.data", packed(mode), "AutogradCUDA")
+        library.impl(f"{name}.input", functools.partial(_run_padded, mode), "AutogradCUDA")
+        library.impl(f"{name}.data", functools.partial(_run_packed, mode), "AutogradCUDA")
 
-    def pack(source: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:  # noqa: FBT001 - torch's own
-        steps = source.shape[1 if batch_first else 0]
-        sizes = packing(lengths, steps)
+    def pack(source: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+        sizes = _batch_sizes(lengths, source.shape[1 if batch_first else 0], assume)
         return _Pack.apply(source, sizes, batch_first), with_values(sizes)
 
-    library.impl("_pack_padded_sequence", pack, "AutogradCUDA")
-    library.impl("_pack_padded_sequence", pack, "CUDA")
+    for key in ("AutogradCUDA", "CUDA"):
+        library.impl("_pack_padded_sequence", pack, key)
+    library.impl("_pad_packed_sequence", _pad, "AutogradCUDA")
 
-    def pad(data: Any, batch_sizes: Any, batch_first: bool, value: Any, total: int = -1) -> Any:  # noqa: FBT001
-        sizes = sizes_of(batch_sizes)
-        steps = max(total, len(sizes))
-        out = data.new_full((steps, sizes[0], *data.shape[1:]), value)
-        begin = offset = 0
-        for step, size in enumerate([*sizes[1:], 0], 1):
-            if size != sizes[begin]:
-                count = (step - begin) * sizes[begin]
-                piece = data[offset : offset + count].view(step - begin, sizes[begin], *data.shape[1:])
-                out[begin:step, : sizes[begin]].copy_(piece)
-                begin, offset = step, offset + count
-        lengths = with_values([sum(1 for size in sizes if size > one) for one in range(sizes[0])])
-        return (out.transpose(0, 1) if batch_first else out), lengths
 
-    library.impl("_pad_packed_sequence", pad, "AutogradCUDA")
+def _run_padded(mode: int, source: Any, states: Any, weights: Any, *settings: Any) -> Any:
+    return _run(mode, source, list(states) if mode == LSTM else [states], list(weights), settings)
+
+
+def _run_packed(  # noqa: PLR0913, PLR0917 - torch's own
+    mode: int, source: Any, batch_sizes: Any, states: Any, weights: Any, *settings: Any
+) -> Any:
+    held = list(states) if mode == LSTM else [states]
+    return _run(mode, source, held, list(weights), settings, _known_sizes(batch_sizes))
+
+
+def _run(  # noqa: PLR0913, PLR0917 - cuDNN's own
+    mode: int,
+    source: Any,
+    states: list[Any],
+    weights: list[Any],
+    settings: tuple[Any, ...],
+    packed: list[int] | None = None,
+) -> Any:
+    biases, layers, dropout, train, both, *first = settings
+    if torch.is_autocast_enabled("cuda") and source.dtype == torch.float32:
+        # Autocast hands cuDNN's recurrent layers fp16, whatever dtype it is set to.
+        half = torch.float16
+        source, states = source.to(half), [one.to(half) for one in states]
+        weights = [one.to(half) for one in weights]
+    size = states[0].shape[2]
+    cell = states[1] if len(states) > 1 else None
+    out, hidden, cell, *_ = torch.ops.aten._cudnn_rnn(
+        source, weights, 4 if biases else 2, None, states[0], cell, mode, size, 0, layers,
+        bool(first and first[0]), dropout, train, both, packed or [], None,
+    )  # fmt: skip
+    return (out, hidden, cell) if mode == LSTM else (out, hidden)
+
+
+def _batch_sizes(lengths: torch.Tensor, longest: int, assume: Callable[[str], None]) -> list[int]:
+    """How many samples each step has."""
+    known = known_values(lengths)
+    if known is None:
+        assume("sequences of unknown length are packed as if all had the full length")
+        known = [longest] * lengths.shape[0]
+    return [sum(1 for one in known if one > step) for step in range(max(known))]
+
+
+def _known_sizes(batch_sizes: torch.Tensor) -> list[int]:
+    known = known_values(batch_sizes)
+    if known is None:
+        # Such a packed sequence was made by other means than packing a padded one.
+        raise NotImplementedError("a packed sequence whose batch_sizes follow from data")
+    return [int(one) for one in known]
+
+
+def _pad(data: Any, batch_sizes: Any, batch_first: bool, value: Any, total: int = -1) -> Any:
+    """The padded batch of a packed one, by the operations that torch uses."""
+    sizes = _known_sizes(batch_sizes)
+    out = data.new_full((max(total, len(sizes)), sizes[0], *data.shape[1:]), value)
+    offset = 0
+    for begin, end in _stretches(sizes):
+        count = (end - begin) * sizes[begin]
+        piece = data[offset : offset + count].view(end - begin, sizes[begin], *data.shape[1:])
+        out[begin:end, : sizes[begin]].copy_(piece)
+        offset += count
+    lengths = with_values([sum(1 for size in sizes if size > one) for one in range(sizes[0])])
+    return (out.transpose(0, 1) if batch_first else out), lengths
+
+
+def _stretches(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """First and last step of the stretches over which as many samples take part.
+
+    >>> list(_stretches([3, 3, 2, 1, 1]))
+    [(0, 2), (2, 3), (3, 5)]
+    """
+    begin = 0
+    for step, size in enumerate([*sizes[1:], 0], 1):
+        if size != sizes[begin]:
+            yield begin, step
+            begin = step
 
 
 def with_values(values: list[int]) -> torch.Tensor:
@@ -199,15 +211,13 @@ class _Pack(torch.autograd.Function):
     """Steps of a padded batch without the padding, by the operations that torch uses."""
 
     @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, sizes: list[int], batch_first: bool) -> torch.Tensor:  # noqa: FBT001
+    def forward(ctx: Any, source: torch.Tensor, sizes: list[int], batch_first: bool) -> torch.Tensor:
         ctx.sizes, ctx.shape, ctx.batch_first = sizes, source.shape, batch_first
         ordered = source.transpose(0, 1) if batch_first else source
-        begin, pieces = 0, []
-        for step, size in enumerate([*sizes[1:], 0], 1):
-            if size != sizes[begin]:
-                piece = ordered[begin:step, : sizes[begin]].contiguous()
-                pieces.append(piece.view((step - begin) * sizes[begin], *ordered.shape[2:]))
-                begin = step
+        pieces = [
+            ordered[begin:end, : sizes[begin]].contiguous().view(-1, *ordered.shape[2:])
+            for begin, end in _stretches(sizes)
+        ]
         return torch.cat(pieces)
 
     @staticmethod

@@ -7,6 +7,7 @@ limit of time and memory; a model that is too large for this machine is not trie
 
 from __future__ import annotations
 
+import resource
 import warnings
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from trimtab.errors import CannotFollow, JobFailed, TrimtabError
 from trimtab.jobs.load import failed, load
 from trimtab.spec import Noun
 from trimtab.trace.child import Say, ask_all, serve
+from trimtab.trace.forks import end_with_parent
 from trimtab.units import GIB
 
 TIMEOUT_S = 60.0
@@ -32,7 +34,7 @@ class Rehearsal(Noun, frozen=True, kw_only=True):
     """A job to run, and how far."""
 
     job: str
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies an empty dict given as a default
     micro_batch: int = FEW_SAMPLES
     member: str = "loss()"
     """One of MEMBERS: the last that is run."""
@@ -129,6 +131,9 @@ def _weights_bytes(job: Any) -> int:
 
 def _work(text: str, say: Say) -> None:
     warnings.simplefilter("ignore")
+    # Whatever ends the process that asks ends this one too, and it never computes for longer than it may.
+    end_with_parent()
+    resource.setrlimit(resource.RLIMIT_CPU, (2 * int(TIMEOUT_S), 2 * int(TIMEOUT_S)))
     say(msgspec.json.encode(run(Rehearsal.from_json(text))))
 
 

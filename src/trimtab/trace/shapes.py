@@ -11,6 +11,7 @@ from trimtab.trace import recurrent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
 def _batch_norm(args: tuple[Any, ...]) -> Any:
     source, weight = args[0], args[1]
     moments = source.new_empty((weight.numel(),), dtype=torch.float32)

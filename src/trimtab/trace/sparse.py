@@ -1,7 +1,7 @@
 """Sparse tensors: products and conversions that torch describes for real sparse tensors alone.
 
-A fake sparse tensor has its numbers of rows, columns and non-zeros, so every result has a known shape. Sizes
-of temporary memory follow torch's sources (SparseCUDABlas.cpp, SparseCUDATensorMath.cu) and were not measured.
+A fake sparse tensor knows its rows, columns and non-zeros, so every result has a known shape. Sizes of
+temporary memory follow torch's sources (SparseCUDABlas.cpp, SparseCUDATensorMath.cu); they were not measured.
 Compressed layouts (CSR, CSC) are traced as coordinates (COO), which is an assumption of the estimate.
 """
 

@@ -365,8 +365,8 @@ def _blaming(member: str) -> Any:
             cure = "Leave compiling out; if it works on a GPU, this is a bug in trimtab: please report it."
             raise cannot_follow(f"torch.compile in {member}", inner, cure) from error
         cure = (
-            "Write that part with other operations, or measure the job on a GPU with `trimtab profile`. Please "
-            "report it, with the operation."
+            "Write that part with other operations, or measure the job on a GPU with `trimtab profile`. "
+            "Please report it, with the operation."
         )
         raise cannot_follow(member, inner, cure) from error
 
@@ -482,7 +482,9 @@ def _blamed_at_import(error: TrimtabError, requests: Requests) -> TrimtabError:
     outcome = rehearse(Rehearsal(job=requests.job, overrides=requests.overrides, member="load"))
     if outcome.failure is not None or outcome.untried:
         return outcome.failure or error
-    cure = "Without the GPU that trimtab pretends to have, it loads. Ask for CUDA inside model(), not at import."
+    cure = (
+        "Without the GPU that trimtab pretends to have, it loads. Ask for CUDA inside model(), not at import."
+    )
     return CannotFollow(error.given, found=error.found, cure=cure)
 
 
