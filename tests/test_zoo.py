@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, grouped_mm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-assert torch.cuda.is_available()  # the job's own code sees the device, while packages are imported or not
+SEEN = torch.cuda.is_available()  # the job's own code sees the device at import
 
 
 @torch.jit.script
@@ -99,6 +99,7 @@ class Scripted(Base):
         self.line, self.bias = nn.Linear(32, 32), nn.Parameter(torch.zeros(32))
 
     def forward(self, x, lengths):
+        assert SEEN
         return scripted(self.line(x), self.bias)
 
 
@@ -337,9 +338,8 @@ def test_cells_save_what_the_fused_kernels_save() -> None:
         (6, 24), (6, 24), (6, 8), (24,), (24,),
     ]  # fmt: skip
     _, _, kept = recurrent.lstm_cell((torch.empty(6, 32), torch.empty(6, 32), hidden))
-    assert [tuple(one.shape) for one in recurrent.lstm_cell_backward((None, None, hidden, hidden, kept, True))] == [
-        (6, 32), (6, 8), (32,),
-    ]  # fmt: skip
+    gradients = recurrent.lstm_cell_backward((None, None, hidden, hidden, kept, True))
+    assert [tuple(one.shape) for one in gradients] == [(6, 32), (6, 8), (32,)]
 
 
 def test_groups_that_run_one_after_another_take_longer_than_one_kernel() -> None:

@@ -176,7 +176,8 @@ def imitate(target: Device) -> None:
     raw = {"getDeviceCount": 1, "getDevice": 0, "isCurrentStreamCapturing": False, "getCurrentRawStream": 0}
     quiet = "setDevice exchangeDevice maybeExchangeDevice"
     for name, value in (raw | dict.fromkeys(quiet.split(), 0)).items():
-        real = getattr(torch._C, f"_cuda_{name}", None)
+        # A build without CUDA has no such function, and no device.
+        real = getattr(torch._C, f"_cuda_{name}", _constant(0))
         setattr(torch._C, f"_cuda_{name}", _while_seen(value, real))
     for place in (torch.cuda, torch.accelerator):
         for name in ("current_stream", "default_stream"):
@@ -238,10 +239,8 @@ class Seen:
     now = True
 
 
-def _while_seen(value: Any, real: Callable[..., Any] | None) -> Callable[..., Any]:
+def _while_seen(value: Any, real: Callable[..., Any]) -> Callable[..., Any]:
     """A function that gives the target's answer; and the real one to packages that are being imported."""
-    if real is None:
-        return _constant(value)
     return lambda *args, **kwargs: value if Seen.now else real(*args, **kwargs)
 
 
