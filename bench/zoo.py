@@ -24,6 +24,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -736,8 +737,11 @@ def _written() -> list[Entry]:
         assert spec is not None  # noqa: S101 - a .py file has a loader
         assert spec.loader is not None  # noqa: S101
         module = importlib.util.module_from_spec(spec)
+        with warnings.catch_warnings():
+            # torch.jit.script is deprecated, and widely used.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            spec.loader.exec_module(module)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
     jobs = sys.modules[name].JOBS
     return [Entry(job.name, "written", job.micro_batch, job) for job in jobs]
 

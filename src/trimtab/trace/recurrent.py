@@ -124,9 +124,7 @@ def _run_padded(mode: int, source: Any, states: Any, weights: Any, *settings: An
     return _run(mode, source, list(states) if mode == LSTM else [states], list(weights), settings)
 
 
-def _run_packed(
-    mode: int, source: Any, batch_sizes: Any, states: Any, weights: Any, *settings: Any
-) -> Any:
+def _run_packed(mode: int, source: Any, batch_sizes: Any, states: Any, weights: Any, *settings: Any) -> Any:
     held = list(states) if mode == LSTM else [states]
     return _run(mode, source, held, list(weights), settings, _known_sizes(batch_sizes))
 
