@@ -80,8 +80,18 @@ def described(job: Any, name: str) -> Workload:
         epochs=epochs,
         branches=tuple(map(str, branches)) if callable(getattr(job, "losses", None)) else (),
         seq=seq if isinstance(seq, int) and seq > 0 else None,
+        sample_length=_length(job),
         files=_files(name, job),
     )
+
+
+def _length(job: Any) -> int | None:
+    """Tokens of one sample: what the job says, or its `seq`."""
+    for member in ("sample_length", "seq"):
+        value = getattr(job, member, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
 
 
 def _counted(job: Any) -> int | None:
