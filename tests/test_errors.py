@@ -7,6 +7,7 @@ import pytest
 from trimtab import errors
 from trimtab.errors import (
     BrokenFile,
+    CannotFollow,
     EnvironmentFault,
     JobFailed,
     NothingFits,
@@ -23,6 +24,7 @@ CODES = {
     BrokenFile: 2,
     NothingFits: 3,
     JobFailed: 4,
+    CannotFollow: 1,
     EnvironmentFault: 5,
 }
 

@@ -1,6 +1,7 @@
 """The errors a user can meet, each in three parts: what was given, what was found, what to do.
 
     TrimtabError            1   our bug, when nothing more precise applies
+    |- CannotFollow         1   an operation of the job that trimtab cannot trace: our limit
     |- WrongUse             2   a flag, a name, a file or a value that cannot be meant
     |  |- UnknownName       2   no such device, word or key; the nearest are listed
     |  `- BrokenFile        2   a file of ours that cannot be read
@@ -67,6 +68,10 @@ class JobFailed(TrimtabError):  # noqa: N818
     """The user's own job raised."""
 
     exit_code = 4
+
+
+class CannotFollow(TrimtabError):  # noqa: N818
+    """Tracing failed at an operation of the job, and the job is not known to be at fault."""
 
 
 class EnvironmentFault(TrimtabError):  # noqa: N818

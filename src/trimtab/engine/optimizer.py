@@ -33,6 +33,14 @@ def make_optimizer(job: Any, parameters: list[Any], implementation: OptimizerImp
     return type(built)(groups, **options, **flags)
 
 
+def implementation_for(
+    model: torch.nn.Module, implementation: OptimizerImplementation
+) -> OptimizerImplementation:
+    """Return the implementation that a model can have: fused ones refuse sparse gradients."""
+    sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    return OptimizerImplementation.PLAIN if sparse else implementation
+
+
 def use_foreach_for_shards(optimizer: Any) -> None:
     """Turn fused implementations off for sharded parameters, except Adam's: torch has no other."""
     if isinstance(optimizer, torch.optim.Adam):

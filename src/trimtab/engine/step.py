@@ -19,7 +19,7 @@ from trimtab.engine.build import build, building, make_batch
 from trimtab.engine.compile import Compiling
 from trimtab.engine.entries import Entries, entries_of
 from trimtab.engine.gradients import Gradients, OwnGradients, Reducer
-from trimtab.engine.optimizer import make_optimizer, use_foreach_for_shards
+from trimtab.engine.optimizer import implementation_for, make_optimizer, use_foreach_for_shards
 from trimtab.engine.precision import SHARDED, autocast_dtype, cast_weights
 from trimtab.engine.recompute import recompute
 from trimtab.engine.shard import place, shard
@@ -107,7 +107,9 @@ def assemble(  # noqa: PLR0913 - and as which rank
         setting,
         device,
         entries=entries_of(job, model),
-        optimizer=lambda parameters: make_optimizer(job, parameters, setting.optimizer),
+        optimizer=lambda parameters: make_optimizer(
+            job, parameters, implementation_for(model, setting.optimizer)
+        ),
         install_stage=None if stage is None else install_stage,
     )
     compiling = None

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import JobFailed, TrimtabError, UnknownName, WrongUse, nearest
+from trimtab.errors import CannotFollow, JobFailed, TrimtabError, UnknownName, WrongUse, nearest
 from trimtab.jobs.job import Job
 from trimtab.jobs.options import change, options
 
@@ -205,6 +206,29 @@ def failed(given: str, error: Exception, cure: str) -> TrimtabError:
         return error
     text = str(error).strip().split("\n")[0][:300] or "no message"
     return JobFailed(given, found=f"{type(error).__name__}: {text}{_where(error)}", cure=cure)
+
+
+OPERATION = "_trimtab_operation"
+"""The attribute of an error that was raised while an operation was traced: the operation's name."""
+
+
+def cannot_follow(member: str, error: Exception, cure: str) -> TrimtabError:
+    """An error of tracing, with the operation that it came from and the line of the job."""
+    if isinstance(error, TrimtabError):
+        return error
+    text = str(error).strip().split("\n")[0][:200] or "no message"
+    found = f"trimtab cannot follow {_operation(error)} here{_where(error)}; {type(error).__name__}: {text}"
+    return CannotFollow(member, found=found, cure=cure)
+
+
+def _operation(error: Exception) -> str:
+    """The operation that tracing failed at, as well as it is known."""
+    known = getattr(error, OPERATION, None)
+    named = re.search(r"\b(?:aten|prims|torchvision|transformers)::\w+(?:\.\w+)?", str(error))
+    if known or named:
+        return str(known or (named and named[0]))
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].name}()" if frames else "an operation"
 
 
 def _where(error: BaseException, place: str = "") -> str:

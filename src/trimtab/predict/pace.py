@@ -90,7 +90,7 @@ def law(work: Work, device: Rates) -> float:
     computing = 0.0
     if work.flops:
         peak = device.peak(work.dtype) * SUSTAINED
-        computing = _tiled(work, peak, device) if work.kind == "matrix" else work.flops / peak
+        computing = _product(work, peak, device) if work.kind == "matrix" else work.flops / peak
     if work.kind == "recurrent" and work.dims:
         computing += work.dims[1] * CELL_LAUNCHES.get(work.op, 2) * CELL_KERNEL_S
     return LAUNCH_S * min(work.kernels, MOST_LAUNCHES) + max(moving, computing)
@@ -109,6 +109,15 @@ def _persistent(work: Work) -> bool:
     layers, _, batch, width = work.dims
     fits = width <= PERSISTENT_WIDTH and batch <= PERSISTENT_BATCH
     return work.dtype == "float16" and layers == 1 and fits and not width % 128 and not batch % 8
+
+
+def _product(work: Work, peak: float, device: Rates) -> float:
+    """A matrix product; where it is several kernels, such as one for each expert, one after another."""
+    if work.kernels <= 1:
+        return _tiled(work, peak, device)
+    batch, *rest = work.dims
+    each = work.replace(dims=(-(-batch // work.kernels), *rest), kernels=1)
+    return work.kernels * (_tiled(each, peak, device) + LAUNCH_S)
 
 
 def _tiled(work: Work, peak: float, device: Rates) -> float:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from trimtab.catalog.describe import capability, has_bf16
-from trimtab.trace.pretend import pretend_cuda
+from trimtab.trace.imports import turn_off_at_import
+from trimtab.trace.pretend import pretend_cuda, show_cuda
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
@@ -128,9 +129,14 @@ def imitate(target: Device) -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     from trimtab.trace.redraw import bound_redraws
+    from trimtab.trace.scripts import follow_scripts
 
+    config = torch._C._show_config()
     pretend_cuda()
+    # torch would ask its CUDA half to describe itself.
+    torch._C._show_config = _constant(config)
     bound_redraws()
+    follow_scripts()
     numbers = capability(target.compute_capability or "9.0") or (9, 0)
     free = target.free_bytes if target.free_bytes is not None else target.memory_bytes
     properties = Properties(
@@ -166,11 +172,13 @@ def imitate(target: Device) -> None:
         "manual_seed_all seed seed_all reset_max_memory_allocated set_per_process_memory_fraction"
     )
     for name, value in (answers | dict.fromkeys(silent.split())).items():
-        setattr(torch.cuda, name, _constant(value))
+        setattr(torch.cuda, name, _while_seen(value, getattr(torch.cuda, name)))
     raw = {"getDeviceCount": 1, "getDevice": 0, "isCurrentStreamCapturing": False, "getCurrentRawStream": 0}
     quiet = "setDevice exchangeDevice maybeExchangeDevice"
     for name, value in (raw | dict.fromkeys(quiet.split(), 0)).items():
-        setattr(torch._C, f"_cuda_{name}", _constant(value))
+        # A build without CUDA has no such function, and no device.
+        real = getattr(torch._C, f"_cuda_{name}", _constant(0))
+        setattr(torch._C, f"_cuda_{name}", _while_seen(value, real))
     for place in (torch.cuda, torch.accelerator):
         for name in ("current_stream", "default_stream"):
             setattr(place, name, lambda *_, **__: Stream(number=Stream.current))
@@ -180,7 +188,18 @@ def imitate(target: Device) -> None:
     torch.cuda.set_stream = _constant(None)
     torch.cuda.amp.common.amp_definitely_not_available = _constant(value=False)
     torch.backends.cuda.is_built = _constant(value=True)
+    real_version = torch.version.cuda
     torch.version.cuda = torch.version.cuda or "13.0"
+    seen_version = torch.version.cuda
+
+    def turn(seen: bool) -> bool:
+        before, Seen.now = Seen.now, seen
+        if seen != before:
+            show_cuda(seen)
+            torch.version.cuda = seen_version if seen else real_version
+        return before
+
+    turn_off_at_import(turn)
     # It would start CUDA for real, on builds that have it, before the first fake tensor.
     torch._subclasses.fake_tensor.init_gpu_context = _constant(None)  # type: ignore[assignment]
     # Recurrent layers lay their weights out for cuDNN by asking cuDNN itself.
@@ -212,6 +231,17 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
 def _cache_bytes(target: Device, numbers: tuple[int, int]) -> int:
     size = H200_CACHE_MIB if "H200" in target.name else CACHE_MIB.get(numbers, CACHE_MIB[9, 0])
     return size * MIB
+
+
+class Seen:
+    """Whether code that runs now sees the pretended device: packages that are being imported do not."""
+
+    now = True
+
+
+def _while_seen(value: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives the target's answer; and the real one to packages that are being imported."""
+    return lambda *args, **kwargs: value if Seen.now else real(*args, **kwargs)
 
 
 def _constant(value: Any) -> Callable[..., Any]:

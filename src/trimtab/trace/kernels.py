@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.catalog.describe import capability
-from trimtab.trace import attention, shapes, workspace
+from trimtab.trace import attention, recurrent, shapes, sparse, workspace
 from trimtab.trace.autocast import Autocast, casts_last_argument_first
 from trimtab.trace.values import Values
 
 if TYPE_CHECKING:
     from trimtab.spec import Device
 
-MATRIX_OPS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
+MATRIX_OPS = {
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm",
+}  # fmt: skip
 
 
 class Kernels:
@@ -38,7 +40,7 @@ class Kernels:
         self.unfused: dict[str, None] = {}
         """Why attention is not fused, where it is not: one sentence a cause."""
         attention.register(self._library, self.capability, self._lose)
-        shapes.register_rnn(self._library)
+        recurrent.register(self._library, self.assume)
         shapes.keep_whole(self._library)
 
     def assume(self, text: str) -> None:
@@ -53,7 +55,11 @@ class Kernels:
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, with an answer for those whose result depends on values."""
         result = shapes.RESULTS.get(name)
+        known = sparse.result(name, args, self.assume) if name in sparse.NAMES else None
+        if known is not None:
+            return known
         out = self.values.run(func, name, args, kwargs) if result is None else result(args)
+        sparse.keep_parts(name, args, out)
         if name in shapes.DENSE_RESULTS:
             out = shapes.with_dense_first(out)
         self.values.learn(name, args, out)
@@ -64,6 +70,8 @@ class Kernels:
 
     def takes(self, name: str, args: tuple[Any, ...], out: Any) -> list[workspace.Take]:
         """What the operation asks the allocator for beside its results, and in what order."""
+        if name in sparse.PRODUCTS and sparse.has_sparse(args):
+            return [workspace.hold(sum(map(sparse.temporary_bytes, filter(sparse.is_sparse, args))))]
         by_gpu = workspace.BY_GPU.get(name)
         if by_gpu is not None:
             return by_gpu(args, out, self.capability)

@@ -8,7 +8,8 @@ is chosen. Does not cover `torch.cuda`, whose Python half `trimtab.trace.imitate
 It works by writing two tables of function pointers. A guard whose every function returns the constant 1
 reads, by the ABI's rules for small structs, as "device type 1 (CUDA), index 0, default stream", so one
 function serves all of them whatever their order. The hooks are copied, and the answers that matter are
-replaced by name. Only for a child process that does nothing else: there is no way back.
+replaced by name; `show_cuda` puts the real ones back for a while. Only for a child process that does nothing
+else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import platform
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 CUDA_DEVICE_TYPE = 1
 CUDNN_VERSION = 91002
@@ -51,6 +53,16 @@ ZERO_REAL = "batchnormMinEpsilonCuDNN"
 
 _kept: list[object] = []
 """Memory that torch now points into: it must live as long as the process."""
+
+
+_hooks: dict[str, Any] = {}
+"""Where torch looks for its CUDA hooks, the address of the real ones, and of ours."""
+
+
+def show_cuda(visible: bool) -> None:
+    """Let torch's C++ half see the pretended device, or what there really is."""
+    if _hooks:
+        _hooks["pointer"].value = _hooks["ours" if visible else "real"]
 
 
 def pretend_cuda() -> None:
@@ -131,4 +143,5 @@ def _install_hooks(library: ctypes.CDLL, names: list[str], functions: dict[str, 
         if name in functions:
             copy[slot + _BEFORE_VTABLE] = functions[name]
     _kept.append(copy)
-    vtable_pointer.value = ctypes.addressof(copy) + _BEFORE_VTABLE * word
+    _hooks.update(pointer=vtable_pointer, real=vtable_pointer.value)
+    _hooks["ours"] = vtable_pointer.value = ctypes.addressof(copy) + _BEFORE_VTABLE * word

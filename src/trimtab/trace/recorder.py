@@ -18,9 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
 from trimtab.spec.trace import ENTER, GRADIENT, LEAVE
 from trimtab.trace.imitate import Stream
+from trimtab.trace.sparse import PARTS, is_sparse
 from trimtab.trace.works import POSITIONS, finds_positions, work
 
 if TYPE_CHECKING:
@@ -195,7 +197,13 @@ class Recorder(TorchDispatchMode):
         if any(not issubclass(one, PLAIN) and is_traceable_wrapper_subclass_type(one) for one in types):
             # A DTensor and its like stand for a local tensor: the operation comes back with that one.
             return NotImplemented
-        out = self.kernels.run(func, name, args, kwargs)
+        try:
+            out = self.kernels.run(func, name, args, kwargs)
+        except Exception as error:
+            if not hasattr(error, OPERATION):
+                with contextlib.suppress(AttributeError):
+                    setattr(error, OPERATION, name)
+            raise
         if self.working:
             self.note(POSITIONS if finds_positions(name, args) else None)
             self.note(work(func, name, args, kwargs, out))
@@ -437,6 +445,10 @@ class Recorder(TorchDispatchMode):
 
     def relabel(self, tensor: torch.Tensor, part: str, module: str | None = None) -> None:
         """Say what a tensor's memory turned out to be for, and of which module or parameter it is."""
+        if is_sparse(tensor):
+            for held in getattr(tensor, PARTS, ()):
+                self.relabel(held, part, module)
+            return
         number = self._numbers.get(id(tensor.untyped_storage()))
         if number is not None:
             self.parts[number] = part

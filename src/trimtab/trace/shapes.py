@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trimtab.trace import recurrent
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-LSTM, GRU = 2, 3
-GATES = {LSTM: 4, GRU: 3}
-"""Gates of a cell by cuDNN's mode; plain cells have one."""
 
 
 def _batch_norm(args: tuple[Any, ...]) -> Any:
@@ -30,44 +28,31 @@ def _batch_norm_backward(args: tuple[Any, ...]) -> Any:
     return torch.empty_like(source), torch.empty_like(weight), torch.empty_like(weight)
 
 
-def _rnn(args: tuple[Any, ...]) -> Any:
-    """Output, last states, what cuDNN keeps for the backward pass, and the flat weights.
-
-    Per layer and direction it keeps every gate and the cell of each step, and between layers the input; one
-    bit a number where dropout acts.
-    """
-    source, _, _, flat, _, _, mode, size, _, layers, first, dropout, train, both = args[:14]
-    ways = 2 if both else 1
-    steps = source.shape[1] if first else source.shape[0]
-    batch = source.shape[0] if first else source.shape[1]
-    shape = (batch, steps, size * ways) if first else (steps, batch, size * ways)
-    cells = batch * steps * size * ways
-    kept = source.element_size() * cells * (GATES.get(mode, 1) * layers + layers + layers - 1)
-    kept += (layers - 1) * cells // 8 if dropout else 0
-    reserve = source.new_empty(((kept + 256) if train else 0,), dtype=torch.uint8)
-    states = (layers * ways, batch, size)
-    cell = source.new_empty(states if mode == LSTM else (0,))
-    # In fp32 the parameters are the flat buffer; under autocast they are copied into one.
-    buffer = flat if flat is not None else source.new_empty((0,))
-    return source.new_empty(shape), source.new_empty(states), cell, reserve, buffer
-
-
-def _rnn_backward(args: tuple[Any, ...]) -> Any:
-    source, weights, hidden, cell = args[0], args[1], args[4], args[5]
-    none = source.new_empty((0,))
-    return (
-        torch.empty_like(source),
-        torch.empty_like(hidden),
-        torch.empty_like(cell) if cell is not None else none,
-        [torch.empty_like(one) for one in weights],
-    )
-
-
 def _ctc_loss(args: tuple[Any, ...]) -> Any:
     """The loss of each sample, and the sums over all ways to read it."""
     steps, batch = args[0].shape[0], args[0].shape[1]
     longest = args[1].shape[-1] if args[1].dim() > 1 else args[1].numel()
     return args[0].new_empty((batch,)), args[0].new_empty((batch, steps, 2 * longest + 1))
+
+
+ROW_BYTES = 16
+"""What rows of the result of a grouped matrix product are aligned to."""
+
+
+def _grouped_product(args: tuple[Any, ...]) -> torch.Tensor:
+    """A matrix product for each group of rows or columns; by torch's sources of version 2.11.
+
+    The shapes that torch's own Python half gives are for bf16 alone, and CUDA takes fp16 and fp32 too.
+    """
+    left, right, ends, _, dtype = (*args, None, None, None)[:5]
+    groups = left.shape[0] if left.dim() == 3 else right.shape[0] if ends is None else ends.shape[0]  # noqa: PLR2004
+    rows, columns = left.shape[-2], right.shape[-1]
+    kind = dtype or left.dtype
+    wide = -(-columns * kind.itemsize // ROW_BYTES) * ROW_BYTES // kind.itemsize
+    if left.dim() == right.dim():
+        size, stride = (groups, rows, columns), (rows * wide, wide, 1)
+        return torch.empty_strided(size, stride, dtype=kind, device=left.device)
+    return torch.empty_strided((rows, columns), (wide, 1), dtype=kind, device=left.device)
 
 
 def _nothing(_: tuple[Any, ...]) -> None:
@@ -91,8 +76,8 @@ def keep_whole(library: torch.library.Library) -> None:
 RESULTS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "aten::cudnn_batch_norm": _batch_norm,
     "aten::cudnn_batch_norm_backward": _batch_norm_backward,
-    "aten::_cudnn_rnn": _rnn,
-    "aten::_cudnn_rnn_backward": _rnn_backward,
+    **recurrent.RESULTS,
+    "aten::_grouped_mm": _grouped_product,
     "aten::_ctc_loss": _ctc_loss,
     "aten::_ctc_loss_backward": lambda args: torch.empty_like(args[1]),
     "aten::_use_cudnn_ctc_loss": lambda _: False,
@@ -112,31 +97,3 @@ def with_dense_first(out: Any) -> Any:
     if first is None or first.is_contiguous():
         return out
     return (torch.empty(first.shape, dtype=first.dtype, device=first.device), *out[1:])
-
-
-def register_rnn(library: torch.library.Library) -> None:
-    """Send recurrent layers to cuDNN, as a CUDA build does."""
-
-    def run(mode: int, source: Any, states: list[Any], weights: list[Any], settings: tuple[Any, ...]) -> Any:
-        biases, layers, dropout, train, both, first = settings
-        if torch.is_autocast_enabled("cuda") and source.dtype == torch.float32:
-            # Autocast hands cuDNN's recurrent layers fp16, whatever dtype it is set to.
-            half = torch.float16
-            source, states = source.to(half), [one.to(half) for one in states]
-            weights = [one.to(half) for one in weights]
-        size = states[0].shape[2]
-        cell = states[1] if len(states) > 1 else None
-        out, hidden, cell, *_ = torch.ops.aten._cudnn_rnn(
-            source, weights, 4 if biases else 2, None, states[0], cell, mode, size, 0, layers, first,
-            dropout, train, both, [], None,
-        )  # fmt: skip
-        return (out, hidden, cell) if mode == LSTM else (out, hidden)
-
-    def lstm(source: Any, states: Any, weights: Any, *settings: Any) -> Any:
-        return run(LSTM, source, list(states), list(weights), settings)
-
-    def gru(source: Any, state: Any, weights: Any, *settings: Any) -> Any:
-        return run(GRU, source, [state], list(weights), settings)
-
-    library.impl("lstm.input", lstm, "AutogradCUDA")
-    library.impl("gru.input", gru, "AutogradCUDA")

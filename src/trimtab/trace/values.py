@@ -11,7 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HALF = 0.5
+REAL = "_trimtab_real"
+"""The attribute of a tensor whose values are known: a tensor on the host that has them."""
 ALWAYS = {"aten::isfinite": 1.0, "aten::isnan": 0.0, "aten::isinf": 0.0}
 SAME_VALUES = {
     "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::alias", "aten::detach", "aten::clone",
@@ -55,7 +61,7 @@ FACTORIES = {
 drawn for real."""
 MOST_REAL = 2**22
 """Whole numbers and truth values up to this many are computed for real beside the fake tensor."""
-MOST_REAL_FLOATS = 2**12
+MOST_REAL_FLOATS = 2**18
 
 
 class Values:
@@ -265,6 +271,18 @@ class Values:
             else:
                 replaced.append(index)
         return replaced
+
+
+def known_values(tensor: torch.Tensor) -> list[Any] | None:
+    """The values of a tensor, where they are known without running the job."""
+    real = getattr(tensor, REAL, None)
+    if real is None:
+        real = getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else tensor
+    if real is None:
+        return None
+    with _disable_current_modes():
+        values: list[Any] = real.tolist()
+    return values
 
 
 def _is_mask(index: Any) -> bool:

@@ -17,22 +17,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import CannotFollow, JobFailed, TrimtabError
 from trimtab.jobs.job import Job
-from trimtab.jobs.load import failed, load
+from trimtab.jobs.load import cannot_follow, failed, load
 from trimtab.spec import PARTS, Device, Mesh, Noun, Recompute, Setting, Strategy, Trace
 from trimtab.spec.trace import ENTER
 from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
-from trimtab.trace.child import Say, apart, told
+from trimtab.trace.child import Say, apart, heard, told
 from trimtab.trace.forks import forked
 from trimtab.trace.layers import FEW, extended
 from trimtab.trace.lifeline import end_with_parent
+from trimtab.trace.rehearse import Rehearsal, judged, rehearse
 from trimtab.trace.standing import END
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trimtab.trace.blocks import Repeated
+    from trimtab.trace.rehearse import Outcome
 
 STEPS = 3
 """The first step makes optimizer states and workspaces, the second has all of them, the third shows how the
@@ -157,11 +159,13 @@ class _Built(NamedTuple):
 
 def _whole(built: _Built, *, forward: bool = False) -> Trace:
     """The trace of the model as it is now; with `forward`, of its first forward pass alone."""
+    from trimtab.trace import scripts
+
     recorder = built.recorder
     counts = _steps(built, forward=forward)
     recorder.paused = True
     chosen = built.job.assumptions if isinstance(built.job, Job) else ()
-    assumed = (*chosen, *recorder.kernels.assumptions, *recorder.kernels.unfused)
+    assumed = (*chosen, *recorder.kernels.assumptions, *scripts.assumptions(), *recorder.kernels.unfused)
     compiled = counts.pop("lost_compiled", {})
     assumed += tuple(f"under torch.compile {text}" for text in compiled)
     if not forward:
@@ -275,6 +279,9 @@ def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
     dropped: list[Any] = []
     with _blaming("model()"):
         model = steps.build(job, request.setting, branch=branch, dropped=dropped)
+    if {one.device.type for one in (*model.parameters(), *model.buffers())} == {"cpu", "cuda"}:
+        # torch.Tensor(size) and the like ignore the default device; a trainer moves the model as a whole.
+        model.to("cuda")
     if dropped:
         recorder.forget(dropped)
     # Only now are all libraries loaded that the model is made of.
@@ -434,17 +441,31 @@ def _label(state: Any, recorder: Any, names: dict[int, str]) -> None:
 
 @contextlib.contextmanager
 def _blaming(member: str) -> Any:
-    """Whatever the user's code raises is the user's, and names the member it came from."""
+    """Name the operation that could not be traced; whether the job is at fault is found out later."""
     try:
         yield
+    except TrimtabError:
+        raise
     except Exception as error:
         # The compiler wraps what went wrong into an error of its own.
         inner = getattr(error, "inner_exception", error)
+        if isinstance(inner, ImportError):
+            raise failed(member, inner, "Install what the job needs on this machine too.") from error
+        if REFUSES_AUTOCAST in str(inner):
+            cure = "Use --precision tf32 or fp32, or a loss of logits, which autocast allows."
+            raise failed(member, inner, cure) from error
         if inner is not error:
             cure = "Leave compiling out; if it works on a GPU, this is a bug in trimtab: please report it."
-            raise failed(f"torch.compile in {member}", inner, cure) from error
-        cure = f"Mend {member}; run the job on a small input to see the whole traceback."
-        raise failed(member, error, cure) from error
+            raise cannot_follow(f"torch.compile in {member}", inner, cure) from error
+        cure = (
+            "Write that part with other operations, or measure the job on a GPU with `trimtab profile`. "
+            "Please report it, with the operation."
+        )
+        raise cannot_follow(member, inner, cure) from error
+
+
+REFUSES_AUTOCAST = "unsafe to autocast"
+"""What torch says of a loss that may not run in half precision."""
 
 
 def _columns(recorder: Any) -> dict[str, Any]:
@@ -499,6 +520,8 @@ class Sure:
 
     few: bool | None = None
     """Whether a few of them stand for all; None while nobody has checked."""
+    outcome: Outcome | None = None
+    """What the job did when it was run by itself; None while nobody has tried."""
 
 
 def _stay() -> None:
@@ -512,7 +535,7 @@ def _stay() -> None:
             job = ready(requests) if job is None else job
             said = _answers(job, requests, sure)
         except TrimtabError as error:
-            said = told(error)
+            said = told(_blamed_at_import(error, requests))
         answer.write(said + END)
         answer.flush()
     os._exit(0)
@@ -528,8 +551,35 @@ def _answers(job: Any, requests: Requests, sure: Sure) -> bytes:
     ]
     lines: dict[int, dict[Rank, bytes]] = {}
     for part, answer in zip(parts, _traced(job, requests, parts, sure), strict=True):
-        lines.setdefault(part.number, {})[part.rank] = answer
+        lines.setdefault(part.number, {})[part.rank] = _judged(answer, part.request, sure)
     return b"\n".join(map(_together, lines.values()))
+
+
+def _judged(answer: bytes, request: Request, sure: Sure) -> bytes:
+    """The answer; where tracing failed, the job is run by itself to find out whose fault it is."""
+    if not answer.startswith(b'{"error"'):
+        return answer
+    error = heard(answer)
+    if not isinstance(error, CannotFollow):
+        return answer
+    if sure.outcome is None:
+        sure.outcome = rehearse(
+            Rehearsal(job=request.job, overrides=request.overrides, micro_batch=request.setting.micro_batch)
+        )
+    return told(judged(error, sure.outcome))
+
+
+def _blamed_at_import(error: TrimtabError, requests: Requests) -> TrimtabError:
+    """The error of loading a job: ours, where the job can be loaded without the pretended device."""
+    if type(error) is not JobFailed:
+        return error
+    outcome = rehearse(Rehearsal(job=requests.job, overrides=requests.overrides, member="load"))
+    if outcome.failure is not None or outcome.untried:
+        return outcome.failure or error
+    cure = (
+        "Without the GPU that trimtab pretends to have, it loads. Ask for CUDA inside model(), not at import."
+    )
+    return CannotFollow(error.given, found=error.found, cure=cure)
 
 
 def _traced(job: Any, requests: Requests, parts: list[_Part], sure: Sure) -> list[bytes]:
@@ -599,11 +649,11 @@ def _together(answers: dict[Rank, bytes]) -> bytes:
     """The trace of the first kind of ranks with the others beside it, or the first error."""
     if len(answers) == 1:
         return next(iter(answers.values()))
-    heard = [msgspec.json.decode(line) for line in answers.values()]
-    for line, one in zip(answers.values(), heard, strict=True):
+    said = [msgspec.json.decode(line) for line in answers.values()]
+    for line, one in zip(answers.values(), said, strict=True):
         if "error" in one:
             return line
-    first, *others = [one["trace"] for one in heard]
+    first, *others = [one["trace"] for one in said]
     return msgspec.json.encode({"trace": {**first, "beside": others}})
 
 

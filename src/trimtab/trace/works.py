@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from trimtab.spec import Work
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
 from trimtab.trace.formulas import launches
+from trimtab.trace.recurrent import extent
+from trimtab.trace.sparse import PRODUCTS, is_sparse, nonzeros, size_bytes
 from trimtab.trace.values import RAGGED
 
 if TYPE_CHECKING:
@@ -72,6 +74,8 @@ POINTWISE_THAT_SOUND_LIKE_REDUCTIONS = {
 GATHER_WORDS = ("embedding", "index", "gather", "scatter", "take", "masked_select", "masked_scatter")
 ATTENTION_WORDS = ("attention",)
 ALIGNED = 16
+HOPPER = 9
+"""Its compute capability."""
 MIXED = 2
 """The layout of a convolution backward whose gradient lies otherwise than its input."""
 FINDS_POSITIONS = {
@@ -109,6 +113,8 @@ def work(  # noqa: PLR0911 - one way out for each kind
         return None
     if name in WAITS:
         return Work(op=name, kind="wait", dtype="", read_bytes=sum(map(_bytes, given)))
+    if any(map(is_sparse, (*given, *results))):
+        return _sparse(name, given, results)
     rule = _RULES.get(name)
     if rule is not None:
         return rule(name, args, out)
@@ -122,7 +128,12 @@ def work(  # noqa: PLR0911 - one way out for each kind
 
 
 def finds_positions(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an operation is given a mask on the device, and has to find the positions it stands for."""
+    """Whether an operation is given a mask on the device, and has to find the positions it stands for.
+
+    Or sizes of groups on the device that the host has to know.
+    """
+    if name == "aten::_grouped_mm":
+        return _one_by_one(args[0])
     if name not in FINDS_POSITIONS:
         return False
     if "index_put" in name and args[2].numel() == 1 and not (len(args) > 3 and args[3]):  # noqa: PLR2004
@@ -175,6 +186,60 @@ def _matrix(name: str, args: tuple[Any, ...], out: Any) -> Work:
         write_bytes=_bytes(out),
         dims=(batch, rows, columns, inner, min(map(_alignment, (left, right, out)))),
         fresh=hasattr(left, RAGGED) or hasattr(right, RAGGED),
+    )
+
+
+def _sparse(name: str, given: list[torch.Tensor], results: list[torch.Tensor]) -> Work:
+    """An operation on sparse tensors: a product reads a row of the dense matrix for each non-zero."""
+    sparse = next((one for one in given if is_sparse(one)), None)
+    reads, writes = (
+        sum(size_bytes(one) if is_sparse(one) else _bytes(one) for one in some) for some in (given, results)
+    )
+    lead = next((one for one in (*results, *given) if not is_sparse(one)), None)
+    flops = 0
+    if name in PRODUCTS and sparse is not None and lead is not None:
+        entries = nonzeros(sparse) * lead.shape[-1]
+        flops, reads = 2 * entries, size_bytes(sparse) + entries * lead.element_size()
+    return Work(
+        op=name,
+        kind="gather",
+        dtype=_dtype(lead if lead is not None else given[0]),
+        flops=flops,
+        read_bytes=reads,
+        write_bytes=writes,
+        dims=(0, lead.shape[-1] if lead is not None and lead.dim() else 1),
+    )
+
+
+def _one_by_one(tensor: torch.Tensor) -> bool:
+    """Whether torch runs a grouped matrix product group by group: it has one kernel for bf16 from Hopper on.
+
+    It waits for the sizes of the groups first.
+    """
+    return tensor.dtype != torch.bfloat16 or torch.cuda.get_device_capability()[0] < HOPPER
+
+
+def _grouped(name: str, args: tuple[Any, ...], out: Any) -> Work:
+    """A matrix product for each expert; groups are taken to be equally large."""
+    left, right = args[0], args[1]
+    ends = args[2] if len(args) > 2 else None  # noqa: PLR2004 - it may be left out
+    groups = max(1, ends.shape[0] if isinstance(ends, torch.Tensor) else left.shape[0])
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    if left.dim() == right.dim() == 2:  # noqa: PLR2004 - matrices, cut along what is summed over
+        inner = -(-inner // groups)
+    elif left.dim() == 2:  # noqa: PLR2004
+        rows = -(-rows // groups)
+    elif right.dim() == 2:  # noqa: PLR2004
+        columns = -(-columns // groups)
+    return Work(
+        op=name,
+        kind="matrix",
+        dtype=matrix_dtype(left),
+        flops=2 * groups * rows * columns * inner,
+        read_bytes=_bytes(left) + _bytes(right),
+        write_bytes=_bytes(out),
+        dims=(groups, rows, columns, inner, min(map(_alignment, (left, right, out)))),
+        kernels=groups if _one_by_one(left) else 1,
     )
 
 
@@ -280,20 +345,22 @@ _SCHEMAS = _schemas()
 def _recurrent(name: str, args: tuple[Any, ...], _: Any) -> Work:
     backward = name.endswith("_backward")
     source, weights = args[0], args[1]
-    size, layers, first, both = (
-        (args[11], args[13], args[14], args[17]) if backward else (args[7], args[9], args[10], args[13])
+    size, layers, first, both, packed = (
+        (args[11], args[13], args[14], args[17], args[18])
+        if backward
+        else (args[7], args[9], args[10], args[13], args[14])
     )
-    steps, batch = (source.shape[1], source.shape[0]) if first else (source.shape[0], source.shape[1])
+    batch, steps, inputs = extent(source, packed, batch_first=first)
     matrices = [one for one in weights if one.dim() == 2]  # noqa: PLR2004 - not biases
     numbers = sum(one.numel() for one in matrices)
-    flops = 2 * steps * batch * numbers * (2 if backward else 1)
+    flops = 2 * inputs * numbers * (2 if backward else 1)
     return Work(
         op=name,
         kind="recurrent",
         dtype=matrix_dtype(source, convolution=True),
         flops=flops,
         read_bytes=steps * sum(map(_bytes, matrices)) + _bytes(source),
-        write_bytes=steps * batch * size * source.element_size() * layers,
+        write_bytes=inputs * size * source.element_size() * layers,
         dims=(layers * (2 if both else 1), steps, batch, size),
         kernels=steps * layers * (2 if both else 1),
     )
@@ -416,6 +483,8 @@ _RULES: dict[str, Callable[[str, tuple[Any, ...], Any], Work]] = {
     "aten::addmm": _matrix,
     "aten::bmm": _matrix,
     "aten::baddbmm": _matrix,
+    "aten::_grouped_mm": _grouped,
+    "transformers::grouped_mm_fallback": _grouped,
     "aten::convolution": _convolution,
     "aten::cudnn_convolution": _convolution,
     "aten::convolution_backward": _convolution,

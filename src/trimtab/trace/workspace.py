@@ -13,6 +13,7 @@ import torch
 
 from trimtab.spec import Cause
 from trimtab.trace import convolution, formulas
+from trimtab.trace.recurrent import extent
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
@@ -180,25 +181,27 @@ def _embedding_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     return [RESULT, brief((count + count // 10) * args[0].shape[-1] * 4)]
 
 
-def _rnn_size(source: torch.Tensor, hidden: int, layers: int, *, first: bool, dropout: float) -> int:
+def _rnn_size(  # noqa: PLR0913 - cuDNN's own
+    source: torch.Tensor, hidden: int, layers: int, *, first: bool, dropout: float, packed: Any
+) -> int:
     """Gates and states of a step for every step, weights, and 8 MiB a layer: LSTMs, one way."""
-    batch, steps = (source.shape[0], source.shape[1]) if first else (source.shape[1], source.shape[0])
-    size, width = source.element_size(), source.shape[2]
+    batch, _, inputs = extent(source, packed, batch_first=first)
+    size, width = source.element_size(), source.shape[-1]
     weights = sum(4 * hidden * ((hidden if layer else width) + hidden) for layer in range(layers))
     per_step = 5 * hidden + width + (hidden if dropout else 0)
     fixed = 10 * layers * batch * hidden + weights
-    return size * (batch * steps * per_step + fixed) + 8 * MIB * layers + 8 * batch + DESCRIPTOR
+    return size * (inputs * per_step + fixed) + 8 * MIB * layers + 8 * batch + DESCRIPTOR
 
 
 def _rnn(args: tuple[Any, ...], _: Any) -> list[Take]:
-    source, size, layers, first, dropout = args[0], args[7], args[9], args[10], args[11]
-    return [brief(_rnn_size(source, size, layers, first=first, dropout=dropout))]
+    source, size, layers, first, dropout, packed = args[0], args[7], args[9], args[10], args[11], args[14]
+    return [brief(_rnn_size(source, size, layers, first=first, dropout=dropout, packed=packed))]
 
 
 def _rnn_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     """Once for the gradients of inputs, once for those of weights."""
-    source, size, layers, first, dropout = args[0], args[11], args[13], args[14], args[15]
-    taken = brief(_rnn_size(source, size, layers, first=first, dropout=dropout))
+    source, size, layers, first, dropout, packed = args[0], args[11], args[13], args[14], args[15], args[18]
+    taken = brief(_rnn_size(source, size, layers, first=first, dropout=dropout, packed=packed))
     return [RESULT, RESULT, RESULT, taken, taken]
 
 

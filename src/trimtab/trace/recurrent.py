@@ -1,0 +1,228 @@
+"""Recurrent layers and cells as a CUDA build runs them: cuDNN for layers, torch's fused kernels for cells.
+
+torch describes these operations in its CUDA half alone, so fake tensors cannot answer for them. Sizes follow
+torch's sources (RNN.cpp, RNN.cu, PackedSequence.cpp). Packed sequences need the lengths of the batch: known
+lengths are used as they are; unknown ones count as full length, which is an assumption of the estimate.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trimtab.trace.values import REAL, known_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+RELU, TANH, LSTM, GRU = range(4)
+"""cuDNN's modes."""
+GATES = {LSTM: 4, GRU: 3}
+"""Gates of a cell by mode; plain cells have one."""
+GRU_SAVED = 5
+"""Numbers a hidden unit that a fused GRU cell saves for its backward pass."""
+
+
+def extent(source: torch.Tensor, batch_sizes: Any, *, batch_first: bool) -> tuple[int, int, int]:
+    """Samples, steps and inputs of a recurrent layer: samples times steps, or fewer of a packed sequence."""
+    if batch_sizes:
+        return int(batch_sizes[0]), len(batch_sizes), source.shape[0]
+    samples, steps = source.shape[:2] if batch_first else (source.shape[1], source.shape[0])
+    return samples, steps, samples * steps
+
+
+def layer(args: tuple[Any, ...]) -> Any:
+    """Output, last states, what cuDNN saves for the backward pass, and the flat weights.
+
+    Per layer and direction cuDNN saves every gate and the cell of each step, and between layers the input;
+    one bit a number where dropout acts.
+    """
+    source, _, _, flat, _, _, mode, size, _, layers, first, dropout, train, both = args[:14]
+    ways = 2 if both else 1
+    packed = args[14] if len(args) > 14 else ()  # noqa: PLR2004 - the place of batch_sizes
+    batch, _, inputs = extent(source, packed, batch_first=first)
+    cells = inputs * size * ways
+    kept = source.element_size() * cells * (GATES.get(mode, 1) * layers + layers + layers - 1)
+    kept += (layers - 1) * cells // 8 if dropout else 0
+    reserve = source.new_empty(((kept + 256) if train else 0,), dtype=torch.uint8)
+    states = (layers * ways, batch, size)
+    cell = source.new_empty(states if mode == LSTM else (0,))
+    # In fp32 the parameters are the flat buffer; under autocast they are copied into one.
+    buffer = flat if flat is not None else source.new_empty((0,))
+    out = source.new_empty((*source.shape[:-1], size * ways))
+    return out, source.new_empty(states), cell, reserve, buffer
+
+
+def layer_backward(args: tuple[Any, ...]) -> Any:
+    """Gradients of the input, the states and the weights."""
+    source, weights, hidden, cell = args[0], args[1], args[4], args[5]
+    none = source.new_empty((0,))
+    return (
+        torch.empty_like(source),
+        torch.empty_like(hidden),
+        torch.empty_like(cell) if cell is not None else none,
+        [torch.empty_like(one) for one in weights],
+    )
+
+
+def lstm_cell(args: tuple[Any, ...]) -> Any:
+    """Hidden state, cell state, and the gates for the backward pass."""
+    gates, cell = args[0], args[2]
+    return torch.empty_like(cell), torch.empty_like(cell), torch.empty_like(gates)
+
+
+def lstm_cell_backward(args: tuple[Any, ...]) -> Any:
+    """Gradients of the gates, of the cell state and of the bias."""
+    cell, saved, has_bias = args[2], args[4], args[5]
+    bias = saved.new_empty(saved.shape[1:] if has_bias else (0,))
+    return torch.empty_like(saved), torch.empty_like(cell), bias
+
+
+def gru_cell(args: tuple[Any, ...]) -> Any:
+    """Hidden state, and five numbers a unit for the backward pass."""
+    hidden = args[2]
+    return torch.empty_like(hidden), hidden.new_empty((hidden.shape[0], GRU_SAVED * hidden.shape[1]))
+
+
+def gru_cell_backward(args: tuple[Any, ...]) -> Any:
+    """Gradients of the gates of input and state, of the state, and of both biases."""
+    gradient, saved, has_bias = args[0], args[1], args[2]
+    rows, size = saved.shape[0], saved.shape[1] // GRU_SAVED * GATES[GRU]
+    biases = [saved.new_empty((size,) if has_bias else (0,)) for _ in range(2)]
+    return saved.new_empty((rows, size)), saved.new_empty((rows, size)), torch.empty_like(gradient), *biases
+
+
+RESULTS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+    "aten::_cudnn_rnn": layer,
+    "aten::_cudnn_rnn_backward": layer_backward,
+    "aten::_thnn_fused_lstm_cell": lstm_cell,
+    "aten::_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
+    "aten::_thnn_fused_gru_cell": gru_cell,
+    "aten::_thnn_fused_gru_cell_backward": gru_cell_backward,
+}
+
+
+def register(library: torch.library.Library, assume: Callable[[str], None]) -> None:
+    """Send recurrent layers to cuDNN, and pack sequences by what is known of their lengths."""
+    for name, mode in {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}.items():
+        library.impl(f"{name}.input", functools.partial(_run_padded, mode), "AutogradCUDA")
+        library.impl(f"{name}.data", functools.partial(_run_packed, mode), "AutogradCUDA")
+
+    def pack(source: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+        sizes = _batch_sizes(lengths, source.shape[1 if batch_first else 0], assume)
+        return _Pack.apply(source, sizes, batch_first), with_values(sizes)
+
+    for key in ("AutogradCUDA", "CUDA"):
+        library.impl("_pack_padded_sequence", pack, key)
+    library.impl("_pad_packed_sequence", _pad, "AutogradCUDA")
+
+
+def _run_padded(mode: int, source: Any, states: Any, weights: Any, *settings: Any) -> Any:
+    return _run(mode, source, list(states) if mode == LSTM else [states], list(weights), settings)
+
+
+def _run_packed(mode: int, source: Any, batch_sizes: Any, states: Any, weights: Any, *settings: Any) -> Any:
+    held = list(states) if mode == LSTM else [states]
+    return _run(mode, source, held, list(weights), settings, _known_sizes(batch_sizes))
+
+
+def _run(  # noqa: PLR0913, PLR0917 - cuDNN's own
+    mode: int,
+    source: Any,
+    states: list[Any],
+    weights: list[Any],
+    settings: tuple[Any, ...],
+    packed: list[int] | None = None,
+) -> Any:
+    biases, layers, dropout, train, both, *first = settings
+    if torch.is_autocast_enabled("cuda") and source.dtype == torch.float32:
+        # Autocast hands cuDNN's recurrent layers fp16, whatever dtype it is set to.
+        half = torch.float16
+        source, states = source.to(half), [one.to(half) for one in states]
+        weights = [one.to(half) for one in weights]
+    size = states[0].shape[2]
+    cell = states[1] if len(states) > 1 else None
+    out, hidden, cell, *_ = torch.ops.aten._cudnn_rnn(
+        source, weights, 4 if biases else 2, None, states[0], cell, mode, size, 0, layers,
+        bool(first and first[0]), dropout, train, both, packed or [], None,
+    )  # fmt: skip
+    return (out, hidden, cell) if mode == LSTM else (out, hidden)
+
+
+def _batch_sizes(lengths: torch.Tensor, longest: int, assume: Callable[[str], None]) -> list[int]:
+    """How many samples each step has."""
+    known = known_values(lengths)
+    if known is None:
+        assume("sequences of unknown length are packed as if all had the full length")
+        known = [longest] * lengths.shape[0]
+    return [sum(1 for one in known if one > step) for step in range(max(known))]
+
+
+def _known_sizes(batch_sizes: torch.Tensor) -> list[int]:
+    known = known_values(batch_sizes)
+    if known is None:
+        # Such a packed sequence was made by other means than packing a padded one.
+        raise NotImplementedError("a packed sequence whose batch_sizes follow from data")
+    return [int(one) for one in known]
+
+
+def _pad(data: Any, batch_sizes: Any, batch_first: bool, value: Any, total: int = -1) -> Any:
+    """The padded batch of a packed one, by the operations that torch uses."""
+    sizes = _known_sizes(batch_sizes)
+    out = data.new_full((max(total, len(sizes)), sizes[0], *data.shape[1:]), value)
+    offset = 0
+    for begin, end in _stretches(sizes):
+        count = (end - begin) * sizes[begin]
+        piece = data[offset : offset + count].view(end - begin, sizes[begin], *data.shape[1:])
+        out[begin:end, : sizes[begin]].copy_(piece)
+        offset += count
+    lengths = with_values([sum(1 for size in sizes if size > one) for one in range(sizes[0])])
+    return (out.transpose(0, 1) if batch_first else out), lengths
+
+
+def _stretches(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """First and last step of the stretches over which as many samples take part.
+
+    >>> list(_stretches([3, 3, 2, 1, 1]))
+    [(0, 2), (2, 3), (3, 5)]
+    """
+    begin = 0
+    for step, size in enumerate([*sizes[1:], 0], 1):
+        if size != sizes[begin]:
+            yield begin, step
+            begin = step
+
+
+def with_values(values: list[int]) -> torch.Tensor:
+    """Whole numbers on the host that later operations can read."""
+    with _disable_current_modes():
+        real = torch.tensor(values, dtype=torch.int64)
+    made = torch.empty((len(values),), dtype=torch.int64, device="cpu")
+    setattr(made, REAL, real)
+    return made
+
+
+class _Pack(torch.autograd.Function):
+    """Steps of a padded batch without the padding, by the operations that torch uses."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, sizes: list[int], batch_first: bool) -> torch.Tensor:
+        ctx.sizes, ctx.shape, ctx.batch_first = sizes, source.shape, batch_first
+        ordered = source.transpose(0, 1) if batch_first else source
+        pieces = [
+            ordered[begin:end, : sizes[begin]].contiguous().view(-1, *ordered.shape[2:])
+            for begin, end in _stretches(sizes)
+        ]
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        made, offset = gradients[0].new_zeros(ctx.shape), 0
+        ordered = made.transpose(0, 1) if ctx.batch_first else made
+        for step, size in enumerate(ctx.sizes):
+            ordered[step, :size].copy_(gradients[0][offset : offset + size])
+            offset += size
+        return made, None, None
