@@ -2,7 +2,8 @@
 
     python bench/gpu_queue.py list                      what there is to measure
     python bench/gpu_queue.py run [--out FILE] [--seconds N] [--workers N] [--only PATTERN]
-    python bench/gpu_queue.py compare [--out FILE] [--only PATTERN]     predictions beside what was measured
+    python bench/gpu_queue.py predict [--predictions FILE] [--workers N] [--only PATTERN]     needs no GPU
+    python bench/gpu_queue.py compare [--out FILE] [--predictions FILE] [--only PATTERN]
 
 `run` appends one line of JSON a case to FILE (default bench/gpu_results.jsonl), with the hardware and the
 versions it was measured on, and skips cases that the file has already. Processes import and compile side by
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RESULTS = HERE / "gpu_results.jsonl"
+PREDICTIONS = HERE / "gpu_predictions.jsonl"
 PREDICTED_CAPS = HERE / "least_caps.json"
 LOCK = Path(tempfile.gettempdir()) / "trimtab-gpu-queue.lock"
 CASE_S, COMPILED_S, CAP_S = 120.0, 400.0, 400.0
@@ -81,7 +83,8 @@ class QueuedCase:
             Strategy.FSDP: {"dp_shard": self.gpus},
             Strategy.HSDP: {"dp_replicate": self.nodes, "dp_shard": self.gpus // self.nodes},
         }
-        mesh = Mesh(**meshes[strategy])
+        sizes: dict[str, Any] = meshes[strategy]
+        mesh = Mesh(**sizes)
         return Setting(
             micro_batch=self.micro_batch,
             global_batch=self.micro_batch * mesh.data_parallel,
@@ -168,9 +171,142 @@ def _scaled() -> list[QueuedCase]:
     ]
 
 
+ZOO = [
+    "mixtral",
+    "unet3d",
+    "video_resnet",
+    "packed_lstm",
+    "gru_decoder",
+    "scripted_gpt",
+    "graph_sparse",
+    "window_attention",
+    "deberta_v2",
+    "modernbert",
+    "bert",
+    "swin",
+    "t5",
+    "qwen2_moe",
+    "masked_experts",
+    "sparse_embeddings",
+    "gradient_penalty",
+    "diffusion_unet",
+    "graph_attention",
+    "segformer",
+    "clip",
+    "whisper",
+    "wav2vec2",
+    "llama",
+    "qwen3",
+    "gemma3",
+    "vit",
+    "convnext",
+    "resnet",
+    "efficientnet",
+    "gpt2",
+    "nerf",
+    "llava",
+    "qwen2_vl",
+    "gpt_oss",
+    "deepseek_v3",
+    "mamba2",
+    "lfm2",
+    "vq_vae",
+    "detector",
+    "metric_learning",
+    "momentum_contrast",
+    "nested_lists",
+    "wavenet",
+    "point_cloud",
+    "normalizing_flow",
+    "graph_scatter",
+    "roberta",
+    "bart",
+    "blip",
+    "hubert",
+    "videomae",
+]
+"""Models of bench/zoo.py, most informative first."""
+COMPILED_ZOO = [
+    "modernbert",
+    "bert",
+    "window_attention",
+    "llama",
+    "swin",
+    "t5",
+    "vit",
+    "convnext",
+    "clip",
+    "gpt2",
+    "diffusion_unet",
+    "qwen3",
+    "whisper",
+    "gemma3",
+    "nerf",
+    "wavenet",
+]
+ATTENTION = (
+    ("Windowed", 64), ("EncoderUnmasked", 32), ("Encoder", 32), ("EncoderDropout", 32), ("RelativeBias", 16),
+    ("Head80", 16), ("Head96", 16), ("Head100", 16), ("Head160", 8), ("Grouped", 16), ("GroupedMasked", 16),
+    ("Decoder", 16), ("Masked", 16), ("ModernEncoder", 16), ("WindowedHF", 64),
+)  # fmt: skip
+"""Jobs of bench/attention_jobs.py with their micro-batch."""
+CAPS = [
+    "gpt-bf16-b16",
+    "hfgpt2-bf16-b8",
+    "conformer-bf16-b32",
+    "fsdp8-llama8-bf16-b4",
+    "resnet50-bf16-cl-b256",
+    "gpt-compile-b16",
+    "gpt-full-bf16-b32",
+    "unet-bf16-b64",
+    "fsdp16-gpt-fp32-b8",
+    "llama4-full-expandable-b8",
+]
+"""Recorded cases whose smallest memory limit is measured (bench/least_cap.py)."""
+
+
+def _zoo() -> list[QueuedCase]:
+    """Models that no rule was made from."""
+    from bench.zoo import entries
+
+    known = entries()
+    each = [(name, False) for name in ZOO] + [(name, True) for name in COMPILED_ZOO]
+    return [
+        QueuedCase(
+            f"zoo-{name}{'-compile' * compiled}",
+            f"{Path(known[name].place).relative_to(HERE.parent)}:{name}",
+            known[name].micro_batch,
+            compile=compiled,
+        )
+        for name, compiled in each
+        if name in known
+    ]
+
+
+def _attention() -> list[QueuedCase]:
+    """Jobs that differ in which attention kernel torch chooses."""
+    found = [
+        QueuedCase(f"attention-{name}-b{micro}", f"bench/attention_jobs.py:{name}", micro)
+        for name, micro in ATTENTION
+    ]
+    found += [
+        QueuedCase(
+            f"attention-{name}-compile-b{micro}", f"bench/attention_jobs.py:{name}", micro, compile=True
+        )
+        for name, micro in (("EncoderUnmasked", 32), ("Windowed", 64))
+    ]
+    return [
+        *found,
+        QueuedCase("attention-Decoder-fp32-b8", "bench/attention_jobs.py:Decoder", 8, precision="fp32"),
+    ]
+
+
 def queue() -> list[QueuedCase]:
     """Every case, most informative first."""
-    return [*_ranks(), *_scaled()]
+    zoo = _zoo()
+    eager, compiled = ([case for case in zoo if case.compile is wanted] for wanted in (False, True))
+    caps = [QueuedCase(f"cap-{name}", name, kind="cap") for name in CAPS]
+    return [*_ranks(), *_scaled(), *eager[:30], *_attention(), *compiled, *caps, *eager[30:]]
 
 
 def case_named(name: str) -> QueuedCase:
@@ -222,7 +358,7 @@ def run(out: Path, seconds: float, workers: int, only: str) -> None:
         if left < (60 if case.compile or case.kind == "cap" else 15):
             return
         limit = min(left, {"cap": CAP_S}.get(case.kind, COMPILED_S if case.compile else CASE_S))
-        line = _measured_apart(case, limit)
+        line = _answered_apart("case", case, limit)
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         shown = {
@@ -234,8 +370,8 @@ def run(out: Path, seconds: float, workers: int, only: str) -> None:
         list(pool.map(one_case, waiting))
 
 
-def _measured_apart(case: QueuedCase, limit: float) -> dict[str, Any]:
-    """The line of one case, measured by a process of its own."""
+def _answered_apart(verb: str, case: QueuedCase, limit: float) -> dict[str, Any]:
+    """The line of one case, measured or predicted by a process of its own."""
     from trimtab.spec import Allocator
 
     began = time.monotonic()
@@ -248,7 +384,7 @@ def _measured_apart(case: QueuedCase, limit: float) -> dict[str, Any]:
     line: dict[str, Any] = {"id": case.id, "case": asdict(case)}
     try:
         done = subprocess.run(
-            [sys.executable, __file__, "case", case.id],
+            [sys.executable, __file__, verb, case.id],
             env=env,
             capture_output=True,
             text=True,
@@ -327,11 +463,33 @@ def predict(case: QueuedCase) -> dict[str, float]:
     }
 
 
-def compare(out: Path, only: str) -> None:
+def predict_all(file: Path, seconds: float, workers: int, only: str) -> None:
+    """Predict every case that the file does not have yet, each in a process of its own."""
+    began = time.monotonic()
+    known = {line["id"] for line in read_results(file)}
+    waiting = [
+        case
+        for case in queue()
+        if case.id not in known and case.kind == "step" and fnmatch.fnmatch(case.id, only)
+    ]
+
+    def one_case(case: QueuedCase) -> None:
+        left = seconds - (time.monotonic() - began)
+        if left > 30:  # noqa: PLR2004 - seconds
+            line = _answered_apart("predict-case", case, left)
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line) + "\n")
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one_case, waiting))
+
+
+def compare(out: Path, only: str, predictions: Path) -> None:
     """Print the error of each prediction, and their medians and worsts."""
     import statistics
 
     errors: dict[str, list[float]] = {}
+    made = {line["id"]: line for line in read_results(predictions)}
     for line in read_results(out):
         if line.get("failed") or line.get("out_of_memory") or not fnmatch.fnmatch(line["id"], only):
             continue
@@ -339,7 +497,13 @@ def compare(out: Path, only: str) -> None:
             found = {"least_bytes": line["error"]}
         else:
             try:
-                predicted = predict(QueuedCase(**line["case"]))
+                if made.get(line["id"], {}).get("failed"):
+                    raise RuntimeError(made[line["id"]]["failed"])  # noqa: TRY301 - as if it was made now
+                predicted = (
+                    made[line["id"]]["predicted"]
+                    if line["id"] in made
+                    else predict(QueuedCase(**line["case"]))
+                )
             except Exception as why:  # noqa: BLE001 - a case that cannot be predicted is an answer
                 print(f"{line['id']:42} {type(why).__name__}: {str(why)[:200]}", flush=True)
                 continue
@@ -359,8 +523,9 @@ def compare(out: Path, only: str) -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("verb", choices=["list", "run", "case", "compare"])
+    parser.add_argument("verb", choices=["list", "run", "case", "predict", "predict-case", "compare"])
     parser.add_argument("name", nargs="?", default="")
+    parser.add_argument("--predictions", type=Path, default=PREDICTIONS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--workers", type=int, default=5)
@@ -374,8 +539,12 @@ def main() -> None:
         run(given.out, given.seconds, given.workers, given.only)
     elif given.verb == "case":
         answer(given.name)
+    elif given.verb == "predict":
+        predict_all(given.predictions, given.seconds, given.workers, given.only)
+    elif given.verb == "predict-case":
+        print(json.dumps({"predicted": predict(case_named(given.name))}), flush=True)
     else:
-        compare(given.out, given.only)
+        compare(given.out, given.only, given.predictions)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from trimtab.engine.branches import branch_loss, branches_of, keep_branch
 from trimtab.engine.build import HOST_BUILT, build_device, building
 from trimtab.engine.compile import Compiling
 from trimtab.engine.entries import Entries, entries_of
-from trimtab.engine.optimizer import make_optimizer
+from trimtab.engine.optimizer import implementation_for, make_optimizer
 from trimtab.engine.precision import SHARDED
 from trimtab.engine.stages import keep_stage
 from trimtab.engine.step import arrange
@@ -312,7 +312,7 @@ def _optimizer(
     given = wanted.optimizer
     if not isinstance(given, torch.optim.Optimizer):
         maker = wanted.job if given is None else _Maker(given)
-        return make_optimizer(maker, parameters, wanted.setting.optimizer)
+        return make_optimizer(maker, parameters, implementation_for(model, wanted.setting.optimizer))
     foreign = [one for group in given.param_groups for one in group["params"] if id(one) not in named]
     if foreign:
         raise WrongUse(
