@@ -15,6 +15,7 @@ FLOORS = [
     {"units", "errors"},
     {"spec"},
     {"catalog", "jobs"},
+    {"engine"},
     {"probe", "trace"},
     {"predict"},
     {"planner"},

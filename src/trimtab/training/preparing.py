@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
-from trimtab.jobs.job import Job
+from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import failed
 from trimtab.spec import Precision, Strategy
 from trimtab.trace import step as steps
@@ -360,7 +360,7 @@ def _job_loss(job: Any, branch: str) -> Callable[[Any, Any], Any] | None:
         return None
     if branch:
         return lambda model, batch: branch_loss(job, model, batch, branch)
-    loss: Callable[[Any, Any], Any] = job.loss
+    loss: Callable[[Any, Any], Any] = loss_function(job)
     return loss
 
 

@@ -1,0 +1,1 @@
+"""What tracing and training share: how one optimizer step is computed."""
