@@ -72,6 +72,21 @@ def is_cached(job: Any) -> bool:
     return callable(getattr(job, "embed", None)) and callable(getattr(job, "loss_of", None))
 
 
+def stated_additive(job: Any) -> bool | None:
+    """What a job says of its loss in `additive`; None where it says nothing.
+
+    A class that has a loss of its own does not inherit what was said of another.
+    """
+    if isinstance(vars(job).get("additive"), bool):
+        return bool(job.additive)
+    for cls in type(job).__mro__:
+        if isinstance(vars(cls).get("additive"), bool):
+            return bool(vars(cls)["additive"])
+        if {"loss", "losses", "loss_of"} & vars(cls).keys():
+            return None
+    return None
+
+
 def loss_function(job: Any) -> Any:
     """The function (model, batch) -> loss of a job, for one that has loss() or embed() and loss_of()."""
     if callable(getattr(job, "loss", None)):
