@@ -59,7 +59,7 @@ class Halves(NamedTuple):
         return bool(scale) and abs(self.whole - self.total) / scale < REFUSED / 10
 
 
-class SameNoise(TorchDispatchMode):
+class SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives every sample of a batch the same random numbers, whatever the size of the batch.
 
     Dropout, noise and random times of a batch are then those of its halves. What is not drawn by row, such
@@ -67,7 +67,7 @@ class SameNoise(TorchDispatchMode):
     """
 
     def __init__(self, samples: int, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._samples = samples
         self._seed = seed
         self._calls = 0
@@ -261,10 +261,16 @@ def _apart(slopes: list[list[torch.Tensor | None]], shares: list[float]) -> floa
     return (far / long) ** 0.5 if long else 0.0
 
 
-def judge(question: Question, batch: Any, samples: int, *, gradients: bool, rounding: float) -> BatchLoss:
-    """Whether the loss is additive, with the numbers; unknown where chance has too much of a say."""
+def judge(  # noqa: PLR0913 - what is compared, and how closely
+    question: Question, batch: Any, samples: int, *, gradients: bool, rounding: float, all_seeds: bool = False
+) -> BatchLoss:
+    """Whether the loss is additive, with the numbers; unknown where chance has too much of a say.
+
+    With `all_seeds` every caller makes as many passes, as ranks that share weights have to.
+    """
     norms = len(batch_norms(question.model))
     first = compare(question, batch, samples, gradients=gradients)
+    more = _others(question, batch, samples) if all_seeds else None
     if first is None:
         return BatchLoss(why="a half of the batch counts for nothing by weight()", batch_norms=norms)
     if not all(value - value == 0 for value in (first.whole, first.mean)):
@@ -277,13 +283,18 @@ def judge(question: Question, batch: Any, samples: int, *, gradients: bool, roun
             batch_norms=norms,
             why=f"the loss of {samples} samples is the weighted mean of those of its halves",
         )
-    more = [compare(question, batch, samples, gradients=False, seed=seed) for seed in range(1, SEEDS)]
+    more = _others(question, batch, samples) if more is None else more
     gaps = [one.whole - one.mean for one in (first, *more) if one is not None]
     middle = sum(gaps) / len(gaps)
     if max(gaps) - min(gaps) > 2 * abs(middle):
         why = "the loss is random in a way that does not repeat for halves of a batch"
         return BatchLoss(gap=first.gap, why=why, batch_norms=norms)
     return _verdict(first, samples, norms)
+
+
+def _others(question: Question, batch: Any, samples: int) -> list[Halves | None]:
+    """The same comparison with other random numbers."""
+    return [compare(question, batch, samples, gradients=False, seed=seed) for seed in range(1, SEEDS)]
 
 
 def _agree(found: Halves, rounding: float) -> bool:
@@ -304,8 +315,8 @@ def _verdict(found: Halves, samples: int, norms: int) -> BatchLoss:
         why = f"{numbers}: it compares samples of a batch with each other"
     else:
         why = (
-            f"{numbers} ({100 * found.gap:.2g} % apart): a small term of it looks at the whole batch, or it is a mean "
-            "over something that weight() does not count"
+            f"{numbers} ({100 * found.gap:.2g} % apart): a small term of it looks at the whole batch, or it is "
+            "a mean over something that weight() does not count"
         )
     return BatchLoss(
         additive=not refused,

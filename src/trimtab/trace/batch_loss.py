@@ -131,7 +131,6 @@ def _counted(job: Any) -> int | None:
 
 def _cut_down(job: Any) -> nn.Module:
     """The model with the first block of every list of repeated blocks; large tensors are not filled."""
-    from torch import nn
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from trimtab.trace.step import repeated_blocks

@@ -15,6 +15,7 @@ from trimtab.jobs.job import is_cached
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training import preparing, status
 from trimtab.training.caching import Caching
+from trimtab.training.divisible import Divisible
 from trimtab.training.loading import Window, lone_copy, window_of
 from trimtab.training.order import bounds
 from trimtab.training.parts import Outcome, Part
@@ -103,13 +104,19 @@ class Stepper:
         """Whether no sample that counts was met yet, on any rank."""
         self.caching: Caching | None = None
         """How a job that gives embed() and loss_of() computes a step."""
+        self.divisible: Divisible | None = None
+        """Whether the batch may be cut; None where gradient caching does it."""
 
     def prepare(self, wanted: preparing.Wanted) -> preparing.Prepared:
         """Make everything ready for the first step."""
+        is_cutting = wanted.loss is None and is_cached(wanted.job)
+        if not is_cutting:
+            self.divisible = Divisible(self, wanted.job)
+            self.divisible.check_statement()
         mid_backward = self.mid_backward if self.faults is not None else None
         self.prepared = preparing.prepare(wanted, self.say_compile, mid_backward)
         self._strikes_at = max(1, self.prepared.wiring.arrivals // 3)
-        if wanted.loss is None and is_cached(wanted.job):
+        if is_cutting:
             self.caching = Caching(self, wanted.job)
             # loss_of() itself says what it is a mean over.
             self.prepared.weight = None
@@ -293,6 +300,8 @@ class Stepper:
         own = not isinstance(batch, Window)
         window = window_of(batch, step=self.steps) if own else batch
         self._window = window
+        if self.divisible is not None:
+            self.divisible.check_first(ready, window)
         self._pieces, self._void = None, False
         groups = self.groups
         unknown = own and groups.data_parallel > 1
@@ -481,6 +490,12 @@ class Stepper:
         ready.wiring.abandon()
         ready.fitting.release()
         if why in (_COMPILER, _ELSEWHERE):
+            return
+        whole = "" if self.divisible is None or part.count > 1 else self.divisible.why_whole(ready, window)
+        if whole:
+            self._fatal = (
+                f"the batch of {window.size} samples ran out of memory and cannot be cut: {whole}; {why}"
+            )
             return
         size = max(part.samples, 1)
         move = ready.fitting.failed(size=size, share=max(window.size, 1), step=self.steps)
