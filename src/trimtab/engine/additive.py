@@ -315,8 +315,8 @@ def _verdict(found: Halves, samples: int, norms: int) -> BatchLoss:
         why = f"{numbers}: it compares samples of a batch with each other"
     else:
         why = (
-            f"{numbers} ({100 * found.gap:.2g} % apart): a small term of it looks at the whole batch, or it is "
-            "a mean over something that weight() does not count"
+            f"{numbers} ({100 * found.gap:.2g} % apart): a small term of it looks at the whole batch, or it "
+            "is a mean over something that weight() does not count"
         )
     return BatchLoss(
         additive=not refused,

@@ -119,25 +119,18 @@ class Divisible:
 def refusal(stepper: Stepper, found: BatchLoss) -> WrongUse:
     """The error of a run that would cut a batch whose loss cannot be cut."""
     setting = stepper.setting
-    return cannot_cut(
-        f"micro_batch {setting.micro_batch} x accumulation {setting.accumulation} x data_parallel "
-        f"{setting.data_parallel}",
-        found,
-        setting.global_batch,
-    )
-
-
-def cannot_cut(given: str, found: BatchLoss, global_batch: int) -> WrongUse:
-    """The same, for whoever has no run yet."""
     ways = (
         "Give the job embed(model, batch) and loss_of(embeddings), which can be cut exactly; or use one "
-        f"process with micro_batch {global_batch}, the whole global batch; or set additive = True on the "
-        "job, to accept the change."
+        f"process with micro_batch {setting.global_batch}, the whole global batch; or set additive = True on "
+        "the job, to accept the change."
     )
     if found.is_sum:
         ways = (
             "Return the mean over samples in loss(), or set additive = True on the job to accept the change."
         )
     return WrongUse(
-        given, found=f"the loss cannot be cut: {found.why}; so cut, it would be another training", cure=ways
+        f"micro_batch {setting.micro_batch} x accumulation {setting.accumulation} x data_parallel "
+        f"{setting.data_parallel}",
+        found=f"the batch cannot be cut: {found.why}; so cut, it would be another training",
+        cure=ways,
     )
