@@ -75,7 +75,9 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         workload = workload_of(name, overrides, given, cache=cache, say=say)
         workload = with_batch_loss(name, overrides, workload, cache=cache, say=say)
         question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
-        prints = _prints(name, overrides, clip)
+        # The loss of a cached step is over the whole global batch, which its trace has to know.
+        traced = overrides | ({"global_batch": global_batch} if workload.cached and global_batch else {})
+        prints = _prints(name, traced, clip)
         file = cache_folder() / f"plan-{_digest(*prints, question)}.json"
         found = _same_plan(file) if cache else None
         if found is not None:
@@ -83,7 +85,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         kept_in = cache_folder() / f"outlook-{'-'.join(prints)}.json" if cache else None
         open_question = "recompute" not in policy.pins
         outlook, save = foresight(
-            name, overrides, standing, clip=clip, kept_in=kept_in, ahead=open_question, say=say
+            name, traced, standing, clip=clip, kept_in=kept_in, ahead=open_question, say=say
         )
         try:
             found = decide(question, outlook)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trimtab.errors import JobFailed
-from trimtab.jobs.embeddings import Embeddings, comparable, loss_of, takes_model
+from trimtab.jobs.embeddings import Embeddings, comparable, embed, loss_of, takes_model
+from trimtab.jobs.job import is_cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -169,3 +170,39 @@ def add_gradients(parameters: list[tuple[Any, torch.Tensor]], scale: float = 1.0
                 parameter.grad = scaled
             else:
                 parameter.grad.add_(scaled)
+
+
+def rows_of_step(job: Any, micro_batch: int, gpus: int) -> int:
+    """Samples in the loss of a step that gradient caching cuts; 0 where a step is one plain pass.
+
+    One pass is enough where one device takes the whole global batch at once.
+    """
+    if not is_cached(job):
+        return 0
+    whole = max(int(getattr(job, "global_batch", 0) or 0), micro_batch * gpus)
+    return 0 if gpus == 1 and micro_batch >= whole else whole
+
+
+def forward_twice(
+    job: Any, model: nn.Module, batch: Any, whole: int, check: Callable[[Any], None]
+) -> torch.Tensor:
+    """The passes of one micro-batch of a cached step over `whole` samples; a scalar to go backward from.
+
+    For tracing and measuring, where values do not matter: the embeddings of other micro-batches and ranks
+    are stood in for by memory of their size.
+    """
+    with torch.no_grad():
+        first = embed(job, model, batch)
+        kept = [comparable(tensor).clone() for tensor in first.tensors]
+        structure = first.structure
+        del first
+        # Weights that autocast has cast without gradients are of no use to the second pass.
+        torch.clear_autocast_cache()
+        everyone = [tensor.new_zeros((whole, *tensor.shape[1:])) for tensor in kept]
+        for tensor, mine in zip(everyone, kept, strict=True):
+            tensor[: mine.shape[0]] = mine
+    found = whole_loss(job, model, Embeddings(everyone, structure), check)
+    own = kept[0].shape[0]
+    del everyone, kept
+    add_gradients(found.parameters)
+    return surrogate(embed(job, model, batch), rows(found.gradients, 0, own))

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trimtab.engine.cached import forward_twice, rows_of_step
 from trimtab.errors import JobFailed, WrongUse
+from trimtab.jobs.job import loss_function
 from trimtab.spec import OptimizerImplementation, Precision, Recompute, Strategy
 from trimtab.trace.branches import branch_loss, branches_of, keep_branch
 
@@ -60,6 +62,8 @@ class Prepared:
     """The one that this rank computes; empty: all of them."""
     stage: Stage | None = None
     """Of a pipeline."""
+    whole: int = 0
+    """Samples in the loss of a step that gradient caching cuts; 0 for a step of plain passes."""
 
 
 @contextlib.contextmanager
@@ -147,9 +151,11 @@ def arrange(  # noqa: PLR0913 - and as which rank
         buckets = [torch.empty_like(one) for one in parameters]
     scaler = torch.amp.GradScaler(device) if setting.precision is Precision.FP16 else None
     runs: Any = torch.compile(model) if setting.compile else model
+    whole = rows_of_step(job, setting.micro_batch, setting.gpus)
     return Prepared(
-        job, runs, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed), branch, staged
-    )
+        job, runs, parameters, optimizer, scaler, autocast, device, buckets, tuple(recomputed), branch,
+        staged, whole,
+    )  # fmt: skip
 
 
 def forward(state: Prepared, batch: Any) -> torch.Tensor:
@@ -162,8 +168,10 @@ def forward(state: Prepared, batch: Any) -> torch.Tensor:
             if not state.stage.is_last:
                 # No loss yet, but what the next stage is handed.
                 return loss
+        elif state.whole:
+            loss = forward_twice(state.job, state.model, batch, state.whole, _check_loss)
         else:
-            loss = state.job.loss(state.model, batch)
+            loss = loss_function(state.job)(state.model, batch)
     _check_loss(loss)
     return loss
 
