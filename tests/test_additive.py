@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import trimtab
 from trimtab.trace import batch_loss
-from trimtab.trace.batch_loss import looked_at
+from trimtab.trace.batch_loss import found_out, looked_at
 
 if TYPE_CHECKING:
     from trimtab.spec import BatchLoss
@@ -207,5 +207,17 @@ def test_a_large_model_keeps_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_jobs_that_come_with_trimtab_are_additive_as_they_say(name: str) -> None:
     job = trimtab.load(name)
     assert job.additive is True
-    found = verdict(job)
-    assert found.additive is not False
+    torch.manual_seed(0)
+    assert found_out(job).additive is True
+
+
+def test_what_a_job_says_wins_but_a_loss_of_its_own_does_not_inherit_it() -> None:
+    class Stated(Contrastive):
+        additive = True
+
+    class Other(Stated):
+        def loss(self, model: Any, batch: Any) -> Any:
+            return Contrastive.loss(self, model, batch)
+
+    assert looked_at(Stated()).why == "the job says additive = True"
+    assert verdict(Other()).additive is False

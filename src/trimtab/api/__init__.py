@@ -47,6 +47,7 @@ from trimtab.api.planning import (
     workload_of,
 )
 from trimtab.api.predicting import (
+    batch_warnings,
     calibrate,
     estimate,
     exam,
@@ -78,6 +79,7 @@ __all__ = [
     "all_words",
     "applied",
     "apply",
+    "batch_warnings",
     "calibrate",
     "cancel",
     "cluster",

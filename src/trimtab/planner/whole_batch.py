@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trimtab.spec import Reason, Strategy
 
 if TYPE_CHECKING:
-    from trimtab.spec import Mesh, Setting, Workload
+    from trimtab.spec import BatchLoss, Mesh, Setting, Workload
 
 UNCACHED = (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE)
 """Strategies whose ranks do not each embed samples of their own with the whole model."""
@@ -81,9 +81,27 @@ def _statistics(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
     layers = f"{norms} BatchNorm layer{'s' * (norms > 1)}"
     why = (
         f"{layers} compute statistics over the {sees} samples of a micro-batch, not over the global batch of "
-        f"{setting.global_batch}: another training than in one piece"
+        f"{setting.global_batch}: another training than in one piece. A larger micro-batch, GroupNorm or "
+        "LayerNorm avoid it"
     )
-    if setting.data_parallel > 1:
-        joint = sees * setting.data_parallel
-        why += f". torch.nn.SyncBatchNorm.convert_sync_batchnorm in model() makes it {joint} samples, on GPUs"
     return (Reason(subject="batchnorm", value=f"sees {sees} samples", why=why),)
+
+
+def warnings(known: BatchLoss, micro_batch: int, gpus: int) -> tuple[str, ...]:
+    """What an estimate says of a micro-batch that is less than the global batch."""
+    whole = known.global_batch or 0
+    if micro_batch >= whole and gpus == 1:
+        return ()
+    found = []
+    if known.additive is False:
+        found.append(
+            f"the global batch of {whole} cannot be cut: {known.why}; use micro-batch {whole} on one GPU"
+        )
+    elif known.is_near:
+        found.append(known.why)
+    if known.batch_norms:
+        layers = f"{known.batch_norms} BatchNorm layer{'s' * (known.batch_norms > 1)}"
+        found.append(
+            f"{layers} see the {micro_batch} samples of a micro-batch, not the global batch of {whole}"
+        )
+    return tuple(found)

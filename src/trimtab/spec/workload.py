@@ -22,11 +22,15 @@ class BatchLoss(Noun, frozen=True, kw_only=True):
     """Whether the loss is a sum over samples where a mean is asked for."""
     batch_norms: int = 0
     """Normalisations in the model that compute statistics of the batch."""
+    global_batch: int | None = None
+    """Of the job, when its loss was looked at."""
     why: str = ""
 
     def faults(self) -> list[str]:
         """Shares and counts are not negative."""
-        return below(0, gap=self.gap, gradient_gap=self.gradient_gap, batch_norms=self.batch_norms)
+        return below(1, global_batch=self.global_batch) + below(
+            0, gap=self.gap, gradient_gap=self.gradient_gap, batch_norms=self.batch_norms
+        )
 
 
 class Workload(Noun, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.errors import TrimtabError
-from trimtab.jobs.job import is_cached, loss_function
+from trimtab.jobs.job import is_cached, loss_function, stated_additive
 from trimtab.jobs.load import load
 from trimtab.spec import BatchLoss
 from trimtab.trace.child import Say, ask_all, serve
@@ -62,11 +62,19 @@ def _short(error: TrimtabError) -> str:
 
 
 def looked_at(job: Any) -> BatchLoss:
-    """The verdict on a job, in this process."""
+    """The verdict on a job, in this process: what it says itself, or what a small batch shows."""
+    if is_cached(job):
+        return BatchLoss(additive=True, stated=True, why="embed() and loss_of() cut the batch exactly")
+    stated = stated_additive(job)
+    if stated is not None:
+        return BatchLoss(additive=stated, stated=True, why=f"the job says additive = {stated}")
+    return found_out(job)
+
+
+def found_out(job: Any) -> BatchLoss:
+    """The same by a small batch, whatever the job says."""
     from trimtab.engine.additive import SAMPLES
 
-    if is_cached(job):
-        return BatchLoss(why="embed() and loss_of() cut the batch exactly")
     samples = min(SAMPLES, max(1, int(getattr(job, "global_batch", SAMPLES) or SAMPLES)))
     if samples == 1:
         return BatchLoss(additive=True, why="a step has one sample")
@@ -167,6 +175,8 @@ def _work(text: str, say: Say) -> None:
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything, and tracing will tell
         line = (str(error).strip().split("\n") or [""])[0][:200]
         found = BatchLoss(why=f"on a small batch on the CPU the job raised {type(error).__name__}: {line}")
+    whole = getattr(job, "global_batch", None)
+    found = found.replace(global_batch=whole if isinstance(whole, int) and whole > 0 else None)
     say(msgspec.json.encode(found.to_builtins()))
 
 
