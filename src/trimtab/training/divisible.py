@@ -70,21 +70,22 @@ class Divisible:
         """The verdict by the first samples of this rank; unknown where they are too few or do not run."""
         stepper = self._stepper
         samples = min(SAMPLES, window.size, max(2, ready.fitting.sizes.current))
-        # A sharded rank makes the passes with the others, whatever it has.
         enough = samples >= 2  # noqa: PLR2004 - halves
-        if not enough and not ready.wiring.equal_parts:
+        if ready.wiring.equal_parts:
+            # Sharded ranks make the same passes, or none of them makes any.
+            enough = bool(status.agree(float(enough), stepper.device, stepper.world.size, least=True))
+        if not enough:
             return BatchLoss()
         if ready.compiling is not None:
             ready.compiling.off()
-        batch = window.part(0, samples).batch if enough else window.filler()
         half = stepper.setting.precision in _HALF
-        given = on_device(batch, stepper.device)
+        given = on_device(window.part(0, samples).batch, stepper.device)
         compute = ready.loss
         assert compute is not None  # noqa: S101 - the caller has looked
         question = Question(
             model=ready.model,
-            loss=compute if enough else lambda model, _: compute(model, given),
-            weight=ready.weight if enough else None,
+            loss=compute,
+            weight=ready.weight,
             cast=self._cast,
             after=getattr(ready.wiring, "after_forward", None),
         )
@@ -94,7 +95,7 @@ class Divisible:
             found = judge(
                 question,
                 given,
-                samples if enough else 2,
+                samples,
                 gradients=False,
                 rounding=rounding,
                 all_seeds=ready.wiring.equal_parts,
@@ -105,7 +106,7 @@ class Divisible:
             return BatchLoss()
         finally:
             ready.buffers.back()
-        return found if enough else BatchLoss()
+        return found
 
     def _cast(self) -> Any:
         dtype = self._stepper.autocast
