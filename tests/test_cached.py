@@ -14,6 +14,7 @@ import trimtab
 from trimtab.errors import JobFailed, NothingFits, WrongUse
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy
 from trimtab.training import reduce, sharding
+from trimtab.training.caching import Caching
 from trimtab.training.run import Run
 from worlds import Drill, everywhere
 
@@ -259,7 +260,7 @@ def test_batch_statistics_are_followed_once() -> None:
 
 def test_memory_that_the_loss_itself_lacks_is_said_so() -> None:
     class Large(SimClr):
-        def loss_of(self, embeddings: Any) -> Any:  # type: ignore[override]
+        def loss_of(self, embeddings: Any) -> Any:  # type: ignore[override]  # noqa: ARG002
             raise torch.OutOfMemoryError("a drill")
 
     with pytest.raises(NothingFits, match=r"loss_of\(\) cannot be cut, and the 10 samples"):
@@ -269,10 +270,10 @@ def test_memory_that_the_loss_itself_lacks_is_said_so() -> None:
 @pytest.mark.parametrize(
     ("returned", "text"),
     [
-        (lambda model, batch: 3, "it returned int"),
+        (lambda *_: 3, "it returned int"),
         (lambda model, batch: model(batch["image"], batch["text"])[0].sum(), "tensors of shapes"),
         (lambda model, batch: torch.cat(model(batch["image"], batch["text"])), "10 rows for 5 samples"),
-        (lambda model, batch: batch["image"], "no trainable parameter"),
+        (lambda _, batch: batch["image"], "no trainable parameter"),
     ],
 )
 def test_embeddings_that_are_none_are_an_error_that_says_so(returned: Any, text: str) -> None:
@@ -288,13 +289,51 @@ def test_embeddings_that_are_none_are_an_error_that_says_so(returned: Any, text:
 
 
 def test_a_strategy_without_the_whole_model_on_a_rank_is_refused() -> None:
+    class Staged:
+        setting = ddp(2, 1).replace(strategy=Strategy.PIPELINE, mesh=Mesh(pp=2), accumulation=10)
+
     with pytest.raises(WrongUse, match="gradient caching needs ranks"):
-        from trimtab.training.caching import Caching
-
-        class Staged:
-            setting = ddp(2, 1).replace(strategy=Strategy.PIPELINE, mesh=Mesh(pp=2), accumulation=10)
-
         Caching(Staged(), Clip())  # type: ignore[arg-type]
+
+
+class Uncut(trimtab.Job):
+    """A contrastive loss without embed()."""
+
+    global_batch = WHOLE
+
+    def model(self) -> Any:
+        return Towers()
+
+    def batch(self, size: int) -> Any:
+        return data(0, size)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        image, text = model(batch["image"], batch["text"])
+        return functional.cross_entropy(image @ text.T / 0.1, torch.arange(len(image)))
+
+
+def test_a_run_that_would_cut_such_a_loss_is_refused_before_the_first_step() -> None:
+    with pytest.raises(WrongUse, match="compares samples of a batch with each other") as error:
+        trained(alone(5), [0, WHOLE], Uncut())
+    assert error.value.given == "micro_batch 5 x accumulation 2 x data_parallel 1"
+    assert "micro_batch 10, the whole global batch" in error.value.cure
+
+    class Stated(Uncut):
+        additive = False
+
+    with pytest.raises(WrongUse, match="the job says additive = False"):
+        trained(alone(5), [0, WHOLE], Stated())
+    trained(alone(WHOLE), [0, WHOLE], Stated())
+
+    class Accepted(Uncut):
+        additive = True
+
+    trained(alone(5), [0, WHOLE], Accepted())
+
+
+def test_a_batch_in_one_piece_that_cannot_be_cut_is_not_cut_by_lack_of_memory() -> None:
+    with pytest.raises(NothingFits, match="the batch of 10 samples ran out of memory and cannot be cut"):
+        trained(alone(WHOLE), [0, WHOLE], Uncut(), Drill(("backward", 1, 0)))
 
 
 def two_ranks() -> dict[str, Report]:
