@@ -8,11 +8,12 @@ value; then the same with the write, its backup and the way back.
 
 from __future__ import annotations
 
-import platform
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from machine import machine  # type: ignore[import-not-found] # beside this file
 
 from trimtab.configs import documents, files
 
@@ -80,7 +81,7 @@ def main() -> None:
     """Print the table."""
     middle = LINES // 8
     changes: dict[KeyPath, int] = {(f"stage_{at}", "batch_size"): -1 for at in (0, middle, LINES // 4 - 1)}
-    print(f"Python {platform.python_version()}, {platform.machine()}, {LINES} lines, best of {RUNS}")
+    print(f"{machine()}, {LINES} lines, best of {RUNS}")
     print(f"{'file':10} {'edit':>9} {'write and revert':>18}")
     for name, text in TEXTS.items():
         source = text()

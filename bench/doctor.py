@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from machine import machine  # type: ignore[import-not-found] # beside this file
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -94,6 +96,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=1000, help="size of each log, in 10^6 bytes")
     parser.add_argument("--only", default="", help="one form")
     given = parser.parse_args()
+    print(machine())
     print(f"{'form':10} {'MB':>6} {'seconds':>8} {'busy':>6} {'peak MiB':>9}  answer")
     for form in ("lines", "one line", "every line", "gzip"):
         if given.only and form != given.only:

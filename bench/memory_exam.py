@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from machine import machine  # type: ignore[import-not-found] # beside this file
+
 from trimtab.exams.sit import Answer, Marks, cases, mark, sit
 from trimtab.units import GIB
 
@@ -56,6 +58,7 @@ def tables(marks: Marks) -> str:
 
 def main() -> None:
     """Sit the exam and write the page."""
+    print(machine())
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -26,9 +26,9 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 import trimtab
+from trimtab.engine.recompute import recompute
 from trimtab.jobs.naics_model import EncoderLayer
 from trimtab.spec import Recompute
-from trimtab.trace.step import recompute
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.naics_naive import Naive

@@ -159,7 +159,7 @@ def built(case: Case) -> Model:
     """The model of a case, on the meta device, in the figures that formulas need."""
     import torch
 
-    from trimtab.trace.step import make_optimizer
+    from trimtab.engine.optimizer import make_optimizer
 
     job = job_of(case)
     with torch.device("meta"):

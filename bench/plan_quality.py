@@ -88,31 +88,15 @@ def setting_of(one: dict[str, Any], candidate: dict[str, Any]) -> Setting:
     )
 
 
-def optimizer_step(state: Any, batches: list[Any]) -> None:
-    """Forward and backward over every micro-batch, then the optimizer."""
-    import torch
-
-    state.optimizer.zero_grad(set_to_none=True)
-    for batch in batches:
-        with torch.autocast("cuda", dtype=state.autocast, enabled=state.autocast is not None):
-            loss = state.job.loss(state.model, batch) / len(batches)
-        (loss if state.scaler is None else state.scaler.scale(loss)).backward()
-    if state.scaler is None:
-        state.optimizer.step()
-    else:
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-
-
 def measured(
     one: dict[str, Any], candidate: dict[str, Any], *, warm: int = 2, timed: int = 4
 ) -> dict[str, Any]:
     """Samples a second of whole optimizer steps, or why there are none."""
     import torch
 
+    from trimtab.engine import step as steps
     from trimtab.errors import TrimtabError
     from trimtab.jobs.load import load
-    from trimtab.trace import step as steps
 
     torch.compiler.reset()
     state = batches = None
@@ -128,7 +112,7 @@ def measured(
         for _ in range(warm + timed):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            optimizer_step(state, batches)
+            steps.step(state, batches)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
         return {

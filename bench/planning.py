@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from machine import machine  # type: ignore[import-not-found] # beside this file
+
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -50,6 +52,7 @@ def seconds(cache: Path, *arguments: str) -> tuple[float, str]:
 
 def main() -> None:
     """Ask three times."""
+    print(machine())
     with tempfile.TemporaryDirectory() as scratch:
         folder, cache = Path(scratch) / "llama-8b", Path(scratch) / "cache"
         folder.mkdir()

@@ -12,6 +12,8 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+from machine import machine  # type: ignore[import-not-found] # beside this file
+
 from trimtab.errors import TrimtabError
 from trimtab.exams.sit import Case, cases, predict
 from trimtab.predict.calibration import read
@@ -42,6 +44,7 @@ def summary(name: str, found: list[float]) -> str:
 
 def main() -> None:
     """Predict every case and write the page."""
+    print(machine())
     rows, whole, menu = [], [], []
     for case in cases():
         found = errors(case)

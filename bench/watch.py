@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from machine import machine  # type: ignore[import-not-found] # beside this file
+
 import trimtab
 from trimtab.cli.screen import Lines
 
@@ -23,6 +25,7 @@ READINGS = ("memory_bytes", "used_bytes", "busy", "memory_busy", "power_w", "tem
 
 def main() -> int:
     """Train, watch, judge."""
+    print(machine())
     seconds = int(sys.argv[1]) if len(sys.argv) > 1 else SECONDS
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from trimtab.configs.backups import Backup, Saved
 from trimtab.configs.edits import Edit
 from trimtab.configs.files import Restored, Written
-from trimtab.configs.reading import Found, Reading
+from trimtab.configs.reading import ConfigWarning, Found, Reading
 from trimtab.configs.showing import Display, Shown
 from trimtab.configs.stages import StageConfig, StagePlan
-from trimtab.configs.targets import COUNTS, WORDS, Knob, Site, Stage, Subject, Target
+from trimtab.configs.targets import COUNTS, WORDS, Knob, Requirement, Site, Stage, Subject, Target
 from trimtab.configs.texts import Entry
 
 if TYPE_CHECKING:
@@ -63,9 +63,18 @@ targets = st.builds(
     title=names,
     marks=marks,
     knobs=st.lists(knobs, min_size=1, max_size=2).map(tuple),
+    requires=st.lists(
+        st.builds(Requirement, keys=keys, values=st.just((1, "all")), write=st.just(1), why=names), max_size=1
+    ).map(tuple),
     lacks=st.dictionaries(st.sampled_from(COUNTS), names, max_size=1),
     subject=subjects,
     stage=st.none() | stages,
+)
+requirements = st.builds(
+    Requirement, keys=keys, values=st.just((False, "none")), write=st.just("none"), why=names
+)
+warnings = st.builds(
+    ConfigWarning, text=names, file=names, key=names, value=plain, field=names, planned=plain
 )
 found = st.builds(Found, field=names, key=names, value=plain, line=st.none() | places, computed=names)
 saved = st.builds(Saved, file=names, sha256=names, after_sha256=names)
@@ -78,6 +87,8 @@ def config_nouns(
     shown = st.builds(Shown, name=names, file=names, setting=settings, options=options, advice=texts)
     return {
         Knob: knobs,
+        Requirement: requirements,
+        ConfigWarning: warnings,
         Subject: subjects,
         Stage: stages,
         Target: targets,

@@ -235,3 +235,261 @@ SAMPLES = {
     "slurm": [("train.sbatch", SBATCH)],
     "environment": [("train.env", ENV)],
 }
+
+# --- files that say least, and files that say what no plan has ---
+
+MINIMAL = {
+    "hydra-lightning": (
+        "config.yaml",
+        "data_loader:\n  batch_size: 1\ntraining:\n  trainer:\n    max_epochs: 1\n",
+    ),
+    "slm-config": ("config.py", 'slm_config = {"batch_size": 1, "max_length": 64, "enable_amp": True}\n'),
+    "transformers": ("args.yaml", "per_device_train_batch_size: 1\n"),
+    "accelerate": ("accelerate.yaml", "compute_environment: LOCAL_MACHINE\nnum_processes: 1\n"),
+    "deepspeed": ("ds.json", '{"train_batch_size": 1}\n'),
+    "lightning": ("cli.yaml", "trainer:\n  devices: 1\n"),
+    "torchtitan": ("titan.toml", "[training]\nlocal_batch_size = 1\nseq_len = 64\n"),
+    "axolotl": ("axolotl.yaml", "base_model: ./model\nmicro_batch_size: 1\n"),
+    "llama-factory": ("sft.yaml", "model_name_or_path: ./model\nstage: sft\n"),
+    "slurm": (
+        "train.sbatch",
+        "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=1\nsrun python train.py\n",
+    ),
+    "environment": ("train.env", "export NPROC_PER_NODE=1\n"),
+}
+
+CONTRADICTING = {
+    "hydra-lightning": (
+        "config.yaml",
+        """\
+data_loader: {batch_size: 3, num_workers: 7}
+training:
+  trainer:
+    accelerator: cpu
+    devices: auto
+    num_nodes: 4
+    strategy: deepspeed_stage_2
+    precision: transformer-engine
+    accumulate_grad_batches: 5
+""",
+    ),
+    "slm-config": (
+        "config.py",
+        """\
+slm_config = {
+    "batch_size": 3,
+    "max_length": 77,
+    "gradient_accumulation_steps": 5,
+    "enable_amp": False,
+    "amp_dtype": "fp16",
+    "enable_tf32": True,
+    "enable_compile": True,
+}
+""",
+    ),
+    "transformers": (
+        "args.yaml",
+        """\
+model_name_or_path: ./model
+block_size: 77
+per_device_train_batch_size: 3
+gradient_accumulation_steps: 5
+bf16: true
+tf32: true
+torch_dtype: bfloat16
+gradient_checkpointing: true
+torch_compile: true
+torch_compile_mode: reduce-overhead
+fsdp: "shard_grad_op auto_wrap offload"
+fsdp_config:
+  version: 1
+  cpu_offload: true
+  auto_wrap_policy: SIZE_BASED_WRAP
+  activation_checkpointing: true
+  reshard_after_forward: false
+deepspeed: ds.json
+optim: paged_adamw_8bit
+auto_find_batch_size: true
+use_liger_kernel: true
+load_in_4bit: true
+use_peft: true
+lora_r: 4
+packing: true
+dataloader_num_workers: 7
+""",
+    ),
+    "accelerate": (
+        "accelerate.yaml",
+        """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: fp8
+num_machines: 3
+num_processes: 6
+gpu_ids: '0,1'
+fsdp_config:
+  fsdp_version: 1
+  fsdp_offload_params: true
+  fsdp_auto_wrap_policy: NO_WRAP
+  fsdp_activation_checkpointing: true
+  fsdp_reshard_after_forward: SHARD_GRAD_OP
+  fsdp_state_dict_type: LOCAL_STATE_DICT
+parallelism_config:
+  parallelism_config_dp_replicate_size: 3
+  parallelism_config_dp_shard_size: 1
+  parallelism_config_tp_size: 2
+  parallelism_config_cp_size: 1
+dynamo_config:
+  dynamo_backend: CUDAGRAPHS
+  dynamo_mode: max-autotune
+""",
+    ),
+    "deepspeed": (
+        "ds.json",
+        """\
+{
+  "train_batch_size": 45,
+  "train_micro_batch_size_per_gpu": 3,
+  "gradient_accumulation_steps": 5,
+  "fp16": {"enabled": true},
+  "bf16": {"enabled": false},
+  "torch_autocast": {"enabled": true, "dtype": "bfloat16"},
+  "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.001}},
+  "zero_optimization": {
+    "stage": 2,
+    "offload_optimizer": {"device": "cpu", "pin_memory": true},
+    "offload_param": {"device": "nvme", "nvme_path": "/local"},
+    "zero_hpz_partition_size": 8,
+    "zero_quantized_weights": true
+  },
+  "activation_checkpointing": {"cpu_checkpointing": true, "partition_activations": true},
+  "tensor_parallel": {"autotp_size": 2},
+  "compile": {"deepcompile": true}
+}
+""",
+    ),
+    "lightning": (
+        "cli.yaml",
+        """\
+trainer:
+  accelerator: cpu
+  devices: -1
+  num_nodes: 4
+  strategy: deepspeed_stage_3_offload
+  precision: 64-true
+  accumulate_grad_batches: 5
+data:
+  class_path: ours.Data
+  init_args:
+    batch_size: 3
+    max_length: 77
+    num_workers: 7
+""",
+    ),
+    "torchtitan": (
+        "titan.toml",
+        """\
+[model]
+name = "llama3"
+converters = ["float8"]
+
+[optimizer]
+name = "Adafactor"
+implementation = "for-loop"
+early_step_in_backward = true
+
+[training]
+local_batch_size = 3
+global_batch_size = 45
+seq_len = 8192
+enable_cpu_offload = true
+dtype = "bfloat16"
+mixed_precision_param = "float32"
+
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+context_parallel_degree = 2
+pipeline_parallel_degree = 2
+expert_parallel_degree = 4
+fsdp_reshard_after_forward = "never"
+
+[activation_checkpoint]
+mode = "memory_budget"
+selective_ac_option = "2"
+
+[compile]
+enable = true
+components = ["loss"]
+""",
+    ),
+    "axolotl": (
+        "axolotl.yaml",
+        """\
+base_model: ./model
+load_in_8bit: false
+load_in_4bit: true
+adapter: qlora
+lora_r: 4
+sequence_len: 77
+sample_packing: true
+micro_batch_size: 3
+gradient_accumulation_steps: 5
+optimizer: paged_adamw_8bit
+bf16: auto
+tf32: auto
+gradient_checkpointing: offload
+activation_offloading: true
+torch_compile: auto
+torch_compile_backend: eager
+tensor_parallel_size: 2
+context_parallel_size: 2
+deepspeed: zero3.json
+fsdp:
+  - full_shard
+  - auto_wrap
+fsdp_config:
+  fsdp_offload_params: true
+  fsdp_auto_wrap_policy: SIZE_BASED_WRAP
+  fsdp_activation_checkpointing: true
+rl: dpo
+""",
+    ),
+    "llama-factory": (
+        "sft.yaml",
+        """\
+model_name_or_path: ./model
+stage: dpo
+finetuning_type: freeze
+quantization_bit: 4
+cutoff_len: 77
+packing: true
+per_device_train_batch_size: 3
+gradient_accumulation_steps: 5
+fp16: true
+pure_bf16: true
+disable_gradient_checkpointing: true
+use_unsloth: true
+use_galore: true
+deepspeed: zero2.json
+torch_compile: true
+torch_compile_mode: max-autotune
+optim: adafactor
+""",
+    ),
+    "slurm": (
+        "train.sbatch",
+        """\
+#!/bin/bash
+#SBATCH --nodes=3
+#SBATCH --gres=gpu:a100:3
+export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64
+srun python train.py
+""",
+    ),
+    "environment": (
+        "train.env",
+        "NPROC_PER_NODE=3\nNNODES=3\nPYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64\n",
+    ),
+}

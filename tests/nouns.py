@@ -18,7 +18,6 @@ from trimtab.exams.sit import Answer, Case, Marks
 from trimtab.jobs.naics_pairs import Pairs
 from trimtab.pace.measure import Order
 from trimtab.pages.story import Profile
-from trimtab.predict.rating import Yardstick
 from trimtab.predict.timeline import Timeline
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
@@ -205,12 +204,18 @@ step_times = st.builds(spec.StepTime, compute_s=seconds, communication_s=seconds
 @st.composite
 def estimates(draw: st.DrawFn) -> spec.Estimate:
     allocated, reserved, process_bytes = sorted(draw(st.tuples(counts, counts, counts)))
+    verdict = draw(maybe(st.sampled_from(spec.Verdict)))
+    fits = draw(maybe(st.booleans())) if verdict is None else verdict is not spec.Verdict.DOES_NOT_FIT
     return spec.Estimate(
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         process_bytes=process_bytes,
         capacity_bytes=draw(maybe(counts)),
-        fits=draw(maybe(st.booleans())),
+        fits=fits,
+        verdict=verdict,
+        verdict_reason=draw(sentences),
+        least_bytes=draw(st.sampled_from([None, allocated, reserved, process_bytes])),
+        releases_per_step=draw(maybe(seconds)),
         parts=draw(footprints),
         band=draw(bands),
         step_s=draw(maybe(seconds)),
@@ -373,14 +378,13 @@ calibrations = st.builds(
     st.lists(works, max_size=3),
     st.dictionaries(names, seconds, max_size=2),
 )
-yardsticks = st.builds(
-    Yardstick,
-    case=names,
-    device=names,
-    precision=st.sampled_from(spec.Precision),
-    flops=counts,
-    arithmetic_s=seconds,
-    other_s=seconds,
+mfu_references = st.builds(
+    lambda low, more, model: spec.MfuReference(
+        low=low, high=min(1.0, low + more), model=model, figures="measured"
+    ),
+    st.floats(0.01, 0.9),
+    st.floats(0, 0.5),
+    names,
 )
 orders = st.builds(Order, device=names, budget_s=seconds)
 measured = st.builds(Measured, allocated_bytes=maybe(counts), step_s=maybe(seconds), out_of_memory=names)
@@ -623,7 +627,7 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Work: works,
     spec.Calibration: calibrations,
     Order: orders,
-    Yardstick: yardsticks,
+    spec.MfuReference: mfu_references,
     Request: requests,
     Requests: several_requests,
     spec.Cause: causes,

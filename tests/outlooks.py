@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import JobFailed
 from trimtab.planner.outlook import Floor, room_bytes
-from trimtab.spec import Allocator, Band, Estimate, Footprint, Recompute, Strategy, Workload
+from trimtab.spec import Allocator, Band, Estimate, Footprint, Recompute, Strategy, Verdict, Workload
 from trimtab.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Law:
     seq: int = 1024
     asked: list[Setting] = field(default_factory=list)
     prepared: list[Setting] = field(default_factory=list)
+    cached_share: float = 0.0
+    """Of reserved memory, what torch could release."""
     fails: bool = False
     fails_compiled: bool = False
     traced: set[Any] = field(default_factory=set)
@@ -111,11 +113,27 @@ class Law:
             allocated_bytes=need - 700 * MIB,
             reserved_bytes=need - 700 * MIB,
             process_bytes=need,
-            capacity_bytes=room,
-            fits=need * 1.05 <= room,
             parts=Footprint(activations=need - 700 * MIB, context=700 * MIB),
             band=Band(low_bytes=int(need * 0.95), high_bytes=int(need * 1.05)),
             step_s=self.step_s(setting, layout) if self.timed else None,
+        ).judge_quickly(room)
+
+    def judge_within(
+        self, setting: Setting, layout: Layout, limit_bytes: int, *, explain: bool = False
+    ) -> Estimate:
+        """The made-up allocator keeps `cached_share` of the activations for later, and can release it."""
+        found = self.estimate(setting, layout)
+        if found.band.high_bytes <= limit_bytes:
+            return found
+        least = int(found.process_bytes - self.cached_share * (found.reserved_bytes))
+        runs = found.with_band(least) <= limit_bytes
+        return found.replace(
+            allocated_bytes=min(found.allocated_bytes, least),
+            fits=runs,
+            verdict=Verdict.FITS_TIGHT if runs else Verdict.DOES_NOT_FIT,
+            verdict_reason="cached blocks are released" + ", explained" * explain,
+            least_bytes=least,
+            releases_per_step=1.0 if runs else None,
         )
 
     def is_at_hand(self, setting: Setting, layout: Layout) -> bool:

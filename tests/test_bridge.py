@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 
 import trimtab
 from trimtab.errors import WrongUse
+from trimtab.jobs import cpu
 from trimtab.jobs.head import Lesson, weighted_token_loss
 from trimtab.jobs.passages import made_up, passages
 from trimtab.spec import Mesh, Setting, Strategy
@@ -117,6 +118,29 @@ def test_one_model_at_a_time_is_exact(options: dict[str, Any]) -> None:
     assert furthest(found, gradients(model, apart)) < 1e-12
     with torch.no_grad():
         assert job.loss(model, batch).item() == pytest.approx(sum(one.item() for one in apart.values()))
+
+
+@pytest.mark.parametrize(
+    ("bf16", "gpu", "dtype"),
+    [
+        (False, False, torch.float32),
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+    ],
+)
+def test_frozen_models_have_a_dtype_that_the_device_has(
+    monkeypatch: pytest.MonkeyPatch, bf16: bool, gpu: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(cpu, "has_bf16", lambda: bf16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    job = trimtab.load("bridge:tiny")
+    assert {one.dtype for one in job.model().parameters() if not one.requires_grad} == {dtype}
+    changed = dtype is not torch.bfloat16
+    assert ["no bf16 matrix products" in one and "fp32" in one for one in job.remarks] == [True] * changed
+    # What would need a GPU is planned as the GPU has it.
+    with torch.device("meta"):
+        planned = job.model()
+    assert {one.dtype for one in planned.parameters() if not one.requires_grad} == {torch.bfloat16}
 
 
 def test_one_model_at_a_time_keeps_nothing_of_the_first_model() -> None:

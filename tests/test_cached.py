@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
+from trimtab.engine import limits, sharded
 from trimtab.errors import JobFailed, NothingFits, WrongUse
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy
-from trimtab.training import reduce, sharding
 from trimtab.training.caching import Caching
 from trimtab.training.run import Run
 from worlds import Drill, everywhere
@@ -359,7 +359,7 @@ def test_two_ranks_learn_what_one_learns() -> None:
 def four_ranks() -> dict[str, Report]:
     torch.set_default_dtype(torch.float64)
     places = [0, 3, 5, 8, 10]
-    reduce.BUCKET_BYTES = 600
+    limits.BUCKET_BYTES = 600
     due = (
         ("forward", 0, 3), ("backward", 1, 1), ("forward", 2, 0), ("backward", 2, 2), ("gradient", 3, 1),
     )  # fmt: skip
@@ -369,8 +369,8 @@ def four_ranks() -> dict[str, Report]:
         "fsdp": trained(fsdp(4, 2), places, Clip(), Drill(*due), clip=0.3),
         "hsdp": trained(hsdp, places, Clip(), Drill(*due), clip=0.3),
     }
-    sharding.KEEPS_WHOLE = 0.0
-    sharding.reset = sharding.reset_by_hand
+    limits.KEEPS_WHOLE = 0.0
+    sharded.reset = sharded.reset_by_hand
     found["by hand"] = trained(fsdp(4, 2), places, SimClr(), Drill(*due), clip=0.3)
     return found
 

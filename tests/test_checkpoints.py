@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from training_worlds import together, world_of
+from trimtab.engine.branches import keep_branch
 from trimtab.errors import WrongUse
 from trimtab.spec import Incident, IncidentKind
-from trimtab.trace.branches import keep_branch
 from trimtab.training import states
 from trimtab.training.keep import Keeper
 from trimtab.training.loading import Loader, checked_order

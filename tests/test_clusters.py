@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -7,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trimtab
-from trimtab.catalog.clusters import network_link, stated
-from trimtab.catalog.tables import devices
+from trimtab.catalog.clusters import stated
+from trimtab.catalog.network import network_link
+from trimtab.catalog.tables import devices, fabrics
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
 
 if TYPE_CHECKING:
@@ -102,10 +104,92 @@ def test_the_network_of_nodes_without_known_devices_has_no_known_speed() -> None
     assert network_link(set()).bandwidth_bytes_per_s is None
 
 
-def test_the_network_between_nodes_is_known_only_for_common_makes() -> None:
-    assert stated("2x8xH100").links[-1].bandwidth_bytes_per_s == 50e9
-    unknown = stated("2x8xL40S").links[-1]
-    assert (unknown.node, unknown.bandwidth_bytes_per_s) == (None, None)
+@pytest.mark.parametrize(
+    ("text", "per_gpu"),
+    [
+        ("2x8xH100", 50e9),
+        ("2x8xA100-80GB", 25e9),
+        ("2x8xV100-SXM2-32GB", 6.25e9),
+        ("2x4xV100-SXM2-32GB", 12.5e9),
+        ("2x8xL40S", 6.25e9),
+        ("2x4xRTX3090", 1.25e9 / 4),
+        ("1x8xH100+1x8xA100-80GB", 25e9),
+    ],
+)
+def test_the_network_between_nodes_is_assumed_by_device_and_says_so(text: str, per_gpu: float) -> None:
+    link = stated(text).links[-1]
+    assert (link.node, link.bandwidth_bytes_per_s) == (None, per_gpu)
+    assert link.source.startswith("assumed: ")
+
+
+def test_every_device_of_a_network_row_is_in_the_catalogue_and_in_one_row_only() -> None:
+    named = [one for row in fabrics() for one in row.devices]
+    assert sorted(named) == sorted(set(named))
+    assert set(named) - {"*"} <= {row.name for row in devices()}
+    assert all((row.gbs is None) != (row.node_gbs is None) for row in fabrics())
+
+
+@pytest.mark.parametrize(
+    ("text", "per_gpu"),
+    [
+        ("400Gb/gpu", 50e9),
+        ("400 Gb/s/gpu", 50e9),
+        ("400Gbps/GPU", 50e9),
+        ("50GB/s/gpu", 50e9),
+        ("8x400Gb/node", 50e9),
+        ("100Gb/node", 12.5e9 / 8),
+        ("0.8Tb/gpu", 100e9),
+        ("800Mbit/s per node", 1e8 / 8),
+    ],
+)
+def test_a_stated_network_takes_the_place_of_the_assumed_one(text: str, per_gpu: float) -> None:
+    cluster = trimtab.cluster("2x8xH100", network=text)
+    (link,) = [one for one in cluster.links if one.node is None]
+    assert link.bandwidth_bytes_per_s == pytest.approx(per_gpu)
+    assert link.source == f"stated: --network {text}"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "it is empty"),
+        ("400", "it has no unit"),
+        ("400Gb", "whether each GPU or each node"),
+        ("400gb/gpu", "gb may mean bits or bytes"),
+        ("400GiB/gpu", "it is not a bandwidth"),
+        ("400Gb/rack", "rack is neither gpu nor node"),
+        ("0Gb/gpu", "that is no bandwidth"),
+        ("9999TB/gpu", "more than any network has"),
+    ],
+)
+def test_a_network_that_cannot_be_meant_is_refused_in_three_parts(text: str, found: str) -> None:
+    with pytest.raises(WrongUse) as caught:
+        trimtab.cluster("2x8xH100", network=text)
+    assert caught.value.given.startswith("--network")
+    assert found in caught.value.found or found in str(caught.value)
+    assert "400Gb/gpu" in caught.value.cure
+
+
+def test_one_node_has_no_use_for_a_network_and_says_so() -> None:
+    cluster = trimtab.cluster("8xH100", network="400Gb/gpu")
+    assert cluster.links == stated("8xH100").links
+    assert cluster.notes[-1] == "--network 400Gb/gpu changes nothing: there is one node"
+
+
+def test_a_node_file_states_its_network(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.json"
+    values = stated("2x8xH100").to_builtins()
+    file.write_text(json.dumps({**values, "network": "100Gb/node"}), encoding="utf-8")
+    (link,) = [one for one in trimtab.cluster(file).links if one.node is None]
+    assert link.bandwidth_bytes_per_s == 12.5e9 / 8
+    assert link.source.startswith("stated: ")
+    file.write_text(json.dumps({**values, "network": 400}), encoding="utf-8")
+    with pytest.raises(WrongUse, match="it has no unit"):
+        trimtab.cluster(file)
+    # What --network states wins over the file, and is itself written into one.
+    file.write_text(trimtab.cluster("2x8xH100", network="200Gb/gpu").to_json(), encoding="utf-8")
+    assert trimtab.cluster(file).links[-1].bandwidth_bytes_per_s == 25e9
+    assert trimtab.cluster(file, network="8Gb/gpu").links[-1].bandwidth_bytes_per_s == 1e9
 
 
 def test_a_path_is_a_detect_file_and_none_is_this_machine(tmp_path: Path) -> None:

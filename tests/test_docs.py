@@ -31,7 +31,7 @@ def real_output(command: str, *, h200: bool) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
         env=os.environ | {"COLUMNS": "80"},
     )
     return done.stdout + done.stderr

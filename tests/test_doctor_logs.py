@@ -17,6 +17,7 @@ from trimtab.diagnosis import kinds as kinds_module
 from trimtab.diagnosis import lines as lines_module
 from trimtab.diagnosis import sieve as sieve_module
 from trimtab.diagnosis.diagnose import diagnose
+from trimtab.diagnosis.judge import BEFORE
 from trimtab.diagnosis.kinds import Kind, kinds, needle, patterns, table
 from trimtab.diagnosis.scan import Scanner
 from trimtab.diagnosis.sieve import SMALL_BYTES, Sieve
@@ -109,7 +110,7 @@ def test_a_row_is_whole(row: Kind) -> None:
         assert text.strip()
         assert text.isascii()
     assert row.what.endswith(".")
-    assert set(row.after) <= {*kinds(), "*"}
+    assert {one.removeprefix(BEFORE) for one in row.after} <= {*kinds(), "*"}
     named = {place for text in (row.what, row.cause, row.cure) for place in re.findall(r"\{(\w+)\}", text)}
     for pattern in row.patterns:
         captured = set(re.compile(pattern).groupindex)
@@ -212,3 +213,48 @@ def test_the_examples_in_the_docstrings_hold() -> None:
 
     for module in (kinds_module, lines_module, sieve_module, judge, reading, sums, words):
         assert doctest.testmod(module).failed == 0, module
+
+
+@pytest.mark.parametrize(
+    ("log", "told_below"),
+    [
+        ("hub-dns.log", ["A host name could not be resolved"]),
+        ("web-dns.log", ["A host name could not be resolved"]),
+        ("deepspeed-oom-then-timeout.log", ["Ranks waited in a collective", "The launcher saw"]),
+        ("oom-then-watchdog.log", ["Ranks waited in a collective", "The launcher saw"]),
+        (
+            "killed-then-timeout.out",
+            ["Ranks waited in a collective", "A process ended itself", "The job was"],
+        ),
+        ("disk-full-then-loader.log", ["A loader worker died"]),
+        ("assert-then-loader.log", ["NCCL met an error", "A loader worker died"]),
+        ("several-ranks.log", ["Ranks lost the connection", "InfiniBand failed", "The launcher saw"]),
+    ],
+)
+def test_what_followed_from_a_cause_is_told_below_it(log: str, told_below: list[str]) -> None:
+    first = diagnose([str(FOLDER / log)]).findings[0]
+    for words in told_below:
+        assert any(one.startswith(words) for one in first.consequences), (words, first.consequences)
+
+
+def test_a_hub_that_is_not_reached_is_not_blamed_on_how_ranks_meet() -> None:
+    for log in ("hub-dns.log", "hub-dns-httpx.log", "web-dns.log"):
+        for one in diagnose([str(FOLDER / log)]).findings:
+            assert "MASTER_ADDR" not in f"{one.what} {one.cause} {one.cure}", log
+    assert "MASTER_ADDR" in diagnose([str(FOLDER / "master-misspelt.log")]).findings[0].cure
+
+
+def test_of_several_causes_the_one_that_came_first_is_first(tmp_path: Path) -> None:
+    lines = (FOLDER / "two-causes.log").read_text(encoding="utf-8").splitlines()
+    file = tmp_path / "backwards.log"
+    file.write_text("\n".join(reversed(lines)) + "\n", encoding="utf-8")
+    kinds_found = [one.kind for one in diagnose([str(file)]).findings]
+    assert kinds_found == ["disk-full", "not-a-number"]
+
+
+def test_infiniband_that_failed_first_is_the_cause(tmp_path: Path) -> None:
+    lines = (FOLDER / "several-ranks.log").read_text(encoding="utf-8").splitlines()
+    first = [line for line in lines if "NET/IB" in line]
+    file = tmp_path / "ib.log"
+    file.write_text("\n".join([*first, *(line for line in lines if "NET/IB" not in line)]), encoding="utf-8")
+    assert diagnose([str(file)]).findings[0].kind == "ib-port-down"

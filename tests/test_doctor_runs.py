@@ -215,3 +215,20 @@ def test_states_are_rows_and_every_own_row_without_a_pattern_is_told_by_a_sum() 
 def test_without_runs_nothing_changes() -> None:
     one = Sighting(of="out-of-memory", file="a", line=3, text="x")
     assert told([one]) == [one]
+
+
+def test_one_resume_counts_as_one(tmp_path: Path) -> None:
+    """A run that is queued again and resumes on other GPUs says so in three lines."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for kind in ("requeue", "resume", "resize"):
+        append(folder, kind=kind, step=3, why=f"why of {kind}", done=f"answer of {kind}")
+    (one,) = [one for one in diagnose([str(folder)]).findings if one.kind == "run-resumed"]
+    assert "once, at step 3" in one.what
+    assert "why of resume" in one.cause
+    # The same command again from the same step is another resume.
+    for kind in ("resume", "resize"):
+        append(folder, kind=kind, step=3, why=f"why of {kind}", done="it goes on")
+    append(folder, kind="resume", step=9, why="later", done="it goes on")
+    (one,) = [one for one in diagnose([str(folder)]).findings if one.kind == "run-resumed"]
+    assert "3 times, at steps 3 to 9" in one.what

@@ -127,8 +127,9 @@ def test_sharding_divides_what_a_rank_keeps(tmp_path: Path) -> None:
     shard = estimate(job, "8xH100", precision="fp32", strategy="fsdp")
     copy = estimate(job, "8xH100", precision="fp32", strategy="ddp")
     assert shard.parts.optimizer == pytest.approx(one.parts.optimizer / 8, rel=0.1)
-    # Buckets hold every gradient once more.
-    assert copy.parts.communication == pytest.approx(one.parts.weights, rel=0.02)
+    # Gradients are views of the buckets that are summed: there is one copy of each.
+    assert copy.parts.gradients == pytest.approx(one.parts.weights, rel=0.02)
+    assert copy.parts.communication == 0
 
 
 def test_a_second_question_is_answered_from_the_cache_and_a_changed_job_is_not(tmp_path: Path) -> None:
@@ -319,6 +320,8 @@ def test_the_command_prints_a_verdict_and_json_has_the_contract(tmp_path: Path) 
     found = json.loads(trimtab_cli("estimate", job, "--on", "H200", "--micro-batch", "8", "--json").stdout)
     for key in ("allocated_bytes", "reserved_bytes", "process_bytes", "capacity_bytes", "fits", "band"):
         assert found[key] is not None
+    assert (found["verdict"], found["verdict_reason"], found["releases_per_step"]) == ("fits", "", 0)
+    assert found["allocated_bytes"] <= found["least_bytes"] <= found["process_bytes"]
     for key in ("step_s", "samples_per_s", "mfu", "assumptions"):
         assert key in found
     assert set(found["parts"]) == {*PARTS, "context"}

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import trimtab
 from test_cli import trimtab_cli
+from trimtab.engine.blocks import repeated_blocks
 from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse
 from trimtab.exams.sit import cases
 from trimtab.jobs import load as load_module
@@ -24,7 +25,6 @@ from trimtab.jobs.load import BUILT_IN, file_of, name_of
 from trimtab.jobs.naics import lorentz_distance, on_hyperboloid
 from trimtab.jobs.options import options
 from trimtab.trace.redraw import redraws
-from trimtab.trace.step import repeated_blocks
 
 TINY = [f"{name}:tiny" for name in BUILT_IN]
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import trimtab
+from trimtab.engine import limits
+from trimtab.engine import sharded as fsdp_gradients
 from trimtab.errors import NothingFits
 from trimtab.spec import IncidentKind, Mesh, Setting, Share, Strategy
-from trimtab.training import reduce, sharding
 from trimtab.training.run import Run
 from worlds import Drill, everywhere
 
@@ -172,7 +173,7 @@ def three_ranks() -> dict[str, Report | str]:
         "alone": together(ddp(3), places, drill=lonely),
         "nan": together(ddp(3), places, drill=Drill(("gradient", 2, 1))),
     }
-    reduce.BUCKET_BYTES = 1
+    limits.BUCKET_BYTES = 1
     drill = Drill(("backward", 1, 1), ("backward", 3, 0), ("backward", 3, 2), ("forward", 3, 1))
     # One part a rank: the pass that fails is the one that sends.
     found["after buckets were sent"] = together(ddp(3, 4), places, drill=drill)
@@ -191,8 +192,8 @@ def three_ranks() -> dict[str, Report | str]:
         ("gradient", 4, 1),
     )  # fmt: skip
     found["sharded drill"] = together(sharded, places, drill=drill)
-    sharding.KEEPS_WHOLE = 0.0
-    sharding.reset = sharding.reset_by_hand
+    limits.KEEPS_WHOLE = 0.0
+    fsdp_gradients.reset = fsdp_gradients.reset_by_hand
     drill = Drill(("forward", 0, 2), ("backward", 1, 1), ("backward", 3, 0))
     found["sharded by hand"] = together(sharded, places, drill=drill)
     try:
@@ -298,7 +299,7 @@ def four_ranks() -> dict[str, Any]:
         strategy=Strategy.HYBRID, mesh=Mesh(branch=2, dp_replicate=2), micro_batch=2, accumulation=3,
         global_batch=WHOLE,
     )  # fmt: skip
-    reduce.BUCKET_BYTES = 600
+    limits.BUCKET_BYTES = 600
     drills: list[Any] = [None, Drill(("forward", 0, 3), ("backward", 1, 0), ("gradient", 2, 1))]
     for number, (job, drill) in enumerate([(Calm(), drills[0]), (Calm(), drills[1]), (Bridge(), None)]):
         os.environ["MASTER_PORT"] = str(port + 100 + number)
@@ -315,7 +316,7 @@ def four_ranks() -> dict[str, Any]:
     )  # fmt: skip
     drill = Drill(("forward", 1, 3), ("backward", 2, 0))
     for keeps in (0.05, 0.0):
-        sharding.KEEPS_WHOLE = keeps
+        limits.KEEPS_WHOLE = keeps
         drill = Drill(("forward", 1, 3), ("backward", 2, 0))
         found[f"hsdp {keeps}"] = together(hybrid, [0, 3, 5, 8, 10], drill=drill, clip=0.5)
     unlike = ddp(4, 3).replace(

@@ -27,14 +27,15 @@ from trimtab import api
 from trimtab.cli.commands import main_code
 from trimtab.errors import BrokenFile, WrongUse
 from trimtab.pages import page, pictures
-from trimtab.pages.figures import frontier, spread
+from trimtab.pages.figures import candidates, frontier, spread
 from trimtab.pages.scales import Scale, short, ticks, upper
 from trimtab.pages.story import Story, read
 from trimtab.predict.memory import memory
-from trimtab.predict.timeline import timeline
+from trimtab.predict.timeline import Timeline, timeline
 from trimtab.spec import PARTS, Look, Plan, PlannedStage, Stage, StagedPlan, Trace
 from trimtab.training.meters import Line
 from trimtab.training.record import Record, Tail
+from trimtab.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -564,6 +565,95 @@ def test_the_page_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     browser.size(1280)
     assert browser.printed().startswith(b"%PDF")
     assert browser.said == []
+
+
+LABELS = """[...document.querySelectorAll('svg')].filter(svg => svg.getClientRects().length).map(svg => ({
+  name: svg.getAttribute('aria-label'), right: svg.getBoundingClientRect().right,
+  labels: [...svg.querySelectorAll('text')].filter(one => one.textContent.trim()).map(one => {
+    const box = one.getBoundingClientRect(), kind = [...one.classList].find(name => name.startsWith('on-'));
+    const layer = kind && svg.querySelector('path.p-' + kind.slice(3));
+    return {said: one.textContent, box: [box.left, box.right, box.top, box.bottom],
+      ink: getComputedStyle(one).fill,
+      ground: layer ? getComputedStyle(layer).fill : getComputedStyle(document.body).backgroundColor}})}))"""
+"""The labels of all figures that are shown: where they are, their colour, and the colour that they lie on."""
+
+
+def brightness(colour: str) -> float:
+    """Relative luminance, as WCAG 2 has it."""
+    parts = [int(one) / 255 for one in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((brightness(one), brightness(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def crowded() -> Plan:
+    """A plan with lines for eight numbers of GPUs, and settings that need 15 times what a GPU has."""
+    looks = [
+        Look(
+            setting=samples.setting(gpus, micro, 2),
+            process_bytes=round((3 + 0.3 * gpus + 4.5 * micro) * GIB),
+            high_bytes=round(1.05 * (3 + 0.3 * gpus + 4.5 * micro) * GIB),
+            samples_per_s=12 * gpus * micro / (micro + 3),
+            fits=micro < 8,
+        )
+        for gpus in range(1, 9)
+        for micro in (1, 2, 4, 8, 16, 32, 64, 128)
+    ]
+    return samples.plan().replace(looked_at=tuple(looks))
+
+
+FLAT = Timeline(
+    moments=(0, 50, 100),
+    held=tuple((GIB, 2 * GIB, GIB) for _ in PARTS),
+    total=100,
+    peak=1,
+    operation="add",
+    first_gradient=48,
+)
+"""A step in which every part is thick enough for its name, and two labels are wanted at one place."""
+
+
+@pytest.mark.parametrize("what", ["everything", "crowded"])
+def test_labels_do_not_overlap_and_can_be_read(browser: Browser, tmp_path: Path, what: str) -> None:
+    file = tmp_path / "page.html"
+    crowd = Story(origin="plan.json", plan=crowded(), timeline=FLAT)
+    story = full("words") if what == "everything" else crowd
+    file.write_text(made(story))
+    for width in (1280, 390):
+        for scheme in ("light", "dark"):
+            browser.size(width)
+            browser.media("", scheme)
+            browser.open(file)
+            figures = browser.asks(LABELS)
+            assert len(figures) > 2
+            for figure in figures:
+                labels = figure["labels"]
+                for number, one in enumerate(labels):
+                    left, right, top, bottom = one["box"]
+                    assert left >= 0, (width, figure["name"], one["said"])
+                    assert right <= width, (width, figure["name"], one["said"])
+                    assert contrast(one["ink"], one["ground"]) >= 4.5, (scheme, figure["name"], one["said"])
+                    for other in labels[number + 1 :]:
+                        begin, end, above, below = other["box"]
+                        apart = (
+                            end <= left + 1 or right <= begin + 1 or below <= top + 3 or bottom <= above + 3
+                        )
+                        assert apart, (width, figure["name"], one["said"], other["said"])
+
+
+def test_an_axis_ends_where_it_matters_and_says_what_lies_beyond() -> None:
+    figure = candidates(crowded())
+    assert figure is not None
+    drawn = str(figure.draw(840))
+    numbers = [int(one) for one in re.findall(r'class="tick"[^>]*>(\d+)<', drawn)]
+    # 40 GiB of capacity, and settings of up to 581.
+    assert max(numbers) <= 100
+    assert drawn.count('class="beyond"') == 32
+    assert "32 that need more than the axis shows, up to 581" in figure.says
 
 
 def test_a_script_that_came_in_as_text_would_not_run_even_if_it_got_in(

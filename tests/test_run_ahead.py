@@ -10,6 +10,7 @@ from torch import nn
 
 from trimtab.spec import Setting
 from trimtab.training import updating
+from trimtab.training.meters import Clock
 from trimtab.training.run import Run
 
 if TYPE_CHECKING:
@@ -192,3 +193,46 @@ def test_what_was_computed_ahead_is_dropped_when_the_run_goes_back() -> None:
 def test_without_an_optimizer_that_decides_by_itself_it_is_step_by_step() -> None:
     same(Trained(ahead=False), Trained(ahead=True))
     assert not any(Trained(ahead=True).ahead)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("settling", [STEPS + 1, 4])
+def test_every_step_is_timed_by_when_it_ended(settling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host hears of a step when the passes of the next are handed out, and of the last one at once.
+
+    By the host's clock the last step took no time, and so did every step before which it settled; the step
+    after took two.
+    """
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+
+    def pass_takes_a_second(_: int, loss: torch.Tensor) -> torch.Tensor:
+        nonlocal now
+        now += 1.0
+        return loss
+
+    job = Job()
+    job.strike = pass_takes_a_second
+    setting = Setting(micro_batch=2, accumulation=2, global_batch=4)
+    with Run(setting, job=job) as run:
+        run.prepare()
+        windows = run.loader(job.dataset()).windows(STEPS)
+        clock = Clock()
+        steps = run.over(
+            windows, lambda window: window.step % settling == settling - 1 or window.step == STEPS - 1
+        )
+        times = [clock.lap(outcome.ended_s) for _, outcome in steps]
+    # The first step rehearses.
+    assert times[1:] == [2.0] * (STEPS - 1)
+
+
+def test_a_clock_never_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    clock = Clock()
+    now = 12.0
+    assert clock.lap(11.5) == 1.5
+    assert clock.lap() == 0.5
+    # Ended before the clock was restarted, or after now: neither can be meant.
+    assert clock.lap(9.0) == 0.0
+    assert clock.lap(99.0) == 0.0

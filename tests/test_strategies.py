@@ -10,10 +10,10 @@ from torch import nn
 
 import trimtab
 from test_estimate import job_file
+from trimtab.engine.branches import Absent, Nothing, branch_loss, branches_of, keep_branch
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.predict.meshes import spread
 from trimtab.spec import Mesh, Strategy
-from trimtab.trace.branches import Absent, Nothing, branch_loss, branches_of, keep_branch
 from trimtab.trace.summary import summary
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def test_a_rank_of_a_branch_holds_its_own_frozen_part_and_all_that_learns(tmp_pa
     assert part.parts.weights == pytest.approx(4 * (WIDE + SHARED), rel=0.01)
     # The adapter of the other branch learns here too: its gradient comes from the others.
     assert part.parts.optimizer == pytest.approx(8 * SHARED, rel=0.1)
-    assert part.parts.communication == pytest.approx(4 * SHARED, rel=0.1)
+    assert part.parts.gradients == pytest.approx(4 * SHARED, rel=0.1)
+    assert part.parts.communication == 0
     assert any("ranks of branch wide hold most" in one and "deep" in one for one in part.assumptions)
     # What the other branch needs was never on this device, not even while the model was built.
     assert part.reserved_bytes <= whole.reserved_bytes

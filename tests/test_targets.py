@@ -113,7 +113,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @pytest.mark.parametrize(("name", "file", "text"), ALL, ids=IDS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(one=plans())
 def test_a_config_reads_back_as_the_plan_that_was_written_into_it(
     name: str, file: str, text: str, one: Plan
@@ -353,6 +353,8 @@ def test_the_keys_for_transformers_are_fields_of_its_arguments_with_those_defaul
     arguments = pytest.importorskip("transformers").TrainingArguments
     fields = {one.name: one for one in dataclasses.fields(arguments)}
     for knob in targets.named("transformers", built_in()).knobs:
+        if knob.field == "seq":
+            continue  # the scripts' own arguments hold it, and TrainingArguments do not
         (key,) = knob.keys
         assert key in fields
         if knob.default is not None:

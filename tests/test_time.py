@@ -215,7 +215,38 @@ def test_collectives_grow_with_size_and_are_slower_between_nodes() -> None:
     assert comms.all_reduce_s(2**30, 1, inside) == 0
     assert comms.all_reduce_s(2**30, 8, inside) > 1.9 * comms.all_gather_s(2**30, 8, inside)
     assert comms.all_reduce_s(2**31, 8, inside) > 1.8 * comms.all_reduce_s(2**30, 8, inside)
-    assert comms.all_reduce_s(2**30, 16, across) > 2 * comms.all_reduce_s(2**30, 8, inside)
+    assert comms.all_reduce_s(2**30, 16, across) > comms.all_reduce_s(2**30, 8, inside)
+
+
+def test_gpus_of_a_node_add_their_network_ports_up() -> None:
+    """DGX H100: eight ports of 50 GB/s carry 400 GB/s between nodes: the bus bandwidth of nccl-tests."""
+    size, share = 2**34, comms.BUS_SHARE
+    h100 = comms.links(trimtab.cluster("4x8xH100"), 32)
+    assert comms.all_gather_s(size, 32, h100) == pytest.approx(size * 31 / 32 / (400e9 * share), rel=0.01)
+    slow = comms.links(trimtab.cluster("4x8xH100", network="80Gb/node"), 32)
+    assert comms.all_gather_s(size, 32, slow) == pytest.approx(size * 31 / 32 / (10e9 * share), rel=0.01)
+    # NVLink is the limit where the network is faster.
+    fast = comms.links(trimtab.cluster("4x8xH100", network="3200Gb/gpu"), 32)
+    assert comms.all_gather_s(size, 32, fast) == pytest.approx(size * 31 / 32 / (450e9 * share), rel=0.01)
+
+
+def test_copies_of_a_shard_have_one_port_each() -> None:
+    """hsdp over four nodes: the four copies of a shard lie on four nodes, one GPU in each."""
+    size, among = 2**32, comms.links(trimtab.cluster("4x8xH100"), 32)
+    found = comms.all_reduce_s(size, 4, among, apart=8)
+    assert found == pytest.approx(2 * size * 3 / 4 / (50e9 * comms.BUS_SHARE), rel=0.01)
+
+
+def test_the_network_that_was_taken_is_said_with_its_source() -> None:
+    words = comms.network_words(trimtab.cluster("2x8xH100"), 16)
+    assert words is not None
+    assert "50 GB/s (400 Gb/s) a GPU" in words
+    assert "assumed: DGX H100" in words
+    assert "--network" in words
+    words = comms.network_words(trimtab.cluster("2x8xH100", network="100Gb/node"), 16)
+    assert words is not None
+    assert words.endswith("as stated by --network 100Gb/node")
+    assert comms.network_words(trimtab.cluster("2x8xH100"), 8) is None
 
 
 def trace_of(works: list[Work], **other: object) -> Trace:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import doctest
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 import machines as m
-from trimtab.catalog import tables
+from trimtab.catalog import tables, torch_release
+from trimtab.errors import EnvironmentFault
 from trimtab.probe import versions
 from trimtab.probe.detect import detect
 from trimtab.probe.world import replayed
@@ -57,11 +62,13 @@ def test_a_cpu_build_beside_a_gpu_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("torch", "fits"),
     [
-        ("2.10.1", False),
+        ("2.8.1", False),
+        ("2.9.1", True),
         ("2.11.0", True),
         ("2.11.0+cu126", True),
         ("2.13.1", True),
-        ("2.14.0a0+git1234", False),
+        ("2.15.0", True),
+        ("2.16.0a0+git1234", False),
         ("3.0", False),
         ("1.13.1", False),
     ],
@@ -74,7 +81,7 @@ def test_a_torch_that_trimtab_is_not_made_for_is_a_warning(
     said = [one for one in found if "releases that trimtab is made for" in one.what]
     assert len(said) == (not fits)
     assert all(one.severity.value == "warning" for one in said)
-    assert all("'torch>=2.11,<2.14'" in one.cure for one in said)
+    assert all("'torch>=2.9,<2.16'" in one.cure for one in said)
 
 
 def test_the_releases_of_torch_are_those_of_the_package() -> None:
@@ -129,3 +136,43 @@ def test_a_device_that_torchs_build_has_no_code_for_is_an_error(
 
 def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(versions).failed == 0
+
+
+def test_a_torch_that_is_not_supported_is_refused_by_name_before_a_job_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for release, found in (("2.8.0+cu128", "supports torch 2.9 to 2.15"), ("2.16.1", "2.9 to 2.15")):
+        monkeypatch.setattr(torch_release, "version", lambda _, release=release: release)
+        with pytest.raises(EnvironmentFault) as caught:
+            torch_release.require_supported_torch()
+        assert caught.value.given == f"torch {release}"
+        assert found in caught.value.found
+        assert "pip install 'torch>=2.9,<2.16'" in caught.value.cure
+    # The first command that needs torch says it, before the job's own code is touched.
+    package = tmp_path / "torch-2.8.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.8.0\n", encoding="utf-8"
+    )
+    job = tmp_path / "job.py"
+    job.write_text("raise SystemExit('the job was run')\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab", "estimate", f"{job}:Any", "--on", "H200", "--micro-batch", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "TRIMTAB_CACHE": str(tmp_path / "cache")},
+    )
+    assert done.returncode == 5
+    assert done.stderr.startswith("error: torch 2.8.0\n")
+    assert "the job was run" not in done.stderr
+
+
+def test_a_missing_torch_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(torch_release, "version", absent)
+    with pytest.raises(EnvironmentFault, match="not installed"):
+        torch_release.require_supported_torch()

@@ -235,7 +235,7 @@ def test_a_run_under_way_in_figures(tmp_path: Path) -> None:
     assert one.samples_per_s == pytest.approx(61.5, rel=0.03)
     assert one.recent == 30
     assert one.left_s == pytest.approx(9970 * 0.52, rel=0.03)
-    assert (one.planned_samples_per_s, one.mfu, one.mfu_rating) == (64.0, 0.39, "excellent")
+    assert (one.planned_samples_per_s, one.mfu, one.mfu_rating) == (64.0, 0.39, "good")
     assert one.data_wait == pytest.approx(0.002 / 0.52, rel=0.03)
     assert one.silent_s == pytest.approx(1)
     assert [event.step for event in one.events] == [70, 180]

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
+from trimtab.engine.stages import StandIn, bounds, chain, head, keep_stage
 from trimtab.errors import JobFailed, NothingFits, WrongUse
 from trimtab.spec import Mesh, Recompute, Setting, Strategy
-from trimtab.trace.stages import StandIn, bounds, chain, head, keep_stage
 from trimtab.training import world
 from trimtab.training.keep import Keeper
 from trimtab.training.loading import window_of

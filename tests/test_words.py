@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
+import sys
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,7 @@ import trimtab
 from trimtab import api
 from trimtab.catalog import words as module
 from trimtab.catalog.words import KINDS, Word, word, words
+from trimtab.cli.commands import main_code
 from trimtab.errors import UnknownName
 from trimtab.spec import Precision, Strategy
 
@@ -228,3 +232,46 @@ def test_the_text_of_an_entry_is_derived_from_its_parts() -> None:
 
 def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        (["flash", "attention"], "flash-attention"),
+        (["Mixture", "of", "experts"], "moe"),
+        (["qlora"], "qlora"),
+        (["4bit"], "quantisation"),
+        (["quantization"], "quantisation"),
+        (["cpu", "offload"], "offload"),
+        (["moe"], "moe"),
+        (["ema"], "ema"),
+        (["gan"], "gan"),
+        (["contrastive"], "contrastive"),
+        (["gradient", "checkpointing"], "recompute"),
+        (["network"], "network"),
+    ],
+)
+def test_explain_takes_several_words_and_knows_those_people_ask_for(
+    typed: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer(capsys, "explain", *typed, "--json")["name"] == name
+    entry = trimtab.explain(name)
+    assert entry.what
+    assert entry.cost
+    assert entry.change
+    assert entry.use, "what trimtab does about it today"
+
+
+def test_explain_shows_each_of_several_words_that_are_no_term_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = answer(capsys, "explain", "bf16", "fp16", "--json")
+    assert [one["name"] for one in found["words"]] == ["bf16", "fp16"]
+    assert found["text"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["trimtab", *arguments])
+        main_code()
+    return json.loads(capsys.readouterr().out)

@@ -6,10 +6,12 @@ characters in it do anything.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Group
 from rich.markup import escape
 from rich.measure import Measurement
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
         Estimate,
         Finding,
         Link,
+        MfuReference,
         Node,
         Peaks,
         Plan,
@@ -52,6 +55,11 @@ SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 UNKNOWN = "-"
 LARGE_BYTES = 2**28
 """Operations that move more than this do not live in a cache."""
+WORD = re.compile(r"\s*\S+\s*")
+VERY_WIDE = 10_000
+"""Characters of a line on which nothing has to be broken."""
+WIDER = 4
+"""Steps by which a table is widened until its paths are whole."""
 MOST_LINKS = 8
 """More pairs than this are counted, not listed."""
 
@@ -271,7 +279,11 @@ def _links(found: Cluster, groups: list[list[Node]]) -> list[str]:
         if len(nodes) > 1 and own:
             own[-1] += " (in each node alike)"
         lines += own
-    lines += [f"between nodes: {link.kind}{_speed(link)}" for link in found.links if link.node is None]
+    lines += [
+        f"between nodes: {link.kind}{_speed(link)}{_shared(link)}"
+        for link in found.links
+        if link.node is None
+    ]
     return lines
 
 
@@ -289,6 +301,11 @@ def _speed(link: Link) -> str:
     if total is None or total <= link.bandwidth_bytes_per_s:
         return speed
     return f"{speed}, {format_bandwidth(total)} from one to all others"
+
+
+def _shared(link: Link) -> str:
+    """What a bandwidth between nodes is for, and where it is from."""
+    return "" if link.bandwidth_bytes_per_s is None else f" for each GPU ({link.source})"
 
 
 def _host(node: Node) -> str:
@@ -392,11 +409,85 @@ def labelled(label: str, text: str, style: str) -> RenderableType:
 
 
 def _indented(label: str, text: str, style: str) -> RenderableType:
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    grid.add_row(Text(f"  {label}:", style=style), Text(inert(text)))
-    return grid
+    return Hanging(Text(f"  {label}:", style=style), Text(inert(text)))
+
+
+def _wrapped(text: Text, width: int) -> list[Text]:
+    """Return the lines of a text, broken at blanks alone; a word that is too wide has a line of its own."""
+    lines: list[Text] = []
+    for line in text.split(allow_blank=True):
+        breaks, used = [], 0
+        for found in WORD.finditer(line.plain):
+            if used and used + cell_len(found[0].rstrip()) > width:
+                breaks.append(found.start())
+                used = 0
+            used += cell_len(found[0])
+        lines += line.divide(breaks) if breaks else [line]
+    for line in lines:
+        line.rstrip()
+    return lines
+
+
+@dataclass(frozen=True)
+class Hanging:
+    """A label and a text beside it, whose lines begin below each other; no word of it is ever broken."""
+
+    label: Text
+    text: Text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Wrap at blanks; a word that is wider than the terminal has a line of its own."""
+        margin = self.label.cell_len + 1
+        for number, line in enumerate(_wrapped(self.text, options.max_width - margin)):
+            before = Text(" " * margin) if number else Text.assemble(self.label, " ")
+            yield Text.assemble(before, line, no_wrap=True, overflow="ignore")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """As wide as its text on one line, at most."""
+        whole = self.label.cell_len + 1 + self.text.cell_len
+        return Measurement(min(whole, options.max_width), min(whole, options.max_width))
+
+
+@dataclass(frozen=True)
+class WholePaths:
+    """Lays out what it holds so that no path is broken, wider than the terminal where a path needs it.
+
+    Print it uncropped. rich would break a word that is wider than its column at any letter, and nobody could
+    read or copy the path then.
+    """
+
+    what: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Part by part: only what holds the long path gets wider."""
+        if isinstance(self.what, Group):
+            for one in self.what.renderables:
+                yield WholePaths(one)
+        elif isinstance(self.what, Hanging):
+            yield self.what
+        elif isinstance(self.what, str | Text):
+            text = console.render_str(self.what) if isinstance(self.what, str) else self.what
+            for line in _wrapped(text, options.max_width) if not text.no_wrap else [text]:
+                line.no_wrap, line.overflow = True, "ignore"
+                yield line
+        else:
+            width = self._width(console, options)
+            yield from console.render(self.what, options.update(width=width) if width else options)
+
+    def _width(self, console: Console, options: ConsoleOptions) -> int | None:
+        """The first width at which every path is whole; None where that of the terminal will do."""
+        narrow = options.max_width
+        whole = self._words(console, options, VERY_WIDE)
+        longest = max((len(one) for one in whole if "/" in one), default=0)
+        for width in range(narrow, narrow + longest + 1, WIDER):
+            fragments = self._words(console, options, width) - whole
+            if not any(path.startswith(one) for one in fragments for path in whole if "/" in path):
+                return None if width == narrow else width
+        return None
+
+    def _words(self, console: Console, options: ConsoleOptions, width: int) -> set[str]:
+        lines = console.render_lines(self.what, options.update(width=width), pad=False)
+        return {word for line in lines for word in "".join(part.text for part in line).split()}
 
 
 def error(one: TrimtabError) -> RenderableType:
@@ -483,11 +574,17 @@ def estimate(
 ) -> RenderableType:
     """A verdict, the bar of parts, the three figures, and where the memory goes."""
     parts: list[RenderableType] = [_verdict(found, heading), Text(), _bar(found), Text(), _figures(found)]
-    rows = [("peak", f"{details.operation}, {_phase_words(details.phase)}")]
+    moment = f"{details.operation}, {_phase_words(details.phase)}"
+    rows = [("verdict", found.verdict_reason)] if found.verdict_reason else []
+    rows += [("peak", f"{moment}: the parts above are what is live at that moment")]
+    if gradients := gradient_words(found):
+        rows.append(("", gradients))
     rows += [
         ("largest" if not index else "", f"{_module(name, classes or {})}  {format_bytes(size)}")
         for index, (name, size) in enumerate(details.modules)
     ]
+    if found.mfu is not None and found.mfu_reference is not None:
+        rows.append(("MFU", _mfu_words(found.mfu, found.mfu_reference)))
     rows += [("help" if not index else "", line) for index, line in enumerate(help_lines)]
     rows += [("assumed" if not index else "", line) for index, line in enumerate(found.assumptions)]
     table = _table()
@@ -497,6 +594,28 @@ def estimate(
     for label, text in rows:
         table.add_row(label, escape(text))
     return Group(*parts, Text(), Padding(table, (0, 0, 0, 1), expand=False))
+
+
+def gradient_words(found: Estimate) -> str:
+    """What gradients hold where that is at another moment than the peak; empty where it is not."""
+    if found.gradients_bytes is None or found.gradients_bytes <= found.parts.gradients:
+        return ""
+    then, most = format_bytes(found.parts.gradients), format_bytes(found.gradients_bytes)
+    return f"gradients hold {then} at the peak, and up to {most} at another moment"
+
+
+def _mfu_words(mfu: float, usual: MfuReference) -> str:
+    """An MFU beside what published runs reach.
+
+    >>> from trimtab.spec import MfuReference
+    >>> _mfu_words(0.28, MfuReference(low=0.36, high=0.46, model="transformer", figures="X, 48 runs"))
+    '28% is below the 36 to 46% of well-tuned large transformers on such GPUs (X, 48 runs)'
+    """
+    place = "below" if mfu < usual.low else "above" if mfu > usual.high else "within"
+    span = f"{usual.low * 100:.0f} to {usual.high:.0%}"
+    return (
+        f"{mfu:.0%} is {place} the {span} of well-tuned large {usual.model}s on such GPUs ({usual.figures})"
+    )
 
 
 def _module(name: str, classes: dict[str, str]) -> str:
@@ -514,7 +633,14 @@ def _verdict(found: Estimate, heading: str) -> Text:
     share = found.process_bytes / found.capacity_bytes
     need = f"{format_bytes(found.process_bytes)} of {format_bytes(found.capacity_bytes)} ({share:.0%})"
     word, style = ("fits", "bold green") if found.fits else ("does not fit", "bold red")
+    if _is_tight(found):
+        word, style = "fits tightly", "bold yellow"
     return Text.assemble((heading, "bold"), ": ", (word, style), f", {need}")
+
+
+def _is_tight(found: Estimate) -> bool:
+    """Whether it fits only because torch releases cached blocks."""
+    return found.verdict is not None and found.verdict.value == "fits-tight"
 
 
 def _phase_words(phase: str) -> str:
@@ -746,10 +872,13 @@ def _room_words(found: Plan) -> str:
     estimate = found.estimate
     capacity = estimate.capacity_bytes or estimate.process_bytes
     most = found.policy.memory_share * capacity
-    return (
+    words = (
         f"{format_bytes(estimate.process_bytes)} of {format_bytes(capacity)} free on the fullest GPU, "
         f"{format_bytes(estimate.band.high_bytes)} at most; {format_bytes(most)} may be used"
     )
+    if _is_tight(estimate):
+        words += f"; torch releases cached blocks, and runs in {format_bytes(estimate.need_bytes)}"
+    return words
 
 
 def _words_table(*justify: str) -> Table:

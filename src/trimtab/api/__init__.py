@@ -11,6 +11,7 @@ from trimtab.api.asking import (
     doctor,
     explain,
     load,
+    stated_network,
 )
 from trimtab.api.changing import (
     applied,
@@ -122,6 +123,7 @@ __all__ = [
     "stages_of",
     "start_launch",
     "start_nodes",
+    "stated_network",
     "step_of",
     "train",
     "train_stages",

@@ -49,12 +49,18 @@ def detect() -> Cluster:
     return look()
 
 
-def cluster(on: str | Path | None = None) -> Cluster:
+def cluster(on: str | Path | None = None, *, network: str | None = None) -> Cluster:
     """The cluster that a string or a detect file describes, without the hardware; None is this machine.
+
+    `network` states the bandwidth between nodes: 400Gb/gpu, 100Gb/node, 50GB/s/gpu.
 
     >>> len(cluster("4xA100-40GB").nodes[0].devices)
     4
+    >>> cluster("2x8xH100", network="100Gb/node").links[-1].bandwidth_bytes_per_s
+    1562500000.0
     """
+    if network is not None:
+        return stated_network(cluster(on), network)
     from os import PathLike, fspath
     from pathlib import Path
 
@@ -72,6 +78,13 @@ def cluster(on: str | Path | None = None) -> Cluster:
             cure="Give a string such as '4xA100-40GB', the path of a detect file, or None for this machine.",
         )
     return stated(on)
+
+
+def stated_network(where: Cluster, network: str) -> Cluster:
+    """The cluster with a stated bandwidth between its nodes."""
+    from trimtab.catalog.network import with_network
+
+    return with_network(where, network)
 
 
 def explain(word: str) -> Word:

@@ -112,7 +112,12 @@ def applied(proposal: Proposal, ready: Sequence[Prepared], written: Written | No
         "files": proposal.files,
         "diff": "".join(one.diff() for one in ready),
         "stages": [one.to_builtins() for one in proposal.stages],
-        "said": [*proposal.said, *(written.said if written and written.files else ())],
+        "warnings": [one.to_builtins() for one in proposal.warnings],
+        "said": [
+            *proposal.said,
+            *(one.text for one in proposal.warnings),
+            *(written.said if written and written.files else ()),
+        ],
     }
 
 
@@ -152,7 +157,7 @@ def show(  # noqa: PLR0913 - each is an option of the command
     from trimtab.configs.applying import aim, laid_out
     from trimtab.configs.documents import read
     from trimtab.configs.mapping import known
-    from trimtab.configs.showing import display, job_of
+    from trimtab.configs.showing import display, find_job
     from trimtab.configs.targets import named
 
     one = aim(str(file))
@@ -163,10 +168,12 @@ def show(  # noqa: PLR0913 - each is an option of the command
         meant = (
             named(target, among) if target else next(known for known in among if known.stage is layout.stage)
         )
-    asked = job if job is not None else job_of(meant, layout.main)
+    asked, sought = (job, "") if job is not None else find_job(meant, layout.main)
     where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
     if not where.devices:
-        return display(layout, meant, job=asked, gpus=None, device=None, seer=None, no_device=True)
+        return display(
+            layout, meant, job=asked, gpus=None, device=None, seer=None, no_device=True, sought=sought
+        )
     seer = _Seer(asked, where, options or {}, cache=cache, say=say) if asked is not None else None
     return display(
         layout,
@@ -175,6 +182,7 @@ def show(  # noqa: PLR0913 - each is an option of the command
         gpus=len(where.devices),
         device=first_device(where).name,
         seer=seer,
+        sought=sought,
     )
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect
+from trimtab.api.asking import cluster, detect, stated_network
+from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,6 +45,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     pins: Mapping[str, Any] | Iterable[str] = (),
     clip: float | None = None,
     options: dict[str, Any] | None = None,
+    network: str | None = None,
     cache: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
@@ -64,6 +66,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
 
     policy = make_policy(memory, deadline, objective, price, pins)
     where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    where = where if network is None else stated_network(where, network)
     name, changed = name_of(job)
     overrides = changed | (options or {})
     given = {"global_batch": global_batch, "samples": samples, "epochs": epochs}
@@ -81,7 +84,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         file = cache_folder() / f"plan-{_digest(*prints, question)}.json"
         found = _same_plan(file) if cache else None
         if found is not None:
-            return found
+            return found.replace(folder=str(Path.cwd()))
         kept_in = cache_folder() / f"outlook-{'-'.join(prints)}.json" if cache else None
         open_question = "recompute" not in policy.pins
         outlook, save = foresight(
@@ -94,7 +97,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         told = fingerprints(name, workload, found.places, versions())
         found = found.replace(fingerprints=told, options=overrides)
         keep(file, found.to_json())
-        return found
+        return found.replace(folder=str(Path.cwd()))
 
 
 def _digest(*parts: Any) -> str:
@@ -125,7 +128,6 @@ def workload_of(
     say: Callable[[str], None] = lambda _: None,
 ) -> Workload:
     """What a job says of itself, with what the caller says instead."""
-    from trimtab.errors import WrongUse
     from trimtab.trace.summary import summary
 
     for key, value in given.items():
@@ -164,7 +166,6 @@ def make_policy(
     """A Policy from what people type."""
     from collections.abc import Mapping as AnyMapping
 
-    from trimtab.errors import WrongUse
     from trimtab.planner.pins import read, taken
     from trimtab.spec import Objective, Policy
     from trimtab.units import parse_duration
@@ -321,8 +322,18 @@ def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -
     return still_true(read(file), str(file), job=job, on=on)
 
 
-def still_true(found: Plan, origin: str, *, job: Any = None, on: str | Cluster | None = None) -> Plan:
-    """The plan, refused where something is not what it assumed."""
+def still_true(
+    found: Plan,
+    origin: str,
+    *,
+    job: Any = None,
+    on: str | Cluster | None = None,
+    moved: bool = False,
+) -> Plan:
+    """The plan, refused where something is not what it assumed.
+
+    With `moved`, `job` is the plan's own job by a longer path.
+    """
     from trimtab.jobs.load import name_of
     from trimtab.planner.stale import changes, fingerprints, refuse
 
@@ -332,7 +343,7 @@ def still_true(found: Plan, origin: str, *, job: Any = None, on: str | Cluster |
         # What the command line said instead of the job holds for the plan, not for the job.
         workload = workload.replace(global_batch=found.workload.global_batch)
     where = None if on is None else cluster(on) if isinstance(on, str) else on
-    now = fingerprints(name, workload, found.places, versions())
+    now = fingerprints(found.job if moved else name, workload, found.places, versions())
     refuse(found, origin, changes(found, now, where))
     return found
 
@@ -349,14 +360,60 @@ def devices_of(found: Plan) -> Cluster:
 
 
 def plan_from(file: Path | str) -> tuple[Plan, str]:
-    """A plan from its file, refused where it is stale; and a word where nobody could tell."""
-    from pathlib import Path
+    """A plan from its file, refused where it is stale; and a note about where its job was found, if at all.
 
+    A relative path in the plan starts at the folder the plan was made in. Where the job is not there any
+    more, it is looked for beside the plan's file and in the current folder. The plan comes back with the path
+    at which its job was found.
+    """
+    from trimtab.errors import UnknownName
     from trimtab.planner.stale import read
 
     path = Path(file)
     found = read(path)
-    source = found.job.rpartition(":")[0]
-    if source.endswith(".py") and not Path(source).is_file():
-        return found, f"{source} is not here: whether the plan still holds for it was not checked."
-    return still_true(found, str(path)), ""
+    prefix, place, rest = _place_in(found.job)
+    if not place:
+        try:
+            return still_true(found, str(path)), ""
+        except UnknownName as problem:
+            if ":" not in found.job:
+                raise
+            return found, f"Whether the plan still holds was not checked: {problem.found}."
+    bases = dict.fromkeys(
+        base.resolve() for base in (Path(found.folder or "."), path.resolve().parent, Path())
+    )
+    places = list(dict.fromkeys(base / place for base in bases))
+    there = [one for one in places if (one / "config.json" if prefix else one).is_file()]
+    if not there:
+        looked = " and ".join(dict.fromkeys(str(one.parent) for one in places))
+        return found, (
+            f"{place} is not here: whether the plan still holds for it was not checked. Looked in {looked}."
+        )
+    stale: list[WrongUse] = []
+    for one in there:
+        try:
+            return _at(found, str(path), f"{prefix}{one}{rest}", place)
+        except WrongUse as problem:
+            stale.append(problem)
+    raise stale[0]
+
+
+def _at(found: Plan, origin: str, job: str, place: str) -> tuple[Plan, str]:
+    """The plan with its job at this path, refused where it is stale; with a note where that is elsewhere."""
+    name = found.job if Path(place).is_absolute() or Path(place).resolve() == _path_of(job) else job
+    still_true(found, origin, job=name, moved=True)
+    if name == found.job:
+        return found, ""
+    return found.replace(job=job), f"{place} is {_path_of(job)}: paths in a plan start where it was made."
+
+
+def _path_of(job: str) -> Path:
+    return Path(_place_in(job)[1])
+
+
+def _place_in(job: str) -> tuple[str, str, str]:
+    """A job's name cut around the path in it: hf:FOLDER, FILE.py:NAME; no path where it names none."""
+    if job.startswith("hf:"):
+        return "hf:", job.removeprefix("hf:"), ""
+    source, colon, name = job.rpartition(":")
+    return ("", source, f"{colon}{name}") if source.endswith(".py") else ("", "", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect
+from trimtab.api.asking import cluster, detect, stated_network
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,6 +38,7 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
     allocator: str = "default",
     clip: float | None = None,
     options: dict[str, Any] | None = None,
+    network: str | None = None,
     cache: bool = True,
 ) -> Estimate:
     """What one configuration would need, without running it and without a GPU.
@@ -47,6 +48,7 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
     trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
     """
     where = on if on is not None and not isinstance(on, str) else cluster(on) if on else detect()
+    where = where if network is None else stated_network(where, network)
     device = first_device(where)
     setting = make_setting(
         micro_batch=micro_batch,
@@ -60,7 +62,10 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
         nodes=len(where.nodes),
         **spread_of(job, strategy, options),
     )
-    return look_closely(job, setting, device, where=where, options=options, clip=clip, cache=cache)[0]
+    found = look_closely(
+        job, setting, device, where=where, options=options, clip=clip, cache=cache, always_least=True
+    )
+    return found[0]
 
 
 def look_closely(  # noqa: PLR0913 - a question and where it is asked
@@ -72,11 +77,13 @@ def look_closely(  # noqa: PLR0913 - a question and where it is asked
     options: dict[str, Any] | None = None,
     clip: float | None = None,
     cache: bool = True,
+    always_least: bool = False,
 ) -> tuple[Estimate, Memory, Trace]:
     """The estimate of a setting with what it rests on."""
     from trimtab.errors import TrimtabError
 
-    (found,) = look_at_all(job, [setting], device, where=where, options=options, clip=clip, cache=cache)
+    asked: dict[str, Any] = {"options": options, "clip": clip, "cache": cache, "always_least": always_least}
+    (found,) = look_at_all(job, [setting], device, where=where, **asked)
     if isinstance(found, TrimtabError):
         raise found
     return found
@@ -119,10 +126,12 @@ def look_at_all(  # noqa: PLR0913 - as above
     options: dict[str, Any] | None = None,
     clip: float | None = None,
     cache: bool = True,
+    always_least: bool = False,
 ) -> list[tuple[Estimate, Memory, Trace] | TrimtabError]:
     """The estimates of several settings of a job, each with what it rests on, or why there is none.
 
-    All that has to be traced is traced in one go.
+    All that has to be traced is traced in one go. `always_least` finds the smallest capacity that runs also
+    for settings that fit, which takes several replays.
     """
     from trimtab.errors import TrimtabError
     from trimtab.jobs.load import name_of
@@ -139,17 +148,25 @@ def look_at_all(  # noqa: PLR0913 - as above
     return [
         one
         if isinstance(one, TrimtabError)
-        else _with_rounds(*judge(one, setting, device, cluster=where, calibration=own), one, setting)
+        else _finished(
+            *judge(one, setting, device, cluster=where, calibration=own),
+            one,
+            setting,
+            always_least=always_least,
+        )
         for one, setting in zip(found, settings, strict=True)
     ]
 
 
-def _with_rounds(
-    found: Estimate, details: Memory, trace: Trace, setting: Setting
+def _finished(
+    found: Estimate, details: Memory, trace: Trace, setting: Setting, *, always_least: bool
 ) -> tuple[Estimate, Memory, Trace]:
+    """The estimate with what accumulation adds, and with its verdict."""
     from trimtab.predict.accumulate import accumulated
+    from trimtab.predict.verdict import judge_fully
 
-    return accumulated(found, trace, setting), details, trace
+    whole = accumulated(found, trace, setting)
+    return judge_fully(whole, trace, setting, always_least=always_least), details, trace
 
 
 def is_known(  # noqa: PLR0913 - as above

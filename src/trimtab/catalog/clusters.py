@@ -6,9 +6,12 @@ import os
 import re
 from pathlib import Path
 
+import msgspec
+
 from trimtab.catalog.describe import has_bf16, row_peaks, row_vendor
 from trimtab.catalog.lookup import typed
-from trimtab.catalog.tables import DeviceRow, fabrics, links
+from trimtab.catalog.network import network_link, with_network
+from trimtab.catalog.tables import DeviceRow, links
 from trimtab.errors import BrokenFile, UnknownName, WrongUse, shortened
 from trimtab.spec import Cluster, Device, Link, Node
 
@@ -72,8 +75,23 @@ def from_file(path: Path) -> Cluster:
     except ValueError:
         found = "no file can have that name"
     else:
-        return Cluster.from_json(text, origin=given)
+        return _read_cluster(text, given)
     raise BrokenFile(given, found=found, cure="Write one with: trimtab detect --json > FILE")
+
+
+def _read_cluster(text: bytes, given: str) -> Cluster:
+    """The cluster of a file, in which `"network": "400Gb/gpu"` may stand for the link between nodes."""
+    try:
+        values = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or "network" not in values:
+        return Cluster.from_json(text, origin=given)
+    network = values.pop("network")
+    found = Cluster.from_json(msgspec.json.encode(values), origin=given)
+    if network is None:
+        return found
+    return with_network(found, network if isinstance(network, str) else repr(network), f"{given}, network")
 
 
 def _is_file(text: str) -> bool:
@@ -116,7 +134,8 @@ def _cluster(layouts: list[list[DeviceRow]], given: str, notes: list[str]) -> Cl
     )
     joined = [link for index, rows in enumerate(layouts) for link in _node_links(rows, index)]
     if len(layouts) > 1:
-        joined.append(network_link({row.name for rows in layouts for row in rows}))
+        largest = max(len(rows) for rows in layouts)
+        joined.append(network_link({row.name for rows in layouts for row in rows}, largest))
     notes += [
         f"{row.name}: taken is {links()[row.board].assumes}"
         for rows in layouts
@@ -213,16 +232,3 @@ def _board_link(row: DeviceRow, node: int, devices: tuple[int, ...]) -> Link:
 def _is_bridge(row: DeviceRow) -> bool:
     # Turing's NVLink2 is a bridge too: the card has two links, a V100 six.
     return "bridge" in row.link or (row.link == "NVLink2" and row.link_gbs < links()["NVLink2"].gbs)
-
-
-def network_link(models: set[str]) -> Link:
-    """The link between nodes: the usual fabric of such nodes, or a network of unknown speed."""
-    for fabric in fabrics():
-        if models and models <= set(fabric.devices):
-            return Link(
-                kind="network",
-                node=None,
-                bandwidth_bytes_per_s=fabric.gbs * 1e9,
-                source=f"assumed: {fabric.source}",
-            )
-    return Link(kind="network", node=None, source="assumed: nodes are joined somehow")

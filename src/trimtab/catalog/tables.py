@@ -73,10 +73,25 @@ class LinkRow(Row, frozen=True, kw_only=True):
 
 
 class FabricRow(Row, frozen=True, kw_only=True):
-    """The network that nodes of some devices usually have."""
+    """The network that nodes of some devices usually have: of each device, or of a node that shares it."""
 
     devices: tuple[str, ...]
-    gbs: float
+    gbs: float | None = None
+    node_gbs: float | None = None
+
+    def per_gpu_gbs(self, gpus: int) -> float:
+        """GB/s one way for each GPU of a node with so many."""
+        return self.gbs if self.gbs is not None else (self.node_gbs or 0.0) / max(1, gpus)
+
+
+class MfuRow(Row, frozen=True, kw_only=True):
+    """The MFU that published runs of a kind of model reach, in percent."""
+
+    devices: tuple[str, ...]
+    model: str
+    low: float
+    high: float
+    figures: str
 
 
 class Ambiguous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,6 +161,12 @@ def links() -> dict[str, LinkRow]:
 def fabrics() -> tuple[FabricRow, ...]:
     """The usual network between nodes, by device."""
     return msgspec.convert(_read("links.toml")["fabric"], tuple[FabricRow, ...])
+
+
+@cache
+def mfu_references() -> tuple[MfuRow, ...]:
+    """What published runs reach, by device and kind of model."""
+    return msgspec.convert(_read("mfu.toml")["reference"], tuple[MfuRow, ...])
 
 
 @cache

@@ -11,7 +11,7 @@ import typer
 from trimtab.cli.choose import progress
 from trimtab.cli.foresee import On  # noqa: TC001 - typer reads the annotations
 from trimtab.cli.main import Json, _print, _print_json, app
-from trimtab.cli.shape import NoCache, Set, job_options
+from trimtab.cli.shape import Network, NoCache, Set, job_options, stated_devices
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
         str | None,
         typer.Option(metavar="DEVICES", help="For which devices stages are planned; default: the plan's."),
     ] = None,
+    network: Network = None,
     list_targets: Annotated[
         bool, typer.Option("--list-targets", help="List the configs that are understood.")
     ] = False,
@@ -67,15 +68,22 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
             found="there is no PLAN" if plan is None else "there is no --to",
             cure="Write it like: trimtab apply plan.json --to config.yaml",
         )
+    if network is not None and on is None:
+        raise WrongUse(
+            f"--network {network}",
+            found="the plan holds the devices and their network already",
+            cure="Give --on DEVICES too, or state it where the plan is made: trimtab plan --network.",
+        )
     found, unchecked = api.plan_from(plan)
+    where = stated_devices(on, network)
     with progress() as say:
-        proposal = api.propose(found, to, target=target, on=on, beside=beside, cache=not no_cache, say=say)
+        proposal = api.propose(found, to, target=target, on=where, beside=beside, cache=not no_cache, say=say)
     proposal.said += [unchecked] if unchecked else []
     ready = proposal.prepared(beside=beside)
     preview = api.applied(proposal, ready, None)
     if not json:
         _show_proposal(preview, proposal.stages)
-        for line in views.notes(proposal.said):
+        for line in (*views.notes(proposal.said), *views.warnings(proposal.warnings)):
             _print(line, errors=True)
     changes = bool(preview["diff"])
     written = api.write_plan(ready, found) if changes and (yes or (not json and _asked())) else None
@@ -125,6 +133,7 @@ def _list_targets(to: Sequence[str], *, json: bool) -> None:
 def show(  # noqa: PLR0913, PLR0917 - each is an option
     file: Annotated[str, typer.Argument(metavar="FILE_OR_FOLDER", help="A config, FILE:PATH, or a folder.")],
     on: On = None,
+    network: Network = None,
     job: Annotated[
         str | None,
         typer.Option(metavar="JOB", help="The job that the config is for, where the file does not tell."),
@@ -142,8 +151,9 @@ def show(  # noqa: PLR0913, PLR0917 - each is an option
     from trimtab.cli import views
 
     options = job_options(job or "", given)
+    where = stated_devices(on, network)
     with progress() as say:
-        found = api.show(file, on, job=job, target=target, options=options, cache=not no_cache, say=say)
+        found = api.show(file, where, job=job, target=target, options=options, cache=not no_cache, say=say)
     if json:
         _print_json(found.to_builtins())
     else:

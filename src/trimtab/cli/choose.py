@@ -18,6 +18,7 @@ from trimtab.cli.shape import (
     JobName,
     Llama,
     Lora,
+    Network,
     NoCache,
     Pin,
     Qwen,
@@ -28,6 +29,7 @@ from trimtab.cli.shape import (
     Turned,
     job_options,
     stage_folder,
+    stated_devices,
     turned,
 )
 from trimtab.errors import WrongUse
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 def plan(  # noqa: PLR0913, PLR0917 - each is an option
     job: JobName,
     on: On = None,
+    network: Network = None,
     global_batch: Annotated[
         int | None, typer.Option(help="Samples per optimizer step, instead of the job's.")
     ] = None,
@@ -99,18 +102,19 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
             options=options | ({} if global_batch is None else {"global_batch": str(global_batch)}),
             pins=pins,
             flags={},
-            where=api.cluster(on),
+            where=api.cluster(on, network=network),
         )
         # What only the rate of a long run depends on would have the same step traced again.
         options = {name: value for name, value in set_up.options.items() if name not in set_up.spare}
         pins = set_up.pins
         samples = _horizon(job, set_up, samples, epochs)
+    where = stated_devices(on, network)
     found: Plan | StagedPlan
     with progress() as say:
         look = api.plan if stages is None else partial(api.plan_stages, files=stage_folder(stages))
         found = look(
             job,
-            on,
+            where,
             global_batch=global_batch,
             samples=samples,
             epochs=epochs,

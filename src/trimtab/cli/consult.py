@@ -90,7 +90,10 @@ def _heading(found: Diagnosis, *, about_logs: bool) -> str:
     if not counts:
         return f"{what}: nothing recognised" if about_logs else "This machine: nothing wrong"
     parts = [f"{number} {name}{'s' * (number > 1 and name != 'info')}" for name, number in counts.items()]
-    return f"{what if about_logs else 'This machine'}: {', '.join(parts)}"
+    told = f"{what if about_logs else 'This machine'}: {', '.join(parts)}"
+    if about_logs and counts.get("error", 0) > 1:
+        return f"{told}; begin with the first, which came first"
+    return told
 
 
 def _checked() -> str:

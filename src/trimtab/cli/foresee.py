@@ -19,6 +19,7 @@ from trimtab.cli.shape import (
     Llama,
     Lora,
     MicroBatch,
+    Network,
     NoCache,
     Optimizer,
     Precision,
@@ -28,6 +29,7 @@ from trimtab.cli.shape import (
     Sequential,
     Set,
     job_options,
+    stated_devices,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ On = Annotated[
 def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     job: JobName,
     on: On = None,
+    network: Network = None,
     micro_batch: MicroBatch = 1,
     precision: Precision = "bf16",
     recompute: Recompute = "none",
@@ -79,7 +82,8 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     options = job_options(
         job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
     )
-    where = api.cluster(on) if on is not None else api.detect()
+    named = stated_devices(on, network)
+    where = named if named is not None and not isinstance(named, str) else api.cluster(named)
     device = api.first_device(where)
     setting = api.make_setting(
         micro_batch=micro_batch,
@@ -94,7 +98,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         **api.spread_of(job, strategy, options),
     )
     asked: dict[str, Any] = {"options": options, "clip": clip, "cache": not no_cache}
-    look = functools.partial(api.look_at_all, job, where=where, **asked)
+    look = functools.partial(api.look_at_all, job, where=where, always_least=json, **asked)
     known = functools.partial(api.is_known, job, **asked)
     found, details, help_lines = _looked(look, known, setting, device, quiet=json)
     with _maybe(_console(errors=True).status("comparing the loss of a small batch"), quiet=json):

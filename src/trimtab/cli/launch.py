@@ -15,6 +15,7 @@ from trimtab.cli.shape import (
     Frozen,
     Llama,
     Lora,
+    Network,
     NoCache,
     Pin,
     Qwen,
@@ -26,6 +27,7 @@ from trimtab.cli.shape import (
     Set,
     Steps,
     job_options,
+    stated_devices,
 )
 from trimtab.errors import WrongUse
 
@@ -77,6 +79,7 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
     ] = False,
     out: RunOut = None,
     on: On = None,
+    network: Network = None,
     nodes: Annotated[
         str | None,
         typer.Option(metavar="MIN:MAX", help="Nodes: 2, or 1:2 for a run that goes on with what is left."),
@@ -142,7 +145,7 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
         found = api.prepare_launch(
             plan_or_job,
             kind=kind,
-            on=on,
+            on=stated_devices(on, network),
             nodes=nodes,
             procs=procs,
             rendezvous=rendezvous,

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from trimtab.errors import EnvironmentFault, NothingFits, TrimtabError, WrongUse, shortened
+from trimtab.errors import EnvironmentFault, NothingFits, TrimtabError, UnknownName, WrongUse, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from trimtab.catalog.words import Word
     from trimtab.spec import Cluster
 
 app = typer.Typer(
@@ -146,9 +147,11 @@ def _console(*, errors: bool = False) -> Console:
 
 def _print(what: RenderableType, *, errors: bool = False) -> None:
     """Print without the trailing blanks that tables are padded with."""
+    from trimtab.render import WholePaths
+
     console = _console(errors=errors)
     with console.capture() as captured:
-        console.print(what)
+        console.print(WholePaths(what), crop=False)
     # Only at line feeds: other separators belong to what is shown.
     lines = (line.rstrip() for line in captured.get().removesuffix("\n").split("\n"))
     console.file.write("\n".join(lines) + "\n")
@@ -192,13 +195,20 @@ def main(
 
 
 @app.command()
-def detect(
+def detect(  # noqa: PLR0913, PLR0917 - each is an option
     on: Annotated[
         str | None,
         typer.Option(
             metavar="DEVICES",
             help="Describe these instead of this machine: H200, 4xA100-40GB, 2x8xH100, "
             "2xRTX3090+1xRTX4090, or a file from `trimtab detect --json`.",
+        ),
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BANDWIDTH",
+            help="State the bandwidth between nodes: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu.",
         ),
     ] = None,
     json: Json = False,
@@ -229,6 +239,10 @@ def detect(
             _print(render.device_names(devices()))
         return
     found = _look(on, record)
+    if network is not None:
+        from trimtab import api
+
+        found = api.stated_network(found, network)
     if json:
         _print_json(found.to_builtins())
     else:
@@ -280,22 +294,49 @@ def _look(on: str | None, record: Path | None) -> Cluster:
 @app.command()
 def explain(
     word: Annotated[
-        str | None, typer.Argument(help="A knob, strategy, term, error or finding; none lists all.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[WORD]...",
+            help="A knob, strategy, term, error or finding, in one or more words; none lists all.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Explain a knob, strategy, term, error or finding in plain English."""
     from trimtab import api, render
 
-    if word is None:
+    if not word:
         known = api.all_words()
         if json:
             _print_json({"words": sorted(known)})
         else:
             _print(render.word_list(known))
         return
-    found = api.explain(word)
-    if json:
-        _print_json(found.to_builtins())
+    entries = _entries(word)
+    if json and len(entries) > 1:
+        _print_json(
+            {"text": "\n".join(one.text for one in entries), "words": [one.to_builtins() for one in entries]}
+        )
+    elif json:
+        _print_json(entries[0].to_builtins())
     else:
-        _print(render.word(found))
+        for number, one in enumerate(entries):
+            if number:
+                _print("")
+            _print(render.word(one))
+
+
+def _entries(typed: list[str]) -> list[Word]:
+    """The entry of all words together, as in `flash attention`, or else of each of them."""
+    from trimtab import api
+
+    try:
+        return [api.explain(" ".join(typed))]
+    except UnknownName:
+        if len(typed) == 1:
+            raise
+        try:
+            return [api.explain(one) for one in typed]
+        except UnknownName:
+            pass
+        raise

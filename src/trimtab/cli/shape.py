@@ -105,6 +105,14 @@ Sequential = Annotated[
     bool,
     typer.Option("--sequential", help="bridge: one frozen model at a time, which takes less memory."),
 ]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BANDWIDTH",
+        help="Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes); "
+        "default: what such nodes usually have.",
+    ),
+]
 SHAPED = {
     "seq": ("seq", (FOLDER,)),
     "data": ("data", (FOLDER, "slm")),
@@ -122,6 +130,20 @@ Stages = Annotated[
         help="Every stage of the job's curriculum: those of a folder, or `default` for its own.",
     ),
 ]
+
+
+def stated_devices(on: str | None, network: str | None) -> str | Cluster | None:
+    """What --on and --network name together; without --network, --on as it was given."""
+    import sys
+
+    from trimtab import api
+
+    if network is None:
+        return on
+    found = api.cluster(on, network=network)
+    if len(found.nodes) == 1:
+        sys.stderr.write(f"trimtab: {found.notes[-1]}\n")
+    return found
 
 
 def stage_folder(given: str) -> str | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from trimtab.configs.files import Written
+    from trimtab.configs.reading import ConfigWarning
     from trimtab.configs.showing import Display, Shown
     from trimtab.configs.stages import StagePlan
     from trimtab.configs.targets import Target
@@ -54,6 +55,11 @@ def notes(said: Sequence[str]) -> list[RenderableType]:
     return [_indented("note", one, "yellow") for one in said]
 
 
+def warnings(found: Sequence[ConfigWarning]) -> list[RenderableType]:
+    """Where a config differs from a plan, or from what is estimated."""
+    return [_indented("warning", one.text, "bold red") for one in found]
+
+
 def stage_plans(stages: Sequence[StagePlan]) -> RenderableType:
     """How each stage will run."""
     rows = tuple(
@@ -87,13 +93,15 @@ def display(found: Display) -> RenderableType:
     if any(one.memory_bytes is not None for one in found.stages):
         parts.append(Padding(_stages(found.stages), (0, 0, 0, 1), expand=False))
     parts += [_indented(stage.name, line, "green") for stage in found.stages for line in stage.advice]
-    return Group(*parts, *notes(found.said))
+    warned = {one.text for one in found.warnings}
+    return Group(*parts, *notes([one for one in found.said if one not in warned]), *warnings(found.warnings))
 
 
 def _as_it_runs(found: Display) -> str:
     setting = found.stages[0].setting
     batch = f", global batch {found.global_batch}" if found.global_batch else ""
-    return f"{setting_words(setting)}{batch}"
+    length = f", {found.seq} tokens a sample" if found.seq else ""
+    return f"{setting_words(setting)}{batch}{length}"
 
 
 def _stages(stages: Sequence[Shown]) -> Columns:

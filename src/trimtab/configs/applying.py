@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trimtab.configs.edits import Edit
+    from trimtab.configs.reading import ConfigWarning
     from trimtab.configs.targets import Site, Stage, Target
     from trimtab.configs.texts import Document, KeyPath
     from trimtab.spec import Plan
@@ -76,6 +77,8 @@ class Proposal:
 
     edits: list[Edit] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    warnings: list[ConfigWarning] = field(default_factory=list)
+    """Where a file will differ from the plan."""
     stages: tuple[StagePlan, ...] = ()
     files: list[str] = field(default_factory=list)
     """Every file that was looked at for the plan, changed or not."""
@@ -145,8 +148,22 @@ def _merge(found: Proposal, drafts: Sequence[Draft]) -> None:
             place = (str(Path(edit.file).resolve()), edit.path)
             if taken.setdefault(place, edit.after) == edit.after and edit not in found.edits:
                 found.edits.append(edit)
-        missing = [text for field, text in one.missing.items() if field not in settled]
-        found.said += [text for text in (*one.said, *missing) if text not in found.said]
+        found.said += [text for text in one.said if text not in found.said]
+        for field_name, missing in one.missing.items():
+            if field_name in settled:
+                continue
+            if field_name == "gpus":
+                # Every launcher has to be given it: that is how these frameworks are started.
+                found.said += [missing.text] * (missing.text not in found.said)
+            else:
+                _add_warning(found, missing)
+        for warning in one.warnings:
+            _add_warning(found, warning)
+
+
+def _add_warning(found: Proposal, warning: ConfigWarning) -> None:
+    if all((warning.text, warning.file) != (other.text, other.file) for other in found.warnings):
+        found.warnings.append(warning)
 
 
 def laid_out(

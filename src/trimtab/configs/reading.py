@@ -6,14 +6,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trimtab.configs import words
-from trimtab.configs.targets import WORDS, parts
+from trimtab.configs.targets import WORDS, counts, parts
 from trimtab.configs.texts import dotted
-from trimtab.spec import Mesh, Noun, Precision, Recompute, Setting, Strategy
+from trimtab.spec import (
+    Allocator,
+    Mesh,
+    Noun,
+    OptimizerImplementation,
+    Precision,
+    Recompute,
+    Setting,
+    Strategy,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.configs.targets import Knob, Path, Site
+    from trimtab.configs.targets import Knob, Path, Requirement, Site
     from trimtab.configs.texts import Entry
 
 PRODUCTS = (
@@ -43,6 +52,22 @@ class Found(Noun, frozen=True, kw_only=True):
     """The source of a value that is no literal."""
 
 
+class ConfigWarning(Noun, frozen=True, kw_only=True):
+    """Where a config differs from a plan, or says what an estimate leaves out."""
+
+    text: str
+    """A sentence for the user."""
+    file: str = ""
+    key: str = ""
+    """Empty where no key of the file holds it."""
+    value: Any = None
+    """As the config has it, or will have it."""
+    field: str = ""
+    """Which part of the setting it is about; `job` where it changes what is trained."""
+    planned: Any = None
+    """What the plan has instead, where there is a plan."""
+
+
 class Reading(Noun, frozen=True, kw_only=True):
     """A config in our words."""
 
@@ -53,6 +78,8 @@ class Reading(Noun, frozen=True, kw_only=True):
     """Numbers and words by field, with what follows from them. What is not here is not known."""
     said: tuple[str, ...] = ()
     """What is open, contradicts itself, or is not understood."""
+    warnings: tuple[ConfigWarning, ...] = ()
+    """What the facts leave out: values that no plan has, such as an offloaded optimizer."""
 
     def number(self, field: str) -> int | None:
         """A number, where it is known."""
@@ -88,10 +115,11 @@ def read(
 ) -> Reading:
     """What the entries say, by the meaning of the target; `gpus` and `nodes` are what the launcher gives."""
     values = {one.path: one for one in entries}
+    order = {key: place for place, knob in enumerate(site.target.knobs) for key in knob.keys}
     heard = Heard()
-    # What counts only under some strategy is read when the strategy is known.
-    for knob in sorted(site.target.knobs, key=lambda one: bool(one.only)):
-        if all(heard.likely().get(field) in among for field, among in knob.only.items()):
+    # What counts only under some strategy is read once that is known, and preferences after all the rest.
+    for knob in sorted(site.target.knobs, key=lambda one: (bool(one.only), bool(one.soft))):
+        if _applies(knob, heard.likely(), site.root, values):
             path, entry = held(knob, site.root, values)
             if entry is None and (whole := table(knob, site.root, values)):
                 heard.left_open.add(knob.field)
@@ -107,13 +135,68 @@ def read(
     facts: dict[str, int | str] = {**heard.likely(), **solved(numbers, heard.implied, heard.said)}
     if "strategy" not in site.target.fields() and "dp_shard" in site.target.fields():
         facts |= _strategy(facts)
+    if facts.get("strategy") == Strategy.FSDP and _several(facts.get("dp_replicate")):
+        facts["strategy"] = Strategy.HSDP.value
+    broken = [
+        (one, place) for one in site.target.requires for place in violated(one, site.root, values, facts)
+    ]
     return Reading(
         target=site.target.name,
         root=dotted(site.root) if site.root else "",
-        found=tuple(heard.found),
+        found=tuple(sorted(heard.found, key=lambda one: order[one.key])),
         facts=facts,
         said=tuple(heard.said),
+        warnings=(*heard.warnings, *(_left_out(one, *place, site.root) for one, place in broken)),
     )
+
+
+def _several(count: int | str | None) -> bool:
+    return isinstance(count, int) and count > 1
+
+
+def _applies(
+    one: Knob | Requirement, facts: Mapping[str, int | str], root: Path, values: Mapping[Path, Entry]
+) -> bool:
+    """Whether a knob or a requirement counts beside these facts, in this file."""
+    return all(facts.get(field) in among for field, among in one.only.items()) and counts(
+        one.when, root, values
+    )
+
+
+def violated(
+    one: Requirement, root: Path, values: Mapping[Path, Entry], facts: Mapping[str, int | str]
+) -> list[tuple[Path, Any, Entry | None]]:
+    """The keys of a requirement that have another value: path, value, and the entry where there is one."""
+    if not _applies(one, facts, root, values):
+        return []
+    found: list[tuple[Path, Any, Entry | None]] = []
+    seen = False
+    for key in one.keys:
+        path = root + parts(key)
+        entry = values.get(path)
+        if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
+            seen = True
+            if "table" not in one.values:
+                found.append((path, "a table", None))
+        elif entry is not None:
+            seen = True
+            if entry.computed or not any(words.alike(entry.value, value) for value in _plain_values(one)):
+                found.append((path, entry.computed or entry.value, entry))
+    if not seen and not any(words.alike(one.default, value) for value in _plain_values(one)):
+        found.append((root + parts(one.keys[0]), one.default, None))
+    return found
+
+
+def _plain_values(one: Requirement) -> tuple[Any, ...]:
+    """The values under which a plan holds; an empty table is no value."""
+    return (*one.values, {}) if None in one.values else one.values
+
+
+def _left_out(one: Requirement, path: Path, value: Any, entry: Entry | None, root: Path) -> ConfigWarning:
+    key = dotted(path[len(root) :])
+    by_default = "" if entry is not None or value == "a table" else " by default"
+    text = f"{key} is {words.text(value)}{by_default}: {one.why}"
+    return ConfigWarning(text=text, key=key, value=value, field=one.field)
 
 
 @dataclass
@@ -125,6 +208,7 @@ class Heard:
     votes: dict[str, dict[str, int]] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
+    warnings: list[ConfigWarning] = field(default_factory=list)
     left_open: set[str] = field(default_factory=set)
     """Fields of which one key at least leaves it open what they are."""
 
@@ -147,6 +231,8 @@ class Heard:
         elif words.is_auto(knob, value):
             self.left_open.add(knob.field)
             self.said.append(f"{one.key} is {words.text(value)}: the framework decides")
+        elif any(words.alike(value, soft) for soft in knob.soft) and not words.spelt(knob, value):
+            pass
         elif knob.field in WORDS:
             self._narrow(knob, one)
         elif words.text(value) in knob.implied:
@@ -164,6 +250,10 @@ class Heard:
     def _narrow(self, knob: Knob, one: Found) -> None:
         """Each key rules words out, and speaks for those that it spells; what all of them leave is meant."""
         spelt = words.spelt(knob, one.value)
+        if not spelt and (rough := next((w for v, w in knob.rough.items() if words.alike(v, one.value)), "")):
+            spelt = [rough]
+            text = f"{one.key} is {words.text(one.value)}, which is read as {rough}: {knob.rough_why}"
+            self.warnings.append(ConfigWarning(text=text, key=one.key, value=one.value, field=one.field))
         if not spelt:
             self.said.append(
                 f"{one.key} is {words.text(one.value)!r}, which is not one of the words known here"
@@ -174,7 +264,7 @@ class Heard:
         left = {word: votes + (word in spelt) for word, votes in before.items() if word in possible}
         if any(left.values()):
             self.votes[knob.field] = left
-        else:
+        elif not any(words.alike(one.value, soft) for soft in knob.soft):
             self.said.append(f"{one.key} is {words.text(one.value)}, which contradicts another key")
 
     def likely(self) -> dict[str, str]:
@@ -257,6 +347,8 @@ def as_setting(reading: Reading, *, gpus: int = 1) -> Setting:
         precision=Precision(str(facts.get("precision", Precision.FP32))),
         recompute=Recompute(str(facts.get("recompute", Recompute.NONE))),
         compile=facts.get("compile") == "true",
+        optimizer=OptimizerImplementation(str(facts.get("optimizer", OptimizerImplementation.FUSED))),
+        allocator=Allocator(str(facts.get("allocator", Allocator.DEFAULT))),
         workers=reading.number("workers") or 0,
     )
 

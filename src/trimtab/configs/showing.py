@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.configs.edits import exactly
-from trimtab.configs.reading import Found, Reading, as_setting, read
-from trimtab.configs.targets import parts
+from trimtab.configs.reading import ConfigWarning, Found, Reading, as_setting, read
+from trimtab.configs.targets import counts, parts
 from trimtab.errors import JobFailed, NothingFits, TrimtabError, UnknownName
 from trimtab.spec import Noun, Setting, Strategy
 from trimtab.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from trimtab.configs.applying import Layout, Opened
     from trimtab.configs.stages import StageConfig
-    from trimtab.configs.targets import Target
+    from trimtab.configs.targets import Subject, Target
     from trimtab.configs.texts import Entry
     from trimtab.spec import Estimate, Plan
 
@@ -59,8 +59,13 @@ class Display(Noun, frozen=True, kw_only=True):
     found: tuple[Found, ...] = ()
     """The keys that were understood."""
     global_batch: int | None = None
+    seq: int | None = None
+    """Tokens of one sample, where a key or the framework's default says it."""
     stages: tuple[Shown, ...]
     said: tuple[str, ...] = ()
+    """Everything there is to say, the warnings included."""
+    warnings: tuple[ConfigWarning, ...] = ()
+    """What the file says that neither the setting nor an estimate holds."""
 
 
 class Seer(Protocol):
@@ -75,29 +80,51 @@ class Seer(Protocol):
 
 def job_of(target: Target, opened: Opened | None) -> str | None:
     """The job that a config describes; None where it cannot be told."""
+    return find_job(target, opened)[0]
+
+
+def find_job(target: Target, opened: Opened | None) -> tuple[str | None, str]:
+    """The job that a config describes, and where it was looked for where it was not found.
+
+    A model's folder is looked for as the framework would, from the current folder, and then beside the file.
+    """
     subject = target.subject
     if subject.name or opened is None:
-        return subject.name or None
+        return subject.name or None, ""
     entries = {one.path: one for one in opened.document.entries()}
-    entry = entries.get(opened.site.root + parts(subject.folder)) if subject.folder else None
-    if entry is None or entry.computed or not isinstance(entry.value, str):
-        return None
-    for base in (Path(), opened.file.parent):
-        if (base / entry.value / "config.json").is_file():
-            return f"hf:{base / entry.value}"
-    return None
+    bases = dict.fromkeys(base.resolve() for base in (Path(), opened.file.parent))
+    sought: list[str] = []
+    for key in subject.folders():
+        entry = entries.get(opened.site.root + parts(key))
+        if entry is None or (entry.value is None and not entry.computed):
+            continue
+        if entry.computed or not isinstance(entry.value, str):
+            sought.append(f"{key} is {entry.computed or entry.value}, which names no folder")
+            continue
+        for base in (Path(), opened.file.parent):
+            folder = base / Path(entry.value).expanduser()
+            if (folder / "config.json").is_file():
+                return f"hf:{folder}", ""
+        places = [Path(entry.value).expanduser()] if Path(entry.value).expanduser().is_absolute() else None
+        looked = places or [base / Path(entry.value).expanduser() for base in bases]
+        sought.append(
+            f"{key} is {entry.value}, and there is no config.json in {' or in '.join(map(str, looked))}"
+        )
+    return None, "; ".join(sought)
 
 
-def options_in(
-    keys: Mapping[str, str], root: tuple[str | int, ...], entries: Sequence[Entry]
-) -> dict[str, Any]:
-    """Options of the job, from the keys that hold them."""
+def options_in(subject: Subject, root: tuple[str | int, ...], entries: Sequence[Entry]) -> dict[str, Any]:
+    """Options of the job, from the keys that hold them, or from the framework's defaults."""
     values = {one.path: one for one in entries}
-    return {
-        option: one.value
-        for option, key in keys.items()
-        if (one := values.get(root + parts(key))) is not None and not one.computed and one.value is not None
-    }
+    found: dict[str, Any] = {}
+    for option, key in subject.options.items():
+        if not counts(subject.when.get(option, {}), root, values):
+            continue
+        entry = values.get(root + parts(key))
+        value = subject.defaults.get(option) if entry is None else None if entry.computed else entry.value
+        if value is not None:
+            found[option] = value
+    return found
 
 
 def display(  # noqa: PLR0913 - what to show, and for whom
@@ -109,8 +136,12 @@ def display(  # noqa: PLR0913 - what to show, and for whom
     device: str | None,
     seer: Seer | None,
     no_device: bool = False,
+    sought: str = "",
 ) -> Display:
-    """The config with an estimate for every stage, as far as there is somebody to ask."""
+    """The config with an estimate for every stage, as far as there is somebody to ask.
+
+    `sought` says where the model's folder was looked for in vain.
+    """
     opened = layout.main
     entries = opened.document.entries() if opened else []
     reading = read(opened.site, entries, gpus=gpus) if opened else Reading(target=target.name)
@@ -118,7 +149,10 @@ def display(  # noqa: PLR0913 - what to show, and for whom
     reading = reading.replace(facts=reading.facts | assumed)
     setting = as_setting(reading, gpus=gpus or 1)
     root = opened.site.root if opened else ()
-    options = options_in(target.subject.options, root, entries)
+    options = options_in(target.subject, root, entries)
+    seq = reading.number("seq")
+    if seq is not None and (target.subject.name or target.subject.folder):
+        options.setdefault("seq", seq)
     said = [*reading.said, *_unknown(reading, target, gpus), *_spread(reading, setting, gpus)]
     said += [
         f"{one} {word} is assumed: no key says it, and the model of this layout does it."
@@ -126,8 +160,11 @@ def display(  # noqa: PLR0913 - what to show, and for whom
     ]
     if no_device:
         said.append("This machine has no GPU: name one with --on for memory and time.")
-    elif seer is None and not target.partial:
+    elif seer is None and not target.partial and not sought:
         said.append("Which job this trains is not in the file: name it with --job for memory and time.")
+    if sought:
+        said.append(f"The model was not found: {sought}. Name it with --job hf:FOLDER for memory and time.")
+    said += [one.text for one in reading.warnings]
     file = str(opened.file) if opened else layout.stages[0][0].file
     plain = [
         Shown(name=one.name, file=one.file, options=options | one.options, setting=_of_stage(setting, one))
@@ -142,8 +179,10 @@ def display(  # noqa: PLR0913 - what to show, and for whom
         device=device,
         found=reading.found,
         global_batch=reading.number("global_batch"),
+        seq=seq,
         stages=tuple(shown),
         said=tuple(dict.fromkeys(said)),
+        warnings=tuple(one.replace(file=file) for one in reading.warnings),
     )
 
 
@@ -211,7 +250,10 @@ def _shown(plain: Shown, seer: Seer | None, said: list[str]) -> Shown:
         step_s=found.step_s,
         samples_per_s=found.samples_per_s,
         mfu=found.mfu,
-        advice=tuple(_advice(asked, setting, found, seer)),
+        advice=(
+            *([found.verdict_reason] if found.fits and found.verdict_reason else []),
+            *_advice(asked, setting, found, seer),
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from trimtab.errors import UnknownName, WrongUse, nearest
 from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Recompute, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trimtab.configs.texts import Document, Entry
 
@@ -38,12 +38,14 @@ COUNTS = (
     "tensor",
     "context",
     "workers",
+    "seq",
 )
 """Fields that are whole numbers.
 
 rank_batch: samples of one rank in an optimizer step
 round_batch: samples of all ranks in one forward pass
 tensor, context: ways that other axes split the model, which no plan does
+seq: tokens of one sample, where the plan's job has such a length
 """
 WORDS: dict[str, tuple[str, ...]] = {
     "precision": tuple(one.value for one in Precision),
@@ -71,6 +73,12 @@ class Knob(Noun, frozen=True, kw_only=True):
     """What is written for each of our words. A word that is not here leaves the key alone."""
     reads: dict[str, str] = {}
     """Further values, as text, that mean one of our words."""
+    rough: dict[str, str] = {}
+    """Values, as text, that `show` reads as the nearest word, with a warning. `apply` replaces them."""
+    rough_why: str = ""
+    """How such a value differs from the word it is read as."""
+    soft: tuple[Any, ...] = ()
+    """Values that give way to another key: they are only a preference, and never contradict anything."""
     near: dict[str, str] = {}
     """For a word that cannot be written, the nearest that can."""
     lacks: dict[str, str] = {}
@@ -93,6 +101,8 @@ class Knob(Noun, frozen=True, kw_only=True):
     """Where the number is part of a text: an expression whose group `n` it is."""
     only: dict[str, tuple[str, ...]] = {}
     """The knob counts only where these fields have one of these words."""
+    when: dict[str, tuple[Any, ...]] = {}
+    """The knob counts only where these keys have one of these values; null: the key is missing."""
     caveat: str = ""
     """What to say when a number other than 1 is written."""
 
@@ -109,7 +119,8 @@ class Knob(Noun, frozen=True, kw_only=True):
         elif not self.words:
             wrong.append(f"{self.field} needs words: what is written for {', '.join(ours)}")
         else:
-            used = {*self.words, *self.near, *self.near.values(), *self.lacks, *self.reads.values()}
+            used = {*self.words, *self.near, *self.near.values(), *self.lacks}
+            used |= {*self.reads.values(), *self.rough.values()}
             wrong += [
                 f"{one!r} is no {self.field}; there are {', '.join(ours)}" for one in used if one not in ours
             ]
@@ -129,17 +140,61 @@ def _bad_pattern(pattern: str) -> list[str]:
     return [] if "n" in groups else [f"the pattern {pattern!r} has no group (?P<n>...)"]
 
 
+class Requirement(Noun, frozen=True, kw_only=True):
+    """A key that must have certain values for a plan to hold: nothing offloaded, nothing quantised.
+
+    `apply` writes what the plan needs where that only changes how the job runs. Where it would change what is
+    trained, the key stays and a warning says so. `show` warns of every value that an estimate leaves out.
+    """
+
+    keys: tuple[str, ...]
+    """Where it is, below the target's root; every one of them that is there is looked at."""
+    values: tuple[Any, ...] = (None, False)
+    """The values under which a plan holds."""
+    default: Any = None
+    """What the framework takes where the key is missing."""
+    write: Any = None
+    """What `apply` writes in place of another value; nothing: the key stays, with a warning."""
+    add: bool = False
+    """Whether `apply` adds the first key where it is missing and the default is none of the values."""
+    only: dict[str, tuple[str, ...]] = {}
+    """It counts only where these fields have one of these words."""
+    when: dict[str, tuple[Any, ...]] = {}
+    """It counts only where these keys of the config have one of these values; null: the key is missing."""
+    field: str = ""
+    """The field of ours that it belongs to, where there is one."""
+    why: str
+    """What another value means beside a plan, or an estimate."""
+
+    def faults(self) -> list[str]:
+        """It names a key, and what it writes is one of the values."""
+        wrong = [] if self.keys else ["a requirement names no key"]
+        if self.write is not None and self.write not in self.values:
+            wrong.append(f"{self.keys[0]} would be written as {self.write}, which is none of its values")
+        if self.add and self.write is None:
+            wrong.append(f"{self.keys[0]} cannot be added: there is nothing to write")
+        return wrong
+
+
 class Subject(Noun, frozen=True, kw_only=True):
     """Which job a config of this kind describes, and how."""
 
     name: str = ""
     """A built-in job."""
-    folder: str = ""
-    """The key of a folder with a Hugging Face config.json."""
+    folder: str | tuple[str, ...] = ""
+    """The key, or keys, of a folder with a Hugging Face config.json."""
     options: dict[str, str] = {}
     """Options of the job, by the key that holds each."""
+    defaults: dict[str, Any] = {}
+    """What the framework takes for an option whose key is missing."""
+    when: dict[str, dict[str, tuple[Any, ...]]] = {}
+    """An option counts only where these keys have one of these values, as for a knob."""
     assumes: dict[str, str] = {}
     """What the code around the config does though no key says it, by field."""
+
+    def folders(self) -> tuple[str, ...]:
+        """The keys that may name a model's folder."""
+        return (self.folder,) * bool(self.folder) if isinstance(self.folder, str) else self.folder
 
 
 class Stage(Noun, frozen=True, kw_only=True):
@@ -170,6 +225,8 @@ class Target(Noun, frozen=True, kw_only=True):
     beats: tuple[str, ...] = ()
     """Targets whose marks this one has too, and which it is rather than them."""
     knobs: tuple[Knob, ...]
+    requires: tuple[Requirement, ...] = ()
+    """What else in the file has to be so for a plan to hold."""
     lacks: dict[str, str] = {}
     """What to say of a field that has no key, instead of the usual sentence; with {value}."""
     partial: str = ""
@@ -228,6 +285,19 @@ class Site(Noun, frozen=True, kw_only=True):
 def parts(key: str) -> Path:
     """A dotted key as a path."""
     return tuple(key.split("."))
+
+
+def counts(when: Mapping[str, Sequence[Any]], root: Path, values: Mapping[Path, Entry]) -> bool:
+    """Whether every key of a `when` has one of its values in the file."""
+    return all(_has(root + parts(key), among, values) for key, among in when.items())
+
+
+def _has(path: Path, among: Sequence[Any], values: Mapping[Path, Entry]) -> bool:
+    entry = values.get(path)
+    held = "null" if entry is None or entry.value is None else entry.value
+    if entry is None and any(len(one) > len(path) and one[: len(path)] == path for one in values):
+        held = "table"
+    return any(str(held).lower() == str(one).lower() for one in among)
 
 
 class Index:
@@ -316,8 +386,11 @@ def _told(document: Document, target: Target, below: Path, given: str) -> list[S
     """Where a target is that the user named: by its marks, by any of its keys, or where they pointed."""
     index = Index(document.entries())
     keys = [[key for knob in target.knobs for key in knob.keys]]
-    found = roots(target.marks, index, below) or roots(keys, index, below)
-    if not found and not below:
+    found = roots(target.marks, index, below)
+    if not found and below in (found := roots(keys, index, below)):
+        # The others are tables of this one.
+        found = [below]
+    if not found and not below and index.paths:
         raise WrongUse(
             given,
             found=f"it has none of the keys of {target.name}",

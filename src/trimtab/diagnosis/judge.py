@@ -27,6 +27,8 @@ MOST_RANKS = 8
 """More ranks or runs than this are counted, not listed."""
 SAME_PLACE, NEXT_LINES = 12, 3
 """Lines within which an exception and a message of a known kind are one thing."""
+BEFORE = "before "
+"""In `after` of a kind: what explains it only where it came first."""
 SAID_BY_LAUNCHERS = ("rank-failed", "process-killed", "process-aborted")
 SAID_BY_EXCEPTIONS = ("nccl-peer-lost", "nccl-timeout", "rendezvous-timeout")
 """Consequences that an exception of the same rank may tell in its later lines."""
@@ -236,13 +238,17 @@ def _ranked(groups: list[Group], facts: Mapping[str, int]) -> tuple[Diagnosed, .
     below_of: dict[str, list[Group]] = {}
     for one in rest:
         if roots and (one.kind.severity is Severity.ERROR or one.kind.follows):
-            cause = next((root for root in roots if root.kind.name in one.kind.after), roots[0])
+            cause = next((root for root in roots if _names(one.kind.after, root.kind.name)), roots[0])
             below_of.setdefault(cause.kind.name, []).append(one)
     followers = {one.kind.name for found in below_of.values() for one in found}
     alone = [one for one in rest if one.kind.name not in followers]
     kept = [*roots, *(one for one in alone if one.kind.severity is not Severity.ERROR)]
     kept.sort(key=lambda one: _order(one.kind))
     return tuple(_finding(one, below_of.get(one.kind.name, []), facts) for one in kept)
+
+
+def _names(after: Sequence[str], name: str) -> bool:
+    return name in after or f"{BEFORE}{name}" in after
 
 
 def _order(kind: Kind) -> tuple[bool, bool, int]:
@@ -253,16 +259,19 @@ def _order(kind: Kind) -> tuple[bool, bool, int]:
 
 def _explained(one: Group, groups: Sequence[Group]) -> bool:
     """Whether another group is what this one comes from."""
+    # Groups are in the order in which they were first seen.
+    earlier = groups[: groups.index(one)]
     if "*" in one.kind.after:
         # An exception that nobody knows: whatever is known and came no later explains it.
-        place = groups.index(one)
         return any(
             other.kind.severity is Severity.ERROR
             and not other.kind.follows
             and other.kind.name != one.kind.name
-            for other in groups[:place]
+            for other in earlier
         )
-    return any(other.kind.name in one.kind.after for other in groups)
+    return any(other.kind.name in one.kind.after for other in groups) or any(
+        f"{BEFORE}{other.kind.name}" in one.kind.after for other in earlier
+    )
 
 
 def _finding(one: Group, followers: Sequence[Group], facts: Mapping[str, int]) -> Diagnosed:

@@ -27,7 +27,10 @@ ENDINGS = {
     "run-crashed": "it had crashed",
 }
 """Kinds that tell how a run ended, and what is said of those after which it was taken up again."""
-AGAIN = ("run-resumed", "run-lost-rank")
+RESUMED = "run-resumed"
+RESUME_WORDS = ("resume", "requeue", "resize")
+"""Events that tell of a run that was taken up again; of several the first tells most."""
+AGAIN = (RESUMED, "run-lost-rank")
 """What a run says that is taken up again."""
 STATES = (*ENDINGS, "run-ended-early", "run-gone", "run-under-way", "run-stalled", "run-unfinished")
 """Kinds that tell how a run stands: they come before what it met."""
@@ -58,7 +61,7 @@ def told(sightings: Iterable[Sighting], ends: Sequence[Sighting] = ()) -> list[S
     settled: list[Sighting] = []
     for file, own in by_file.items():
         settled += _settled(own, known.pop(file, None))
-    settled = _once([*known.values(), *settled])
+    settled = _resumed_once(_once([*known.values(), *settled]))
     there = {one.of for one in (*foreign, *settled)}
     # A warning that only repeats what another kind tells better is left out; errors go below their cause.
     kept = [one for one in settled if _is_error(one) or not there & {*kinds()[one.of].after}]
@@ -126,6 +129,35 @@ def _once(settled: list[Sighting]) -> list[Sighting]:
         first = seen.setdefault((one.of, at, one.captured.get("why", "")), one.file)
         if first == one.file or _in_folder(one):
             kept.append(one)
+    return kept
+
+
+def _resumed_once(settled: list[Sighting]) -> list[Sighting]:
+    """With one sighting for each time that a run was taken up again.
+
+    A run that is queued again says so when it ends and when it resumes, and one that resumes on another
+    number of GPUs says that too: three lines at one step, and one resume.
+    """
+    kept: list[Sighting] = []
+    said: dict[tuple[str, str], set[str]] = {}
+    for one in settled:
+        if one.of != RESUMED:
+            kept.append(one)
+            continue
+        place = (one.file, one.captured.get("step", ""))
+        word = next((word for word in RESUME_WORDS if f"{word} at step" in one.text), RESUME_WORDS[0])
+        words = said.setdefault(place, set())
+        if not words or word in words:
+            said[place] = {word}
+            kept.append(one)
+            continue
+        words.add(word)
+        if word == RESUME_WORDS[0]:
+            # What it went on from is worth more than that it would go on.
+            number = max(
+                at for at, other in enumerate(kept) if other.of == RESUMED and other.file == one.file
+            )
+            kept[number] = one
     return kept
 
 

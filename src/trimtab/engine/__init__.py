@@ -1,1 +1,1 @@
-"""What tracing and training share: how one optimizer step is computed."""
+"""The step program: build, cast, shard, recompute, compile, update. Tracer and trainer both run it."""

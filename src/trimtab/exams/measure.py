@@ -1,6 +1,6 @@
 """Runs a setting for real on the GPU of this machine, in a child process, and says what it used.
 
-The same program as the tracer runs (`trimtab.trace.step`), on real tensors. Out of memory is an answer, not
+The same program as the tracer runs (`trimtab.engine.step`), on real tensors. Out of memory is an answer, not
 a crash.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import EnvironmentFault
 from trimtab.exams.sit import Case
@@ -18,6 +19,12 @@ from trimtab.jobs.load import failed, load
 from trimtab.spec import Allocator, Measurement, Noun, Recompute, Versions
 from trimtab.trace.child import Say, ask, serve
 from trimtab.trace.worker import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from trimtab.spec import Setting
 
 WARM_UP, TIMED = 3, 5
 TIMEOUT_S = 900
@@ -88,37 +95,61 @@ def run(request: Request) -> Measured:
     named: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
     job = load(request.job, request.overrides)
     try:
-        return Measured(**_steps(job, request), **named)
+        return Measured(**measure_rank(job, request.setting, clip=request.clip), **named)
     except torch.OutOfMemoryError as error:
         return Measured(out_of_memory=str(error).split("\n")[0], **named)
     except Exception as error:
         raise failed(f"job {request.job}", error, "Mend the job; the line is where it failed.") from error
 
 
-def _steps(job: Any, request: Request) -> dict[str, Any]:
+def measure_rank(
+    job: Any,
+    setting: Setting,
+    *,
+    clip: float | None = None,
+    timing: Callable[[], AbstractContextManager[None]] | None = None,
+) -> dict[str, Any]:
+    """Take the steps of a setting on this GPU and read the counters.
+
+    Of several GPUs, as rank 0 of a fake process group: it holds and computes what a rank does, sharded
+    weights have no values, and collectives move nothing. `timing` is entered for the steps that are timed.
+    """
     import torch
 
-    from trimtab.trace import step as steps
+    from trimtab.engine import step as steps
 
-    state = steps.prepare(job, request.setting)
-    batch = steps.make_batch(job, request.setting, "cuda")
+    if setting.gpus > 1:
+        _join_fake_group(setting.gpus)
+    state = steps.prepare(job, setting, values=setting.gpus == 1)
+    batch = steps.make_batch(job, setting, "cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    loss = torch.zeros(())
-    for _ in range(WARM_UP + TIMED):
+
+    def timed() -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = steps.step(state, batch, clip=request.clip)
+        steps.step(state, [batch], clip=clip)
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    for _ in range(WARM_UP):
+        timed()
+    with timing() if timing is not None else nullcontext():
+        times = [timed() for _ in range(TIMED)]
     return {
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "process_bytes": _process_bytes(),
-        "step_s": statistics.median(times[WARM_UP:]),
-        "loss": float(loss),
+        "step_s": statistics.median(times),
+        "loss": float(steps.step(state, [batch], clip=clip)),
     }
+
+
+def _join_fake_group(ranks: int) -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
 def _process_bytes() -> int | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from trimtab.errors import WrongUse
-from trimtab.jobs import decoders, passages
+from trimtab.jobs import cpu, decoders, passages
 from trimtab.jobs.bridge_model import BridgeModel
 from trimtab.jobs.bridge_parts import BYTES
 from trimtab.jobs.job import Job
@@ -204,6 +204,13 @@ class Bridge(Job):
         """Whether weights are read: there are some, and the model is built for real."""
         folder = self.folder_of(name)
         return bool(folder and decoders.weight_files(folder, f"--{name}") and not decoders.is_pretence())
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The dtype of the frozen models, where the CPU decides it."""
+        if all(map(self.loads, self.branches)) or decoders.random_dtype() is decoders.KIND:
+            return ()
+        return (f"{cpu.NO_BF16}: frozen models without weights of their own are in fp32, on a GPU in bf16",)
 
     @property
     def assumptions(self) -> tuple[str, ...]:

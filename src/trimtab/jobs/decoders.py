@@ -1,4 +1,4 @@
-"""Frozen decoders of transformers, in bf16: of a shape, or from a local folder and mapped from its files."""
+"""Frozen decoders of transformers: of a shape, or from a local folder and mapped from its files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from trimtab.errors import EnvironmentFault, WrongUse
+from trimtab.jobs import cpu
 from trimtab.jobs.transformer_models import library
 
 KIND = torch.bfloat16
-"""What frozen weights are kept in."""
+"""What frozen weights are kept in, on every GPU and on a CPU that multiplies bf16 matrices."""
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 NEEDED = ("hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size", "initializer_range")
@@ -86,10 +87,15 @@ def is_pretence() -> bool:
     return made.is_meta or isinstance(made, FakeTensor)
 
 
+def random_dtype() -> torch.dtype:
+    """Return the dtype of frozen random weights: fp32 on a CPU without bf16 matrix products."""
+    return torch.float32 if cpu.trains_on_slow_cpu() and not is_pretence() else KIND
+
+
 def random_decoder(config: Any) -> Any:
     """A decoder of that shape with random weights, on the default device."""
     auto = library(WHO).AutoModelForCausalLM
-    return checked(auto.from_config(config, dtype=KIND, attn_implementation="sdpa"))
+    return checked(auto.from_config(config, dtype=random_dtype(), attn_implementation="sdpa"))
 
 
 def mapped_decoder(config: Any, folder: str, flag: str) -> Any:

@@ -229,6 +229,11 @@ class HuggingFace(Job):
         return self.seq
 
     @property
+    def sample_length(self) -> int | None:
+        """Tokens a sample, whether chosen or assumed; None for a model that reads images."""
+        return None if self._is_image else self.tokens
+
+    @property
     def _counts_distances(self) -> bool:
         return hasattr(self._text_config, "relative_attention_num_buckets")
 

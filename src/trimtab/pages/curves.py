@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimtab.pages.drawing import (
+    BOLD_LETTER,
     LETTER,
     Frame,
+    Labels,
     Tick,
     axes,
     box,
@@ -23,6 +25,8 @@ from trimtab.pages.drawing import (
 from trimtab.pages.markup import Markup, join
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trimtab.pages.bars import Limit
     from trimtab.pages.scales import Scale
 
@@ -96,7 +100,7 @@ def layers(  # noqa: PLR0913 - layers, both axes, and what to point out
     frame = Frame(46, width - 8, 44, 280)
     x, y = frame.scales((along.low, along.high), (up.low, up.high))
     parts: list[object] = [_axes(frame, x, y, along, up)]
-    names: list[object] = []
+    names: list[Callable[[Labels], Markup | None]] = []
     below = [0.0] * len(xs)
     for one in stacked:
         top = [under + value for under, value in zip(below, one.values, strict=True)]
@@ -105,9 +109,12 @@ def layers(  # noqa: PLR0913 - layers, both axes, and what to point out
         parts.append(path([*edge, *back], f"p-{one.kind}", closed=True))
         names += _layer_name(one, xs, below, x, y)
         below = top
-    parts += names
+    labels = Labels(frame.left, frame.right + 8, 14, frame.bottom)
+    marked = [_note(one, x, y, frame, labels) for one in notes]
+    # What is pointed out comes first; a layer that finds no room for its name has it in the key below.
+    parts += [word for name in names if (word := name(labels))]
     parts += _places([x.at(at) for at in xs], [y.at(value) for value in below], says, frame)
-    parts += [_note(one, x, y, frame) for one in notes]
+    parts += marked
     key, deep = _key(stacked, frame.bottom + 62, width)
     return sheet(label, width, frame.bottom + 54 + deep, *parts, key)
 
@@ -125,8 +132,10 @@ def _key(stacked: list[Layer], first: float, width: int) -> tuple[Markup, float]
     return join(parts), y - first + 14
 
 
-def _layer_name(one: Layer, xs: tuple[float, ...], below: list[float], x: Scale, y: Scale) -> list[Markup]:
-    """The name of a layer at its thickest place, where it fits in."""
+def _layer_name(
+    one: Layer, xs: tuple[float, ...], below: list[float], x: Scale, y: Scale
+) -> list[Callable[[Labels], Markup | None]]:
+    """What writes the name of a layer at its thickest place, where it fits in and nothing else is written."""
     if not xs:
         return []
     thickest = max(range(len(xs)), key=lambda index: one.values[index])
@@ -137,7 +146,14 @@ def _layer_name(one: Layer, xs: tuple[float, ...], below: list[float], x: Scale,
     left, right = min(x.start, x.end), max(x.start, x.end)
     middle = min(max(x.at(xs[thickest]), left + half), right - half)
     at = y.at(below[thickest] + one.values[thickest] / 2) + 4
-    return [words(middle, at, one.name, class_=f"on on-{one.kind}", anchor="middle")]
+
+    def write(labels: Labels) -> Markup | None:
+        # Moved up or down it would lie on another layer.
+        if labels.place(middle, at, one.name, anchor="middle") != at:
+            return None
+        return words(middle, at, one.name, class_=f"on on-{one.kind}", anchor="middle")
+
+    return [write]
 
 
 def points(  # noqa: PLR0913 - points, the line along the best, both axes, and what limits them
@@ -154,27 +170,36 @@ def points(  # noqa: PLR0913 - points, the line along the best, both axes, and w
     frame = Frame(52, width - 12, 44, 300)
     x, y = frame.scales((along.low, along.high), (up.low, up.high))
     parts: list[object] = [_axes(frame, x, y, along, up)]
+    labels = Labels(0, frame.right + 12, frame.top - 24, frame.bottom)
+    labels.place(frame.left - 8, frame.top - 12, up.name)
     if limit is not None and limit.value <= along.high:
         at = x.at(limit.value)
-        anchor = "end" if at > width * 0.6 else "start"
-        parts += [
-            line(at, frame.top, at, frame.bottom, limit.kind),
-            words(
-                at + (-6 if anchor == "end" else 6), frame.top + 12, limit.label, class_="warn", anchor=anchor
-            ),
-        ]
+        place, anchor = (at - 6, "end") if at > width * 0.6 else (at + 6, "start")
+        level = labels.place(place, frame.top - 4, limit.label, anchor=anchor)
+        parts.append(line(at, frame.top, at, frame.bottom, limit.kind))
+        if level is not None:
+            parts.append(words(place, level, limit.label, class_="warn", anchor=anchor))
     parts += [path([(x.at(one), y.at(two)) for one, two in front.places], "frontier") for front in fronts]
     # The chosen one comes last, so that it lies on top of its neighbours.
     for one in sorted(dots, key=lambda dot: (dot.kind == "accent", dot.x, dot.y)):
-        shape = dot(x.at(one.x), y.at(one.y), 7 if one.kind == "accent" else 4.5, one.kind)
+        shape = (
+            _arrow(frame.right, y.at(one.y))
+            if one.x > along.high
+            else dot(x.at(one.x), y.at(one.y), 7 if one.kind == "accent" else 4.5, one.kind)
+        )
+        reach = min(x.at(one.x), frame.right)
         parts += [
-            mark(one.says, dot(x.at(one.x), y.at(one.y), 11, "reach"), shape),
-            _beside(one, x, y, frame),
+            mark(one.says, dot(reach, y.at(one.y), 11, "reach"), shape),
         ]
-    for front in fronts:
-        along_it, up_it = front.places[-1]
-        parts.append(words(x.at(along_it) + 12, y.at(up_it) + 4, front.name, class_="tick"))
+    parts += [_beside(one, x, y, frame, labels) for one in dots if one.kind == "accent"]
+    parts += [_beside(one, x, y, frame, labels) for one in dots if one.kind != "accent"]
+    parts += [_front_name(front, x, y, frame, labels) for front in fronts]
     return sheet(label, width, frame.bottom + 44, *parts)
+
+
+def _arrow(right: float, y: float) -> Markup:
+    """A point beyond the right end of the axis."""
+    return path([(right - 4, y - 5), (right + 3, y), (right - 4, y + 5)], "beyond")
 
 
 def curve(  # noqa: PLR0913 - a line with its range, both axes, and what to point out
@@ -245,25 +270,32 @@ def _places(xs: list[float], ys: list[float], says: list[str], frame: Frame) -> 
     return marks
 
 
-def _note(one: Dot, x: Scale, y: Scale, frame: Frame) -> Markup:
-    return join((mark(one.says, dot(x.at(one.x), y.at(one.y), 5, one.kind)), _beside(one, x, y, frame)))
+def _note(one: Dot, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
+    return join(
+        (mark(one.says, dot(x.at(one.x), y.at(one.y), 5, one.kind)), _beside(one, x, y, frame, labels))
+    )
 
 
-def _beside(one: Dot, x: Scale, y: Scale, frame: Frame) -> Markup:
-    """The label of a point, on the side where there is room for it."""
+def _beside(one: Dot, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
+    """The label of a point, on the side where there is room for it and clear of other labels."""
     if not one.label:
         return Markup("")
-    at, wide = x.at(one.x), len(one.label) * LETTER
+    at, wide = x.at(one.x), len(one.label) * BOLD_LETTER
     leftward = at + 12 + wide > frame.right
-    room = at - frame.left if leftward else frame.right - at
-    place = at - 12 if leftward else at + 12
-    return words(
-        place,
-        y.at(one.y) - 10,
-        fitted(one.label, room),
-        class_="strong",
-        anchor="end" if leftward else "start",
-    )
+    room = at - 12 - frame.left if leftward else frame.right - at - 12
+    place, anchor = (at - 12, "end") if leftward else (at + 12, "start")
+    said = one.label if wide <= room else fitted(one.label, room * LETTER / BOLD_LETTER)
+    level = labels.place(place, y.at(one.y) - 10, said, anchor=anchor)
+    return Markup("") if level is None else words(place, level, said, class_="strong", anchor=anchor)
+
+
+def _front_name(front: Front, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
+    """The name of a line at its end, on the side where there is room, or nowhere: the table has it too."""
+    at, level = x.at(front.places[-1][0]), y.at(front.places[-1][1]) + 4
+    leftward = at + 12 + len(front.name) * BOLD_LETTER > frame.right
+    place, anchor = (at - 12, "end") if leftward else (at + 12, "start")
+    found = labels.place(place, level, front.name, anchor=anchor)
+    return Markup("") if found is None else words(place, found, front.name, class_="front", anchor=anchor)
 
 
 __all__ = ["Axis", "Band", "Dot", "Layer", "curve", "is_narrow", "layers", "points"]

@@ -13,6 +13,8 @@ from trimtab.pages.scales import Scale
 
 LETTER = 6.3
 """About the width of a letter in a label."""
+BOLD_LETTER = 7.2
+"""The same where letters are bold, with room to the next label."""
 WIDE, NARROW = 840, 360
 """Widths that figures are drawn for: a page or a window, and a phone."""
 
@@ -37,6 +39,37 @@ class Frame:
     def scales(self, x: tuple[float, float], y: tuple[float, float]) -> tuple[Scale, Scale]:
         """From values to places, along and up."""
         return Scale(*x, self.left, self.right), Scale(*y, self.bottom, self.top)
+
+
+class Labels:
+    """Places for labels that do not lie on one another."""
+
+    TALL = 14.0
+    TRIES = (0, -1, 1, -2, 2, -3, 3, -4, 4, -5, 5, -6, 6)
+    """Lines further up or down, the nearest first."""
+
+    def __init__(self, left: float, right: float, top: float, bottom: float) -> None:
+        self._bounds = left, right, top, bottom
+        self._taken: list[tuple[float, float, float, float]] = []
+
+    def place(self, x: float, y: float, said: str, *, anchor: str = "start") -> float | None:
+        """The baseline nearest to `y` where the label is inside and overlaps no other; None if none is."""
+        left, right, top, bottom = self._bounds
+        wide = len(said) * BOLD_LETTER
+        begin = x if anchor == "start" else x - wide if anchor == "end" else x - wide / 2
+        if begin < left or begin + wide > right:
+            return None
+        for step in self.TRIES:
+            base = y + step * self.TALL
+            area = (begin, begin + wide, base - self.TALL + 3, base + 3)
+            if area[2] >= top and area[3] <= bottom and not any(_overlap(area, one) for one in self._taken):
+                self._taken.append(area)
+                return base
+        return None
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
 
 
 def is_narrow(width: int) -> bool:

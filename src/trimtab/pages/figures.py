@@ -9,8 +9,8 @@ from trimtab.pages.bars import Column, Limit, Slice, columns, stack
 from trimtab.pages.curves import Axis, Dot, Front, Layer, layers, points
 from trimtab.pages.drawing import Tick
 from trimtab.pages.scales import byte_unit, short, ticks, time_unit, upper
-from trimtab.render import setting_words
-from trimtab.spec import PARTS, Comparison, Estimate, Look, Plan
+from trimtab.render import gradient_words, setting_words
+from trimtab.spec import PARTS, Comparison, Estimate, Look, Plan, Verdict
 from trimtab.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Row = tuple[str, ...]
 MOST_ROWS = 60
 """Of the table behind a line of many steps."""
+BEYOND = 1.5
+"""Times the capacity of a GPU: what needs more is not worth room on an axis."""
 FAR = 4
 """Times the largest memory looked at: a limit further off would squeeze all points into a corner."""
 STATIC = ("weights", "optimizer", "gradients", "inputs", "communication", "activations", "workspace")
@@ -59,8 +61,11 @@ def memory(plan: Plan) -> Figure:
         limits.append(Limit(allowed, f"{format_bytes(allowed)} may be used"))
     says = f"The fullest GPU holds {format_bytes(one.process_bytes)}"
     says += f" of {format_bytes(one.capacity_bytes)}" if one.capacity_bytes else ""
+    says += "; it fits only because torch releases cached blocks" * (one.verdict is Verdict.FITS_TIGHT)
     largest = max(slices, key=lambda slice_: slice_.value)
     says += f"; {largest.name} take{'s' * (largest.name in ('context', 'workspace', 'communication'))} most."
+    says += " The parts are what is live at the moment of the peak"
+    says += f": {words}." if (words := gradient_words(one)) else "."
     return Figure(
         "memory",
         "Memory by part",
@@ -173,15 +178,26 @@ def candidates(plan: Plan) -> Figure | None:
     unbeaten = {one.setting for ahead in best.values() for one in ahead}
     dots = [_dot(one, plan, size) for one in looks]
     furthest = max(one.x for one in dots)
+    # Settings that fit nowhere would squeeze those that matter into a corner: they are shown as arrows.
+    end = BEYOND * capacity / size if capacity else furthest
+    off = [one.x for one in dots if one.x > end]
+    furthest = max([one.x for one in dots if one.x <= end], default=end)
     near = allowed is not None and allowed / size < FAR * furthest
     right = upper([furthest, allowed / size if allowed is not None and near else 0.0])
+    off = [one for one in off if one > right]
     top = upper([one.y for one in dots])
     many = sum(one.fits for one in looks)
     return Figure(
         "candidates",
         "Speed against memory",
         f"{many:,} of the {len(looks):,} settings that were estimated fit. A line joins those of one number "
-        "of GPUs that no other beats in both.",
+        "of GPUs that no other beats in both."
+        + (
+            f" Arrows at the right edge: {len(off):,} that need more than the axis shows, up to "
+            f"{format_bytes(max(off) * size)}."
+            if off
+            else ""
+        ),
         lambda width: points(
             "Samples a second against memory of the fullest GPU",
             dots,

@@ -109,7 +109,7 @@ def _against(best: Seen, result: Result, get: Callable[[Setting], Any]) -> list[
 def _fared(name: str, seen: list[Seen], best: Seen) -> str:
     fitting = [one for one in seen if one.fits]
     if not fitting:
-        least = min(one.estimate.band.high_bytes for one in seen)
+        least = min(one.estimate.need_bytes for one in seen)
         return f"{name} does not fit ({format_bytes(least)} of {format_bytes(seen[0].allowed_bytes)})"
     times = [one.estimate.step_s for one in fitting if one.estimate.step_s is not None]
     if not times or best.estimate.step_s is None:
@@ -303,7 +303,10 @@ def _why_compile(best: Seen, result: Result, space: Space) -> str:
 
 
 def _why_allocator(best: Seen, space: Space) -> str:
-    if said := _pinned(space, "allocator"):
+    said = _pinned(space, "allocator")
+    if best.is_tight:
+        return f"{said}; {best.estimate.verdict_reason}" if said else best.estimate.verdict_reason
+    if said:
         return said
     high, most = format_bytes(best.estimate.band.high_bytes), format_bytes(best.allowed_bytes)
     if best.setting.allocator is Allocator.DEFAULT:
@@ -383,7 +386,7 @@ def candidates(result: Result, workload: Workload) -> tuple[Candidate, ...]:
         Candidate(
             setting=one.setting,
             estimate=finished(one.estimate, one.setting, workload),
-            why=_lost(one, best) + _elsewhere(one, best),
+            why=_lost(one, best) + _elsewhere(one, best) + "; releases cached blocks" * one.is_tight,
         )
         for one in result.runners_up
     )
@@ -427,6 +430,30 @@ def recommendation(
     best: Seen, space: Space, cluster: Cluster, rows: tuple[Comparison, ...], fastest: Seen | None = None
 ) -> str:
     """The answer in a sentence or two; `fastest` is what was a little better and not as simple."""
+    said = _answer(best, space, cluster, rows, fastest)
+    return f"{said} {_tight_words(best, space.policy)}" if best.is_tight else said
+
+
+def _tight_words(best: Seen, policy: Policy) -> str:
+    """The warning of a plan that fits only because torch releases cached blocks."""
+    said = (
+        "It fits only because torch releases cached blocks: "
+        f"{format_bytes(best.estimate.band.high_bytes)} are wanted and {format_bytes(best.allowed_bytes)} "
+        "may be used"
+    )
+    if policy.memory_share < 1:
+        said += (
+            f" (--memory {policy.memory_share:g}; torch takes more as long as the GPU has it, unless "
+            "torch.cuda.set_per_process_memory_fraction stops it)"
+        )
+    releases = best.estimate.releases_per_step
+    slower = "steps take longer than predicted" if releases else "only the first steps take longer"
+    return f"{said}; {slower}."
+
+
+def _answer(
+    best: Seen, space: Space, cluster: Cluster, rows: tuple[Comparison, ...], fastest: Seen | None
+) -> str:
     policy, workload, setting = space.policy, space.workload, best.setting
     count, total = setting.gpus, len(cluster.devices)
     gpus = f"{count} GPU{'s' * (count > 1)}"

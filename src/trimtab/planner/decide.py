@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ def decide(question: Question, outlook: Outlook, fingerprints: dict[str, str] | 
     unlike, refused = mixed(whole, outlook)
     counts = tuple(dict.fromkeys(question.compare))
     # First, so that what it looks at does not depend on what else is asked.
-    result = _chosen(
+    result = _found(
         _among(whole, counts), outlook, [one for one in unlike if not counts or one.setting.gpus in counts]
     )
     rows = _compared(whole, outlook, unlike, question, counts)
@@ -114,7 +114,22 @@ def _among(whole: Space, counts: tuple[int, ...]) -> Space:
         refused=whole.refused,
         policy=whole.policy,
         workload=whole.workload,
+        tight=whole.tight,
     )
+
+
+def _found(among: Space, outlook: Outlook, unlike: list[Seen]) -> Result:
+    """The best that fits. Only where nothing does: the best that fits by releasing cached blocks."""
+    found = _chosen(among, outlook, unlike)
+    if found.best is not None or found.too_late or not found.seen:
+        return found
+    tight = _chosen(replace(among, tight=True), outlook, unlike)
+    if tight.best is None:
+        return tight if tight.seen else found
+    best = tight.best
+    explained = outlook.judge_within(best.setting, best.layout, best.allowed_bytes, explain=True)
+    tight.best = replace(best, estimate=explained)
+    return tight
 
 
 def _chosen(among: Space, outlook: Outlook, unlike: list[Seen]) -> Result:
@@ -131,8 +146,6 @@ def _chosen(among: Space, outlook: Outlook, unlike: list[Seen]) -> Result:
 
 
 def _faster(one: Space) -> Space:
-    from dataclasses import replace
-
     return replace(one, policy=one.policy.replace(objective=Objective.SPEED))
 
 
@@ -142,7 +155,7 @@ def _compared(
     """The fastest that fits for every number of devices."""
     fast = _faster(whole)
     best = {
-        one: search(fast.only(one), outlook, known=[seen for seen in unlike if seen.setting.gpus == one])
+        one: _found(fast.only(one), outlook, [seen for seen in unlike if seen.setting.gpus == one])
         for one in counts
     }
     base = next((found.best for found in best.values() if found.best is not None), None)
@@ -263,7 +276,7 @@ def _if_half(question: Question, outlook: Outlook, best: Seen) -> list[WhatIf]:
     else:
         return [WhatIf(change=change, gpus=one.gpus, why=why)]
     unlike, _ = mixed(legal, outlook)
-    seen = search(legal, outlook, known=unlike).best
+    seen = _found(legal, outlook, unlike).best
     lost = f"without the pin {' and '.join(given_up)}, which cannot hold: {why}" if given_up else ""
     if seen is None:
         return [WhatIf(change=change, gpus=one.gpus, why=f"nothing fits{', ' * bool(lost)}{lost}")]

@@ -19,6 +19,7 @@ from trimtab.predict.accumulate import accumulated
 from trimtab.predict.calibration import speed
 from trimtab.predict.derive import derived, simpler
 from trimtab.predict.estimate import estimate as judge
+from trimtab.predict.verdict import judge_fully
 from trimtab.spec import PARTS, Allocator, Estimate, Mesh, Recompute, Strategy
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class Foresight:
     """Kinds of devices whose speed is not known."""
     ladders: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
     """Times of settings that differ in micro-batch and accumulation alone."""
+    judged: dict[str, Estimate] = field(default_factory=dict)
+    """Verdicts of replays within a limit."""
     names: dict[Layout, str] = field(default_factory=dict)
     """What the key of an estimate says of a layout."""
 
@@ -142,6 +145,7 @@ class Foresight:
             broken={},
             timeless=set(),
             ladders={},
+            judged={},
         )
 
     def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
@@ -181,7 +185,20 @@ class Foresight:
             self.memo.estimates[key] = known
         room = room_bytes(layout.device)
         found = Estimate.from_builtins(known)
-        return found.replace(capacity_bytes=room, fits=found.band.high_bytes <= room)
+        return found.judge_quickly(room)
+
+    def judge_within(
+        self, setting: Setting, layout: Layout, limit_bytes: int, *, explain: bool = False
+    ) -> Estimate:
+        """The estimate with its verdict within so many bytes, by replays of the trace."""
+        key = f"{self._place(setting, layout)} {limit_bytes} {explain}"
+        if key not in self.judged:
+            found = self.estimate(setting, layout)
+            trace = self._trace(setting, layout)
+            if trace is None or isinstance(trace, TrimtabError):
+                return found
+            self.judged[key] = judge_fully(found, trace, setting, limit_bytes=limit_bytes, explain=explain)
+        return self.judged[key]
 
     def _estimated(self, setting: Setting, layout: Layout, key: str) -> Estimate:
         broken = self.broken.get(self._ladder(setting, layout), [])
@@ -411,7 +428,11 @@ class Foresight:
         if layout not in self.names:
             nodes = tuple(len(node.devices) for node in layout.cluster.nodes)
             links = tuple(
-                (one.kind, one.node, len(one.devices), one.bandwidth_bytes_per_s, one.total_bytes_per_s)
+                (
+                    *(one.kind, one.node, len(one.devices), one.bandwidth_bytes_per_s, one.total_bytes_per_s),
+                    # An estimate says where the network's bandwidth is from.
+                    *([] if one.node is not None else [one.source]),
+                )
                 for one in layout.cluster.links
             )
             self.names[layout] = f"{plain_device(layout.device).fingerprint()} {nodes} {links}"

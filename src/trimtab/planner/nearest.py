@@ -45,7 +45,7 @@ def nothing_fits(
         whole, result, outlook
     )
     least = min((least for _, least in result.too_large.values() if least), default=0)
-    need = least if near is None else near.estimate.band.high_bytes
+    need = least if near is None else near.estimate.need_bytes
     changes = tuple(_changes(workload, cluster, whole, need, outlook))
     pinned = " ".join(f"--pin {key}={word(value)}" for key, value in whole.policy.pins.items())
     error = NothingFits(
@@ -83,10 +83,12 @@ def _missing(near: Seen | None, least: int, policy: Policy, cluster: Cluster) ->
     if near is None:
         most = policy.memory_share * max(room_bytes(one) for one in cluster.devices)
         return f"nothing fits: {format_bytes(least)} or more are needed, {format_bytes(most)} may be used"
-    setting = near.setting
+    setting, estimate = near.setting, near.estimate
+    released = ", even after releasing cached blocks" * (estimate.need_bytes < estimate.band.high_bytes)
     return (
-        f"nothing fits: the nearest is {format_bytes(near.estimate.band.high_bytes)} (upper band) with "
-        f"{setting.strategy} on {setting.gpus} GPU{'s' * (setting.gpus > 1)}, "
+        f"nothing fits: the nearest needs {format_bytes(estimate.need_bytes)} (upper band{released}; "
+        f"{format_bytes(estimate.allocated_bytes)} allocated, {format_bytes(estimate.reserved_bytes)} "
+        f"reserved) with {setting.strategy} on {setting.gpus} GPU{'s' * (setting.gpus > 1)}, "
         f"micro-batch {setting.micro_batch}, {setting.precision}, recompute {setting.recompute}; "
         f"{format_bytes(near.allowed_bytes)} may be used, {format_bytes(near.missing_bytes)} are missing"
     )
@@ -214,7 +216,16 @@ def imagined(cluster: Cluster, device: Device, count: int) -> Cluster:
     row = next((one for one in devices() if one.name == device.model), None)
     if row is not None:
         nodes = -(-count // NODE)
-        return stated(f"{nodes}x{count // nodes}x{row.typed[0]}" if nodes > 1 else f"{count}x{row.typed[0]}")
+        if nodes == 1:
+            return stated(f"{count}x{row.typed[0]}")
+        found = stated(f"{nodes}x{count // nodes}x{row.typed[0]}")
+        # A network that the user stated holds for more nodes of the kind too.
+        own = [link for link in cluster.links if link.node is None and link.source.startswith("stated")]
+        return (
+            found.replace(links=(*(link for link in found.links if link.node is not None), *own))
+            if own
+            else found
+        )
     alike = tuple(device.replace(index=index) for index in range(count))
     return cluster.replace(nodes=(Node(name="imagined", devices=alike),), links=())
 

@@ -79,6 +79,14 @@ class Outlook(Protocol):
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
         """The estimate, against all that the fullest device has free; raises TrimtabError where it cannot."""
 
+    def judge_within(
+        self, setting: Setting, layout: Layout, limit_bytes: int, *, explain: bool = False
+    ) -> Estimate:
+        """The estimate with its verdict within so many bytes, where torch may release cached blocks.
+
+        Raises as `estimate` does. With `explain` the reason says whether another allocator would help.
+        """
+
     def is_at_hand(self, setting: Setting, layout: Layout) -> bool:
         """Whether an estimate costs next to nothing: runners-up are worth no more than that."""
 

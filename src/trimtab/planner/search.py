@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
 from trimtab.errors import JobFailed, TrimtabError
 from trimtab.planner.outlook import room_bytes
-from trimtab.spec import Objective, Recompute, Strategy
+from trimtab.spec import Objective, Recompute, Strategy, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,12 +73,17 @@ class Seen:
     @property
     def fits(self) -> bool:
         """Whether the upper band stays within the share that the policy allows."""
-        return self.estimate.band.high_bytes <= self.allowed_bytes
+        return self.estimate.need_bytes <= self.allowed_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits only because torch releases cached blocks."""
+        return self.fits and self.estimate.verdict is Verdict.FITS_TIGHT
 
     @property
     def missing_bytes(self) -> int:
         """By how much it does not fit."""
-        return max(0, self.estimate.band.high_bytes - self.allowed_bytes)
+        return max(0, self.estimate.need_bytes - self.allowed_bytes)
 
 
 @dataclass
@@ -206,6 +211,11 @@ def ends(cuts: tuple[Cut, ...]) -> list[Cut]:
     """
     several = [one for one in cuts if one[0] > 1] or list(cuts)
     return list(dict.fromkeys((several[0], several[-1])))
+
+
+def _strain(seen: Seen) -> tuple[int, float]:
+    """What is missing, and how often a step must release cached blocks: the less the better."""
+    return seen.missing_bytes, seen.estimate.releases_per_step or 0.0
 
 
 Entry = tuple[Value, bool, tuple[int, ...], int, "Family | None", "Cut", Seen | None]
@@ -354,7 +364,7 @@ class _Search:
             self._find_limit(family, cut, seen)
         else:
             # For a runner-up the limit is not worth finding: smaller ones have their turn.
-            self._too_large(family, seen.estimate.band.high_bytes)
+            self._too_large(family, seen.estimate.need_bytes)
             self.limits[family] = max((micro for micro, _ in family.cuts if micro < cut[0]), default=0)
 
     def _is_needless(self, family: Family, cut: Cut, bound: Value) -> bool:  # noqa: PLR0911 - one for each cause
@@ -438,9 +448,13 @@ class _Search:
                 self.last_failure = error
                 return None
             one = Seen(setting, family.layout, estimate, allowed(family.layout, self.policy))
-            if best is None or one.missing_bytes < best.missing_bytes:
+            if self.space.tight and not one.fits:
+                one = replace(
+                    one, estimate=self.outlook.judge_within(setting, family.layout, one.allowed_bytes)
+                )
+            if best is None or _strain(one) < _strain(best):
                 best = one
-            if one.fits:
+            if one.fits and not one.is_tight:
                 break
         assert best is not None  # noqa: S101 - there is an allocator
         self.result.seen.append(best)
@@ -471,12 +485,12 @@ class _Search:
         Memory is nearly a line in the micro-batch, so that the first guess is mostly right. What the line
         puts clearly beyond the limit is not looked at.
         """
-        self._too_large(family, seen.estimate.band.high_bytes)
+        self._too_large(family, seen.estimate.need_bytes)
         smaller = [one for one in family.cuts if one[0] < cut[0]]
         small = next((one for one in ends(family.cuts)[::-1] if one[0] < cut[0]), None)
-        points = {cut[0]: seen.estimate.band.high_bytes}
+        points = {cut[0]: seen.estimate.need_bytes}
         if small is not None and (other := self._estimated(family, small)) is not None:
-            points[small[0]] = other.estimate.band.high_bytes
+            points[small[0]] = other.estimate.need_bytes
         low, high = 0, len(smaller)
         while low < high:
             guess = self._guess(smaller[low:high], points, seen.allowed_bytes) + low
@@ -505,7 +519,7 @@ class _Search:
         if floor.need_bytes > allowed(family.layout, self.policy):
             return floor.need_bytes
         seen = self._estimated(family, cut)
-        return None if seen is None else seen.estimate.band.high_bytes
+        return None if seen is None else seen.estimate.need_bytes
 
     def _too_large(self, family: Family, need_bytes: int) -> None:
         many, least = self.result.too_large.get(family, (0, 0))

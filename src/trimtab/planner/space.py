@@ -90,6 +90,8 @@ class Space:
     refused: tuple[Rejection, ...]
     policy: Policy
     workload: Workload
+    tight: bool = False
+    """Whether settings count that fit only because torch releases cached blocks."""
 
     def only(self, gpus: int) -> Space:
         """The part with that many devices."""
@@ -100,6 +102,7 @@ class Space:
             refused=(),
             policy=self.policy,
             workload=self.workload,
+            tight=self.tight,
         )
 
 

@@ -113,7 +113,7 @@ def _cluster(plan: Plan, cluster: Cluster) -> list[str]:
 
 def _room(plan: Plan, cluster: Cluster) -> list[str]:
     """Whether enough devices have the memory free that the plan counted on."""
-    need = plan.estimate.band.high_bytes
+    need = plan.estimate.need_bytes
     names = {one.name for one in plan.places}
     rooms = sorted((room_bytes(one) for one in cluster.devices if kind(one) in names), reverse=True)
     count = len(plan.places)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.spec import PARTS, Estimate
+from trimtab.engine.limits import keeps_whole
+from trimtab.spec import PARTS, Estimate, Strategy
 
 if TYPE_CHECKING:
     from trimtab.spec import Setting, Trace
@@ -15,26 +16,32 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
 
     From the second micro-batch on, the gradients of the earlier ones lie there all the while, also where a
     step with one micro-batch has none yet. Each new gradient lies beside the sum until it is added; a
-    compiled backward pass hands over all of them at once.
+    compiled backward pass hands over all of them at once. Under fsdp, small gradients stay whole, in fp32,
+    until the last micro-batch.
     """
     if setting.accumulation == 1:
         return estimate
     more = max(sum(gradients(one)) if setting.compile else _risen(one) for one in trace.ranks)
+    if setting.strategy in (Strategy.FSDP, Strategy.HSDP) and keeps_whole(
+        trace.trainable, estimate.capacity_bytes or 0
+    ):
+        more += 4 * trace.trainable
     if not more:
         return estimate
     band = estimate.band
-    return estimate.replace(
+    risen = estimate.replace(
         allocated_bytes=estimate.allocated_bytes + more,
         reserved_bytes=estimate.reserved_bytes + more,
         process_bytes=estimate.process_bytes + more,
         parts=estimate.parts.replace(gradients=estimate.parts.gradients + more),
+        gradients_bytes=max(estimate.gradients_bytes or 0, estimate.parts.gradients + more),
         band=band.replace(low_bytes=band.low_bytes, high_bytes=band.high_bytes + more),
-        fits=None if estimate.capacity_bytes is None else band.high_bytes + more <= estimate.capacity_bytes,
         assumptions=(
             *estimate.assumptions,
             "gradients lie beside the activations while micro-batches add up",
         ),
     )
+    return risen if risen.capacity_bytes is None else risen.judge_quickly(risen.capacity_bytes)
 
 
 def gradients(trace: Trace) -> list[int]:

@@ -26,7 +26,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 MIN_BLOCK = 512
 """Every size is rounded up to a multiple of this."""
@@ -415,6 +415,10 @@ class _Addresses:
         if self._holes[0].start == self._floor:
             self._floor = self._holes.pop(0).end
 
+    def state(self) -> Hashable:
+        """What decides where the next segments lie."""
+        return self._floor, tuple(self._holes), tuple(self._ranges), tuple(self._spare)
+
     def _home(self, address: int) -> _Range:
         return self._ranges[bisect_right(self._ranges, (address, _NEVER * _NEVER)) - 1]
 
@@ -546,6 +550,19 @@ class Allocator:
         if block is None:
             return None
         return Place(block.segment.ordinal, block.address - block.segment.base, block.size)
+
+    def state(self, names: Mapping[int, int]) -> Hashable:
+        """Everything that decides what happens next, to compare with another moment of the same replay.
+
+        `names` gives other ids than their own to blocks that play the same part at both moments. The age of
+        blocks, which only garbage collection looks at, is left out.
+        """
+        live = sorted((names.get(one, one), block.address) for one, block in self._live.items() if block)
+        pools = tuple(
+            (key, tuple(one[:2] for one in pool.free), tuple(at for at, _ in pool.unmapped))
+            for key, pool in self._pools.items()
+        )
+        return tuple(live), pools, self._addresses.state()
 
     def layout(self) -> list[Span]:
         """Every block, by address."""

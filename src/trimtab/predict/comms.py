@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.units import format_bandwidth
+
 if TYPE_CHECKING:
     from trimtab.spec import Cluster
 
@@ -22,7 +24,7 @@ class Links(NamedTuple):
     within: float
     """Bytes a second, one way, of a device to its peers in a node."""
     between: float
-    """The same between nodes, for each device."""
+    """The same between nodes, for each device: every GPU has a network port, or a share of its node's."""
     per_node: int
     nodes: int
 
@@ -43,20 +45,59 @@ def links(cluster: Cluster, gpus: int) -> Links:
     )
 
 
-def all_gather_s(size: int, ranks: int, among: Links) -> float:
+def network_words(cluster: Cluster, gpus: int) -> str | None:
+    """The bandwidth that was taken between nodes and where it is from; None within one node."""
+    among = links(cluster, gpus)
+    if among.nodes < 2:  # noqa: PLR2004 - several
+        return None
+    speed = (
+        f"network between nodes: {format_bandwidth(among.between)} ({_bits(among.between)}) a GPU each way"
+    )
+    sources = [one.source for one in cluster.links if one.node is None and one.bandwidth_bytes_per_s]
+    kind, _, ground = (sources[0] if sources else "assumed: nothing is known of it").partition(": ")
+    if kind == "stated":
+        return f"{speed}, as stated by {ground}"
+    return f"{speed}; {kind}: {ground}. State yours: --network 400Gb/gpu or 100Gb/node"
+
+
+def _bits(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e9:.4g} Gb/s"
+
+
+class Group(NamedTuple):
+    """The ranks that one collective is among, as nodes split them."""
+
+    local: int
+    """Ranks of the group in one node."""
+    nodes: int
+
+
+def group(ranks: int, among: Links, apart: int = 1) -> Group:
+    """How so many ranks, whose numbers are `apart` from one to the next, lie on the nodes.
+
+    >>> links = Links(within=450e9, between=50e9, per_node=8, nodes=4)
+    >>> group(32, links), group(4, links, apart=8), group(8, links, apart=4)
+    (Group(local=8, nodes=4), Group(local=1, nodes=4), Group(local=2, nodes=4))
+    """
+    local = max(1, min(ranks, among.per_node // max(1, apart)))
+    return Group(local, -(-ranks // local))
+
+
+def all_gather_s(size: int, ranks: int, among: Links, *, apart: int = 1) -> float:
     """Each rank gets the `size` bytes that all of them hold a share of."""
     if ranks <= 1:
         return 0.0
-    return _latency(ranks, among) + size * (ranks - 1) / ranks / _rate(ranks, among)
+    spread = group(ranks, among, apart)
+    return _latency(spread) + size * (ranks - 1) / ranks / _rate(spread, among)
 
 
 reduce_scatter_s = all_gather_s
 """The same way backwards: each rank ends with the sum of its share."""
 
 
-def all_reduce_s(size: int, ranks: int, among: Links) -> float:
+def all_reduce_s(size: int, ranks: int, among: Links, *, apart: int = 1) -> float:
     """Each rank gets the sum of `size` bytes: a reduce-scatter and an all-gather."""
-    return 2 * all_gather_s(size, ranks, among)
+    return 2 * all_gather_s(size, ranks, among, apart=apart)
 
 
 def send_s(size: int, apart: int, among: Links) -> float:
@@ -66,13 +107,20 @@ def send_s(size: int, apart: int, among: Links) -> float:
     return NETWORK_HOP_S + size / (min(among.within, among.between) * BUS_SHARE)
 
 
-def _rate(ranks: int, among: Links) -> float:
-    if ranks <= among.per_node:
+def _rate(spread: Group, among: Links) -> float:
+    """Bytes a second that pass each rank of a ring.
+
+    NCCL runs as many rings as a node has ports, and each ring leaves the node by another port. So the GPUs of
+    a node add up: with eight ports of 50 GB/s a ring over all GPUs moves 400 GB/s between nodes, and NVLink
+    with 450 GB/s is hardly faster. Groups that run at the same time, as the copies of hsdp do, each have the
+    ports of their own GPUs.
+    """
+    if spread.nodes == 1:
         return among.within * BUS_SHARE
-    return min(among.within, among.between) * BUS_SHARE
+    across = among.between * spread.local
+    return (min(among.within, across) if spread.local > 1 else across) * BUS_SHARE
 
 
-def _latency(ranks: int, among: Links) -> float:
-    inside = min(ranks, among.per_node)
-    hops = HOP_S * (inside - 1).bit_length()
-    return hops + (NETWORK_HOP_S * (among.nodes - 1).bit_length() if ranks > among.per_node else 0.0)
+def _latency(spread: Group) -> float:
+    inside = HOP_S * (spread.local - 1).bit_length()
+    return inside + NETWORK_HOP_S * (spread.nodes - 1).bit_length()

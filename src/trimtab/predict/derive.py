@@ -1,6 +1,6 @@
 """Traces of settings that need no tracing of their own, from those of simpler ones.
 
-Replicas do what one device does, with a copy of every gradient to reduce; shards of another number hold the
+Replicas do what one device does, with gradients in buckets that are summed; shards of another number hold the
 same in other portions. So planning traces one device and two numbers of shards, and derives the rest.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from trimtab.engine.limits import BUCKET_BYTES
 from trimtab.predict.affine import at
-from trimtab.predict.time import BUCKET_BYTES, gradient_bytes
-from trimtab.spec import PARTS, Mesh, Strategy
+from trimtab.predict.time import gradient_bytes
+from trimtab.spec import PARTS, Mesh, Strategy, Work
+from trimtab.spec.trace import GRADIENT
 
 if TYPE_CHECKING:
     from trimtab.spec import Setting, Trace
@@ -55,18 +57,107 @@ def derived(setting: Setting, traces: list[Trace]) -> Trace | None:
 
 
 def with_buckets(trace: Trace, size: int) -> Trace:
-    """The trace with the buckets that gradients are reduced in, taken before the first batch comes."""
-    sizes = [BUCKET_BYTES] * (size // BUCKET_BYTES) + [size % BUCKET_BYTES] * bool(size % BUCKET_BYTES)
-    count, place = len(sizes), trace.marks.get("batch", 0)
-    first = len(trace.sizes)
-    order = (*trace.order[:place], *range(first, first + count), *trace.order[place:])
-    later = {name: at + count if at > place else at for name, at in trace.marks.items()}
-    return trace.replace(
-        order=order,
-        sizes=(*trace.sizes, *sizes),
+    """The trace with gradients as views of buckets, which are taken before the first batch comes.
+
+    `size` is the bytes of all gradients. Each gradient that autograd makes is added to its view as soon as it
+    is complete, and freed there.
+    """
+    complete = _completed(trace)
+    temporary = set(complete.values())
+    one_step = _step_gradients(trace, temporary)
+    buckets = bucket_sizes(one_step, size)
+    first, count = len(trace.sizes), len(buckets)
+    place = trace.marks.get("batch", 0)
+    order: list[int] = []
+    moved: list[int] = []
+    """Where each position of the old order has come to."""
+    for position, number in enumerate(trace.order):
+        moved.append(len(order))
+        if position == place:
+            order += range(first, first + count)
+        if number >= 0 or ~number not in temporary:
+            order.append(number)
+        if number < 0 and ~number in complete:
+            order.append(~complete[~number])
+    moved.append(len(order))
+    workspace, gradients = PARTS.index("workspace"), PARTS.index("gradients")
+    parts = [workspace if number in temporary else part for number, part in enumerate(trace.parts)]
+    return _with_sums(trace, one_step, size).replace(
+        order=tuple(order),
+        sizes=(*trace.sizes, *buckets),
         streams=(*trace.streams, *[0] * count),
-        parts=(*trace.parts, *[PARTS.index("communication")] * count),
+        parts=(*parts, *[gradients] * count),
         modules=(*trace.modules, *[0] * count),
         ops=(*trace.ops, *[0] * count),
-        marks=later,
+        marks={name: moved[at] for name, at in trace.marks.items()},
+    )
+
+
+def _completed(trace: Trace) -> dict[int, int]:
+    """The gradient that is complete at each allocation that says so (`GRADIENT`)."""
+    if GRADIENT not in trace.op_names:
+        return {}
+    mark, part = trace.op_names.index(GRADIENT), PARTS.index("gradients")
+    waiting: dict[int, int] = {}
+    found = {}
+    for number in trace.order:
+        if number < 0:
+            continue
+        parameter = trace.modules[number]
+        if trace.parts[number] == part:
+            waiting[parameter] = number
+        elif trace.ops[number] == mark and parameter in waiting:
+            found[number] = waiting.pop(parameter)
+    return found
+
+
+def _step_gradients(trace: Trace, temporary: set[int]) -> list[int]:
+    """Bytes of the gradients of one step, in the order in which they come."""
+    begin, end = trace.marks.get("step1", 0), trace.marks.get("step2", len(trace.order))
+    return [trace.sizes[number] for number in trace.order[begin:end] if number in temporary]
+
+
+def bucket_sizes(gradients: list[int], whole: int) -> list[int]:
+    """Bytes of the buckets that gradients of these sizes fill; `whole` counts those that never come, too.
+
+    A bucket is closed by the gradient that fills it, so a large gradient makes a large bucket.
+
+    >>> [one >> 20 for one in bucket_sizes([10 << 20, 20 << 20, 100 << 20, 1 << 20], 132 << 20)]
+    [30, 100, 2]
+    """
+    sizes = [0]
+    for size in gradients:
+        sizes[-1] += size
+        if sizes[-1] >= BUCKET_BYTES:
+            sizes.append(0)
+    sizes[-1] += max(0, whole - sum(gradients))
+    return [size for size in sizes if size]
+
+
+def _with_sums(trace: Trace, gradients: list[int], whole: int) -> Trace:
+    """The operations with those of buckets: they are zeroed, and every gradient is added to its view."""
+    if not trace.sequence or "optimizer" not in trace.phases:
+        return trace
+    dtype = next((one.dtype for one in trace.works if one.kind == "optimizer"), "float32")
+    zero = Work(op="aten::_foreach_zero_", kind="pointwise", dtype=dtype, write_bytes=whole, dims=(0, whole))
+    sums = [
+        Work(
+            op="aten::add_",
+            kind="pointwise",
+            dtype=dtype,
+            read_bytes=2 * size,
+            write_bytes=size,
+            dims=(0, size),
+        )
+        for size in gradients
+    ]
+    works = {work: place for place, work in enumerate(trace.works)}
+    places = [works.setdefault(one, len(works)) for one in (zero, *sums)]
+    update = trace.phases["optimizer"]
+    sequence = (places[0], *trace.sequence[:update], *places[1:], *trace.sequence[update:])
+    phases = {"forward": 0, "backward": 1, "optimizer": 1 + len(sums)}
+    return trace.replace(
+        works=tuple(works),
+        sequence=sequence,
+        phases={name: at + phases.get(name, 0) for name, at in trace.phases.items()},
     )

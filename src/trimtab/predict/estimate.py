@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.predict import comms, time
 from trimtab.predict.calibration import speed
 from trimtab.predict.memory import BAND_HIGH, BAND_LOW, Memory, memory
-from trimtab.predict.rating import PEAK_OF, rating
+from trimtab.predict.rating import PEAK_OF, model_kind, rating, reference
 from trimtab.spec import Allocator, Band, Estimate, Recompute, StepTime, Strategy
 
 if TYPE_CHECKING:
@@ -52,38 +52,36 @@ def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of 
             allocated_bytes=found.allocated_bytes,
             reserved_bytes=found.reserved_bytes,
             process_bytes=found.process_bytes,
-            capacity_bytes=capacity,
-            fits=band.high_bytes <= capacity,
             parts=found.parts,
+            gradients_bytes=found.gradients_bytes,
             band=band,
             **timed,
             assumptions=(*trace.assumptions, *said_of_ranks, *_assumed(setting, device), *said),
-        ),
+        ).judge_quickly(capacity),
         found,
     )
 
 
 def _fullest(trace: Trace, setting: Setting) -> tuple[Memory, list[str]]:
     """The memory of the kind of ranks that needs most, and which one that is."""
-    found = [
-        in_flight(
-            memory(
-                one,
-                expandable=setting.allocator is Allocator.EXPANDABLE,
-                sharded=setting.strategy in (Strategy.FSDP, Strategy.HSDP),
-                compiled=setting.compile,
-            ),
-            one,
-            setting,
-        )
-        for one in trace.ranks
-    ]
+    found = [rank_memory(one, setting)[0] for one in trace.ranks]
     most = max(range(len(found)), key=lambda number: found[number].band.high_bytes)
     if not trace.beside:
         return found[most], []
     others = ", ".join(one.rank for number, one in enumerate(trace.ranks) if number != most)
     named = f"the ranks of {trace.ranks[most].rank} hold most and are the ones estimated"
     return found[most], [f"{named}; those of {others} hold less"]
+
+
+def rank_memory(trace: Trace, setting: Setting) -> tuple[Memory, Memory]:
+    """The memory of one kind of rank; and the same without what `in_flight` adds to the replay."""
+    alone = memory(
+        trace,
+        expandable=setting.allocator is Allocator.EXPANDABLE,
+        sharded=setting.strategy in (Strategy.FSDP, Strategy.HSDP),
+        compiled=setting.compile,
+    )
+    return in_flight(alone, trace, setting), alone
 
 
 def in_flight(found: Memory, trace: Trace, setting: Setting) -> Memory:
@@ -131,8 +129,14 @@ def _timed(  # noqa: PLR0913 - as above
     flops = time.device_flops(trace, setting)
     once = time.model_flops(trace)
     mfu = flops / (seconds * peak) if peak else None
+    usual = reference(model_kind(trace), device, setting.precision)
     said = []
-    if fusing:
+    if fusing and trace.unfused_compiled:
+        said.append(
+            "compiled: attention loses its fused kernel; time and memory are taken to be as without; "
+            "`trimtab estimate --compile` asks the compiler itself"
+        )
+    elif fusing:
         said.append(
             "compiled: memory is taken to be as without compiling, time by what could be fused; "
             "`trimtab estimate --compile` asks the compiler itself"
@@ -147,6 +151,8 @@ def _timed(  # noqa: PLR0913 - as above
         )
     if not alone:
         said.append("time: collectives by the bandwidth of the links, not measured")
+    if cluster is not None and (network := comms.network_words(cluster, setting.gpus)):
+        said.append(network)
     return {
         "step_s": seconds,
         "step_time": StepTime(
@@ -158,7 +164,8 @@ def _timed(  # noqa: PLR0913 - as above
         ),
         "samples_per_s": setting.global_batch / seconds,
         "mfu": mfu,
-        "mfu_rating": rating(mfu, device, setting.precision) if mfu is not None else None,
+        "mfu_rating": rating(mfu, usual) if mfu is not None else None,
+        "mfu_reference": usual if mfu is not None else None,
         "hardware_utilization": mfu and mfu * (once + trace.recomputed_flops) / once,
     }, said
 

@@ -184,9 +184,10 @@ def inside(works: list[Work], backward: int, optimizer: int) -> list[bool]:
     """Of each operation, whether it is in a compiled graph: of the model's call, or of its backward pass.
 
     A loss outside of the model stays eager. Its backward pass comes first, and is taken to have as many
-    operations. A trace that does not say where the model begins and ends is taken for all of it.
+    operations. A trace without calls of modules is taken for all of it; one with calls, none of which is of
+    the model, has nothing that torch.compile would compile.
     """
-    whole = not any(one.op == ENTER for one in works)
+    whole = not any(one.kind == "call" for one in works)
     depth, found = int(whole), []
     eager = 0
     for work in works[:backward]:
@@ -196,8 +197,9 @@ def inside(works: list[Work], backward: int, optimizer: int) -> list[bool]:
         if work.kind == "call" and work.op == LEAVE:
             depth = max(0, depth - 1)
         eager += work.kernels > 0 and not depth and work.op != SEED
+    none = not any(found)
     for work in works[backward:optimizer]:
-        found.append(eager <= 0)
+        found.append(eager <= 0 and not none)
         eager -= work.kernels > 0
     return [*found, *[False] * (len(works) - len(found))]
 

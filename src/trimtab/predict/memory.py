@@ -8,6 +8,7 @@ from trimtab.predict.allocator import Config, Event, replay
 from trimtab.spec import PARTS, Band, Footprint, Trace
 from trimtab.units import MIB
 
+GRADIENTS = PARTS.index("gradients")
 BLOCK = 512
 """The allocator rounds every request up to this."""
 
@@ -40,6 +41,8 @@ class Memory:
     """What was running then."""
     phase: str
     """Which phase that was in."""
+    gradients_bytes: int = 0
+    """The most that gradients hold at any moment of the steps; `parts` has what they hold at the peak."""
 
 
 def memory(
@@ -68,6 +71,7 @@ def memory(
         modules=_modules(trace, live),
         operation=_operation(trace, position),
         phase=_phase(trace, position),
+        gradients_bytes=_most_gradients(trace, begin),
     )
 
 
@@ -104,6 +108,17 @@ def _fullest(trace: Trace, begin: int) -> tuple[int, set[int]]:
         else:
             live.discard(~number)
     return best_at, live
+
+
+def _most_gradients(trace: Trace, begin: int) -> int:
+    """The largest sum of live gradients in the steps, whatever else is live then."""
+    parts, sizes = trace.parts, trace.sizes
+    alive = most = 0
+    for number in trace.order[begin:]:
+        if parts[number if number >= 0 else ~number] == GRADIENTS:
+            alive += rounded(sizes[number]) if number >= 0 else -rounded(sizes[~number])
+            most = max(most, alive)
+    return most
 
 
 def _footprint(trace: Trace, live: set[int], allocated: int, context: int) -> Footprint:

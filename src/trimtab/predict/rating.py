@@ -1,24 +1,18 @@
-"""Whether a share of the peak is good for a GPU: beside what measured jobs reach there.
+"""Rate an MFU against published runs of the same kind of model on the same kind of GPU.
 
-An MFU of 30 % is poor for a large transformer on one card and excellent for any job on another, because
-cards differ in how much arithmetic they offer for each byte they move. So the jobs of the exam are the
-yardstick: what they took on an H200, split into arithmetic and bytes, is rescaled to the card, and the rating
-is the quarter that a job falls into.
+The figures are rows of catalog/mfu.toml. Where none are known for the device, the kind of model or the
+precision, there is no rating: a bare share of the peak says more than an adjective without a ground.
 """
 
 from __future__ import annotations
 
-import statistics
-from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from trimtab.catalog.clusters import row_device
-from trimtab.catalog.tables import devices
-from trimtab.spec import Noun, Precision
+from trimtab.catalog.tables import mfu_references
+from trimtab.spec import MfuReference, Precision
 
 if TYPE_CHECKING:
-    from trimtab.spec import Device
+    from trimtab.spec import Device, Trace
 
 WORDS = ("poor", "fair", "good", "excellent")
 PEAK_OF = {
@@ -29,48 +23,46 @@ PEAK_OF = {
     Precision.BF16_TRUE: "bf16",
 }
 """The dense peak that MFU is a share of."""
+SIXTEEN_BITS = (Precision.FP16, Precision.BF16, Precision.BF16_TRUE)
+NEARLY_ALL = 0.95
+"""Of a transformer's operations, the share that is matrix products and attention."""
+POOR = 0.5
+"""Below this share of the usual range's lower end an MFU is poor."""
 
 
-class Yardstick(Noun, frozen=True, kw_only=True):
-    """A measured job: operations of the model in a step, and where its time went."""
+def model_kind(trace: Trace) -> str | None:
+    """The kind of model that a trace is of, by what it computes; None where it is none that is known.
 
-    case: str
-    device: str
-    precision: Precision
-    flops: int
-    arithmetic_s: float
-    other_s: float
-
-
-@cache
-def yardsticks() -> tuple[Yardstick, ...]:
-    """The jobs of the exam."""
-    text = files("trimtab.catalog").joinpath("yardsticks.jsonl").read_text(encoding="utf-8")
-    return tuple(Yardstick.from_json(line, origin="yardsticks.jsonl") for line in text.splitlines())
+    A mixture of experts is left out: its grouped products reach less, and no table of such runs is known.
+    """
+    flops: dict[str, int] = {}
+    for number in trace.sequence:
+        work = trace.works[number]
+        flops[work.kind] = flops.get(work.kind, 0) + work.flops
+        if "grouped_mm" in work.op:
+            return None
+    dense = flops.get("matrix", 0) + flops.get("attention", 0)
+    is_transformer = flops.get("attention", 0) > 0 and dense >= NEARLY_ALL * sum(flops.values())
+    return "transformer" if is_transformer else None
 
 
-def rating(mfu: float, device: Device, precision: Precision) -> str | None:
-    """The word for an MFU; None where the device's figures are not known."""
-    limits = quartiles(device, precision)
-    return WORDS[sum(mfu >= limit for limit in limits)] if limits else None
-
-
-def quartiles(device: Device, precision: Precision) -> tuple[float, ...]:
-    """What a quarter, half and three quarters of the measured jobs stay below on a device."""
-    reached = [share for one in yardsticks() if (share := _reached(one, device, precision)) is not None]
-    return tuple(statistics.quantiles(reached, n=4)) if len(reached) > len(WORDS) else ()
-
-
-def _reached(one: Yardstick, device: Device, precision: Precision) -> float | None:
-    """The MFU of a measured job, rescaled to a device."""
-    wide = (Precision.FP32, Precision.TF32)
-    if (one.precision in wide) != (precision in wide):
+def reference(kind: str | None, device: Device, precision: Precision) -> MfuReference | None:
+    """What published runs of such a model reach on such a device."""
+    if precision not in SIXTEEN_BITS or device.slice is not None:
         return None
-    there = next(row_device(row, 0, "yardsticks") for row in devices() if row.name == one.device)
-    before = getattr(there.peaks, PEAK_OF[one.precision])
-    now = getattr(device.peaks, PEAK_OF[precision]) or device.peaks.fp32
-    bandwidth, here = there.bandwidth_bytes_per_s, device.bandwidth_bytes_per_s
-    if not before or not now or not bandwidth or not here:
+    row = next((row for row in mfu_references() if row.model == kind and device.model in row.devices), None)
+    if row is None:
         return None
-    seconds = one.arithmetic_s * before / now + one.other_s * bandwidth / here
-    return float(one.flops / (seconds * now))
+    return MfuReference(low=row.low / 100, high=row.high / 100, model=row.model, figures=row.figures)
+
+
+def rating(mfu: float, usual: MfuReference | None) -> str | None:
+    """The word for an MFU beside the usual range; None where there is none to compare it with.
+
+    >>> usual = MfuReference(low=0.36, high=0.46, model="transformer", figures="...")
+    >>> [rating(mfu, usual) for mfu in (0.1, 0.28, 0.4, 0.5)], rating(0.4, None)
+    (['poor', 'fair', 'good', 'excellent'], None)
+    """
+    if usual is None:
+        return None
+    return WORDS[sum(mfu >= limit for limit in (POOR * usual.low, usual.low, usual.high))]

@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trimtab.engine.limits import BUCKET_BYTES
 from trimtab.predict import comms
 from trimtab.predict.accumulate import gradients
 from trimtab.predict.fusion import fused
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 QUEUE = 1000
 """Launches that the host may be ahead of the device; then it waits."""
-BUCKET_BYTES = 25 * 2**20
-"""DDP reduces gradients in buckets of this size while the backward pass goes on."""
 GAP_S = 2.4e-6
 """Between one kernel of a step and the next."""
 START_S = 0.7e-3
@@ -211,6 +210,9 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
     eager one (`predict.fusion`). A trace through the compiler itself says it better, and takes a minute where
     this takes none.
     """
+    if fusing and trace.unfused_compiled:
+        # Attention would get slower and the rest faster: no gain is promised.
+        fusing, setting = False, setting.replace(compile=False)
     found = []
     passes = []
     for one in trace.ranks:
@@ -419,9 +421,8 @@ def _sharded(
     forward = max(first, gathered / 2 - OVERLAPPED * forward_s)
     backward = max(0.0, gathered / 2 + scattered - OVERLAPPED * backward_s)
     replicas = setting.mesh.dp_replicate
-    across = (
-        comms.all_reduce_s(gradient_bytes(trace, setting) // shards, replicas, among) if replicas > 1 else 0.0
-    )
+    # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
+    across = comms.all_reduce_s(gradient_bytes(trace, setting) // shards, replicas, among, apart=shards)
     return passes * (forward + backward) + max(0.0, across - OVERLAPPED * backward_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trimtab.catalog.clusters import network_link
+from trimtab.catalog.network import network_link
 from trimtab.probe import fallback, host, nvml, scheduler, versions
 from trimtab.probe.links import device_links
 from trimtab.probe.seen import SeenDevice, device
@@ -264,7 +264,7 @@ def _all_nodes(
     note = (
         f"{count} nodes were granted; only {node.name} was looked at, and the others are taken to be like it."
     )
-    return (node, *fellows), (*links, *copies, network_link(models)), (note,)
+    return (node, *fellows), (*links, *copies, network_link(models, len(node.devices))), (note,)
 
 
 def _fellow(node: Node, name: str, ground: str) -> Node:

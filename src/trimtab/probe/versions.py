@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trimtab import __version__
 from trimtab.catalog.describe import capability
 from trimtab.catalog.tables import drivers, torch_builds, torch_releases
+from trimtab.catalog.torch_release import is_supported, requirement
 from trimtab.spec import Device, Finding, Severity, Versions
 
 if TYPE_CHECKING:
@@ -73,17 +74,16 @@ def misfits(versions: Versions, devices: tuple[Device, ...]) -> list[Finding]:
 
 def _other_release(torch: str) -> Finding | None:
     """A torch that trimtab is not made for."""
-    row = torch_releases()
-    oldest, newest = _numbers(row.oldest), _numbers(row.newest)
-    if oldest <= _numbers(torch)[:2] <= newest:
+    if is_supported(torch):
         return None
-    after = ".".join(str(number) for number in (*newest[:-1], newest[-1] + 1))
+    row = torch_releases()
     return Finding(
         severity=Severity.WARNING,
         what=f"torch {torch} is none of the releases that trimtab is made for: {row.oldest} to {row.newest}.",
         evidence=f"package metadata: torch {torch}",
-        cause="Another release may lack what trimtab calls, or take other memory than it was measured with.",
-        cure=f"Install one of those: pip install 'torch>={row.oldest},<{after}'.",
+        cause="Another release may lack what trimtab calls, or take other memory than it was measured with: "
+        "commands that run a job refuse it.",
+        cure=f"Install one of those: pip install '{requirement()}'.",
     )
 
 

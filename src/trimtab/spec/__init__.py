@@ -2,7 +2,7 @@
 
 from trimtab.spec.base import Noun
 from trimtab.spec.calibration import Calibration
-from trimtab.spec.estimate import Band, Estimate, Footprint, StepTime
+from trimtab.spec.estimate import Band, Estimate, Footprint, MfuReference, StepTime, Verdict
 from trimtab.spec.finding import Finding, Severity
 from trimtab.spec.hardware import (
     Cluster,
@@ -78,6 +78,7 @@ __all__ = [
     "Look",
     "Measurement",
     "Mesh",
+    "MfuReference",
     "Node",
     "Noun",
     "Objective",
@@ -105,6 +106,7 @@ __all__ = [
     "Summary",
     "Trace",
     "Vendor",
+    "Verdict",
     "Versions",
     "WatchedRun",
     "WhatIf",

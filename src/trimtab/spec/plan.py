@@ -184,3 +184,5 @@ class Plan(Noun, frozen=True, kw_only=True):
     """The answer in a sentence."""
     fingerprints: dict[str, str] = {}
     """What the plan assumed: job, cluster, versions."""
+    folder: str = ""
+    """The folder it was made in, from which the paths in `job` and `options` start; empty in older plans."""

@@ -26,6 +26,8 @@ a module cost the host alone."""
 
 ENTER, LEAVE = "enter", "leave"
 """Names of the calls that the whole model begins and ends with: what lies between, torch.compile compiles."""
+GRADIENT = "gradient"
+"""Name of the allocations of no bytes that say when a parameter's gradient is complete."""
 PERMUTED, BROADCAST, PROMOTED = 1, 2, 4
 """What keeps an operation from reading and writing in straight lines, as bits."""
 
@@ -124,6 +126,8 @@ class Trace(Noun, frozen=True, kw_only=True):
     """What a pipeline stage hands to the next one for a micro-batch."""
     shared: int = 0
     """Of the numbers that take a gradient, those that all stages of a pipeline hold."""
+    unfused_compiled: bool = False
+    """Of an eager trace: whether compiled code would lose a fused attention kernel that it has."""
     assumptions: tuple[str, ...] = ()
 
     @property

@@ -50,13 +50,20 @@ class Workload(Noun, frozen=True, kw_only=True):
     """Whether the batch can be cut; None where nobody has looked."""
     cached: bool = False
     """Whether the job gives embed() and loss_of(), so that gradient caching cuts its batch exactly."""
+    sample_length: int | None = None
+    """Tokens of one sample as the job is planned, chosen or assumed; None where it has none."""
     files: dict[str, str] = {}
     """Fingerprints of the job's own source files, by name."""
 
     def faults(self) -> list[str]:
         """Counts are at least one."""
         return below(
-            1, global_batch=self.global_batch, samples=self.samples, epochs=self.epochs, seq=self.seq
+            1,
+            global_batch=self.global_batch,
+            samples=self.samples,
+            epochs=self.epochs,
+            seq=self.seq,
+            sample_length=self.sample_length,
         )
 
     @property

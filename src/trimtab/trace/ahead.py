@@ -25,7 +25,7 @@ OURS = (
     "torch.distributed.tensor._sharding_prop",
     "trimtab.trace.kernels",
     "trimtab.trace.recorder",
-    "trimtab.trace.step",
+    "trimtab.engine.step",
 )
 MEMBERS = ("model", "batch", "loss", "losses", "optimizer")
 

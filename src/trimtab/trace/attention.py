@@ -1,113 +1,50 @@
-"""Which attention kernel the target would run, and the calls that give its shapes.
+"""Run the attention kernel that torch would choose on the target, on fake tensors.
 
-The rules are those of torch 2.11 to 2.13 on CUDA: cuDNN first on sm_90 and sm_100, then flash, then
-memory-efficient, then plain arithmetic, each if its conditions hold.
+`attention_rules` makes the choice. What torch does before and after each kernel (padding of head sizes, masks
+as numbers, masks with aligned rows) follows aten/src/ATen/native/transformers/attention.cpp of torch 2.11 to
+2.13.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._guards import TracingContext
 from torch.nn.functional import pad
 
-HALF = (torch.float16, torch.bfloat16)
-FLASH_HEAD = 256
-FOUR = 4
-"""Fused kernels take batch x heads x length x head size."""
+from trimtab.trace.attention_rules import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    HALF,
+    MATH,
+    Call,
+    Choice,
+    Target,
+    choose,
+    cure,
+    explain,
+    first_failure,
+    target_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MASK_ALIGNED = 8
+"""Elements that the rows of a mask must be apart by a multiple of, for the memory-efficient kernel."""
 
 
-class Call(NamedTuple):
-    """The arguments that the choice depends on."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    dropout: float
-    causal: bool
-    grouped: bool
-
-
-def choose(call: Call, capability: tuple[int, int]) -> str:
-    """cudnn, flash, efficient or math."""
-    order = [(_cudnn_can, "cudnn"), (_flash_can, "flash"), (_efficient_can, "efficient")]
-    if capability not in ((9, 0), (10, 0)):
-        order = order[1:]
-    return next((name for can, name in order if can(call, capability)), "math")
-
-
-def _same_shape(call: Call) -> bool:
-    tensors = (call.query, call.key, call.value)
-    if any(one.dim() != FOUR or 0 in one.shape for one in tensors):
-        return False
-    return len({one.shape[0] for one in tensors}) == 1
-
-
-def _last_dim_dense(call: Call) -> bool:
-    return all(one.stride(-1) == 1 for one in (call.query, call.key, call.value))
-
-
-def _heads_fit(call: Call, *, grouped: bool) -> bool:
-    heads = {one.shape[1] for one in (call.query, call.key, call.value)}
-    return len(heads) == 1 or (grouped and call.grouped and call.key.shape[1] == call.value.shape[1])
-
-
-def _low_precision(call: Call, capability: tuple[int, int]) -> bool:
-    return call.query.dtype == torch.float16 or (call.query.dtype == torch.bfloat16 and capability >= (8, 0))
-
-
-def _cudnn_can(call: Call, capability: tuple[int, int]) -> bool:
-    if not (_same_shape(call) and _last_dim_dense(call) and _low_precision(call, capability)):
-        return False
-    head, length = call.query.shape[-1], call.key.shape[-2]
-    most = FLASH_HEAD if capability == (9, 0) else 128
-    fits = head <= most and call.value.shape[-1] <= most and head % 8 == 0 and call.value.shape[-1] % 8 == 0
-    return fits and length > 1 and _heads_fit(call, grouped=True) and not _mask_learns(call)
-
-
-def _mask_learns(call: Call) -> bool:
-    return call.mask is not None and call.mask.requires_grad
-
-
-def _flash_can(call: Call, capability: tuple[int, int]) -> bool:
-    if call.mask is not None or capability < (8, 0) or not _same_shape(call):
-        return False
-    head = call.query.shape[-1]
-    if not (_last_dim_dense(call) and _low_precision(call, capability) and head <= FLASH_HEAD):
-        return False
-    if call.causal and call.query.shape[-2] != call.key.shape[-2]:
-        return False
-    small_chip = (8, 6) <= capability <= (8, 9) or capability[0] == 12  # noqa: PLR2004 - shared memory is smaller
-    awkward = 192 < head <= 224 or (head > 224 and call.dropout > 0)  # noqa: PLR2004
-    same_head = head == call.key.shape[-1] == call.value.shape[-1]
-    return same_head and not (small_chip and awkward) and _heads_fit(call, grouped=True)
-
-
-def _efficient_can(call: Call, capability: tuple[int, int]) -> bool:
-    if not (_same_shape(call) and _last_dim_dense(call) and _heads_fit(call, grouped=False)):
-        return False
-    if _mask_learns(call):
-        # Seen on an H200: a mask that takes a gradient goes to plain arithmetic.
-        return False
-    half = call.query.dtype in HALF
-    if call.query.dtype == torch.float64 or (call.query.dtype == torch.bfloat16 and capability < (8, 0)):
-        return False
-    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
-    align = (8 if half else 4) if tensor_cores else 1
-    return call.query.shape[-1] % align == 0 and call.value.shape[-1] % align == 0
-
-
-def attend(call: Call, capability: tuple[int, int], scale: float | None, *, needs_grad: bool) -> torch.Tensor:
-    """Run the kernel that would be chosen, on fake tensors."""
-    kernel = choose(call, capability)
+def attend(call: Call, choice: Choice, scale: float | None) -> torch.Tensor:
+    """Run the chosen kernel, on fake tensors."""
     query, key, value, mask = call.query, call.key, call.value, _additive(call)
-    aten = torch.ops.aten
-    if kernel == "cudnn":
+    aten, kernel = torch.ops.aten, choice.kernel
+    if kernel == CUDNN:
         return aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, needs_grad, call.dropout, call.causal, False, scale=scale
+            query, key, value, mask, call.needs_grad, call.dropout, call.causal, False, scale=scale
         )[0]
-    if kernel == "flash":
+    if kernel == FLASH:
         head = query.shape[-1]
         wide = [pad(one, (0, -head % 8)) if head % 8 else one for one in (query, key, value)]
         scale = head**-0.5 if scale is None else scale
@@ -115,36 +52,101 @@ def attend(call: Call, capability: tuple[int, int], scale: float | None, *, need
             0
         ]
         return out[..., :head] if head % 8 else out
-    if kernel == "efficient":
+    if kernel == EFFICIENT:
         bias = _aligned(mask, query, key)
         return aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, needs_grad, call.dropout, call.causal, scale=scale
+            query, key, value, bias, call.needs_grad, call.dropout, call.causal, scale=scale
         )[0]
+    if TracingContext.try_get() is None and not any(one.is_nested for one in call.tensors):
+        return _math(call, mask, scale)
+    # What the compiler sees: torch's own decomposition, which adds masks out of place for fake tensors.
     return aten._scaled_dot_product_attention_math(
         query, key, value, mask, call.dropout, call.causal, None, scale=scale, enable_gqa=call.grouped
     )[0]
 
 
+def _math(call: Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    """Plain attention as eager torch runs it on a GPU: in fp32, with the mask added in place.
+
+    torch's own function takes another way for fake tensors: it adds the mask into new memory.
+    """
+    kept = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    precise = [one.float() if one.dtype in HALF and not kept else one for one in call.tensors]
+    query, key, value = precise
+    scale = call.query.shape[-1] ** -0.5 if scale is None else scale
+    root = abs(scale) ** 0.5
+    query = query * (-root if scale < 0 else root)
+    if call.causal:
+        if mask is not None:
+            raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
+        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = _as_numbers(square, query.dtype)
+    if call.grouped:
+        key, value = (_repeated(one, query) for one in (key, value))
+    scores = torch.matmul(query, key.transpose(-2, -1) * root)
+    if mask is not None:
+        scores.add_(mask)
+    weights = torch.ops.aten._safe_softmax(scores, -1)
+    # torch lets go of the scores here, and of everything else when it returns.
+    del scores
+    if call.dropout > 0:
+        weights = torch.dropout(weights, call.dropout, train=True)
+    out = torch.matmul(weights, value).to(call.query.dtype)
+    # torch gives the weights back as well, in the dtype of the query; nobody takes them.
+    weights.to(call.query.dtype)
+    return out
+
+
+def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    times = query.shape[-3] // tensor.shape[-3]
+    return tensor if times == 1 else tensor.repeat_interleave(times, -3)
+
+
 def _additive(call: Call) -> torch.Tensor | None:
-    """A boolean mask as the numbers that are added to the scores."""
+    """The mask as the numbers that are added to the scores."""
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask
-    return torch.where(call.mask, 0.0, float("-inf")).to(call.query.dtype)
+    return _as_numbers(call.mask, call.query.dtype)
+
+
+def _as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device))
 
 
 def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the memory-efficient kernel wants it: rows padded to 16, expanded to every head."""
+    """The mask as the memory-efficient kernel wants it: rows padded to 8, then expanded to every head."""
     if mask is None:
         return None
-    length = mask.shape[-1]
-    if length % 16 or (mask.dim() > 1 and mask.stride(-2) % 16):
-        mask = pad(mask, (0, -length % 16))[..., :length]
-    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    return mask.expand(shape)
+    if mask.stride(-1) != 1 or any(stride % MASK_ALIGNED for stride in mask.stride()[:-1]):
+        length = mask.shape[-1]
+        # torch pads by 8 where the length is a multiple of 8 already and another stride is not.
+        mask = pad(mask, (0, MASK_ALIGNED - length % MASK_ALIGNED))[..., :length]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def register(library: torch.library.Library, capability: tuple[int, int]) -> None:
-    """Put the choice in place of torch's own, which only a CUDA build can make."""
+def _empty(call: Call) -> torch.Tensor:
+    """The answer to inputs without elements: zeros that depend on all of them."""
+    shape = (*call.query.shape[:-1], call.value.shape[-1])
+    zeros = torch.zeros(shape, dtype=call.query.dtype, device=call.query.device)
+    return zeros + (call.query.sum() + call.key.sum() + call.value.sum()) * 0
+
+
+def lost_note(choice: Choice) -> str:
+    """What a user should know of a choice; empty where a fused kernel runs."""
+    if choice.kernel != MATH or not choice.lost:
+        return ""
+    what = "attention is not fused: it is slower and keeps a score for every pair of tokens"
+    return f"{what}. {explain(choice.lost)}. Fix: {cure(choice.lost)}"
+
+
+def register(
+    library: torch.library.Library, capability: tuple[int, int], note: Callable[[str], None]
+) -> None:
+    """Put the choice in place of torch's own, which only a CUDA build can make.
+
+    `note` is given a sentence for every call: why no fused kernel can run, or nothing.
+    """
+    target = target_of(capability)
 
     def attention(  # noqa: PLR0913, PLR0917 - torch's own signature
         query: torch.Tensor,
@@ -157,8 +159,41 @@ def register(library: torch.library.Library, capability: tuple[int, int]) -> Non
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        return attend(call, capability, scale, needs_grad=needs_grad)
+        if target.torch >= (2, 12) and any(one.numel() == 0 for one in call.tensors):
+            return _empty(call)
+        choice = choose(call, target)
+        if not choice.kernel:
+            raise RuntimeError(f"No available kernel. {explain(choice.lost)}")
+        note(lost_note(choice))
+        return attend(call, choice, scale)
 
     library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")
+    _answer_questions(target)
+
+
+def _answer_questions(target: Target) -> None:
+    """`torch.backends.cuda.can_use_*` as on the target: nested tensors of layout jagged ask it."""
+    import torch.backends.cuda as questions
+    import torch.nested._internal.sdpa as jagged
+
+    def asked(kernel: str) -> Callable[..., bool]:
+        def can_use(params: Any, debug: bool = False) -> bool:
+            del debug
+            call = Call(
+                params.query,
+                params.key,
+                params.value,
+                params.attn_mask,
+                params.dropout,
+                params.is_causal,
+                params.enable_gqa,
+            )
+            return first_failure(kernel, call, target) is None
+
+        return can_use
+
+    names = {"flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN}
+    for name, kernel in names.items():
+        for place in (questions, jagged):
+            setattr(place, f"can_use_{name}_attention", asked(kernel))

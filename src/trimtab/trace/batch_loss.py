@@ -141,7 +141,7 @@ def _cut_down(job: Any) -> nn.Module:
     """The model with the first block of every list of repeated blocks; large tensors are not filled."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from trimtab.trace.step import repeated_blocks
+    from trimtab.engine.blocks import repeated_blocks
 
     class Unfilled(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from trimtab.engine.blocks import repeated_blocks
 from trimtab.trace.layers import FEW
-from trimtab.trace.step import repeated_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
 import msgspec
 
 from trimtab import errors
+from trimtab.catalog.torch_release import require_supported_torch
 from trimtab.errors import JobFailed, TrimtabError
 from trimtab.trace.host import limit_bytes, resident_bytes, too_much
 
@@ -73,6 +74,7 @@ def ask_all(  # noqa: PLR0913 - who is asked what, and how long
     With `watch`, it is ended when it takes more memory of this host than tracing may. With `show`, it speaks
     to the user on stderr while it runs.
     """
+    require_supported_torch()
     job = f"job {request.job}"
     # A session of its own: whatever it starts ends with it.
     process = subprocess.Popen(  # noqa: S603 - our own module

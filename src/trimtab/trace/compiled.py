@@ -135,9 +135,8 @@ def _let_dynamo_look(recorder: Recorder) -> None:
     import torch._inductor.compile_fx as inductor
 
     for module in pkgutil.iter_modules(trimtab.trace.__path__, "trimtab.trace."):
-        # What stands in for torch's C++ is not to be compiled; what arranges the job's blocks is.
-        if module.name != "trimtab.trace.step":
-            torch._dynamo.trace_rules.add(module.name)
+        # What stands in for torch's C++ is not to be compiled; the engine, which wraps the job's blocks, is.
+        torch._dynamo.trace_rules.add(module.name)
     replace(type(recorder), ignore_compile_internals=classmethod(lambda _: True))
     again = getattr(torch._prims.rng_prims, "graphsafe_run_with_rng_state", None)
     if again is not None:

@@ -9,6 +9,7 @@ import torch
 
 from trimtab.catalog.describe import capability
 from trimtab.trace import attention, shapes, workspace
+from trimtab.trace.autocast import Autocast, casts_last_argument_first
 from trimtab.trace.values import Values
 
 if TYPE_CHECKING:
@@ -27,13 +28,25 @@ class Kernels:
         self.values = Values(self.assume)
         self._cublas_threads: set[int] = set()
         self._library = torch.library.Library("aten", "IMPL")
-        attention.register(self._library, self.capability)
+        Autocast(last_first=casts_last_argument_first(target)).install(self._library)
+        self.attended = False
+        """Whether torch's function for attention was called."""
+        self.asked_compiling = False
+        """Whether code outside of torch asked if it is being compiled."""
+        self.unfused: dict[str, None] = {}
+        """Why attention is not fused, where it is not: one sentence a cause."""
+        attention.register(self._library, self.capability, self._lose)
         shapes.register_rnn(self._library)
         shapes.keep_whole(self._library)
 
     def assume(self, text: str) -> None:
         """Note an assumption once."""
         self.assumptions[text] = None
+
+    def _lose(self, text: str) -> None:
+        self.attended = True
+        if text:
+            self.unfused[text] = None
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, with an answer for those whose result depends on values."""
@@ -49,6 +62,9 @@ class Kernels:
 
     def takes(self, name: str, args: tuple[Any, ...], out: Any) -> list[workspace.Take]:
         """What the operation asks the allocator for beside its results, and in what order."""
+        by_gpu = workspace.BY_GPU.get(name)
+        if by_gpu is not None:
+            return by_gpu(args, out, self.capability)
         rule = workspace.RULES.get(name)
         return rule(args, out) if rule else []
 

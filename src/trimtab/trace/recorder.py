@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from trimtab.spec import Work
-from trimtab.spec.trace import ENTER, LEAVE
+from trimtab.spec.trace import ENTER, GRADIENT, LEAVE
 from trimtab.trace.imitate import Stream
 from trimtab.trace.works import POSITIONS, finds_positions, work
 
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
+    from trimtab.engine.entries import Entries
     from trimtab.spec import Cause
     from trimtab.trace.kernels import Kernels
 
 
 def _from_engine() -> bool:
     """Whether autograd's engine itself asks, with no Python between: it runs on a thread of its own."""
-    frame: FrameType | None = sys._getframe(2)
+    # Below the recorder itself: nothing, or what torch puts between, which differs between its releases.
+    frame: FrameType | None = sys._getframe(1).f_back
     while frame is not None:
         if "/torch/" not in frame.f_code.co_filename:
             return False
@@ -93,6 +95,8 @@ class Recorder(TorchDispatchMode):
         self._host = threading.get_ident()
         self.compiles = False
         """Whether torch.compile takes part: its code knows no modules, and would compile our hooks too."""
+        self._inside = 0
+        """The id of what is being run that torch.compile would compile as a whole; 0 outside."""
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._numbers: dict[int, int | None] = {}
         """The allocation that a storage lies in, by the storage's id; None while it holds nothing."""
@@ -304,6 +308,19 @@ class Recorder(TorchDispatchMode):
         if number is not None:
             self.order.append(~number)
 
+    @contextlib.contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """Run something after the end of a trace of which nothing is written down."""
+        columns: list[list[Any]] = [self.order, self.sizes, self.parts, self.modules, self.ops, self.streams]
+        lengths = [len(column) for column in columns]
+        causes = dict(self.causes)
+        try:
+            yield
+        finally:
+            for column, length in zip(columns, lengths, strict=True):
+                del column[length:]
+            self.causes = causes
+
     def forget_works(self) -> None:
         """The operations noted so far were not those of the step that is timed."""
         self.works.clear()
@@ -343,26 +360,57 @@ class Recorder(TorchDispatchMode):
         words = self.parts[number], self.modules[number], self.ops[number]
         return self.sizes[number], *words, self.streams[number]
 
-    def name_modules(self, model: Any) -> None:
-        """From now on, note in which module of the model memory is taken."""
+    def name_modules(self, model: Any, entries: Entries) -> None:
+        """Note from now on in which module of the model memory is taken, and what would be compiled."""
         names = {id(module): name for name, module in model.named_modules()}
         stack = [""]
+        children = dict(model.named_children())
+        compiled = {id(model), *(id(children[name]) for name in entries.children)}
+
+        def begins_compiled(module: Any) -> bool:
+            # Modules inside a compiled one are compiled with it.
+            return id(module) in compiled and self._inside in (0, id(module))
 
         def enter(module: Any, _: Any) -> None:
             stack.append(names.get(id(module), stack[-1]))
             self.module = stack[-1]
             if self.working:
-                self.note(ENTERED if module is model else CALL)
+                self.note(ENTERED if begins_compiled(module) else CALL)
+            if begins_compiled(module):
+                self._inside = id(module)
 
         def leave(module: Any, _: Any, __: Any) -> None:
             if len(stack) > 1:
                 stack.pop()
             self.module = stack[-1]
-            if self.working and module is model:
-                self.note(LEFT)
+            if self._inside == id(module):
+                self._inside = 0
+                if self.working:
+                    self.note(LEFT)
 
+        for name in entries.methods:
+            model.__dict__[name] = self._noting_entry(getattr(model, name))
         torch.nn.modules.module.register_module_forward_pre_hook(enter)
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True)
+
+    def _noting_entry(self, whole: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the model that loss() calls: torch.compile would compile it as a whole."""
+
+        @functools.wraps(whole)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return whole(*args, **kwargs)
+            self._inside = id(called)
+            try:
+                if self.working:
+                    self.note(ENTERED)
+                return whole(*args, **kwargs)
+            finally:
+                self._inside = 0
+                if self.working:
+                    self.note(LEFT)
+
+        return called
 
     def forget(self, modules: list[Any]) -> None:
         """Modules turn out not to be for this device: neither they nor what was given back since count."""
@@ -371,8 +419,23 @@ class Recorder(TorchDispatchMode):
         numbers |= {~number for number in self.order if number < 0}
         self.order = [one for one in self.order if one not in numbers and ~one not in numbers]
 
-    def relabel(self, tensor: torch.Tensor, part: str) -> None:
-        """Say what a tensor's memory turned out to be for."""
+    def relabel(self, tensor: torch.Tensor, part: str, module: str | None = None) -> None:
+        """Say what a tensor's memory turned out to be for, and of which module or parameter it is."""
         number = self._numbers.get(id(tensor.untyped_storage()))
         if number is not None:
             self.parts[number] = part
+            if module is not None:
+                self.modules[number] = module
+
+    def watch_gradient(self, parameter: torch.Tensor, name: str) -> None:
+        """Note when the gradient of a parameter is complete, as an allocation of no bytes.
+
+        Where gradients are views of buckets, autograd's own is added to the view and freed at this point.
+        """
+
+        def arrived(_: torch.Tensor) -> None:
+            number = self._new(0, "workspace", GRADIENT)
+            self.modules[number] = name
+            self.order.append(~number)
+
+        parameter.register_post_accumulate_grad_hook(arrived)

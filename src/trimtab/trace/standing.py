@@ -18,6 +18,7 @@ import time
 from collections import deque
 from typing import IO, TYPE_CHECKING, Any, Self
 
+from trimtab.catalog.torch_release import require_supported_torch
 from trimtab.trace.child import PAUSE_S, died, environment, heard, too_long
 from trimtab.trace.host import limit_bytes, resident_bytes, too_much
 
@@ -129,6 +130,7 @@ class Standing:
             self._process.stdin.flush()
 
     def _start(self) -> None:
+        require_supported_torch()
         self._scratch = tempfile.TemporaryDirectory(prefix="trimtab-")
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(  # noqa: S603 - our own module

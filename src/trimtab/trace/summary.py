@@ -83,6 +83,7 @@ def described(job: Any, name: str) -> Workload:
         seq=seq if isinstance(seq, int) and seq > 0 else None,
         batch_loss=_stated(job),
         cached=is_cached(job),
+        sample_length=_length(job),
         files=_files(name, job),
     )
 
@@ -93,6 +94,15 @@ def _stated(job: Any) -> BatchLoss | None:
     if stated is None:
         return None
     return BatchLoss(additive=stated, stated=True, why=f"the job says additive = {stated}")
+
+
+def _length(job: Any) -> int | None:
+    """Tokens of one sample: what the job says, or its `seq`."""
+    for member in ("sample_length", "seq"):
+        value = getattr(job, member, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
 
 
 def _counted(job: Any) -> int | None:

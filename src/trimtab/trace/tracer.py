@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,9 @@ TIMEOUT_S = 600.0
 COMPILED_TIMEOUT_S = 1800.0
 """The compiler's own work grows faster than the model does."""
 MOST_CACHED = 200
-"""Traces kept on disk; the oldest make room."""
+"""Files of one kind that stay in the cache: traces, plans, summaries of jobs; the oldest make room."""
+FAMILY = re.compile(r"[0-9a-f]{32}")
+"""What the name of a trace begins with; all other kinds begin with their own name."""
 
 
 def traced(request: Request, *, cache: bool = True) -> Trace:
@@ -192,12 +195,27 @@ def keep(file: Path, text: str) -> None:
         scratch = file.with_suffix(f".{os.getpid()}.tmp")
         scratch.write_text(text, encoding="utf-8")
         scratch.replace(file)
+        _make_room(file)
+
+
+def _make_room(file: Path) -> None:
+    """Remove the oldest files of the same kind, where there are too many; other kinds stay."""
+    alike = []
+    for other in file.parent.glob("*.json"):
+        # Another process may remove one in between.
+        with contextlib.suppress(OSError):
+            if _kind(other) == _kind(file):
+                alike.append((other.stat().st_mtime_ns, other.name, other))
+    for _, _, old in sorted(alike)[:-MOST_CACHED]:
+        old.unlink(missing_ok=True)
+
+
+def _kind(file: Path) -> str:
+    """Return what a file of the cache holds: trace, plan, summary and so on."""
+    first = file.stem.partition("-")[0]
+    return "trace" if FAMILY.fullmatch(first) else first
 
 
 def remember(file: Path, found: Noun) -> None:
-    """Write a trace beside the others; the oldest make room."""
+    """Write a trace beside the others."""
     keep(file, found.to_json())
-    with contextlib.suppress(OSError):
-        kept = sorted(file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
-        for old in kept[:-MOST_CACHED]:
-            old.unlink(missing_ok=True)

@@ -159,7 +159,10 @@ def _whole(built: _Built, *, forward: bool = False) -> Trace:
     counts = _steps(built, forward=forward)
     recorder.paused = True
     chosen = built.job.assumptions if isinstance(built.job, Job) else ()
-    assumed = (*chosen, *recorder.kernels.assumptions)
+    assumed = (*chosen, *recorder.kernels.assumptions, *recorder.kernels.unfused)
+    compiled = counts.pop("lost_compiled", {})
+    assumed += tuple(f"under torch.compile {text}" for text in compiled)
+    counts["unfused_compiled"] = bool(compiled)
     return Trace(**_columns(recorder), **counts, assumptions=assumed)
 
 
@@ -252,7 +255,7 @@ def _join_fake_group(setting: Setting) -> None:
 
 def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
     """The job's model on the pretended device."""
-    from trimtab.trace import step as steps
+    from trimtab.engine import step as steps
     from trimtab.trace.imitate import hide_tracing
 
     recorder.mark("build", "weights")
@@ -267,21 +270,20 @@ def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
 
 
 def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
-    from trimtab.trace import step as steps
+    from trimtab.engine import step as steps
 
     job, model, request, recorder, rank = built
     setting = request.setting
     with _blaming("model()"):
-        state = steps.arrange(job, model, setting, branch=rank.branch, stage=rank.stage)
+        state = steps.assemble(job, model, setting, branch=rank.branch, stage=rank.stage)
     if state.stage is not None:
         # They are built on the host, and never come to this device.
         recorder.forget(state.stage.dropped)
         state.stage.dropped.clear()
-    for bucket in state.buckets:
-        recorder.relabel(bucket, "communication")
+    names = _watch_gradients(state, recorder)
     if not recorder.compiles:
         # Compiled code is no longer divided into modules, and hooks would be compiled with it.
-        recorder.name_modules(state.model)
+        recorder.name_modules(state.model, state.entries)
     recorder.mark("batch", "inputs")
     with _blaming(f"batch({setting.micro_batch})"):
         batch = steps.make_batch(job, setting, "cuda")
@@ -290,6 +292,8 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         with _blaming("loss()"):
             steps.forward(state, batch)
         return {}
+    if not recorder.compiles:
+        _note_questions(recorder.kernels)
     kept: list[int] = []
     for number in range(STEPS):
         if number == STEPS - 1:
@@ -300,10 +304,11 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         recorder.mark(f"step{number}", "activations")
         recorder.working = number > 0
         with _blaming("loss()"):
-            steps.step(state, batch, clip=request.clip, between=lambda: kept.append(recorder.live()))
-        _label(state, recorder)
+            steps.step(state, [batch], clip=request.clip, between=lambda: kept.append(recorder.live()))
+        _label(state, recorder, names)
     recorder.mark("end", "activations")
     recorder.working = False
+    lost_compiled = _lost_by_compiling(state, batch, recorder)
     sizes = [(one.numel(), one.requires_grad) for one in state.model.parameters()]
     return {
         "parameters": sum(count for count, _ in sizes),
@@ -311,6 +316,7 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         "recomputed": state.recomputed,
         "part": rank.number,
         "rank": rank.words,
+        "lost_compiled": lost_compiled,
         **(
             {}
             if state.stage is None
@@ -323,8 +329,65 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
     }
 
 
-def _label(state: Any, recorder: Any) -> None:
-    """Say which tensors are gradients and which are optimizer state, now that they are there."""
+def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
+    """Note what gradients are kept in, and where they come and go; return the names of parameters by id."""
+    from trimtab.engine.gradients import OwnGradients
+
+    names = {id(one): name for name, one in state.model.named_parameters()}
+    if isinstance(state.gradients, OwnGradients):
+        for parameter in state.parameters:
+            recorder.watch_gradient(parameter, names[id(parameter)])
+    else:
+        for held in state.gradients.gradients():
+            recorder.relabel(held, "gradients")
+    return names
+
+
+def _note_questions(kernels: Any) -> None:
+    """Note from now on whether code outside of torch asks if it is being compiled."""
+    import sys
+
+    import torch
+
+    whole = torch.compiler.is_compiling
+
+    def is_compiling() -> bool:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            kernels.asked_compiling = True
+        return whole()
+
+    torch.compiler.is_compiling = is_compiling
+
+
+def _lost_by_compiling(state: Any, batch: Any, recorder: Any) -> dict[str, None]:
+    """Why attention would not be fused in compiled code, where it is in eager code.
+
+    Libraries ask torch whether they are being compiled, and build other masks then. One more forward pass in
+    which torch says so shows it. The compiler itself would take a minute.
+    """
+    import torch
+
+    from trimtab.engine import step as steps
+
+    before = recorder.kernels.unfused
+    if recorder.compiles or not (recorder.kernels.attended and recorder.kernels.asked_compiling):
+        return {}
+    found: dict[str, None] = {}
+    recorder.kernels.unfused = found
+    asked, torch.compiler.is_compiling = torch.compiler.is_compiling, lambda: True
+    try:
+        with recorder.unnoticed():
+            steps.forward(state, batch)
+    except Exception:  # noqa: BLE001 - code that only a compiler can run says nothing
+        found.clear()
+    finally:
+        torch.compiler.is_compiling = asked
+        recorder.kernels.unfused = before
+    return {text: None for text in found if text not in before}
+
+
+def _label(state: Any, recorder: Any, names: dict[int, str]) -> None:
+    """Say which tensors are gradients, of which parameter, and which are optimizer state."""
     import torch
 
     def local(tensor: Any) -> Any:
@@ -332,7 +395,7 @@ def _label(state: Any, recorder: Any) -> None:
 
     for parameter in state.parameters:
         if parameter.grad is not None:
-            recorder.relabel(local(parameter.grad), "gradients")
+            recorder.relabel(local(parameter.grad), "gradients", names.get(id(parameter)))
     for held in state.optimizer.state.values():
         for value in held.values():
             if isinstance(value, torch.Tensor):
@@ -493,7 +556,7 @@ def _ranks(job: Any, request: Request) -> list[Rank]:
         ]
     if setting.strategy not in (Strategy.BRANCH, Strategy.HYBRID):
         return [ALIKE]
-    from trimtab.trace.branches import branches_of
+    from trimtab.engine.branches import branches_of
 
     return [
         Rank(branch=branch, number=number, words=f"branch {branch}")

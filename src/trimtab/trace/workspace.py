@@ -22,6 +22,7 @@ CUBLAS_HOPPER = 32 * MIB
 CUBLAS_OLDER = 4096 * 1024 * 2 + 16 * 1024 * 8
 """One block a thread that runs matrix products, kept for ever."""
 WARP = 32
+FP32 = 4
 DESCRIPTOR = 256
 """cuDNN rounds its own workspaces up to this."""
 
@@ -124,6 +125,55 @@ def _flash_attention_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     return [RESULT, RESULT, RESULT, brief(own)]
 
 
+def _efficient_attention(args: tuple[Any, ...], _: Any, __: tuple[int, int]) -> list[Take]:
+    """Results in fp32, where a head of values is too large for registers. From the source."""
+    query, value = args[0], args[2]
+    batch, heads, length, _size = query.shape
+    wide = value.shape[-1] > 128 and query.element_size() < FP32  # noqa: PLR2004
+    return [RESULT, RESULT, hold(FP32 * batch * heads * length * value.shape[-1] if wide else 0)]
+
+
+def _efficient_attention_backward(args: tuple[Any, ...], _: Any, capability: tuple[int, int]) -> list[Take]:
+    """A row sum, and query gradients in fp32 in whole tiles. From the source.
+
+    A window of 49 queries with heads of 32 takes a tile of 64 x 64: 16,400 bytes for 3,136 of gradients.
+    """
+    given, query, key, value, bias = args[:5]
+    batch, heads, length, size = query.shape
+    half = query.element_size() < FP32
+    tiles = efficient_tiles(max(size, value.shape[-1]), capability, half=half)
+    elements = -(-length // tiles.rows) * -(-size // tiles.columns) * (tiles.rows * tiles.columns + 4)
+    if half and not tiles.in_registers:
+        splits = max(1, min(-(-key.shape[2] // tiles.columns), 200 // (batch * heads)))
+        wide = sum(-(-one // tiles.rows) * tiles.rows for one in (size, value.shape[-1]))
+        elements += splits * tiles.columns * wide
+    results = [RESULT] * (4 if bias is not None and args[10][3] else 3)
+    product = [] if half else [brief(_bytes(given))]
+    sums = hold(FP32 * batch * heads * length)
+    own = hold(FP32 * batch * heads * (-(-elements // 4) * 4))
+    return [hold(_copied(given.transpose(1, 2))), *results, *product, sums, own]
+
+
+class Tiles(NamedTuple):
+    """The blocks that the memory-efficient kernel works in, backward."""
+
+    rows: int
+    columns: int
+    in_registers: bool
+    """Whether gradients of keys and values need no memory of their own."""
+
+
+def efficient_tiles(size: int, capability: tuple[int, int], *, half: bool) -> Tiles:
+    """The kernel for a head size, of those that torch generates (mem_eff_attention/kernels)."""
+    most = next(limit for limit in (32, 64, 128, 2**16) if size <= limit)
+    little_memory = capability == (7, 5) or (8, 6) <= capability <= (8, 9) or capability[0] == 12  # noqa: PLR2004
+    large = capability >= (8, 0) or (capability >= (7, 0) and half)
+    rows = 128 if most > 64 and large and not little_memory else 64  # noqa: PLR2004
+    in_registers = half and most <= rows
+    columns = 128 if in_registers and capability >= (8, 0) and most > 64 else 64  # noqa: PLR2004
+    return Tiles(rows, columns, in_registers)
+
+
 def _embedding_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     """Partial sums over sorted indices, fp32."""
     count = args[1].numel()
@@ -198,3 +248,9 @@ RULES: dict[str, Callable[[tuple[Any, ...], Any], list[Take]]] = {
     "aten::native_layer_norm_backward": _layer_norm_backward,
 }
 """What an operation asks for and in what order; results that no rule places come last."""
+
+BY_GPU: dict[str, Callable[[tuple[Any, ...], Any, tuple[int, int]], list[Take]]] = {
+    "aten::_scaled_dot_product_efficient_attention": _efficient_attention,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
+}
+"""The same, for operations whose memory depends on the GPU's compute capability."""

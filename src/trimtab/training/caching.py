@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from trimtab.engine import cached
+from trimtab.engine.step import check_loss
 from trimtab.errors import WrongUse
 from trimtab.jobs.embeddings import Embeddings, check_samples, comparable, direct_loss, embed
 from trimtab.spec import Strategy
-from trimtab.training import preparing
 
 if TYPE_CHECKING:
     from trimtab.engine.cached import WholeLoss
+    from trimtab.training import preparing
     from trimtab.training.parts import Part
     from trimtab.training.stepper import Stepper
 
@@ -144,7 +145,7 @@ class Caching:
         try:
             mine = cached.joined(kept) if kept else Embeddings([], structure)
             whole = mine if groups.data_alone else gather(mine, counts, groups, self._stepper.device)
-            found = cached.whole_loss(self._job, ready.model, whole, preparing.check_loss)
+            found = cached.whole_loss(self._job, ready.model, whole, check_loss)
         except Exception as error:
             why = self._stepper.swallows(error)
             if why is None or not parts:

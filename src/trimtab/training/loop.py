@@ -21,12 +21,13 @@ import torch
 
 from trimtab.engine.additive import batch_norms
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
+from trimtab.jobs import cpu
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, file_of, load
 from trimtab.launching.summary import JSON as SUMMARY
 from trimtab.launching.summary import forget, gpus_on_node, summed, write
 from trimtab.planner import whole_batch
-from trimtab.spec import BatchLoss, IncidentKind
+from trimtab.spec import BatchLoss, IncidentKind, Precision
 from trimtab.training.control import given
 from trimtab.training.evaluate import evaluate, validation_of
 from trimtab.training.faults import Faults, tear
@@ -350,6 +351,10 @@ class Training:
         )
         for note in self._batch_notes():
             self.scribe.meters.say(note)
+        if self.run.device.type == "cpu" and not cpu.has_bf16():
+            cpu.silence_bf16_warning()
+            if choice.precision in (Precision.BF16, Precision.BF16_TRUE):
+                self.scribe.meters.say(f"{cpu.NO_BF16}: {choice.precision} is slow here, use fp32")
         if self.world.is_main and isinstance(self.job, Job):
             for remark in self.job.remarks:
                 self.scribe.meters.say(remark)
@@ -376,7 +381,7 @@ class Training:
         """All that may follow from a step."""
         scribe, rate = self.scribe, self.rate
         done = scribe.step = window.step + 1
-        time_s = clock.lap()
+        time_s = clock.lap(outcome.ended_s)
         self.signals.silence_s = max(SILENCE_S, PATIENCE * time_s)
         self.signals.step_ended()
         Progress.step = done

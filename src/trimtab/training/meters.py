@@ -201,7 +201,7 @@ class Meters:
         elif self._live is not None:
             # A terminal keeps only what is worth scrolling back to.
             if line.skipped or line.validation_loss is not None or line.step == self.steps:
-                self._live.console.print(line.text, markup=False, highlight=False)
+                self._live.console.print(line.text, markup=False, highlight=False, soft_wrap=True)
         else:
             self.write(line.text)
 
@@ -217,7 +217,7 @@ class Meters:
         if self.quiet:
             return
         if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         with contextlib.suppress(OSError):
             sys.stderr.write(f"trimtab: {text}\n")
@@ -260,7 +260,11 @@ def _board(folder: Path | None) -> Any:
 
 
 class Clock:
-    """Times steps by the host's clock, from the end of one to the end of the next."""
+    """Times steps from the end of one to the end of the next.
+
+    The host may be a step ahead of the device: it then hears of the end of a step only after it has handed
+    out the passes of the next, and of the last step at once. So a step says itself when it ended.
+    """
 
     def __init__(self) -> None:
         self.restart()
@@ -269,8 +273,10 @@ class Clock:
         """Begin anew, so that what lay in between does not count."""
         self._since = time.perf_counter()
 
-    def lap(self) -> float:
-        """Seconds since the last lap."""
+    def lap(self, ended_s: float | None = None) -> float:
+        """Seconds since the last lap, to `ended_s` of time.perf_counter() or to now."""
         now = time.perf_counter()
+        if ended_s is not None and self._since < ended_s < now:
+            now = ended_s
         passed, self._since = now - self._since, now
         return passed

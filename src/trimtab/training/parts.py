@@ -43,6 +43,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's weights are not what the others have: go back to a checkpoint."""
     asked: float = 0.0
     """Sum over ranks of what Run.asked was."""
+    ended_s: float | None = None
+    """When the device was done with the passes, by time.perf_counter(), where the host was a step ahead and
+    came to know of it later; None where the host waited."""
 
 
 class Part:

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from trimtab.training.recovery import is_out_of_memory
-from trimtab.training.reduce import Reducer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trimtab.trace.stages import Relay
+    from trimtab.engine.stages import Relay
     from trimtab.training.reduce import Groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -52,12 +51,6 @@ def schedule(stage: int, stages: int, parts: int) -> list[Turn]:
     for number in range(ahead, parts):
         turns += [Turn(True, number), Turn(False, number - ahead)]
     return turns + [Turn(False, number) for number in range(parts - ahead, parts)]
-
-
-class Staged(Reducer):
-    """Gradients of a stage: its blocks' are its own, what lies outside of them is summed over all stages."""
-
-    equal_parts = True
 
 
 class Elsewhere(Exception):  # noqa: N818 - it reads as a sentence in `raise`

@@ -1,10 +1,10 @@
-"""Which dtypes compute, and the loss scale that fp16 needs."""
+"""The loss scale that fp16 needs, and the environment of the planned allocator."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trimtab.spec import Allocator, Precision, Strategy
+from trimtab.spec import Allocator, Precision
 from trimtab.spec.base import Noun
 
 if TYPE_CHECKING:
@@ -69,47 +69,3 @@ def allocator_variables(setting: Setting, env: Mapping[str, str]) -> dict[str, s
         if "expandable_segments" not in there:
             changed[name] = f"{there},{_EXPANDABLE}" if there else _EXPANDABLE
     return changed
-
-
-def configure(setting: Setting) -> None:
-    """TF32 as the precision says; the flags are read when a kernel is chosen."""
-    import torch
-
-    torch.backends.cuda.matmul.allow_tf32 = setting.precision is Precision.TF32
-    torch.backends.cudnn.allow_tf32 = setting.precision is not Precision.FP32
-
-
-def autocast_dtype(setting: Setting) -> Any:
-    """The dtype of autocast; None where there is none. FSDP casts by itself."""
-    from trimtab.trace.step import AUTOCAST
-
-    if setting.strategy in (Strategy.FSDP, Strategy.HSDP):
-        return None
-    return AUTOCAST.get(setting.precision)
-
-
-def cast_frozen(model: Any, setting: Setting) -> int:
-    """Keep frozen weights in the dtype in which autocast would use them anyway; bytes saved.
-
-    Only weights of linear layers and convolutions: autocast casts these at every use, so that the results
-    stay the same bit for bit, and the casts are saved too. Weights that another kind of module shares stay.
-    """
-    import torch
-    from torch import nn
-
-    half = autocast_dtype(setting)
-    if half is not torch.bfloat16:
-        return 0
-    cast, keep = {}, set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and not parameter.requires_grad:
-                cast[id(parameter)] = parameter
-            else:
-                keep.add(id(parameter))
-    saved = 0
-    for key, parameter in cast.items():
-        if key not in keep and parameter.dtype is torch.float32:
-            saved += parameter.numel() * 2
-            parameter.data = parameter.data.to(half)
-    return saved

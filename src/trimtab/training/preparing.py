@@ -2,75 +2,43 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch import nn
 
+from trimtab.engine.branches import branch_loss, branches_of, keep_branch
+from trimtab.engine.build import HOST_BUILT, build_device, building
+from trimtab.engine.compile import Compiling
+from trimtab.engine.entries import Entries, entries_of
+from trimtab.engine.optimizer import make_optimizer
+from trimtab.engine.precision import SHARDED
+from trimtab.engine.stages import keep_stage
+from trimtab.engine.step import arrange
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import failed
 from trimtab.spec import Precision, Strategy
-from trimtab.trace import step as steps
-from trimtab.trace.branches import branch_loss, branches_of, keep_branch
-from trimtab.trace.stages import keep_stage
 from trimtab.training import world
-from trimtab.training.compiling import Compiling
 from trimtab.training.fitting import Fitting, Gauge
 from trimtab.training.order import bounds
-from trimtab.training.piping import Pipe, Staged
-from trimtab.training.precision import cast_frozen
+from trimtab.training.piping import Pipe
 from trimtab.training.recovery import Sizes
-from trimtab.training.reduce import Alone, Buffers, Groups, Reducer, make_alike, running_statistics
+from trimtab.training.reduce import Buffers, Groups, broadcast, make_alike, running_statistics
 from trimtab.training.updating import Updater
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trimtab.engine.gradients import Gradients
     from trimtab.spec import Estimate, Setting
     from trimtab.training.world import World
 
-SHARDED = (Strategy.FSDP, Strategy.HSDP)
-check_loss = steps._check_loss
-
-
-class Wiring(Protocol):
-    """How the gradients of a rank become those of all ranks."""
-
-    equal_parts: bool
-    """Whether all ranks have to run the same number of parts."""
-    arrivals: int
-    """How often at most gradients come in a backward pass."""
-
-    @property
-    def sent_any(self) -> bool:
-        """Whether other ranks have got something of this attempt."""
-
-    @property
-    def rehearsed(self) -> bool:
-        """Whether it needs no more passes of one sample before the first step."""
-
-    def begin(self) -> None:
-        """Before an attempt: gradients are nought."""
-
-    def before(self, number: int, count: int) -> None:
-        """Before part `number` of `count`."""
-
-    def abandon(self) -> None:
-        """The part under way has failed: let go of what it holds."""
-
-    def finish(self, failed_at: int | None, count: int) -> None:
-        """After the parts: everybody has what they wait for, also where part `failed_at` failed."""
-
-    def squares(self) -> torch.Tensor:
-        """This rank's part in the squared norm of the whole gradient."""
-
-    def gradients(self) -> list[torch.Tensor]:
-        """What this rank holds of it."""
-
-    def close(self) -> None:
-        """Leave the model as it was found."""
+HOST_SHARE = 0.5
+"""Of the host's free memory, what the copies of a model on all its ranks may take while they are built."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +66,7 @@ class Prepared:
 
     model: Any
     updater: Updater
-    wiring: Wiring
+    wiring: Gradients
     buffers: Buffers
     fitting: Fitting
     compiling: Compiling | None
@@ -138,32 +106,33 @@ def prepare(
     setting, groups = wanted.setting, wanted.groups
     device = torch.device(wanted.world.device)
     sharded = setting.strategy in SHARDED
-    staged = groups.stages > 1
-    model, branch, own = _model(wanted, torch.device("cpu") if sharded or staged else device)
+    model, branch, own = _model(wanted, device)
     named = {id(parameter): name for name, parameter in model.named_parameters()}
-    cast_frozen(model, setting)
-    steps.recompute(model, setting.recompute)
-    pipe = None
-    if staged:
-        # Only now, from the host: blocks of other stages are never on this device.
-        pipe = Pipe(groups, device)
-        pipe.relay, _ = keep_stage(model, groups.stage, groups.stages, pipe.receive)
-        own = pipe.relay.name
-        model.to(device)
-    alike = _entries(model, groups, own)
-    if groups.size > 1:
-        make_alike([entry for entry, _ in alike], device)
-    if sharded:
-        if wanted.world.size == 1:
-            world.connect_alone(wanted.world)
-        steps.shard(model, setting, device.type)
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    if not parameters:
-        raise JobFailed("model()", found="no parameter of it takes a gradient", cure="Leave some unfrozen.")
-    optimizer = _optimizer(wanted, model, parameters, named)
-    if sharded:
-        _not_fused(optimizer)
-    wiring = _wiring(model, wanted, own, mid_backward)
+    stage = _Stage(groups, device) if groups.stages > 1 else None
+    if sharded and wanted.world.size == 1:
+        world.connect_alone(wanted.world)
+
+    def own_prefix() -> str | None:
+        return stage.pipe.relay.name if stage is not None else own
+
+    def equalise(model: nn.Module) -> None:
+        make_alike([entry for entry, _ in _entries(model, groups, own_prefix())], device)
+
+    several = groups.size > 1
+    arranged = arrange(
+        model,
+        setting,
+        str(device),
+        optimizer=lambda parameters: _optimizer(wanted, model, parameters, named),
+        entries=Entries() if wanted.job is None else entries_of(wanted.job, model),
+        install_stage=stage,
+        equalise=equalise if several else None,
+        fill=broadcast if several else None,
+        reduced=lambda model: _reduced(model, groups, own_prefix()),
+        mid_backward=mid_backward,
+    )
+    optimizer = arranged.optimizer
+    buffers = [entry for entry, is_buffer in _entries(model, groups, own_prefix()) if is_buffer]
     places = bounds(setting.global_batch, groups.data_parallel, [one.samples for one in setting.shares])
     share = places[groups.data_rank + 1] - places[groups.data_rank]
     planned = setting.shares[groups.data_rank].micro_batch if setting.shares else setting.micro_batch
@@ -178,8 +147,8 @@ def prepare(
             sharded=sharded,
             cuda=device.type == "cuda",
         ),
-        wiring=wiring,
-        buffers=Buffers([entry for entry, is_buffer in alike if is_buffer], running_statistics(model)),
+        wiring=arranged.gradients,
+        buffers=Buffers(buffers, running_statistics(model)),
         fitting=Fitting(
             Sizes(planned=planned, current=planned),
             gauge=Gauge(device) if device.type == "cuda" else None,
@@ -187,13 +156,25 @@ def prepare(
             estimated_for=planned,
             grows_beyond=not setting.compile and not wanted.pinned,
         ),
-        compiling=Compiling(model, say) if setting.compile else None,
+        compiling=Compiling(model, say, arranged.entries) if setting.compile else None,
         loss=wanted.loss or _job_loss(wanted.job, branch),
         weight=wanted.weight or _job_weight(wanted.job),
         schedule=schedule,
         regular_share=share,
-        pipe=pipe,
+        pipe=None if stage is None else stage.pipe,
     )
+
+
+class _Stage:
+    """Leaves the blocks of this rank's stage in a model, and carries what stages hand over."""
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        self._groups = groups
+        self.pipe = Pipe(groups, device)
+
+    def __call__(self, model: nn.Module) -> None:
+        groups = self._groups
+        self.pipe.relay, _ = keep_stage(model, groups.stage, groups.stages, self.pipe.receive)
 
 
 def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str | None]:
@@ -201,7 +182,7 @@ def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str | 
     job, setting = wanted.job, wanted.setting
     model = wanted.model
     if model is None:
-        model = _built(job, setting, device)
+        model = _built(wanted, device)
     elif not isinstance(model, nn.Module):
         raise WrongUse(
             f"a model of type {type(model).__name__}", found="it is no module", cure="Give a torch.nn.Module."
@@ -218,18 +199,73 @@ def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str | 
         branch = list(known)[wanted.groups.branch]
         own = known[branch]
         keep_branch(model, known, branch)
-    if any(one.is_meta for one in model.parameters()):
+    if wanted.model is not None and any(one.is_meta for one in model.parameters()):
         raise WrongUse(
             "a model on the meta device", found="its weights have no values", cure="Build it on the CPU."
         )
-    if setting.strategy not in (*SHARDED, Strategy.PIPELINE):
+    if setting.strategy not in HOST_BUILT:
         model.to(device)
-    if setting.precision is Precision.BF16_TRUE:
+    if wanted.model is not None and setting.precision is Precision.BF16_TRUE:
+        # A model that was not built under this precision: its buffers have to follow.
         model.to(torch.bfloat16)
     return model, branch, own
 
 
-def _built(job: Any, setting: Setting, device: torch.device) -> Any:
+def _built(wanted: Wanted, device: torch.device) -> Any:
+    """Build the job's model; without values where another rank gives them and the host is too small."""
+    job, setting, here = wanted.job, wanted.setting, wanted.world
+    if job is not None and setting.strategy in SHARDED and here.rank > 0:
+        model = _without_values(job, setting, here)
+        if model is not None:
+            return model
+    return _built_on(job, setting, build_device(setting, str(device)))
+
+
+def _without_values(job: Any, setting: Setting, here: World) -> nn.Module | None:
+    """Build the model on the meta device where the host cannot hold a copy of it for every rank.
+
+    None where the host can, or where the model cannot be built so: tensors that are neither parameters nor
+    buffers would stay without values.
+    """
+    try:
+        model = _built_on(job, setting, "meta")
+    except Exception:  # noqa: BLE001 - whatever it is, building with values will say it, or not have it
+        return None
+    if not isinstance(model, nn.Module):
+        return None
+    tensors = [*model.parameters(), *model.buffers()]
+    size = sum(one.numel() * one.element_size() for one in tensors)
+    if size * _local_ranks(here) <= HOST_SHARE * psutil.virtual_memory().available:
+        return None
+    return None if _has_loose_tensors(model) else model
+
+
+def _local_ranks(here: World) -> int:
+    """How many ranks there are on this host, as the launcher says; all of them where it does not."""
+    stated = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(stated) if stated.isdecimal() else here.size
+
+
+def _has_loose_tensors(model: nn.Module) -> bool:
+    """Whether a module keeps tensors as plain attributes."""
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, dict):
+            return any(map(holds, value.values()))
+        if isinstance(value, list | tuple | set):
+            return any(map(holds, value))
+        return isinstance(value, torch.Tensor)
+
+    known = {"_parameters", "_buffers", "_modules"}
+    return any(
+        holds(value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in known
+    )
+
+
+def _built_on(job: Any, setting: Setting, device: str) -> Any:
     if job is None:
         raise WrongUse(
             "run.prepare()",
@@ -237,7 +273,7 @@ def _built(job: Any, setting: Setting, device: torch.device) -> Any:
             cure="Give prepare(model), or Run(job=...).",
         )
     try:
-        with steps.building(setting.precision, str(device)):
+        with building(setting.precision, device):
             model = job.model()
     except Exception as error:
         raise failed("model()", error, "Mend the job; it builds its model on the default device.") from error
@@ -276,7 +312,7 @@ def _optimizer(
     given = wanted.optimizer
     if not isinstance(given, torch.optim.Optimizer):
         maker = wanted.job if given is None else _Maker(given)
-        return steps.make_optimizer(maker, parameters, wanted.setting.optimizer)
+        return make_optimizer(maker, parameters, wanted.setting.optimizer)
     foreign = [one for group in given.param_groups for one in group["params"] if id(one) not in named]
     if foreign:
         raise WrongUse(
@@ -284,7 +320,7 @@ def _optimizer(
             found=f"{len(foreign)} parameters of the optimizer are not the model's",
             cure="Make the optimizer from model.parameters(), or give a function that makes it.",
         )
-    if wanted.setting.strategy not in (*SHARDED, Strategy.PIPELINE):
+    if wanted.setting.strategy not in HOST_BUILT:
         return given
     if given.state:
         raise WrongUse(
@@ -300,16 +336,6 @@ def _optimizer(
     return type(given)(
         groups, **{name: value for name, value in given.defaults.items() if name in _takes(given)}
     )
-
-
-def _not_fused(optimizer: Any) -> None:
-    """Of the fused optimizers, torch has Adam's alone for sharded parameters."""
-    if isinstance(optimizer, torch.optim.Adam):
-        return
-    for options in (optimizer.defaults, *optimizer.param_groups):
-        if options.get("fused"):
-            options.update(fused=False, foreach=True)
-    optimizer._step_supports_amp_scaling = False
 
 
 def _takes(optimizer: Any) -> Any:
@@ -331,28 +357,15 @@ class _Maker:
         self.optimizer = make
 
 
-def _wiring(
-    model: nn.Module, wanted: Wanted, own: str | None, mid_backward: Callable[[], None] | None
-) -> Wiring:
-    setting, groups = wanted.setting, wanted.groups
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    if setting.strategy in SHARDED:
-        from trimtab.training.sharding import Sharded
-
-        return Sharded(model, setting, groups, mid_backward)
-    if mid_backward is not None:
-        called = mid_backward
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _: called())
-    if groups.size == 1:
-        return Alone(parameters)
+def _reduced(model: nn.Module, groups: Groups, own: str | None) -> list[tuple[nn.Parameter, Any, int]]:
+    """The trainable parameters, each with the group that sums its gradients and the ranks in it."""
     entries: list[tuple[nn.Parameter, Any, int]] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mine = _inside(name, own)
             entry = (groups.data_group, groups.data_parallel) if mine else (None, groups.size)
             entries.append((parameter, *entry))
-    return Staged(entries) if groups.stages > 1 else Reducer(entries)
+    return entries
 
 
 def _job_loss(job: Any, branch: str) -> Callable[[Any, Any], Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.catalog.clusters import network_link
+from trimtab.catalog.network import network_link
 from trimtab.errors import WrongUse
 from trimtab.planner import whole_batch
 from trimtab.planner.batch import cut, cuts
@@ -74,9 +74,10 @@ def several_nodes(one: Cluster, nodes: int) -> Cluster:
         return one
     node, within = one.nodes[0], [link for link in one.links if link.node == 0]
     joined = [link.replace(node=number) for number in range(nodes) for link in within]
+    models = {device.model or device.name for device in node.devices}
     return one.replace(
         nodes=tuple(node.replace(name=f"{node.name}-{number}") for number in range(nodes)),
-        links=(*joined, network_link({device.model or device.name for device in node.devices})),
+        links=(*joined, network_link(models, len(node.devices))),
     )
 
 

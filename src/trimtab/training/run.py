@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
+from trimtab.engine.precision import configure
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import load
@@ -29,7 +30,7 @@ from trimtab.training import preparing, status, world
 from trimtab.training.batches import on_device
 from trimtab.training.loading import Loader, checked_order
 from trimtab.training.parts import Outcome, Part
-from trimtab.training.precision import LossScale, configure
+from trimtab.training.precision import LossScale
 from trimtab.training.recovery import Sizes
 from trimtab.training.reduce import make_groups
 from trimtab.training.stepper import Flight, Stepper

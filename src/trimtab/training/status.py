@@ -6,6 +6,7 @@ only that copy is waited for.
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,12 @@ class Exchange:
         self._seen = torch.zeros(length, dtype=torch.float64, pin_memory=self._async)
         self._sums = torch.zeros(length, dtype=torch.float64, device=device)
         self._stoppers = _STOPPERS.to(device)
-        self._event = torch.cuda.Event() if self._async else None
+        # Two in turns: they tell the time between two steps that the device ended before the host asked.
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._async else []
+        self._turn = 0
+        self._before: tuple[torch.cuda.Event, float] | None = None
+        self.ended_s = 0.0
+        """When the device had the sums that wait() returned last, by time.perf_counter()."""
 
     def send(
         self, told: Status, *, loss: torch.Tensor | None, squares: torch.Tensor | None, weight: Any = None
@@ -68,8 +74,11 @@ class Exchange:
         if self._size > 1:
             dist.all_reduce(sums)
         self._seen.copy_(sums, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
+        if self._events:
+            self._turn = 1 - self._turn
+            self._events[self._turn].record()
+        else:
+            self.ended_s = time.perf_counter()
 
     def found_bad(self, limit: float | None) -> torch.Tensor:
         """1.0 on the device where the update must not happen, as optimizers take `found_inf`."""
@@ -90,8 +99,16 @@ class Exchange:
 
     def wait(self) -> Status:
         """The sums, on the host."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._events:
+            event = self._events[self._turn]
+            late = event.query()
+            event.synchronize()
+            self.ended_s = time.perf_counter()
+            if late and self._before is not None:
+                # The host was busy with the next passes when the device was done with this step.
+                first, first_s = self._before
+                self.ended_s = min(self.ended_s, first_s + first.elapsed_time(event) / 1e3)
+            self._before = event, self.ended_s
         return Status(*self._seen.tolist())
 
 

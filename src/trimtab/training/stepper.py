@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
+from trimtab.engine.precision import autocast_dtype
+from trimtab.engine.step import check_loss
 from trimtab.errors import NothingFits, WrongUse
 from trimtab.jobs.job import is_cached
 from trimtab.spec import Incident, IncidentKind
@@ -19,7 +22,7 @@ from trimtab.training.divisible import Divisible
 from trimtab.training.loading import Window, lone_copy, window_of
 from trimtab.training.order import bounds
 from trimtab.training.parts import Outcome, Part
-from trimtab.training.precision import LossScale, autocast_dtype, first_scale
+from trimtab.training.precision import LossScale, first_scale
 from trimtab.training.recovery import Move, is_out_of_memory
 from trimtab.training.status import Status
 from trimtab.training.updating import Interrupted
@@ -255,6 +258,8 @@ class Stepper:
         verdict = status.judged(heard, limit=flight.limit, scale=self.scale.value)
         if verdict.kind == status.GOOD:
             self._end(ready, window, heard, verdict, attempts=flight.attempts, parts=flight.parts)
+            assert self.outcome is not None  # noqa: S101 - it has just been made
+            self.outcome = msgspec.structs.replace(self.outcome, ended_s=self._exchange.ended_s)
             self._window, self._pieces, self._random, self._device_random = later
             return True
         self._random, self._device_random = flight.random, flight.device_random
@@ -428,7 +433,7 @@ class Stepper:
 
     def backward(self, loss: Any, share: Any) -> None:
         """The backward pass of a part whose loss has that share in the loss of the step."""
-        preparing.check_loss(loss)
+        check_loss(loss)
         weighted = loss if isinstance(share, float) and share == 1.0 else loss * share
         if self.faults is not None and self.at("gradient") == "nan":
             weighted = weighted * float("nan")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trimtab.engine.stages import StandIn
 from trimtab.spec.base import Noun
-from trimtab.trace.stages import StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

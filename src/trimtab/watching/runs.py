@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.errors import TrimtabError, WrongUse
+from trimtab.errors import WrongUse
 from trimtab.spec import Incident, WatchedRun
 from trimtab.training.meters import Line
 from trimtab.training.record import EVENTS, IDENTITY, LOCK, LOG, PLAN, Tail, attempt_of, is_step, plan_of
@@ -259,14 +259,7 @@ def _median(values: list[float | None]) -> float | None:
 
 
 def _rating(mfu: float | None, plan: Plan | None) -> str | None:
-    """The word for a measured MFU on the devices of the plan."""
-    from trimtab.catalog.clusters import stated
+    """The word for a measured MFU, beside the figures that the plan names."""
     from trimtab.predict.rating import rating
 
-    if mfu is None or plan is None or not plan.places:
-        return None
-    try:
-        device = stated(plan.places[0].name).devices[0]
-    except TrimtabError:
-        return None
-    return rating(mfu, device, plan.choice.precision)
+    return None if mfu is None or plan is None else rating(mfu, plan.estimate.mfu_reference)

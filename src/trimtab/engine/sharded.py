@@ -17,18 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from trimtab.training.reduce import summed_squares
+from trimtab.engine import limits
+from trimtab.engine.gradients import summed_squares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-    from trimtab.spec import Setting
-    from trimtab.training.reduce import Groups
-
-KEEPS_WHOLE = 0.05
-"""Gradients stay whole between the parts of a step where they take less than this share of the device."""
 _CPU_BYTES = 2**30
 FORWARD = (False, False, True)
 """The key of a forward pass without gradients."""
@@ -100,7 +96,7 @@ class _Scatter(DefaultReduceScatter):
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
-class Sharded:
+class ShardedGradients:
     """Gradients that FSDP2 sums and scatters; sums, not means: losses are weighted before."""
 
     equal_parts = True
@@ -108,12 +104,18 @@ class Sharded:
     """Gathering weights is sending: a rank never repeats a part alone."""
 
     def __init__(
-        self, model: nn.Module, setting: Setting, groups: Groups, mid_backward: Callable[[], None] | None
+        self,
+        model: nn.Module,
+        *,
+        replicas: int,
+        alone: bool,
+        mid_backward: Callable[[], None] | None = None,
     ) -> None:
+        """`replicas` is how many copies of every shard there are; `alone`: there is one rank."""
         self._model: Any = model
         self._ledger = Ledger()
         self._ledger.mid_backward = mid_backward
-        self._replicas = setting.mesh.dp_replicate
+        self._replicas = replicas
         self._units = [one for one in model.modules() if isinstance(one, FSDPModule)]
         self.arrivals = len(self._units)
         self._parameters = [one for one in model.parameters() if one.requires_grad]
@@ -122,7 +124,7 @@ class Sharded:
         self._done = 0
         self._clean = True
         self._stays_out = False
-        self._alone = groups.size == 1
+        self._alone = alone
         for module in self._units:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -132,10 +134,10 @@ class Sharded:
 
     def _small(self) -> bool:
         """Whether whole gradients may lie there while parts add up; else each part scatters its own."""
-        whole = sum(one.numel() * max(4, one.element_size()) for one in self._parameters)
         device = self._parameters[0].device
         room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _CPU_BYTES
-        return whole <= KEEPS_WHOLE * room
+        element = max(one.element_size() for one in self._parameters)
+        return limits.keeps_whole(sum(one.numel() for one in self._parameters), room, element)
 
     @property
     def rehearsed(self) -> bool:

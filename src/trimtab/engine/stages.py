@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
+from trimtab.engine.blocks import repeated_blocks
 from trimtab.errors import JobFailed, WrongUse
-from trimtab.trace.step import repeated_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

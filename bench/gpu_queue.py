@@ -1,0 +1,382 @@
+"""Measurements that need a GPU: a list of cases, run one process a case, most informative first.
+
+    python bench/gpu_queue.py list                      what there is to measure
+    python bench/gpu_queue.py run [--out FILE] [--seconds N] [--workers N] [--only PATTERN]
+    python bench/gpu_queue.py compare [--out FILE] [--only PATTERN]     predictions beside what was measured
+
+`run` appends one line of JSON a case to FILE (default bench/gpu_results.jsonl), with the hardware and the
+versions it was measured on, and skips cases that the file has already. Processes import and compile side by
+side; a lock lets one of them at a time use the GPU for what is timed. A setting of several GPUs is measured
+as rank 0 of a fake process group: collectives move nothing, all else is what a rank does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import fnmatch
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent)]
+
+from trimtab.spec import Mesh, OptimizerImplementation, Precision, Recompute, Setting, Strategy  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RESULTS = HERE / "gpu_results.jsonl"
+PREDICTED_CAPS = HERE / "least_caps.json"
+LOCK = Path(tempfile.gettempdir()) / "trimtab-gpu-queue.lock"
+CASE_S, COMPILED_S, CAP_S = 120.0, 400.0, 400.0
+"""Seconds after which a case is given up."""
+DEVICE = "H200"
+LLAMA_70B = {"layers": 80, "width": 8192, "ff": 28672, "heads": 64}
+
+
+@dataclass(frozen=True)
+class QueuedCase:
+    """One measurement."""
+
+    id: str
+    job: str
+    """As on the command line; without a colon, a class of trimtab.exams.jobs."""
+    micro_batch: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: str = "single"
+    gpus: int = 1
+    precision: str = "bf16"
+    recompute: str = "none"
+    optimizer: str = "fused"
+    compile: bool = False
+    nodes: int = 1
+    """Under hsdp, how many copies of the shards there are."""
+    kind: str = "step"
+    """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs."""
+
+    @property
+    def job_name(self) -> str:
+        """The job as it is loaded."""
+        return self.job if ":" in self.job else f"trimtab.exams.jobs:{self.job}"
+
+    @property
+    def setting(self) -> Setting:
+        """The setting of every rank."""
+        strategy = Strategy(self.strategy)
+        meshes = {
+            Strategy.SINGLE: {},
+            Strategy.DDP: {"dp_replicate": self.gpus},
+            Strategy.FSDP: {"dp_shard": self.gpus},
+            Strategy.HSDP: {"dp_replicate": self.nodes, "dp_shard": self.gpus // self.nodes},
+        }
+        mesh = Mesh(**meshes[strategy])
+        return Setting(
+            micro_batch=self.micro_batch,
+            global_batch=self.micro_batch * mesh.data_parallel,
+            strategy=strategy,
+            mesh=mesh,
+            precision=Precision(self.precision),
+            recompute=Recompute(self.recompute),
+            optimizer=OptimizerImplementation(self.optimizer),
+            compile=self.compile,
+        )
+
+
+def _ranks() -> list[QueuedCase]:
+    """The engine as one rank of many: what `trimtab train` runs there."""
+    llama = {"layers": 32}
+    return [
+        QueuedCase("rank-fsdp64-llama70b-full-b1", "Llama", 1, LLAMA_70B, "fsdp", 64, recompute="full"),
+        QueuedCase("rank-fsdp8-llama8b-full-b2", "Llama", 2, llama, "fsdp", 8, recompute="full"),
+        QueuedCase("rank-fsdp64-llama8b-b1", "Llama", 1, llama, "fsdp", 64),
+        QueuedCase("rank-fsdp64-llama8b-full-b4", "Llama", 4, llama, "fsdp", 64, recompute="full"),
+        QueuedCase("rank-hsdp16-llama8b-full-b2", "Llama", 2, llama, "hsdp", 16, recompute="full", nodes=2),
+        QueuedCase("rank-fsdp8-llama8b-true-b2", "Llama", 2, llama, "fsdp", 8, "bf16-true", "full"),
+        QueuedCase("fsdp8-llama8-bf16-b4", "Llama", 4, {"layers": 8}, "fsdp", 8),
+        QueuedCase(
+            "fsdp16-gpt-fp32-b8",
+            "GPT",
+            8,
+            {"layers": 24, "width": 1024, "heads": 16},
+            "fsdp",
+            16,
+            "fp32",
+            optimizer="foreach",
+        ),
+        QueuedCase("fsdp8-lora-bf16-b8", "LoRA", 8, {}, "fsdp", 8),
+        QueuedCase(
+            "fsdp16-vit-bf16-b128",
+            "ViT",
+            128,
+            {"width": 1280, "heads": 16, "layers": 16, "patch": 14},
+            "fsdp",
+            16,
+        ),
+        QueuedCase(
+            "fsdp8-bert-bf16-full-b64",
+            "Bert",
+            64,
+            {"layers": 24, "width": 1024, "heads": 16},
+            "fsdp",
+            8,
+            recompute="full",
+            optimizer="foreach",
+        ),
+        QueuedCase("ddp8-gpt-bf16-b16", "GPT", 16, {}, "ddp", 8),
+        QueuedCase(
+            "ddp4-resnet50-fp32-b128",
+            "ResNet50",
+            128,
+            {"channels_last": True},
+            "ddp",
+            4,
+            "fp32",
+            optimizer="foreach",
+        ),
+        QueuedCase("rank-ddp8-llama4-b4", "Llama", 4, {}, "ddp", 8),
+        QueuedCase("rank-ddp8-hfgpt2-b8", "HFGPT2", 8, {}, "ddp", 8),
+    ]
+
+
+def _scaled() -> list[QueuedCase]:
+    """Loss scaling as the trainer does it."""
+    return [
+        QueuedCase("wave-fp16-b16", "Wave", 16, precision="fp16"),
+        QueuedCase("hfgpt2-fp16-full-b16", "HFGPT2", 16, precision="fp16", recompute="full"),
+        QueuedCase("vit-fp16-selective-b384", "ViT", 384, precision="fp16", recompute="selective"),
+        QueuedCase("lstm-fp16-b128", "LSTM", 128, precision="fp16"),
+        QueuedCase(
+            "resnet50-full-fp16-b384",
+            "ResNet50",
+            384,
+            {"channels_last": True},
+            precision="fp16",
+            recompute="full",
+        ),
+    ]
+
+
+def queue() -> list[QueuedCase]:
+    """Every case, most informative first."""
+    return [*_ranks(), *_scaled()]
+
+
+def case_named(name: str) -> QueuedCase:
+    """The case of that id."""
+    return next(case for case in queue() if case.id == name)
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """Hold the GPU for what is timed, against the other processes of the queue."""
+    with LOCK.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Run one case in this process."""
+    import torch
+
+    from trimtab.exams.measure import measure_rank
+    from trimtab.jobs.load import load
+    from trimtab.trace.ahead import import_ahead
+
+    case = case_named(name)
+    job = load(case.job_name, case.options)
+    # Imports take longer than the steps, and need no lock.
+    import_ahead(job)
+    torch.zeros(1, device="cuda")
+    hold = contextlib.nullcontext() if case.compile else exclusive()
+    try:
+        with hold:
+            found = measure_rank(job, case.setting, timing=exclusive if case.compile else None)
+    except torch.OutOfMemoryError as error:
+        found = {"out_of_memory": str(error).split("\n")[0]}
+    return found
+
+
+def run(out: Path, seconds: float, workers: int, only: str) -> None:
+    """Measure what the file does not have yet, until the time is over."""
+    began = time.monotonic()
+    known = {line["id"] for line in read_results(out) if not line.get("failed")}
+    waiting = [case for case in queue() if case.id not in known and fnmatch.fnmatch(case.id, only)]
+
+    def one_case(case: QueuedCase) -> None:
+        left = seconds - (time.monotonic() - began)
+        if left < (60 if case.compile or case.kind == "cap" else 15):
+            return
+        limit = min(left, {"cap": CAP_S}.get(case.kind, COMPILED_S if case.compile else CASE_S))
+        line = _measured_apart(case, limit)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = {
+            key: line[key] for key in ("allocated_bytes", "reserved_bytes", "step_s", "failed") if key in line
+        }
+        print(f"{time.monotonic() - began:6.1f} s  {case.id}  {shown}", flush=True)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one_case, waiting))
+
+
+def _measured_apart(case: QueuedCase, limit: float) -> dict[str, Any]:
+    """The line of one case, measured by a process of its own."""
+    from trimtab.spec import Allocator
+
+    began = time.monotonic()
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]),
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",
+    }
+    if case.setting.allocator is Allocator.EXPANDABLE:
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    line: dict[str, Any] = {"id": case.id, "case": asdict(case)}
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "case", case.id],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return line | {"failed": f"no answer in {limit:.0f} s"}
+    answers = [text for text in done.stdout.splitlines() if text.startswith("{")]
+    if done.returncode or not answers:
+        return line | {"failed": done.stderr.strip()[-600:] or f"exit code {done.returncode}"}
+    found: dict[str, Any] = json.loads(answers[-1])
+    return line | found | {"took_s": round(time.monotonic() - began, 1)}
+
+
+def answer(name: str) -> None:
+    """Print what one case measured, with where it was measured."""
+    import torch
+
+    case = case_named(name)
+    if case.kind == "cap":
+        from bench.least_cap import measure_least_cap
+
+        predicted = {one["case"]: one for one in json.loads(PREDICTED_CAPS.read_text(encoding="utf-8"))}
+        with exclusive():
+            found = measure_least_cap(case.job, predicted[case.job])
+    else:
+        found = measure(name)
+    found |= {
+        "device": torch.cuda.get_device_name(),
+        "torch": str(torch.__version__),
+        "transformers": _version("transformers"),
+        "machine": platform.machine(),
+        "taken_on": datetime.now(UTC).date().isoformat(),
+    }
+    print(json.dumps(found), flush=True)
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def read_results(out: Path) -> list[dict[str, Any]]:
+    """The lines of a file of results; none where there is no file."""
+    if not out.exists():
+        return []
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def predict(case: QueuedCase) -> dict[str, float]:
+    """Today's prediction of a case."""
+    from trimtab.catalog.clusters import stated
+    from trimtab.predict.estimate import estimate
+    from trimtab.trace.tracer import traced
+    from trimtab.trace.worker import Request
+
+    cluster = stated(f"{case.setting.gpus}x{DEVICE}")
+    request = Request(
+        job=case.job_name, overrides=case.options, setting=case.setting, device=cluster.devices[0]
+    )
+    found = estimate(traced(request), case.setting, cluster.devices[0], cluster=cluster)[0]
+    step_s = found.step_s
+    if step_s is not None and found.step_time is not None:
+        # Ranks of many are measured alone, with collectives that move nothing.
+        step_s -= found.step_time.communication_s
+    return {
+        "allocated_bytes": found.allocated_bytes,
+        "reserved_bytes": found.reserved_bytes,
+        "process_bytes": found.process_bytes,
+        **({} if step_s is None else {"step_s": step_s}),
+    }
+
+
+def compare(out: Path, only: str) -> None:
+    """Print the error of each prediction, and their medians and worsts."""
+    import statistics
+
+    errors: dict[str, list[float]] = {}
+    for line in read_results(out):
+        if line.get("failed") or line.get("out_of_memory") or not fnmatch.fnmatch(line["id"], only):
+            continue
+        if line["case"]["kind"] == "cap":
+            found = {"least_bytes": line["error"]}
+        else:
+            try:
+                predicted = predict(QueuedCase(**line["case"]))
+            except Exception as why:  # noqa: BLE001 - a case that cannot be predicted is an answer
+                print(f"{line['id']:42} {type(why).__name__}: {str(why)[:200]}", flush=True)
+                continue
+            found = {name: value / line[name] - 1 for name, value in predicted.items() if line.get(name)}
+        for name, error in found.items():
+            errors.setdefault(name, []).append(error)
+        words = "  ".join(f"{name.removesuffix('_bytes')} {error:+.2%}" for name, error in found.items())
+        print(f"{line['id']:42} {words}", flush=True)
+    for name, values in errors.items():
+        sizes = [abs(value) for value in values]
+        print(
+            f"{name}: {len(values)} cases, median {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, "
+            f"furthest too low {min(0.0, *values):.2%}"
+        )
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("verb", choices=["list", "run", "case", "compare"])
+    parser.add_argument("name", nargs="?", default="")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--workers", type=int, default=5)
+    parser.add_argument("--only", default="*")
+    given = parser.parse_args()
+    if given.verb == "list":
+        known = {line["id"] for line in read_results(given.out) if not line.get("failed")}
+        for case in queue():
+            print(f"{'done' if case.id in known else 'open'}  {case.id}")
+    elif given.verb == "run":
+        run(given.out, given.seconds, given.workers, given.only)
+    elif given.verb == "case":
+        answer(given.name)
+    else:
+        compare(given.out, given.only)
+
+
+if __name__ == "__main__":
+    main()

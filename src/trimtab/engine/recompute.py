@@ -1,0 +1,67 @@
+"""Recompute blocks in the backward pass instead of keeping their activations."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trimtab.engine.blocks import repeated_blocks
+from trimtab.errors import WrongUse
+from trimtab.spec import Recompute
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KEPT_OPS = (
+    "mm addmm bmm baddbmm _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math"
+)
+"""What selective recomputation keeps: matrix products and attention."""
+
+
+def recompute(model: nn.Module, how: Recompute) -> list[str]:
+    """Wrap the repeated blocks in place, or turn the model's own switch; return what is recomputed."""
+    if how is Recompute.NONE:
+        return []
+    own = getattr(model, "gradient_checkpointing_enable", None)
+    if how is Recompute.FULL and own is not None:
+        own(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return ["the model's own switch"]
+    lists = repeated_blocks(model)
+    if not lists:
+        raise WrongUse(
+            f"--recompute {how}",
+            found="this model has no list of repeated blocks",
+            cure="Use --recompute none, or put the blocks of the model into an nn.ModuleList.",
+        )
+    for _, blocks in lists:
+        for block in blocks.children():
+            _recompute_block(block, selective=how is Recompute.SELECTIVE)
+    return [f"{name} ({len(list(blocks.children()))} blocks)" for name, blocks in lists]
+
+
+def _recompute_block(block: nn.Module, *, selective: bool) -> None:
+    inner = block.forward
+    context: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
+    extra = context if selective else {}
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **extra, **kwargs)
+
+    block.forward = forward
+
+
+@functools.cache
+def _kept() -> frozenset[Any]:
+    aten = torch.ops.aten
+    return frozenset(getattr(aten, name).default for name in KEPT_OPS.split() if hasattr(aten, name))
+
+
+def _policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _kept() else CheckpointPolicy.PREFER_RECOMPUTE

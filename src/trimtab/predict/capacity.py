@@ -1,0 +1,208 @@
+"""Replay a trace on a device of limited capacity: whether it runs, and the smallest capacity that does.
+
+    steps = training_steps(trace)
+    least_capacity(steps)                      # bytes of segments, the CUDA context not included
+    run_within(steps, 20 << 30).releases       # how often a step of a long run has to release its cache
+
+When `cudaMalloc` fails, torch first releases every cached segment that holds no live tensor and tries again;
+only then it raises out of memory. So a job can run on less than it would reserve on a large device. A trace
+has three steps, and some jobs that take three steps in little memory fail in the fifth: each release leaves
+other gaps. The last step is therefore repeated until the allocator's state is one that it has been in
+before, which then goes on for ever, or for `MOST_STEPS` steps.
+
+Not covered, as in `allocator`: private pools of CUDA graphs. Convolutions whose workspace does not fit fall
+back to another algorithm in cuDNN; here they count as out of memory, so the answer is on the safe side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from trimtab.predict.allocator import LARGE_SEGMENT, ROUND_LARGE, Allocator, Config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+    from trimtab.predict.allocator import Event
+    from trimtab.spec import Trace
+
+MOST_STEPS = 12
+"""Steps that are replayed where the allocator's state does not come back."""
+LATEST = 4
+"""Of those, the last ones whose releases are counted."""
+TOLERANCE = 0.002
+"""How close the smallest capacity is found, as a share of it. Errors of predicted memory are larger."""
+ABOVE = (0.005, 0.01, 0.02, 0.04, 0.07, 0.12)
+"""How far above the smallest capacity it is tried again, as shares: with more memory torch releases less
+often, leaves other gaps, and can fail where it ran with less."""
+
+
+@dataclass(frozen=True)
+class TrainingSteps:
+    """What the steps of a job ask of the allocator."""
+
+    building: list[Event]
+    """Before the first step."""
+    steps: list[list[Event]]
+    """The steps as they were traced."""
+    repeats: tuple[list[Event], list[Event]] | None
+    """Two further steps, to be repeated in turns; None where the last step does not repeat itself."""
+    places: dict[int, int]
+    """What is the same in every repeated step, by id of the allocation: its place in the step, below 0."""
+
+    def each(self) -> Iterator[list[Event]]:
+        """Every step of a long run."""
+        yield from self.steps
+        if self.repeats is not None:
+            for number in range(MOST_STEPS - len(self.steps)):
+                yield self.repeats[number % 2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a job runs within a capacity."""
+
+    runs: bool
+    """False: out of memory."""
+    reserved_bytes: int
+    """The most that was reserved at once."""
+    allocated_bytes: int
+    """The most that live tensors took."""
+    releases: float = 0.0
+    """How often a steady step releases cached blocks and calls `cudaMalloc` again."""
+    first_releases: int = 0
+    """How often building the model and the first three steps did."""
+
+
+def training_steps(trace: Trace) -> TrainingSteps:
+    """Split the events of a trace into steps, and find out whether the last one repeats itself."""
+    order, marks = trace.order, trace.marks
+    begin, end = marks.get("step0", 0), marks.get("end", len(order))
+    later = sorted(at for name, at in marks.items() if name.startswith("step") and begin < at < end)
+    steps = [order[first:last] for first, last in pairwise([begin, *later, end])]
+    twins = _twins(trace, *steps[-2:]) if len(steps) > 1 else None
+    repeats, places = None, {}
+    if twins is not None:
+        # Two sets of ids take turns, since a step frees what the step before it has left.
+        other = {**twins, **{second: first for first, second in twins.items()}}
+        odd = [other.get(one, one) if one >= 0 else ~other.get(~one, ~one) for one in steps[-1]]
+        repeats = _events(trace, odd), _events(trace, steps[-1])
+        places = {one: ~place for place, pair in enumerate(twins.items()) for one in pair}
+    return TrainingSteps(
+        _events(trace, order[:begin]), [_events(trace, one) for one in steps], repeats, places
+    )
+
+
+def _twins(trace: Trace, earlier: Sequence[int], last: Sequence[int]) -> dict[int, int] | None:
+    """Allocations of one step with those in the same place of the next; None where a third step would differ.
+
+    It would not where both steps allocate the same, where the last one frees nothing older than the one
+    before it, and where it leaves for the next step what it found of the one before.
+    """
+    first, second = ([one for one in step if one >= 0] for step in (earlier, last))
+    if len(first) != len(second):
+        return None
+    twins = dict(zip(first, second, strict=True))
+    kinds = zip(trace.sizes, trace.streams, strict=True)
+    known = dict(enumerate(kinds))
+    if any(known[one] != known[other] for one, other in twins.items()):
+        return None
+    freed = {~one for one in last if one < 0}
+    found = freed.difference(second)
+    left = set(first).difference(~one for one in earlier if one < 0)
+    if found != left or {twins[one] for one in found} != set(second).difference(freed):
+        return None
+    return twins
+
+
+def _events(trace: Trace, order: Sequence[int]) -> list[Event]:
+    sizes, streams = trace.sizes, trace.streams
+    return [
+        ("alloc", one, sizes[one], streams[one]) if one >= 0 else ("free", ~one, 0, 0)
+        for one in order
+        if sizes[one if one >= 0 else ~one]
+    ]
+
+
+def run_within(
+    steps: TrainingSteps, capacity_bytes: int | None, *, expandable: bool = False, by_fraction: bool = False
+) -> Run:
+    """Replay a long run on a device that gives the allocator so many bytes; None: without end.
+
+    With `by_fraction` the bytes are a limit set by `torch.cuda.set_per_process_memory_fraction`. For
+    expandable segments that is stricter: torch holds the whole request against it, not the missing pages.
+    """
+    plain = Config(expandable=expandable)
+    limited = replace(plain, limit_bytes=capacity_bytes)
+    allocator = Allocator(limited if by_fraction else replace(plain, capacity_bytes=capacity_bytes))
+    seen: dict[Hashable, int] = {}
+    releases = [0]
+    """After each step, all of them so far."""
+    runs = all(allocator.apply(event) == 0 for event in steps.building)
+    for step in steps.each() if runs else ():
+        runs = all(allocator.apply(event) == 0 for event in step)
+        if not runs:
+            break
+        releases.append(allocator.num_retries)
+        if len(releases) <= len(steps.steps):
+            continue
+        state = allocator.state(steps.places)
+        if state in seen:
+            # From here on it goes round in a circle.
+            return _run(allocator, releases, steps, since=seen[state])
+        seen[state] = len(releases) - 1
+    since = max(len(steps.steps) - 1, len(releases) - 1 - LATEST)
+    return _run(allocator, releases, steps, since=since, runs=runs)
+
+
+def _run(
+    allocator: Allocator, releases: list[int], steps: TrainingSteps, *, since: int, runs: bool = True
+) -> Run:
+    peaks = allocator.reset_peaks()
+    many = len(releases) - 1 - since
+    return Run(
+        runs=runs,
+        reserved_bytes=peaks.reserved,
+        allocated_bytes=peaks.allocated,
+        releases=(releases[-1] - releases[since]) / many if many > 0 else 0.0,
+        first_releases=releases[min(len(steps.steps), len(releases) - 1)],
+    )
+
+
+def least_capacity(steps: TrainingSteps, *, expandable: bool = False, by_fraction: bool = False) -> int:
+    """The smallest capacity at which the job runs, and above which no larger one was found to fail.
+
+    It is found to within `TOLERANCE`, by halving. A GPT-2 of 124 million weights at micro-batch 16 allocates
+    14.5 GiB, reserves 18.2 GiB on a large device, and runs from 16.6 GiB on.
+    """
+    run = partial(run_within, steps, expandable=expandable, by_fraction=by_fraction)
+    free = run(None)
+    low, high = free.allocated_bytes - 1, free.reserved_bytes
+    if expandable and by_fraction:
+        events = (event for step in (steps.building, *steps.steps) for event in step)
+        high += -(-max((event[2] for event in events), default=0) // LARGE_SEGMENT) * LARGE_SEGMENT
+    while True:
+        least = _halved(run, low, high, down_to_reserved=not (expandable and by_fraction))
+        tried = (round(least * (1 + share)) for share in ABOVE)
+        fails = [one for one in tried if one < high and not run(one).runs]
+        if not fails:
+            return least
+        low = fails[-1]
+
+
+def _halved(run: Callable[[int], Run], low: int, high: int, *, down_to_reserved: bool) -> int:
+    """A capacity that runs, between one that fails and one that runs, with a failure close below it.
+
+    With `down_to_reserved`, a run goes the same way at every capacity down to what it reserves.
+    """
+    while high - low > max(ROUND_LARGE, high * TOLERANCE):
+        middle = (low + high) // 2
+        found = run(middle)
+        if not found.runs:
+            low = middle
+        else:
+            high = max(low + 1, found.reserved_bytes) if down_to_reserved else middle
+    return high

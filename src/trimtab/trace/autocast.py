@@ -1,0 +1,154 @@
+"""Autocast as it runs on the host of the target GPU, in place of that of the machine that traces.
+
+Autocast's C++ casts all arguments of an operation within one function call, and C++ leaves the order of
+arguments to the compiler. GCC evaluates them from last to first on x86-64 and from first to last on aarch64:
+`linear(input, weight)` casts the weight first on the one and the input first on the other. The order decides
+which block of memory each copy takes, and in which order the backward pass undoes the casts; one job has
+18.25 GiB reserved in one order and 18.23 GiB in the other. The casts that autocast caches are freed in the
+order of their addresses, which differs from run to run.
+
+Here both orders are fixed: arguments by the host of the target, and the cache by first use. The lists of
+operations are read from the header that comes with torch.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trimtab.spec import Device
+
+LOWER, FP32, WIDEST = "LOWER_PRECISION_FP", "FP32", "PROMOTE"
+"""What autocast does with the arguments of an operation, as the header names it."""
+GRACE = re.compile(r"\bG[HB]\d+", re.ASCII)
+"""GPUs that come with an aarch64 CPU: GH200, GB200 and their like."""
+ENTRY = re.compile(r"_\((\w+)(?:,\s*(\w+))?\)")
+
+
+class Listed(NamedTuple):
+    """An operation of one of autocast's lists."""
+
+    policy: str
+    name: str
+    overload: str
+
+
+def read_lists(header: str) -> list[Listed]:
+    """Return the operations that autocast knows on CUDA, from the text of autocast_mode.h."""
+    found = []
+    for policy in (LOWER, FP32, WIDEST):
+        begin = re.search(rf"#define AT_FORALL_{policy}\(_\)((?:.*\\\n)*.*)", header)
+        for name, overload in ENTRY.findall(begin[1] if begin else ""):
+            found.append(Listed(policy, name, overload or "default"))
+    return found
+
+
+def casts_last_argument_first(target: Device) -> bool:
+    """Whether torch casts the last argument first on the host of a GPU: on all hosts but Grace."""
+    return GRACE.search(target.name) is None
+
+
+class Autocast:
+    """Casts the arguments of operations in a fixed order, and caches casts of weights."""
+
+    def __init__(self, *, last_first: bool) -> None:
+        self.last_first = last_first
+        self._cached: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        """By the id of the weight: the weight, which may be gone, and its cast."""
+
+    def install(self, library: torch.library.Library) -> None:
+        """Take the place of torch's own autocast on CUDA, in this process."""
+        header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+        for listed in read_lists(header.read_text(encoding="utf-8")):
+            packet = getattr(torch.ops.aten, listed.name, None)
+            operation = getattr(packet, listed.overload, None)
+            if operation is not None and (listed.policy == LOWER or _tensors(operation) > 1):
+                name = operation.name().removeprefix("aten::")
+                library.impl(name, self._kernel(operation, listed.policy), "AutocastCUDA")
+        clear = torch.clear_autocast_cache
+
+        def clear_both() -> None:
+            self._cached.clear()
+            clear()
+
+        torch.clear_autocast_cache = clear_both
+
+    def _kernel(self, operation: Any, policy: str) -> Callable[..., Any]:
+        without = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(without):
+                values = self.cast([*args, *kwargs.values()], policy)
+                named = dict(zip(kwargs, values[len(args) :], strict=True))
+                return operation(*values[: len(args)], **named)
+
+        return run
+
+    def cast(self, values: Sequence[Any], policy: str) -> list[Any]:
+        """Return the arguments of an operation, those that its policy is for cast."""
+        dtype = _dtype(values, policy)
+        places = range(len(values))
+        out = list(values)
+        for place in reversed(places) if self.last_first else places:
+            value = values[place]
+            if isinstance(value, torch.Tensor):
+                out[place] = self._cast(value, dtype)
+            elif isinstance(value, list | tuple):
+                # A loop casts a list, from front to back on every host.
+                out[place] = [self._cast(one, dtype) if _is_eligible(one) else one for one in value]
+        return out
+
+    def _cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not _is_eligible(tensor) or tensor.dtype is dtype:
+            return tensor
+        if not _is_cached(tensor, dtype):
+            return tensor.to(dtype)
+        known = self._cached.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        made = tensor.to(dtype)
+        self._cached[id(tensor)] = weakref.ref(tensor), made
+        return made
+
+
+def _tensors(operation: Any) -> int:
+    """How many arguments of an operation are tensors or lists of them."""
+    return sum("Tensor" in str(one.type) for one in operation._schema.arguments)
+
+
+def _is_eligible(value: Any) -> bool:
+    """Whether autocast on CUDA changes the dtype of an argument."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.is_cuda and value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _is_cached(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast keeps the cast until it ends: of weights alone."""
+    return (
+        dtype is torch.get_autocast_dtype("cuda")
+        and tensor.dtype is torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not tensor._is_view()
+        and torch.is_autocast_cache_enabled()
+    )
+
+
+def _dtype(values: Sequence[Any], policy: str) -> torch.dtype:
+    """The dtype that an operation is to run in."""
+    lower = torch.get_autocast_dtype("cuda")
+    if policy == FP32:
+        return torch.float32
+    if policy == LOWER:
+        return lower
+    flat = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
+    wide = any(one.dtype is torch.float32 for one in flat if _is_eligible(one))
+    return torch.float32 if wide else lower

@@ -1,0 +1,228 @@
+"""The step program that tracer and trainer share: blocks, entries, sharding unit by unit, gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.catalog.clusters import stated
+from trimtab.engine.blocks import repeated_blocks, shard_units
+from trimtab.engine.entries import Entries, entries_of
+from trimtab.engine.gradients import OwnGradients
+from trimtab.engine.shard import place
+from trimtab.engine.step import prepare, step
+from trimtab.predict.derive import bucket_sizes, with_buckets
+from trimtab.predict.memory import memory
+from trimtab.predict.time import gradient_bytes
+from trimtab.spec import Mesh, Precision, Setting, Strategy
+from trimtab.trace.tracer import traced_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 2**20
+JOB = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.narrow(torch.relu(self.wide(x)))
+
+
+class Tied(nn.Module):
+    def __init__(self, width=512, words=4096, depth=12):
+        super().__init__()
+        self.table = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Job:
+    name, global_batch, samples, epochs = "tied", 64, 1000, 1
+
+    def model(self):
+        return Tied()
+
+    def batch(self, size):
+        return torch.randint(0, 4096, (size, 64))
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+class Deep(Job):
+    def model(self):
+        return Tied(depth=48)
+
+
+class Nested(Job):
+    '''Lists of lists, as diffusion models have them: the inner lists hold modules of several classes.'''
+
+    def model(self):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.downs = nn.ModuleList(
+                    nn.ModuleList([Block(256), Block(256), nn.Sequential(nn.Linear(256, 256), nn.Tanh())])
+                    for _ in range(3)
+                )
+
+            def forward(self, x):
+                for first, second, third in self.downs:
+                    x = third(second(first(x)))
+                return x
+
+        return Net()
+
+    def batch(self, size):
+        return torch.randn(size, 256)
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+
+
+class ByMethod(Nested):
+    '''loss() never calls the model itself.'''
+
+    def model(self):
+        net = super().model()
+        kind = type(net)
+
+        class Whole(kind):
+            def encode(self, x):
+                return kind.forward(self, x)
+
+            def forward(self, x):
+                raise NotImplementedError
+
+        whole = Whole()
+        return whole
+
+    def loss(self, model, batch):
+        return model.encode(batch).square().mean()
+
+
+class ByParts(Job):
+    def loss(self, model, batch):
+        x = model.table(batch)
+        for block in model.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(model.head(x).flatten(0, 1), batch.flatten())
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "job.py"
+    file.write_text(JOB, encoding="utf-8")
+    return str(file)
+
+
+def loaded(file: str, name: str) -> Any:
+    return trimtab.load(f"{file}:{name}")
+
+
+def test_lists_of_lists_are_no_blocks_and_their_modules_are_units(job: str) -> None:
+    model = loaded(job, "Nested").model()
+    assert repeated_blocks(model) == []
+    units = shard_units(model)
+    assert len(units) == 9
+    assert not any(isinstance(one, nn.ModuleList) for one in units)
+
+
+def test_inner_lists_of_one_class_are_the_repeated_blocks() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    model = nn.ModuleList([nn.ModuleList([block(), block()]), nn.ModuleList([block(), block()])])
+    assert [name for name, _ in repeated_blocks(model)] == ["0", "1"]
+    assert len(shard_units(model)) == 4
+
+
+def test_a_loss_that_calls_methods_or_parts_of_a_model_says_so(job: str) -> None:
+    plain, method, parts = (loaded(job, name) for name in ("Job", "ByMethod", "ByParts"))
+    assert entries_of(plain, plain.model()) == Entries()
+    assert entries_of(method, method.model()).methods == ("encode",)
+    assert entries_of(parts, parts.model()).children == ("head", "table")
+
+
+def test_a_tensor_with_two_names_stays_one_tensor_when_it_is_placed(job: str) -> None:
+    model = loaded(job, "Job").model()
+    with torch.device("meta"):
+        empty = loaded(job, "Job").model()
+    filled: list[torch.Tensor] = []
+    place(empty, "cpu", {}, filled.append)
+    assert empty.head.weight is empty.table.weight
+    assert not any(one.is_meta for one in empty.parameters())
+    assert len(filled) == len(list(model.parameters()))
+
+
+def test_a_step_is_the_same_over_one_micro_batch_or_several(job: str) -> None:
+    mine = loaded(job, "Nested")
+    torch.manual_seed(0)
+    batch = torch.randn(8, 256)
+    ends = []
+    for count in (1, 4):
+        torch.manual_seed(1)
+        setting = Setting(
+            micro_batch=8 // count, global_batch=8, accumulation=count, precision=Precision.FP32
+        )
+        state = prepare(mine, setting, "cpu")
+        assert isinstance(state.gradients, OwnGradients)
+        step(state, batch.chunk(count), clip=1.0)
+        ends.append(torch.cat([one.detach().flatten() for one in state.parameters]))
+    assert torch.allclose(ends[0], ends[1], atol=1e-6)
+
+
+def test_sharding_never_puts_the_whole_model_on_a_device(job: str) -> None:
+    few, many = (
+        trimtab.estimate(f"{job}:{name}", "64xH100", precision="fp32", micro_batch=1, strategy="fsdp")
+        for name in ("Job", "Deep")
+    )
+    # 36 blocks more, of 1024 x 512 x 2 weights each, come to the device one at a time.
+    assert many.reserved_bytes - few.reserved_bytes < 0.5 * 36 * 4 * 2**20
+
+
+@pytest.mark.parametrize("name", ["Nested", "ByMethod", "ByParts"])
+def test_models_that_are_entered_elsewhere_are_sharded_too(job: str, name: str) -> None:
+    found = trimtab.estimate(f"{job}:{name}", "4xH100", precision="bf16", micro_batch=2, strategy="fsdp")
+    alone = trimtab.estimate(f"{job}:{name}", "H100", precision="bf16", micro_batch=2)
+    assert found.parts.optimizer == pytest.approx(alone.parts.optimizer / 4, rel=0.05)
+
+
+def test_replicas_derived_from_one_device_hold_what_traced_replicas_hold(job: str) -> None:
+    cluster = stated("2xH100")
+    single = Setting(micro_batch=4, global_batch=4, precision=Precision.BF16)
+    double = single.replace(strategy=Strategy.DDP, mesh=Mesh(dp_replicate=2), global_batch=8)
+    one, two = traced_all(f"{job}:Job", [single, double], cluster.devices[0])
+    assert not isinstance(one, Exception)
+    assert not isinstance(two, Exception)
+    derived, traced = memory(with_buckets(one, gradient_bytes(one, double))), memory(two)
+    assert derived.allocated_bytes == pytest.approx(traced.allocated_bytes, rel=0.001)
+    assert derived.reserved_bytes == pytest.approx(traced.reserved_bytes, rel=0.02)
+    assert derived.parts.gradients == pytest.approx(traced.parts.gradients, rel=0.001)
+    # The gradients are there once: what a device alone holds at its peak, and at most the buckets more.
+    assert traced.allocated_bytes < memory(one).allocated_bytes + gradient_bytes(one, double)
+
+
+def test_buckets_are_closed_by_the_gradient_that_fills_them() -> None:
+    assert bucket_sizes([30 * MIB, MIB, MIB], 32 * MIB) == [30 * MIB, 2 * MIB]
+    assert bucket_sizes([], 5 * MIB) == [5 * MIB]
