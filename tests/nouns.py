@@ -255,6 +255,18 @@ looks = st.builds(
 )
 changes = st.builds(spec.Change, what=names, setting=settings(), estimate=estimates())
 places = st.builds(spec.Place, node=counts, node_name=names, device=counts, name=names)
+batch_losses = st.builds(
+    spec.BatchLoss,
+    additive=maybe(st.booleans()),
+    stated=st.booleans(),
+    gap=maybe(st.floats(0, 1)),
+    gradient_gap=maybe(st.floats(0, 1)),
+    is_near=st.booleans(),
+    is_sum=st.booleans(),
+    batch_norms=counts,
+    global_batch=maybe(st.integers(1, 99)),
+    why=names,
+)
 workloads = st.builds(
     spec.Workload,
     name=names,
@@ -263,6 +275,8 @@ workloads = st.builds(
     epochs=st.integers(1, 99),
     branches=st.lists(names, max_size=2).map(tuple),
     seq=maybe(st.integers(1, 99)),
+    batch_loss=maybe(batch_losses),
+    cached=st.booleans(),
     files=st.dictionaries(names, names, max_size=2),
 )
 named_jobs = st.builds(Named, job=names, overrides=st.dictionaries(names, counts, max_size=2))
@@ -586,6 +600,7 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Mesh: meshes,
     spec.Setting: settings() | unlike(),
     spec.Share: rank_shares(),
+    spec.BatchLoss: batch_losses,
     spec.Workload: workloads,
     spec.WhatIf: what_ifs,
     spec.Change: changes,

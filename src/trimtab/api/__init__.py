@@ -48,6 +48,7 @@ from trimtab.api.planning import (
     workload_of,
 )
 from trimtab.api.predicting import (
+    batch_warnings,
     calibrate,
     estimate,
     exam,
@@ -79,6 +80,7 @@ __all__ = [
     "all_words",
     "applied",
     "apply",
+    "batch_warnings",
     "calibrate",
     "cancel",
     "cluster",

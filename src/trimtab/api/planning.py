@@ -88,8 +88,11 @@ def plan(  # noqa: PLR0913 - each is an option of the command
             device = plain_device(min(where.devices, key=room_bytes))
             standing.warm(Requests(job=name, overrides=overrides, settings=(), device=device))
         workload = workload_of(name, overrides, given, cache=cache, say=say)
+        workload = with_batch_loss(name, overrides, workload, cache=cache, say=say)
         question = Question(job=name, workload=workload, cluster=where, policy=policy, compare=tuple(compare))
-        prints = _prints(name, overrides, clip)
+        # The loss of a cached step is over the whole global batch, which its trace has to know.
+        traced = overrides | ({"global_batch": global_batch} if workload.cached and global_batch else {})
+        prints = _prints(name, traced, clip)
         file = cache_folder() / f"plan-{_digest(*prints, question)}.json"
         found = _same_plan(file) if cache else None
         if found is not None:
@@ -97,7 +100,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         kept_in = cache_folder() / f"outlook-{'-'.join(prints)}.json" if cache else None
         open_question = "recompute" not in policy.pins
         outlook, save = foresight(
-            name, overrides, standing, clip=clip, kept_in=kept_in, ahead=open_question, say=say
+            name, traced, standing, clip=clip, kept_in=kept_in, ahead=open_question, say=say
         )
         outlook.direct |= direct_shards(shard_counts(workload, where, policy))
         try:
@@ -159,6 +162,23 @@ def workload_of(
     say("reading the job")
     found = summary(job, overrides, cache=cache)
     return found.replace(**{key: value for key, value in given.items() if value is not None})
+
+
+def with_batch_loss(
+    job: str,
+    overrides: dict[str, Any],
+    workload: Workload,
+    *,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Workload:
+    """The workload with what a small batch shows of its loss; not asked of a job that says it itself."""
+    from trimtab.trace.batch_loss import batch_loss
+
+    if workload.batch_loss is not None or workload.cached or workload.global_batch == 1:
+        return workload
+    say("comparing the loss of a small batch with those of its halves")
+    return workload.replace(batch_loss=batch_loss(job, overrides, cache=cache))
 
 
 def make_policy(

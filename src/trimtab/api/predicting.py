@@ -89,6 +89,21 @@ def look_closely(  # noqa: PLR0913 - a question and where it is asked
     return found
 
 
+def batch_warnings(
+    job: Any, setting: Setting, options: dict[str, Any] | None = None, *, cache: bool = True
+) -> tuple[str, ...]:
+    """What to know of a setting that cuts the job's batch; runs the job's code on a small batch."""
+    from trimtab.jobs.load import BUILT_IN, FOLDER, name_of
+    from trimtab.planner.whole_batch import warnings
+    from trimtab.trace.batch_loss import batch_loss
+
+    name, changed = name_of(job)
+    if name.startswith(FOLDER) or name.partition(":")[0] in BUILT_IN:
+        return ()
+    found = batch_loss(name, changed | (options or {}), cache=cache)
+    return warnings(found, setting.micro_batch, setting.gpus)
+
+
 def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
     """Raise where a setting computes in bf16 and the device only pretends to."""
     from trimtab.errors import WrongUse

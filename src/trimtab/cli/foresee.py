@@ -102,6 +102,9 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     look = functools.partial(api.look_at_all, job, where=where, always_least=json, **asked)
     known = functools.partial(api.is_known, job, **asked)
     found, details, help_lines = _looked(look, known, setting, device, quiet=json)
+    with _maybe(_console(errors=True).status("comparing the loss of a small batch"), quiet=json):
+        warned = api.batch_warnings(job, setting, options, cache=not no_cache)
+    found = found.replace(assumptions=(*warned, *found.assumptions))
     names = [name for name, _ in details.modules]
     with _maybe(_console(errors=True).status("looking up modules"), quiet=json):
         classes = api.module_classes(job, names, options, cache=not no_cache)

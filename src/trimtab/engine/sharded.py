@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _CPU_BYTES = 2**30
+FORWARD = (False, False, True)
+"""The key of a forward pass without gradients."""
 
 
 class Collective(NamedTuple):
@@ -46,7 +48,7 @@ class Ledger:
     """Which collectives a pass consists of, and how far the one under way has come."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[bool, bool], list[Collective]] = {}
+        self.known: dict[tuple[bool, ...], list[Collective]] = {}
         """By whether a pass sends its gradients, and whether it is the last of a step."""
         self.now: list[Collective] = []
         self.mid_backward: Callable[[], None] | None = None
@@ -118,9 +120,10 @@ class ShardedGradients:
         self.arrivals = len(self._units)
         self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._keeps_whole = self._small()
-        self._key: tuple[bool, bool] | None = None
+        self._key: tuple[bool, ...] | None = None
         self._done = 0
         self._clean = True
+        self._stays_out = False
         self._alone = alone
         for module in self._units:
             module.set_gradient_divide_factor(1.0)
@@ -139,7 +142,30 @@ class ShardedGradients:
     @property
     def rehearsed(self) -> bool:
         """Whether the sequences of all kinds of parts are known."""
-        return self._alone or len(self._ledger.known) > 1
+        return self._alone or len(self._ledger.known.keys() - {FORWARD}) > 1
+
+    def before_forward(self) -> None:
+        """A forward pass without gradients follows, as gradient caching makes them before the parts."""
+        self._learn()
+        self._key = FORWARD
+
+    def after_forward(self) -> None:
+        """That pass is over: all weights are shards again, so that every pass is the same sequence."""
+        reset(self._model)
+
+    def finish_forwards(self, failed_at: int | None, count: int) -> None:
+        """Take part in what is left of `count` such passes, where this rank failed in one of them."""
+        if failed_at is None:
+            self._learn()
+            self._key = None
+            return
+        done = len(self._ledger.now)
+        self.abandon()
+        # All ranks repeat the step from here: nobody sends anything else in this attempt.
+        self._stays_out = True
+        if not self._alone:
+            each = self._ledger.known[FORWARD]
+            issue(each[done:] + each * (count - failed_at - 1), self._parameters[0].device)
 
     def begin(self) -> None:
         """No gradients, nothing in flight, weights in shards."""
@@ -171,6 +197,9 @@ class ShardedGradients:
         if failed_at is None:
             self._learn()
             self._clean = True
+            return
+        if self._stays_out:
+            self._stays_out = False
             return
         kinds = self._kinds(count)
         left = self._ledger.known[kinds[failed_at]][self._done :]

@@ -16,6 +16,7 @@ import torch
 from trimtab.engine.blocks import repeated_blocks
 from trimtab.engine.branches import branch_loss
 from trimtab.engine.build import build, building, make_batch
+from trimtab.engine.cached import forward_twice, rows_of_step
 from trimtab.engine.compile import Compiling
 from trimtab.engine.entries import Entries, entries_of
 from trimtab.engine.gradients import Gradients, OwnGradients, Reducer
@@ -24,6 +25,7 @@ from trimtab.engine.precision import SHARDED, autocast_dtype, cast_weights
 from trimtab.engine.recompute import recompute
 from trimtab.engine.shard import place, shard
 from trimtab.errors import JobFailed
+from trimtab.jobs.job import loss_function
 from trimtab.spec import Precision
 
 if TYPE_CHECKING:
@@ -255,8 +257,10 @@ def forward(state: Prepared, batch: Any) -> torch.Tensor:
             if not state.stage.is_last:
                 # No loss yet, but what the next stage is handed.
                 return loss
+        elif whole := rows_of_step(state.job, state.setting.micro_batch, state.setting.gpus):
+            loss = forward_twice(state.job, state.model, batch, whole, check_loss)
         else:
-            loss = state.job.loss(state.model, batch)
+            loss = loss_function(state.job)(state.model, batch)
     check_loss(loss)
     return loss
 

@@ -36,6 +36,7 @@ class Bridge(Job):
     """Llama-3.1-8B and Qwen2.5-7B, frozen in bf16, and 16,089,090 parameters that learn."""
 
     name = "bridge"
+    additive = True
     global_batch = 64
     samples: int | None = 5000
     epochs = 8

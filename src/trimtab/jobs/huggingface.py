@@ -87,6 +87,7 @@ class HuggingFace(Job):
     """A model built from a config; --seq, --lora and --frozen shape it."""
 
     name = "hf"
+    additive = True
     global_batch = 64
     samples: int | None = 10_000
     folder = ""

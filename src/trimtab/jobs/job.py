@@ -24,6 +24,8 @@ class Job:
     samples: int | None = None
     epochs: int = 1
     branches: ClassVar[dict[str, str]] = {}
+    additive: bool | None = None
+    """Whether the loss of a batch is the weighted mean of those of its parts; None: trimtab finds out."""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -44,8 +46,15 @@ class Job:
         raise NotImplementedError
 
     def loss(self, model: Any, batch: Any) -> Any:
-        """A scalar tensor: the mean over what weight() counts."""
-        raise NotImplementedError
+        """A scalar tensor: the mean over what weight() counts.
+
+        A job that has embed(model, batch) and loss_of(embeddings) needs none: it is loss_of(embed(...)).
+        """
+        if not is_cached(self):
+            raise NotImplementedError
+        from trimtab.jobs.embeddings import direct_loss
+
+        return direct_loss(self, model, batch)
 
     def import_ahead(self) -> None:
         """Import what the other members will, where that takes long: called once before many traces."""
@@ -56,6 +65,37 @@ class Job:
     def weight(self, batch: Any) -> Any:
         """What the loss is a mean over: samples, unless a job says otherwise."""
         return samples_in(batch)
+
+
+def is_cached(job: Any) -> bool:
+    """Whether a job gives embed() and loss_of(), so that its batch can be cut by gradient caching."""
+    return callable(getattr(job, "embed", None)) and callable(getattr(job, "loss_of", None))
+
+
+def stated_additive(job: Any) -> bool | None:
+    """What a job says of its loss in `additive`; None where it says nothing.
+
+    A class that has a loss of its own does not inherit what was said of another.
+    """
+    if isinstance(vars(job).get("additive"), bool):
+        return bool(job.additive)
+    for cls in type(job).__mro__:
+        if isinstance(vars(cls).get("additive"), bool):
+            return bool(vars(cls)["additive"])
+        if {"loss", "losses", "loss_of"} & vars(cls).keys():
+            return None
+    return None
+
+
+def loss_function(job: Any) -> Any:
+    """The function (model, batch) -> loss of a job, for one that has loss() or embed() and loss_of()."""
+    if callable(getattr(job, "loss", None)):
+        return job.loss
+    from functools import partial
+
+    from trimtab.jobs.embeddings import direct_loss
+
+    return partial(direct_loss, job)
 
 
 def samples_in(batch: Any) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, UnknownName, WrongUse, nearest
-from trimtab.jobs.job import Job
+from trimtab.jobs.job import Job, is_cached
 from trimtab.jobs.options import change, options
 
 REQUIRED = ("model", "batch", "loss")
@@ -150,8 +150,18 @@ def _built(found: Any, name: str) -> Any:
 
 def checked(job: Any, name: str) -> Any:
     """The job, if it has the members that a job needs and a batch that can be."""
-    lacking = [one for one in REQUIRED if not callable(getattr(job, one, None))]
-    lacking += [one for one in REQUIRED if getattr(type(job), one, None) is getattr(Job, one)]
+    # embed() and loss_of() together take the place of loss().
+    required = [one for one in REQUIRED if one != "loss" or not is_cached(job)]
+    lacking = [one for one in required if not callable(getattr(job, one, None))]
+    lacking += [one for one in required if getattr(type(job), one, None) is getattr(Job, one)]
+    if "loss" in lacking:
+        half = [one for one in ("embed", "loss_of") if callable(getattr(job, one, None))]
+        if half:
+            raise JobFailed(
+                f"job {name!r}",
+                found=f"it has {half[0]}() and lacks {'loss_of' if half == ['embed'] else 'embed'}()",
+                cure="Give both embed(model, batch) and loss_of(embeddings), or loss(model, batch).",
+            )
     if lacking:
         raise JobFailed(
             f"job {name!r}",
@@ -162,7 +172,8 @@ def checked(job: Any, name: str) -> Any:
 
 
 def _is_job(value: Any) -> bool:
-    return isinstance(value, type) and all(callable(getattr(value, one, None)) for one in REQUIRED)
+    needed = ("model", "batch") if is_cached(value) else REQUIRED
+    return isinstance(value, type) and all(callable(getattr(value, one, None)) for one in needed)
 
 
 def _module(place: str) -> Any:

@@ -33,6 +33,7 @@ class Naics(Job):
     """105,542,277 parameters, of which 14,689,413 learn; 2,125 codes with 32 positives each."""
 
     name = "naics"
+    additive = True
     global_batch = 256
     samples: int | None = None
     """Rows in an epoch; None: every anchor with its positives."""

@@ -9,7 +9,9 @@ from trimtab.errors import UnknownName, WrongUse, nearest
 from trimtab.jobs.job import Job
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
-NOT_OPTIONS = frozenset({"name", "branches", "tiny", "sizes", "needs", "assumptions", "remarks", "unfelt"})
+NOT_OPTIONS = frozenset(
+    {"name", "branches", "additive", "tiny", "sizes", "needs", "assumptions", "remarks", "unfelt"}
+)
 """What a job says about itself rather than lets be chosen."""
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -66,7 +68,7 @@ def _fitting(job: Any, name: str, value: Any) -> Any:
 
 def _announced(job: Any, name: str) -> type:
     """The kind of value that an option without one is annotated for."""
-    return next((kind for kind in _hinted(job, name) if kind in (int, float, str)), type(None))
+    return next((kind for kind in _hinted(job, name) if kind in (bool, int, float, str)), type(None))
 
 
 def _may_be_none(job: Any, name: str) -> bool:

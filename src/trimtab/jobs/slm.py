@@ -110,6 +110,7 @@ class Slm(Job):
     """A GPT of 108.8 million parameters: 60,000 steps of 40 sequences of 1024 tokens."""
 
     name = "slm"
+    additive = True
     global_batch = 40
     samples: int | None = 2_400_000
     """In an epoch; more than the text has blocks read it several times, none reads it once."""

@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.errors import NothingFits, TrimtabError, WrongUse
+from trimtab.planner import whole_batch
 from trimtab.planner.advise import (
     candidates,
     cost,
@@ -84,7 +85,10 @@ def decide(
         choice=best.setting,
         estimate=estimate,
         policy=question.policy,
-        reasons=reasons(best, result, whole, question.cluster),
+        reasons=(
+            *reasons(best, result, whole, question.cluster),
+            *whole_batch.notes(question.workload, best.setting),
+        ),
         runners_up=candidates(result, question.workload),
         looked_at=looks(result),
         rejected=rejections(result, whole, refused),

@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
+from trimtab.planner import whole_batch
 from trimtab.planner.batch import cut, cuts
 from trimtab.planner.layouts import layouts
 from trimtab.planner.pins import NOT_COMPILED, SEVERAL, contradictions
@@ -136,6 +137,8 @@ def space(
     for layout in every:
         if layout.gpus > 1 and any(device.slice for device in layout.cluster.devices):
             refusals.add(SLICES_APART, 1)
+        elif layout.gpus > 1 and len(layout.kinds) > 1 and workload.is_indivisible:
+            refusals.add(whole_batch.why_one_rank(workload), 1)
         elif len(layout.kinds) == 1:
             families += _families(layout, workload, policy, failed, refusals)
         elif pins.get("strategy") in (None, Strategy.DDP):
@@ -310,9 +313,11 @@ def _families(
                 f"more data-parallel GPUs than the global batch of {workload.global_batch} has samples", ways
             )
             continue
-        # The branch with the most ranks has the smallest share: all take micro-batches that it can fill.
-        most = -(-workload.global_batch // max(mesh.copies, default=1))
-        members = [one for one in _cuts(workload.global_batch, mesh.data_parallel, policy) if one[0] <= most]
+        refused = whole_batch.why_not(workload, strategy, mesh)
+        if refused:
+            refusals.add(refused, ways)
+            continue
+        members = _members(workload, mesh, policy, refusals, ways)
         if not members:
             refusals.add(
                 f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
@@ -357,6 +362,18 @@ def _meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
     for stages in range(2, min(count, MOST_STAGES) + 1):
         if count % stages == 0:
             yield Strategy.PIPELINE, Mesh(pp=stages, dp_replicate=count // stages)
+
+
+def _members(workload: Workload, mesh: Mesh, policy: Policy, refusals: _Refusals, ways: int) -> list[Cut]:
+    """The micro-batches of a mesh that make the global batch; the whole of it where it cannot be cut."""
+    # The branch with the most ranks has the smallest share: all take micro-batches that it can fill.
+    most = -(-workload.global_batch // max(mesh.copies, default=1))
+    found = [one for one in _cuts(workload.global_batch, mesh.data_parallel, policy) if one[0] <= most]
+    if not workload.is_indivisible:
+        return found
+    smaller = [one for one in found if one[1] > 1]
+    refusals.add(whole_batch.why_one_piece(workload), len(smaller) * ways)
+    return [one for one in found if one[1] == 1]
 
 
 def _cuts(global_batch: int, ranks: int, policy: Policy) -> list[Cut]:
@@ -430,5 +447,5 @@ def _empty(policy: Policy, workload: Workload, refused: tuple[Rejection, ...]) -
     return WrongUse(
         pinned or f"global batch {workload.global_batch}",
         found="no setting agrees with that: " + "; ".join(one.why for one in refused),
-        cure="Leave a pin out.",
+        cure=whole_batch.cure(workload) if workload.is_indivisible else "Leave a pin out.",
     )

@@ -45,7 +45,7 @@ from trimtab.spec.setting import (
 from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
 from trimtab.spec.watch import Advice, Gauge, Sample, WatchedRun
-from trimtab.spec.workload import Workload
+from trimtab.spec.workload import BatchLoss, Workload
 
 __all__ = [
     "KINDS",
@@ -54,6 +54,7 @@ __all__ = [
     "Allocator",
     "Attempt",
     "Band",
+    "BatchLoss",
     "Calibration",
     "Candidate",
     "Cause",

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from trimtab.errors import TrimtabError, WrongUse
+from trimtab.jobs.job import is_cached, stated_additive
 from trimtab.jobs.load import load
-from trimtab.spec import Noun, Workload
+from trimtab.spec import BatchLoss, Noun, Workload
 from trimtab.trace.child import Say, ask, serve
 from trimtab.trace.tracer import cache_folder, keep
 from trimtab.trace.tracer import fingerprint as of_job
@@ -80,9 +81,19 @@ def described(job: Any, name: str) -> Workload:
         epochs=epochs,
         branches=tuple(map(str, branches)) if callable(getattr(job, "losses", None)) else (),
         seq=seq if isinstance(seq, int) and seq > 0 else None,
+        batch_loss=_stated(job),
+        cached=is_cached(job),
         sample_length=_length(job),
         files=_files(name, job),
     )
+
+
+def _stated(job: Any) -> BatchLoss | None:
+    """What a job says of its loss by `additive`."""
+    stated = stated_additive(job)
+    if stated is None:
+        return None
+    return BatchLoss(additive=stated, stated=True, why=f"the job says additive = {stated}")
 
 
 def _length(job: Any) -> int | None:

@@ -165,7 +165,8 @@ def fingerprint(job: str, question: str) -> str:
 
 def _sources(job: str) -> list[Path]:
     """The files whose text the trace depends on: trimtab's tracer, and the job's file with its neighbours."""
-    own = sorted(Path(__file__).parent.glob("*.py"))
+    here = Path(__file__).parent
+    own = [*sorted(here.glob("*.py")), *sorted((here.parent / "engine").glob("*.py"))]
     if job.startswith(FOLDER) or job.partition(":")[0] in BUILT_IN:
         own += sorted(Path(load.__file__).parent.glob("*.py"))
         return [*own, Path(job.removeprefix(FOLDER)) / "config.json"] if job.startswith(FOLDER) else own

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trimtab.engine.additive import batch_norms
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import cpu
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, file_of, load
 from trimtab.launching.summary import JSON as SUMMARY
 from trimtab.launching.summary import forget, gpus_on_node, summed, write
-from trimtab.spec import IncidentKind, Precision
+from trimtab.planner import whole_batch
+from trimtab.spec import BatchLoss, IncidentKind, Precision
 from trimtab.training.control import given
 from trimtab.training.evaluate import evaluate, validation_of
 from trimtab.training.faults import Faults, tear
@@ -347,6 +349,8 @@ class Training:
             f"{self.task.job}, {choice.spread}, {words} = global batch {choice.global_batch}, "
             f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
+        for note in self._batch_notes():
+            self.scribe.meters.say(note)
         if self.run.device.type == "cpu" and not cpu.has_bf16():
             cpu.silence_bf16_warning()
             if choice.precision in (Precision.BF16, Precision.BF16_TRUE):
@@ -354,6 +358,17 @@ class Training:
         if self.world.is_main and isinstance(self.job, Job):
             for remark in self.job.remarks:
                 self.scribe.meters.say(remark)
+
+    def _batch_notes(self) -> list[str]:
+        """What becomes of a batch that is cut, where that is not what it seems."""
+        known = self.plan.workload
+        if known is None:
+            return []
+        norms = len(batch_norms(self.run.model))
+        stated = known.replace(batch_loss=BatchLoss(additive=True, stated=True, batch_norms=norms))
+        return [
+            f"{one.subject} {one.value}: {one.why}" for one in whole_batch.notes(stated, self.plan.choice)
+        ]
 
     def _prompt(self) -> None:
         """What the next step is to know and to ask the other ranks."""

@@ -132,6 +132,12 @@ class Part:
         self._stepper.backward(loss, self._share)
         self.done = True
 
+    def backward_from(self, surrogate: torch.Tensor) -> None:
+        """The backward pass of gradient caching, whose loss was computed before, over the global batch."""
+        self._leave_autocast()
+        self._stepper.backward_from(surrogate)
+        self.done = True
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:

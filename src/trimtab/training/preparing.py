@@ -19,7 +19,7 @@ from trimtab.engine.precision import SHARDED
 from trimtab.engine.stages import keep_stage
 from trimtab.engine.step import arrange
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
-from trimtab.jobs.job import Job
+from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import failed
 from trimtab.spec import Precision, Strategy
 from trimtab.training import world
@@ -373,7 +373,7 @@ def _job_loss(job: Any, branch: str) -> Callable[[Any, Any], Any] | None:
         return None
     if branch:
         return lambda model, batch: branch_loss(job, model, batch, branch)
-    loss: Callable[[Any, Any], Any] = job.loss
+    loss: Callable[[Any, Any], Any] = loss_function(job)
     return loss
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.network import network_link
 from trimtab.errors import WrongUse
+from trimtab.planner import whole_batch
 from trimtab.planner.batch import cut, cuts
 from trimtab.planner.pins import contradictions
 from trimtab.predict.meshes import spread
@@ -95,6 +96,7 @@ def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Sett
             cure=cure.replace("GPUs", "processes").capitalize() + ".",
         )
     mesh = spread(strategy, procs, branches=len(workload.branches))
+    _refuse_cut(workload, strategy, mesh, pins)
     # A pipeline of which all stages are to be busy takes several micro-batches.
     least = FILLED * mesh.pp if mesh.pp > 1 else 1
     micro, rounds = _cut(workload.global_batch, mesh.data_parallel, pins, least=least)
@@ -110,6 +112,20 @@ def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Sett
         optimizer=OptimizerImplementation(pins.get("optimizer", OptimizerImplementation.FUSED)),
         workers=int(pins.get("workers", 0)),
     )
+
+
+def _refuse_cut(workload: Workload, strategy: Strategy, mesh: Mesh, pins: Mapping[str, Any]) -> None:
+    """Raise where the batch would be cut, and the job says that it cannot be."""
+    refused = whole_batch.why_not(workload, strategy, mesh)
+    cuts_it = (
+        pins.get("micro_batch", workload.global_batch) < workload.global_batch
+        or pins.get("accumulation", 1) > 1
+    )
+    if not refused and workload.is_indivisible and cuts_it:
+        refused = whole_batch.why_one_piece(workload)
+    if refused:
+        given = " ".join(f"--pin {key}={value}" for key, value in pins.items()) or f"--procs {mesh.size}"
+        raise WrongUse(given, found=refused.replace("GPUs", "processes"), cure=whole_batch.cure(workload))
 
 
 def _cut(global_batch: int, data_parallel: int, pins: Mapping[str, Any], *, least: int) -> tuple[int, int]:

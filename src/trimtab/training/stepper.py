@@ -14,8 +14,11 @@ import torch.distributed as dist
 from trimtab.engine.precision import autocast_dtype
 from trimtab.engine.step import check_loss
 from trimtab.errors import NothingFits, WrongUse
+from trimtab.jobs.job import is_cached
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training import preparing, status
+from trimtab.training.caching import Caching
+from trimtab.training.divisible import Divisible
 from trimtab.training.loading import Window, lone_copy, window_of
 from trimtab.training.order import bounds
 from trimtab.training.parts import Outcome, Part
@@ -102,12 +105,24 @@ class Stepper:
         """One that counted, of whichever rank: what a rank whose share counts for nothing runs along with."""
         self._void = False
         """Whether no sample that counts was met yet, on any rank."""
+        self.caching: Caching | None = None
+        """How a job that gives embed() and loss_of() computes a step."""
+        self.divisible: Divisible | None = None
+        """Whether the batch may be cut; None where gradient caching does it."""
 
     def prepare(self, wanted: preparing.Wanted) -> preparing.Prepared:
         """Make everything ready for the first step."""
+        is_cutting = wanted.loss is None and is_cached(wanted.job)
+        if not is_cutting:
+            self.divisible = Divisible(self, wanted.job)
+            self.divisible.check_statement()
         mid_backward = self.mid_backward if self.faults is not None else None
         self.prepared = preparing.prepare(wanted, self.say_compile, mid_backward)
         self._strikes_at = max(1, self.prepared.wiring.arrivals // 3)
+        if is_cutting:
+            self.caching = Caching(self, wanted.job)
+            # loss_of() itself says what it is a mean over.
+            self.prepared.weight = None
         return self.prepared
 
     def parts(self, batch: Any) -> Iterator[Part]:
@@ -133,6 +148,8 @@ class Stepper:
             if ready.pipe is not None:
                 # Forward and backward of the parts take turns: nobody else can say when.
                 failed_at = self._piped(ready, ready.pipe, parts)
+            elif self.caching is not None:
+                failed_at = self.caching.run(ready, parts)
             else:
                 for part in parts:
                     yield part
@@ -145,7 +162,8 @@ class Stepper:
                         break
             if failed_at is not None:
                 self._recover(ready, window, parts[failed_at])
-                if self._fatal is None and not ready.wiring.sent_any and not ready.wiring.equal_parts:
+                alone = not ready.wiring.sent_any and not ready.wiring.equal_parts and self.caching is None
+                if self._fatal is None and alone:
                     # Nobody has heard of it: the others wait, and this rank tries again.
                     continue
             verdict, heard = self._close(ready, window, failed_at, len(parts))
@@ -190,6 +208,7 @@ class Stepper:
         return (
             ready.updater.on_device
             and ready.loss is not None
+            and self.caching is None
             and self.faults is None
             and self.scale.value == 1.0
             and ready.wiring.rehearsed
@@ -260,7 +279,10 @@ class Stepper:
         self._start_over(ready)
         for number in range(2):
             part = Part(self, self._filler(ready, window), samples=0, share=0.0, number=number, count=2)
-            yield part
+            if self.caching is not None:
+                self.caching.rehearse(ready, part)
+            else:
+                yield part
             if part.error is not None:
                 raise NothingFits(
                     "the first pass of this run",
@@ -283,6 +305,8 @@ class Stepper:
         own = not isinstance(batch, Window)
         window = window_of(batch, step=self.steps) if own else batch
         self._window = window
+        if self.divisible is not None:
+            self.divisible.check_first(ready, window)
         self._pieces, self._void = None, False
         groups = self.groups
         unknown = own and groups.data_parallel > 1
@@ -424,6 +448,20 @@ class Stepper:
             loss.detach_()
             raise
 
+    def backward_from(self, surrogate: torch.Tensor) -> None:
+        """The backward pass of a part whose loss counts already: gradient caching computes it first."""
+        if self.faults is not None and self.at("gradient") == "nan":
+            surrogate = surrogate * float("nan")
+        self._engine(surrogate if self.scale.value == 1.0 else surrogate * self.scale.value)
+
+    def counts(self, loss: torch.Tensor) -> None:
+        """Take a loss as this rank's part in the loss of the step."""
+        self._loss = loss.double()
+
+    def gives_up(self, why: str) -> None:
+        """No smaller micro-batch helps: all ranks hear it, and the run ends with that cause."""
+        self._fatal = why
+
     def _engine(self, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Autograd's own pass; drills strike while it runs."""
         self._open, self._arrived = True, 0
@@ -457,6 +495,12 @@ class Stepper:
         ready.wiring.abandon()
         ready.fitting.release()
         if why in (_COMPILER, _ELSEWHERE):
+            return
+        whole = "" if self.divisible is None or part.count > 1 else self.divisible.why_whole(ready, window)
+        if whole:
+            self._fatal = (
+                f"the batch of {window.size} samples ran out of memory and cannot be cut: {whole}; {why}"
+            )
             return
         size = max(part.samples, 1)
         move = ready.fitting.failed(size=size, share=max(window.size, 1), step=self.steps)

@@ -1,0 +1,107 @@
+"""What a plan says and refuses where the loss of a batch is more than the mean over its parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.spec import Reason, Strategy
+
+if TYPE_CHECKING:
+    from trimtab.spec import BatchLoss, Mesh, Setting, Workload
+
+UNCACHED = (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE)
+"""Strategies whose ranks do not each embed samples of their own with the whole model."""
+
+
+def why_not(workload: Workload, strategy: Strategy, mesh: Mesh) -> str:
+    """Why a way to spread the job would change its training; empty where it would not."""
+    if workload.cached and strategy in UNCACHED:
+        return f"{strategy}: embed() and loss_of() need ranks that each run the whole model"
+    if workload.is_indivisible and mesh.data_parallel > 1:
+        return why_one_rank(workload)
+    return ""
+
+
+def why_one_rank(workload: Workload) -> str:
+    """Why the batch is not shared out over ranks."""
+    return f"several data-parallel GPUs: the batch cannot be cut, because {_because(workload)}"
+
+
+def why_one_piece(workload: Workload) -> str:
+    """Why the batch is not cut into micro-batches."""
+    return f"micro-batches below the global batch: the batch cannot be cut, because {_because(workload)}"
+
+
+def _because(workload: Workload) -> str:
+    return workload.batch_loss.why if workload.batch_loss is not None else "nobody knows"
+
+
+def cure(workload: Workload) -> str:
+    """What to do where the batch has to stay in one piece."""
+    if workload.batch_loss is not None and workload.batch_loss.is_sum:
+        return (
+            "Return the mean over samples in loss(), or set additive = True on the job to accept the change."
+        )
+    return (
+        "Give the job embed(model, batch) and loss_of(embeddings), which can be cut exactly; or leave out "
+        "pins that cut the batch; or set additive = True on the job, to accept the change."
+    )
+
+
+def notes(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
+    """What a plan says of how the batch is cut, where there is something to say."""
+    found = []
+    is_cut = setting.accumulation > 1 or setting.data_parallel > 1
+    known = workload.batch_loss
+    if workload.cached:
+        why = (
+            "the job gives embed() and loss_of(): every micro-batch is embedded twice, and the loss is that "
+            "of the whole global batch"
+            if is_cut
+            else "the job gives embed() and loss_of(), and the batch is in one piece: one pass is enough"
+        )
+        found.append(Reason(subject="loss", value="gradient caching" if is_cut else "whole batch", why=why))
+    elif known is not None and known.additive is False:
+        why = f"{known.why}. {cure(workload)}"
+        found.append(Reason(subject="loss", value="whole batch", why=why))
+    elif known is not None and not known.stated and is_cut and known.additive is None:
+        why = f"not checked on a small batch: {known.why}" if known.why else "not checked on a small batch"
+        found.append(Reason(subject="loss", value="assumed additive", why=why))
+    elif known is not None and known.is_near and is_cut:
+        found.append(Reason(subject="loss", value="nearly additive", why=known.why))
+    return (*found, *_statistics(workload, setting))
+
+
+def _statistics(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
+    """What BatchNorm sees of the global batch."""
+    norms = 0 if workload.batch_loss is None else workload.batch_loss.batch_norms
+    sees = setting.micro_batch
+    if not norms or sees >= setting.global_batch:
+        return ()
+    layers = f"{norms} BatchNorm layer{'s' * (norms > 1)}"
+    why = (
+        f"{layers} compute statistics over the {sees} samples of a micro-batch, not over the global batch of "
+        f"{setting.global_batch}: another training than in one piece. A larger micro-batch, GroupNorm or "
+        "LayerNorm avoid it"
+    )
+    return (Reason(subject="batchnorm", value=f"sees {sees} samples", why=why),)
+
+
+def warnings(known: BatchLoss, micro_batch: int, gpus: int) -> tuple[str, ...]:
+    """What an estimate says of a micro-batch that is less than the global batch."""
+    whole = known.global_batch or 0
+    if micro_batch >= whole and gpus == 1:
+        return ()
+    found = []
+    if known.additive is False:
+        found.append(
+            f"the global batch of {whole} cannot be cut: {known.why}; use micro-batch {whole} on one GPU"
+        )
+    elif known.is_near:
+        found.append(known.why)
+    if known.batch_norms:
+        layers = f"{known.batch_norms} BatchNorm layer{'s' * (known.batch_norms > 1)}"
+        found.append(
+            f"{layers} see the {micro_batch} samples of a micro-batch, not the global batch of {whole}"
+        )
+    return tuple(found)
