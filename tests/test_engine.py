@@ -253,3 +253,24 @@ def test_no_gain_is_promised_where_nothing_is_compiled_or_the_compiler_fails(job
     assert [why(name) for name in ("Nested", "ByMethod", "ByParts")] == ["", "", ""]
     assert "differentiates a gradient" in why("Penalty")
     assert "nothing is compiled" in why("ByInnerParts")
+
+
+def test_products_with_vectors_take_the_workspace_of_cublas_too(tmp_path: Path, job: str) -> None:
+    text = JOB + (
+        "\n\nclass Vectors(Nested):\n"
+        "    def loss(self, model, batch):\n"
+        "        x = model(batch)\n"
+        "        return torch.dot(x.flatten(), x.flatten()) / x.numel()\n"
+        "\n    def model(self):\n"
+        "        class Net(nn.Module):\n"
+        "            def __init__(self):\n"
+        "                super().__init__()\n"
+        "                self.scale = nn.Parameter(torch.ones(256))\n\n"
+        "            def forward(self, x):\n"
+        "                return x * self.scale\n\n"
+        "        return Net()\n"
+    )
+    file = tmp_path / "vectors.py"
+    file.write_text(text, encoding="utf-8")
+    found = trimtab.estimate(f"{file}:Vectors", "H100", precision="fp32", micro_batch=2)
+    assert found.parts.workspace == 32 * MIB

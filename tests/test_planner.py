@@ -42,6 +42,8 @@ from trimtab.spec import (
 from trimtab.units import GIB
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trimtab.planner.outlook import Layout
     from trimtab.spec import Workload
 
@@ -777,7 +779,7 @@ def test_what_cannot_be_predicted_is_a_rejection() -> None:
     assert any("could not be predicted: it raised" in one.why for one in plan.rejected)
 
 
-BROKEN = {
+BROKEN: dict[str, Callable[[Setting], bool]] = {
     "fsdp": lambda one: one.strategy is Strategy.FSDP,
     "recompute": lambda one: one.recompute is not Recompute.NONE,
     "compile": lambda one: one.compile,

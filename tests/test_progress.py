@@ -1,7 +1,6 @@
 """Long plans show how far they are, and Ctrl-C gives the best so far."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def test_a_log_gets_lines_with_what_is_done_and_the_best_so_far(
     monkeypatch.setenv(shown.VARIABLE, "1")
     monkeypatch.setattr(shown, "FIRST_S", 0.0)
     monkeypatch.setattr(shown, "EVERY_S", 0.01)
-    wrote = []
+    wrote: list[str] = []
     monkeypatch.setattr(shown.Progress, "line", _noted(wrote, shown.Progress.line))
     with progress("planning") as state:
         state.say("tracing ddp, micro-batch 8, bf16")
@@ -124,7 +123,7 @@ def test_what_is_quick_writes_nothing(
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A plan of 20 questions, then Ctrl-C."""
     after = [20]
 

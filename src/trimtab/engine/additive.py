@@ -59,7 +59,7 @@ class Halves(NamedTuple):
         return bool(scale) and abs(self.whole - self.total) / scale < REFUSED / 10
 
 
-class SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SameNoise(TorchDispatchMode):
     """Gives every sample of a batch the same random numbers, whatever the size of the batch.
 
     Dropout, noise and random times of a batch are then those of its halves. What is not drawn by row, such
@@ -67,7 +67,7 @@ class SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, samples: int, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._samples = samples
         self._seed = seed
         self._calls = 0

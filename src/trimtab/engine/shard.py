@@ -53,7 +53,8 @@ def place(module: nn.Module, device: str, placed: Placed, fill: Fill | None) -> 
     from torch.distributed.tensor import DTensor
 
     for owner in module.modules():
-        for tensors in (owner._parameters, owner._buffers):
+        both: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for tensors in both:
             for name, tensor in tensors.items():
                 if tensor is None or isinstance(tensor, DTensor):
                     continue

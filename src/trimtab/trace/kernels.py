@@ -20,6 +20,15 @@ MATRIX_OPS = {
 }  # fmt: skip
 
 
+VECTOR_OPS = {
+    "aten::mv", "aten::addmv", "aten::addmv_", "aten::dot", "aten::vdot", "aten::linalg_lu_solve",
+    "aten::linalg_solve_triangular", "aten::triangular_solve", "aten::cholesky_solve",
+    "aten::_linalg_solve_ex",
+}  # fmt: skip
+"""Operations beside matrix products that ask for a cuBLAS handle, and with it for its workspace."""
+CUBLAS_OPS = frozenset({*MATRIX_OPS, *VECTOR_OPS})
+
+
 class Kernels:
     """The target's choices, and what had to be assumed."""
 
@@ -81,7 +90,7 @@ class Kernels:
     def kept(self, name: str) -> int:
         """Bytes that a library takes now and keeps: cuBLAS, once a thread."""
         thread = threading.get_ident()
-        if name not in MATRIX_OPS or thread in self._cublas_threads:
+        if name not in CUBLAS_OPS or thread in self._cublas_threads:
             return 0
         self._cublas_threads.add(thread)
         return workspace.cublas(self.capability)

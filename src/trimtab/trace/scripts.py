@@ -22,11 +22,11 @@ def follow_scripts() -> None:
     """Let torch.jit.script and torch.jit.trace leave functions and modules as they are."""
     # What torch itself does under PYTORCH_JIT=0: classes of scripts and their methods stay Python too.
     torch.jit._state.disable()
-    torch.jit.script = _script  # type: ignore[assignment]
-    torch.jit.trace = _trace  # type: ignore[assignment]
-    torch.jit.trace_module = lambda module, *_, **__: module  # type: ignore[assignment]
-    torch.jit.freeze = lambda module, *_, **__: module  # type: ignore[assignment]
-    torch.jit.optimize_for_inference = lambda module, *_, **__: module  # type: ignore[assignment]
+    torch.jit.script = _script
+    torch.jit.trace = _trace
+    torch.jit.trace_module = lambda module, *_, **__: module
+    torch.jit.freeze = lambda module, *_, **__: module
+    torch.jit.optimize_for_inference = lambda module, *_, **__: module
 
 
 def _script(obj: Any = None, *_: Any, **__: Any) -> Any:
