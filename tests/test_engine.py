@@ -255,7 +255,8 @@ def test_no_gain_is_promised_where_nothing_is_compiled_or_the_compiler_fails(job
     assert "nothing is compiled" in why("ByInnerParts")
 
 
-def test_products_with_vectors_take_the_workspace_of_cublas_too(tmp_path: Path, job: str) -> None:
+@pytest.mark.usefixtures("job")
+def test_products_with_vectors_take_the_workspace_of_cublas_too(tmp_path: Path) -> None:
     text = JOB + (
         "\n\nclass Vectors(Nested):\n"
         "    def loss(self, model, batch):\n"
