@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 RESULTS = HERE / "gpu_results.jsonl"
 PREDICTIONS = HERE / "gpu_predictions.jsonl"
-PREDICTED_CAPS = HERE / "least_caps.json"
 LOCK = Path(tempfile.gettempdir()) / "trimtab-gpu-queue.lock"
 CASE_S, COMPILED_S, CAP_S = 120.0, 400.0, 400.0
 """Seconds after which a case is given up."""
@@ -406,11 +405,12 @@ def answer(name: str) -> None:
 
     case = case_named(name)
     if case.kind == "cap":
-        from bench.least_cap import measure_least_cap
+        from bench import least_cap
 
-        predicted = {one["case"]: one for one in json.loads(PREDICTED_CAPS.read_text(encoding="utf-8"))}
-        with exclusive():
-            found = measure_least_cap(case.job, predicted[case.job])
+        # Nothing is timed, so no lock is needed.
+        predicted = least_cap.predict_least_cap(least_cap.case_named(case.job))
+        found = least_cap.measure_least_cap(case.job, predicted)
+        del found["case"]
     else:
         found = measure(name)
     found |= {

@@ -152,7 +152,10 @@ class Gcn(nn.Module):
         share = torch.full((edges.shape[1],), 1 / 15, device=edges.device)
         near = torch.sparse_coo_tensor(edges, share, (count, count))
         for number, layer in enumerate(self.layers):
-            nodes = torch.sparse.mm(near, layer(nodes).float())
+            seen = layer(nodes).float()
+            with torch.autocast(nodes.device.type, enabled=False):
+                # torch has no product of sparse matrices in 16 bits.
+                nodes = torch.sparse.mm(near, seen)
             if number < len(self.layers) - 1:
                 nodes = functional.dropout(functional.relu(nodes), 0.5, self.training)
         return functional.cross_entropy(nodes, labels)
