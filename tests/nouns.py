@@ -19,6 +19,7 @@ from trimtab.jobs.naics_pairs import Pairs
 from trimtab.pace.measure import Order
 from trimtab.pages.story import Profile
 from trimtab.predict.timeline import Timeline
+from trimtab.trace.rehearse import Rehearsal
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
 from trimtab.training.chain import Chain
@@ -630,6 +631,7 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.MfuReference: mfu_references,
     Request: requests,
     Requests: several_requests,
+    Rehearsal: st.builds(Rehearsal, job=names, overrides=st.dictionaries(names, counts), micro_batch=counts),
     spec.Cause: causes,
     Case: cases,
     Answer: answers,

@@ -133,7 +133,7 @@ def test_an_error_with_json_is_one_json_object_on_stdout() -> None:
         (["detect", "--colour", "--json"], "No such option: --colour"),
         (["dtect", "--json"], "No such command 'dtect'"),
         (["detect", "--json", "--on"], "Option '--on' requires an argument"),
-        (["explain", "a", "b", "--json"], "unexpected extra argument"),
+        (["exam", "a", "--json"], "unexpected extra argument"),
     ],
 )
 def test_wrong_options_with_json_are_one_json_object_too(args: list[str], found: str) -> None:

@@ -316,7 +316,8 @@ def test_the_command_prints_a_verdict_and_json_has_the_contract(tmp_path: Path) 
     assert "--recompute full" in done.stdout
     # A path that ends in a number tells nobody what is meant.
     assert " (Block)  " in done.stdout
-    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    # A path is never broken, however long the temporary folder's name is.
+    assert all(len(line) <= 80 or job in line for line in done.stdout.splitlines())
     found = json.loads(trimtab_cli("estimate", job, "--on", "H200", "--micro-batch", "8", "--json").stdout)
     for key in ("allocated_bytes", "reserved_bytes", "process_bytes", "capacity_bytes", "fits", "band"):
         assert found[key] is not None

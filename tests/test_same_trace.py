@@ -90,7 +90,7 @@ def test_a_trace_is_the_same_whatever_the_process_is_like(
         "MALLOC_ARENA_MAX": "1",
         "LC_ALL": "C",
         "TZ": "Pacific/Chatham",
-        "HOME": "/nowhere",
+        "HOME": str(junk / "home"),
     }
     for variable, value in others.items():
         monkeypatch.setenv(variable, value)

@@ -197,7 +197,7 @@ def inside(works: list[Work], backward: int, optimizer: int) -> list[bool]:
         if work.kind == "call" and work.op == LEAVE:
             depth = max(0, depth - 1)
         eager += work.kernels > 0 and not depth and work.op != SEED
-    none = not any(found)
+    none = not whole and not any(found)
     for work in works[backward:optimizer]:
         found.append(eager <= 0 and not none)
         eager -= work.kernels > 0

@@ -104,6 +104,9 @@ def run(request: Rehearsal) -> dict[str, str]:
         if request.micro_batch == small:
             raise
         _step(job, model, request.micro_batch, request.member)
+    if request.member == "batch()":
+        # A batch may fail at the size that was asked for alone.
+        _called(f"batch({request.micro_batch})", job.batch, request.micro_batch)
     return {}
 
 
