@@ -275,3 +275,19 @@ def test_products_with_vectors_take_the_workspace_of_cublas_too(tmp_path: Path) 
     file.write_text(text, encoding="utf-8")
     found = trimtab.estimate(f"{file}:Vectors", "H100", precision="fp32", micro_batch=2)
     assert found.parts.workspace == 32 * MIB
+
+
+@pytest.mark.usefixtures("job")
+def test_a_check_of_the_order_of_two_tensors_is_taken_to_hold(tmp_path: Path) -> None:
+    text = JOB + (
+        "\n\nclass Checked(Nested):\n"
+        "    def loss(self, model, batch):\n"
+        "        x = model(batch)\n"
+        "        if not (x.abs() >= x).all():\n"
+        "            raise ValueError('not ordered')\n"
+        "        return x.square().mean()\n"
+    )
+    file = tmp_path / "checked.py"
+    file.write_text(text, encoding="utf-8")
+    found = trimtab.estimate(f"{file}:Checked", "H100", precision="fp32", micro_batch=2)
+    assert any("taken to hold" in one for one in found.assumptions)

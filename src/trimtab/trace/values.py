@@ -155,7 +155,9 @@ class Values:
         elif out.dtype == torch.bool:
             self._learn_mask(name, args, out)
 
-    def _learn_mask(self, name: str, args: tuple[Any, ...], out: torch.Tensor) -> None:
+    def _learn_mask(  # noqa: C901 - one case a kind
+        self, name: str, args: tuple[Any, ...], out: torch.Tensor
+    ) -> None:
         share: float | None = ALWAYS.get(name)
         if name in {"aten::eq", "aten::ne"}:
             reach = getattr(args[0], "_trimtab_range", None) or getattr(args[1], "_trimtab_range", None)
@@ -171,6 +173,11 @@ class Values:
             known = getattr(args[0], "_trimtab_share", HALF)
             times = args[0].numel() / max(1, out.numel())
             share = min(1.0, known * max(times, 1))
+        elif name in ("aten::ge", "aten::le") and isinstance(args[1], torch.Tensor):
+            out._trimtab_order = True  # type: ignore[attr-defined]
+        elif name == "aten::all" and getattr(args[0], "_trimtab_order", False):
+            self.assume("a check that no number of one tensor is above that of another is taken to hold")
+            share = 1.0
         elif name == "aten::all":
             # Of a mask about which nothing is known, some entries are set and some are not.
             share = float(getattr(args[0], "_trimtab_share", HALF) == 1)
