@@ -63,7 +63,7 @@ def test_a_cpu_build_beside_a_gpu_is_a_warning() -> None:
     ("torch", "fits"),
     [
         ("2.8.1", False),
-        ("2.9.1", True),
+        ("2.9.1", False),
         ("2.11.0", True),
         ("2.11.0+cu126", True),
         ("2.13.1", True),
@@ -81,7 +81,7 @@ def test_a_torch_that_trimtab_is_not_made_for_is_a_warning(
     said = [one for one in found if "releases that trimtab is made for" in one.what]
     assert len(said) == (not fits)
     assert all(one.severity.value == "warning" for one in said)
-    assert all("'torch>=2.9,<2.16'" in one.cure for one in said)
+    assert all("'torch>=2.11,<2.16'" in one.cure for one in said)
 
 
 def test_the_releases_of_torch_are_those_of_the_package() -> None:
@@ -141,13 +141,13 @@ def test_the_examples_in_the_docstrings_hold() -> None:
 def test_a_torch_that_is_not_supported_is_refused_by_name_before_a_job_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for release, found in (("2.8.0+cu128", "supports torch 2.9 to 2.15"), ("2.16.1", "2.9 to 2.15")):
+    for release, found in (("2.10.0+cu128", "supports torch 2.11 to 2.15"), ("2.16.1", "2.11 to 2.15")):
         monkeypatch.setattr(torch_release, "version", lambda _, release=release: release)
         with pytest.raises(EnvironmentFault) as caught:
             torch_release.require_supported_torch()
         assert caught.value.given == f"torch {release}"
         assert found in caught.value.found
-        assert "pip install 'torch>=2.9,<2.16'" in caught.value.cure
+        assert "pip install 'torch>=2.11,<2.16'" in caught.value.cure
     # The first command that needs torch says it, before the job's own code is touched.
     package = tmp_path / "torch-2.8.0.dist-info"
     package.mkdir()
