@@ -305,7 +305,7 @@ def at_a_terminal(answer: str, *args: str) -> subprocess.CompletedProcess[bytes]
             stdin=theirs,
             capture_output=True,
             check=True,
-            timeout=60,
+            timeout=300,
         )
     finally:
         os.close(ours)

@@ -38,7 +38,7 @@ def trimtab_cli(*args: str, env: dict[str, str] | None = None, columns: int = 80
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
         env=clean | {"COLUMNS": str(columns)} | (env or {}),
     )
 
@@ -157,7 +157,12 @@ def test_the_list_of_devices_is_json_where_that_is_asked_for() -> None:
 def shell(line: str, **env: str) -> Done:
     command = line.replace("trimtab", f"{sys.executable} -m trimtab", 1)
     return subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60, env=os.environ | env
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=os.environ | env,
     )
 
 
@@ -293,7 +298,7 @@ def test_torch_is_not_imported(args: list[str]) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout.splitlines()[-1] == "False"
 

@@ -454,7 +454,7 @@ def test_standard_input_and_a_healthy_log() -> None:
             input=gzip.compress(data),
             capture_output=True,
             check=False,
-            timeout=60,
+            timeout=300,
         )
         assert done.returncode == code
         assert said in done.stdout.decode()

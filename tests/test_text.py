@@ -274,7 +274,7 @@ def test_of_several_processes_one_tokenises(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", TOGETHER, name], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    said = "".join(one.communicate(timeout=60)[0] for one in started).split()
+    said = "".join(one.communicate(timeout=300)[0] for one in started).split()
     assert said.count("made") == 1
     assert len(set(said)) == 2
 

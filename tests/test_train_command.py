@@ -437,7 +437,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_another_number_of_pro
     ) as process:  # fmt: skip
         wait_for_step(process, run)
         process.send_signal(signal.SIGUSR1)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 138, err
     stopped = lines(run)[-1]["step"]
     assert 1 <= stopped < 14
@@ -448,7 +448,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_another_number_of_pro
                  "--faults", tmp_path / "faults.json") as process:  # fmt: skip
         wait_for_step(process, run, stopped + 1)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     last = json.loads(out.splitlines()[-1])
     assert last["asked"] == "SIGINT"
