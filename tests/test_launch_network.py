@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 PLACE = "10.77.0.1:29417"
 STEPS = 80
-ROUNDING = 1e-4
-"""What another order of the same sums comes to after so many steps in fp32; a lost sample is more."""
+ROUNDING = 5e-3
+"""What another order of the same sums comes to after so many steps in fp32: 1.6e-3 between one process and
+two on aarch64, with no fault at all. A lost sample changes every later batch, which is more."""
 
 
 def missing() -> str:
