@@ -53,6 +53,20 @@ def forked(body: str, **env: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def test_a_copy_computes_after_its_original_has_computed_with_several_threads() -> None:
+    lines = forked("""
+    import torch
+    torch.set_num_threads(2)
+    def total():
+        return (torch.ones(2_000_000) * 2).sum().item()
+    total()
+    def work(say):
+        say({"total": total()})
+    tasks = [work, work]
+    """)
+    assert lines == ['{"total":4000000.0}'] * 2
+
+
 def test_answers_belong_to_their_tasks_whatever_the_order_of_their_ends() -> None:
     lines = forked("""
     def task(number):

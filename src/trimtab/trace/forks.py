@@ -100,6 +100,7 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
     code = 1
     try:
         end_with_parent(parent)
+        _use_one_thread()
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
         answering(task, answer)
@@ -110,6 +111,16 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
+
+
+def _use_one_thread() -> None:
+    """Compute with one thread: the threads of torch's OpenMP pool do not survive a fork.
+
+    If the original has computed with several threads, the copy would wait forever for threads that are gone.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 def _status(one: Fork) -> int | None:
