@@ -27,21 +27,32 @@ CONVOLUTION = "convolution "
 def column_sum(rows: int, columns: int) -> int:
     """Partial sums of a sum over rows, as for the gradient of a bias, by torch's own way to divide the work.
 
-    Each block of threads adds up some rows of 32 columns times the width of a vector load; where one pass
-    over the rows would leave multiprocessors idle, several blocks share a column and meet in this buffer.
+    Each block of threads adds up some rows of 32 columns (or fewer, where there are fewer) times the width of
+    a vector load; where one pass over the rows would leave multiprocessors idle, several blocks share a
+    column and meet in this buffer. From torch's sources (Reduce.cuh); exact on an H200.
+
+    >>> column_sum(131_072, 256), column_sum(32_768, 64), column_sum(40_000, 40)
+    (138412032, 4194304, 803840)
     """
     vector = next(width for width in (4, 2, 1) if columns % width == 0)
     threads = MOST_THREADS // vector
-    height = max(1, min(1 << (max(1, rows).bit_length() - 1), threads // WARP))
+    most = _power_of_two(min(columns // vector, threads))
+    height = min(_power_of_two(min(max(1, rows), threads)), threads // min(most, WARP))
+    width = min(most, threads // height)
     each = -(-rows // height)
-    if each < max(16 * height, 16) and each < 256:  # noqa: PLR2004 - too few rows to divide
+    if each < 256:  # noqa: PLR2004 - too few rows to divide
         return 0
-    grid = -(-(columns // vector) // WARP)
-    target = convolution.MULTIPROCESSORS * (MULTIPROCESSOR_THREADS // (WARP * height))
-    if each < 256 or grid > target:  # noqa: PLR2004 - one pass is enough
+    grid = -(-(columns // vector) // width)
+    target = convolution.MULTIPROCESSORS * (MULTIPROCESSOR_THREADS // (width * height))
+    if grid > target:
         return 0
     blocks = max(min(-(-target // grid), -(-each // 16)), -(-each // 256))
-    return 4 * columns * blocks * WARP * vector if blocks > 1 else 0
+    return 4 * columns * blocks * width * vector if blocks > 1 else 0
+
+
+def _power_of_two(number: int) -> int:
+    """The largest power of two that is not larger."""
+    return 1 << (number.bit_length() - 1)
 
 
 def launches(tensors: int, numbers: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.catalog.describe import capability
-from trimtab.trace import attention, recurrent, shapes, sparse, workspace
+from trimtab.trace import attention, convolution, recurrent, shapes, sparse, workspace
 from trimtab.trace.autocast import Autocast, casts_last_argument_first
 from trimtab.trace.values import Values
 
@@ -38,6 +38,8 @@ class Kernels:
         self.assumptions: dict[str, None] = {}
         self.values = Values(self.assume)
         self._cublas_threads: set[int] = set()
+        self._dropout_state = False
+        """Whether cuDNN has its random numbers for dropout in recurrent layers."""
         self._library = torch.library.Library("aten", "IMPL")
         Autocast(last_first=casts_last_argument_first(target)).install(self._library)
         self.attended = False
@@ -51,6 +53,7 @@ class Kernels:
         attention.register(self._library, self.capability, self._lose)
         recurrent.register(self._library, self.assume)
         shapes.keep_whole(self._library)
+        shapes.add_bias_in_place(self._library)
 
     def assume(self, text: str) -> None:
         """Note an assumption once."""
@@ -80,15 +83,19 @@ class Kernels:
     def takes(self, name: str, args: tuple[Any, ...], out: Any) -> list[workspace.Take]:
         """What the operation asks the allocator for beside its results, and in what order."""
         if name in sparse.PRODUCTS and sparse.has_sparse(args):
-            return [workspace.hold(sum(map(sparse.temporary_bytes, filter(sparse.is_sparse, args))))]
+            sorting, pieces = sparse.product_bytes(name, args, out)
+            return [workspace.RESULT, workspace.brief(sorting), *map(workspace.hold, pieces)]
         by_gpu = workspace.BY_GPU.get(name)
         if by_gpu is not None:
             return by_gpu(args, out, self.capability)
         rule = workspace.RULES.get(name)
         return rule(args, out) if rule else []
 
-    def kept(self, name: str) -> int:
-        """Bytes that a library takes now and keeps: cuBLAS, once a thread."""
+    def kept(self, name: str, args: tuple[Any, ...]) -> int:
+        """Bytes that a library takes now and keeps: cuBLAS once a thread, cuDNN's dropout once."""
+        if name == "aten::_cudnn_rnn" and args[11] and args[12] and not self._dropout_state:
+            self._dropout_state = True
+            return workspace.dropout_state(self.target.multiprocessors or convolution.MULTIPROCESSORS)
         thread = threading.get_ident()
         if name not in CUBLAS_OPS or thread in self._cublas_threads:
             return 0

@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -22,7 +23,7 @@ from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
 from trimtab.spec.trace import ENTER, GRADIENT, LEAVE
 from trimtab.trace.imitate import Stream
-from trimtab.trace.sparse import PARTS, is_sparse
+from trimtab.trace.sparse import PARTS, is_sparse, parts
 from trimtab.trace.works import POSITIONS, finds_positions, work
 
 if TYPE_CHECKING:
@@ -209,27 +210,29 @@ class Recorder(TorchDispatchMode):
             self.note(work(func, name, args, kwargs, out))
         if name == "aten::add" and _from_engine() and self._takes_over(args[0], out):
             return out
-        if not _is_view(func):
+        if not _is_view(func) or is_sparse(out):
             self._take(name, args, out)
         return out
 
     def _take(self, name: str, args: tuple[Any, ...], out: Any) -> None:
         """Write down what an operation asks for, in the order it does."""
-        leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        results = iter(self._unknown(leaves))
+        leaves = [part for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) for part in parts(leaf)]
+        results = deque(self._unknown(leaves))
         held = []
         for take in self.kernels.takes(name, args, out):
             if take.kind == "result":
-                self._meet(next(results, None), name)
+                self._meet(results.popleft() if results else None, name)
+            elif take.kind == "last result":
+                self._meet(results.pop() if results else None, name)
             elif take.size and take.kind == "hold":
                 held.append(self._new(take.size, "workspace", name))
             elif take.size or take.cause:
                 self.temporary(take.size, name, take.cause)
         for leaf in results:
             self._meet(leaf, name)
-        kept = self.kernels.kept(name)
+        kept = self.kernels.kept(name, args)
         if kept:
-            self.keep(kept, "workspace", "cuBLAS")
+            self.keep(kept, "workspace", "cuDNN" if name == "aten::_cudnn_rnn" else "cuBLAS")
         self.order.extend(~number for number in held)
 
     def _unknown(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

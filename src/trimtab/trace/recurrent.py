@@ -1,8 +1,9 @@
 """Recurrent layers and cells as a CUDA build runs them: cuDNN for layers, torch's fused kernels for cells.
 
 torch describes these operations in its CUDA half alone, so fake tensors cannot answer for them. Sizes follow
-torch's sources (RNN.cpp, RNN.cu, PackedSequence.cpp). Packed sequences need the lengths of the batch: known
-lengths are used as they are; unknown ones count as full length, which is an assumption of the estimate.
+torch's sources (RNN.cpp, RNN.cu, PackedSequence.cpp); what cuDNN takes was read off 227 layers on an H200
+(cuDNN 9.19; bench/op_memory.py). Packed sequences need the lengths of the batch: known lengths are used as
+they are; unknown ones count as full length, which is an assumption of the estimate.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.trace.values import REAL, known_values
+from trimtab.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,8 +24,22 @@ RELU, TANH, LSTM, GRU = range(4)
 """cuDNN's modes."""
 GATES = {LSTM: 4, GRU: 3}
 """Gates of a cell by mode; plain cells have one."""
+STATES = {LSTM: 1, GRU: 3}
+"""Numbers a hidden unit that cuDNN saves beside the gates, by mode; plain cells save none."""
 GRU_SAVED = 5
 """Numbers a hidden unit that a fused GRU cell saves for its backward pass."""
+WORKSPACE = {
+    LSTM: {(False, False): (5, 10), (False, True): (7, 12), (True, False): (4, 6), (True, True): (6, 8)},
+    GRU: {(False, False): (4, 5), (False, True): (6, 7), (True, False): (3, 3), (True, True): (5, 5)},
+    TANH: {(False, False): (3, 2), (False, True): (6, 3), (True, False): (1, 1), (True, True): (4, 3)},
+}
+"""Numbers a hidden unit in cuDNN's workspace, by mode, packed and both directions: for each input of a
+sequence, and for each sample of each layer. Packed LSTMs and GRUs come out exact. Of padded ones in one
+direction, a few large ones take up to 16 numbers more; plain cells come out within a third."""
+NARROW = 128
+"""Hidden units up to which cuDNN has another kernel for padded sequences in one direction."""
+KERNEL = 8 * MIB
+"""What cuDNN's workspace has besides, for each layer and direction."""
 
 
 def extent(source: torch.Tensor, batch_sizes: Any, *, batch_first: bool) -> tuple[int, int, int]:
@@ -37,16 +53,17 @@ def extent(source: torch.Tensor, batch_sizes: Any, *, batch_first: bool) -> tupl
 def layer(args: tuple[Any, ...]) -> Any:
     """Output, last states, what cuDNN saves for the backward pass, and the flat weights.
 
-    Per layer and direction cuDNN saves every gate and the cell of each step, and between layers the input;
-    one bit a number where dropout acts.
+    Per layer and direction cuDNN saves every gate and the states of each step, and between layers the input;
+    where dropout acts a bit a number and direction, of padded sequences.
     """
     source, _, _, flat, _, _, mode, size, _, layers, first, dropout, train, both = args[:14]
     ways = 2 if both else 1
     packed = args[14] if len(args) > 14 else ()  # noqa: PLR2004 - the place of batch_sizes
-    batch, _, inputs = extent(source, packed, batch_first=first)
+    batch, steps, inputs = extent(source, packed, batch_first=first)
     cells = inputs * size * ways
-    kept = source.element_size() * cells * (GATES.get(mode, 1) * layers + layers + layers - 1)
-    kept += (layers - 1) * cells // 8 if dropout else 0
+    numbers = (GATES.get(mode, 1) + STATES.get(mode, 0)) * layers + layers - 1
+    kept = source.element_size() * cells * numbers
+    kept += (layers - 1) * batch * steps * size * ways * ways // 8 if dropout else 0
     reserve = source.new_empty(((kept + 256) if train else 0,), dtype=torch.uint8)
     states = (layers * ways, batch, size)
     cell = source.new_empty(states if mode == LSTM else (0,))
@@ -56,16 +73,63 @@ def layer(args: tuple[Any, ...]) -> Any:
     return out, source.new_empty(states), cell, reserve, buffer
 
 
+def workspace(  # noqa: PLR0913 - cuDNN's own
+    source: torch.Tensor,
+    mode: int,
+    hidden: int,
+    layers: int,
+    *,
+    first: bool,
+    dropout: float,
+    both: bool,
+    packed: Any,
+) -> int:
+    """Bytes that cuDNN takes for a recurrent layer while it runs, forward and backward alike.
+
+    Gates and states of each input, states of each sample, a copy of the weights, and 8 MiB for each layer and
+    direction. Inputs that are wide beside the hidden state need more. A packed LSTM of 2 layers in both
+    directions, 300 to 512 wide, with 2742 inputs of 64 samples in fp16 takes 88,580,352 bytes.
+    """
+    batch, _, inputs = extent(source, packed, batch_first=first)
+    ways, width = 2 if both else 1, source.shape[-1]
+    kind = mode if mode in GATES else TANH
+    per_input, per_sample = WORKSPACE[kind][bool(packed), both]
+    rows, states = inputs * hidden * ways, layers * batch * hidden * ways
+    numbers = per_input * rows + per_sample * states
+    if dropout and not both:
+        numbers += rows
+    if packed:
+        fewer = 1 if kind == TANH and not both else 3
+        wide = inputs * width * (4 if both else 1) + (min(layers, 2) if both else 1) * rows
+        numbers = max(numbers, wide + (5 if kind == LSTM and both else fewer) * states)
+    else:
+        numbers += inputs * width
+        if hidden <= NARROW and kind != TANH and not both:
+            numbers += inputs * (10 * hidden + max(2 * width, 6 * hidden))
+    gates = GATES.get(mode, 1)
+    numbers += sum(
+        gates * hidden * ((hidden * ways if layer else width) + hidden) * ways for layer in range(layers)
+    )
+    return source.element_size() * numbers + KERNEL * layers * ways + (0 if packed else 8 * batch) + 256
+
+
 def layer_backward(args: tuple[Any, ...]) -> Any:
-    """Gradients of the input, the states and the weights."""
+    """Gradients of the input, the states and the weights; those of the weights lie in one buffer."""
     source, weights, hidden, cell = args[0], args[1], args[4], args[5]
     none = source.new_empty((0,))
     return (
         torch.empty_like(source),
         torch.empty_like(hidden),
         torch.empty_like(cell) if cell is not None else none,
-        [torch.empty_like(one) for one in weights],
+        _in_one_buffer(weights, source.dtype),
     )
+
+
+def _in_one_buffer(weights: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Views of one new buffer, each with the shape of a weight."""
+    flat = weights[0].new_empty((sum(one.numel() for one in weights),), dtype=dtype)
+    pieces = flat.split([one.numel() for one in weights])
+    return [piece.view(one.shape) for piece, one in zip(pieces, weights, strict=True)]
 
 
 def lstm_cell(args: tuple[Any, ...]) -> Any:
@@ -141,8 +205,8 @@ def _run(  # noqa: PLR0913, PLR0917 - cuDNN's own
     if torch.is_autocast_enabled("cuda") and source.dtype == torch.float32:
         # Autocast hands cuDNN's recurrent layers fp16, whatever dtype it is set to.
         half = torch.float16
+        weights = list(_CastWeights.apply(half, *weights))
         source, states = source.to(half), [one.to(half) for one in states]
-        weights = [one.to(half) for one in weights]
     size = states[0].shape[2]
     cell = states[1] if len(states) > 1 else None
     out, hidden, cell, *_ = torch.ops.aten._cudnn_rnn(
@@ -203,6 +267,22 @@ def with_values(values: list[int]) -> torch.Tensor:
     made = torch.empty((len(values),), dtype=torch.int64, device="cpu")
     setattr(made, REAL, real)
     return made
+
+
+class _CastWeights(torch.autograd.Function):
+    """Weights in another dtype, in one buffer as cuDNN wants them."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> Any:
+        ctx.dtypes = [one.dtype for one in weights]
+        return tuple(_in_one_buffer(weights, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return (
+            None,
+            *(one.to(dtype) for one, dtype in zip(gradients, ctx.dtypes, strict=True)),
+        )
 
 
 class _Pack(torch.autograd.Function):

@@ -73,6 +73,19 @@ def keep_whole(library: torch.library.Library) -> None:
         library.impl(name, never, "CUDA")
 
 
+def add_bias_in_place(library: torch.library.Library) -> None:
+    """Let a linear layer of scattered inputs add its bias to the product, as it does to real tensors."""
+    whole = torch.ops.aten.linear.default
+
+    def linear(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        if bias is None or source.dim() < 3 or source.is_contiguous():  # noqa: PLR2004
+            return whole.decompose(source, weight, bias)
+        # To fake tensors torch adds it into new memory.
+        return torch.matmul(source, weight.t()).add_(bias)
+
+    library.impl("linear", linear, "AutogradCUDA")
+
+
 RESULTS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "aten::cudnn_batch_norm": _batch_norm,
     "aten::cudnn_batch_norm_backward": _batch_norm_backward,

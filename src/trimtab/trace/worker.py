@@ -92,13 +92,21 @@ class Requests(Noun, frozen=True, kw_only=True):
         ]
 
 
+def _seed() -> None:
+    """Draw the same random numbers in every process: an estimate asked for twice has one answer."""
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+
+
 def ready(requests: Requests) -> Any:
     """Pretend to have the device and load the job; then import what every trace will need."""
     from trimtab.trace.imitate import imitate
 
     imitate(requests.device)
     # Jobs that draw lengths or layers at random draw the same ones for every setting.
-    random.seed(0)
+    _seed()
     job = load(requests.job, requests.overrides)
     import_ahead(job)
     return job
@@ -305,6 +313,7 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         # Compiled code is no longer divided into modules, and hooks would be compiled with it.
         recorder.name_modules(state.model, state.entries)
     recorder.mark("batch", "inputs")
+    _seed()
     with _blaming(f"batch({setting.micro_batch})"):
         batch = steps.make_batch(job, setting, "cuda")
     if forward:

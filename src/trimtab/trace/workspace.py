@@ -1,19 +1,19 @@
 """Memory that kernels take for themselves, which no shape shows: workspaces of cuBLAS, cuDNN and torch.
 
 Each rule was read off allocator traces of an H200 (torch 2.11, cuDNN 9.19) and names what the memory is for;
-sizes it gives agree with the traces to a few hundred bytes unless it says otherwise. Not covered: reductions
-other than sums over rows, and convolutions over volumes.
+sizes it gives agree with the traces to a few hundred bytes unless it says otherwise (bench/op_memory.py
+records such traces). Not covered: reductions other than over rows.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from trimtab.spec import Cause
-from trimtab.trace import convolution, formulas
-from trimtab.trace.recurrent import extent
+from trimtab.trace import convolution, formulas, recurrent
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
@@ -26,19 +26,23 @@ WARP = 32
 FP32 = 4
 DESCRIPTOR = 256
 """cuDNN rounds its own workspaces up to this."""
+FEW_INDICES = 3072
+"""Up to so many, the gradient of an embedding needs no sorting (Embedding.cu)."""
 
 
 class Take(NamedTuple):
     """One thing that an operation asks the allocator for, in order."""
 
     kind: str
-    """hold: to the end of the operation; brief: given back at once; result: the next of its results."""
+    """hold: to the end of the operation; brief: given back at once; result: the next of its results; last
+    result: the last of those that are left."""
     size: int = 0
     cause: Cause | None = None
     """What a size follows from that is no straight line in the micro-batch."""
 
 
 RESULT = Take("result")
+LAST_RESULT = Take("last result")
 
 
 def hold(size: int) -> Take:
@@ -66,6 +70,11 @@ def cublas(capability: tuple[int, int]) -> int:
     return CUBLAS_HOPPER if capability >= (9, 0) else CUBLAS_OLDER
 
 
+def dropout_state(multiprocessors: int) -> int:
+    """The states of cuDNN's random numbers for dropout in recurrent layers: 24 bytes a thread, kept for ever."""
+    return 24 * formulas.MULTIPROCESSOR_THREADS * multiprocessors
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -76,8 +85,9 @@ def _copied(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous
 
 
 def _layout(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    last = convolution.channels_last(source, weight)
-    return torch.channels_last if last else torch.contiguous_format
+    if not convolution.channels_last(source, weight):
+        return torch.contiguous_format
+    return torch.channels_last if source.dim() == 4 else torch.channels_last_3d  # noqa: PLR2004
 
 
 def _convolution(args: tuple[Any, ...], out: Any) -> list[Take]:
@@ -92,14 +102,20 @@ def _convolution_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     layout = _layout(source, weight)
     shape = convolution.shape_of(source, weight, gradient, stride, groups)
     moved, given = _copied(source, layout) if wanted[1] else 0, _copied(gradient, layout)
-    # A gradient in the other memory format is copied once; a slice is copied for each of the two.
-    once = given if given and _looks_last(gradient) != (layout is torch.channels_last) else 0
+    # A gradient in the other memory format is copied once; a slice is copied for each of the two, unless the
+    # convolution is a transposed one.
+    transposed = args[7]
+    other_format = _looks_last(gradient) != (layout is not torch.contiguous_format)
+    once = given if given and (transposed or other_format) else 0
     each = given - once
     takes = [hold(moved), hold(once)]
     if wanted[0]:
         takes += [RESULT, _cudnn(shape, "source", beside=each)]
     if wanted[1]:
         takes += [RESULT, _cudnn(shape, "weight", beside=each)]
+    if wanted[2]:
+        # torch sums up the gradient of the bias itself, over all dimensions but the channels.
+        takes += [RESULT, *_partial_sums(gradient, [dim for dim in range(gradient.dim()) if dim != 1])]
     return takes
 
 
@@ -178,35 +194,40 @@ def efficient_tiles(size: int, capability: tuple[int, int], *, half: bool) -> Ti
 def _embedding_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     """Partial sums over sorted indices, fp32."""
     count = args[1].numel()
+    if count <= FEW_INDICES:
+        return []
     return [RESULT, brief((count + count // 10) * args[0].shape[-1] * 4)]
 
 
-def _rnn_size(  # noqa: PLR0913 - cuDNN's own
-    source: torch.Tensor, hidden: int, layers: int, *, first: bool, dropout: float, packed: Any
-) -> int:
-    """Gates and states of a step for every step, weights, and 8 MiB a layer: LSTMs, one way."""
-    batch, _, inputs = extent(source, packed, batch_first=first)
-    size, width = source.element_size(), source.shape[-1]
-    weights = sum(4 * hidden * ((hidden if layer else width) + hidden) for layer in range(layers))
-    per_step = 5 * hidden + width + (hidden if dropout else 0)
-    fixed = 10 * layers * batch * hidden + weights
-    return size * (inputs * per_step + fixed) + 8 * MIB * layers + 8 * batch + DESCRIPTOR
-
-
 def _rnn(args: tuple[Any, ...], _: Any) -> list[Take]:
-    source, size, layers, first, dropout, packed = args[0], args[7], args[9], args[10], args[11], args[14]
-    return [brief(_rnn_size(source, size, layers, first=first, dropout=dropout, packed=packed))]
+    """Output and last states, then a workspace while what the backward pass needs is allocated."""
+    taken = recurrent.workspace(
+        args[0], args[6], args[7], args[9], first=args[10], dropout=args[11], both=args[13], packed=args[14]
+    )
+    return [RESULT, RESULT, RESULT, hold(taken)]
 
 
 def _rnn_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    """Once for the gradients of inputs, once for those of weights."""
-    source, size, layers, first, dropout, packed = args[0], args[11], args[13], args[14], args[15], args[18]
-    taken = brief(_rnn_size(source, size, layers, first=first, dropout=dropout, packed=packed))
-    return [RESULT, RESULT, RESULT, taken, taken]
+    """A workspace once for the gradients of inputs, once for those of weights."""
+    taken = recurrent.workspace(
+        args[0], args[10], args[11], args[13], first=args[14], dropout=args[15], both=args[17], packed=args[18]
+    )
+    return [RESULT, RESULT, RESULT, brief(taken), RESULT, brief(taken)]
+
+
+def _softmax(args: tuple[Any, ...], _: Any) -> list[Take]:
+    """The kernels read a dense input: one with channels last is copied."""
+    return [RESULT, hold(_copied(args[0]))]
 
 
 def _softmax_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    return [RESULT, brief(_bytes(args[0]))]
+    """The product of gradient and result, and a dense copy of it and of the result where they are not."""
+    gradient, result = args[0], args[1]
+    return [RESULT, hold(_bytes(gradient)), hold(_copied(gradient)), hold(_copied(result))]
+
+
+def _log_softmax_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
+    return [RESULT, hold(_copied(args[0])), hold(_copied(args[1]))]
 
 
 def _safe_softmax(args: tuple[Any, ...], _: Any) -> list[Take]:
@@ -222,18 +243,70 @@ def _layer_norm_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     return [hold(_copied(args[0])), hold(_copied(args[1]))]
 
 
-def _column_sum(args: tuple[Any, ...], out: Any) -> list[Take]:
-    source = args[0]
-    columns = out.numel()
-    if not source.is_contiguous() or columns < WARP or not _sums_rows(source, args[1], columns):
-        return [RESULT]
-    return [RESULT, caused(formulas.COLUMN_SUM, (source.numel() // columns, columns))]
+def _column_sum(args: tuple[Any, ...], _: Any) -> list[Take]:
+    return [RESULT, *_partial_sums(args[0], args[1] if len(args) > 1 else None)]
 
 
-def _sums_rows(source: torch.Tensor, dims: Any, columns: int) -> bool:
-    """Whether the summed dimensions are the leading ones."""
-    summed = sorted(dim % source.dim() for dim in dims or range(source.dim()))
-    return columns > 1 and summed == list(range(len(summed))) and len(summed) < source.dim()
+def _partial_sums(source: torch.Tensor, dims: Any) -> list[Take]:
+    """The buffer of a reduction whose kept dimensions lie closest together in memory; else there is none."""
+    given = [dims] if isinstance(dims, int) else dims
+    reduced = {dim % source.dim() for dim in given or range(source.dim())} if source.dim() else set()
+    steps = {dim: source.stride(dim) for dim in range(source.dim()) if source.shape[dim] > 1}
+    kept = [steps[dim] for dim in steps if dim not in reduced]
+    over = [steps[dim] for dim in steps if dim in reduced]
+    if not kept or not over or max(kept) >= min(over) or min(kept) != 1:
+        return []
+    rows = prod(source.shape[dim] for dim in reduced)
+    return [caused(formulas.COLUMN_SUM, (rows, source.numel() // rows))]
+
+
+def _dropout(_: tuple[Any, ...], __: Any) -> list[Take]:
+    """The mask comes first."""
+    return [LAST_RESULT, RESULT]
+
+
+def _upsample_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
+    """The kernels read a dense gradient, in either memory format; at equal sizes they only copy it."""
+    gradient, made, given = args[:3]
+    last = gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)  # noqa: PLR2004
+    equal = list(made) == list(given[2:])
+    return [RESULT, hold(0 if last or equal else _copied(gradient))]
+
+
+TOPK_COUNTS, TOPK_THREADS, TOPK_BLOCKS = 256, 256, 6
+"""Of torch's top-k in several blocks: counts a pass, threads a block, and blocks a multiprocessor."""
+MANY_BLOCKS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (2**31, 400))
+"""Up to so many rows, top-k takes several blocks from that length on (TensorTopK.cu)."""
+
+
+def _topk(args: tuple[Any, ...], out: Any) -> list[Take]:
+    """Counts of each radix for each block (2 bytes) and their sums (4 bytes), where rows are long."""
+    source, count = args[0], out[0].numel()
+    if not count or not source.dim():
+        return []
+    dim = args[2] if len(args) > 2 else -1  # noqa: PLR2004
+    length = source.shape[dim]
+    rows = source.numel() // length
+    if length < next(least for most, least in MANY_BLOCKS if rows <= most):
+        return []
+    each = -(-source.numel() // (convolution.MULTIPROCESSORS * TOPK_BLOCKS * TOPK_THREADS))
+    blocks = -(-length // (min(max(each, 4), 64) * TOPK_THREADS))
+    return [RESULT, RESULT, hold(2 * TOPK_COUNTS * rows * blocks), hold(4 * TOPK_COUNTS * rows)]
+
+
+SMALL_SORT, MANY_ROWS = 4096, 128
+"""Rows up to this length are sorted in place; fewer rows than that are sorted all at once."""
+
+
+def _sort(args: tuple[Any, ...], out: Any) -> list[Take]:
+    """Positions before the sort, and a second copy of values and positions to sort into."""
+    numbers, size = args[0].numel(), args[0].element_size()
+    length = max(out[0].shape[-1:], default=1)
+    if length <= SMALL_SORT:
+        return []
+    whole = [] if length == numbers or numbers // length >= MANY_ROWS else [hold(8 * numbers)]
+    beside = size * numbers if whole else 0
+    return [RESULT, RESULT, hold(8 * numbers), *whole, brief(beside + (8 + size) * numbers)]
 
 
 RULES: dict[str, Callable[[tuple[Any, ...], Any], list[Take]]] = {
@@ -244,9 +317,22 @@ RULES: dict[str, Callable[[tuple[Any, ...], Any], list[Take]]] = {
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::_cudnn_rnn": _rnn,
     "aten::_cudnn_rnn_backward": _rnn_backward,
+    "aten::_softmax": _softmax,
+    "aten::_log_softmax": _softmax,
     "aten::_softmax_backward_data": _softmax_backward,
+    "aten::_log_softmax_backward_data": _log_softmax_backward,
     "aten::_safe_softmax": _safe_softmax,
     "aten::sum": _column_sum,
+    "aten::mean": _column_sum,
+    "aten::native_dropout": _dropout,
+    "aten::topk": _topk,
+    "aten::sort": _sort,
+    "aten::upsample_bilinear2d_backward": _upsample_backward,
+    "aten::upsample_nearest2d_backward": _upsample_backward,
+    "aten::upsample_bicubic2d_backward": _upsample_backward,
+    "aten::upsample_linear1d_backward": _upsample_backward,
+    "aten::upsample_trilinear3d_backward": _upsample_backward,
+    "aten::upsample_nearest3d_backward": _upsample_backward,
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
 }
