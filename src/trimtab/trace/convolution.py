@@ -132,6 +132,11 @@ def _exact(shape: Shape, phase: str) -> int:
         return shape.copies(1, weight=weight) + transform
     if transform or phase != "weight" or shape.groups > 1:
         return transform
+    return _exact_weight(shape)
+
+
+def _exact_weight(shape: Shape) -> int:
+    """fp32 gradients of weights where nothing is transformed: copies in another layout, or nothing."""
     if len(shape.image) == 1:
         long = shape.window >= 3 and shape.source * shape.result * shape.window > 450_000  # noqa: PLR2004
         return shape.copies(1) if long else 0
@@ -139,7 +144,7 @@ def _exact(shape: Shape, phase: str) -> int:
         return shape.copies(1) if shape.window > 1 and shape.source > FEW_CHANNELS else 0
     small = shape.pixels <= 196 and shape.source >= 256  # noqa: PLR2004
     strided = shape.stride > 1 or shape.window == 1
-    return shape.copies(1, weight=weight) if small and strided else 0
+    return shape.copies(1, weight=shape.window > 1) if small and strided else 0
 
 
 def _transform(shape: Shape, phase: str) -> int:
@@ -201,8 +206,8 @@ def _partial_sums(shape: Shape) -> int:
     work = shape.samples * shape.pixels
     if len(shape.image) == VOLUME:
         product = shape.source * shape.result
-        few = 4 if product <= 128 * 64 else 2 if product <= 128 * 128 else 0  # noqa: PLR2004
-        return few * gradient if work > 128 * 128 else 0  # noqa: PLR2004
+        few = 4 if product <= 128 * 64 else 2 if product <= 128 * 128 else 0
+        return few * gradient if work > 128 * 128 else 0
     tiles = shape.window * _ceil(shape.source, 256) * _ceil(shape.result, 128)
     if work >= 90_000 or (shape.source >= 256 and work >= 65_536):  # noqa: PLR2004
         parts = (MULTIPROCESSORS if tiles > 9 else 117) // tiles  # noqa: PLR2004

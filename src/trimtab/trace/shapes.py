@@ -92,7 +92,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     **recurrent.RESULTS,
     "aten::_grouped_mm": _grouped_product,
     "aten::_ctc_loss": _ctc_loss,
-    "aten::_ctc_loss_backward": lambda args: torch.empty_like(args[1]),
+    "aten::_ctc_loss_backward": lambda args: torch.empty_like(args[1], memory_format=torch.contiguous_format),
     "aten::_use_cudnn_ctc_loss": lambda _: False,
     "aten::_use_miopen_ctc_loss": lambda _: False,
     "aten::_fused_sgd_": _nothing,

@@ -114,7 +114,7 @@ def product_bytes(name: str, args: tuple[Any, ...], out: torch.Tensor) -> tuple[
 
     An unsorted matrix is sorted by 40 bytes an entry (three columns of whole numbers and their second copy)
     into a new one. Then row starts and columns in 32 bits, and the result once more in the layout that
-    cuSPARSE writes. A plain product also begins with zeros to add to. As seen on an H200: with 600,000 entries
+    cuSPARSE writes. A plain product also begins with zeros to add to. Seen on an H200: with 600,000 entries
     and a result of 82 MB, a product takes 176 MB for a moment.
     """
     pieces = [out.numel() * out.element_size()] if name == "aten::mm" else []

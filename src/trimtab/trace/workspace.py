@@ -71,7 +71,7 @@ def cublas(capability: tuple[int, int]) -> int:
 
 
 def dropout_state(multiprocessors: int) -> int:
-    """The states of cuDNN's random numbers for dropout in recurrent layers: 24 bytes a thread, kept for ever."""
+    """Random states for dropout in cuDNN's recurrent layers: 24 bytes a thread, kept for ever."""
     return 24 * formulas.MULTIPROCESSOR_THREADS * multiprocessors
 
 
@@ -201,16 +201,22 @@ def _embedding_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
 
 def _rnn(args: tuple[Any, ...], _: Any) -> list[Take]:
     """Output and last states, then a workspace while what the backward pass needs is allocated."""
+    source, mode, size, layers, first, dropout, both, packed = (
+        args[place] for place in (0, 6, 7, 9, 10, 11, 13, 14)
+    )
     taken = recurrent.workspace(
-        args[0], args[6], args[7], args[9], first=args[10], dropout=args[11], both=args[13], packed=args[14]
+        source, mode, size, layers, first=first, dropout=dropout, both=both, packed=packed
     )
     return [RESULT, RESULT, RESULT, hold(taken)]
 
 
 def _rnn_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
     """A workspace once for the gradients of inputs, once for those of weights."""
+    source, mode, size, layers, first, dropout, both, packed = (
+        args[place] for place in (0, 10, 11, 13, 14, 15, 17, 18)
+    )
     taken = recurrent.workspace(
-        args[0], args[10], args[11], args[13], first=args[14], dropout=args[15], both=args[17], packed=args[18]
+        source, mode, size, layers, first=first, dropout=dropout, both=both, packed=packed
     )
     return [RESULT, RESULT, RESULT, brief(taken), RESULT, brief(taken)]
 
@@ -233,6 +239,12 @@ def _log_softmax_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
 def _safe_softmax(args: tuple[Any, ...], _: Any) -> list[Take]:
     """Which rows are masked out whole: a byte a number."""
     return [RESULT, brief(args[0].numel())]
+
+
+def _ctc_loss_backward(args: tuple[Any, ...], out: Any) -> list[Take]:
+    """The sums read backwards, and the gradient once more where infinite losses are set to zero."""
+    sums, without_infinite = _bytes(args[6]), args[8] if len(args) > 8 else False  # noqa: PLR2004
+    return [hold(sums), hold(_bytes(out) if without_infinite else 0), brief(sums // 2), RESULT]
 
 
 def _layer_norm(args: tuple[Any, ...], _: Any) -> list[Take]:
@@ -322,6 +334,7 @@ RULES: dict[str, Callable[[tuple[Any, ...], Any], list[Take]]] = {
     "aten::_softmax_backward_data": _softmax_backward,
     "aten::_log_softmax_backward_data": _log_softmax_backward,
     "aten::_safe_softmax": _safe_softmax,
+    "aten::_ctc_loss_backward": _ctc_loss_backward,
     "aten::sum": _column_sum,
     "aten::mean": _column_sum,
     "aten::native_dropout": _dropout,
