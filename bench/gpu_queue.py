@@ -223,6 +223,14 @@ ZOO = [
     "blip",
     "hubert",
     "videomae",
+    "upernet",
+    "dpt",
+    "glpn",
+    "pvt_v2",
+    "mobilevit",
+    "vivit",
+    "gan",
+    "focalnet",
 ]
 """Models of bench/zoo.py, most informative first."""
 COMPILED_ZOO = [

@@ -2,12 +2,13 @@
 
     python bench/op_memory.py job NAME FILE      on a GPU: every allocation of three steps, with its operation
     python bench/op_memory.py probe GROUP FILE   on a GPU: the allocations of single operations, many shapes
-    python bench/op_memory.py all FOLDER         both, for everything in JOBS and PROBES, side by side
-    python bench/op_memory.py diff NAME FILE     no GPU: where a recorded job and its trace differ
+    python bench/op_memory.py all FOLDER         both, for everything in JOBS and PROBES, side by side (40 s)
 
 A job is a case of bench/gpu_queue.py or of the recorded exam. Sizes are bytes; a free is negative.
 """
 
+# Probes run at once, so a lambda sees the values of its own round; numbers are shapes.
+# ruff: noqa: B023, PLR2004, PLW0108, S311, SLF001
 from __future__ import annotations
 
 import gzip
@@ -44,6 +45,7 @@ INNER = ("aten::empty", "aten::resize", "aten::new_empty", "aten::_empty")
 def _job_of(name: str) -> tuple[str, dict[str, Any], Setting, float | None]:
     """Job, options, setting and clip of a case."""
     from bench.gpu_queue import queue
+
     from trimtab.exams.sit import cases
 
     for case in queue():
@@ -212,18 +214,16 @@ def probe_recurrent(probes: Probes) -> None:
             source = pack_padded_sequence(source, lengths, enforce_sorted=False)
             rows = source.data.shape[0]
         facts = {"op": "rnn", **case, "rows": rows, "parameters": sum(p.numel() for p in layer.parameters())}
-        out = probes(lambda: layer(source), phase="forward", **facts)  # noqa: B023
+        out = probes(lambda: layer(source), phase="forward", **facts)
         if out is None:
             continue
         first = out[0].data if case["packed"] else out[0]
         gradient = torch.ones_like(first)
-        probes(lambda: first.backward(gradient), phase="backward", **facts)  # noqa: B023
+        probes(lambda: first.backward(gradient), phase="backward", **facts)
 
 
 def probe_volumes(probes: Probes) -> None:
     """Convolutions over volumes, forward and both gradients."""
-    import torch
-
     draw = random.Random(8)
     cases: list[dict[str, Any]] = []
     sizes = {96: (4, 32, 64), 48: (32, 64, 128), 24: (64, 128, 256), 12: (128, 256)}
@@ -254,14 +254,13 @@ def probe_volumes(probes: Probes) -> None:
                 "kernel": kernel,
                 "stride": draw.choice([[1, 1, 1], [1, 1, 1], [2, 2, 2], [1, 2, 2]]),
                 "dtype": draw.choice(["bfloat16", "bfloat16", "float16", "float32", "tf32"]),
-                "last": draw.random() < 0.2,  # noqa: PLR2004
+                "last": draw.random() < 0.2,
             }
         )
     for case in cases:
         _probe_convolution(probes, case)
         if case.get("dtype") == "float32":
             _probe_convolution(probes, case | {"dtype": "tf32"})
-    del torch
 
 
 def _probe_convolution(probes: Probes, case: dict[str, Any]) -> None:
@@ -278,7 +277,9 @@ def _probe_convolution(probes: Probes, case: dict[str, Any]) -> None:
     source = torch.randn(case["samples"], case["source"], *case["image"], device="cuda", dtype=dtype)
     source = source.contiguous(memory_format=layout)
     channels = (case["source"], case["result"]) if case["transposed"] else (case["result"], case["source"])
-    weight = torch.randn(channels[0], channels[1] // case["groups"], *case["kernel"], device="cuda", dtype=dtype)
+    weight = torch.randn(
+        channels[0], channels[1] // case["groups"], *case["kernel"], device="cuda", dtype=dtype
+    )
     settings = (case["stride"], case["padding"], [1] * count, case["transposed"], [0] * count, case["groups"])
     facts = {"op": "convolution", **case}
     aten = torch.ops.aten
@@ -288,7 +289,7 @@ def _probe_convolution(probes: Probes, case: dict[str, Any]) -> None:
     gradient = torch.randn_like(out)
     for phase, wanted in (("source", [True, False, False]), ("weight", [False, True, False])):
         probes(
-            lambda: aten.convolution_backward(gradient, source, weight, None, *settings, wanted),  # noqa: B023
+            lambda: aten.convolution_backward(gradient, source, weight, None, *settings, wanted),
             phase=phase,
             **facts,
         )
@@ -311,18 +312,37 @@ def probe_sparse(probes: Probes) -> None:
             tight = probes(loose.coalesce, op="coalesce", **facts)
             facts["kept"] = tight._nnz()
             compressed = probes(tight.to_sparse_csr, op="to_sparse_csr", **facts)
-            probes(lambda: tight.t().coalesce(), op="t coalesce", **facts)  # noqa: B023
+            probes(lambda: tight.t().coalesce(), op="t coalesce", **facts)
             for name, matrix in (("loose", loose), ("tight", tight), ("compressed", compressed)):
-                out = probes(lambda: torch.sparse.mm(matrix, dense), op=f"sparse.mm {name}", **facts)  # noqa: B023
+                out = probes(lambda: torch.sparse.mm(matrix, dense), op=f"sparse.mm {name}", **facts)
                 if out is not None:
                     given = torch.ones_like(out)
-                    probes(lambda: out.backward(given), op=f"sparse.mm {name} backward", **facts)  # noqa: B023
-                probes(lambda: matrix @ dense.detach(), op=f"matmul {name}", **facts)  # noqa: B023
+                    probes(lambda: out.backward(given), op=f"sparse.mm {name} backward", **facts)
+                probes(lambda: matrix @ dense.detach(), op=f"matmul {name}", **facts)
             learned = torch.sparse_coo_tensor(places, values.clone().requires_grad_(), (count, count))
-            out = probes(lambda: torch.sparse.mm(learned, dense), op="sparse.mm learned", **facts)  # noqa: B023
+            out = probes(lambda: torch.sparse.mm(learned, dense), op="sparse.mm learned", **facts)
             if out is not None:
                 given = torch.ones_like(out)
-                probes(lambda: out.backward(given), op="sparse.mm learned backward", **facts)  # noqa: B023
+                probes(lambda: out.backward(given), op="sparse.mm learned backward", **facts)
+
+
+ROWS = (
+    (1, 1000), (1, 100_000), (1, 4_000_000), (8, 50_000), (2048, 1024), (64, 4096), (30_000, 64),
+    (512, 16_384), (32, 131_072),
+)  # fmt: skip
+"""Rows and their length."""
+TABLES = (
+    (30_000, 300, 5120),
+    (30_000, 512, 5120),
+    (50_257, 768, 16_384),
+    (1000, 64, 2048),
+    (200_000, 64, 8192),
+)
+"""Words, width and indices of an embedding."""
+IMAGES = (
+    (8, 64, 128, 128), (8, 256, 128, 128), (8, 150, 128, 128), (2, 32, 16, 16), (32, 64, 64, 32),
+    (16, 512, 14, 14),
+)  # fmt: skip
 
 
 def probe_others(probes: Probes) -> None:
@@ -331,53 +351,53 @@ def probe_others(probes: Probes) -> None:
     from torch.nn import functional
 
     torch.manual_seed(0)
-    for slices, size in ((1, 1000), (1, 100_000), (1, 4_000_000), (8, 50_000), (2048, 1024), (64, 4096), (30_000, 64), (512, 16_384), (32, 131_072)):  # fmt: skip
+    for slices, size in ROWS:
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             facts = {"slices": slices, "size": size, "dtype": str(dtype)}
             source = (torch.rand(slices, size, device="cuda") * 30_000).to(dtype)
             whole = torch.randint(size, (slices, size), device="cuda")
-            probes(lambda: source.topk(min(32, size), -1), op="topk 32", **facts)  # noqa: B023
-            probes(lambda: source.topk(size // 2, -1), op="topk half", **facts)  # noqa: B023
-            probes(lambda: source.sort(-1), op="sort", **facts)  # noqa: B023
-            probes(lambda: source.sort(dim=-1, stable=True), op="stable sort", **facts)  # noqa: B023
-            probes(lambda: source.argsort(-1), op="argsort", **facts)  # noqa: B023
-            probes(lambda: source.cumsum(-1), op="cumsum", **facts)  # noqa: B023
-            probes(lambda: source.t().cumsum(0), op="cumsum over columns", **facts)  # noqa: B023
-            probes(lambda: source.unique(), op="unique", **facts)  # noqa: B023
-            probes(lambda: source.unique(return_inverse=True), op="unique inverse", **facts)  # noqa: B023
-            probes(lambda: source.argmax(-1), op="argmax", **facts)  # noqa: B023
-            probes(lambda: source.max(-1), op="max", **facts)  # noqa: B023
-            probes(lambda: source.sum(-1), op="sum", **facts)  # noqa: B023
-            probes(lambda: source.sum(), op="sum all", **facts)  # noqa: B023
-            probes(lambda: (source > 15_000).nonzero(), op="nonzero", **facts)  # noqa: B023
-            probes(lambda: source[source > 15_000], op="masked", **facts)  # noqa: B023
-            probes(lambda: source.scatter_add(-1, whole, source), op="scatter_add", **facts)  # noqa: B023
-            probes(lambda: source.gather(-1, whole), op="gather", **facts)  # noqa: B023
+            probes(lambda: source.topk(min(32, size), -1), op="topk 32", **facts)
+            probes(lambda: source.topk(size // 2, -1), op="topk half", **facts)
+            probes(lambda: source.sort(-1), op="sort", **facts)
+            probes(lambda: source.sort(dim=-1, stable=True), op="stable sort", **facts)
+            probes(lambda: source.argsort(-1), op="argsort", **facts)
+            probes(lambda: source.cumsum(-1), op="cumsum", **facts)
+            probes(lambda: source.t().cumsum(0), op="cumsum over columns", **facts)
+            probes(lambda: source.unique(), op="unique", **facts)
+            probes(lambda: source.unique(return_inverse=True), op="unique inverse", **facts)
+            probes(lambda: source.argmax(-1), op="argmax", **facts)
+            probes(lambda: source.max(-1), op="max", **facts)
+            probes(lambda: source.sum(-1), op="sum", **facts)
+            probes(lambda: source.sum(), op="sum all", **facts)
+            probes(lambda: (source > 15_000).nonzero(), op="nonzero", **facts)
+            probes(lambda: source[source > 15_000], op="masked", **facts)
+            probes(lambda: source.scatter_add(-1, whole, source), op="scatter_add", **facts)
+            probes(lambda: source.gather(-1, whole), op="gather", **facts)
             if slices > 1:
                 rows = torch.randint(slices, (slices,), device="cuda")
-                probes(lambda: source.index_add(0, rows, source), op="index_add", **facts)  # noqa: B023
-                probes(  # fmt: skip
-                    lambda: source.index_put((rows,), source, accumulate=True),  # noqa: B023
+                probes(lambda: source.index_add(0, rows, source), op="index_add", **facts)
+                probes(
+                    lambda: source.index_put((rows,), source, accumulate=True),
                     op="index_put accumulate",
                     **facts,
                 )
-                probes(lambda: source.index_select(0, rows), op="index_select", **facts)  # noqa: B023
+                probes(lambda: source.index_select(0, rows), op="index_select", **facts)
             if dtype is not torch.int64:
-                probes(lambda: source.median(-1), op="median", **facts)  # noqa: B023
-                probes(lambda: source.logsumexp(-1), op="logsumexp", **facts)  # noqa: B023
-                probes(lambda: source.std(-1), op="std", **facts)  # noqa: B023
-                probes(lambda: source.norm(), op="norm", **facts)  # noqa: B023
+                probes(lambda: source.median(-1), op="median", **facts)
+                probes(lambda: source.logsumexp(-1), op="logsumexp", **facts)
+                probes(lambda: source.std(-1), op="std", **facts)
+                probes(lambda: source.norm(), op="norm", **facts)
                 if size < 2**24:
-                    probes(lambda: torch.multinomial(source.abs() + 1, 4), op="multinomial", **facts)  # noqa: B023
-            probes(lambda: torch.randperm(slices * size, device="cuda"), op="randperm", **facts)  # noqa: B023
-    for words, width, count in ((30_000, 300, 5120), (30_000, 512, 5120), (50_257, 768, 16_384), (1000, 64, 2048), (200_000, 64, 8192)):  # fmt: skip
+                    probes(lambda: torch.multinomial(source.abs() + 1, 4), op="multinomial", **facts)
+            probes(lambda: torch.randperm(slices * size, device="cuda"), op="randperm", **facts)
+    for words, width, count in TABLES:
         ids = torch.randint(words, (count,), device="cuda")
         for dtype in (torch.float32, torch.bfloat16):
             facts = {"words": words, "width": width, "count": count, "dtype": str(dtype)}
             given = torch.randn(count, width, device="cuda", dtype=dtype)
             for padding in (-1, 0):
                 probes(
-                    lambda: torch.ops.aten.embedding_dense_backward(given, ids, words, padding, False),  # noqa: B023
+                    lambda: torch.ops.aten.embedding_dense_backward(given, ids, words, padding, False),
                     op="embedding_dense_backward",
                     padding=padding,
                     **facts,
@@ -388,7 +408,7 @@ def probe_others(probes: Probes) -> None:
 def _probe_images(probes: Probes, functional: Any) -> None:
     import torch
 
-    for shape in ((8, 64, 128, 128), (8, 256, 128, 128), (8, 150, 128, 128), (2, 32, 16, 16), (32, 64, 64, 32), (16, 512, 14, 14)):  # fmt: skip
+    for shape in IMAGES:
         for dtype in (torch.float32, torch.bfloat16):
             for last in (False, True):
                 facts = {"shape": shape, "dtype": str(dtype), "last": last}
@@ -410,31 +430,31 @@ def _probe_images(probes: Probes, functional: Any) -> None:
                     return functional.interpolate(image, size, mode=mode, **corners)
 
                 runs: dict[str, Callable[[], Any]] = {
-                    "bilinear": lambda: double("bilinear"),  # noqa: B023
-                    "nearest": lambda: double("nearest"),  # noqa: B023
-                    "bicubic": lambda: double("bicubic"),  # noqa: B023
+                    "bilinear": lambda: double("bilinear"),
+                    "nearest": lambda: double("nearest"),
+                    "bicubic": lambda: double("bicubic"),
                     "batch_norm": lambda: functional.batch_norm(
-                        image, moved, spread, scale, scale, training=True  # noqa: B023
+                        image, moved, spread, scale, scale, training=True
                     ),
-                    "group_norm": lambda: functional.group_norm(image, 2, half, half),  # noqa: B023
-                    "instance_norm": lambda: functional.instance_norm(image, None, None, half, half),  # noqa: B023
-                    "max last": lambda: image.max(-1).values,  # noqa: B023
-                    "max_pool": lambda: functional.max_pool2d(image, 2),  # noqa: B023
-                    "adaptive_pool": lambda: functional.adaptive_avg_pool2d(image, 1),  # noqa: B023
-                    "mean": lambda: image.mean((2, 3)),  # noqa: B023
-                    "cross_entropy": lambda: functional.cross_entropy(image.float(), ids),  # noqa: B023
-                    "softmax channels": lambda: image.softmax(1),  # noqa: B023
-                    "depthwise": lambda: functional.conv2d(image, depth, padding=1, groups=channels),  # noqa: B023
-                    "pointwise": lambda: functional.conv2d(image, point),  # noqa: B023
-                    "gelu": lambda: functional.gelu(image),  # noqa: B023
-                    "dropout2d": lambda: functional.dropout2d(image, 0.1),  # noqa: B023
-                    "bias": lambda: image + half[None, :, None, None],  # noqa: B023
+                    "group_norm": lambda: functional.group_norm(image, 2, half, half),
+                    "instance_norm": lambda: functional.instance_norm(image, None, None, half, half),
+                    "max last": lambda: image.max(-1).values,
+                    "max_pool": lambda: functional.max_pool2d(image, 2),
+                    "adaptive_pool": lambda: functional.adaptive_avg_pool2d(image, 1),
+                    "mean": lambda: image.mean((2, 3)),
+                    "cross_entropy": lambda: functional.cross_entropy(image.float(), ids),
+                    "softmax channels": lambda: image.softmax(1),
+                    "depthwise": lambda: functional.conv2d(image, depth, padding=1, groups=channels),
+                    "pointwise": lambda: functional.conv2d(image, point),
+                    "gelu": lambda: functional.gelu(image),
+                    "dropout2d": lambda: functional.dropout2d(image, 0.1),
+                    "bias": lambda: image + half[None, :, None, None],
                 }
                 for name, run in runs.items():
                     out = probes(run, op=name, phase="forward", **facts)
                     if out is not None:
                         given = torch.ones_like(out)
-                        probes(lambda: out.backward(given), op=name, phase="backward", **facts)  # noqa: B023
+                        probes(lambda: out.backward(given), op=name, phase="backward", **facts)
                     image.grad = scale.grad = half.grad = depth.grad = point.grad = None
 
 

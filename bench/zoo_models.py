@@ -835,9 +835,8 @@ class Tagger(WrittenJob):
     name, micro_batch, network = "packed_lstm", 64, TaggerNet
 
     def batch(self, size: int) -> dict[str, Tensor]:
-        """Sentences of 10 to 80 words."""
-        lengths = torch.randint(10, 81, (size,))
-        lengths[0] = 80
+        """Sentences of 80 words and fewer, of the same lengths in every run."""
+        lengths = 80 - torch.arange(size) % 71
         there = torch.arange(80) < lengths[:, None]
         return {
             "words": torch.randint(1, 30_000, (size, 80)) * there,

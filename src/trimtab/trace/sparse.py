@@ -54,7 +54,7 @@ def result(name: str, args: tuple[Any, ...], assume: Callable[[str], None]) -> A
     if name in COMPRESSED:
         assume(AS_COORDINATES)
         values, size = args[2], args[3]
-        return _coordinates(values.new_empty((2, values.shape[0]), dtype=torch.int64), values, size)
+        return coordinates(values.new_empty((2, values.shape[0]), dtype=torch.int64), values, size)
     if name in TO_COMPRESSED:
         assume(AS_COORDINATES)
         return _copy(args[0])
@@ -80,12 +80,13 @@ def _copy(tensor: torch.Tensor, size: list[int] | None = None, *, in_order: bool
     device, dense = tensor.device, tensor.shape[places:]
     indices = torch.empty((places, count), dtype=torch.int64, device=device)
     values = torch.empty((count, *dense), dtype=tensor.dtype, device=device)
-    return _coordinates(indices, values, size or tensor.shape, in_order=in_order)
+    return coordinates(indices, values, size or tensor.shape, in_order=in_order)
 
 
-def _coordinates(
+def coordinates(
     indices: torch.Tensor, values: torch.Tensor, size: Any, *, in_order: bool = True
 ) -> torch.Tensor:
+    """Return a sparse tensor of these entries, which keeps them alive."""
     made: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
         indices.shape[0], values.dim() - 1, list(size), indices, values,
         dtype=values.dtype, layout=torch.sparse_coo, device=values.device, is_coalesced=in_order,

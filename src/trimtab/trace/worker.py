@@ -92,7 +92,7 @@ class Requests(Noun, frozen=True, kw_only=True):
         ]
 
 
-def _seed() -> None:
+def seed_random_numbers() -> None:
     """Draw the same random numbers in every process: an estimate asked for twice has one answer."""
     import torch
 
@@ -106,7 +106,7 @@ def ready(requests: Requests) -> Any:
 
     imitate(requests.device)
     # Jobs that draw lengths or layers at random draw the same ones for every setting.
-    _seed()
+    seed_random_numbers()
     job = load(requests.job, requests.overrides)
     import_ahead(job)
     return job
@@ -313,7 +313,7 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
         # Compiled code is no longer divided into modules, and hooks would be compiled with it.
         recorder.name_modules(state.model, state.entries)
     recorder.mark("batch", "inputs")
-    _seed()
+    seed_random_numbers()
     with _blaming(f"batch({setting.micro_batch})"):
         batch = steps.make_batch(job, setting, "cuda")
     if forward:
