@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trimtab.catalog.clusters import stated
-from trimtab.trace import convolution, formulas, recurrent, shapes, sparse, worker, workspace
+from trimtab.trace import convolution, formulas, recurrent, shapes, sparse, values, worker, workspace
 from trimtab.trace.kernels import Kernels
 from trimtab.trace.workspace import LAST_RESULT, RESULT
 
@@ -214,6 +214,19 @@ def test_random_lengths_are_the_same_in_every_process() -> None:
     finally:
         torch.set_rng_state(state[0])
         random.setstate(state[1])
+
+
+def test_layers_that_are_skipped_at_random_are_taken_to_run() -> None:
+    told: list[str] = []
+    found = values.Values(told.append)
+    for size in ((), (1,)):
+        drawn = torch.empty(size, device=AT)
+        found.follow(torch.ops.aten.rand.default, "aten::rand", (list(size),), {}, drawn)
+        assert getattr(drawn, values.REAL).item() > 0.99
+    several = torch.empty(1000, device=AT)
+    found.follow(torch.ops.aten.rand.default, "aten::rand", ([1000],), {}, several)
+    assert getattr(several, values.REAL).min() < 0.1
+    assert set(told) == {"layers that are skipped at random are taken to run"}
 
 
 # ------------------------------------------------------------------------------------------ sparse tensors

@@ -62,6 +62,8 @@ drawn for real."""
 MOST_REAL = 2**22
 """Whole numbers and truth values up to this many are computed for real beside the fake tensor."""
 MOST_REAL_FLOATS = 2**18
+NEARLY_ONE = 1 - 2**-7
+"""A random number that is above every usual chance to skip a layer, and below 1 in all dtypes."""
 
 
 class Values:
@@ -122,6 +124,11 @@ class Values:
                 real = func(*_real(args), **_real({k: v for k, v in kwargs.items() if k != "pin_memory"}))
         except Exception:  # noqa: BLE001 - a value that cannot be had stays unknown
             return
+        if name == "aten::rand" and isinstance(real, torch.Tensor) and real.numel() == 1:
+            # Models draw one number to skip a layer where it is small. The largest step skips nothing.
+            self.assume("layers that are skipped at random are taken to run")
+            with _disable_current_modes():
+                real.fill_(NEARLY_ONE)
         for fake, value in zip(results, tree_leaves(real), strict=False):
             if isinstance(value, torch.Tensor) and value.shape == fake.shape:
                 fake._trimtab_real = value  # type: ignore[attr-defined]
