@@ -1099,3 +1099,15 @@ def test_a_failure_is_remembered_and_told_again() -> None:
 @pytest.mark.parametrize("module", [advise, batch, pins, searching, stale])
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("least", "text"),
+    [
+        (16.0, "cannot be better than the choice, 16 s a step at the very least"),
+        (15.4, "at most 1.9% faster than the choice, which predictions cannot tell; the choice is simpler"),
+        (0.0, "cannot be better than the choice"),
+    ],
+)
+def test_a_bound_below_the_choice_is_not_said_to_be_worse(least: float, text: str) -> None:
+    assert advise.why_beaten(least, 15.7, Policy()) == text
