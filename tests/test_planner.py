@@ -829,6 +829,14 @@ def test_a_job_that_fails_in_every_precision_names_the_first_cause() -> None:
         planned("2xH100", Law(fails_with=lambda _: True))
 
 
+def test_a_job_that_fails_under_every_strategy_fails_as_on_one_gpu() -> None:
+    def cause(setting: Setting) -> str:
+        return "one GPU" if setting.gpus == 1 else setting.strategy.value
+
+    with pytest.raises(JobFailed, match="one GPU"):
+        planned("8xH100", Law(fails_with=lambda _: True, cause=cause))
+
+
 # --- nothing fits
 
 
