@@ -179,7 +179,7 @@ def probe_recurrent(probes: Probes) -> None:
 
     draw = random.Random(7)
     kinds = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn": torch.nn.RNN}
-    base = {
+    base: dict[str, Any] = {
         "kind": "lstm", "batch": 64, "steps": 80, "width": 300, "hidden": 512, "layers": 2, "both": True,
         "dropout": 0.3, "dtype": "float16", "packed": "random",
     }  # fmt: skip
@@ -363,8 +363,8 @@ def probe_others(probes: Probes) -> None:
             probes(lambda: source.argsort(-1), op="argsort", **facts)
             probes(lambda: source.cumsum(-1), op="cumsum", **facts)
             probes(lambda: source.t().cumsum(0), op="cumsum over columns", **facts)
-            probes(lambda: source.unique(), op="unique", **facts)
-            probes(lambda: source.unique(return_inverse=True), op="unique inverse", **facts)
+            probes(lambda: torch.unique(source), op="unique", **facts)
+            probes(lambda: torch.unique(source, return_inverse=True), op="unique inverse", **facts)
             probes(lambda: source.argmax(-1), op="argmax", **facts)
             probes(lambda: source.max(-1), op="max", **facts)
             probes(lambda: source.sum(-1), op="sum", **facts)
