@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from trimtab.engine.sync_norm import Statistics
+
 _CPU_BYTES = 2**30
 FORWARD = (False, False, True)
 """The key of a forward pass without gradients."""
@@ -42,6 +44,8 @@ class Collective(NamedTuple):
     dtype: torch.dtype
     then: Any
     """The group over which the result is summed afterwards, as replicas of shards do; None for none."""
+    sums: bool = False
+    """Whether it is a sum over all ranks, as synchronised BatchNorm makes them; neither of the other two."""
 
 
 class Ledger:
@@ -55,9 +59,13 @@ class Ledger:
 
     def note(self, entry: Collective) -> None:
         """Just before a collective is issued."""
-        if self.mid_backward is not None and not entry.gathers:
+        if self.mid_backward is not None and not entry.gathers and not entry.sums:
             self.mid_backward()
         self.now.append(entry)
+
+    def note_sum(self, values: torch.Tensor) -> None:
+        """Just before a sum over all ranks."""
+        self.note(Collective(False, None, values.numel(), 0, values.dtype, None, sums=True))
 
 
 class _Gather(DefaultAllGather):
@@ -110,11 +118,18 @@ class ShardedGradients:
         replicas: int,
         alone: bool,
         mid_backward: Callable[[], None] | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
-        """`replicas` is how many copies of every shard there are; `alone`: there is one rank."""
+        """`replicas` is how many copies of every shard there are; `alone`: there is one rank.
+
+        `statistics` is what synchronised BatchNorm layers share, where the model has some.
+        """
         self._model: Any = model
         self._ledger = Ledger()
         self._ledger.mid_backward = mid_backward
+        if statistics is not None:
+            statistics.note = self._ledger.note_sum
+        self._statistics = statistics
         self._replicas = replicas
         self._units = [one for one in model.modules() if isinstance(one, FSDPModule)]
         self.arrivals = len(self._units)
@@ -174,6 +189,8 @@ class ShardedGradients:
         if not self._clean:
             self._drop_whole()
         self._key, self._clean = None, False
+        if self._statistics is not None:
+            self._statistics.counts = True
 
     def before(self, number: int, count: int) -> None:
         """Part `number` of `count` follows."""
@@ -252,12 +269,15 @@ def issue(left: list[Collective], device: torch.device) -> None:
     """Take part in collectives with zeros, in their order, and forget what comes of them."""
     given: dict[torch.dtype, torch.Tensor] = {}
     got: dict[torch.dtype, torch.Tensor] = {}
-    for dtype in {one.dtype for one in left}:
-        mine = [one for one in left if one.dtype is dtype]
+    for dtype in {one.dtype for one in left if not one.sums}:
+        mine = [one for one in left if one.dtype is dtype and not one.sums]
         given[dtype] = torch.zeros(max(one.given for one in mine), dtype=dtype, device=device)
         got[dtype] = torch.zeros(max(one.got for one in mine), dtype=dtype, device=device)
     gather, scatter = DefaultAllGather(), DefaultReduceScatter()
     for one in left:
+        if one.sums:
+            dist.all_reduce(torch.zeros(one.given, dtype=one.dtype, device=device), group=one.group)
+            continue
         into, of = got[one.dtype][: one.got], given[one.dtype][: one.given]
         if one.gathers:
             gather(into, of, one.group)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trimtab.engine.gradients import Gradients
+    from trimtab.engine.sync_norm import Statistics
     from trimtab.spec import Estimate, Setting
     from trimtab.training.world import World
 
@@ -79,6 +80,8 @@ class Prepared:
     """Samples in most parts."""
     pipe: Pipe | None = None
     """What carries a window through the stages of a pipeline."""
+    statistics: Statistics | None = None
+    """What synchronised BatchNorm layers share; None where there are none."""
 
 
 def check(setting: Setting, here: World) -> None:
@@ -162,6 +165,7 @@ def prepare(
         schedule=schedule,
         regular_share=share,
         pipe=None if stage is None else stage.pipe,
+        statistics=arranged.statistics,
     )
 
 

@@ -405,9 +405,9 @@ class Stepper:
 
     def _most_parts(self, window: Window, size: int) -> int:
         """How many parts the rank with the largest share has; all have to run as many."""
-        if window.indices or window.samples != window.size:
-            shares = [one.samples for one in self.setting.shares]
-            places = bounds(window.samples, self.groups.data_parallel, shares)
+        # Ranks with shares of different sizes may have different micro-batches too.
+        if not self.setting.shares and (window.indices or window.samples != window.size):
+            places = bounds(window.samples, self.groups.data_parallel, [])
             largest = max(stop - start for start, stop in pairwise(places))
             return -(-largest // size)
         return int(status.agree(-(-window.size // size), self.device, self.world.size, least=False))
@@ -416,8 +416,14 @@ class Stepper:
         """Before the forward pass of a part."""
         ready = self.ready()
         ready.wiring.before(part.number, part.count)
+        self.count_statistics(ready, part)
         if ready.compiling is not None and ready.compiling.on:
             ready.compiling.use(part.samples, ready.regular)
+
+    def count_statistics(self, ready: preparing.Prepared, part: Part) -> None:
+        """Let BatchNorm's statistics over all ranks see the samples of a part only where they count."""
+        if ready.statistics is not None:
+            ready.statistics.counts = part.samples > 0 or self._rehearsing
 
     def at(self, point: str) -> Any:
         """A drill, where one is on."""
