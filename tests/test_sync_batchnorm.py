@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,7 @@ def expected(steps: list[Passes]) -> tuple[list[float], dict[str, torch.Tensor]]
 
 def passes(places: list[int], micro: int) -> Passes:
     """The samples of all ranks in each pass, where ranks have the samples between places."""
-    shares = [list(range(start, stop)) for start, stop in zip(places, places[1:], strict=False)]
+    shares = [list(range(start, stop)) for start, stop in itertools.pairwise(places)]
     rounds = max(-(-len(one) // micro) for one in shares)
     return [
         [row for share in shares for row in share[number * micro : (number + 1) * micro]]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from trimtab.engine.sync_norm import Statistics
+    from trimtab.engine.sync_norm import Exchange, Statistics
 
 _CPU_BYTES = 2**30
 FORWARD = (False, False, True)
@@ -44,8 +44,8 @@ class Collective(NamedTuple):
     dtype: torch.dtype
     then: Any
     """The group over which the result is summed afterwards, as replicas of shards do; None for none."""
-    sums: bool = False
-    """Whether it is a sum over all ranks, as synchronised BatchNorm makes them; neither of the other two."""
+    statistics: Exchange | None = None
+    """What a synchronised BatchNorm layer exchanges; then it is neither of the other two."""
 
 
 class Ledger:
@@ -59,13 +59,13 @@ class Ledger:
 
     def note(self, entry: Collective) -> None:
         """Just before a collective is issued."""
-        if self.mid_backward is not None and not entry.gathers and not entry.sums:
+        if self.mid_backward is not None and not entry.gathers and entry.statistics is None:
             self.mid_backward()
         self.now.append(entry)
 
-    def note_sum(self, values: torch.Tensor) -> None:
-        """Just before a sum over all ranks."""
-        self.note(Collective(False, None, values.numel(), 0, values.dtype, None, sums=True))
+    def note_statistics(self, exchange: Exchange) -> None:
+        """Just before a collective of a synchronised BatchNorm layer."""
+        self.note(Collective(False, None, exchange.length, 0, exchange.dtype, None, exchange))
 
 
 class _Gather(DefaultAllGather):
@@ -128,7 +128,7 @@ class ShardedGradients:
         self._ledger = Ledger()
         self._ledger.mid_backward = mid_backward
         if statistics is not None:
-            statistics.note = self._ledger.note_sum
+            statistics.note = self._ledger.note_statistics
         self._statistics = statistics
         self._replicas = replicas
         self._units = [one for one in model.modules() if isinstance(one, FSDPModule)]
@@ -269,14 +269,14 @@ def issue(left: list[Collective], device: torch.device) -> None:
     """Take part in collectives with zeros, in their order, and forget what comes of them."""
     given: dict[torch.dtype, torch.Tensor] = {}
     got: dict[torch.dtype, torch.Tensor] = {}
-    for dtype in {one.dtype for one in left if not one.sums}:
-        mine = [one for one in left if one.dtype is dtype and not one.sums]
+    for dtype in {one.dtype for one in left if one.statistics is None}:
+        mine = [one for one in left if one.dtype is dtype and one.statistics is None]
         given[dtype] = torch.zeros(max(one.given for one in mine), dtype=dtype, device=device)
         got[dtype] = torch.zeros(max(one.got for one in mine), dtype=dtype, device=device)
     gather, scatter = DefaultAllGather(), DefaultReduceScatter()
     for one in left:
-        if one.sums:
-            dist.all_reduce(torch.zeros(one.given, dtype=one.dtype, device=device), group=one.group)
+        if one.statistics is not None:
+            one.statistics.answer(device)
             continue
         into, of = got[one.dtype][: one.got], given[one.dtype][: one.given]
         if one.gathers:

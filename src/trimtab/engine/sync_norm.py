@@ -1,18 +1,20 @@
 """BatchNorm with the statistics of a micro-batch of all ranks together.
 
-Each layer sums count, sum and sum of squares over ranks in the forward pass, and two sums of gradients in the
-backward pass: one all-reduce each. Counts weigh the sums, so ranks may have different numbers of samples, and
-a rank whose pass counts for nothing takes part with count 0.
+In the forward pass each layer gathers mean, deviation and count of every rank; in the backward pass it sums
+two values a channel over ranks. Counts weigh them, so ranks may have different numbers of samples, and a rank
+whose pass counts for nothing takes part with count 0. On a GPU the kernels are those of SyncBatchNorm.
 
-torch's own SyncBatchNorm refuses CPU tensors, and an exception on one rank leaves the others waiting. Here
-the sequence of all-reduces is written down in a pass of one sample before the first step. A rank that runs
-out of memory answers the rest of the sequence with zeros, and all ranks repeat the step.
+torch's own SyncBatchNorm refuses CPU tensors, has the host wait for the GPU in every layer, and an exception
+on one rank leaves the others waiting for ever. Here the sequence of collectives is written down in a pass of
+one sample before the first step. A rank that runs out of memory answers the rest of the sequence with count
+0, and all ranks repeat the step.
 
 Layers stay the same objects with the same parameters, buffers and names: checkpoints are interchangeable.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -27,7 +29,7 @@ from trimtab.engine.gradients import Reducer
 from trimtab.errors import JobFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 PASS, FORWARD = "pass", "forward"
 """Kinds of passes: forward and backward, and forward without gradients."""
@@ -35,30 +37,77 @@ PLANES, VOLUMES = 4, 5
 """Dimensions of a batch of images, and of volumes."""
 
 
+ABSENT = 1e-30
+"""Samples of a rank that has none: as good as 0, but that a mean over them is a number."""
+
+
+class Exchange(NamedTuple):
+    """One collective of a layer."""
+
+    gathers: bool
+    """Whether statistics are gathered; else sums of gradients are summed."""
+    length: int
+    """Elements that this rank puts in."""
+    dtype: torch.dtype
+
+    def answer(self, device: torch.device) -> None:
+        """Take part without any samples."""
+        if self.gathers:
+            gather(no_statistics(self.length // 2, self.dtype, device))
+        else:
+            dist.all_reduce(torch.zeros(self.length, dtype=self.dtype, device=device))
+
+
 class Statistics:
-    """What all synchronised layers of a model share: how they sum over ranks, and whether a pass counts."""
+    """What the synchronised layers of a model share: their way to other ranks, and whether a pass counts."""
+
+    is_talking = False
+    """Whether a layer of this process is in a collective: a tracer tells these from those of gradients."""
 
     def __init__(self) -> None:
         self.counts = True
         """Whether the samples of the pass under way are part of the statistics."""
-        self.note: Callable[[torch.Tensor], None] | None = None
-        """Is called just before a sum over ranks."""
-        self.is_summing = False
-        """Whether a sum over ranks is under way: a tracer tells these from sums of gradients."""
+        self.note: Callable[[Exchange], None] | None = None
+        """Is called just before a collective."""
 
-    def sum_over_ranks(self, values: torch.Tensor) -> None:
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of all ranks, one rank a row."""
+        with self._talking(values, gathers=True):
+            return gather(values)
+
+    def sum(self, values: torch.Tensor) -> None:
         """Replace values by their sum over all ranks."""
-        if self.note is not None:
-            self.note(values)
-        self.is_summing = True
-        try:
+        with self._talking(values, gathers=False):
             dist.all_reduce(values)
+
+    @contextlib.contextmanager
+    def _talking(self, values: torch.Tensor, *, gathers: bool) -> Iterator[None]:
+        if self.note is not None:
+            self.note(Exchange(gathers, values.numel(), values.dtype))
+        Statistics.is_talking = True
+        try:
+            yield
         finally:
-            self.is_summing = False
+            Statistics.is_talking = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copies of a layer speak to the same ranks."""
         return self
+
+
+def gather(values: torch.Tensor) -> torch.Tensor:
+    """The values of all ranks, one rank a row."""
+    ranks = dist.get_world_size()
+    found = values.new_empty((ranks * values.numel(),))
+    dist.all_gather_into_tensor(found, values)
+    return found.view(ranks, -1)
+
+
+def no_statistics(channels: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a rank without samples tells: any mean and deviation, and no count."""
+    found = torch.ones(2 * channels + 1, dtype=dtype, device=device)
+    found[-1] = ABSENT
+    return found
 
 
 def synchronise(model: nn.Module) -> Statistics | None:
@@ -69,7 +118,7 @@ def synchronise(model: nn.Module) -> Statistics | None:
     statistics = Statistics()
     for layer in layers:
         layer.__dict__["_trimtab_statistics"] = statistics
-        layer.__class__ = _synchronised(type(layer))
+        layer.__class__ = _synchronised(type(layer))  # type: ignore[assignment,arg-type]
     return statistics
 
 
@@ -133,7 +182,7 @@ class _Intercept(TorchFunctionMode):
         if not given.training:
             return func(*args, **(kwargs or {}))
         running = (given.running_mean, given.running_var) if given.running_mean is not None else None
-        return _Normalise.apply(  # type: ignore[no-untyped-call]
+        return _Normalise.apply(
             given.input, given.weight, given.bias, running, given.momentum, given.eps, self._statistics
         )
 
@@ -167,25 +216,26 @@ class _Normalise(torch.autograd.Function):
         channels = source.shape[1]
         kernels = _kernels(source)
         count = source.numel() // channels if statistics.counts else 0
-        sums = _sums(kernels, source, count, eps)
-        statistics.sum_over_ranks(sums)
-        total = sums[-1:]
-        means = sums[:-1] / total.clamp(min=1.0)
-        mean, squares = means[:channels], means[channels:]
-        # The mean of squares contains eps already, see _sums().
-        spread = torch.addcmul(squares, mean, mean, value=-1.0).clamp_(min=eps)
-        if running is not None:
-            _follow(running, mean, spread - eps, total, momentum)
         wide = _accumulated(source.dtype)
-        mean, scale = mean.to(wide), spread.rsqrt().to(wide)
-        ctx.save_for_backward(source, weight, mean, scale, total.to(torch.int32))
+        if count:
+            own, scale = kernels.moments(source, eps)
+            mine = torch.cat([own, scale, own.new_full((1,), count)])
+        else:
+            mine = no_statistics(channels, wide, source.device)
+        every = statistics.gather(mine)
+        means, scales, counts = every[:, :channels], every[:, channels:-1], every[:, -1]
+        followed = running if running is not None and running[0].dtype is wide else None
+        mean, scale = kernels.combine(means, scales, counts, followed, momentum, eps)
+        if running is not None and followed is None:
+            _follow(running, mean, scale.pow(-2) - eps, counts.sum(), momentum)
+        ctx.save_for_backward(source, weight, mean, scale, counts.to(torch.int32))
         ctx.statistics, ctx.counts = statistics, count > 0
         return kernels.normalise(source, weight, bias, mean, scale, eps)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        source, weight, mean, scale, total = ctx.saved_tensors
+        source, weight, mean, scale, counts = ctx.saved_tensors
         gradient = _dense(gradient)
         kernels = _kernels(source)
         reduced = kernels.reduce(gradient, source, mean, scale, weight, ctx.needs_input_grad[:3])
@@ -195,29 +245,13 @@ class _Normalise(torch.autograd.Function):
             sums = torch.cat([total_gradient, total_product])
             if not ctx.counts:
                 sums.zero_()
-            ctx.statistics.sum_over_ranks(sums)
+            ctx.statistics.sum(sums)
             if not ctx.counts:
                 # The statistics do not depend on these samples.
                 sums.zero_()
             first, second = sums.chunk(2)
-            total = total.clamp(min=1)
-            for_source = kernels.spread(gradient, source, mean, scale, weight, first, second, total)
+            for_source = kernels.spread(gradient, source, mean, scale, weight, first, second, counts)
         return (for_source, for_weight, for_bias, None, None, None, None)
-
-
-def _sums(kernels: Any, source: torch.Tensor, count: int, eps: float) -> torch.Tensor:
-    """Sum, sum of squares (eps added to each square) and count of a batch, by channel, in float64.
-
-    float64: the variance is a difference of two of them.
-    """
-    channels = source.shape[1]
-    if not count:
-        return torch.zeros(2 * channels + 1, dtype=torch.float64, device=source.device)
-    mean, spread = kernels.moments(source, eps)
-    mean = mean.double()
-    squares = torch.addcmul(spread, mean, mean)
-    one = torch.ones(1, dtype=torch.float64, device=source.device)
-    return torch.cat([mean, squares, one]).mul_(count)
 
 
 def _follow(
@@ -227,11 +261,10 @@ def _follow(
     total: torch.Tensor,
     momentum: float,
 ) -> None:
-    """Move running statistics towards those of the batch; not at all where the batch is empty."""
-    factor = total.clamp(max=1.0) * momentum
+    """Move running statistics towards those of the batch."""
     unbiased = variance * (total / (total - 1.0).clamp(min=1.0))
     for held, new in zip(running, (mean, unbiased), strict=True):
-        held.add_(((new - held) * factor).to(held.dtype))
+        held.copy_(held + momentum * (new - held))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,9 +285,23 @@ class _Gpu:
 
     @staticmethod
     def moments(source: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and variance (eps added), the second in float64."""
-        mean, scale = torch.batch_norm_stats(source, eps)
-        return mean, scale.double().pow(-2)
+        """Mean and inverse deviation of this rank's batch, by channel."""
+        return torch.batch_norm_stats(source, eps)
+
+    @staticmethod
+    def combine(  # noqa: PLR0913, PLR0917 - as torch has it
+        means: torch.Tensor,
+        scales: torch.Tensor,
+        counts: torch.Tensor,
+        running: tuple[torch.Tensor, torch.Tensor] | None,
+        momentum: float,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of the batches of all ranks; running statistics, of the same dtype, follow."""
+        first, second = running or (None, None)
+        return torch.batch_norm_gather_stats_with_counts(
+            means, means, scales, first, second, momentum, eps, counts
+        )
 
     @staticmethod
     def normalise(  # noqa: PLR0913, PLR0917 - as torch has it
@@ -291,11 +338,11 @@ class _Gpu:
         weight: torch.Tensor | None,
         total_gradient: torch.Tensor,
         total_product: torch.Tensor,
-        total: torch.Tensor,
+        counts: torch.Tensor,
     ) -> torch.Tensor:
         """The gradient of the batch."""
         return torch.batch_norm_backward_elemt(
-            gradient, source, mean, scale, weight, total_gradient, total_product, total
+            gradient, source, mean, scale, weight, total_gradient, total_product, counts
         )
 
 
@@ -306,7 +353,24 @@ class _Host:
     def moments(source: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         wide = source.to(_accumulated(source.dtype))
         variance, mean = torch.var_mean(wide, _others(source), correction=0)
-        return mean, variance.double() + eps
+        return mean, (variance + eps).rsqrt()
+
+    @staticmethod
+    def combine(  # noqa: PLR0913, PLR0917 - as above
+        means: torch.Tensor,
+        scales: torch.Tensor,
+        counts: torch.Tensor,
+        running: tuple[torch.Tensor, torch.Tensor] | None,
+        momentum: float,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = counts.sum()
+        shares = (counts / total)[:, None]
+        mean = (shares * means).sum(0)
+        variance = (shares * (scales.pow(-2) - eps + (means - mean).square())).sum(0)
+        if running is not None:
+            _follow(running, mean, variance, total, momentum)
+        return mean, (variance + eps).rsqrt()
 
     @staticmethod
     def normalise(  # noqa: PLR0913, PLR0917 - as above
@@ -353,16 +417,17 @@ class _Host:
         weight: torch.Tensor | None,
         total_gradient: torch.Tensor,
         total_product: torch.Tensor,
-        total: torch.Tensor,
+        counts: torch.Tensor,
     ) -> torch.Tensor:
         factor = scale if weight is None else scale * weight.to(scale.dtype)
+        total = counts.sum()
         distance = source.to(scale.dtype) - _column(mean, source)
         along = _column(scale * scale * total_product / total, source) * distance
         found = gradient.to(scale.dtype) - _column(total_gradient / total, source) - along
         return (found * _column(factor, source)).to(source.dtype)
 
 
-def _kernels(source: torch.Tensor) -> type[_Gpu] | type[_Host]:
+def _kernels(source: torch.Tensor) -> type[_Gpu | _Host]:
     return _Gpu if source.device.type == "cuda" else _Host
 
 
@@ -376,18 +441,11 @@ def _column(values: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return values.view(1, -1, *[1] * (source.dim() - 2))
 
 
-class Sum(NamedTuple):
-    """One entry of the sequence of sums in a pass."""
-
-    length: int
-    dtype: torch.dtype
-
-
 class SyncReducer(Reducer):
-    """Gradients of ranks that sum statistics in every pass.
+    """Gradients of ranks that exchange statistics in every pass.
 
-    All ranks run the same number of passes. Buckets are sent after the last pass: on one stream with the
-    sums of statistics, they would only hold these up.
+    All ranks run the same number of passes. Buckets are sent after the last pass: on one stream with
+    statistics, these would only hold them up.
     """
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Any, int]], statistics: Statistics) -> None:
@@ -395,8 +453,8 @@ class SyncReducer(Reducer):
         self._statistics = statistics
         statistics.note = self._note
         self._device = parameters[0][0].device
-        self._known: dict[str, list[Sum]] = {}
-        self._now: list[Sum] = []
+        self._known: dict[str, list[Exchange]] = {}
+        self._now: list[Exchange] = []
         self._kind = ""
         self._done = 0
         self._stays_out = False
@@ -427,12 +485,12 @@ class SyncReducer(Reducer):
         """Nothing is left of that pass."""
 
     def finish_forwards(self, failed_at: int | None, count: int) -> None:
-        """Take part in the sums that are left of `count` such passes, where this rank failed in one."""
+        """Take part in what is left of `count` such passes, where this rank failed in one."""
         if failed_at is None:
             self._learn()
             return
         self.abandon()
-        # All ranks repeat the step from here: nobody sums statistics again in this attempt.
+        # All ranks repeat the step from here: no statistics follow in this attempt.
         self._stays_out = True
         self._answer(FORWARD, count - failed_at - 1)
 
@@ -443,7 +501,7 @@ class SyncReducer(Reducer):
         super().abandon()
 
     def finish(self, failed_at: int | None, count: int) -> None:
-        """Take part in the sums that the others still wait for; then send all buckets."""
+        """Take part in what the others still wait for; then send all buckets."""
         if failed_at is None:
             self._learn()
         elif not self._stays_out:
@@ -451,8 +509,8 @@ class SyncReducer(Reducer):
         self._stays_out = False
         super().finish(failed_at, count)
 
-    def _note(self, values: torch.Tensor) -> None:
-        self._now.append(Sum(values.numel(), values.dtype))
+    def _note(self, exchange: Exchange) -> None:
+        self._now.append(exchange)
 
     def _learn(self) -> None:
         """The pass that has just gone well shows how such passes go."""
@@ -461,7 +519,7 @@ class SyncReducer(Reducer):
         self._now, self._kind = [], ""
 
     def _answer(self, kind: str, more: int) -> None:
-        """Take part with zeros: the rest of a pass that has failed, and so many whole ones."""
+        """Take part without samples: in the rest of a pass that has failed, and in so many whole ones."""
         each = self._known[kind]
-        for entry in (*each[self._done :], *each * more):
-            dist.all_reduce(torch.zeros(entry.length, dtype=entry.dtype, device=self._device))
+        for exchange in (*each[self._done :], *each * more):
+            exchange.answer(self._device)

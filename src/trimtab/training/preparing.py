@@ -21,6 +21,7 @@ from trimtab.engine.step import arrange
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import failed
+from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, UNSYNCHRONISED, not_synchronised
 from trimtab.spec import Precision, Strategy
 from trimtab.training import world
 from trimtab.training.fitting import Fitting, Gauge
@@ -92,6 +93,15 @@ def check(setting: Setting, here: World) -> None:
             found="a stage ends in the middle of the model, where the compiler cannot follow",
             cure="Plan with compile=false, or with fsdp.",
         )
+    if setting.sync_batchnorm and setting.gpus > 1:
+        found = not_synchronised(setting.strategy) if setting.strategy in UNSYNCHRONISED else ""
+        if not found and setting.compile:
+            found = NOT_COMPILED_SYNCHRONISED
+        if found:
+            other = f"strategy {setting.strategy}" if setting.strategy in UNSYNCHRONISED else "compile"
+            raise WrongUse(
+                f"sync_batchnorm with {other}", found=found, cure="Plan again, and leave one of the two out."
+            )
     if setting.gpus != here.size:
         many = "one process" if here.size == 1 else f"{here.size} processes"
         raise EnvironmentFault(

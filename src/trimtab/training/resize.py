@@ -111,6 +111,7 @@ def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Sett
         compile=bool(pins.get("compile", False)),
         optimizer=OptimizerImplementation(pins.get("optimizer", OptimizerImplementation.FUSED)),
         workers=int(pins.get("workers", 0)),
+        sync_batchnorm=bool(pins.get("sync_batchnorm", False)),
     )
 
 
@@ -164,6 +165,9 @@ def divided(setting: Setting, procs: int, *, nodes: int = 1, branches: int = 0) 
         strategy=strategy, mesh=mesh, micro_batch=micro, accumulation=-(-share // micro), shares=()
     )
     words = f"{setting.gpus} -> {procs} processes"
+    if found.compile and found.sync_batchnorm and procs > 1:
+        found = found.replace(compile=False)
+        words += ", not compiled any more, for the sake of sync_batchnorm"
     if strategy is not setting.strategy:
         words += f", {setting.strategy} -> {strategy}"
     words += (

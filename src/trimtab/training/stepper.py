@@ -368,6 +368,9 @@ class Stepper:
         count = len(kept)
         if ready.wiring.equal_parts:
             count = self._most_parts(window, size)
+        if ready.statistics is not None and ready.weight is not None:
+            # BatchNorm has no statistics in a pass in which no sample of any rank counts.
+            count = int(status.agree(len(kept), self.device, self.world.size, least=False))
         parts = [
             Part(
                 self, one.batch, samples=one.samples, share=_share(weight, total), number=number, count=count
