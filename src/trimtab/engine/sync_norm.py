@@ -99,8 +99,13 @@ def gather(values: torch.Tensor) -> torch.Tensor:
     """The values of all ranks, one rank a row."""
     ranks = dist.get_world_size()
     found = values.new_empty((ranks * values.numel(),))
-    dist.all_gather_into_tensor(found, values)
+    _all_gather(found, values)
     return found.view(ranks, -1)
+
+
+def _all_gather(into: torch.Tensor, values: torch.Tensor) -> None:
+    # Newer versions of torch have another name for it, and warn of the old one.
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(into, values)
 
 
 def no_statistics(channels: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

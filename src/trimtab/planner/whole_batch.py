@@ -77,7 +77,7 @@ def _statistics(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
     known = workload.batch_loss
     if setting.sync_batchnorm and (known is None or not known.batch_norms):
         value, why = "yes", "pinned; whether the model has BatchNorm layers was not looked up"
-        if known is not None:
+        if known is not None and known.additive is not None:
             value, why = "no effect", "pinned, and the model has no BatchNorm layer"
         return (Reason(subject="sync_batchnorm", value=value, why=why),)
     if known is None or not known.batch_norms:
@@ -120,7 +120,7 @@ def warnings(known: BatchLoss, setting: Setting) -> tuple[str, ...]:
     """What an estimate says of a micro-batch that is less than the job's global batch."""
     whole, micro_batch, gpus = known.global_batch or 0, setting.micro_batch, setting.gpus
     found = []
-    if setting.sync_batchnorm and not known.batch_norms:
+    if setting.sync_batchnorm and not known.batch_norms and known.additive is not None:
         found.append("sync_batchnorm has no effect: the model has no BatchNorm layer")
     if micro_batch >= whole and gpus == 1:
         return tuple(found)

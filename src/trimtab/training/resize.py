@@ -9,6 +9,7 @@ from trimtab.errors import WrongUse
 from trimtab.planner import whole_batch
 from trimtab.planner.batch import cut, cuts
 from trimtab.planner.pins import contradictions
+from trimtab.planner.space import word
 from trimtab.predict.meshes import spread
 from trimtab.spec import (
     Band,
@@ -89,7 +90,7 @@ def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Sett
         wrong.append((f"gpus={pins['gpus']}, and there are {procs} processes", f"use --procs {pins['gpus']}"))
     if wrong:
         what, cure = wrong[0]
-        given = " ".join(f"--pin {key}={value}" for key, value in pins.items())
+        given = " ".join(f"--pin {key}={word(value)}" for key, value in pins.items())
         raise WrongUse(
             given or f"--procs {procs}",
             found=what.replace("GPUs", "processes").replace("GPU", "process"),
@@ -125,7 +126,8 @@ def _refuse_cut(workload: Workload, strategy: Strategy, mesh: Mesh, pins: Mappin
     if not refused and workload.is_indivisible and cuts_it:
         refused = whole_batch.why_one_piece(workload)
     if refused:
-        given = " ".join(f"--pin {key}={value}" for key, value in pins.items()) or f"--procs {mesh.size}"
+        given = " ".join(f"--pin {key}={word(value)}" for key, value in pins.items())
+        given = given or f"--procs {mesh.size}"
         raise WrongUse(given, found=refused.replace("GPUs", "processes"), cure=whole_batch.cure(workload))
 
 

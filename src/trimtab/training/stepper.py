@@ -11,6 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from trimtab.engine.additive import batch_norms
 from trimtab.engine.precision import autocast_dtype
 from trimtab.engine.step import check_loss
 from trimtab.errors import NothingFits, WrongUse
@@ -514,7 +515,7 @@ class Stepper:
         size = max(part.samples, 1)
         move = ready.fitting.failed(size=size, share=max(window.size, 1), step=self.steps)
         if move is not None:
-            self._tell(IncidentKind.OUT_OF_MEMORY, why, move.why)
+            self._tell(IncidentKind.OUT_OF_MEMORY, why, move.why + self._seen_by_norms(ready, move))
             return
         self._lone_failures += 1
         known = ready.fitting.room().said()
@@ -689,9 +690,15 @@ class Stepper:
     def _move(self, ready: preparing.Prepared, move: Move) -> None:
         before = ready.fitting.sizes.current
         ready.fitting.take(move)
-        self._tell(
-            IncidentKind.MICRO_BATCH, move.why, f"from {before} to {move.sizes.current} samples at once"
-        )
+        done = f"from {before} to {move.sizes.current} samples at once{self._seen_by_norms(ready, move)}"
+        self._tell(IncidentKind.MICRO_BATCH, move.why, done)
+
+    def _seen_by_norms(self, ready: preparing.Prepared, move: Move) -> str:
+        """What another micro-batch means for BatchNorm, which sees nothing else; empty without any."""
+        if not any(module.training for module in batch_norms(ready.model)):
+            return ""
+        sees = move.sizes.current * (1 if ready.statistics is None else self.groups.data_parallel)
+        return f"; BatchNorm computes its statistics over {sees} samples from now on"
 
     def say_compile(self, why: str, done: str) -> None:
         """Pass on what compiling comes to."""
