@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import trimtab
+from training_worlds import world_of
+from trimtab.engine.sync_norm import synchronise
+from trimtab.errors import JobFailed, WrongUse
 from trimtab.spec import Mesh, Setting, Share, Strategy
+from trimtab.training import preparing
 from trimtab.training.run import Run
+from trimtab.training.world import World
 from worlds import Drill, everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 WHOLE = 16
 STEPS = 3
@@ -81,8 +89,42 @@ def squared(model: Any, batch: Any) -> Any:
     return (model(batch["x"]) - batch["x"].mean((1, 2))[:, None]).square().mean()
 
 
+def weighted(model: Any, batch: Any) -> Any:
+    far = (model(batch["x"]) - batch["x"].mean((1, 2))[:, None]).square().sum(1)
+    return (far * batch["w"]).sum() / batch["w"].sum()
+
+
+def weight(batch: Any) -> Any:
+    return batch["w"].sum()
+
+
 def data(step: int) -> dict[str, torch.Tensor]:
-    return {"x": 3 + torch.randn(WHOLE, 2, 4, generator=torch.Generator().manual_seed(step))}
+    made = torch.Generator().manual_seed(step)
+    weights = torch.rand(WHOLE, generator=made)
+    # The first part of rank 0 counts for nothing, and in the second step no sample does.
+    weights[:2] = 0
+    return {"x": 3 + torch.randn(WHOLE, 2, 4, generator=made), "w": weights * (step != 1)}
+
+
+class Pairs(trimtab.Job):
+    """Compares samples of the whole batch."""
+
+    global_batch = WHOLE
+
+    def model(self) -> Any:
+        return network()
+
+    def batch(self, size: int) -> Any:
+        return {name: value[:size] for name, value in data(0).items()}
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        return model(batch["x"])
+
+    def loss_of(self, embeddings: Any) -> Any:
+        return (embeddings - embeddings.T).square().mean() + embeddings.mean().square()
+
+    def optimizer(self, params: Any) -> Any:
+        return sgd(params)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -101,18 +143,27 @@ Passes = list[list[int]]
 """Of each pass of a step, the samples of all ranks in it."""
 
 
-def expected(steps: list[Passes]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def expected(steps: list[Passes], loss: Any = squared) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and the state of one process that has the samples of all ranks in each pass."""
     model = network()
     optimizer = sgd(model.parameters())
     losses = []
     for step, passes in enumerate(steps):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
+        batch = data(step)
         total = 0.0
-        for rows in passes:
-            loss = squared(model, {"x": data(step)["x"][rows]}) * (len(rows) / WHOLE)
-            loss.backward()
-            total += loss.item()
+        if isinstance(loss, Pairs):
+            found = torch.cat([loss.embed(model, {"x": batch["x"][rows]}) for rows in passes])
+            order = torch.tensor([row for rows in passes for row in rows]).argsort()
+            whole = loss.loss_of(found[order])
+            whole.backward()
+            total = whole.item()
+        for rows in [] if isinstance(loss, Pairs) else passes:
+            mine = {name: value[rows] for name, value in batch.items()}
+            share = len(rows) / WHOLE if loss is squared else weight(mine) / weight(batch)
+            part = loss(model, mine) * share
+            part.backward()
+            total += part.item()
         optimizer.step()
         losses.append(total)
     return losses, state_of(model)
@@ -131,19 +182,24 @@ def passes(places: list[int], micro: int) -> Passes:
 Report = tuple[list[float], dict[str, torch.Tensor], list[int]]
 
 
-def trained(setting: Setting, places: list[int], drill: Any = None) -> Report:
+def trained(setting: Setting, places: list[int], drill: Any = None, loss: Any = squared) -> Report:
     """Losses, state and attempts of a run on the ranks that there are."""
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    with Run(setting, faults=drill, join_s=60) as run:
-        model, _ = run.prepare(network(), sgd, loss=squared)
+    with Run(setting, job=loss if isinstance(loss, Pairs) else None, faults=drill, join_s=60) as run:
+        if isinstance(loss, Pairs):
+            model, _ = run.prepare()
+        else:
+            model, _ = run.prepare(network(), sgd, loss=loss, weight=weight if loss is weighted else None)
         start, stop = places[run.rank], places[run.rank + 1]
-        outcomes = [run.step({"x": data(step)["x"][start:stop]}) for step in range(STEPS)]
+        outcomes = [
+            run.step({name: value[start:stop] for name, value in data(step).items()}) for step in range(STEPS)
+        ]
         assert not any(one.skipped for one in outcomes)
         return [one.loss for one in outcomes], state_of(model), [one.attempts for one in outcomes]
 
 
-def close(found: Report, steps: list[Passes], near: float = NEAR) -> None:
-    losses, state = expected(steps)
+def close(found: Report, steps: list[Passes], loss: Any = squared, near: float = NEAR) -> None:
+    losses, state = expected(steps, loss)
     assert found[0] == pytest.approx(losses, rel=near)
     assert found[1].keys() == state.keys()
     for name, value in state.items():
@@ -187,6 +243,12 @@ def two_ranks() -> dict[str, Report]:
         found[f"{name} both"] = trained(setting, EVEN, both)
         lone = Drill(("backward", 0, 0), ("forward", 1, 1), ("backward", 2, 1))
         found[f"{name} lone"] = trained(setting.replace(micro_batch=1, accumulation=8), EVEN, lone)
+        halved = setting.replace(micro_batch=4, accumulation=2)
+        found[f"{name} cached"] = trained(halved, UNEVEN, loss=Pairs())
+        # In the pass without gradients, and in the one with them.
+        both = Drill(("forward", 1, 1), ("backward", 2, 0))
+        found[f"{name} cached drill"] = trained(setting, EVEN, both, loss=Pairs())
+    found["weighted"] = trained(ddp(2, 2), EVEN, loss=weighted)
     return found
 
 
@@ -210,3 +272,103 @@ def test_two_ranks_see_the_statistics_of_one_process_whatever_fails() -> None:
             # A single sample is tried again: nothing changes. Two samples a pass magnify rounding.
             close(found[f"{name} lone"], [passes(EVEN, 1)] * 3, near=1e-8)
             assert found[f"{name} lone"][2] == [2, 2, 2]
+            close(found[f"{name} cached"], [passes(UNEVEN, 4)] * 3, Pairs())
+            close(found[f"{name} cached drill"], [one_pass, halves, passes(EVEN, 2)], Pairs(), near=1e-10)
+            assert found[f"{name} cached drill"][2] == [1, 2, 2]
+        left = [[2, 3, 8, 9], [4, 5, 10, 11], [6, 7, 12, 13], [14, 15]]
+        close(found["weighted"], [left, [], left], weighted, near=1e-10)
+
+
+LAYERS: list[tuple[Any, tuple[int, ...]]] = [
+    (lambda: nn.BatchNorm1d(5), (7, 5)),
+    (lambda: nn.BatchNorm2d(5, momentum=None), (3, 5, 4, 4)),
+    (lambda: nn.BatchNorm3d(5, affine=False), (3, 5, 2, 2, 2)),
+    (lambda: nn.BatchNorm1d(5, track_running_stats=False), (3, 5, 6)),
+    (lambda: nn.SyncBatchNorm(5), (3, 5, 4, 4)),
+    (lambda: NormAndAct(5), (7, 5)),
+]
+
+
+@pytest.fixture
+def lone_world(tmp_path: Path) -> Iterator[None]:
+    with world_of(1, 0, tmp_path / "store"):
+        yield
+
+
+@pytest.mark.usefixtures("lone_world")
+@pytest.mark.parametrize("number", range(len(LAYERS)))
+def test_a_layer_of_one_rank_is_the_layer_itself(number: int) -> None:
+    make, shape = LAYERS[number]
+    plain = make()
+    synced = copy.deepcopy(plain)
+    holder = nn.Sequential(synced)
+    assert synchronise(holder) is not None
+    assert isinstance(synced, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - what libraries look for
+    if isinstance(plain, nn.SyncBatchNorm):
+        # torch's own one refuses CPU tensors.
+        plain = nn.BatchNorm2d(5)
+    assert synced.state_dict().keys() == plain.state_dict().keys()
+    values = 100 + torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for training in (True, True, False):
+        outputs = []
+        for layer in (plain, copy.deepcopy(synced) if not training else synced):
+            layer.train(training)
+            given = values.clone().requires_grad_()
+            layer.zero_grad()
+            output = layer(given)
+            (output * values.sin()).sum().backward()
+            outputs.append([output.detach(), given.grad, *(one.grad for one in layer.parameters())])
+        for one, other in zip(*outputs, strict=True):
+            assert (one - other).abs().max() < 1e-9
+    for one, other in zip(plain.buffers(), synced.buffers(), strict=True):
+        assert (one - other).abs().max() < 1e-10
+
+
+@pytest.mark.usefixtures("lone_world")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_has_statistics_in_float32(dtype: torch.dtype) -> None:
+    plain = nn.BatchNorm1d(5, dtype=torch.float32)
+    synced = nn.Sequential(copy.deepcopy(plain))
+    synchronise(synced)
+    values = (100 + torch.randn(64, 5)).to(dtype)
+    output = synced(values)
+    assert output.dtype is dtype
+    assert torch.allclose(output.float(), plain(values.float()), atol=0.05)
+    assert torch.allclose(synced[0].running_var, plain.running_var, rtol=1e-4)
+    whole = nn.Sequential(nn.BatchNorm1d(5, dtype=dtype))
+    synchronise(whole)
+    whole(values)
+    assert torch.allclose(whole[0].running_var.float(), plain.running_var, rtol=0.02)
+
+
+class Stubborn(nn.BatchNorm1d):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return (batch - batch.mean(0)) / batch.std(0)
+
+
+@pytest.mark.usefixtures("lone_world")
+def test_a_layer_that_computes_statistics_in_its_own_way_is_refused() -> None:
+    model = nn.Sequential(Stubborn(5))
+    synchronise(model)
+    with pytest.raises(JobFailed, match="class Stubborn: its forward"):
+        model(torch.randn(4, 5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"strategy": Strategy.PIPELINE, "mesh": Mesh(pp=2), "accumulation": 2},
+            "strategy pipeline: pipeline with",
+        ),
+        ({"compile": True}, "sync_batchnorm with compile"),
+    ],
+)
+def test_a_run_refuses_what_cannot_be_synchronised(changes: dict[str, Any], words: str) -> None:
+    setting = ddp(2, 8).replace(**changes)
+    with pytest.raises(WrongUse, match=words):
+        preparing.check(setting, World(size=2))
+
+
+def test_no_batch_norm_no_change() -> None:
+    assert synchronise(nn.Linear(2, 2)) is None
