@@ -13,11 +13,19 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
+from outlooks import workload
 from training_worlds import world_of
+from trimtab import cluster
+from trimtab.api.predicting import first_device, look_closely, make_setting
 from trimtab.engine.sync_norm import synchronise
 from trimtab.errors import JobFailed, WrongUse
-from trimtab.spec import Mesh, Setting, Share, Strategy
+from trimtab.planner import pins, whole_batch
+from trimtab.planner.space import space
+from trimtab.predict import comms
+from trimtab.spec import BatchLoss, Mesh, Policy, Setting, Share, Strategy
+from trimtab.spec.trace import STATISTICS
 from trimtab.training import preparing
+from trimtab.training.resize import divided
 from trimtab.training.run import Run
 from trimtab.training.world import World
 from worlds import Drill, everywhere
@@ -372,3 +380,102 @@ def test_a_run_refuses_what_cannot_be_synchronised(changes: dict[str, Any], word
 
 def test_no_batch_norm_no_change() -> None:
     assert synchronise(nn.Linear(2, 2)) is None
+
+
+NORMED = BatchLoss(additive=True, batch_norms=3, global_batch=WHOLE)
+
+
+def legal(**fixed: Any) -> Any:
+    known = workload(global_batch=WHOLE, batch_loss=NORMED)
+    return space(known, cluster("4xA100-40GB"), Policy(pins={"sync_batchnorm": True, **fixed}))
+
+
+def test_only_layouts_whose_ranks_run_the_same_layers_are_legal() -> None:
+    assert pins.read(["sync-batchnorm=yes"]) == {"sync_batchnorm": True}
+    found = legal()
+    assert {one.strategy for one in found.families} == {Strategy.SINGLE, Strategy.DDP, Strategy.FSDP}
+    assert all(one.setting(one.cuts[0]).sync_batchnorm for one in found.families)
+    assert {one.layout.gpus for one in found.families if one.compile} == {1}
+    causes = [one.why for one in found.refused]
+    assert any(why.startswith("pipeline with sync_batchnorm") for why in causes)
+    assert any(why.startswith("sync_batchnorm with compile") for why in causes)
+    for wrong in ({"strategy": "pipeline"}, {"compile": True, "gpus": 2}):
+        with pytest.raises(WrongUse, match=r"with sync_batchnorm|sync_batchnorm with compile"):
+            legal(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "value", "words"),
+    [
+        (ddp(2, 8).replace(sync_batchnorm=False), "sees 8 samples",
+         "--pin sync_batchnorm=true computes them over all 2 ranks together, 16 samples"),
+        (ddp(2, 8), "sees 16 samples", "the whole global batch, as in one piece"),
+        (ddp(2, 2), "sees 4 samples", "one micro-batch of all 2 ranks together (sync_batchnorm), not over"),
+        (Setting(micro_batch=4, accumulation=4, global_batch=16, sync_batchnorm=True), "sees 4 samples",
+         "of a micro-batch, not over the global batch of 16"),
+    ],
+)  # fmt: skip
+def test_a_plan_offers_it_and_says_what_it_does(chosen: Setting, value: str, words: str) -> None:
+    (found,) = whole_batch.notes(workload(global_batch=WHOLE, batch_loss=NORMED), chosen)
+    assert found.value == value
+    assert words in found.why
+    (none,) = whole_batch.notes(workload(global_batch=WHOLE, batch_loss=BatchLoss(additive=True)), ddp(2, 8))
+    assert (none.subject, none.value) == ("sync_batchnorm", "no effect")
+
+
+def test_an_estimate_says_what_the_layers_see() -> None:
+    (offer,) = whole_batch.warnings(NORMED, ddp(2, 4).replace(sync_batchnorm=False))
+    assert offer.endswith("--sync-batchnorm lets them see those of all 2 GPUs")
+    (said,) = whole_batch.warnings(NORMED, ddp(2, 4))
+    assert (
+        said == "3 BatchNorm layers see the 8 samples of one micro-batch of all 2 GPUs together, "
+        "not the global batch of 16"
+    )
+
+
+def test_fewer_processes_stay_synchronised_and_more_do_not_compile() -> None:
+    assert divided(ddp(2, 8), 4)[0].sync_batchnorm
+    alone = Setting(micro_batch=16, global_batch=16, compile=True, sync_batchnorm=True)
+    found, said = divided(alone, 2)
+    assert (found.compile, found.sync_batchnorm) == (False, True)
+    assert "not compiled any more" in said
+
+
+class Images(trimtab.Job):
+    name, global_batch = "images", WHOLE
+
+    def model(self) -> Any:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+
+    def batch(self, size: int) -> Any:
+        return torch.randn(size, 3, 16, 16)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return model(batch).float().square().mean()
+
+
+def test_a_trace_has_its_collectives_and_the_time_counts_them() -> None:
+    torch.set_default_dtype(torch.float32)
+    where = cluster("4xA100-40GB")
+    given: dict[str, Any] = {
+        "micro_batch": 4, "precision": "bf16", "recompute": "none", "compile": False, "gpus": 4,
+        "optimizer": "fused", "allocator": "default",
+    }  # fmt: skip
+    seen = {}
+    for strategy, synced in (("ddp", False), ("ddp", True), ("fsdp", True)):
+        setting = make_setting(strategy=strategy, sync_batchnorm=synced, **given)
+        found, _, trace = look_closely(Images, setting, first_device(where), where=where)
+        talks = [trace.works[one].op for one in trace.sequence if trace.works[one].op.startswith(STATISTICS)]
+        assert len(talks) == 4 * synced
+        assert sum("gather" in one for one in talks) == 2 * synced
+        seen[strategy, synced] = found
+    plain, synced_ = seen["ddp", False], seen["ddp", True]
+    assert plain.step_time is not None
+    assert synced_.step_time is not None
+    among = comms.links(where, 4)
+    # Two layers gather 17 numbers a rank forward, and sum 16 backward.
+    talk_s = 2 * (comms.all_gather_s(17 * 4 * 4, 4, among) + comms.all_reduce_s(16 * 4, 4, among))
+    assert synced_.step_time.communication_s - plain.step_time.communication_s == pytest.approx(
+        talk_s, rel=0.01
+    )
+    assert synced_.allocated_bytes == pytest.approx(plain.allocated_bytes, rel=0.02)
