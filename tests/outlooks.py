@@ -44,6 +44,7 @@ class Law:
     fails_compiled: bool = False
     fails_with: Callable[[Setting], bool] = lambda _: False
     """Settings that fail by a cause of their own."""
+    cause: Callable[[Setting], str] = lambda setting: f"it refuses {setting.precision}"
     traced: set[Any] = field(default_factory=set)
     """Families whose true times are known."""
 
@@ -109,7 +110,7 @@ class Law:
         if self.fails or (self.fails_compiled and setting.compile):
             raise JobFailed("loss()", found="it raised", cure="Mend it.")
         if self.fails_with(setting):
-            raise JobFailed("loss()", found=f"it refuses {setting.precision}", cure="Change it.")
+            raise JobFailed("loss()", found=self.cause(setting), cure="Change it.")
         self.asked.append(setting)
         need = self.need_bytes(setting)
         room = room_bytes(layout.device)

@@ -58,6 +58,17 @@ def test_a_loss_that_always_fails_says_why(job: str) -> None:
         trimtab.plan(job, "H100", pins=PINS, options={"refuses": "all"})
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_fsdp_names_the_parameters_that_it_cannot_shard(tmp_path: Path) -> None:
+    file = tmp_path / "clip.py"
+    scaled = JOB.replace("        return nn.Sequential", "        net = nn.Sequential").replace(
+        "nn.Sigmoid())", "nn.Sigmoid())\n        net.scale = nn.Parameter(torch.ones(()))\n        return net"
+    )
+    file.write_text(scaled, encoding="utf-8")
+    with pytest.raises(WrongUse, match="without a dimension: scale"):
+        trimtab.estimate(f"{file}:Picky", "2xH100", micro_batch=2, strategy="fsdp", precision="fp32")
+
+
 def test_a_plan_without_devices_is_wrong_use_in_words(job: str) -> None:
     somewhere = trimtab.cluster("H100")
     nowhere = somewhere.replace(nodes=(somewhere.nodes[0].replace(devices=()),), links=())

@@ -829,6 +829,14 @@ def test_a_job_that_fails_in_every_precision_names_the_first_cause() -> None:
         planned("2xH100", Law(fails_with=lambda _: True))
 
 
+def test_a_job_that_fails_under_every_strategy_fails_as_on_one_gpu() -> None:
+    def cause(setting: Setting) -> str:
+        return "one GPU" if setting.gpus == 1 else setting.strategy.value
+
+    with pytest.raises(JobFailed, match="one GPU"):
+        planned("8xH100", Law(fails_with=lambda _: True, cause=cause))
+
+
 # --- nothing fits
 
 
@@ -1099,3 +1107,15 @@ def test_a_failure_is_remembered_and_told_again() -> None:
 @pytest.mark.parametrize("module", [advise, batch, pins, searching, stale])
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("least", "text"),
+    [
+        (16.0, "cannot be better than the choice, 16 s a step at the very least"),
+        (15.4, "at most 1.9% faster than the choice, which predictions cannot tell; the choice is simpler"),
+        (0.0, "cannot be better than the choice"),
+    ],
+)
+def test_a_bound_below_the_choice_is_not_said_to_be_worse(least: float, text: str) -> None:
+    assert advise.why_beaten(least, 15.7, Policy()) == text

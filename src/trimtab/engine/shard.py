@@ -14,6 +14,7 @@ from torch import nn
 
 from trimtab.engine.blocks import shard_units
 from trimtab.engine.precision import AUTOCAST
+from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +31,7 @@ def shard(model: nn.Module, setting: Setting, device: str, fill: Fill | None = N
     """Move a model to the device and shard it, unit by unit and then the rest."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    _refuse_scalars(model, setting)
     policy = MixedPrecisionPolicy()
     if setting.precision in AUTOCAST:
         half = AUTOCAST[setting.precision]
@@ -42,6 +44,17 @@ def shard(model: nn.Module, setting: Setting, device: str, fill: Fill | None = N
         placed.clear()
     place(model, device, placed, fill)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _refuse_scalars(model: nn.Module, setting: Setting) -> None:
+    """Name the parameters without a dimension: torch's fully_shard refuses them."""
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise WrongUse(
+            f"strategy {setting.strategy}",
+            found=f"torch cannot shard parameters without a dimension: {', '.join(scalars[:3])}",
+            cure="Give them one dimension, as in torch.ones(1), or choose another strategy.",
+        )
 
 
 def place(module: nn.Module, device: str, placed: Placed, fill: Fill | None) -> None:

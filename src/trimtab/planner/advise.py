@@ -371,10 +371,21 @@ def _beaten(result: Result, policy: Policy) -> list[Rejection]:
     for family, (many, least) in result.beaten.items():
         had, lowest = by_strategy.get(family.strategy.value, (0, least))
         by_strategy[family.strategy.value] = (had + many, min(lowest, least))
+    best_s = None if result.best is None else result.best.estimate.step_s
     return [
-        Rejection(why=f"{strategy}: cannot be better than the choice{_at_least(least, policy)}", count=many)
+        Rejection(why=f"{strategy}: {why_beaten(least, best_s, policy)}", count=many)
         for strategy, (many, least) in by_strategy.items()
     ]
+
+
+def why_beaten(least: float, best_s: float | None, policy: Policy) -> str:
+    """Say why settings that take at least `least` seconds a step were not looked at more closely."""
+    if policy.objective is Objective.SPEED and best_s and 0 < least < best_s:
+        return (
+            f"at most {best_s / least - 1:.1%} faster than the choice, which predictions cannot tell; "
+            "the choice is simpler"
+        )
+    return f"cannot be better than the choice{_at_least(least, policy)}"
 
 
 def _at_least(least: float, policy: Policy) -> str:

@@ -119,7 +119,7 @@ def _searched(question: Question, outlook: Outlook, counts: tuple[int, ...], not
     first: _Searched | None = None
     while True:
         whole = space(question.workload, question.cluster, question.policy, failed)
-        if first is not None and not _runs(whole, outlook):
+        if first is not None and (not whole.families or _plainest_failure(whole, outlook) is not None):
             return first
         unlike, refused = mixed(whole, outlook)
         among = [one for one in unlike if not counts or one.setting.gpus in counts]
@@ -146,20 +146,20 @@ def _fails(result: Result) -> bool:
     return bool(result.failed) and not result.seen and not result.too_large
 
 
-def _runs(whole: Space, outlook: Outlook) -> bool:
-    """Whether the plainest setting can be estimated."""
+def _plainest_failure(whole: Space, outlook: Outlook) -> TrimtabError | None:
+    """Return why the plainest setting cannot be estimated; None if it can be, or if there is no setting."""
     plainest = min(
         whole.families,
         key=lambda one: (one.layout.gpus, RECOMPUTES.index(one.recompute), one.compile),
         default=None,
     )
     if plainest is None:
-        return False
+        return None
     try:
         outlook.estimate(plainest.setting(ends(plainest.cuts)[-1]), plainest.layout)
-    except TrimtabError:
-        return False
-    return True
+    except TrimtabError as error:
+        return error
+    return None
 
 
 def check(question: Question) -> None:
@@ -394,8 +394,8 @@ def _left_out(cluster: Cluster) -> tuple[str, ...]:
 def _none(question: Question, whole: Space, result: Result, outlook: Outlook) -> Exception:
     """Why there is no plan."""
     if _fails(result):
-        # The job's own code failed, everywhere alike.
-        return next(iter(result.failed.values()))[1]
+        # Every strategy failed. The plainest one has no causes of its own beside the job's.
+        return _plainest_failure(whole, outlook) or next(iter(result.failed.values()))[1]
     return nothing_fits(question.workload, question.cluster, whole, result, outlook)
 
 

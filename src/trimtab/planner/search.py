@@ -411,8 +411,11 @@ class _Search:
         setting = family.setting(cut)
         if self.result.best is not None and not self._may_run_up(family, cut):
             many, least = self.result.beaten.get(family, (0, math.inf))
-            told = self.outlook.glance(setting, family.layout).step_s or 0.0
-            self.result.beaten[family] = (many + 1, min(least, told))
+            step_s = self.outlook.glance(setting, family.layout).step_s or 0.0
+            if self.policy.objective is Objective.SPEED and step_s:
+                # Both are lower bounds: the larger says more.
+                step_s = max(step_s, bound[0])
+            self.result.beaten[family] = (many + 1, min(least, step_s))
             return True
         if self.result.best is not None and family in self.shown:
             self.spare.append((family, cut))
