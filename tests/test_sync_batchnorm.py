@@ -22,7 +22,7 @@ from trimtab.errors import JobFailed, WrongUse
 from trimtab.planner import pins, whole_batch
 from trimtab.planner.space import space
 from trimtab.predict import comms
-from trimtab.spec import BatchLoss, Mesh, Policy, Setting, Share, Strategy
+from trimtab.spec import BatchLoss, Mesh, Policy, Recompute, Setting, Share, Strategy
 from trimtab.spec.trace import STATISTICS
 from trimtab.training import preparing
 from trimtab.training.resize import divided
@@ -53,6 +53,8 @@ class NormAndAct(nn.BatchNorm1d):
         assert self.running_mean is not None
         assert self.running_var is not None
         mean, variance = self.running_mean, self.running_var
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
         return torch.relu(
             functional.batch_norm(
                 batch, mean, variance, self.weight, self.bias, self.training, self.momentum or 0.0, self.eps
@@ -249,6 +251,8 @@ def two_ranks() -> dict[str, Report]:
         found[f"{name} forward"] = trained(setting, EVEN, Drill(("forward", 1, 1)))
         both = Drill(("backward", 1, 0), ("forward", 1, 1), ("gradient", 2, 1))
         found[f"{name} both"] = trained(setting, EVEN, both)
+        again = setting.replace(recompute=Recompute.FULL)
+        found[f"{name} recomputed"] = trained(again, EVEN, Drill(("backward", 1, 0)))
         lone = Drill(("backward", 0, 0), ("forward", 1, 1), ("backward", 2, 1))
         found[f"{name} lone"] = trained(setting.replace(micro_batch=1, accumulation=8), EVEN, lone)
         halved = setting.replace(micro_batch=4, accumulation=2)
@@ -274,6 +278,8 @@ def test_two_ranks_see_the_statistics_of_one_process_whatever_fails() -> None:
         for name in ("ddp", "fsdp"):
             close(found[f"{name} forward"], [one_pass, halves, halves])
             assert found[f"{name} forward"][2] == [1, 2, 1]
+            # Running statistics see no sample twice.
+            close(found[f"{name} recomputed"], [one_pass, halves, halves])
             # Both ranks fail in one attempt.
             close(found[f"{name} both"], [one_pass, halves, halves])
             assert found[f"{name} both"][2] == [1, 2, 2]

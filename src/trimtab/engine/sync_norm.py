@@ -136,13 +136,24 @@ class _Synchronised:
     """Stands before the class of a BatchNorm layer; what the layer hands to batch_norm() is summed."""
 
     training: bool
+    _buffers: dict[str, torch.Tensor | None]
     _trimtab_statistics: Statistics
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # the class behind this one has it
-        with _Intercept(self._trimtab_statistics) as intercept:
-            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        # In a backward pass it is computed again: the running statistics have seen these samples.
+        again = torch._C._current_graph_task_id() != -1
+        tracked = self._buffers.get("num_batches_tracked")
+        if again and tracked is not None:
+            self._buffers["num_batches_tracked"] = None
+        try:
+            with _Intercept(self._trimtab_statistics, follows=not again) as intercept:
+                output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            # Recomputing ends with an exception when it has what it needs.
+            if again and tracked is not None:
+                self._buffers["num_batches_tracked"] = tracked
         if not intercept.is_called:
             raise JobFailed(
                 f"sync_batchnorm with a layer of class {type(self).__name__}",
@@ -172,9 +183,10 @@ class _AnyShape(_BatchNorm):
 class _Intercept(TorchFunctionMode):
     """Takes the calls of batch_norm() in the forward pass of one layer."""
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, statistics: Statistics, *, follows: bool) -> None:
         super().__init__()
         self._statistics = statistics
+        self._follows = follows
         self.is_called = False
 
     def __torch_function__(
@@ -186,7 +198,8 @@ class _Intercept(TorchFunctionMode):
         given = _Call(*args, **(kwargs or {}))
         if not given.training:
             return func(*args, **(kwargs or {}))
-        running = (given.running_mean, given.running_var) if given.running_mean is not None else None
+        has_running = self._follows and given.running_mean is not None
+        running = (given.running_mean, given.running_var) if has_running else None
         return _Normalise.apply(
             given.input, given.weight, given.bias, running, given.momentum, given.eps, self._statistics
         )
