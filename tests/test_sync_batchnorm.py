@@ -341,15 +341,15 @@ def test_a_layer_of_one_rank_is_the_layer_itself(number: int) -> None:
 @pytest.mark.usefixtures("lone_world")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_has_statistics_in_float32(dtype: torch.dtype) -> None:
-    plain = nn.BatchNorm1d(5, dtype=torch.float32)
-    synced = nn.Sequential(copy.deepcopy(plain))
+    plain: Any = nn.BatchNorm1d(5, dtype=torch.float32)
+    synced: Any = nn.Sequential(copy.deepcopy(plain))
     synchronise(synced)
     values = (100 + torch.randn(64, 5)).to(dtype)
     output = synced(values)
     assert output.dtype is dtype
     assert torch.allclose(output.float(), plain(values.float()), atol=0.05)
     assert torch.allclose(synced[0].running_var, plain.running_var, rtol=1e-4)
-    whole = nn.Sequential(nn.BatchNorm1d(5, dtype=dtype))
+    whole: Any = nn.Sequential(nn.BatchNorm1d(5, dtype=dtype))
     synchronise(whole)
     whole(values)
     assert torch.allclose(whole[0].running_var.float(), plain.running_var, rtol=0.02)
