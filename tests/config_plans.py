@@ -67,6 +67,7 @@ def _grid() -> tuple[Plan, ...]:
             # Diagonals: each meets every layout and every precision.
             recompute=tuple(Recompute)[(row + column) % 3],
             compile=bool((row + column) % 2),
+            sync_batchnorm=row > 0 and column == row,
             optimizer=next(optimizers),
             allocator=next(allocators),
             workers=next(workers),

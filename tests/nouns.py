@@ -19,6 +19,7 @@ from trimtab.jobs.naics_pairs import Pairs
 from trimtab.pace.measure import Order
 from trimtab.pages.story import Profile
 from trimtab.predict.timeline import Timeline
+from trimtab.trace.batch_loss import Look
 from trimtab.trace.rehearse import Rehearsal
 from trimtab.trace.summary import Named
 from trimtab.trace.worker import Request, Requests
@@ -173,6 +174,7 @@ def settings(draw: st.DrawFn) -> spec.Setting:
         optimizer=draw(st.sampled_from(spec.OptimizerImplementation)),
         allocator=draw(st.sampled_from(spec.Allocator)),
         workers=draw(st.integers(0, 16)),
+        sync_batchnorm=draw(st.booleans()),
     )
 
 
@@ -281,6 +283,9 @@ workloads = st.builds(
     files=st.dictionaries(names, names, max_size=2),
 )
 named_jobs = st.builds(Named, job=names, overrides=st.dictionaries(names, counts, max_size=2))
+looks_at_jobs = st.builds(
+    Look, job=names, overrides=st.dictionaries(names, counts, max_size=2), layers_only=st.booleans()
+)
 plans = st.builds(
     spec.Plan,
     job=names,
@@ -607,6 +612,7 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     spec.Change: changes,
     spec.Place: places,
     Named: named_jobs,
+    Look: looks_at_jobs,
     Question: st.builds(
         Question, what=st.sampled_from(sorted(ANSWERS)), job=names, overrides=st.dictionaries(names, counts)
     ),

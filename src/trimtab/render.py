@@ -866,6 +866,7 @@ def setting_words(one: Setting) -> str:
         one.precision.value,
         "" if one.recompute.value == "none" else f"recompute {one.recompute.value}",
         "compiled" * one.compile,
+        "synchronised BatchNorm" * (one.sync_batchnorm and one.gpus > 1),
         "shares by speed" * bool(one.shares),
     ]
     return ", ".join(word for word in words if word)

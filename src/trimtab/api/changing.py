@@ -229,6 +229,8 @@ class _Seer:
             "precision": setting.precision,
             "compile": setting.compile,
         }
+        if setting.sync_batchnorm:
+            pins["sync_batchnorm"] = True
         if setting.gpus > 1:
             pins["strategy"] = setting.strategy
         if setting.recompute is Recompute.NONE:

@@ -36,6 +36,7 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
     gpus: int | None = None,
     optimizer: str = "fused",
     allocator: str = "default",
+    sync_batchnorm: bool = False,
     clip: float | None = None,
     options: dict[str, Any] | None = None,
     network: str | None = None,
@@ -59,6 +60,7 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
         gpus=gpus if gpus is not None else len(where.devices),
         optimizer=optimizer,
         allocator=allocator,
+        sync_batchnorm=sync_batchnorm,
         nodes=len(where.nodes),
         **spread_of(job, strategy, options),
     )
@@ -101,7 +103,7 @@ def batch_warnings(
     if name.startswith(FOLDER) or name.partition(":")[0] in BUILT_IN:
         return ()
     found = batch_loss(name, changed | (options or {}), cache=cache)
-    return warnings(found, setting.micro_batch, setting.gpus)
+    return warnings(found, setting)
 
 
 def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
@@ -230,6 +232,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     gpus: int,
     optimizer: str,
     allocator: str,
+    sync_batchnorm: bool = False,
     nodes: int = 1,
     branches: int = 0,
     global_batch: int | None = None,
@@ -240,6 +243,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     as `global_batch` takes.
     """
     from trimtab.errors import WrongUse
+    from trimtab.planner.pins import UNSYNCHRONISED, not_synchronised
     from trimtab.predict.meshes import spread
     from trimtab.spec import (
         Allocator,
@@ -266,6 +270,12 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             found="compiled code is estimated on one device only",
             cure="Leave one of the two out.",
         )
+    if sync_batchnorm and how in UNSYNCHRONISED:
+        raise WrongUse(
+            f"--sync-batchnorm with --strategy {strategy}",
+            found=not_synchronised(how),
+            cure="Leave one of the two out.",
+        )
     if micro_batch < 1:
         raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
     mesh = spread(how, gpus, nodes=nodes, branches=branches)
@@ -283,6 +293,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         compile=compile,
         optimizer=word(OptimizerImplementation, optimizer, "optimizer"),
         allocator=word(Allocator, allocator, "allocator"),
+        sync_batchnorm=sync_batchnorm,
     )
 
 

@@ -29,6 +29,7 @@ from trimtab.cli.shape import (
     Seq,
     Sequential,
     Set,
+    SyncBatchNorm,
     job_options,
     stated_devices,
 )
@@ -62,6 +63,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     ] = "single",
     optimizer: Optimizer = "fused",
     allocator: Allocator = "default",
+    sync_batchnorm: SyncBatchNorm = False,
     clip: Clip = None,
     given: Set = None,
     seq: Seq = None,
@@ -95,6 +97,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
         gpus=len(where.devices),
         optimizer=optimizer,
         allocator=allocator,
+        sync_batchnorm=sync_batchnorm,
         nodes=len(where.nodes),
         **api.spread_of(job, strategy, options),
     )

@@ -52,6 +52,12 @@ Recompute = Annotated[str, typer.Option(help="none, full or selective.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Run the model through torch.compile.")]
 Optimizer = Annotated[str, typer.Option(help="fused, foreach or plain.")]
 Allocator = Annotated[str, typer.Option(help="default or expandable.")]
+SyncBatchNorm = Annotated[
+    bool,
+    typer.Option(
+        "--sync-batchnorm", help="Compute BatchNorm statistics over a micro-batch of all GPUs together."
+    ),
+]
 Clip = Annotated[float | None, typer.Option(min=0.0, help="Clip gradients to this norm.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Trace again, even if nothing changed.")]
 Set = Annotated[

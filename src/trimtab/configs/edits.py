@@ -31,6 +31,7 @@ PLAIN: dict[str, int | str] = {
     "workers": 0,
     "recompute": "none",
     "compile": "false",
+    "sync_batchnorm": "false",
     "allocator": "default",
     "optimizer": "fused",
     "strategy": "single",
@@ -42,6 +43,8 @@ BATCH = ("micro_batch", "accumulation", "global_batch", "rank_batch", "round_bat
 ELSEWHERE = {
     "allocator": "Start the job with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: no key here holds it.",
     "micro_batch": "No key here holds the micro-batch: give the job's data loader {value} samples a batch.",
+    "sync_batchnorm": "No key here synchronises BatchNorm: in the job's code, call "
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before the model is wrapped.",
     "seq": "No key here holds the sequence length: the plan was made for samples of {value} tokens.",
 }
 
@@ -172,6 +175,7 @@ def facts_of(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict[s
         "precision": setting.precision.value,
         "recompute": setting.recompute.value,
         "compile": words.text(setting.compile),
+        "sync_batchnorm": words.text(setting.sync_batchnorm),
         "strategy": setting.strategy.value,
         "optimizer": setting.optimizer.value,
         "allocator": setting.allocator.value,
@@ -499,7 +503,7 @@ def differences(
     found: list[tuple[str, Any, Any]] = []
     for name in (
         *("strategy", "gpus", "micro_batch", "accumulation", "global_batch", "precision", "recompute"),
-        *("compile", "optimizer", "allocator", "workers"),
+        *("compile", "sync_batchnorm", "optimizer", "allocator", "workers"),
     ):
         one, other = getattr(planned, name), getattr(got, name)
         if one != other and not (name == "workers" and one == 0):

@@ -347,6 +347,7 @@ def as_setting(reading: Reading, *, gpus: int = 1) -> Setting:
         precision=Precision(str(facts.get("precision", Precision.FP32))),
         recompute=Recompute(str(facts.get("recompute", Recompute.NONE))),
         compile=facts.get("compile") == "true",
+        sync_batchnorm=facts.get("sync_batchnorm") == "true",
         optimizer=OptimizerImplementation(str(facts.get("optimizer", OptimizerImplementation.FUSED))),
         allocator=Allocator(str(facts.get("allocator", Allocator.DEFAULT))),
         workers=reading.number("workers") or 0,

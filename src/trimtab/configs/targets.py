@@ -51,6 +51,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "precision": tuple(one.value for one in Precision),
     "recompute": tuple(one.value for one in Recompute),
     "compile": ("false", "true"),
+    "sync_batchnorm": ("false", "true"),
     "strategy": tuple(one.value for one in Strategy),
     "optimizer": tuple(one.value for one in OptimizerImplementation),
     "allocator": tuple(one.value for one in Allocator),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from trimtab.engine.sync_norm import Exchange, Statistics
+
 _CPU_BYTES = 2**30
 FORWARD = (False, False, True)
 """The key of a forward pass without gradients."""
@@ -42,6 +44,8 @@ class Collective(NamedTuple):
     dtype: torch.dtype
     then: Any
     """The group over which the result is summed afterwards, as replicas of shards do; None for none."""
+    statistics: Exchange | None = None
+    """What a synchronised BatchNorm layer exchanges; then it is neither of the other two."""
 
 
 class Ledger:
@@ -55,9 +59,13 @@ class Ledger:
 
     def note(self, entry: Collective) -> None:
         """Just before a collective is issued."""
-        if self.mid_backward is not None and not entry.gathers:
+        if self.mid_backward is not None and not entry.gathers and entry.statistics is None:
             self.mid_backward()
         self.now.append(entry)
+
+    def note_statistics(self, exchange: Exchange) -> None:
+        """Just before a collective of a synchronised BatchNorm layer."""
+        self.note(Collective(False, None, exchange.length, 0, exchange.dtype, None, exchange))
 
 
 class _Gather(DefaultAllGather):
@@ -110,11 +118,18 @@ class ShardedGradients:
         replicas: int,
         alone: bool,
         mid_backward: Callable[[], None] | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
-        """`replicas` is how many copies of every shard there are; `alone`: there is one rank."""
+        """`replicas` is how many copies of every shard there are; `alone`: there is one rank.
+
+        `statistics` is what synchronised BatchNorm layers share, where the model has some.
+        """
         self._model: Any = model
         self._ledger = Ledger()
         self._ledger.mid_backward = mid_backward
+        if statistics is not None:
+            statistics.note = self._ledger.note_statistics
+        self._statistics = statistics
         self._replicas = replicas
         self._units = [one for one in model.modules() if isinstance(one, FSDPModule)]
         self.arrivals = len(self._units)
@@ -174,6 +189,8 @@ class ShardedGradients:
         if not self._clean:
             self._drop_whole()
         self._key, self._clean = None, False
+        if self._statistics is not None:
+            self._statistics.counts = True
 
     def before(self, number: int, count: int) -> None:
         """Part `number` of `count` follows."""
@@ -252,12 +269,15 @@ def issue(left: list[Collective], device: torch.device) -> None:
     """Take part in collectives with zeros, in their order, and forget what comes of them."""
     given: dict[torch.dtype, torch.Tensor] = {}
     got: dict[torch.dtype, torch.Tensor] = {}
-    for dtype in {one.dtype for one in left}:
-        mine = [one for one in left if one.dtype is dtype]
+    for dtype in {one.dtype for one in left if one.statistics is None}:
+        mine = [one for one in left if one.dtype is dtype and one.statistics is None]
         given[dtype] = torch.zeros(max(one.given for one in mine), dtype=dtype, device=device)
         got[dtype] = torch.zeros(max(one.got for one in mine), dtype=dtype, device=device)
     gather, scatter = DefaultAllGather(), DefaultReduceScatter()
     for one in left:
+        if one.statistics is not None:
+            one.statistics.answer(device)
+            continue
         into, of = got[one.dtype][: one.got], given[one.dtype][: one.given]
         if one.gathers:
             gather(into, of, one.group)

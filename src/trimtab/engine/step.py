@@ -24,6 +24,7 @@ from trimtab.engine.optimizer import implementation_for, make_optimizer, use_for
 from trimtab.engine.precision import SHARDED, autocast_dtype, cast_weights
 from trimtab.engine.recompute import recompute
 from trimtab.engine.shard import place, shard
+from trimtab.engine.sync_norm import SyncReducer, synchronise
 from trimtab.errors import JobFailed
 from trimtab.jobs.job import loss_function
 from trimtab.spec import Precision
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from trimtab.engine.shard import Fill
     from trimtab.engine.stages import Stage
+    from trimtab.engine.sync_norm import Statistics
     from trimtab.spec import Setting
 
 __all__ = ["Prepared", "build", "building", "make_batch", "prepare", "repeated_blocks", "step"]
@@ -56,6 +58,8 @@ class Arranged:
     """Names of the lists of blocks that are recomputed."""
     entries: Entries = field(default_factory=Entries)
     """What loss() calls beside the model."""
+    statistics: Statistics | None = None
+    """What synchronised BatchNorm layers share; None where there are none."""
 
 
 @dataclass(kw_only=True)
@@ -158,6 +162,7 @@ def arrange(  # noqa: PLR0913 - what differs between tracing and training
         mid_backward: is called whenever a gradient arrives.
     """
     sharded = setting.strategy in SHARDED
+    statistics = synchronise(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting)
     recomputed = recompute(model, setting.recompute)
     if install_stage is not None:
@@ -177,7 +182,7 @@ def arrange(  # noqa: PLR0913 - what differs between tracing and training
     made = optimizer(parameters)
     if sharded:
         use_foreach_for_shards(made)
-    gradients = _gradients(model, setting, parameters, reduced, mid_backward)
+    gradients = _gradients(model, setting, parameters, reduced, mid_backward, statistics)
     return Arranged(
         model=model,
         parameters=parameters,
@@ -185,6 +190,7 @@ def arrange(  # noqa: PLR0913 - what differs between tracing and training
         gradients=gradients,
         recomputed=tuple(recomputed),
         entries=entries,
+        statistics=statistics,
     )
 
 
@@ -219,12 +225,13 @@ def _enter_by_root(model: Any, child: nn.Module) -> None:
     child.__dict__["_compiled_call_impl"] = call
 
 
-def _gradients(
+def _gradients(  # noqa: PLR0913, PLR0917 - what arrange() knows
     model: nn.Module,
     setting: Setting,
     parameters: list[Any],
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
     mid_backward: Callable[[], None] | None,
+    statistics: Statistics | None,
 ) -> Gradients:
     """Where the gradients live: scattered, in buckets that ranks sum, or where autograd puts them."""
     if setting.strategy in SHARDED:
@@ -235,6 +242,7 @@ def _gradients(
             replicas=setting.mesh.dp_replicate,
             alone=setting.gpus == 1,
             mid_backward=mid_backward,
+            statistics=statistics,
         )
     if mid_backward is not None:
         called = mid_backward
@@ -243,6 +251,8 @@ def _gradients(
     if setting.gpus == 1:
         return OwnGradients(parameters)
     summed = reduced(model) if reduced is not None else [(one, None, setting.gpus) for one in parameters]
+    if statistics is not None:
+        return SyncReducer(summed, statistics)
     return Reducer(summed, equal_parts=setting.mesh.pp > 1)
 
 

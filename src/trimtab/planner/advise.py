@@ -293,6 +293,8 @@ def _why_recompute(best: Seen, result: Result, space: Space) -> str:
 def _why_compile(best: Seen, result: Result, space: Space) -> str:
     if said := _pinned(space, "compile"):
         return said
+    if best.setting.sync_batchnorm and best.setting.gpus > 1:
+        return "sync_batchnorm is not compiled on several GPUs"
     others = _against(
         best, _only(result, lambda one: one.mesh, best), lambda one: "compiled" if one.compile else "eager"
     )

@@ -531,6 +531,7 @@ def short(setting: Setting) -> str:
         f"{setting.strategy} {mesh.dp_replicate}x{mesh.dp_shard}x{mesh.branch}x{mesh.pp}{mesh.copies or ''} "
         f"{setting.micro_batch}x{setting.accumulation} {setting.precision} {setting.recompute} "
         f"{setting.compile} {setting.optimizer} {setting.allocator}{whole}"
+        f"{' sync_batchnorm' * setting.sync_batchnorm}"
     )
 
 
@@ -573,6 +574,8 @@ def traced_as(setting: Setting) -> Setting:
         compile=False,
         allocator=Allocator.DEFAULT,
         workers=0,
+        # One device has nobody to synchronise with.
+        sync_batchnorm=setting.sync_batchnorm and setting.gpus > 1,
         shares=(),
     )
 

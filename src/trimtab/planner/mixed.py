@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trimtab.errors import TrimtabError
 from trimtab.planner.batch import as_share, cuts, in_proportion, rank_samples
 from trimtab.planner.outlook import Layout, kind, room_bytes
+from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED
 from trimtab.planner.search import Seen
 from trimtab.planner.space import runs, workers
 from trimtab.spec import (
@@ -67,6 +68,8 @@ def _unfit(space: Space, layout: Layout) -> str:
     precision = space.policy.pins.get("precision")
     if precision and not all(runs(one, Precision(str(precision))) for one in layout.cluster.devices):
         return f"{precision} is only emulated by some of {' and '.join(layout.kinds)}"
+    if space.policy.pins.get("sync_batchnorm") and space.policy.pins.get("compile"):
+        return NOT_COMPILED_SYNCHRONISED
     fixed = [key for key in ("micro_batch", "accumulation") if key in space.policy.pins]
     if fixed:
         return f"unlike GPUs take unlike micro-batches, and {fixed[0]} is pinned"
@@ -77,7 +80,8 @@ def _settings(space: Space, outlook: Outlook, layout: Layout) -> Iterator[Seen]:
     pins = space.policy.pins
     recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else list(Recompute)
     for recompute in recomputes:
-        for compiled in [bool(pins["compile"])] if "compile" in pins else [False, True]:
+        compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
+        for compiled in [False] if pins.get("sync_batchnorm") else compiles:
             for allocator in space.allocators:
                 ask = _Ask(space, outlook, layout, recompute, compiled, allocator)
                 try:
@@ -163,6 +167,7 @@ class _Ask:
             optimizer=OptimizerImplementation(str(pins.get("optimizer") or "fused")),
             allocator=self.allocator,
             workers=workers(self.layout, self.space.policy),
+            sync_batchnorm=bool(pins.get("sync_batchnorm")),
             shares=shares,
         )
 

@@ -21,7 +21,9 @@ WORDS: dict[str, Any] = {
 }
 COUNTS = {"gpus": 1, "data_parallel": 1, "micro_batch": 1, "accumulation": 1, "workers": 0}
 """Whole numbers, with the least that each can be."""
-KEYS = (*WORDS, *COUNTS, "compile")
+SWITCHES = ("compile", "sync_batchnorm")
+"""True or false."""
+KEYS = (*WORDS, *COUNTS, *SWITCHES)
 TRUTHS = {
     "true": True,
     "yes": True,
@@ -35,8 +37,29 @@ TRUTHS = {
 SEVERAL = (Strategy.DDP, Strategy.FSDP, Strategy.HSDP, Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE)
 
 NOT_COMPILED = "pipeline compiled: a stage ends in the middle of the model, which a compiler cannot follow"
+UNSYNCHRONISED = (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE)
+"""Strategies whose ranks run different layers."""
+NOT_COMPILED_SYNCHRONISED = (
+    "sync_batchnorm with compile on several GPUs: every BatchNorm layer waits for the other ranks, which a "
+    "compiled graph cannot do and survive an out-of-memory of one of them"
+)
 
 Pins = dict[str, str | int | bool]
+
+
+def not_synchronised(strategy: Strategy | str) -> str:
+    """Why BatchNorm is not synchronised under a strategy."""
+    return f"{strategy} with sync_batchnorm: its ranks run different layers, and all must run the same ones"
+
+
+def _unsynchronised(pins: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pins under which BatchNorm is not synchronised, though that is pinned."""
+    strategy = pins.get("strategy")
+    if not pins.get("sync_batchnorm") or not ((pins.get("gpus") or 1) > 1 or strategy in SEVERAL):
+        return []
+    if strategy in UNSYNCHRONISED:
+        return [(f"strategy={not_synchronised(str(strategy))}", "leave one of the two out")]
+    return [(NOT_COMPILED_SYNCHRONISED, "leave one of the two out")] if pins.get("compile") else []
 
 
 def read(texts: Iterable[str]) -> Pins:
@@ -82,10 +105,10 @@ def checked(name: str, value: str, given: str) -> str | int | bool:
         if value.isascii() and value.isdigit() and int(value) >= least:
             return int(value)
         raise WrongUse(given, found=f"{name} is no whole number from {least} up", cure=f"Write {name}=8.")
-    if name == "compile":
+    if name in SWITCHES:
         if value.lower() in TRUTHS:
             return TRUTHS[value.lower()]
-        raise WrongUse(given, found="compile is neither true nor false", cure="Write compile=true or =false.")
+        raise WrongUse(given, found=f"{name} is neither true nor false", cure=f"Write {name}=true or =false.")
     if name == "global_batch":
         raise WrongUse(
             given,
@@ -133,7 +156,7 @@ def contradictions(pins: Mapping[str, Any], workload: Workload, available: int) 
                 (f"strategy=hybrid with {branches} GPUs for {branches} branches: none has a copy",
                  f"pin strategy=branch, or use {branches + 1} GPUs or more")
             )  # fmt: skip
-    return wrong + _wrong_batch(pins, workload.global_batch)
+    return wrong + _unsynchronised(pins) + _wrong_batch(pins, workload.global_batch)
 
 
 def _wrong_batch(pins: Mapping[str, Any], whole: int) -> list[tuple[str, str]]:

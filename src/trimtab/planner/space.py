@@ -10,7 +10,14 @@ from trimtab.errors import WrongUse
 from trimtab.planner import whole_batch
 from trimtab.planner.batch import cut, cuts
 from trimtab.planner.layouts import layouts
-from trimtab.planner.pins import NOT_COMPILED, SEVERAL, contradictions
+from trimtab.planner.pins import (
+    NOT_COMPILED,
+    NOT_COMPILED_SYNCHRONISED,
+    SEVERAL,
+    UNSYNCHRONISED,
+    contradictions,
+    not_synchronised,
+)
 from trimtab.predict.meshes import by_branch
 from trimtab.spec import (
     Allocator,
@@ -60,6 +67,7 @@ class Family:
     optimizer: OptimizerImplementation
     workers: int
     global_batch: int
+    sync_batchnorm: bool = field(default=False, kw_only=True)
     cuts: tuple[Cut, ...] = field(compare=False)
     """The largest micro-batch first."""
 
@@ -77,6 +85,7 @@ class Family:
             optimizer=self.optimizer,
             allocator=allocator,
             workers=self.workers,
+            sync_batchnorm=self.sync_batchnorm,
         )
 
 
@@ -298,6 +307,7 @@ def _families(
     recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else list(Recompute)
     compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
     ways = len(recomputes) * len(compiles)
+    synchronised = bool(pins.get("sync_batchnorm"))
     if not _all_run(layout.cluster.devices, precision):
         refusals.add(f"{precision} is only emulated by {layout.kinds[0]}", ways)
         return
@@ -314,6 +324,7 @@ def _families(
             )
             continue
         refused = whole_batch.why_not(workload, strategy, mesh)
+        refused = refused or not_synchronised(strategy) * (synchronised and strategy in UNSYNCHRONISED)
         if refused:
             refusals.add(refused, ways)
             continue
@@ -323,10 +334,12 @@ def _families(
                 f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
             )
             continue
-        staged = strategy is Strategy.PIPELINE
+        staged, tied = strategy is Strategy.PIPELINE, synchronised and layout.gpus > 1
         refusals.add(NOT_COMPILED, len(recomputes) * (staged and True in compiles))
+        refusals.add(NOT_COMPILED_SYNCHRONISED, len(recomputes) * (tied and True in compiles))
+        usable = [False] if staged else [one for one in compiles if not (one and tied)]
         for recompute in recomputes:
-            for compiled in [False] if staged else compiles:
+            for compiled in usable:
                 yield Family(
                     layout=layout,
                     strategy=strategy,
@@ -337,6 +350,7 @@ def _families(
                     optimizer=OptimizerImplementation(str(pins.get("optimizer") or "fused")),
                     workers=workers(layout, policy),
                     global_batch=workload.global_batch,
+                    sync_batchnorm=synchronised,
                     cuts=tuple(members),
                 )
 

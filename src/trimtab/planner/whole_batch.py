@@ -74,34 +74,72 @@ def notes(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
 
 def _statistics(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
     """What BatchNorm sees of the global batch."""
-    norms = 0 if workload.batch_loss is None else workload.batch_loss.batch_norms
-    sees = setting.micro_batch
-    if not norms or sees >= setting.global_batch:
+    known = workload.batch_loss
+    if setting.sync_batchnorm and (known is None or not known.batch_norms):
+        value, why = "yes", "pinned; whether the model has BatchNorm layers was not looked up"
+        if known is not None and known.additive is not None:
+            value, why = "no effect", "pinned, and the model has no BatchNorm layer"
+        return (Reason(subject="sync_batchnorm", value=value, why=why),)
+    if known is None or not known.batch_norms:
         return ()
-    layers = f"{norms} BatchNorm layer{'s' * (norms > 1)}"
-    why = (
-        f"{layers} compute statistics over the {sees} samples of a micro-batch, not over the global batch of "
-        f"{setting.global_batch}: another training than in one piece. A larger micro-batch, GroupNorm or "
-        "LayerNorm avoid it"
-    )
+    layers, whole = _layers(known), setting.global_batch
+    sees = seen_samples(setting)
+    ranks = setting.data_parallel
+    if sees >= whole and not (setting.sync_batchnorm and ranks > 1):
+        return ()
+    over = f"the {sees} samples of a micro-batch"
+    if setting.sync_batchnorm and ranks > 1:
+        over = f"the {sees} samples of one micro-batch of all {ranks} ranks together (sync_batchnorm)"
+    why = f"{layers} compute{'s' * (known.batch_norms == 1)} statistics over {over}"
+    if sees >= whole:
+        why += ": the whole global batch, as in one piece"
+    else:
+        why += (
+            f", not over the global batch of {whole}: another training than in one piece. A larger "
+            "micro-batch, GroupNorm or LayerNorm avoid it"
+        )
+    if sees < whole and not setting.sync_batchnorm and ranks > 1 and setting.strategy not in UNCACHED:
+        more = seen_samples(setting.replace(sync_batchnorm=True))
+        why += f"; --pin sync_batchnorm=true computes them over all {ranks} ranks together, {more} samples"
     return (Reason(subject="batchnorm", value=f"sees {sees} samples", why=why),)
 
 
-def warnings(known: BatchLoss, micro_batch: int, gpus: int) -> tuple[str, ...]:
-    """What an estimate says of a micro-batch that is less than the global batch."""
-    whole = known.global_batch or 0
-    if micro_batch >= whole and gpus == 1:
-        return ()
+def seen_samples(setting: Setting) -> int:
+    """How many samples BatchNorm computes its statistics over: of one rank, or of all where synchronised."""
+    if not setting.sync_batchnorm:
+        return setting.micro_batch
+    every = sum(one.micro_batch for one in setting.shares) or setting.micro_batch * setting.data_parallel
+    return min(every, setting.global_batch)
+
+
+def _layers(known: BatchLoss) -> str:
+    return f"{known.batch_norms} BatchNorm layer{'s' * (known.batch_norms > 1)}"
+
+
+def warnings(known: BatchLoss, setting: Setting) -> tuple[str, ...]:
+    """What an estimate says of a micro-batch that is less than the job's global batch."""
+    whole, micro_batch, gpus = known.global_batch or 0, setting.micro_batch, setting.gpus
     found = []
+    if setting.sync_batchnorm and not known.batch_norms and known.additive is not None:
+        found.append("sync_batchnorm has no effect: the model has no BatchNorm layer")
+    if micro_batch >= whole and gpus == 1:
+        return tuple(found)
     if known.additive is False:
         found.append(
             f"the global batch of {whole} cannot be cut: {known.why}; use micro-batch {whole} on one GPU"
         )
     elif known.is_near:
         found.append(known.why)
-    if known.batch_norms:
-        layers = f"{known.batch_norms} BatchNorm layer{'s' * (known.batch_norms > 1)}"
-        found.append(
-            f"{layers} see the {micro_batch} samples of a micro-batch, not the global batch of {whole}"
-        )
+    if not known.batch_norms:
+        return tuple(found)
+    if setting.sync_batchnorm and gpus > 1:
+        sees = min(micro_batch * setting.data_parallel, whole)
+        among = f"the {sees} samples of one micro-batch of all {setting.data_parallel} GPUs together"
+        rest = "" if sees >= whole else f", not the global batch of {whole}"
+        found.append(f"{_layers(known)} see{'s' * (known.batch_norms == 1)} {among}{rest}")
+        return tuple(found)
+    said = f"{_layers(known)} see the {micro_batch} samples of a micro-batch, not the global batch of {whole}"
+    if setting.data_parallel > 1 and setting.strategy not in UNCACHED:
+        said += f"; --sync-batchnorm lets them see those of all {setting.data_parallel} GPUs"
+    found.append(said)
     return tuple(found)

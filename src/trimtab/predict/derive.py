@@ -29,6 +29,9 @@ def simpler(setting: Setting, direct: Collection[int] = ()) -> list[Setting]:
 
     Of branches and of pipelines, one copy each. Numbers of shards in `direct` are traced as they are.
     """
+    if setting.strategy is Strategy.DDP and setting.sync_batchnorm:
+        # Its layers are others than on one device.
+        return [_on(setting, Strategy.DDP, Mesh(dp_replicate=2))]
     if setting.strategy is Strategy.DDP:
         return [_on(setting, Strategy.SINGLE, Mesh())]
     if setting.strategy in (Strategy.BRANCH, Strategy.HYBRID):
@@ -63,7 +66,7 @@ def _on(setting: Setting, strategy: Strategy, mesh: Mesh) -> Setting:
 
 def derived(setting: Setting, traces: list[Trace]) -> Trace | None:
     """The trace of a setting from those of `simpler`; None where shards do not lie on a line."""
-    if setting.strategy is Strategy.DDP:
+    if setting.strategy is Strategy.DDP and not setting.sync_batchnorm:
         return with_buckets(traces[0], gradient_bytes(traces[0], setting))
     if len(traces) == 1:
         return traces[0]

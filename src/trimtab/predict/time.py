@@ -16,6 +16,7 @@ from trimtab.predict import comms
 from trimtab.predict.accumulate import gradients
 from trimtab.predict.fusion import fused
 from trimtab.spec import Precision, Recompute, Strategy, Work
+from trimtab.spec.trace import STATISTICS
 
 if TYPE_CHECKING:
     from trimtab.predict.pace import Pace
@@ -382,14 +383,33 @@ def communication(
         whole = comms.all_reduce_s(gradients, ranks, among)
         buckets = -(-gradients // BUCKET_BYTES)
         whole += max(0, buckets - 1) * comms.all_reduce_s(0, ranks, among)
+        if setting.sync_batchnorm and setting.strategy is Strategy.DDP:
+            # Buckets are sent when the last backward pass is over.
+            return whole + _statistics(trace, setting, among)
         # The last bucket is only full when the backward pass is over.
         last = comms.all_reduce_s(min(gradients, BUCKET_BYTES), ranks, among)
         return max(last, whole - OVERLAPPED * backward_s)
     if setting.strategy is Strategy.PIPELINE:
         return _handed(trace, setting, among, backward_s=backward_s)
     if setting.strategy in (Strategy.FSDP, Strategy.HSDP):
-        return _sharded(trace, setting, among, forward_s=forward_s, backward_s=backward_s)
+        sharded = _sharded(trace, setting, among, forward_s=forward_s, backward_s=backward_s)
+        return sharded + _statistics(trace, setting, among)
     return 0.0
+
+
+def _statistics(trace: Trace, setting: Setting, among: comms.Links) -> float:
+    """Collectives of synchronised BatchNorm layers: each layer waits for its own, forward and backward."""
+    ranks = setting.gpus
+    works = (trace.works[number] for number in trace.sequence)
+    once = sum(
+        # Of what is gathered, a trace on fewer ranks knows the bytes of one.
+        comms.all_gather_s(one.write_bytes * ranks, ranks, among)
+        if "gather" in one.op
+        else comms.all_reduce_s(one.read_bytes, ranks, among)
+        for one in works
+        if one.op.startswith(STATISTICS)
+    )
+    return setting.accumulation * once
 
 
 def _handed(trace: Trace, setting: Setting, among: comms.Links, *, backward_s: float) -> float:
@@ -426,4 +446,5 @@ def _sharded(
 
 
 def _collectives(trace: Trace) -> list[Work]:
-    return [trace.works[number] for number in trace.sequence if trace.works[number].kind == "collective"]
+    works = (trace.works[number] for number in trace.sequence)
+    return [one for one in works if one.kind == "collective" and not one.op.startswith(STATISTICS)]

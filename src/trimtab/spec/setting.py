@@ -151,6 +151,8 @@ class Setting(Noun, frozen=True, kw_only=True):
     allocator: Allocator = Allocator.DEFAULT
     workers: int = 0
     """Data loader processes per rank."""
+    sync_batchnorm: bool = False
+    """Whether BatchNorm layers compute their statistics over a micro-batch of all ranks together."""
     shares: tuple[Share, ...] = ()
     """One a rank, in the order of ranks, where unlike devices take unlike shares; micro_batch and
     accumulation are then the largest among them. Empty where all ranks are alike."""

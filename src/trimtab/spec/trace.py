@@ -28,6 +28,8 @@ ENTER, LEAVE = "enter", "leave"
 """Names of the calls that the whole model begins and ends with: what lies between, torch.compile compiles."""
 GRADIENT = "gradient"
 """Name of the allocations of no bytes that say when a parameter's gradient is complete."""
+STATISTICS = "sync_batchnorm"
+"""What the names of collectives of synchronised BatchNorm layers begin with."""
 PERMUTED, BROADCAST, PROMOTED = 1, 2, 4
 """What keeps an operation from reading and writing in straight lines, as bits."""
 

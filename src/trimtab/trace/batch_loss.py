@@ -16,6 +16,7 @@ from trimtab.errors import TrimtabError
 from trimtab.jobs.job import is_cached, loss_function, stated_additive
 from trimtab.jobs.load import load
 from trimtab.spec import BatchLoss
+from trimtab.spec.base import Noun
 from trimtab.trace.child import Say, ask_all, serve
 from trimtab.trace.summary import Named, fingerprint
 from trimtab.trace.tracer import cache_folder, keep
@@ -30,6 +31,14 @@ SHORT = 64
 """Positions of a sample, for jobs that have an option `seq`."""
 UNTOUCHED = 2**20
 """Tensors with more elements are not filled while a large model is built: most of them are cut off again."""
+
+
+class Look(Noun, frozen=True, kw_only=True):
+    """A job, and whether only its layers are looked at."""
+
+    job: str
+    overrides: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
+    layers_only: bool = False
 
 
 def batch_loss(job: str, overrides: dict[str, Any] | None = None, *, cache: bool = True) -> BatchLoss:
@@ -47,14 +56,23 @@ def batch_loss(job: str, overrides: dict[str, Any] | None = None, *, cache: bool
 
 
 def _asked(named: Named) -> BatchLoss:
+    look = Look(job=named.job, overrides=named.overrides)
+    found = _answer(look)
+    if not isinstance(found, TrimtabError):
+        return found
+    # What took too long was the small batch; the layers are counted without memory.
+    layers = _answer(look.replace(layers_only=True))
+    known = BatchLoss() if isinstance(layers, TrimtabError) else layers
+    return known.replace(why=_short(found))
+
+
+def _answer(look: Look) -> BatchLoss | TrimtabError:
     env = {"CUDA_VISIBLE_DEVICES": ""}
     try:
-        (answer,) = ask_all("trimtab.trace.batch_loss", named, env, timeout_s=TIMEOUT_S, watch=True)
+        (answer,) = ask_all("trimtab.trace.batch_loss", look, env, timeout_s=TIMEOUT_S, watch=True)
     except TrimtabError as error:
-        return BatchLoss(why=_short(error))
-    return (
-        BatchLoss(why=_short(answer)) if isinstance(answer, TrimtabError) else BatchLoss.from_builtins(answer)
-    )
+        return error
+    return answer if isinstance(answer, TrimtabError) else BatchLoss.from_builtins(answer)
 
 
 def _short(error: TrimtabError) -> str:
@@ -137,6 +155,19 @@ def _counted(job: Any) -> int | None:
         return None
 
 
+def _layers(job: Any) -> int:
+    """BatchNorm layers of the model, counted without memory; 0 where it cannot be built so."""
+    import torch
+
+    from trimtab.engine.additive import batch_norms
+
+    try:
+        with torch.device("meta"):
+            return len(batch_norms(job.model()))
+    except Exception:  # noqa: BLE001 - as above
+        return 0
+
+
 def _cut_down(job: Any) -> nn.Module:
     """The model with the first block of every list of repeated blocks; large tensors are not filled."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,15 +199,20 @@ def _fill(model: nn.Module) -> None:
 
 def _work(text: str, say: Say) -> None:
     warnings.simplefilter("ignore")
-    named = Named.from_json(text)
-    job = load(named.job, named.overrides)
+    look = Look.from_json(text)
+    job = load(look.job, look.overrides)
+    layers = _layers(job)
     try:
-        found = looked_at(job)
+        found = BatchLoss() if look.layers_only else looked_at(job)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything, and tracing will tell
         line = (str(error).strip().split("\n") or [""])[0][:200]
         found = BatchLoss(why=f"on a small batch on the CPU the job raised {type(error).__name__}: {line}")
     whole = getattr(job, "global_batch", None)
-    found = found.replace(global_batch=whole if isinstance(whole, int) and whole > 0 else None)
+    # Also of a job that says itself how its loss adds up, and of blocks that were cut off.
+    found = found.replace(
+        global_batch=whole if isinstance(whole, int) and whole > 0 else None,
+        batch_norms=max(found.batch_norms, layers),
+    )
     say(msgspec.json.encode(found.to_builtins()))
 
 

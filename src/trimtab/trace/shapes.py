@@ -28,6 +28,32 @@ def _batch_norm_backward(args: tuple[Any, ...]) -> Any:
     return torch.empty_like(source), torch.empty_like(weight), torch.empty_like(weight)
 
 
+def _moments(args: tuple[Any, ...]) -> Any:
+    """Mean and inverse deviation of each channel, of a batch that is spread over ranks."""
+    source = args[0]
+    found = source.new_empty((source.shape[1],), dtype=_wide(source))
+    return found, torch.empty_like(found)
+
+
+def _combined(args: tuple[Any, ...]) -> Any:
+    """The same of all ranks, from one row a rank."""
+    found = args[1].new_empty((args[1].shape[1],))
+    return found, torch.empty_like(found)
+
+
+def _sums_of_gradients(args: tuple[Any, ...]) -> Any:
+    """Two sums of each channel, and the gradients of weight and bias where they are asked for."""
+    source, mean, weight = args[1], args[2], args[4]
+    kind = mean.dtype if weight is None else weight.dtype
+    sums = [torch.empty_like(mean) if args[5] else None for _ in range(2)]
+    own = [source.new_empty((source.shape[1],), dtype=kind) if asked else None for asked in args[6:8]]
+    return (*sums, *own)
+
+
+def _wide(source: torch.Tensor) -> torch.dtype:
+    return torch.float64 if source.dtype is torch.float64 else torch.float32
+
+
 def _ctc_loss(args: tuple[Any, ...]) -> Any:
     """The loss of each sample, and the sums over all ways to read it."""
     steps, batch = args[0].shape[0], args[0].shape[1]
@@ -89,6 +115,11 @@ def add_bias_in_place(library: torch.library.Library) -> None:
 RESULTS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "aten::cudnn_batch_norm": _batch_norm,
     "aten::cudnn_batch_norm_backward": _batch_norm_backward,
+    "aten::batch_norm_stats": _moments,
+    "aten::batch_norm_gather_stats_with_counts": _combined,
+    "aten::batch_norm_elemt": lambda args: torch.empty_like(args[0]),
+    "aten::batch_norm_backward_reduce": _sums_of_gradients,
+    "aten::batch_norm_backward_elemt": lambda args: torch.empty_like(args[1]),
     **recurrent.RESULTS,
     "aten::_grouped_mm": _grouped_product,
     "aten::_ctc_loss": _ctc_loss,

@@ -145,6 +145,7 @@ def family(request: Request) -> str:
         global_batch=setting.data_parallel,
         allocator=Allocator.DEFAULT,
         workers=0,
+        sync_batchnorm=setting.sync_batchnorm and setting.gpus > 1,
     )
     return fingerprint(request.job, request.replace(setting=alike).to_json())
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from trimtab.engine.sync_norm import Statistics
 from trimtab.spec import Work
-from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
+from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED, STATISTICS
 from trimtab.trace.formulas import launches
 from trimtab.trace.recurrent import extent
 from trimtab.trace.sparse import PRODUCTS, is_sparse, nonzeros, size_bytes
@@ -391,7 +392,7 @@ def _many(
 def _collective(name: str, given: list[torch.Tensor], results: list[torch.Tensor]) -> Work:
     sizes = [_bytes(one) for one in (*given, *results)]
     return Work(
-        op=name,
+        op=f"{STATISTICS} {name}" if Statistics.is_talking else name,
         kind="collective",
         dtype=_dtype(given[0]) if given else "",
         read_bytes=max(sizes, default=0),

@@ -107,6 +107,7 @@ class Caching:
         before = getattr(ready.wiring, "before_forward", None)
         if before is not None:
             before()
+        self._stepper.count_statistics(ready, part)
         if ready.compiling is not None and ready.compiling.on:
             ready.compiling.use(part.samples, ready.regular)
         try:

@@ -21,6 +21,7 @@ from trimtab.engine.step import arrange
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import failed
+from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, UNSYNCHRONISED, not_synchronised
 from trimtab.spec import Precision, Strategy
 from trimtab.training import world
 from trimtab.training.fitting import Fitting, Gauge
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trimtab.engine.gradients import Gradients
+    from trimtab.engine.sync_norm import Statistics
     from trimtab.spec import Estimate, Setting
     from trimtab.training.world import World
 
@@ -79,6 +81,8 @@ class Prepared:
     """Samples in most parts."""
     pipe: Pipe | None = None
     """What carries a window through the stages of a pipeline."""
+    statistics: Statistics | None = None
+    """What synchronised BatchNorm layers share; None where there are none."""
 
 
 def check(setting: Setting, here: World) -> None:
@@ -89,6 +93,15 @@ def check(setting: Setting, here: World) -> None:
             found="a stage ends in the middle of the model, where the compiler cannot follow",
             cure="Plan with compile=false, or with fsdp.",
         )
+    if setting.sync_batchnorm and setting.gpus > 1:
+        found = not_synchronised(setting.strategy) if setting.strategy in UNSYNCHRONISED else ""
+        if not found and setting.compile:
+            found = NOT_COMPILED_SYNCHRONISED
+        if found:
+            other = f"strategy {setting.strategy}" if setting.strategy in UNSYNCHRONISED else "compile"
+            raise WrongUse(
+                f"sync_batchnorm with {other}", found=found, cure="Plan again, and leave one of the two out."
+            )
     if setting.gpus != here.size:
         many = "one process" if here.size == 1 else f"{here.size} processes"
         raise EnvironmentFault(
@@ -162,6 +175,7 @@ def prepare(
         schedule=schedule,
         regular_share=share,
         pipe=None if stage is None else stage.pipe,
+        statistics=arranged.statistics,
     )
 
 

@@ -9,6 +9,7 @@ from trimtab.errors import WrongUse
 from trimtab.planner import whole_batch
 from trimtab.planner.batch import cut, cuts
 from trimtab.planner.pins import contradictions
+from trimtab.planner.space import word
 from trimtab.predict.meshes import spread
 from trimtab.spec import (
     Band,
@@ -89,7 +90,7 @@ def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Sett
         wrong.append((f"gpus={pins['gpus']}, and there are {procs} processes", f"use --procs {pins['gpus']}"))
     if wrong:
         what, cure = wrong[0]
-        given = " ".join(f"--pin {key}={value}" for key, value in pins.items())
+        given = " ".join(f"--pin {key}={word(value)}" for key, value in pins.items())
         raise WrongUse(
             given or f"--procs {procs}",
             found=what.replace("GPUs", "processes").replace("GPU", "process"),
@@ -111,6 +112,7 @@ def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Sett
         compile=bool(pins.get("compile", False)),
         optimizer=OptimizerImplementation(pins.get("optimizer", OptimizerImplementation.FUSED)),
         workers=int(pins.get("workers", 0)),
+        sync_batchnorm=bool(pins.get("sync_batchnorm", False)),
     )
 
 
@@ -124,7 +126,8 @@ def _refuse_cut(workload: Workload, strategy: Strategy, mesh: Mesh, pins: Mappin
     if not refused and workload.is_indivisible and cuts_it:
         refused = whole_batch.why_one_piece(workload)
     if refused:
-        given = " ".join(f"--pin {key}={value}" for key, value in pins.items()) or f"--procs {mesh.size}"
+        given = " ".join(f"--pin {key}={word(value)}" for key, value in pins.items())
+        given = given or f"--procs {mesh.size}"
         raise WrongUse(given, found=refused.replace("GPUs", "processes"), cure=whole_batch.cure(workload))
 
 
@@ -164,6 +167,9 @@ def divided(setting: Setting, procs: int, *, nodes: int = 1, branches: int = 0) 
         strategy=strategy, mesh=mesh, micro_batch=micro, accumulation=-(-share // micro), shares=()
     )
     words = f"{setting.gpus} -> {procs} processes"
+    if found.compile and found.sync_batchnorm and procs > 1:
+        found = found.replace(compile=False)
+        words += ", not compiled any more, for the sake of sync_batchnorm"
     if strategy is not setting.strategy:
         words += f", {setting.strategy} -> {strategy}"
     words += (

@@ -11,6 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from trimtab.engine.additive import batch_norms
 from trimtab.engine.precision import autocast_dtype
 from trimtab.engine.step import check_loss
 from trimtab.errors import NothingFits, WrongUse
@@ -368,6 +369,9 @@ class Stepper:
         count = len(kept)
         if ready.wiring.equal_parts:
             count = self._most_parts(window, size)
+        if ready.statistics is not None and ready.weight is not None:
+            # BatchNorm has no statistics in a pass in which no sample of any rank counts.
+            count = int(status.agree(len(kept), self.device, self.world.size, least=False))
         parts = [
             Part(
                 self, one.batch, samples=one.samples, share=_share(weight, total), number=number, count=count
@@ -405,9 +409,9 @@ class Stepper:
 
     def _most_parts(self, window: Window, size: int) -> int:
         """How many parts the rank with the largest share has; all have to run as many."""
-        if window.indices or window.samples != window.size:
-            shares = [one.samples for one in self.setting.shares]
-            places = bounds(window.samples, self.groups.data_parallel, shares)
+        # Ranks with shares of different sizes may have different micro-batches too.
+        if not self.setting.shares and (window.indices or window.samples != window.size):
+            places = bounds(window.samples, self.groups.data_parallel, [])
             largest = max(stop - start for start, stop in pairwise(places))
             return -(-largest // size)
         return int(status.agree(-(-window.size // size), self.device, self.world.size, least=False))
@@ -416,8 +420,14 @@ class Stepper:
         """Before the forward pass of a part."""
         ready = self.ready()
         ready.wiring.before(part.number, part.count)
+        self.count_statistics(ready, part)
         if ready.compiling is not None and ready.compiling.on:
             ready.compiling.use(part.samples, ready.regular)
+
+    def count_statistics(self, ready: preparing.Prepared, part: Part) -> None:
+        """Let BatchNorm's statistics over all ranks see the samples of a part only where they count."""
+        if ready.statistics is not None:
+            ready.statistics.counts = part.samples > 0 or self._rehearsing
 
     def at(self, point: str) -> Any:
         """A drill, where one is on."""
@@ -505,7 +515,7 @@ class Stepper:
         size = max(part.samples, 1)
         move = ready.fitting.failed(size=size, share=max(window.size, 1), step=self.steps)
         if move is not None:
-            self._tell(IncidentKind.OUT_OF_MEMORY, why, move.why)
+            self._tell(IncidentKind.OUT_OF_MEMORY, why, move.why + self._seen_by_norms(ready, move))
             return
         self._lone_failures += 1
         known = ready.fitting.room().said()
@@ -680,9 +690,15 @@ class Stepper:
     def _move(self, ready: preparing.Prepared, move: Move) -> None:
         before = ready.fitting.sizes.current
         ready.fitting.take(move)
-        self._tell(
-            IncidentKind.MICRO_BATCH, move.why, f"from {before} to {move.sizes.current} samples at once"
-        )
+        done = f"from {before} to {move.sizes.current} samples at once{self._seen_by_norms(ready, move)}"
+        self._tell(IncidentKind.MICRO_BATCH, move.why, done)
+
+    def _seen_by_norms(self, ready: preparing.Prepared, move: Move) -> str:
+        """What another micro-batch means for BatchNorm, which sees nothing else; empty without any."""
+        if not any(module.training for module in batch_norms(ready.model)):
+            return ""
+        sees = move.sizes.current * (1 if ready.statistics is None else self.groups.data_parallel)
+        return f"; BatchNorm computes its statistics over {sees} samples from now on"
 
     def say_compile(self, why: str, done: str) -> None:
         """Pass on what compiling comes to."""
