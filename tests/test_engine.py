@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import trimtab
+from training_worlds import together, world_of
 from trimtab.catalog.clusters import stated
 from trimtab.engine.blocks import repeated_blocks, shard_units
 from trimtab.engine.entries import Entries, entries_of
 from trimtab.engine.gradients import OwnGradients
-from trimtab.engine.shard import place
+from trimtab.engine.shard import place, shard_placement
 from trimtab.engine.step import prepare, step
 from trimtab.predict.derive import bucket_sizes, with_buckets
 from trimtab.predict.memory import memory
 from trimtab.predict.time import gradient_bytes
 from trimtab.spec import Mesh, Precision, Setting, Strategy
 from trimtab.trace.tracer import traced_all
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MIB = 2**20
 JOB = """
@@ -221,6 +220,75 @@ def test_models_that_are_entered_elsewhere_are_sharded_too(job: str, name: str) 
     found = trimtab.estimate(f"{job}:{name}", "4xH100", precision="bf16", micro_batch=2, strategy="fsdp")
     alone = trimtab.estimate(f"{job}:{name}", "H100", precision="bf16", micro_batch=2)
     assert found.parts.optimizer == pytest.approx(alone.parts.optimizer / 4, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "dim"),
+    [
+        ((8, 28672, 4096), 64, 1),
+        ((8, 100, 4096), 64, 2),
+        ((8, 28672, 4096), 8, None),
+        ((100, 4096), 64, None),
+        ((8, 100), 64, None),
+        ((8,), 64, None),
+    ],
+)
+def test_a_parameter_is_sharded_along_a_dimension_that_reaches_all_ranks(
+    shape: tuple[int, ...], shards: int, dim: int | None
+) -> None:
+    found = shard_placement(torch.Size(shape), shards)
+    assert (None if found is None else found.dim) == dim
+
+
+class Stacked(nn.Module):
+    """Weights of a few experts, stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(1, 16, 8))
+        self.down = nn.Parameter(torch.randn(1, 8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(x @ self.up[0].t()) @ self.down[0].t()
+
+
+class StackedJob(trimtab.Job):
+    name = "stacked"
+    global_batch = 4
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Stacked().double() for _ in range(4)))
+
+    def batch(self, size: int) -> torch.Tensor:
+        return torch.randn(size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def loss(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+
+def train_stacked(rank: int, size: int, store: str) -> tuple[list[torch.Tensor], list[int]]:
+    """The weights after two steps, whole, and the sizes of this rank's shards."""
+    mine = StackedJob()
+    setting = Setting(
+        micro_batch=4 // size, global_batch=4, precision=Precision.FP32,
+        strategy=Strategy.FSDP if size > 1 else Strategy.SINGLE, mesh=Mesh(dp_shard=size),
+    )  # fmt: skip
+    with world_of(size, rank, Path(store)):
+        state = prepare(mine, setting, "cpu")
+        for _ in range(2):
+            step(state, [mine.batch(4).chunk(size)[rank]], clip=None)
+        shards = [getattr(one, "_local_tensor", one).numel() for one in state.parameters]
+        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in state.parameters]
+        return [one.detach().clone() for one in whole], shards
+
+
+def test_stacked_experts_learn_the_same_over_two_ranks_as_on_one(tmp_path: Path) -> None:
+    (alone, sizes), *_ = together(1, train_stacked, str(tmp_path / "one"), folder=tmp_path / "a")
+    for weights, shards in together(2, train_stacked, str(tmp_path / "two"), folder=tmp_path / "b"):
+        assert shards == [size // 2 for size in sizes]
+        for mine, other in zip(weights, alone, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
 def test_replicas_derived_from_one_device_hold_what_traced_replicas_hold(job: str) -> None:

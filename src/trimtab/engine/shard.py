@@ -37,13 +37,33 @@ def shard(model: nn.Module, setting: Setting, device: str, fill: Fill | None = N
         half = AUTOCAST[setting.precision]
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     mesh = device_mesh(setting, device)
+
+    def placement(parameter: nn.Parameter) -> Any:
+        return shard_placement(parameter.shape, setting.mesh.dp_shard)
+
     placed: Placed = {}
     for unit in shard_units(model):
         place(unit, device, placed, fill)
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
         placed.clear()
     place(model, device, placed, fill)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+
+
+def shard_placement(shape: torch.Size, shards: int) -> Any:
+    """Return along which dimension to shard a parameter; None for the first one, which is the default.
+
+    Weights of experts are stacked: their first dimension is the number of experts. Sharded along it, 8
+    experts over 64 ranks would leave 56 ranks empty and the others with an eighth each. The first dimension
+    that divides evenly is taken instead, as torch asks of all but the first.
+    """
+    from torch.distributed.tensor import Shard
+
+    if not shape or shape[0] >= shards:
+        return None
+    even = (dim for dim in range(1, len(shape)) if shape[dim] % shards == 0)
+    dim = next(even, None)
+    return None if dim is None else Shard(dim)
 
 
 def _refuse_scalars(model: nn.Module, setting: Setting) -> None:
