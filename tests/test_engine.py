@@ -263,8 +263,9 @@ class StackedJob(trimtab.Job):
     def batch(self, size: int) -> torch.Tensor:
         return torch.randn(size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
-    def loss(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean()
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = model(batch)
+        return output.square().mean()
 
 
 def train_stacked(rank: int, size: int, store: str) -> tuple[list[torch.Tensor], list[int]]:
