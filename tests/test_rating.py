@@ -6,7 +6,7 @@ import pytest
 
 from trimtab.catalog.clusters import stated
 from trimtab.catalog.tables import devices, mfu_references
-from trimtab.predict.rating import WORDS, model_kind, rating, reference
+from trimtab.predict.rating import WORDS, doubt_of, model_kind, rating, reference
 from trimtab.spec import Precision, Trace, Work
 
 EMPTY: dict[str, object] = dict.fromkeys(
@@ -76,3 +76,12 @@ def test_every_row_has_known_devices_and_a_range() -> None:
         assert 0 < row.low < row.high <= 100
         assert row.source.startswith("https://")
     assert len(WORDS) == 4
+
+
+def test_a_predicted_mfu_above_all_published_runs_is_doubted() -> None:
+    usual = reference("transformer", stated("H100").devices[0], Precision.BF16)
+    assert usual is not None
+    doubt = doubt_of(usual.high + 0.08, usual)
+    assert "54%" in doubt
+    assert usual.figures in doubt
+    assert doubt_of(usual.high, usual) == doubt_of(None, usual) == doubt_of(0.9, None) == ""

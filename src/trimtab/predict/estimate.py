@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.predict import comms, time
 from trimtab.predict.calibration import speed
 from trimtab.predict.memory import BAND_HIGH, BAND_LOW, Memory, memory
-from trimtab.predict.rating import PEAK_OF, model_kind, rating, reference
+from trimtab.predict.rating import PEAK_OF, doubt_of, model_kind, rating, reference
 from trimtab.spec import Allocator, Band, Estimate, Recompute, StepTime, Strategy
 
 if TYPE_CHECKING:
@@ -151,6 +151,8 @@ def _timed(  # noqa: PLR0913 - as above
         )
     if not alone:
         said.append("time: collectives by the bandwidth of the links, not measured")
+    if not (alone and pace.own) and (doubt := doubt_of(mfu, usual)):
+        said.append(doubt)
     if cluster is not None and (network := comms.network_words(cluster, setting.gpus)):
         said.append(network)
     return {

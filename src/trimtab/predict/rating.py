@@ -66,3 +66,17 @@ def rating(mfu: float, usual: MfuReference | None) -> str | None:
     if usual is None:
         return None
     return WORDS[sum(mfu >= limit for limit in (POOR * usual.low, usual.low, usual.high))]
+
+
+def doubt_of(mfu: float | None, usual: MfuReference | None) -> str:
+    """Return a warning for a predicted MFU that no published run has reached, or an empty string.
+
+    >>> doubt_of(0.4, MfuReference(low=0.36, high=0.46, model="transformer", figures="..."))
+    ''
+    """
+    if mfu is None or usual is None or mfu <= usual.high:
+        return ""
+    return (
+        f"time: the predicted MFU of {mfu:.0%} is above the best published ({usual.figures}); "
+        "expect the step to take longer than predicted"
+    )
