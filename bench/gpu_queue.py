@@ -44,6 +44,7 @@ LOCK = Path(tempfile.gettempdir()) / "trimtab-gpu-queue.lock"
 CASE_S, COMPILED_S, CAP_S = 120.0, 400.0, 400.0
 """Seconds after which a case is given up."""
 DEVICE = "H200"
+EXPERTS = "bench/rank_jobs.py:Experts"
 LLAMA_70B = {"layers": 80, "width": 8192, "ff": 28672, "heads": 64}
 
 
@@ -64,6 +65,7 @@ class QueuedCase:
     compile: bool = False
     nodes: int = 1
     """Under hsdp, how many copies of the shards there are."""
+    sync_batchnorm: bool = False
     kind: str = "step"
     """step: memory and time of optimizer steps; cap: the smallest memory limit at which a case runs."""
 
@@ -93,6 +95,7 @@ class QueuedCase:
             recompute=Recompute(self.recompute),
             optimizer=OptimizerImplementation(self.optimizer),
             compile=self.compile,
+            sync_batchnorm=self.sync_batchnorm,
         )
 
 
@@ -149,6 +152,21 @@ def _ranks() -> list[QueuedCase]:
         ),
         QueuedCase("rank-ddp8-llama4-b4", "Llama", 4, {}, "ddp", 8),
         QueuedCase("rank-ddp8-hfgpt2-b8", "HFGPT2", 8, {}, "ddp", 8),
+        QueuedCase("rank-fsdp8-resnet50-b64", "ResNet50", 64, {}, "fsdp", 8),
+        QueuedCase("rank-fsdp64-mixtral-full-b1", EXPERTS, 1, {"layers": 8}, "fsdp", 64, recompute="full"),
+        QueuedCase("rank-fsdp64-mixtral-b2", EXPERTS, 2, {"layers": 4}, "fsdp", 64),
+        *(
+            QueuedCase(
+                f"rank-{strategy}8-resnet50-sync-b{micro}",
+                "ResNet50",
+                micro,
+                {},
+                strategy,
+                8,
+                sync_batchnorm=True,
+            )
+            for strategy, micro in (("ddp", 64), ("ddp", 8), ("fsdp", 64))
+        ),
     ]
 
 

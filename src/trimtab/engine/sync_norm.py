@@ -331,7 +331,7 @@ class _Gpu:
         eps: float,
     ) -> torch.Tensor:
         """The normalised batch."""
-        return torch.batch_norm_elemt(source, weight, bias, mean, scale, eps)
+        return torch.batch_norm_elemt(source, _wide(weight, mean), _wide(bias, mean), mean, scale, eps)
 
     @staticmethod
     def reduce(  # noqa: PLR0913, PLR0917 - as torch has it
@@ -343,9 +343,15 @@ class _Gpu:
         needed: Sequence[bool],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """By channel: sum of gradients, sum of gradients times distance to the mean; for weight and bias."""
-        found = torch.batch_norm_backward_reduce(gradient, source, mean, scale, weight, *needed)
+        found = torch.batch_norm_backward_reduce(gradient, source, mean, scale, _wide(weight, mean), *needed)
         first, second, for_weight, for_bias = found
-        return first, second, for_weight if needed[1] else None, for_bias if needed[2] else None
+        dtype = mean.dtype if weight is None else weight.dtype
+        return (
+            first,
+            second,
+            for_weight.to(dtype) if needed[1] else None,
+            for_bias.to(dtype) if needed[2] else None,
+        )
 
     @staticmethod
     def spread(  # noqa: PLR0913, PLR0917 - as torch has it
@@ -360,8 +366,13 @@ class _Gpu:
     ) -> torch.Tensor:
         """The gradient of the batch."""
         return torch.batch_norm_backward_elemt(
-            gradient, source, mean, scale, weight, total_gradient, total_product, counts
+            gradient, source, mean, scale, _wide(weight, mean), total_gradient, total_product, counts
         )
+
+
+def _wide(values: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor | None:
+    """Weights in the dtype of the statistics: fsdp gathers them in half precision, which kernels refuse."""
+    return None if values is None else values.to(mean.dtype)
 
 
 class _Host:
