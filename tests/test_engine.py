@@ -292,6 +292,43 @@ def test_stacked_experts_learn_the_same_over_two_ranks_as_on_one(tmp_path: Path)
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
+class NormedJob(StackedJob):
+    name = "normed"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(*blocks)
+
+    def batch(self, size: int) -> torch.Tensor:
+        return super().batch(size).float()
+
+
+def train_normed(rank: int, size: int, store: str) -> dict[str, torch.Tensor]:
+    """The state of the model after two steps in bf16."""
+    mine = NormedJob()
+    setting = Setting(
+        micro_batch=2, global_batch=4, precision=Precision.BF16,
+        strategy=Strategy.FSDP, mesh=Mesh(dp_shard=size),
+    )  # fmt: skip
+    with world_of(size, rank, Path(store)):
+        state = prepare(mine, setting, "cpu")
+        for _ in range(2):
+            step(state, [mine.batch(4).chunk(size)[rank]], clip=None)
+        held = state.model.state_dict().items()
+        return {name: getattr(one, "full_tensor", lambda one=one: one)().clone() for name, one in held}
+
+
+def test_batch_norm_trains_under_fsdp_in_half_precision(tmp_path: Path) -> None:
+    before = NormedJob().model().state_dict()
+    for found in together(2, train_normed, str(tmp_path / "store"), folder=tmp_path / "world"):
+        assert list(found) == list(before)
+        for name, value in found.items():
+            assert value.dtype is before[name].dtype
+            assert bool(value.isfinite().all())
+            assert not torch.equal(value, before[name])
+
+
 def test_replicas_derived_from_one_device_hold_what_traced_replicas_hold(job: str) -> None:
     cluster = stated("2xH100")
     single = Setting(micro_batch=4, global_batch=4, precision=Precision.BF16)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trimtab.engine.blocks import shard_units
-from trimtab.engine.precision import AUTOCAST
+from trimtab.engine.precision import AUTOCAST, widen_norms
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def shard(model: nn.Module, setting: Setting, device: str, fill: Fill | None = N
     if setting.precision in AUTOCAST:
         half = AUTOCAST[setting.precision]
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+        widen_norms(model)
     mesh = device_mesh(setting, device)
 
     def placement(parameter: nn.Parameter) -> Any:
