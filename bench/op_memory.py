@@ -95,29 +95,33 @@ def record_job(name: str, file: Path) -> None:
 def _with_operations(events: list[dict[str, Any]], ops: dict[str, int]) -> Iterator[list[Any]]:
     """Each CUDA allocation: bytes, reserved after it, number of its operation, phase."""
     kinds = ("cpu_op", "user_annotation")
-    began = [one for one in events if one.get("ph") == "X" and one.get("cat") in kinds]
+    began = [event for event in events if event.get("ph") == "X" and event.get("cat") in kinds]
     marks = sorted(
-        (one["ts"], one["name"].removeprefix("mark ")) for one in began if one["name"].startswith("mark ")
+        (event["ts"], event["name"].removeprefix("mark "))
+        for event in began
+        if event["name"].startswith("mark ")
     )
-    memory = [one for one in events if one.get("name") == "[memory]" and one["args"]["Device Type"] == 1]
+    memory = [
+        event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 1
+    ]
     stacks: dict[Any, list[dict[str, Any]]] = {}
     everything = sorted(
-        [(one["ts"], 0, index, one) for index, one in enumerate(began)]
-        + [(one["ts"], 1, one["args"].get("Ev Idx", 0), one) for one in memory],
+        [(event["ts"], 0, index, event) for index, event in enumerate(began)]
+        + [(event["ts"], 1, event["args"].get("Ev Idx", 0), event) for event in memory],
         key=lambda item: item[:3],
     )
-    for now, is_memory, _, one in everything:
-        stack = stacks.setdefault(one["tid"], [])
+    for now, is_memory, _, event in everything:
+        stack = stacks.setdefault(event["tid"], [])
         while stack and stack[-1]["ts"] + stack[-1]["dur"] < now:
             stack.pop()
         if not is_memory:
-            stack.append(one)
+            stack.append(event)
             continue
         words = [_described(each) for each in stack if not each["name"].startswith((*INNER, "mark "))]
         label = " > ".join(words[-3:])
         phase = next((name for since, name in reversed(marks) if since <= now), "")
         number = ops.setdefault(label, len(ops))
-        yield [one["args"]["Bytes"], one["args"]["Total Reserved"], number, phase]
+        yield [event["args"]["Bytes"], event["args"]["Total Reserved"], number, phase]
 
 
 def _described(operation: dict[str, Any]) -> str:
@@ -166,7 +170,7 @@ class Probes:
         """Add the allocations to each line."""
         history = self.torch.cuda.memory._snapshot()["device_traces"][0]
         signed = {"alloc": 1, "free_completed": -1}
-        sizes = [signed[one["action"]] * one["size"] for one in history if one["action"] in signed]
+        sizes = [signed[event["action"]] * event["size"] for event in history if event["action"] in signed]
         with gzip.open(file, "wt", encoding="utf-8") as out:
             for facts, (begin, end) in zip(self.lines, self.spans, strict=True):
                 out.write(json.dumps(facts | {"sizes": sizes[begin:end]}) + "\n")

@@ -45,7 +45,7 @@ def passed(layer: nn.Module, batch: torch.Tensor, gradient: torch.Tensor) -> lis
     output.backward(gradient)
     return [
         output.detach(),
-        *(one.grad.float() for one in (source, *layer.parameters()) if one.grad is not None),
+        *(tensor.grad.float() for tensor in (source, *layer.parameters()) if tensor.grad is not None),
     ]
 
 
@@ -73,7 +73,7 @@ def rank_of(rank: int, store: str) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
         shape = (sum(SHARES), CHANNELS, SIDE, SIDE)
         drawn = [3 * torch.randn(shape, device="cuda", generator=generator) + 1 for _ in range(2)]
-        whole, gradient = (one.to(dtype).contiguous(memory_format=layout) for one in drawn)
+        whole, gradient = (tensor.to(dtype).contiguous(memory_format=layout) for tensor in drawn)
         plain, layer = nn.BatchNorm2d(CHANNELS).cuda(), nn.BatchNorm2d(CHANNELS).cuda()
         for parameter in layer.parameters():
             parameter.data = parameter.data.to(weights)
@@ -98,15 +98,15 @@ def rank_of(rank: int, store: str) -> None:
                 dist.all_reduce(found[index])
             wanted = [expected[0][rows], expected[1][rows], *expected[2:]]
             names = ("output", "input_gradient", "weight_gradient", "bias_gradient")
-            for name, one, other in zip(names, found, wanted, strict=True):
+            for name, mine, other in zip(names, found, wanted, strict=True):
                 scale = float(other.float().abs().max())
-                line[name] = float((one.float() - other.float()).abs().max()) / scale
+                line[name] = float((mine.float() - other.float()).abs().max()) / scale
         else:
             for index in (2, 3):
                 dist.all_reduce(torch.zeros_like(found[index]))
         line["running_mean"] = float((layer.running_mean - plain.running_mean).abs().max())  # type: ignore[operator]
         line["running_var"] = float((layer.running_var - plain.running_var).abs().max())  # type: ignore[operator]
-        line["finite"] = all(bool(one.isfinite().all()) for one in found)
+        line["finite"] = all(bool(tensor.isfinite().all()) for tensor in found)
         line["plain_ms"], line["sync_ms"] = milliseconds(plain, whole[rows]), milliseconds(layer, whole[rows])
         print(json.dumps(line), flush=True)
     dist.destroy_process_group()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from trimtab.engine.additive import batch_norms
 from trimtab.spec import Precision, Strategy
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def widen_norms(model: nn.Module) -> None:
 
     Their running statistics are fp32, and torch refuses weights of another dtype beside them.
     """
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and not issubclass(type(module), _WideWeights):
-            module.__class__ = _with_wide_weights(type(module))  # type: ignore[assignment,arg-type]
+    for layer in batch_norms(model):
+        if not issubclass(type(layer), _WideWeights):
+            layer.__class__ = _with_wide_weights(type(layer))  # type: ignore[arg-type]
 
 
 class _WideWeights:

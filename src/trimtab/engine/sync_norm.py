@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from trimtab.engine.additive import batch_norms
 from trimtab.engine.gradients import Reducer
 from trimtab.errors import JobFailed
 
@@ -117,13 +118,13 @@ def no_statistics(channels: int, dtype: torch.dtype, device: torch.device) -> to
 
 def synchronise(model: nn.Module) -> Statistics | None:
     """Make all BatchNorm layers of a model compute statistics over all ranks; None where it has none."""
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = batch_norms(model)
     if not layers:
         return None
     statistics = Statistics()
     for layer in layers:
         layer.__dict__["_trimtab_statistics"] = statistics
-        layer.__class__ = _synchronised(type(layer))  # type: ignore[assignment,arg-type]
+        layer.__class__ = _synchronised(type(layer))  # type: ignore[arg-type]
     return statistics
 
 
@@ -234,7 +235,7 @@ class _Normalise(torch.autograd.Function):
         channels = source.shape[1]
         kernels = _kernels(source)
         count = source.numel() // channels if statistics.counts else 0
-        wide = _accumulated(source.dtype)
+        wide = accumulated(source.dtype)
         if count:
             own, scale = kernels.moments(source, eps)
             mine = torch.cat([own, scale, own.new_full((1,), count)])
@@ -294,7 +295,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that statistics of values of a dtype are computed in."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -371,7 +373,7 @@ class _Gpu:
 
 
 def _wide(values: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor | None:
-    """Weights in the dtype of the statistics: fsdp gathers them in half precision, which kernels refuse."""
+    """Weights in the dtype of the statistics: kernels refuse those in half precision, as in bf16-true."""
     return None if values is None else values.to(mean.dtype)
 
 
@@ -380,7 +382,7 @@ class _Host:
 
     @staticmethod
     def moments(source: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = source.to(_accumulated(source.dtype))
+        wide = source.to(accumulated(source.dtype))
         variance, mean = torch.var_mean(wide, _others(source), correction=0)
         return mean, (variance + eps).rsqrt()
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trimtab.engine.sync_norm import accumulated
 from trimtab.trace import recurrent
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def _batch_norm_backward(args: tuple[Any, ...]) -> Any:
 def _moments(args: tuple[Any, ...]) -> Any:
     """Mean and inverse deviation of each channel, of a batch that is spread over ranks."""
     source = args[0]
-    found = source.new_empty((source.shape[1],), dtype=_wide(source))
+    found = source.new_empty((source.shape[1],), dtype=accumulated(source.dtype))
     return found, torch.empty_like(found)
 
 
@@ -48,10 +49,6 @@ def _sums_of_gradients(args: tuple[Any, ...]) -> Any:
     sums = [torch.empty_like(mean) if args[5] else None for _ in range(2)]
     own = [source.new_empty((source.shape[1],), dtype=kind) if asked else None for asked in args[6:8]]
     return (*sums, *own)
-
-
-def _wide(source: torch.Tensor) -> torch.dtype:
-    return torch.float64 if source.dtype is torch.float64 else torch.float32
 
 
 def _ctc_loss(args: tuple[Any, ...]) -> Any:
