@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+import warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +23,25 @@ settings.load_profile("same")
 
 # Lines about progress depend on how fast this machine is.
 os.environ["TRIMTAB_PROGRESS"] = "0"
+warm_start.install()
+OWN_CACHE = "TRIMTAB_CACHE" not in os.environ
+if OWN_CACHE:
+    # One for the session: xdist's workers inherit the variable. Name a folder to keep traces between runs.
+    os.environ["TRIMTAB_CACHE"] = tempfile.mkdtemp(prefix="trimtab-tests-")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the cache of the session, where this process has made it."""
+    if OWN_CACHE:
+        shutil.rmtree(os.environ["TRIMTAB_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture
+def cold_start() -> Iterator[None]:
+    """Start plain processes: how a process starts, or what it has imported, is the claim."""
+    warm_start.remove()
+    yield
+    warm_start.install()
 
 
 @pytest.fixture

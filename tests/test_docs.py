@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +27,14 @@ LINK = re.compile(r"\[[^\]]+\]\(([^)#]+)\)")
 def real_output(command: str, *, h200: bool) -> str:
     if h200:
         return shown(m.recorded("h200")) + "\n"
+    words = shlex.split(command)
+    if words[0] == "trimtab" and words == command.split():
+        # Nothing for a shell to do.
+        start = [sys.executable, "-m", *words]
+    else:
+        start = ["bash", "-c", command.replace("trimtab", f"{sys.executable} -m trimtab", 1)]
     done = subprocess.run(
-        ["bash", "-c", command.replace("trimtab", f"{sys.executable} -m trimtab", 1)],
+        start,
         capture_output=True,
         text=True,
         check=False,
