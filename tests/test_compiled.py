@@ -235,6 +235,7 @@ def test_a_recorded_compiled_run_is_predicted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("exam")  # they share their traces with the exam
 def test_every_recorded_compiled_run_is_predicted() -> None:
     for case in cases("*-compile-*"):
         found = predict(case)

@@ -354,6 +354,7 @@ def test_recorded_cases_are_predicted_within_two_percent(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("exam")
 def test_the_whole_exam_does_not_get_worse() -> None:
     marks = sit()
     assert [one.case for one in marks.cases if one.failed] == []
