@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import trimtab
-from training_worlds import together, world_of
 from trimtab.catalog.clusters import stated
 from trimtab.engine.blocks import repeated_blocks, shard_units
 from trimtab.engine.entries import Entries, entries_of
@@ -22,6 +21,7 @@ from trimtab.predict.memory import memory
 from trimtab.predict.time import gradient_bytes
 from trimtab.spec import Mesh, Precision, Setting, Strategy
 from trimtab.trace.tracer import traced_all
+from worlds import together, world_of
 
 MIB = 2**20
 JOB = """

@@ -17,7 +17,7 @@ import warm_start
 if TYPE_CHECKING:
     from pathlib import Path
 
-SAY = "# training_worlds\nimport os, sys\n"
+SAY = "# worlds.be_rank\nimport os, sys\n"
 """The first line makes a program one that starts warm."""
 
 

@@ -111,7 +111,7 @@ def _gains(words: list[str], env: Any) -> bool:
     if words[0] != sys.executable or (env or os.environ).get(COLD):
         return False
     if words[1] == "-c":
-        return "training_worlds" in words[2]
+        return "worlds.be_rank" in words[2]
     if words[1] != "-m":
         return False
     if words[2] == "trimtab":
