@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,11 @@ settings.load_profile("same")
 
 # Lines about progress depend on how fast this machine is.
 os.environ["TRIMTAB_PROGRESS"] = "0"
+# Every core has a process of tests; small models on several threads spend their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell ignores Ctrl-C for what it starts in the background, and every child would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 warm_start.install()
 OWN_CACHE = "TRIMTAB_CACHE" not in os.environ
 if OWN_CACHE:
