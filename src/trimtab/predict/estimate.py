@@ -9,7 +9,8 @@ from trimtab.predict import comms, time
 from trimtab.predict.calibration import speed
 from trimtab.predict.memory import BAND_HIGH, BAND_LOW, Memory, memory
 from trimtab.predict.rating import PEAK_OF, doubt_of, model_kind, rating, reference
-from trimtab.spec import Allocator, Band, Estimate, Recompute, StepTime, Strategy
+from trimtab.spec import Allocator, Band, Estimate, Recompute, StepTime
+from trimtab.strategies import strategy_of
 
 if TYPE_CHECKING:
     from trimtab.spec import Calibration, Cluster, Device, Setting, Trace
@@ -78,7 +79,7 @@ def rank_memory(trace: Trace, setting: Setting) -> tuple[Memory, Memory]:
     alone = memory(
         trace,
         expandable=setting.allocator is Allocator.EXPANDABLE,
-        sharded=setting.strategy in (Strategy.FSDP, Strategy.HSDP),
+        sharded=strategy_of(setting).is_sharded,
         compiled=setting.compile,
     )
     return in_flight(alone, trace, setting), alone
