@@ -1,9 +1,9 @@
-"""Print how each page of the documentation reads: its length, how often it says "you", how long its sentences are.
+"""Print how each page of the documentation reads: words, uses of "you", and length of sentences.
 
     python bench/prose.py [PAGE...]
 
-Code blocks, tables and generated parts are left out. Aim: "you" or "your" at least 15 times per 1,000 words, and
-sentences of 15 to 18 words on average. `tests/test_wording.py` fails when a page moves far from that.
+Code blocks, tables and comments are left out. Aim: "you" or "your" at least 15 times per 1,000 words, and
+sentences of at most 18 words on average. `tests/test_wording.py` fails if a page is far from that.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Prose(NamedTuple):
 
 
 def plain_text(page: str) -> str:
-    """Return the prose of a Markdown page: no code blocks, tables, comments or link targets.
+    r"""Return the prose of a Markdown page: no code blocks, tables, comments or link targets.
 
-    >>> plain_text("# Title\\n\\nSee [the page](a.md#b) and `x y`.\\n\\n| a | b |\\n")
-    '# Title\\n\\nSee the page and CODE.\\n\\n\\n'
+    >>> plain_text("# Title\n\nSee [the page](a.md#b) and `x y`.\n\n| a | b |\n")
+    '# Title\n\nSee the page and CODE.\n\n\n'
     """
     for pattern, replacement in (
         (FENCED, ""),
@@ -54,12 +54,12 @@ def plain_text(page: str) -> str:
 
 
 def sentences(page: str) -> list[str]:
-    """Return the sentences of a page, headings left out.
+    r"""Return the sentences of a page, headings left out.
 
     A paragraph and an item of a list each end a sentence, whatever they end with.
 
-    >>> sentences("# Title\\n\\nYou run it. It prints\\na plan.\\n\\n- One more thing\\n- Another short thing\\n")
-    ['You run it.', 'It prints a plan.', 'One more thing', 'Another short thing']
+    >>> sentences("# Title\n\nYou run it. It prints\na plan.\n\n- One more thing\n")
+    ['You run it.', 'It prints a plan.', 'One more thing']
     """
     found: list[str] = []
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|(?<=\n)(?=#)", plain_text(page)):
