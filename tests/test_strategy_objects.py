@@ -163,6 +163,8 @@ def check_costs(strategy: ParallelStrategy) -> None:
         assert shares is None or 1 <= shares <= setting.gpus
         assert strategy.least_rounds(setting.mesh) >= 1
         assert isinstance(strategy.uses_global_batch(setting.mesh), bool)
+        assert strategy.idle_s(setting, [1.0, 2.0], 0) >= 0
+        assert 1 <= strategy.held_micro_batches(setting, 0) <= setting.accumulation
         bound = strategy.least_step_s(setting, lambda: 1.0)
         assert (bound is not None) == strategy.is_bounded_by_one_device
         assert bound is None or 0 < bound <= 1.0
@@ -193,7 +195,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "check_traces": ("traced_as", "trace_parts", "derivation", "rank_kinds", "needs_branches"),
     "check_costs": (
         *("exposed_s", "weight_shares", "least_rounds", "uses_global_batch", "least_step_s"),
-        "is_bounded_by_one_device",
+        *("is_bounded_by_one_device", "idle_s", "held_micro_batches"),
     ),
     "check_words": ("word", "describe", "explain", "why_not_synchronised", "runs_whole_model"),
     "check_configs": ("degrees", "is_in_frameworks", "also_spelt", "config_mesh", "config_form"),
@@ -207,6 +209,7 @@ TYPES: dict[str, Any] = {
     "spans_shard_lines": bool,
     "needs_config_key": bool,
     "accelerate_flags": tuple,
+    "time_assumptions": tuple,
     "is_sharded": bool,
     "is_built_on_host": bool,
 }

@@ -225,13 +225,7 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
         found.append(_spent(alone, rounds, _exposed(one, setting, among, alone)))
         passes.append(alone.again_s)
     slowest = max(range(len(found)), key=lambda number: found[number].total_s)
-    if setting.mesh.pp == 1:
-        return found[slowest]
-    first, last = passes[0], passes[-1]
-    # Those between are like the first. A micro-batch goes through all of them before the slowest is at work
-    # all the time, and after it was.
-    others = (setting.mesh.pp - 2) * first + (last if slowest == 0 else first)
-    return found[slowest]._replace(bubble_s=others)
+    return found[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))
 
 
 def rounds_of(trace: Trace, setting: Setting) -> int:

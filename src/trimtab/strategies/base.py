@@ -149,6 +149,8 @@ class ParallelStrategy(ABC):
     strategy is traced only when its turn comes."""
     spans_shard_lines: ClassVar[bool] = False
     """Whether its traces at two numbers of shards give those at any other."""
+    time_assumptions: ClassVar[tuple[str, ...]] = ()
+    """What a predicted time takes for granted."""
     why_not_compiled: ClassVar[str] = ""
     """Why torch.compile does not go with it; empty where it does."""
 
@@ -287,6 +289,17 @@ class ParallelStrategy(ABC):
         Asked only where not every rank runs the whole model; None where that time says nothing.
         """
         return None
+
+    def held_micro_batches(self, setting: Setting, part: int) -> int:
+        """Return how many micro-batches have their activations on a rank of kind `part` at the same time."""
+        return 1
+
+    def idle_s(self, setting: Setting, passes_s: Sequence[float], slowest: int) -> float:
+        """Return the seconds of a step for which the slowest kind of rank waits for the others.
+
+        `passes_s` is the time of one micro-batch on each kind of rank.
+        """
+        return 0.0
 
     @abstractmethod
     def exposed_s(self, traffic: Traffic) -> float:

@@ -29,6 +29,12 @@ class PipelineStrategy(ParallelStrategy):
     job_facts = ("global_batch",)
     runs_whole_model = False
     is_bounded_by_one_device = True
+    time_assumptions = (
+        (
+            "pipeline: the stages between the first and the last are taken to be like the first, and what "
+            "stages hand over is not hidden behind computing; a pipeline was never measured"
+        ),
+    )
     why_not_compiled = "a stage ends in the middle of the model, which a compiler cannot follow"
 
     def usual_mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Mesh:
@@ -84,6 +90,18 @@ class PipelineStrategy(ParallelStrategy):
         """Return the time of stages that share the work evenly and wait no longer than they have to."""
         stages, rounds = setting.mesh.pp, setting.accumulation
         return alone_s() / stages * (rounds + stages - 1) / rounds
+
+    def held_micro_batches(self, setting: Setting, part: int) -> int:
+        """Return as many as there are stages from this one to the end: one forward, one backward in turns."""
+        return min(setting.mesh.pp - part, setting.accumulation)
+
+    def idle_s(self, setting: Setting, passes_s: Sequence[float], slowest: int) -> float:
+        """Return the time of a micro-batch on all other stages: before the slowest is busy, and after.
+
+        Those between the first and the last are like the first.
+        """
+        first, last = passes_s[0], passes_s[-1]
+        return (setting.mesh.pp - 2) * first + (last if slowest == 0 else first)
 
     def exposed_s(self, traffic: Traffic) -> float:
         """Return the seconds of handing over activations, there and back, and of summing gradients.
