@@ -33,8 +33,8 @@ You can call each command as a function of `trimtab` too. You get the answer on 
 stderr. With `--json`, stdout is one JSON object, also in case of an error. There, sizes are bytes, times are
 seconds, and unknown is null."""
 VALUES = """\
-These are the frozen value types of `trimtab.spec`. You find them in the output of `--json`, and in plans, logs
-and summaries. You convert them with `to_json()` and `from_json()`."""
+These are the frozen value types of `trimtab.spec`. You find them in the output of `--json`, and in plans,
+logs and summaries. You convert them with `to_json()` and `from_json()`."""
 WORDS = """\
 For each word you find what it is, what it costs, and when to change it. `trimtab explain WORD` prints the
 same entry, and accepts other spellings (`trimtab explain oom`). It also explains the commands of the
