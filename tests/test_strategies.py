@@ -13,8 +13,8 @@ from shared_jobs import shared_job
 from test_estimate import JOB
 from trimtab.engine.branches import Absent, Nothing, branch_loss, branches_of, keep_branch
 from trimtab.errors import JobFailed, WrongUse
-from trimtab.predict.meshes import spread
-from trimtab.spec import Mesh, Strategy
+from trimtab.spec import Mesh
+from trimtab.strategies import STRATEGIES
 from trimtab.trace.summary import summary
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def test_a_rank_of_hsdp_keeps_the_share_of_its_node() -> None:
     ],
 )
 def test_a_strategy_has_its_mesh(how: str, given: dict[str, int], mesh: Mesh) -> None:
-    assert spread(Strategy(how), **given) == mesh
+    assert STRATEGIES[how].mesh(**given) == mesh
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_strategy_has_its_mesh(how: str, given: dict[str, int], mesh: Mesh) ->
 )
 def test_a_strategy_that_cannot_be_is_refused(how: str, given: dict[str, int], found: str) -> None:
     with pytest.raises(WrongUse, match=found) as caught:
-        spread(Strategy(how), **given)
+        STRATEGIES[how].mesh(**given)
     assert caught.value.exit_code == 2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect, find_cluster, stated_network
+from trimtab.api.asking import detect
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,8 +48,9 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
     trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"vocab": 50_304}).fits
     trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
     """
-    where = find_cluster(on)
-    where = where if network is None else stated_network(where, network)
+    from trimtab.probe.detect import as_cluster
+
+    where = as_cluster(on, network=network)
     device = first_device(where)
     setting = make_setting(
         micro_batch=micro_batch,
@@ -106,19 +107,6 @@ def batch_warnings(
     return warnings(found, setting)
 
 
-def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
-    """Raise where a setting computes in bf16 and the device only pretends to."""
-    from trimtab.errors import WrongUse
-    from trimtab.spec import Precision
-
-    if device.bf16 is False and setting.precision in (Precision.BF16, Precision.BF16_TRUE):
-        raise WrongUse(
-            f"{setting.precision} on {device.name}",
-            found=f"{device.name} does not compute in bf16",
-            cure=cure,
-        )
-
-
 def look_at_all(  # noqa: PLR0913 - as above
     job: Any,
     settings: Sequence[Setting],
@@ -135,40 +123,20 @@ def look_at_all(  # noqa: PLR0913 - as above
     All that has to be traced is traced in one go. `always_least` finds the smallest capacity that runs also
     for settings that fit, which takes several replays.
     """
-    from trimtab.errors import TrimtabError
     from trimtab.jobs.load import name_of
-    from trimtab.pace.store import recall
-    from trimtab.predict.estimate import estimate as judge
-    from trimtab.predict.traces import traces
-
-    for one in settings:
-        refuse_emulated(one, device, cure="Use --precision fp16 or fp32, or look at another GPU.")
+    from trimtab.planner.estimates import estimate_settings
 
     name, changed = name_of(job)
-    own = recall(device)
-    found = traces(name, settings, device, overrides=changed | (options or {}), clip=clip, cache=cache)
-    return [
-        one
-        if isinstance(one, TrimtabError)
-        else _finished(
-            *judge(one, setting, device, cluster=where, calibration=own),
-            one,
-            setting,
-            always_least=always_least,
-        )
-        for one, setting in zip(found, settings, strict=True)
-    ]
-
-
-def _finished(
-    found: Estimate, details: Memory, trace: Trace, setting: Setting, *, always_least: bool
-) -> tuple[Estimate, Memory, Trace]:
-    """The estimate with what accumulation adds, and with its verdict."""
-    from trimtab.predict.accumulate import accumulated
-    from trimtab.predict.verdict import judge_fully
-
-    whole = accumulated(found, trace, setting)
-    return judge_fully(whole, trace, setting, always_least=always_least), details, trace
+    return estimate_settings(
+        name,
+        settings,
+        device,
+        cluster=where,
+        overrides=changed | (options or {}),
+        clip=clip,
+        cache=cache,
+        always_least=always_least,
+    )
 
 
 def is_known(  # noqa: PLR0913 - as above
@@ -199,13 +167,9 @@ def make_request(
 
 def first_device(where: Cluster) -> Device:
     """The device that an estimate is for: the one with the least memory."""
-    from trimtab.errors import WrongUse
+    from trimtab.planner.estimates import first_device as least
 
-    if not where.devices:
-        raise WrongUse(
-            "no --on", found="this machine has no GPU", cure="Name one, as in --on H200 or --on 4xA100-40GB."
-        )
-    return min(where.devices, key=lambda one: one.free_bytes or one.memory_bytes)
+    return least(where)
 
 
 def gpu_here(verb: str = "profile") -> Device:
@@ -243,8 +207,6 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     as `global_batch` takes.
     """
     from trimtab.errors import WrongUse
-    from trimtab.planner.pins import UNSYNCHRONISED, not_synchronised
-    from trimtab.predict.meshes import spread
     from trimtab.spec import (
         Allocator,
         OptimizerImplementation,
@@ -253,6 +215,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         Setting,
         Strategy,
     )
+    from trimtab.strategies import STRATEGIES
 
     def word(kind: Any, text: str, option: str) -> Any:
         try:
@@ -264,23 +227,24 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             ) from None
 
     how = word(Strategy, strategy, "strategy")
-    if compile and how is not Strategy.SINGLE:
+    rules = STRATEGIES[how]
+    if compile and rules.needs_several_gpus:
         raise WrongUse(
             f"--compile with --strategy {strategy}",
             found="compiled code is estimated on one device only",
             cure="Leave one of the two out.",
         )
-    if sync_batchnorm and how in UNSYNCHRONISED:
+    if sync_batchnorm and rules.why_not_synchronised:
         raise WrongUse(
             f"--sync-batchnorm with --strategy {strategy}",
-            found=not_synchronised(how),
+            found=rules.why_not_synchronised,
             cure="Leave one of the two out.",
         )
     if micro_batch < 1:
         raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
-    mesh = spread(how, gpus, nodes=nodes, branches=branches)
+    mesh = rules.mesh(gpus, nodes=nodes, branches=branches)
     whole = micro_batch * mesh.data_parallel
-    if mesh.copies or mesh.pp > 1:
+    if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
     return Setting(
         strategy=how,
@@ -322,16 +286,17 @@ def spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) ->
     micro-batches, and pipeline, which idles for as long as one, ask for the global batch.
     """
     from trimtab.jobs.load import name_of
-    from trimtab.spec import Strategy
+    from trimtab.strategies import STRATEGIES
     from trimtab.trace.summary import summary
 
-    if strategy not in (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE):
+    # A word that is no strategy is refused where the setting is made.
+    facts = STRATEGIES[strategy].job_facts if strategy in STRATEGIES else ()
+    if not facts:
         return {}
     name, changed = name_of(job)
     found = summary(name, changed | (options or {}))
-    if strategy == Strategy.BRANCH:
-        return {"branches": len(found.branches)}
-    return {"branches": len(found.branches), "global_batch": found.global_batch}
+    known = {"branches": len(found.branches), "global_batch": found.global_batch}
+    return {name: known[name] for name in facts}
 
 
 def exam(only: str = "*", *, cache: bool = True) -> Marks:
@@ -375,8 +340,8 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
 def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
     """Measure the GPU of this machine and remember it; the calibration and the file it is kept in."""
     from trimtab.pace.measure import BUDGET_S, calibrated
-    from trimtab.pace.store import remember
+    from trimtab.predict.calibration import write_own_calibration
 
     device = gpu_here("calibrate")
     found = calibrated(device.kind, budget_s=budget_s or BUDGET_S)
-    return found, remember(found)
+    return found, write_own_calibration(found)

@@ -28,7 +28,8 @@ from trimtab.launching.summary import JSON as SUMMARY
 from trimtab.launching.summary import forget, gpus_on_node, summed, write
 from trimtab.planner import whole_batch
 from trimtab.spec import BatchLoss, IncidentKind, Precision
-from trimtab.training.control import given
+from trimtab.strategies import strategy_of
+from trimtab.training.control import given, is_lost
 from trimtab.training.evaluate import evaluate, validation_of
 from trimtab.training.faults import Faults, tear
 from trimtab.training.folder import RunFolder, RunIdentity
@@ -45,7 +46,6 @@ from trimtab.training.signals import SILENCE_S, Request, Signals, described, mea
 from trimtab.training.states import snapshot
 from trimtab.training.task import Ending, check_trainable
 from trimtab.training.trouble import Trouble
-from trimtab.training.worker import is_lost
 from trimtab.training.world import connect, disconnect, read
 from trimtab.units import format_bytes
 
@@ -345,8 +345,9 @@ class Training:
         choice = self.plan.choice
         words = f"micro-batch {choice.micro_batch} x {choice.accumulation} x {choice.data_parallel}"
         where = "without a GPU" if self.run.device.type == "cpu" else f"on {torch.cuda.get_device_name()}"
+        spread = strategy_of(choice).describe(choice.mesh)
         self.scribe.meters.say(
-            f"{self.task.job}, {choice.spread}, {words} = global batch {choice.global_batch}, "
+            f"{self.task.job}, {spread}, {words} = global batch {choice.global_batch}, "
             f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
         for note in self._batch_notes():
