@@ -30,6 +30,7 @@ from worlds import together, world_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.xdist_group("checkpoints")  # its fixture is made once
 GLOBAL_BATCH = 6
 
 

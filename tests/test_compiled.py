@@ -181,7 +181,9 @@ def test_randomness_is_recomputed_under_the_compiler() -> None:
     assert activations(again) < activations(kept)
 
 
-@pytest.mark.parametrize("name", ["Broken", "Recurrent", "Host"])
+@pytest.mark.parametrize(
+    "name", ["Broken", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Recurrent", "Host"))]
+)
 def test_what_the_compiler_leaves_out_is_counted_as_it_runs(name: str) -> None:
     found = estimate(name, compile=True)
     assert activations(found) > 64 * 128 * 256 * 2
@@ -227,6 +229,7 @@ def test_the_command_says_what_it_would_be_without() -> None:
     assert set(found["parts"]) == {*PARTS, "context"}
 
 
+@pytest.mark.slow
 def test_a_recorded_compiled_run_is_predicted() -> None:
     (case,) = cases("llama2-compile-bf16true-b4")
     found = predict(case)

@@ -44,7 +44,7 @@ def so_many(count: int) -> settings:
 
 MANY = int(os.environ.get("TRIMTAB_GENERATED", "2500"))
 """Documents of each format in `make soak`."""
-FEW = 100
+FEW = 40
 
 
 def by_yaml(text: str) -> Any:

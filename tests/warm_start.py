@@ -28,7 +28,10 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 COLD = "TRIMTAB_COLD_START"
 """Environment variable: start plain processes."""
@@ -42,6 +45,11 @@ IMPORTED = (
     "trimtab.trace.kernels",
     "trimtab.trace.recorder",
     "trimtab.training.worker",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.t5.modeling_t5",
 )
 VERBS = {"estimate", "plan", "train", "show", "launch", "exam", "profile"}
 """Commands that start processes that import torch."""
@@ -123,7 +131,6 @@ def _server() -> socket.socket:
     """Return the connection to this process's server, which starts when it is needed first."""
     with _asking:
         if os.getpid() not in _servers:
-            _adopt_orphans()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             env = os.environ | {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1"}
             env.pop("PYTHONPATH", None)
@@ -134,14 +141,21 @@ def _server() -> socket.socket:
         return _servers[os.getpid()]
 
 
-def _adopt_orphans() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Be the new parent of orphans for a moment: any other orphan is no business of the tests."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 def _ask(server: socket.socket, order: dict[str, Any], files: list[int]) -> int:
     """Have the server make a copy of itself; return the copy's process id."""
     reading, writing = os.pipe()
-    with _asking, os.fdopen(reading, "rb") as text:
+    with _asking, _adopting_orphans(), os.fdopen(reading, "rb") as text:
         with os.fdopen(writing, "wb") as out:
             fds = array.array("i", [*files, text.fileno()])
             server.sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
@@ -228,7 +242,6 @@ def _have_server(base: list[str]) -> None:
     """Make a copy of this process for its own children, before it has any thread or state."""
     _servers.clear()
     _running.clear()
-    _adopt_orphans()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()
@@ -266,6 +279,27 @@ def _renew_torch() -> None:
     torch.set_num_threads(int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0)))
 
 
+def bind_late() -> None:
+    """Let torch's compiler look functions of torch.cuda up when it calls them.
+
+    It takes them over when it is imported, and a process that traces replaces them before that.
+    """
+    import torch
+    from torch._dynamo.device_interface import CudaInterface
+
+    def late(name: str) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return getattr(torch.cuda, name)(*args, **kwargs)
+
+        return staticmethod(called)
+
+    for owner in (CudaInterface, CudaInterface.Worker):
+        for name, value in list(vars(owner).items()):
+            function = getattr(value, "__func__", None)
+            if function is not None and getattr(torch.cuda, function.__name__, None) is function:
+                setattr(owner, name, late(function.__name__))
+
+
 def _run(words: list[str]) -> int:
     """Run a module or a text as the main program; return its exit code."""
     try:
@@ -298,6 +332,7 @@ if __name__ == "__main__":
     sys.modules["__main__"].__dict__["__builtins__"] = __builtins__
     for module in IMPORTED:
         importlib.import_module(module)
+    bind_late()
     gc.collect()
     # Copies share memory until one of them writes; collecting garbage would write everywhere.
     gc.freeze()
