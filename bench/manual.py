@@ -47,8 +47,6 @@ KINDS = {
     "text": "TEXT",
 }
 """What versions of typer call a value, and what stands for it here."""
-FULL = {"train": api.prepare_training, "launch": api.prepare_launch}
-"""Functions that hand on what they are asked, and to whom."""
 
 VARIABLES = (
     ("TRIMTAB_CACHE", "where traces and tokens are kept; default: `trimtab` in the user's cache folder"),
@@ -137,7 +135,7 @@ def commands() -> dict[str, Any]:
     """Every command of the program, in the order of its help."""
     import typer
 
-    from trimtab.cli.commands import app
+    from trimtab.cli.main import app
 
     found: Any = typer.main.get_command(app)
     return dict(found.commands)
@@ -202,11 +200,7 @@ def functions() -> str:
     for name in sorted(trimtab.__all__):
         value = getattr(trimtab, name)
         if inspect.isfunction(value):
-            taken = signature(value)
-            if name in FULL:
-                first, rest = taken.rpartition("**")[0], signature(FULL[name]).partition("*, ")[2]
-                taken = f"{first.removesuffix('*, ')}{'' if '*, ' in first else '*, '}{rest}"
-            rows.append((f"`trimtab.{name}{cell(taken)}`", first_line(value)))
+            rows.append((f"`trimtab.{name}{cell(signature(value))}`", first_line(value)))
     return table(("function", "gives"), rows)
 
 

@@ -11,7 +11,7 @@ import trimtab.api
 import trimtab.cli.progress as shown
 from outlooks import Law, workload
 from trimtab.catalog.clusters import stated
-from trimtab.cli.commands import app
+from trimtab.cli.main import app
 from trimtab.cli.progress import progress
 from trimtab.planner.decide import Question, decide
 from trimtab.spec import Policy
@@ -152,8 +152,8 @@ def test_the_command_says_that_nothing_was_found_yet(planned: list[int]) -> None
     done = CliRunner().invoke(app, ["plan", "fake", "--on", "4xH100"])
     assert done.exit_code == 130
     assert done.stderr == (
-        "trimtab: stopped before anything that fits was found; the same command goes on from the traces made "
-        "so far.\n"
+        "trimtab: stopped before anything that fits was found; run the same command again to continue from "
+        "the traces made so far.\n"
     )
     assert "Traceback" not in done.output
     assert not done.stdout

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import find_cluster
+from trimtab.api.asking import find_cluster, stated_network
 from trimtab.api.planning import devices_of, plan, plan_from
 from trimtab.api.predicting import first_device, look_closely, refuse_emulated
+from trimtab.spec.requests import ApplyRequest, ShowRequest, accepts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,28 +25,36 @@ if TYPE_CHECKING:
     )
 
 
-def propose(  # noqa: PLR0913 - each is an option of the command
-    plan: Plan,
-    to: Sequence[str],
-    *,
-    target: str | None = None,
-    on: str | Cluster | None = None,
-    beside: bool = False,
-    cache: bool = True,
-    say: Callable[[str], None] = lambda _: None,
-) -> Proposal:
-    """What `apply` would change, before it changes anything."""
+def config_places(to: str | Path | Sequence[str | Path] | None) -> list[str]:
+    """Return the config files that `to` names, as a list."""
+    from os import PathLike
+
+    return [str(place) for place in ([to] if isinstance(to, str | PathLike) else to or ())]
+
+
+def propose(request: ApplyRequest) -> tuple[Plan, Proposal]:
+    """Return the plan, and what `apply` would change, before it changes anything."""
+    from os import PathLike
+
     from trimtab.configs.applying import aim, proposed
     from trimtab.configs.documents import read
     from trimtab.configs.mapping import known
 
-    aims = [aim(str(one)) for one in to]
+    found, unchecked = (
+        plan_from(request.plan) if isinstance(request.plan, str | PathLike) else (request.plan, "")
+    )
+    on = request.on if request.network is None else stated_network(find_cluster(request.on), request.network)
+    aims = [aim(place) for place in config_places(request.to)]
 
     def replan(options: dict[str, Any]) -> Plan:
-        return _same_but(plan, options, on, cache=cache, say=say)
+        return _same_but(found, options, on, cache=request.cache, say=request.say)
 
-    among = known(one.file for one in aims)
-    return proposed(aims, plan, among, opened=read, name=target, beside=beside, replan=replan)
+    among = known(aimed.file for aimed in aims)
+    proposal = proposed(
+        aims, found, among, opened=read, name=request.target, beside=request.beside, replan=replan
+    )
+    proposal.said += [unchecked] if unchecked else []
+    return found, proposal
 
 
 def _same_but(
@@ -66,28 +75,16 @@ def _same_but(
     )
 
 
-def apply(  # noqa: PLR0913 - each is an option of the command
-    plan: Plan | Path | str,
-    to: str | Path | Sequence[str | Path],
-    *,
-    target: str | None = None,
-    on: str | Cluster | None = None,
-    beside: bool = False,
-    dry: bool = False,
-    cache: bool = True,
-) -> dict[str, Any]:
+@accepts(ApplyRequest)
+def apply(request: ApplyRequest) -> dict[str, Any]:
     """Write a plan into config files: all of them, or none where one of them fails.
 
     trimtab.apply(trimtab.plan("slm", "2xA30"), "config.py:slm_config")["edits"]
     trimtab.apply("plan.json", ["conf/config.yaml", "train.sbatch"], dry=True)["diff"]
     """
-    from os import PathLike
-
-    found = plan_from(plan)[0] if isinstance(plan, str | PathLike) else plan
-    places = [to] if isinstance(to, str | PathLike) else list(to)
-    proposal = propose(found, [str(one) for one in places], target=target, on=on, beside=beside, cache=cache)
-    ready = proposal.prepared(beside=beside)
-    return applied(proposal, ready, None if dry else write_plan(ready, found))
+    plan, proposal = propose(request)
+    ready = proposal.prepared(beside=request.beside)
+    return applied(proposal, ready, None if request.dry else write_plan(ready, plan))
 
 
 def write_plan(ready: Sequence[Prepared], plan: Plan) -> Written:
@@ -140,16 +137,8 @@ def revert(
     }
 
 
-def show(  # noqa: PLR0913 - each is an option of the command
-    file: str | Path,
-    on: str | Cluster | None = None,
-    *,
-    job: Any = None,
-    target: str | None = None,
-    options: dict[str, Any] | None = None,
-    cache: bool = True,
-    say: Callable[[str], None] = lambda _: None,
-) -> Display:
+@accepts(ShowRequest)
+def show(request: ShowRequest) -> Display:
     """What a config would use, stage by stage, and what would be better.
 
     trimtab.show("conf", "RTX 6000").stages[0].advice
@@ -160,25 +149,27 @@ def show(  # noqa: PLR0913 - each is an option of the command
     from trimtab.configs.showing import display, find_job
     from trimtab.configs.targets import named
 
-    one = aim(str(file))
-    among = known([one.file])
-    layout = laid_out(one, among, opened=read, name=target)
-    meant = layout.main.site.target if layout.main else None
-    if meant is None:
-        meant = (
-            named(target, among) if target else next(known for known in among if known.stage is layout.stage)
-        )
-    asked, sought = (job, "") if job is not None else find_job(meant, layout.main)
-    where = find_cluster(on)
+    place = aim(str(request.file))
+    among = known([place.file])
+    layout = laid_out(place, among, opened=read, name=request.target)
+    target = layout.main.site.target if layout.main else None
+    if target is None and request.target:
+        target = named(request.target, among)
+    elif target is None:
+        target = next(known for known in among if known.stage is layout.stage)
+    job, sought = (request.job, "") if request.job is not None else find_job(target, layout.main)
+    where = find_cluster(request.on)
+    where = where if request.network is None else stated_network(where, request.network)
     if not where.devices:
         return display(
-            layout, meant, job=asked, gpus=None, device=None, seer=None, no_device=True, sought=sought
+            layout, target, job=job, gpus=None, device=None, seer=None, no_device=True, sought=sought
         )
-    seer = _Seer(asked, where, options or {}, cache=cache, say=say) if asked is not None else None
+    options = request.options or {}
+    seer = None if job is None else _Seer(job, where, options, cache=request.cache, say=request.say)
     return display(
         layout,
-        meant,
-        job=asked if isinstance(asked, str) or asked is None else _name(asked),
+        target,
+        job=job if isinstance(job, str) or job is None else _name(job),
         gpus=len(where.devices),
         device=first_device(where).name,
         seer=seer,

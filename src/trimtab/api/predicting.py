@@ -348,19 +348,21 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
     *,
     options: dict[str, Any] | None = None,
     clip: float | None = None,
-    keep: Path | None = None,
+    keep: Path | str | None = None,
 ) -> dict[str, Any]:
     """Run a setting for real for a few steps, and set prediction against measurement.
 
     `keep` names a file of cases that the run is added to, for `trimtab exam --cases`.
     """
+    from pathlib import Path
+
     from trimtab.exams.measure import case_of, measured
     from trimtab.exams.sit import keep as add
 
     request = make_request(job, setting, device, options=options, clip=clip)
     found = measured(request)
     if keep is not None and not found.out_of_memory:
-        add(case_of(request, found), keep)
+        add(case_of(request, found), Path(keep))
     predicted, _, _ = look_closely(job, setting, device, options=options, clip=clip)
     figures = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s")
     guess = {figure: getattr(predicted, figure) for figure in figures}

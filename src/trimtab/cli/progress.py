@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trimtab.cli.main import _console
+from trimtab.cli.console import console
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ def progress(title: str) -> Iterator[Progress]:
     if os.environ.get(VARIABLE) == "0" or sys.stderr is None:
         yield state
     elif sys.stderr.isatty():
-        with _console(errors=True).status(title) as status:
+        with console(errors=True).status(title) as status:
             state.changed = lambda: status.update(state.words("\n  "))
             yield state
     else:

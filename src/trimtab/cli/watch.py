@@ -1,16 +1,22 @@
-"""What is watched, as a terminal shows it: a picture that changes, or lines that follow one another."""
+"""The command `trimtab watch`: a live picture of GPUs and runs on a terminal, or one line a sample."""
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from trimtab.cli.job_views import beside, last_steps
+from trimtab import api
+from trimtab.cli.console import console
+from trimtab.cli.jobs import beside, last_steps
+from trimtab.errors import WrongUse
 from trimtab.render import Columns, inert
 from trimtab.units import format_bytes, format_duration, format_gib
 
@@ -25,6 +31,7 @@ BAR = 10
 """Letters of a bar."""
 STATE_STYLE = {"running": "green", "stalled": "bold red", "gone": "bold red", "starting": "cyan"}
 UNKNOWN = "-"
+SHORTEST_S = 0.1
 
 
 def clock(at_s: float) -> str:
@@ -226,3 +233,67 @@ class Lines:
             if key not in told:
                 yield f"{label}: {words}"
         self.known[run.folder] = fresh
+
+
+def watch(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN_DIR]...",
+            help="Run folders, or folders that contain them; default: all below the current folder.",
+        ),
+    ] = None,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between two samples.")] = 2.0,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", help="Stop after this many samples; default: at Ctrl-C.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per sample, one per line.")
+    ] = False,
+) -> None:
+    """Show GPUs and runs live: memory, use, power, loss, speed, time left, and advice.
+
+    Reads only. On a terminal a picture that changes; elsewhere lines. Ends at Ctrl-C, after --samples, or
+    when all runs that were named have ended.
+    """
+    if not interval >= SHORTEST_S:
+        raise WrongUse(
+            f"--interval {interval:g}",
+            found=f"it is below {SHORTEST_S:g} s",
+            cure="Give at least a tenth of a second; drivers average over about that long.",
+        )
+    if samples is not None and samples < 1:
+        raise WrongUse(f"--samples {samples}", found="it is below 1", cure="Give at least 1.")
+    each = api.watch(runs or (), interval_s=interval, samples=samples)
+    try:
+        if json:
+            _as_json_lines(each)
+        elif sys.stdout.isatty():
+            _as_picture(each)
+        else:
+            _as_lines(each)
+    except KeyboardInterrupt:
+        # It is how a watch is meant to end.
+        sys.stdout.flush()
+
+
+def _as_json_lines(each: Iterator[Sample]) -> None:
+    for sample in each:
+        sys.stdout.write(sample.to_json() + "\n")
+        sys.stdout.flush()
+
+
+def _as_lines(each: Iterator[Sample]) -> None:
+    lines = Lines()
+    for sample in each:
+        for line in lines.of(sample):
+            sys.stdout.write(f"{inert(line)}\n")
+        sys.stdout.flush()
+
+
+def _as_picture(each: Iterator[Sample]) -> None:
+    from rich.live import Live
+
+    with Live(console=console(), auto_refresh=False, vertical_overflow="ellipsis") as live:
+        for sample in each:
+            live.update(picture(sample), refresh=True)

@@ -1,4 +1,4 @@
-"""The command that names causes and cures: doctor."""
+"""The command `trimtab doctor`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.main import Json, _console, _print, _print_json, app
+from trimtab.cli.console import Json, console, print_json, print_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +25,6 @@ TO_SEND = (
 )
 
 
-@app.command()
 def doctor(
     logs: Annotated[
         list[str] | None,
@@ -47,9 +46,9 @@ def doctor(
     with _progress() as say:
         found = api.doctor(*(logs or ()), say=say)
     if json:
-        _print_json(found.to_builtins())
+        print_json(found.to_builtins())
     else:
-        _print(_shown(found, about_logs=bool(logs)))
+        print_text(_shown(found, about_logs=bool(logs)))
     if found.exit_code:
         raise typer.Exit(found.exit_code)
 
@@ -110,5 +109,5 @@ def _progress() -> Iterator[Callable[[str], None]]:
         return
     from trimtab import render
 
-    with _console(errors=True).status("looking") as status:
+    with console(errors=True).status("looking") as status:
         yield lambda what: status.update(render.inert(what))
