@@ -10,7 +10,6 @@ from trimtab.api.asking import (
     detect,
     doctor,
     explain,
-    find_cluster,
     load,
     stated_network,
 )
@@ -34,18 +33,13 @@ from trimtab.api.launching import (
 )
 from trimtab.api.looking import (
     report,
-    step_of,
     watch,
 )
 from trimtab.api.planning import (
-    devices_of,
-    foresight,
     make_policy,
     plan,
     plan_from,
     read_plan,
-    versions,
-    workload_of,
 )
 from trimtab.api.predicting import (
     batch_warnings,
@@ -61,8 +55,7 @@ from trimtab.api.predicting import (
     make_setting,
     module_classes,
     profile,
-    refuse_emulated,
-    spread_of,
+    requested_setting,
 )
 from trimtab.api.training import (
     plan_stages,
@@ -84,15 +77,12 @@ __all__ = [
     "cluster",
     "config_places",
     "detect",
-    "devices_of",
     "doctor",
     "estimate",
     "exam",
     "explain",
-    "find_cluster",
     "find_jobs",
     "first_device",
-    "foresight",
     "gpu_here",
     "is_known",
     "launch",
@@ -112,20 +102,16 @@ __all__ = [
     "profile",
     "propose",
     "read_plan",
-    "refuse_emulated",
     "report",
+    "requested_setting",
     "revert",
     "run_training",
     "show",
-    "spread_of",
     "start_launch",
     "stated_network",
-    "step_of",
     "train",
     "train_stages",
     "turn_knobs",
-    "versions",
     "watch",
-    "workload_of",
     "write_plan",
 ]

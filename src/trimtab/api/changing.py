@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import find_cluster, stated_network
-from trimtab.api.planning import devices_of, plan, plan_from
-from trimtab.api.predicting import first_device, look_closely, refuse_emulated
+from trimtab.api.planning import plan, plan_from
+from trimtab.api.predicting import first_device, look_closely
 from trimtab.spec.requests import ApplyRequest, ShowRequest, accepts
 
 if TYPE_CHECKING:
@@ -39,11 +38,12 @@ def propose(request: ApplyRequest) -> tuple[Plan, Proposal]:
     from trimtab.configs.applying import aim, proposed
     from trimtab.configs.documents import read
     from trimtab.configs.mapping import known
+    from trimtab.probe.detect import as_cluster
 
     found, unchecked = (
         plan_from(request.plan) if isinstance(request.plan, str | PathLike) else (request.plan, "")
     )
-    on = request.on if request.network is None else stated_network(find_cluster(request.on), request.network)
+    on = request.on if request.network is None else as_cluster(request.on, network=request.network)
     aims = [aim(place) for place in config_places(request.to)]
 
     def replan(options: dict[str, Any]) -> Plan:
@@ -62,6 +62,7 @@ def _same_but(
 ) -> Plan:
     """The best plan for the job with some options changed, all but the cut of the batch as it was."""
     from trimtab.configs.stages import pins_of
+    from trimtab.planner.stale import devices_of
 
     return plan(
         found.job,
@@ -148,6 +149,7 @@ def show(request: ShowRequest) -> Display:
     from trimtab.configs.mapping import known
     from trimtab.configs.showing import display, find_job
     from trimtab.configs.targets import named
+    from trimtab.probe.detect import as_cluster
 
     place = aim(str(request.file))
     among = known([place.file])
@@ -158,8 +160,7 @@ def show(request: ShowRequest) -> Display:
     elif target is None:
         target = next(known for known in among if known.stage is layout.stage)
     job, sought = (request.job, "") if request.job is not None else find_job(target, layout.main)
-    where = find_cluster(request.on)
-    where = where if request.network is None else stated_network(where, request.network)
+    where = as_cluster(request.on, network=request.network)
     if not where.devices:
         return display(
             layout, target, job=job, gpus=None, device=None, seer=None, no_device=True, sought=sought
@@ -194,6 +195,7 @@ class _Seer:
     def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
         """What a setting needs, and how fast it is."""
         from trimtab.errors import WrongUse
+        from trimtab.planner.estimates import refuse_emulated
 
         if setting.compile and setting.gpus > 1:
             raise WrongUse(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect, find_cluster, load, stated_network
-from trimtab.api.planning import devices_of, make_policy, plan, plan_from
+from trimtab.api.asking import detect, load
+from trimtab.api.planning import make_policy, plan, plan_from
 from trimtab.spec.requests import LaunchRequest, accepts
 
 if TYPE_CHECKING:
@@ -106,12 +106,13 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
 
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import name_of
+    from trimtab.planner.stale import devices_of
+    from trimtab.probe.detect import as_cluster
     from trimtab.spec import Plan
     from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan
 
     plan_or_job, procs, options = request.plan_or_job, request.procs, request.options or {}
-    on = request.on if request.network is None else stated_network(find_cluster(request.on), request.network)
     nodes = _most_nodes(request.nodes)
     fixed = make_policy(0.9, None, "speed", None, request.pins).pins
     file, found = None, plan_or_job if isinstance(plan_or_job, Plan) else None
@@ -119,7 +120,7 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
         file = str(plan_or_job)
         found, _ = plan_from(file)
     if found is not None:
-        if fixed or options or on is not None or procs is not None:
+        if fixed or options or request.on is not None or request.network is not None or procs is not None:
             raise WrongUse(
                 "--pin, --set, --on or --procs with a plan",
                 found="the plan has made its choices",
@@ -131,7 +132,7 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
         name, overrides = found.job, found.options
     else:
         name, changed = name_of(plan_or_job)
-        overrides, where = changed | options, find_cluster(on)
+        overrides, where = changed | options, as_cluster(request.on, network=request.network)
     if not where.devices:
         if counts:
             raise WrongUse(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect, find_cluster
-from trimtab.api.planning import make_policy, plan, still_true
+from trimtab.api.asking import detect
+from trimtab.api.planning import make_policy, plan
 from trimtab.spec.requests import PlanStagesRequest, TrainRequest, TrainStagesRequest, accepts
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _plan_to_train(
     from pathlib import Path
 
     from trimtab.errors import WrongUse
-    from trimtab.planner.stale import read
+    from trimtab.planner.stale import check_plan, read_plan_file
     from trimtab.spec import Plan
     from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan, several_nodes
@@ -164,11 +164,11 @@ def _plan_to_train(
                 found="the plan has made its choices",
                 cure="Pin them where it is made: trimtab plan JOB --pin KEY=VALUE --out FILE.",
             )
-        found = given if isinstance(given, Plan) else read(Path(given))
+        found = given if isinstance(given, Plan) else read_plan_file(Path(given))
         if not isinstance(given, Plan):
             # Of other nodes no more is known than that they are like this one.
             planned_nodes = len({one.node for one in found.places}) if per_node is not None else 1
-            found = still_true(found, str(given), job=name, on=several_nodes(here, planned_nodes))
+            check_plan(found, str(given), job=name, on=several_nodes(here, planned_nodes))
         if ranks is not None and per_node is None and ranks != found.choice.gpus:
             raise WrongUse(
                 f"--procs {ranks} with a plan for {found.choice.gpus} processes",
@@ -221,11 +221,17 @@ def plan_stages(request: PlanStagesRequest) -> StagedPlan:
     no tracing.
     """
     from trimtab.jobs.load import load as find
+    from trimtab.probe.detect import as_cluster
     from trimtab.spec import PlannedStage, StagedPlan
     from trimtab.trace.summary import described
 
     name, overrides, stages = _stages_of(request.job, request.files, request.options)
-    asked = request.arguments() | {"job": name, "on": find_cluster(request.on), "partial": False}
+    asked = request.arguments() | {
+        "job": name,
+        "on": as_cluster(request.on, network=request.network),
+        "network": None,
+        "partial": False,
+    }
     del asked["files"]
     planned = []
     for stage in stages:

@@ -33,21 +33,8 @@ def estimate(request: EstimateRequest, *, json: Json = False) -> None:
     when it does not fit, 4 when the job's code fails.
     """
     job, options, cache = request.job, request.options, request.cache
-    where = api.find_cluster(state_devices(request).on)
+    where, setting = api.requested_setting(state_devices(request))
     device = api.first_device(where)
-    setting = api.make_setting(
-        micro_batch=request.micro_batch,
-        precision=request.precision,
-        recompute=request.recompute,
-        compile=request.compile,
-        strategy=request.strategy,
-        gpus=len(where.devices),
-        optimizer=request.optimizer,
-        allocator=request.allocator,
-        sync_batchnorm=request.sync_batchnorm,
-        nodes=len(where.nodes),
-        **api.spread_of(job, request.strategy, options),
-    )
     result, details, help_lines = _estimate(request, setting, where, quiet=json)
     with _status("comparing the loss of a small batch", quiet=json):
         warnings = api.batch_warnings(job, setting, options, cache=cache)

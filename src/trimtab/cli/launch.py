@@ -46,7 +46,7 @@ def launch(
             cure="Give --write, look at them, and submit one; or --compare with one number.",
         )
     with progress("planning") as shown:
-        launches = api.prepare_launch(**state_devices(request).replace(say=shown.say).arguments())
+        launches = api.prepare_launch(state_devices(request).replace(say=shown.say))
     if request.yes:
         doing.check_runs(launches[0])
     if not json:

@@ -13,6 +13,7 @@ from trimtab.cli.console import Json, print_json, print_text, say
 from trimtab.cli.options import Config, Knobs, Stages, add_knobs, command, stage_folder, state_devices
 from trimtab.cli.progress import progress
 from trimtab.errors import WrongUse
+from trimtab.probe.detect import as_cluster
 from trimtab.spec import Plan
 from trimtab.spec.requests import PlanRequest
 
@@ -45,11 +46,11 @@ def plan(  # noqa: PLR0913 - each is an option
     result: Plan | StagedPlan
     try:
         with progress("planning") as shown:
-            arguments = request.arguments() | {"say": shown.say, "say_best": shown.found, "partial": True}
+            request = request.replace(say=shown.say, say_best=shown.found, partial=True)
             if stages is None:
-                result = api.plan(**arguments)
+                result = api.plan(request)
             else:
-                result = api.plan_stages(**arguments, files=stage_folder(stages))
+                result = api.plan_stages(**request.arguments(), files=stage_folder(stages))
     except KeyboardInterrupt:
         say(f"stopped before anything that fits was found; {CONTINUES}")
         raise typer.Exit(INTERRUPTED) from None
@@ -69,7 +70,7 @@ def plan_with_knobs(request: PlanRequest, knobs: list[str] | None, config: str |
     if request.global_batch is not None:
         options = (request.options or {}) | {"global_batch": str(request.global_batch)}
         request = request.replace(options=options)
-    request, wired = add_knobs(request, knobs, config, where=api.find_cluster(request.on))
+    request, wired = add_knobs(request, knobs, config, where=as_cluster(request.on))
     samples = _samples(request, wired)
     # Options that only affect the learning rate over a long run would trace the same step again.
     options = {name: value for name, value in (request.options or {}).items() if name not in wired.spare}

@@ -27,7 +27,7 @@ def train(request: TrainRequest, *, stages: Stages = None, knob: Knobs = None, c
         code = api.train_stages(**request.arguments(), files=stage_folder(stages)).exit_code
     else:
         with progress("planning") as shown:
-            task = api.prepare_training(**request.replace(say=shown.say).arguments())
+            task = api.prepare_training(request.replace(say=shown.say))
         code = api.run_training(*task).exit_code
     if code:
         raise typer.Exit(code)
