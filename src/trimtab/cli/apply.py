@@ -44,10 +44,10 @@ def apply(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Write a plan into your own config files: a diff first, a backup always.
+    """Write a plan into your own config files, with a backup.
 
-    Comments, order and formatting stay. Nothing is written if any file fails, or without a yes. What a config
-    cannot hold is reported.
+    The diff comes first. Comments, order and formatting stay. Nothing is written if any file fails, or
+    without a yes. What a config cannot hold is reported.
     """
     if list_targets:
         _list_targets(api.config_places(request.to), json=json)
@@ -116,9 +116,9 @@ def _list_targets(places: Sequence[str], *, json: bool) -> None:
 
 @command(ShowRequest)
 def show(request: ShowRequest, *, json: Json = False) -> None:
-    """Show what a config would use, stage by stage, and what would be better.
+    """Show what a config would use, and what would be better.
 
-    Reads only: nothing is written. Exit code 3 when a stage does not fit.
+    Stage by stage, if the config has stages. Nothing is written. Exit code 3 when a stage does not fit.
     """
     with progress("planning") as shown:
         display = api.show(**state_devices(request).replace(say=shown.say).arguments())

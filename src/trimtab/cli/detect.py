@@ -117,7 +117,7 @@ def explain(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Explain a knob, strategy, term, error or finding in plain English."""
+    """Explain a knob, strategy, term, error or finding."""
     if not word:
         known = api.all_words()
         if json:

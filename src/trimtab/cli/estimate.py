@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trimtab import api, render
+from trimtab import api
 from trimtab.cli.console import Json, console, print_json, print_text
 from trimtab.cli.options import command, state_devices
 from trimtab.cli.progress import progress
@@ -27,10 +27,10 @@ WORTH_SAYING = 0.01
 
 @command(EstimateRequest)
 def estimate(request: EstimateRequest, *, json: Json = False) -> None:
-    """Show what one configuration would need, without running it and without a GPU.
+    """Show what one configuration would need, without a GPU.
 
-    The job's own code runs for a few steps on tensors without memory, as it would on the device. Exit code 3
-    when it does not fit, 4 when the job's code fails.
+    It is not run: the job's code takes a few steps on tensors without memory, as it would on the device.
+    Exit code 3 when it does not fit, 4 when the job's code fails.
     """
     job, options, cache = request.job, request.options, request.cache
     where, setting = api.requested_setting(state_devices(request))
@@ -48,6 +48,8 @@ def estimate(request: EstimateRequest, *, json: Json = False) -> None:
         peak = {"operation": details.operation, "phase": details.phase, "modules": modules}
         print_json({**result.to_builtins(), "setting": setting.to_builtins(), "peak": peak})
     else:
+        from trimtab import render
+
         heading = f"{job} on {device.name}, micro-batch {request.micro_batch}, {request.precision}"
         if setting.accumulation > 1:
             heading += f", {setting.spread}, {setting.accumulation} micro-batches"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimtab import api, render
+from trimtab import api
 from trimtab.cli.console import Json, print_json, print_text
 from trimtab.cli.options import command
 from trimtab.spec.requests import ProfileRequest
@@ -39,12 +39,14 @@ def exam(
     if json:
         print_json(marks.to_builtins())
     else:
+        from trimtab import render
+
         print_text(render.marks(marks))
 
 
 @command(ProfileRequest)
 def profile(request: ProfileRequest, *, json: Json = False) -> None:
-    """Run a configuration for real for a few steps, and compare it with the prediction.
+    """Run a configuration for a few steps and check the prediction.
 
     Needs a GPU. Exit code 3 when it runs out of memory.
     """
@@ -66,6 +68,8 @@ def profile(request: ProfileRequest, *, json: Json = False) -> None:
         print_json(result)
     else:
         heading = f"{request.job} on {device.name}, micro-batch {request.micro_batch}, {request.precision}"
+        from trimtab import render
+
         print_text(render.profile(result, heading=heading))
     if result["run"]["out_of_memory"]:
         raise typer.Exit(3)
@@ -77,7 +81,7 @@ def calibrate(
     ] = 50.0,
     json: Json = False,
 ) -> None:
-    """Measure the GPU of this machine once, and remember it for predictions of time.
+    """Measure the GPU of this machine once, for predictions of time.
 
     Runs the operations of common models over sizes and precisions, in under a minute.
     """
@@ -98,4 +102,6 @@ def calibrate(
             }
         )
     else:
+        from trimtab import render
+
         print_text(render.calibration(calibration, file))

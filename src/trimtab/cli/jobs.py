@@ -39,9 +39,9 @@ def jobs(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show trimtab's jobs: the state in Slurm's queue, and the progress of the runs.
+    """Show trimtab's jobs and how far their runs have come.
 
-    Jobs of yours in the queue, jobs that the runs' folders tell of, and runs on this machine.
+    Your jobs in Slurm's queue, jobs recorded in run folders, and runs on this machine.
     """
     if summary is not None:
         from trimtab.launching.summary import read, text
@@ -83,9 +83,10 @@ def cancel(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Cancel a job; its run saves a checkpoint first, if Slurm's grace time allows.
+    """Cancel a job; its run saves a checkpoint first.
 
-    Refuses jobs that trimtab did not submit, unless forced.
+    The checkpoint needs the grace time that Slurm gives. Jobs that trimtab did not submit are refused,
+    unless forced.
     """
     found = api.cancel(job_id, force=force)
     if json:

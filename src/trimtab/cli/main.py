@@ -22,25 +22,25 @@ from trimtab.errors import EnvironmentFault, NothingFits, TrimtabError, WrongUse
 
 COMMANDS = {
     "detect": ("detect", "Show the hardware that this process may use."),
-    "explain": ("detect", "Explain a knob, strategy, term, error or finding in plain English."),
-    "estimate": ("estimate", "Show what one configuration would need, without running it and without a GPU."),
+    "explain": ("detect", "Explain a knob, strategy, term, error or finding."),
+    "estimate": ("estimate", "Show what one configuration would need, without a GPU."),
     "exam": ("exam", "Predict every recorded measurement again, and show the errors."),
     "profile": (
         "exam",
-        "Run a configuration for real for a few steps, and compare it with the prediction.",
+        "Run a configuration for a few steps and check the prediction.",
     ),
-    "calibrate": ("exam", "Measure the GPU of this machine once, and remember it for predictions of time."),
-    "plan": ("plan", "Find the best configuration that fits, with reasons, without a GPU."),
-    "apply": ("apply", "Write a plan into your own config files: a diff first, a backup always."),
-    "show": ("apply", "Show what a config would use, stage by stage, and what would be better."),
+    "calibrate": ("exam", "Measure the GPU of this machine once, for predictions of time."),
+    "plan": ("plan", "Find the best configuration that fits, without a GPU."),
+    "apply": ("apply", "Write a plan into your own config files, with a backup."),
+    "show": ("apply", "Show what a config would use, and what would be better."),
     "revert": ("apply", "Put back the config that `trimtab apply` saved before it wrote."),
-    "train": ("train", "Train a job, elastically: plans for this machine if no plan is given."),
+    "train": ("train", "Train a job by a plan, or by one that is made for this machine."),
     "launch": ("launch", "Show exactly what would be run for a plan; --yes runs it."),
-    "jobs": ("jobs", "Show trimtab's jobs: the state in Slurm's queue, and the progress of the runs."),
-    "cancel": ("jobs", "Cancel a job; its run saves a checkpoint first, if Slurm's grace time allows."),
+    "jobs": ("jobs", "Show trimtab's jobs and how far their runs have come."),
+    "cancel": ("jobs", "Cancel a job; its run saves a checkpoint first."),
     "doctor": ("doctor", "Check this machine, or name what made a run fail from its logs."),
     "report": ("report", "Write one self-contained HTML page about a plan or a run."),
-    "watch": ("watch", "Show GPUs and runs live: memory, use, power, loss, speed, time left, and advice."),
+    "watch": ("watch", "Show GPUs and runs live, with advice."),
 }
 """For each command its module and what help says of it, in the order of help."""
 CONTEXT = {"help_option_names": ["-h", "--help"]}

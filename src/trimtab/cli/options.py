@@ -39,12 +39,15 @@ Knobs = Annotated[
     typer.Option(
         "--knob",
         metavar="NAME=VALUE",
-        help="A setting under the name other trainers use: batch_size=12, max_length=1024. Can be repeated.",
+        help="Setting under the name that other trainers use: batch_size=12, max_length=1024. Can be "
+        "repeated.",
     ),
 ]
 Config = Annotated[
     str | None,
-    typer.Option(metavar="FILE[:PATH]", help="Read such settings from a config: config.py:slm_config."),
+    typer.Option(
+        metavar="FILE[:PATH]", help="Config file with settings under such names: config.py:slm_config."
+    ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Write without asking.")]
 

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab import api, render
+from trimtab import api
 from trimtab.cli import INTERRUPTED
 from trimtab.cli.console import Json, print_json, print_text, say
 from trimtab.cli.options import Config, Knobs, Stages, add_knobs, command, stage_folder, state_devices
 from trimtab.cli.progress import progress
 from trimtab.errors import WrongUse
-from trimtab.probe.detect import as_cluster
 from trimtab.spec import Plan
 from trimtab.spec.requests import PlanRequest
 
@@ -34,11 +33,11 @@ def plan(  # noqa: PLR0913 - each is an option
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the plan as JSON.")] = None,
     json: Json = False,
 ) -> None:
-    """Find the best configuration that fits, with reasons, without a GPU.
+    """Find the best configuration that fits, without a GPU.
 
-    The job's own code runs for a few steps on tensors without memory. Ctrl-C gives the best plan found so
-    far. Exit code 3 when nothing fits or nothing meets the deadline, 4 when the job's code fails, 130 after
-    Ctrl-C.
+    The plan comes with reasons. The job's own code runs for a few steps on tensors without memory. Ctrl-C
+    gives the best plan found so far. Exit code 3 when nothing fits or nothing meets the deadline, 4 when the
+    job's code fails, 130 after Ctrl-C.
     """
     request = state_devices(request)
     if knob or config:
@@ -59,6 +58,8 @@ def plan(  # noqa: PLR0913 - each is an option
     if json:
         print_json(result.to_builtins())
     else:
+        from trimtab import render
+
         print_text(render.plan(result) if isinstance(result, Plan) else render.staged_plan(result))
     if isinstance(result, Plan) and not result.complete:
         say(f"stopped: this is the best so far, not the best of all; {CONTINUES}")
@@ -67,6 +68,8 @@ def plan(  # noqa: PLR0913 - each is an option
 
 def plan_with_knobs(request: PlanRequest, knobs: list[str] | None, config: str | None) -> PlanRequest:
     """Return the request with what --knob and --config set."""
+    from trimtab.probe.detect import as_cluster
+
     if request.global_batch is not None:
         options = (request.options or {}) | {"global_batch": str(request.global_batch)}
         request = request.replace(options=options)

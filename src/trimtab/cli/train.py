@@ -14,11 +14,11 @@ from trimtab.spec.requests import TrainRequest
 
 @command(TrainRequest)
 def train(request: TrainRequest, *, stages: Stages = None, knob: Knobs = None, config: Config = None) -> None:
-    """Train a job, elastically: plans for this machine if no plan is given.
+    """Train a job by a plan, or by one that is made for this machine.
 
-    The job's own code is run. Out of memory, numbers that are not finite, lost processes and signals are
-    handled and written to events.jsonl. Exit code 143 or 138 when SIGTERM or SIGUSR1 ended it, with a
-    checkpoint saved; the same command resumes.
+    Training is elastic, and the job's own code is run. Out of memory, numbers that are not finite, lost
+    processes and signals are handled and written to events.jsonl. Exit code 143 or 138 when SIGTERM or
+    SIGUSR1 ended it, with a checkpoint saved; the same command resumes.
     """
     if knob or config:
         ranks = count_processes(request.procs, request.nodes)

@@ -251,10 +251,10 @@ def watch(
         bool, typer.Option("--json", help="Print one JSON object per sample, one per line.")
     ] = False,
 ) -> None:
-    """Show GPUs and runs live: memory, use, power, loss, speed, time left, and advice.
+    """Show GPUs and runs live, with advice.
 
-    Reads only. On a terminal a picture that changes; elsewhere lines. Ends at Ctrl-C, after --samples, or
-    when all runs that were named have ended.
+    Memory, use, power, loss, speed, time left, and what would help. On a terminal a picture that changes;
+    elsewhere lines. Ends at Ctrl-C, after --samples, or when all runs that were named have ended.
     """
     if not interval >= SHORTEST_S:
         raise WrongUse(
