@@ -133,12 +133,9 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def commands() -> dict[str, Any]:
     """Every command of the program, in the order of its help."""
-    import typer
+    from trimtab.cli.main import COMMANDS, load_command
 
-    from trimtab.cli.main import app
-
-    found: Any = typer.main.get_command(app)
-    return dict(found.commands)
+    return {name: load_command(name) for name in COMMANDS}
 
 
 def command_text(name: str, command: Any) -> str:

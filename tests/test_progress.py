@@ -15,6 +15,7 @@ from trimtab.cli.main import app
 from trimtab.cli.progress import progress
 from trimtab.planner.decide import Question, decide
 from trimtab.spec import Policy
+from trimtab.spec.requests import PlanRequest
 
 
 class Interrupted(Law):
@@ -127,8 +128,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A plan of 20 questions, then Ctrl-C."""
     after = [20]
 
-    def plan(*_: Any, say_best: Any = None, **__: Any) -> Any:
-        say_best("something")
+    def plan(request: PlanRequest) -> Any:
+        request.say_best("something")
         return interrupted(after[0])
 
     monkeypatch.setattr(trimtab.api, "plan", plan)

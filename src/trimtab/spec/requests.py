@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, T
 import msgspec
 
 from trimtab.errors import WrongUse, nearest
-from trimtab.spec.base import Noun
 from trimtab.spec.hardware import Cluster
 from trimtab.spec.plan import Plan
 from trimtab.spec.stage import StagedPlan
@@ -270,9 +269,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True):
 def _plain(value: Any) -> Any:
     if isinstance(value, PathLike):
         return fspath(value)
-    if isinstance(value, Noun):
-        return value.to_builtins()
-    raise NotImplementedError(f"{value!r} cannot be written as JSON: give it by name")
+    raise TypeError(f"{value!r} cannot be written as JSON: give it by name")
 
 
 @functools.cache
