@@ -49,10 +49,12 @@ def estimate(request: EstimateRequest, *, json: Json = False) -> None:
         print_json({**result.to_builtins(), "setting": setting.to_builtins(), "peak": peak})
     else:
         from trimtab import render
+        from trimtab.strategies import strategy_of
 
         heading = f"{job} on {device.name}, micro-batch {request.micro_batch}, {request.precision}"
         if setting.accumulation > 1:
-            heading += f", {setting.spread}, {setting.accumulation} micro-batches"
+            spread = strategy_of(setting).describe(setting.mesh)
+            heading += f", {spread}, {setting.accumulation} micro-batches"
         print_text(render.estimate(result, details, heading=heading, help_lines=help_lines, classes=classes))
     if not result.fits:
         raise typer.Exit(3)
