@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from trimtab.api.asking import (
+from trimtab.api.applying import (
+    applied,
+    apply,
+    config_places,
+    propose,
+    revert,
+    show,
+    turn_knobs,
+    write_plan,
+)
+from trimtab.api.detecting import (
     FUNCTIONS,
     VERBS,
     all_words,
@@ -13,35 +23,7 @@ from trimtab.api.asking import (
     load,
     stated_network,
 )
-from trimtab.api.changing import (
-    applied,
-    apply,
-    config_places,
-    propose,
-    revert,
-    show,
-    turn_knobs,
-    write_plan,
-)
-from trimtab.api.launching import (
-    cancel,
-    find_jobs,
-    launch,
-    list_jobs,
-    prepare_launch,
-    start_launch,
-)
-from trimtab.api.looking import (
-    report,
-    watch,
-)
-from trimtab.api.planning import (
-    make_policy,
-    plan,
-    plan_from,
-    read_plan,
-)
-from trimtab.api.predicting import (
+from trimtab.api.estimating import (
     batch_warnings,
     calibrate,
     estimate,
@@ -56,6 +38,24 @@ from trimtab.api.predicting import (
     module_classes,
     profile,
     requested_setting,
+)
+from trimtab.api.launching import (
+    cancel,
+    find_jobs,
+    launch,
+    list_jobs,
+    prepare_launch,
+    start_launch,
+)
+from trimtab.api.planning import (
+    make_policy,
+    plan,
+    plan_from,
+    read_plan,
+)
+from trimtab.api.reporting import (
+    report,
+    watch,
 )
 from trimtab.api.training import (
     plan_stages,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect, load
+from trimtab.api.detecting import detect, load
 from trimtab.api.planning import make_policy, plan, plan_from
 from trimtab.spec.requests import LaunchRequest, accepts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.predicting import first_device
+from trimtab.api.estimating import first_device
 from trimtab.spec.requests import PlanRequest, accepts
 
 if TYPE_CHECKING:

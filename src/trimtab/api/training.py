@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect
+from trimtab.api.detecting import detect
 from trimtab.api.planning import make_policy, plan
 from trimtab.spec.requests import PlanStagesRequest, TrainRequest, TrainStagesRequest, accepts
 

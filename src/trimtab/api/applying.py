@@ -1,11 +1,11 @@
-"""Plans in the config files of others, and settings under the names of others."""
+"""The functions `apply`, `show` and `revert` for config files, and knobs under other trainers' names."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trimtab.api.estimating import first_device, look_closely
 from trimtab.api.planning import plan, plan_from
-from trimtab.api.predicting import first_device, look_closely
 from trimtab.spec.requests import ApplyRequest, ShowRequest, accepts
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""What a configuration would need, and how good such answers are."""
+"""The functions `estimate`, `profile`, `exam` and `calibrate`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect
+from trimtab.api.detecting import detect
 from trimtab.spec.requests import EstimateRequest, accepts
 
 if TYPE_CHECKING:
