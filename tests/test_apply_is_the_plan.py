@@ -11,12 +11,13 @@ import pytest
 import config_samples as samples
 import trimtab
 from config_plans import GRID, plan
-from trimtab.api import plan_from, planning
+from trimtab.api import plan_from
 from trimtab.configs import documents, reading
 from trimtab.configs.applying import aim, laid_out
 from trimtab.configs.edits import differences, drafted, exactly, nodes_of, seq_of
 from trimtab.configs.showing import find_job, options_in
 from trimtab.configs.targets import built_in, site
+from trimtab.planner import stale
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Workload
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def opened(file: Path) -> tuple[Target, Opened]:
 
 def test_a_plan_finds_its_job_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Workload(name="mine", global_batch=8)
-    monkeypatch.setattr(planning, "workload_of", lambda *_: told)
+    monkeypatch.setattr(stale, "summary", lambda *_: told)
     made, other, plans = (tmp_path / name for name in ("made", "other", "plans"))
     for folder in (made, other, plans):
         folder.mkdir()
