@@ -63,12 +63,12 @@ def test_every_option_of_a_request_is_a_flag_with_its_help(command: str) -> None
     request: type[CommandRequest] = (COMMANDS | {"profile": ProfileRequest})[command]
     known = flags(command)
     for name, option in options_of(request).items():
-        if option.declared.switches:
-            for value, text in option.declared.switches.items():
+        if option.switches:
+            for value, text in option.switches.items():
                 assert known[f"--{value}"].help == text
-        elif option.declared.flag is not None:
-            assert known[name if option.declared.argument else option.flag].help == option.help
-        for flag in option.declared.job_flags:
+        elif option.flag is not None:
+            assert known[name if option.argument else option.flag].help == option.help
+        for flag in option.job_flags:
             assert known[f"--{flag.name}"].help == flag.help
 
 
@@ -96,8 +96,8 @@ def test_help_texts_are_sentences_that_stand_alone() -> None:
         for option in options_of(request).values():
             for text in (
                 option.help,
-                *option.declared.switches.values(),
-                *(flag.help for flag in option.declared.job_flags),
+                *option.switches.values(),
+                *(flag.help for flag in option.job_flags),
             ):
                 assert text.endswith("."), text
                 assert text.split()[0] not in {"Of", "That", "For", "Which", "Where"}, text
@@ -131,6 +131,7 @@ def test_a_wrong_argument_gets_a_suggestion_on_both_faces(name: str, given: str,
     flag = options_of(COMMANDS[name])[meant].flag
     done = CliRunner().invoke(app, [name, "slm:tiny", f"{flag}z", "3"])
     assert done.exit_code == 2
+    assert flag is not None
     assert flag in done.stderr
 
 

@@ -66,7 +66,7 @@ def command(request: type[RequestType]) -> Callable[[Callable[..., None]], Calla
             rest = {parameter.name: typed.pop(parameter.name) for parameter in own}
             function(make_request(request, typed), **rest)
 
-        flags = [parameter for option in options_of(request).values() for parameter in _parameters(option)]
+        flags = [flag for name, option in options_of(request).items() for flag in _parameters(name, option)]
         # Typer must not look at the annotations of the wrapped function.
         del run.__wrapped__
         vars(run)["__signature__"] = inspect.Signature([*flags, *own])
@@ -76,50 +76,44 @@ def command(request: type[RequestType]) -> Callable[[Callable[..., None]], Calla
     return decorate
 
 
-def _parameters(option: CommandOption) -> Iterator[inspect.Parameter]:
+def _parameters(name: str, option: CommandOption) -> Iterator[inspect.Parameter]:
     """Yield the parameters of the command line that give a field its value."""
-    declared = option.declared
-    if declared.switches:
-        yield from (_parameter(value, bool, False, help=text) for value, text in declared.switches.items())
-    elif declared.argument:
-        required = declared.required and option.default is inspect.Parameter.empty
-        info = typer.Argument(metavar=declared.metavar, help=option.help)
-        yield inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if required else None,
-            annotation=Annotated[_kind(option) if required else _kind(option) | None, info],
-        )
-    elif declared.flag is not None:
-        kind = _kind(option)
-        default: Any = False if kind is bool else option.default
-        if declared.many or default is inspect.Parameter.empty or default == ():
-            default = None
-        more = {"metavar": declared.metavar, "min": declared.minimum, "help": option.help}
-        yield _parameter(option.name, kind, default, option.flag, declared.short, **more)
-    for flag in declared.job_flags:
+    kind = _kind(option)
+    default = False if kind is bool else option.default
+    if option.many or default is inspect.Parameter.empty or default == ():
+        default = None
+    if option.switches:
+        yield from (_flag(value, bool, False, help=text) for value, text in option.switches.items())
+    elif option.argument:
+        required = option.required and option.default is inspect.Parameter.empty
+        default = inspect.Parameter.empty if required else None
+        yield _parameter(name, kind, default, typer.Argument(metavar=option.metavar, help=option.help))
+    elif option.flag is not None:
+        names = (option.flag, option.short) if option.short else (option.flag,)
+        info = {"metavar": option.metavar, "min": option.minimum, "help": option.help}
+        yield _flag(name, kind, default, *names, **info)
+    for flag in option.job_flags:
         off = False if flag.type is bool else None
-        yield _parameter(flag.name, flag.type, off, metavar=flag.metavar, help=flag.help)
+        yield _flag(flag.name, flag.type, off, metavar=flag.metavar, help=flag.help)
 
 
-def _parameter(
-    name: str, kind: Any, default: Any, flag: str = "", short: str | None = None, **info: Any
-) -> inspect.Parameter:
+def _flag(name: str, kind: Any, default: Any, *names: str, **info: Any) -> inspect.Parameter:
     # A flag that is spelled out keeps typer from adding --no-FLAG to a boolean.
-    names = [flag or f"--{name.replace('_', '-')}", *([short] if short else [])]
+    return _parameter(name, kind, default, typer.Option(*(names or (f"--{name}",)), **info))
+
+
+def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
+    kind = kind | None if default is None else kind
     return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind if default is not None else kind | None, typer.Option(*names, **info)],
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
 
 
 def _kind(option: CommandOption) -> Any:
     """Return the type that the command line reads: a list of texts, or the simplest type of the field."""
-    if option.declared.many:
+    if option.many:
         return list[str]
-    (hint, *_) = get_args(option.type) or (option.type,)
+    hint = get_args(option.type)[0]
     kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     return next((kind for kind in (str, bool, int, float) if kind in kinds), str)
 
@@ -129,20 +123,20 @@ def make_request(request: type[RequestType], typed: Mapping[str, Any]) -> Reques
     values: dict[str, Any] = {}
     job = next((typed[name] for name in JOB_FIELDS if typed.get(name)), "")
     for name, option in options_of(request).items():
-        declared = option.declared
-        if declared.switches:
-            values[name] = _switched(typed, declared.switches) or option.default
-        elif declared.flag is None:
+        if option.switches:
+            values[name] = _switched(typed, option.switches) or option.default
+        elif option.flag is None:
             continue
         elif name == "options":
-            values[name] = job_options(job, typed[name], _given_flags(typed, declared.job_flags))
+            flags = {flag: typed[flag.name] for flag in option.job_flags}
+            values[name] = job_options(job, typed[name], flags)
         elif option.flag.startswith("--no-"):
             values[name] = not typed[name]
         elif typed[name] is None or typed[name] == []:
             values[name] = None if option.default is inspect.Parameter.empty else option.default
         else:
-            values[name] = declared.parse(typed[name]) if declared.parse else typed[name]
-            values[name] = tuple(values[name]) if declared.many else values[name]
+            value = option.parse(typed[name]) if option.parse else typed[name]
+            values[name] = tuple(value) if option.many else value
     return request(**values)
 
 
@@ -155,10 +149,6 @@ def _switched(typed: Mapping[str, Any], switches: Mapping[str, str]) -> str:
             cure="Give one; without any, torchrun starts it on this machine.",
         )
     return chosen[0] if chosen else ""
-
-
-def _given_flags(typed: Mapping[str, Any], flags: tuple[JobFlag, ...]) -> dict[JobFlag, Any]:
-    return {flag: typed[flag.name] for flag in flags if typed[flag.name] not in (None, False)}
 
 
 def job_options(
@@ -184,6 +174,8 @@ def job_options(
         options[name] = value
     base = FOLDER if job.startswith(FOLDER) else job.partition(":")[0]
     for flag, value in (flags or {}).items():
+        if value is None or value is False:
+            continue
         text = f"--{flag.name}" if value is True else f"--{flag.name} {value}"
         if base not in flag.jobs:
             jobs = " and ".join(f"{name}FOLDER" if name == FOLDER else name for name in flag.jobs)

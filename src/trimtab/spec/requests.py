@@ -109,9 +109,10 @@ DATA = JobFlag(
 )
 
 
-class Declaration(NamedTuple):
-    """How the command line spells a field of a request."""
+class CommandOption(NamedTuple):
+    """A field of a request, with all that the command line, Python and JSON need."""
 
+    help: str
     flag: str | None = ""
     """Empty: from the field's name. None: no flag; the field is for Python and JSON."""
     metavar: str | None = None
@@ -128,27 +129,15 @@ class Declaration(NamedTuple):
     switches: dict[str, str] = {}
     """For each value of the field a flag without a value, with its help."""
     job_flags: tuple[JobFlag, ...] = ()
-
-
-class CommandOption(NamedTuple):
-    """A field of a request, with all that the faces need."""
-
-    name: str
-    type: Any
-    default: Any
+    type: Any = None
+    """The field's type; with its default, read from the request."""
+    default: Any = None
     """inspect.Parameter.empty where the field has none."""
-    help: str
-    declared: Declaration
-
-    @property
-    def flag(self) -> str:
-        """The flag as it is typed."""
-        return self.declared.flag or f"--{self.name.replace('_', '-')}"
 
 
 def option(text: str, flag: str | None = "", **declared: Any) -> msgspec.Meta:
-    """Declare a field of a request: its help text, and where its flag differs from its name."""
-    return msgspec.Meta(description=text, extra={"declared": Declaration(flag, **declared)})
+    """Declare a field of a request: its help text, and how its flag differs from its name."""
+    return msgspec.Meta(description=text, extra={"option": CommandOption(text, flag, **declared)})
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
@@ -280,10 +269,13 @@ def options_of(request: type[CommandRequest]) -> dict[str, CommandOption]:
     for field in msgspec.structs.fields(request):
         hint = hints[field.name]
         meta = next((item for item in getattr(hint, "__metadata__", ()) if type(item) is msgspec.Meta), None)
-        if meta is not None:
-            default = inspect.Parameter.empty if field.required else field.default
-            declared = (meta.extra or {})["declared"]
-            options[field.name] = CommandOption(field.name, hint, default, meta.description or "", declared)
+        if meta is not None and meta.extra:
+            declared: CommandOption = meta.extra["option"]
+            options[field.name] = declared._replace(
+                flag=f"--{field.name.replace('_', '-')}" if declared.flag == "" else declared.flag,
+                type=hint,
+                default=inspect.Parameter.empty if field.required else field.default,
+            )
     return options
 
 
@@ -291,10 +283,8 @@ def options_of(request: type[CommandRequest]) -> dict[str, CommandOption]:
 def _json_form(request: type[CommandRequest]) -> type[msgspec.Struct]:
     """Return the request without its hooks."""
     fields: list[Any] = [
-        (item.name, item.type)
-        if item.default is inspect.Parameter.empty
-        else (item.name, item.type, item.default)
-        for item in options_of(request).values()
+        (name, item.type) if item.default is inspect.Parameter.empty else (name, item.type, item.default)
+        for name, item in options_of(request).items()
     ]
     return msgspec.defstruct(request.__name__, fields, kw_only=True, forbid_unknown_fields=True)
 
