@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import trimtab
 from trimtab import api, spec
-from trimtab.spec import Noun
+from trimtab.spec import Noun, requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,6 +32,9 @@ OUTPUT = """\
 Each command is a function of `trimtab` too. stdout has the answer, stderr everything else; with `--json`,
 stdout is one JSON object, also when the answer is an error. Sizes are bytes and times seconds there;
 unknown is null."""
+REQUESTS = """\
+Values in `trimtab.spec.requests`: `trimtab.plan(request)` is the same as `trimtab.plan(job, ...)` with the
+fields as arguments. `to_json()` and `from_json()` store a request, `schema()` gives its JSON schema."""
 VALUES = """\
 Frozen values in `trimtab.spec`, JSON both ways by `to_json()` and `from_json()`: what `--json` prints,
 and what plans, logs and summaries hold."""
@@ -237,6 +240,16 @@ def nouns() -> str:
     return table(("noun", "is", "has"), rows)
 
 
+def request_rows() -> str:
+    """What each request has: the arguments of its function, and the keys of its JSON."""
+    rows = []
+    for name, value in sorted(vars(requests).items()):
+        if name.endswith("Request") and name != "CommandRequest":
+            fields = ", ".join(f"`{field}`" for field in requests.options_of(value))
+            rows.append((f"`{name}`", first_line(value), fields))
+    return table(("request", "is", "has"), rows)
+
+
 def reference() -> str:
     """The page docs/reference.md."""
     listed = commands()
@@ -263,6 +276,9 @@ def reference() -> str:
         "`import trimtab` costs nothing: names are loaded when they are first used.",
         functions(),
         classes(),
+        "### Requests",
+        REQUESTS,
+        request_rows(),
         "### Nouns",
         VALUES,
         nouns(),
