@@ -21,8 +21,7 @@ from trimtab.strategies import STRATEGIES
 if TYPE_CHECKING:
     from trimtab.engine.cached import WholeLoss
     from trimtab.training import preparing
-    from trimtab.training.parts import Part
-    from trimtab.training.stepper import Stepper
+    from trimtab.training.parts import Part, StepRunner
 
 LOSS_TRIES = 2
 """How often the loss of the global batch is tried before its memory is found too small."""
@@ -38,7 +37,7 @@ class RandomState(NamedTuple):
 class Caching:
     """Computes the parts of an attempt in two passes over them."""
 
-    def __init__(self, stepper: Stepper, job: Any) -> None:
+    def __init__(self, stepper: StepRunner, job: Any) -> None:
         whole = [strategy.word for strategy in STRATEGIES.values() if strategy.runs_whole_model]
         if stepper.setting.strategy not in whole:
             raise WrongUse(
