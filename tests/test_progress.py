@@ -92,7 +92,7 @@ def test_a_log_gets_lines_with_what_is_done_and_the_best_so_far(
     monkeypatch.setattr(shown, "FIRST_S", 0.0)
     monkeypatch.setattr(shown, "EVERY_S", 0.01)
     wrote: list[str] = []
-    monkeypatch.setattr(shown.Progress, "line", _noted(wrote, shown.Progress.line))
+    monkeypatch.setattr(shown.ProgressState, "line", _noted(wrote, shown.ProgressState.line))
     with progress("planning") as state:
         state.say("tracing ddp, micro-batch 8, bf16")
         state.found("single, micro-batch 4, bf16 on 1 GPU, 12 samples/s")

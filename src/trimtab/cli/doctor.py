@@ -60,8 +60,8 @@ def _shown(found: Diagnosis, *, about_logs: bool) -> RenderableType:
     from trimtab import render
 
     parts: list[RenderableType] = [Text(render.inert(_heading(found, about_logs=about_logs)), style="bold")]
-    for one in found.findings:
-        parts += [Text(), render.finding(one), *_below(one)]
+    for finding in found.findings:
+        parts += [Text(), render.finding(finding), *_below(finding)]
     if not found.findings and found.read:
         said = TO_SEND if about_logs else _checked()
         parts.append(render.labelled("send" if about_logs else "checked", said, "cyan"))
@@ -69,11 +69,11 @@ def _shown(found: Diagnosis, *, about_logs: bool) -> RenderableType:
     return Group(*parts)
 
 
-def _below(one: Diagnosed) -> list[RenderableType]:
+def _below(finding: Diagnosed) -> list[RenderableType]:
     from trimtab import render
 
-    parts = [render.labelled("then", told, "dim") for told in one.consequences[:MOST_CONSEQUENCES]]
-    more = len(one.consequences) - MOST_CONSEQUENCES
+    parts = [render.labelled("then", text, "dim") for text in finding.consequences[:MOST_CONSEQUENCES]]
+    more = len(finding.consequences) - MOST_CONSEQUENCES
     if more > 0:
         parts.append(render.labelled("then", f"{more} more; --json has them all", "dim"))
     return parts
@@ -89,10 +89,10 @@ def _heading(found: Diagnosis, *, about_logs: bool) -> str:
     if not counts:
         return f"{what}: nothing recognised" if about_logs else "This machine: nothing wrong"
     parts = [f"{number} {name}{'s' * (number > 1 and name != 'info')}" for name, number in counts.items()]
-    told = f"{what if about_logs else 'This machine'}: {', '.join(parts)}"
+    heading = f"{what if about_logs else 'This machine'}: {', '.join(parts)}"
     if about_logs and counts.get("error", 0) > 1:
-        return f"{told}; begin with the first, which came first"
-    return told
+        return f"{heading}; begin with the first, which came first"
+    return heading
 
 
 def _checked() -> str:

@@ -21,7 +21,7 @@ FIRST_S = 2.0
 EVERY_S = 5.0
 
 
-class Progress:
+class ProgressState:
     """What a command is doing, and the best that it has found."""
 
     def __init__(self, title: str) -> None:
@@ -54,9 +54,9 @@ class Progress:
 
 
 @contextlib.contextmanager
-def progress(title: str) -> Iterator[Progress]:
+def progress(title: str) -> Iterator[ProgressState]:
     """Show the progress of what runs inside."""
-    state = Progress(title)
+    state = ProgressState(title)
     if os.environ.get(VARIABLE) == "0" or sys.stderr is None:
         yield state
     elif sys.stderr.isatty():
@@ -69,7 +69,7 @@ def progress(title: str) -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def _lines(state: Progress) -> Iterator[None]:
+def _lines(state: ProgressState) -> Iterator[None]:
     """Write a line after two seconds, and one every five from then on."""
     done = threading.Event()
 

@@ -35,17 +35,17 @@ SHORTEST_S = 0.1
 
 
 def clock(at_s: float) -> str:
-    """The time of day, here."""
+    """Return the time of day in the local zone."""
     return time.strftime("%H:%M:%S", time.localtime(at_s))
 
 
 def picture(sample: Sample) -> RenderableType:
-    """Everything at one moment."""
+    """Return everything at one moment."""
     parts: list[RenderableType] = [Text(f"{clock(sample.at_s)}  Ctrl-C ends", style="dim"), Text()]
     if sample.gpus:
         parts.append(Padding(_gpus(sample.gpus), (0, 0, 0, 1), expand=False))
         parts += [_said(words, label, "red") for label, words in _troubles(sample.gpus)]
-        parts += [_said(one, "process") for one in _processes(sample.gpus)]
+        parts += [_said(process, "process") for process in _processes(sample.gpus)]
     else:
         parts.append(Text(inert(f" no GPUs: {sample.no_gpus}"), style="dim"))
     for run in sample.runs:
@@ -60,7 +60,7 @@ def picture(sample: Sample) -> RenderableType:
 
 def _gpus(gauges: tuple[Gauge, ...]) -> Columns:
     headings = ("GPU", "memory", "", "GiB", "busy", "power", "temp", "MHz", "name")
-    rows = tuple(_gpu_row(one) for one in gauges)
+    rows = tuple(_gpu_row(gauge) for gauge in gauges)
     kept = [index for index in range(len(headings)) if any(row[index] not in (UNKNOWN, "") for row in rows)]
     return Columns(
         tuple(headings[index] for index in kept),
@@ -72,23 +72,25 @@ def _gpus(gauges: tuple[Gauge, ...]) -> Columns:
     )
 
 
-def _gpu_row(one: Gauge) -> tuple[str, ...]:
-    share = one.used_bytes / one.memory_bytes if one.used_bytes is not None and one.memory_bytes else None
-    number = one.key.removeprefix("gpu").replace("/mig", ".")
-    if one.fault:
+def _gpu_row(gauge: Gauge) -> tuple[str, ...]:
+    share = (
+        gauge.used_bytes / gauge.memory_bytes if gauge.used_bytes is not None and gauge.memory_bytes else None
+    )
+    number = gauge.key.removeprefix("gpu").replace("/mig", ".")
+    if gauge.fault:
         return (number, "", "", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
     return (
         number,
         "" if share is None else _bar(share),
         "" if share is None else f"{share:.0%}",
-        f"{format_gib(one.used_bytes or 0)}/{format_gib(one.memory_bytes or 0)}"
+        f"{format_gib(gauge.used_bytes or 0)}/{format_gib(gauge.memory_bytes or 0)}"
         if share is not None
         else UNKNOWN,
-        UNKNOWN if one.busy is None else f"{one.busy:.0%}",
-        UNKNOWN if one.power_w is None else f"{one.power_w:.0f}{_of(one.power_limit_w)} W",
-        UNKNOWN if one.temperature_c is None else f"{one.temperature_c:.0f} C",
-        UNKNOWN if one.clock_hz is None else f"{one.clock_hz / 1e6:.0f}",
-        one.name or UNKNOWN,
+        UNKNOWN if gauge.busy is None else f"{gauge.busy:.0%}",
+        UNKNOWN if gauge.power_w is None else f"{gauge.power_w:.0f}{_of(gauge.power_limit_w)} W",
+        UNKNOWN if gauge.temperature_c is None else f"{gauge.temperature_c:.0f} C",
+        UNKNOWN if gauge.clock_hz is None else f"{gauge.clock_hz / 1e6:.0f}",
+        gauge.name or UNKNOWN,
     )
 
 
@@ -97,7 +99,7 @@ def _of(limit: float | None) -> str:
 
 
 def _bar(share: float) -> str:
-    """A share as a bar.
+    """Return a share as a bar.
 
     >>> _bar(0.52)
     '#####.....'
@@ -107,23 +109,23 @@ def _bar(share: float) -> str:
 
 
 def _troubles(gauges: tuple[Gauge, ...]) -> Iterator[tuple[str, str]]:
-    """What is wrong with GPUs, in lines of its own: a table would drop it where there is little room."""
-    for one in gauges:
-        if one.fault:
-            yield "no answer", f"{_number(one)}: {one.fault}"
-        if one.throttles:
-            yield "held down", f"{_number(one)} by {', '.join(one.throttles)}"
+    """Yield what is wrong with GPUs, for separate lines: a narrow table would drop it."""
+    for gauge in gauges:
+        if gauge.fault:
+            yield "no answer", f"{_number(gauge)}: {gauge.fault}"
+        if gauge.throttles:
+            yield "held down", f"{_number(gauge)} by {', '.join(gauge.throttles)}"
 
 
 def _processes(gauges: tuple[Gauge, ...]) -> Iterator[str]:
-    for one in gauges:
-        for process in one.processes or ():
-            held = "" if process.used_bytes is None else f", {format_bytes(process.used_bytes)}"
-            yield f"{process.pid} {process.name or 'of another user'} on {_number(one)}{held}"
+    for gauge in gauges:
+        for process in gauge.processes or ():
+            memory = "" if process.used_bytes is None else f", {format_bytes(process.used_bytes)}"
+            yield f"{process.pid} {process.name or 'of another user'} on {_number(gauge)}{memory}"
 
 
-def _number(one: Gauge) -> str:
-    return one.key.replace("gpu", "GPU ").replace("/mig", " slice ")
+def _number(gauge: Gauge) -> str:
+    return gauge.key.replace("gpu", "GPU ").replace("/mig", " slice ")
 
 
 def _run(run: WatchedRun) -> Iterator[RenderableType]:
@@ -131,11 +133,10 @@ def _run(run: WatchedRun) -> Iterator[RenderableType]:
     head.append(f"  {run.state}", style=STATE_STYLE.get(run.state, ""))
     head.append(inert(f"  {run.why}") if run.why else "", style="dim")
     yield head
-    told = figures(run)
-    if told:
-        yield Padding(Text(inert(", ".join(told))), (0, 0, 0, 3))
-    yield from (_said(event(one), "event", "yellow") for one in run.events)
-    yield from (_said(advice(one), one.kind, "magenta") for one in run.advice)
+    if words := figures(run):
+        yield Padding(Text(inert(", ".join(words))), (0, 0, 0, 3))
+    yield from (_said(event(incident), "event", "yellow") for incident in run.events)
+    yield from (_said(advice(item), item.kind, "magenta") for item in run.advice)
 
 
 def _said(words: str, label: str, style: str = "dim") -> RenderableType:
@@ -143,54 +144,54 @@ def _said(words: str, label: str, style: str = "dim") -> RenderableType:
 
 
 def figures(run: WatchedRun) -> list[str]:
-    """Where a run stands, in a few words each; what is not known is left out."""
-    told = []
+    """Return the figures of a run, in a few words each; unknown ones are left out."""
+    words = []
     if run.step is not None:
-        told.append(f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else ""))
+        words.append(f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else ""))
     if run.loss is not None:
-        told.append(f"loss {run.loss:.4g}")
+        words.append(f"loss {run.loss:.4g}")
     if run.samples_per_s is not None:
         plan = f"plan {run.planned_samples_per_s:.3g}" if run.planned_samples_per_s else ""
-        told.append(f"{run.samples_per_s:.3g} samples/s{beside(last_steps(run.recent), plan)}")
+        words.append(f"{run.samples_per_s:.3g} samples/s{beside(last_steps(run.recent), plan)}")
     if run.mfu is not None:
-        told.append(f"MFU {run.mfu:.1%}" + (f" ({run.mfu_rating})" if run.mfu_rating else ""))
+        words.append(f"MFU {run.mfu:.1%}" + (f" ({run.mfu_rating})" if run.mfu_rating else ""))
     if run.reserved_bytes is not None:
         planned = run.planned_reserved_bytes
-        told.append(
+        words.append(
             f"reserved {format_bytes(run.reserved_bytes)}"
             + (f" (plan {format_bytes(planned)})" if planned else "")
         )
     if run.left_s is not None:
-        told.append(f"{format_duration(run.left_s)} left")
-    return told
+        words.append(f"{format_duration(run.left_s)} left")
+    return words
 
 
-def event(one: Incident) -> str:
-    """What happened, in a line."""
-    at = "" if one.step is None else f" at step {one.step:,}"
-    return f"{one.kind}{at}: {one.why}; {one.done}"
+def event(incident: Incident) -> str:
+    """Return what happened, in a line."""
+    at = "" if incident.step is None else f" at step {incident.step:,}"
+    return f"{incident.kind}{at}: {incident.why}; {incident.done}"
 
 
-def advice(one: Advice) -> str:
-    """What would help, in a line."""
-    return f"{one.where} {one.what}; {one.cure}".strip()
+def advice(item: Advice) -> str:
+    """Return what would help, in a line."""
+    return f"{item.where} {item.what}; {item.cure}".strip()
 
 
-def gpu_line(one: Gauge) -> str:
-    """A GPU in a line, for a log."""
-    if one.fault:
-        return f"{_number(one)}: does not answer: {one.fault}"
-    told = []
-    if one.used_bytes is not None and one.memory_bytes:
-        told.append(f"{format_bytes(one.used_bytes)} of {format_bytes(one.memory_bytes)}")
-    told += [f"busy {one.busy:.0%}"] if one.busy is not None else []
-    told += [f"{one.power_w:.0f}{_of(one.power_limit_w)} W"] if one.power_w is not None else []
-    told += [f"{one.temperature_c:.0f} C"] if one.temperature_c is not None else []
-    told += [f"{one.clock_hz / 1e6:.0f} MHz"] if one.clock_hz is not None else []
-    told += [f"held down by {', '.join(one.throttles)}"] if one.throttles else []
-    many = len(one.processes or ())
-    told += [f"{many} process{'es' * (many > 1)}"] if many else []
-    return f"{_number(one)} {one.name}: {', '.join(told) or 'says nothing of itself'}"
+def gpu_line(gauge: Gauge) -> str:
+    """Return a GPU in a line, for a log."""
+    if gauge.fault:
+        return f"{_number(gauge)}: does not answer: {gauge.fault}"
+    words = []
+    if gauge.used_bytes is not None and gauge.memory_bytes:
+        words.append(f"{format_bytes(gauge.used_bytes)} of {format_bytes(gauge.memory_bytes)}")
+    words += [f"busy {gauge.busy:.0%}"] if gauge.busy is not None else []
+    words += [f"{gauge.power_w:.0f}{_of(gauge.power_limit_w)} W"] if gauge.power_w is not None else []
+    words += [f"{gauge.temperature_c:.0f} C"] if gauge.temperature_c is not None else []
+    words += [f"{gauge.clock_hz / 1e6:.0f} MHz"] if gauge.clock_hz is not None else []
+    words += [f"held down by {', '.join(gauge.throttles)}"] if gauge.throttles else []
+    many = len(gauge.processes or ())
+    words += [f"{many} process{'es' * (many > 1)}"] if many else []
+    return f"{_number(gauge)} {gauge.name}: {', '.join(words) or 'says nothing of itself'}"
 
 
 @dataclass
@@ -200,37 +201,37 @@ class Lines:
     known: dict[str, set[str]] = field(default_factory=dict)
 
     def of(self, sample: Sample) -> Iterator[str]:
-        """The lines of one sample."""
+        """Yield the lines of a sample."""
         at = clock(sample.at_s)
         first = not self.known
-        told = self.known.setdefault("", set())
+        started = self.known.setdefault("", set())
         if first and not sample.gpus:
             yield f"{at} no GPUs: {sample.no_gpus}"
         if first and not sample.runs:
             yield f"{at} no runs here: give the folder of one, as in `trimtab watch runs`"
-        told.add("begun")
-        yield from (f"{at} {gpu_line(one)}" for one in sample.gpus)
+        started.add("begun")
+        yield from (f"{at} {gpu_line(gauge)}" for gauge in sample.gpus)
         for run in sample.runs:
             yield from (f"{at} {run.folder}: {line}" for line in self._run(run))
 
     def _run(self, run: WatchedRun) -> Iterator[str]:
-        told = self.known.setdefault(run.folder, set())
+        known = self.known.setdefault(run.folder, set())
         # A run that is over is said once, and not again with every sample.
         over = f"{run.state}: {run.why}"
         if run.state not in ("running", "starting"):
-            if over not in told:
+            if over not in known:
                 yield ", ".join([over, *figures(run)])
         else:
             yield ", ".join([run.state, *figures(run)])
         fresh = {over}
         for label, words in (
-            *(("event", event(one)) for one in run.events),
-            *((one.kind, advice(one)) for one in run.advice),
+            *(("event", event(incident)) for incident in run.events),
+            *((item.kind, advice(item)) for item in run.advice),
         ):
             # Numbers in advice change all the time; that it is given is what is new.
             key = words if label == "event" else label
             fresh.add(key)
-            if key not in told:
+            if key not in known:
                 yield f"{label}: {words}"
         self.known[run.folder] = fresh
 
