@@ -87,9 +87,9 @@ class Proposal:
 
     def prepared(self, *, beside: bool = False) -> list[Prepared]:
         """Every file before and after; an error for one is an error for all."""
-        changes: dict[str, dict[KeyPath, Any]] = {one: {} for one in self.files}
-        for one in self.edits:
-            changes[one.file][one.path] = one.after
+        changes: dict[str, dict[KeyPath, Any]] = {name: {} for name in self.files}
+        for edit in self.edits:
+            changes[edit.file][edit.path] = edit.after
         wanted = [
             Wanted(file=file, changes=new, beside=beside, add=True, named=not self._in_folder(file))
             for file, new in changes.items()
@@ -98,7 +98,7 @@ class Proposal:
         return prepared(wanted, roots=self.folders)
 
     def _in_folder(self, file: str) -> bool:
-        return any(Path(file).is_relative_to(one) for one in self.folders)
+        return any(Path(file).is_relative_to(folder) for folder in self.folders)
 
 
 def proposed(  # noqa: PLR0913 - what goes where, and whom to ask
@@ -114,9 +114,9 @@ def proposed(  # noqa: PLR0913 - what goes where, and whom to ask
     """The edits that write a plan into all the files, and what none of them can hold."""
     found = Proposal()
     drafts: list[Draft] = []
-    for one in aims:
-        layout = laid_out(one, known, opened=opened, name=name)
-        found.folders += [one.file] if one.file.is_dir() else []
+    for target_aim in aims:
+        layout = laid_out(target_aim, known, opened=opened, name=name)
+        found.folders += [target_aim.file] if target_aim.file.is_dir() else []
         stages, said = planned([config for config, _ in layout.stages], plan, replan)
         found.said += said
         chosen = safest(plan, stages) if stages else None
@@ -139,17 +139,17 @@ def proposed(  # noqa: PLR0913 - what goes where, and whom to ask
 
 def _merge(found: Proposal, drafts: Sequence[Draft]) -> None:
     """All edits; what one file cannot hold is said only where no other file does."""
-    settled = set().union(*(one.settled for one in drafts))
+    settled = set().union(*(draft.settled for draft in drafts))
     if settled & {"gpus", "gpus_per_node"}:
         settled.add("gpus")
     taken: dict[tuple[str, KeyPath], Any] = {}
-    for one in drafts:
-        for edit in one.edits:
+    for draft in drafts:
+        for edit in draft.edits:
             place = (str(Path(edit.file).resolve()), edit.path)
             if taken.setdefault(place, edit.after) == edit.after and edit not in found.edits:
                 found.edits.append(edit)
-        found.said += [text for text in one.said if text not in found.said]
-        for field_name, missing in one.missing.items():
+        found.said += [text for text in draft.said if text not in found.said]
+        for field_name, missing in draft.missing.items():
             if field_name in settled:
                 continue
             if field_name == "gpus":
@@ -157,7 +157,7 @@ def _merge(found: Proposal, drafts: Sequence[Draft]) -> None:
                 found.said += [missing.text] * (missing.text not in found.said)
             else:
                 _add_warning(found, missing)
-        for warning in one.warnings:
+        for warning in draft.warnings:
             _add_warning(found, warning)
 
 
@@ -167,30 +167,30 @@ def _add_warning(found: Proposal, warning: ConfigWarning) -> None:
 
 
 def laid_out(
-    one: Aim, known: Sequence[Target], *, opened: Callable[[Path], Document], name: str | None = None
+    aim: Aim, known: Sequence[Target], *, opened: Callable[[Path], Document], name: str | None = None
 ) -> Layout:
     """What a file is, or what the files of a folder are together."""
-    if not one.file.exists():
-        raise WrongUse(one.name, found="there is no such file or folder", cure="Name one that is there.")
-    if not one.file.is_dir():
-        return _alone(one, known, opened(one.file), name)
-    if one.below:
+    if not aim.file.exists():
+        raise WrongUse(aim.name, found="there is no such file or folder", cure="Name one that is there.")
+    if not aim.file.is_dir():
+        return _alone(aim, known, opened(aim.file), name)
+    if aim.below:
         raise WrongUse(
-            one.name, found="a folder has no keys inside", cure=f"Name a file of {one.file} instead."
+            aim.name, found="a folder has no keys inside", cure=f"Name a file of {aim.file} instead."
         )
-    return _folder(one.file, known, opened, name)
+    return _folder(aim.file, known, opened, name)
 
 
-def _alone(one: Aim, known: Sequence[Target], document: Document, name: str | None) -> Layout:
+def _alone(aim: Aim, known: Sequence[Target], document: Document, name: str | None) -> Layout:
     """A file that was named: a main config, or a single stage."""
     among = [named(name, known)] if name else list(known)
-    if not sites(document, among, one.below):
+    if not sites(document, among, aim.below):
         for target in among:
             stage = target.stage
-            if stage and (config := stage_in(document, stage, file=str(one.file), stem=one.file.stem)):
+            if stage and (config := stage_in(document, stage, file=str(aim.file), stem=aim.file.stem)):
                 return Layout(main=None, stage=stage, stages=((config, document),))
-    where = site(document, known, origin=str(one.file), name=name, below=one.below)
-    return Layout(main=Opened(one.file, document, where))
+    where = site(document, known, origin=str(aim.file), name=name, below=aim.below)
+    return Layout(main=Opened(aim.file, document, where))
 
 
 def _folder(
@@ -202,12 +202,12 @@ def _folder(
         Opened(file, document, found) for file, document in documents for found in sites(document, among)
     ]
     if len(mains) > 1:
-        listed = ", ".join(f"{one.file} ({one.site.target.name})" for one in mains)
+        listed = ", ".join(f"{main.file} ({main.site.target.name})" for main in mains)
         raise WrongUse(
             str(folder), found=f"it holds {len(mains)} configs: {listed}", cure="Name the one that you mean."
         )
     main = mains[0] if mains else None
-    staged = [main.site.target] if main else [one for one in among if one.stage]
+    staged = [main.site.target] if main else [target for target in among if target.stage]
     for target in staged:
         stage = target.stage
         if stage is None:
@@ -242,11 +242,11 @@ def configs_in(folder: Path) -> list[Path]:
 
 
 def _walked(folder: Path, depth: int) -> Iterator[Path]:
-    for one in folder.iterdir():
-        if one.name.startswith("."):
+    for path in folder.iterdir():
+        if path.name.startswith("."):
             continue
-        if one.is_dir() and not one.is_symlink():
+        if path.is_dir() and not path.is_symlink():
             if depth > 1:
-                yield from _walked(one, depth - 1)
-        elif one.suffix in SUFFIXES and one.is_file() and one.name != "trimtab.toml":
-            yield one
+                yield from _walked(path, depth - 1)
+        elif path.suffix in SUFFIXES and path.is_file() and path.name != "trimtab.toml":
+            yield path

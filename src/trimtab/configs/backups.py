@@ -49,7 +49,7 @@ class Backup(Noun, frozen=True, kw_only=True):
 
     def saved(self, name: str) -> Saved | None:
         """The file of this name."""
-        return next((one for one in self.files if one.file == name), None)
+        return next((saved for saved in self.files if saved.file == name), None)
 
 
 def digest(data: bytes) -> str:
@@ -74,7 +74,7 @@ def backups(file: Path) -> list[Backup]:
     """All backups that hold a file, oldest first; one without a manifest was never finished."""
     real = file.resolve()
     found = [_manifest(real.parent, number) for number in numbers(real.parent)]
-    return [one for one in found if one is not None and one.saved(real.name)]
+    return [backup for backup in found if backup is not None and backup.saved(real.name)]
 
 
 def _manifest(folder: Path, number: int) -> Backup | None:
@@ -113,12 +113,12 @@ _OTHER = "Name another backup with --backup N."
 def stood(history: Sequence[Backup], name: str, now: str) -> list[Backup]:
     """The writes that took place. One that was killed between backup and replace left the file as it was."""
     kept = []
-    for number, one in enumerate(history):
-        saved = one.saved(name)
+    for number, backup in enumerate(history):
+        saved = backup.saved(name)
         later = history[number + 1].saved(name) if number + 1 < len(history) else None
         then = later.sha256 if later else now
         if saved and (then != saved.sha256 or then == saved.after_sha256):
-            kept.append(one)
+            kept.append(backup)
     return kept
 
 
@@ -129,16 +129,18 @@ def undone(history: Sequence[Backup]) -> list[int]:
     """
     before: dict[int, list[int]] = {}
     stack: list[int] = []
-    for one in history:
-        before[one.number] = list(stack)
-        stack = list(before.get(one.restored, [])) if one.restored is not None else [*stack, one.number]
+    for backup in history:
+        before[backup.number] = list(stack)
+        stack = (
+            list(before.get(backup.restored, [])) if backup.restored is not None else [*stack, backup.number]
+        )
     return stack
 
 
 def chosen(file: Path, number: int | None, now: str) -> Backup:
     """The backup that was named, or that of the last write that still stands; `now` is the file's sha256."""
     history = backups(file)
-    known = ", ".join(f"{one.number} ({one.date[:16].replace('T', ' ')})" for one in history[-5:])
+    known = ", ".join(f"{backup.number} ({backup.date[:16].replace('T', ' ')})" for backup in history[-5:])
     if not history:
         raise WrongUse(
             str(file),
@@ -146,9 +148,9 @@ def chosen(file: Path, number: int | None, now: str) -> Backup:
             cure="Only what trimtab apply has written can be put back.",
         )
     if number is not None:
-        for one in history:
-            if one.number == number:
-                return one
+        for backup in history:
+            if backup.number == number:
+                return backup
         given = f"{file} --backup {number}"
         raise UnknownName(given, found="there is no such backup", cure=f"There are {known}.")
     stack = undone(stood(history, file.resolve().name, now))
@@ -158,4 +160,4 @@ def chosen(file: Path, number: int | None, now: str) -> Backup:
             found="every write of trimtab to it has been taken back already",
             cure=f"Name a backup to go to with --backup N: there are {known}.",
         )
-    return next(one for one in history if one.number == stack[-1])
+    return next(backup for backup in history if backup.number == stack[-1])

@@ -89,19 +89,19 @@ class Draft:
 
     def warn(self, text: str, *, field: str, key: str = "", value: Any = None, planned: Any = None) -> None:
         """Once: the config will differ from the plan."""
-        if all(one.text != text for one in self.warnings):
+        if all(warning.text != text for warning in self.warnings):
             self.warnings.append(
                 ConfigWarning(text=text, file=self.file, key=key, value=value, field=field, planned=planned)
             )
 
     def texts(self) -> list[str]:
         """Everything there is to say, in sentences."""
-        return [*self.said, *(one.text for one in (*self.warnings, *self.missing.values()))]
+        return [*self.said, *(warning.text for warning in (*self.warnings, *self.missing.values()))]
 
 
 def nodes_of(plan: Plan) -> int:
     """On how many machines a plan runs."""
-    return len({one.node for one in plan.places}) or 1
+    return len({place.node for place in plan.places}) or 1
 
 
 def exactly(setting: Setting, given: str) -> tuple[Setting, str]:
@@ -137,7 +137,7 @@ def exactly(setting: Setting, given: str) -> tuple[Setting, str]:
         )
     if share == setting.micro_batch * setting.accumulation:
         return setting, ""
-    micro = max(one for one in range(1, min(setting.micro_batch, share) + 1) if share % one == 0)
+    micro = max(divisor for divisor in range(1, min(setting.micro_batch, share) + 1) if share % divisor == 0)
     said = (
         f"The plan's micro-batch {setting.micro_batch} x {setting.accumulation} ends in a smaller one, which "
         f"only trimtab's own trainer runs: {micro} x {share // micro} keeps the global batch of "
@@ -224,10 +224,10 @@ def drafted(  # noqa: PLR0913 - as above
     draft.said += [note] if note else []
     wanted = facts_of(exact, nodes, seq_of(plan))
     entries = document.entries()
-    values = {one.path: one for one in entries}
+    values = {entry.path: entry for entry in entries}
     present = {knob.field for knob in site.target.knobs if held(knob, site.root, values)[1] is not None}
     for knob in site.target.knobs:
-        now = {one.path: one for one in overlaid(entries, draft.edits)} if knob.when else values
+        now = {entry.path: entry for entry in overlaid(entries, draft.edits)} if knob.when else values
         if all(wanted.get(key) in among for key, among in knob.only.items()) and counts(
             knob.when, site.root, now
         ):
@@ -270,36 +270,43 @@ def _unplanned(draft: Draft, knob: Knob, path: Path, entry: Entry | None) -> Non
 
 def _require(
     draft: Draft,
-    one: Requirement,
+    requirement: Requirement,
     root: Path,
     entries: Sequence[Entry],
     wanted: Mapping[str, int | str],
 ) -> None:
     """Write what a plan needs beside its own fields, or warn where that would change what is trained."""
     now = {place.path: place for place in overlaid(entries, draft.edits)}
-    for path, value, entry in violated(one, root, now, wanted):
+    for path, value, entry in violated(requirement, root, now, wanted):
         key, shown = dotted(path), words.text(value)
         is_missing = entry is None and value != "a table"
-        writes = one.write is not None and (
-            one.add if is_missing else entry is not None and not entry.computed
+        writes = requirement.write is not None and (
+            requirement.add if is_missing else entry is not None and not entry.computed
         )
         if writes:
             if not is_missing:
-                draft.say(f"{key} becomes {words.text(one.write)} (it was {shown}): {one.why}")
+                draft.say(
+                    f"{key} becomes {words.text(requirement.write)} (it was {shown}): {requirement.why}"
+                )
             draft.edits.append(
                 Edit(
                     file=draft.file,
                     key=key,
                     before=None if is_missing else value,
-                    after=one.write,
+                    after=requirement.write,
                     path=path,
                     line=None if entry is None else entry.line,
-                    field=one.field,
+                    field=requirement.field,
                 )
             )
         else:
             by_default = " by default" if is_missing else ""
-            draft.warn(f"{key} stays {shown}{by_default}: {one.why}", field=one.field, key=key, value=value)
+            draft.warn(
+                f"{key} stays {shown}{by_default}: {requirement.why}",
+                field=requirement.field,
+                key=key,
+                value=value,
+            )
 
 
 def _one(  # noqa: PLR0913, PLR0917 - a key, what is there and what is wanted
@@ -381,12 +388,12 @@ def _after(draft: Draft, knob: Knob, current: Any, value: int | str, key: str) -
 
 def _refuse_borrowed(draft: Draft) -> None:
     """A value such as ${batch.size} is another key's: whoever reads that key would not see the change."""
-    for one in draft.edits:
-        if isinstance(one.before, str) and (found := _BORROWED.search(one.before)):
+    for edit in draft.edits:
+        if isinstance(edit.before, str) and (found := _BORROWED.search(edit.before)):
             raise WrongUse(
-                f"{one.file}:{one.line}: {one.key}",
-                found=f"it is {one.before}, which is worked out from {found[1]}",
-                cure=f"Make {found[1]} give {words.text(one.after)}, or write that here with --beside.",
+                f"{edit.file}:{edit.line}: {edit.key}",
+                found=f"it is {edit.before}, which is worked out from {found[1]}",
+                cure=f"Make {found[1]} give {words.text(edit.after)}, or write that here with --beside.",
             )
 
 
@@ -427,15 +434,22 @@ def _elsewhere(draft: Draft, target: Target, wanted: Mapping[str, int | str]) ->
             )
         return
     by_degrees = {"strategy"} if "dp_shard" in target.fields() else set()
-    for one in (*BATCH[:2], *WORDS, "workers", "seq"):
-        value = wanted.get(one)
-        if value is None or one in settled | by_degrees or value == PLAIN.get(one) or value == Strategy.DDP:
+    for field_name in (*BATCH[:2], *WORDS, "workers", "seq"):
+        value = wanted.get(field_name)
+        if (
+            value is None
+            or field_name in settled | by_degrees
+            or value == PLAIN.get(field_name)
+            or value == Strategy.DDP
+        ):
             continue
-        if one == "accumulation" and "global_batch" in settled:
+        if field_name == "accumulation" and "global_batch" in settled:
             continue
-        usual = ELSEWHERE.get(one, f"No key here holds {one.replace('_', ' ')}: the plan has {{value}}.")
-        text = target.lacks.get(one, usual).format(value=value)
-        draft.missing[one] = ConfigWarning(text=text, file=draft.file, field=one, planned=value)
+        usual = ELSEWHERE.get(
+            field_name, f"No key here holds {field_name.replace('_', ' ')}: the plan has {{value}}."
+        )
+        text = target.lacks.get(field_name, usual).format(value=value)
+        draft.missing[field_name] = ConfigWarning(text=text, file=draft.file, field=field_name, planned=value)
 
 
 def _check(site: Site, entries: Sequence[Entry], draft: Draft, wanted: Mapping[str, int | str]) -> None:
@@ -459,7 +473,7 @@ def _compare(
 ) -> None:
     """Read the result as `show` would: whatever is still not as planned is a warning, whatever its cause."""
     after = read(site, overlaid(entries, draft.edits), gpus=int(wanted["gpus"]), nodes=int(wanted["nodes"]))
-    warned = {one.field for one in draft.warnings} | set(draft.missing)
+    warned = {warning.field for warning in draft.warnings} | set(draft.missing)
     got = as_setting(after, gpus=int(wanted["gpus"]))
     for field_name, planned, found in differences(exact, got, seq_of_facts(wanted), after.number("seq")):
         if field_name not in warned and {field_name, *OF_FIELD.get(field_name, ())} & set(after.facts):
@@ -470,13 +484,15 @@ def _compare(
                 value=found,
                 planned=planned,
             )
-    known = {one.text for one in draft.warnings}
-    for one in after.warnings:
+    known = {warning.text for warning in draft.warnings}
+    for warning in after.warnings:
         # What apply itself has warned of says "stays" where a reader says "is".
-        if one.key and any(dotted(site.root + parts(one.key)) == other.key for other in draft.warnings):
+        if warning.key and any(
+            dotted(site.root + parts(warning.key)) == other.key for other in draft.warnings
+        ):
             continue
-        if one.text not in known:
-            draft.warnings.append(one.replace(file=draft.file))
+        if warning.text not in known:
+            draft.warnings.append(warning.replace(file=draft.file))
 
 
 OF_FIELD = {
@@ -505,12 +521,12 @@ def differences(
         *("strategy", "gpus", "micro_batch", "accumulation", "global_batch", "precision", "recompute"),
         *("compile", "sync_batchnorm", "optimizer", "allocator", "workers"),
     ):
-        one, other = getattr(planned, name), getattr(got, name)
-        if one != other and not (name == "workers" and one == 0):
-            found.append((name, words.text(one), words.text(other)))
+        ours, other = getattr(planned, name), getattr(got, name)
+        if ours != other and not (name == "workers" and ours == 0):
+            found.append((name, words.text(ours), words.text(other)))
     same_strategy = planned.strategy is got.strategy and planned.gpus == got.gpus
     if same_strategy and planned.mesh != got.mesh:
-        meshes = [f"{one.dp_replicate} x {one.dp_shard}" for one in (planned.mesh, got.mesh)]
+        meshes = [f"{mesh.dp_replicate} x {mesh.dp_shard}" for mesh in (planned.mesh, got.mesh)]
         found.append(("mesh", meshes[0], meshes[1]))
     if seq is not None and seq != got_seq:
         found.append(("seq", seq, got_seq))
@@ -548,9 +564,11 @@ def overlaid(entries: Sequence[Entry], changes: Sequence[Edit]) -> list[Entry]:
     """The entries as they will be."""
     from trimtab.configs.texts import Entry as Place
 
-    new = {one.path: one.after for one in changes}
-    kept = [one.replace(value=new[one.path], computed="") if one.path in new else one for one in entries]
-    there = {one.path for one in entries}
+    new = {edit.path: edit.after for edit in changes}
+    kept = [
+        entry.replace(value=new[entry.path], computed="") if entry.path in new else entry for entry in entries
+    ]
+    there = {entry.path for entry in entries}
     return kept + [
         Place(path=path, value=value, line=0, column=0) for path, value in new.items() if path not in there
     ]

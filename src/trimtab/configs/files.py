@@ -114,10 +114,10 @@ def prepared(
     `folder` is where the user stands, `roots` are folders that the user named.
     """
     merged: dict[Path, Wanted] = {}
-    for one in wanted:
-        real = located(one, folder or Path.cwd(), roots)
-        merged[real] = _merged(merged[real], one) if real in merged else one
-    return [_edited(real, one) for real, one in merged.items()]
+    for request in wanted:
+        real = located(request, folder or Path.cwd(), roots)
+        merged[real] = _merged(merged[real], request) if real in merged else request
+    return [_edited(real, request) for real, request in merged.items()]
 
 
 def located(wanted: Wanted, folder: Path, roots: Sequence[Path] = ()) -> Path:
@@ -171,15 +171,15 @@ def write(
     replace: Replace = os.replace,
 ) -> Written:
     """Replace the files that change, with a backup of each; nothing at all where none does."""
-    changed = [one for one in ready if one.changed]
-    unchanged = tuple(one.file for one in ready if not one.changed)
+    changed = [file for file in ready if file.changed]
+    unchanged = tuple(file.file for file in ready if not file.changed)
     if not changed:
         return Written(unchanged=unchanged, said=("Nothing to change: the files hold these values already.",))
     note = Backup(number=0, date=_date(clock), words=words, plan=fingerprint)
-    said = tuple(sentence for one in changed for sentence in _warnings(one))
+    said = tuple(sentence for file in changed for sentence in _warnings(file))
     made = _replaced(changed, note, replace)
     return Written(
-        files=tuple(one.file for one in changed),
+        files=tuple(file.file for file in changed),
         unchanged=unchanged,
         backups=tuple(map(str, made)),
         said=said,
@@ -234,26 +234,26 @@ def _date(clock: Callable[[], float]) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(clock()))
 
 
-def _warnings(one: Prepared) -> list[str]:
-    links = one.real.stat().st_nlink
+def _warnings(file: Prepared) -> list[str]:
+    links = file.real.stat().st_nlink
     if links > 1:
-        return [f"{one.file} has {links} names on this disk (hard links): the others keep the old text."]
+        return [f"{file.file} has {links} names on this disk (hard links): the others keep the old text."]
     return []
 
 
 def _replaced(ready: Sequence[Prepared], note: Backup, replace: Replace) -> list[Path]:
     """The folders of the backups that were made."""
-    for one in ready:
-        _refuse_read_only(one)
-    with locked(one.real.parent for one in ready):
-        for one in ready:
-            _refuse_moved_on(one)
+    for file in ready:
+        _refuse_read_only(file)
+    with locked(file.real.parent for file in ready):
+        for file in ready:
+            _refuse_moved_on(file)
         made: list[Path] = []
         try:
-            for one in ready:
-                _lay_down(one)
-            for folder in sorted({one.real.parent for one in ready}):
-                _keep(folder, [one for one in ready if one.real.parent == folder], note, made)
+            for file in ready:
+                _lay_down(file)
+            for folder in sorted({file.real.parent for file in ready}):
+                _keep(folder, [file for file in ready if file.real.parent == folder], note, made)
         except BaseException:
             _clear(ready, made)
             raise
@@ -261,61 +261,61 @@ def _replaced(ready: Sequence[Prepared], note: Backup, replace: Replace) -> list
         return made
 
 
-def _refuse_read_only(one: Prepared) -> None:
+def _refuse_read_only(target: Prepared) -> None:
     """Both by the marks on file and folder, which a user means even where the system would let it pass."""
     everyone = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
-    for path, name in ((one.real, "the file"), (one.real.parent, f"the folder {one.real.parent}")):
+    for path, name in ((target.real, "the file"), (target.real.parent, f"the folder {target.real.parent}")):
         about = path.stat() if path.exists() else None
         if about is not None and (not about.st_mode & everyone or not os.access(path, os.W_OK)):
             raise EnvironmentFault(
-                one.file,
+                target.file,
                 found=f"{name} is read-only. Nothing was changed",
                 cure="Make it writable (chmod u+w), or copy the file to another place and name that.",
             )
 
 
-def _refuse_moved_on(one: Prepared) -> None:
+def _refuse_moved_on(target: Prepared) -> None:
     """The file may have changed while the user looked at the diff."""
-    now = one.real.read_bytes() if one.real.exists() else b""
-    if now != one.before:
+    now = target.real.read_bytes() if target.real.exists() else b""
+    if now != target.before:
         raise WrongUse(
-            one.file,
+            target.file,
             found="it has changed since it was read. Nothing was written",
             cure="Look at the new diff: run the command again.",
         )
 
 
-def _lay_down(one: Prepared) -> None:
+def _lay_down(target: Prepared) -> None:
     """The new text beside the old, safely on the disk, with its rights, owner and attributes."""
-    path = scratch(one.real)
+    path = scratch(target.real)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "wb") as file:
-            file.write(one.after)
+            file.write(target.after)
             file.flush()
-            if one.real.exists():
-                _like(one, handle, path)
+            if target.real.exists():
+                _like(target, handle, path)
             else:
                 os.fchmod(handle, 0o644)
             os.fsync(handle)
     except OSError as problem:
-        refuse(one.real, problem, "the new text cannot be written")
+        refuse(target.real, problem, "the new text cannot be written")
 
 
-def _like(one: Prepared, handle: int, path: Path) -> None:
-    about = one.real.stat()
+def _like(target: Prepared, handle: int, path: Path) -> None:
+    about = target.real.stat()
     new = os.fstat(handle)
     if (new.st_uid, new.st_gid) != (about.st_uid, about.st_gid):
         try:
             os.fchown(handle, about.st_uid, about.st_gid)
         except PermissionError:
             raise EnvironmentFault(
-                one.file,
+                target.file,
                 found="it belongs to another user or group, and would be yours after the change",
                 cure="Ask its owner to apply the plan, or copy the file and name the copy.",
             ) from None
     os.fchmod(handle, stat.S_IMODE(about.st_mode))
-    _copy_attributes(one.real, path)
+    _copy_attributes(target.real, path)
 
 
 def _copy_attributes(source: Path, target: Path) -> None:
@@ -336,8 +336,12 @@ def _keep(folder: Path, ready: Sequence[Prepared], note: Backup, made: list[Path
     try:
         home.mkdir(parents=True)
         made.append(home)
-        for one in ready:
-            _put(home / one.real.name, one.before, one.real.stat().st_mode if one.real.exists() else 0o600)
+        for target in ready:
+            _put(
+                home / target.real.name,
+                target.before,
+                target.real.stat().st_mode if target.real.exists() else 0o600,
+            )
         saved = [
             Saved(file=x.real.name, sha256=digest(x.before), after_sha256=digest(x.after)) for x in ready
         ]
@@ -375,25 +379,25 @@ def _swap(ready: Sequence[Prepared], made: list[Path], replace: Replace) -> None
     """Rename each new text over the old one; if one of them fails, put the others back."""
     done: list[Prepared] = []
     try:
-        for one in ready:
-            replace(scratch(one.real), one.real)
-            done.append(one)
+        for target in ready:
+            replace(scratch(target.real), target.real)
+            done.append(target)
     except BaseException as problem:
-        for one in done:
-            _lay_down(Prepared(file=one.file, real=one.real, before=one.after, after=one.before))
-            scratch(one.real).replace(one.real)
+        for target in done:
+            _lay_down(Prepared(file=target.file, real=target.real, before=target.after, after=target.before))
+            scratch(target.real).replace(target.real)
         _clear(ready, made)
         if isinstance(problem, OSError):
             refuse(ready[len(done)].real, problem, "the file cannot be replaced")
         raise
-    for folder in {one.real.parent for one in ready}:
+    for folder in {target.real.parent for target in ready}:
         with contextlib.suppress(OSError):  # the files are in place: an error here would only mislead
             _settle(folder)
 
 
 def _clear(ready: Sequence[Prepared], made: list[Path]) -> None:
-    for one in ready:
+    for target in ready:
         with contextlib.suppress(OSError):
-            scratch(one.real).unlink()
+            scratch(target.real).unlink()
     for home in made:
         shutil.rmtree(home, ignore_errors=True)

@@ -152,7 +152,7 @@ def written(value: Any, like: str = "") -> str:
             raise WrongUse(f"the value {value}", found="JSON has no such number", cure="Give a finite one.")
         return texts.scientific(value, like)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)}: {written(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(key)}: {written(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(written, value)) + "]"
     return json.dumps(value, ensure_ascii="\\u" in like)

@@ -70,7 +70,7 @@ def knobs() -> dict[str, Knob]:
     """All that are known, by name."""
     text = files("trimtab.configs").joinpath("knobs.toml").read_text(encoding="utf-8")
     rows = msgspec.convert(tomllib.loads(text)["knob"], list[Knob])
-    return {one.name: one for one in rows}
+    return {row.name: row for row in rows}
 
 
 def split(texts: Sequence[str]) -> dict[str, str]:
@@ -106,21 +106,21 @@ def read(document: Document, origin: str, below: KeyPath = ()) -> dict[str, Any]
     root = found[0]
     depth = len(root) + 1
     values: dict[str, Any] = {}
-    for one in entries:
-        if len(one.path) < depth or one.path[: len(root)] != root:
+    for entry in entries:
+        if len(entry.path) < depth or entry.path[: len(root)] != root:
             continue
-        name = str(one.path[len(root)])
-        within = one.path[depth:]
-        if one.computed or len(within) > 1 or not all(isinstance(step, int) for step in within):
-            what = f"computed ({one.computed})" if one.computed else "a table"
+        name = str(entry.path[len(root)])
+        within = entry.path[depth:]
+        if entry.computed or len(within) > 1 or not all(isinstance(step, int) for step in within):
+            what = f"computed ({entry.computed})" if entry.computed else "a table"
             raise WrongUse(
-                f"{name} in line {one.line} of {origin}",
+                f"{name} in line {entry.line} of {origin}",
                 found=f"it is {what}, not a value",
                 cure=f"Write the value down, or give it as --knob {name}=VALUE.",
             )
         if not within:
             # A list is an entry; so is each number in it.
-            values[name] = one.value
+            values[name] = entry.value
     return values
 
 
@@ -211,7 +211,7 @@ def _word(knob: Knob, given: Any) -> str:
 
 def _pair(_: Knob, given: Any) -> list[float]:
     value = msgspec.json.decode(given) if isinstance(given, str) else given
-    first, second = (float(one) for one in value)
+    first, second = (float(number) for number in value)
     if not (0 <= first < 1 and 0 <= second < 1):
         raise ValueError
     return [first, second]
@@ -224,7 +224,7 @@ def _all(wrong: list[TrimtabError]) -> TrimtabError:
     """One error for all."""
     if len(wrong) == 1:
         return wrong[0]
-    listed = "; ".join(f"{one.given}: {one.found}. {one.cure.removesuffix('.')}" for one in wrong)
+    listed = "; ".join(f"{error.given}: {error.found}. {error.cure.removesuffix('.')}" for error in wrong)
     return WrongUse(f"{len(wrong)} knobs that cannot be", found=listed, cure="Mend them, or leave them out.")
 
 

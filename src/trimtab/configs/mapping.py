@@ -76,6 +76,6 @@ def beside(files: Iterable[Path]) -> list[Path]:
 
 def known(files: Iterable[Path] = ()) -> tuple[Target, ...]:
     """The targets that hold for these configs: the projects' own first, then those that come with trimtab."""
-    own = [one for file in beside(files) for one in taught(file)]
-    names = {one.name for one in own}
-    return (*own, *(one for one in built_in() if one.name not in names))
+    own = [target for file in beside(files) for target in taught(file)]
+    names = {target.name for target in own}
+    return (*own, *(target for target in built_in() if target.name not in names))

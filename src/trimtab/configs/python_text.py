@@ -142,7 +142,9 @@ class _Collector:
             self.body(statement.body, inner)
         else:
             for block in ("body", "orelse", "finalbody"):
-                self.body([one for one in getattr(statement, block, []) if isinstance(one, ast.stmt)], home)
+                self.body(
+                    [inner for inner in getattr(statement, block, []) if isinstance(inner, ast.stmt)], home
+                )
             for part in [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:
                 self.body(part.body, home)
 
@@ -157,17 +159,19 @@ class _Collector:
 
     def defaults(self, arguments: ast.arguments, home: Node) -> None:
         plain = [*arguments.posonlyargs, *arguments.args]
-        for one, value in zip(plain[len(plain) - len(arguments.defaults) :], arguments.defaults, strict=True):
-            self.put(home, one.arg, self.value(value), value)
-        for one, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        for argument, value in zip(
+            plain[len(plain) - len(arguments.defaults) :], arguments.defaults, strict=True
+        ):
+            self.put(home, argument.arg, self.value(value), value)
+        for argument, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
             if given is not None:
-                self.put(home, one.arg, self.value(given), given)
+                self.put(home, argument.arg, self.value(given), given)
 
     def assign(self, target: ast.expr, value: ast.expr, home: Node, *, chained: bool = False) -> None:
         if isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
             if len(target.elts) == len(value.elts):
-                for one, part in zip(target.elts, value.elts, strict=True):
-                    self.assign(one, part, home, chained=chained)
+                for name, part in zip(target.elts, value.elts, strict=True):
+                    self.assign(name, part, home, chained=chained)
             return
         keys = _keys(target)
         if not keys:
@@ -207,9 +211,9 @@ class _Collector:
         if isinstance(node, ast.Dict):
             return self.dict(node)
         if isinstance(node, ast.List | ast.Tuple) and not any(
-            isinstance(one, ast.Starred) for one in node.elts
+            isinstance(item, ast.Starred) for item in node.elts
         ):
-            items: dict[str | int, Node] = {number: self.value(one) for number, one in enumerate(node.elts)}
+            items: dict[str | int, Node] = {number: self.value(item) for number, item in enumerate(node.elts)}
             return Node(start, end, items=items, is_list=True, style=type(node).__name__)
         if isinstance(node, ast.Call):
             return self.call(node)
@@ -306,11 +310,11 @@ def written(value: Any, like: str = "", quote: str = '"') -> str:
         return _float(value, like)
     if isinstance(value, dict):
         inner = ", ".join(
-            f"{written(key, '', quote)}: {written(one, '', quote)}" for key, one in value.items()
+            f"{written(key, '', quote)}: {written(item, '', quote)}" for key, item in value.items()
         )
         return f"{{{inner}}}"
     if isinstance(value, list | tuple):
-        inner = ", ".join(written(one, "", quote) for one in value)
+        inner = ", ".join(written(item, "", quote) for item in value)
         if like.startswith("("):
             return f"({inner},)" if len(value) == 1 else f"({inner})"
         return f"[{inner}]"
@@ -481,11 +485,13 @@ def _into_class(page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]
         _refuse_place(page, path, node)
     # Before the first method: a default below methods is easily overlooked.
     fields = [
-        one for one in body if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        statement
+        for statement in body
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     ]
     end = place.offset(fields[-1].end_lineno, 0) if fields else None
     at = page.next_line(end) if end is not None else page.line_start(first)
-    typed = any("dataclass" in ast.unparse(one) for one in node.extra.decorator_list)
+    typed = any("dataclass" in ast.unparse(decorator) for decorator in node.extra.decorator_list)
     quote = _house_quote(page)
     lines = [
         f"{page.indent(first)}{key}{f': {_type_of(value)}' if typed else ''} = {written(value, quote=quote)}"

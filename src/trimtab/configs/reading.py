@@ -105,7 +105,7 @@ def table(knob: Knob, root: Path, values: Mapping[Path, Entry]) -> Path | None:
     """The key of a knob that holds a whole table where a value was expected: strategy: {class_path: ...}."""
     for key in knob.keys:
         path = root + parts(key)
-        if any(len(one) > len(path) and one[: len(path)] == path for one in values):
+        if any(len(other) > len(path) and other[: len(path)] == path for other in values):
             return path
     return None
 
@@ -114,11 +114,11 @@ def read(
     site: Site, entries: Sequence[Entry], *, gpus: int | None = None, nodes: int | None = None
 ) -> Reading:
     """What the entries say, by the meaning of the target; `gpus` and `nodes` are what the launcher gives."""
-    values = {one.path: one for one in entries}
+    values = {entry.path: entry for entry in entries}
     order = {key: place for place, knob in enumerate(site.target.knobs) for key in knob.keys}
     heard = Heard()
     # What counts only under some strategy is read once that is known, and preferences after all the rest.
-    for knob in sorted(site.target.knobs, key=lambda one: (bool(one.only), bool(one.soft))):
+    for knob in sorted(site.target.knobs, key=lambda key: (bool(key.only), bool(key.soft))):
         if _applies(knob, heard.likely(), site.root, values):
             path, entry = held(knob, site.root, values)
             if entry is None and (whole := table(knob, site.root, values)):
@@ -138,15 +138,20 @@ def read(
     if facts.get("strategy") == Strategy.FSDP and _several(facts.get("dp_replicate")):
         facts["strategy"] = Strategy.HSDP.value
     broken = [
-        (one, place) for one in site.target.requires for place in violated(one, site.root, values, facts)
+        (requirement, place)
+        for requirement in site.target.requires
+        for place in violated(requirement, site.root, values, facts)
     ]
     return Reading(
         target=site.target.name,
         root=dotted(site.root) if site.root else "",
-        found=tuple(sorted(heard.found, key=lambda one: order[one.key])),
+        found=tuple(sorted(heard.found, key=lambda key: order[key.key])),
         facts=facts,
         said=tuple(heard.said),
-        warnings=(*heard.warnings, *(_left_out(one, *place, site.root) for one, place in broken)),
+        warnings=(
+            *heard.warnings,
+            *(_left_out(requirement, *place, site.root) for requirement, place in broken),
+        ),
     )
 
 
@@ -155,48 +160,52 @@ def _several(count: int | str | None) -> bool:
 
 
 def _applies(
-    one: Knob | Requirement, facts: Mapping[str, int | str], root: Path, values: Mapping[Path, Entry]
+    rule: Knob | Requirement, facts: Mapping[str, int | str], root: Path, values: Mapping[Path, Entry]
 ) -> bool:
     """Whether a knob or a requirement counts beside these facts, in this file."""
-    return all(facts.get(field) in among for field, among in one.only.items()) and counts(
-        one.when, root, values
+    return all(facts.get(field) in among for field, among in rule.only.items()) and counts(
+        rule.when, root, values
     )
 
 
 def violated(
-    one: Requirement, root: Path, values: Mapping[Path, Entry], facts: Mapping[str, int | str]
+    requirement: Requirement, root: Path, values: Mapping[Path, Entry], facts: Mapping[str, int | str]
 ) -> list[tuple[Path, Any, Entry | None]]:
     """The keys of a requirement that have another value: path, value, and the entry where there is one."""
-    if not _applies(one, facts, root, values):
+    if not _applies(requirement, facts, root, values):
         return []
     found: list[tuple[Path, Any, Entry | None]] = []
     seen = False
-    for key in one.keys:
+    for key in requirement.keys:
         path = root + parts(key)
         entry = values.get(path)
         if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
             seen = True
-            if "table" not in one.values:
+            if "table" not in requirement.values:
                 found.append((path, "a table", None))
         elif entry is not None:
             seen = True
-            if entry.computed or not any(words.alike(entry.value, value) for value in _plain_values(one)):
+            if entry.computed or not any(
+                words.alike(entry.value, value) for value in _plain_values(requirement)
+            ):
                 found.append((path, entry.computed or entry.value, entry))
-    if not seen and not any(words.alike(one.default, value) for value in _plain_values(one)):
-        found.append((root + parts(one.keys[0]), one.default, None))
+    if not seen and not any(words.alike(requirement.default, value) for value in _plain_values(requirement)):
+        found.append((root + parts(requirement.keys[0]), requirement.default, None))
     return found
 
 
-def _plain_values(one: Requirement) -> tuple[Any, ...]:
+def _plain_values(requirement: Requirement) -> tuple[Any, ...]:
     """The values under which a plan holds; an empty table is no value."""
-    return (*one.values, {}) if None in one.values else one.values
+    return (*requirement.values, {}) if None in requirement.values else requirement.values
 
 
-def _left_out(one: Requirement, path: Path, value: Any, entry: Entry | None, root: Path) -> ConfigWarning:
+def _left_out(
+    requirement: Requirement, path: Path, value: Any, entry: Entry | None, root: Path
+) -> ConfigWarning:
     key = dotted(path[len(root) :])
     by_default = "" if entry is not None or value == "a table" else " by default"
-    text = f"{key} is {words.text(value)}{by_default}: {one.why}"
-    return ConfigWarning(text=text, key=key, value=value, field=one.field)
+    text = f"{key} is {words.text(value)}{by_default}: {requirement.why}"
+    return ConfigWarning(text=text, key=key, value=value, field=requirement.field)
 
 
 @dataclass
@@ -217,46 +226,56 @@ class Heard:
         if entry is None and knob.default is None:
             return
         value = knob.default if entry is None else entry.value
-        one = Found(
+        held_key = Found(
             field=knob.field,
             key=dotted(path[len(root) :]),
             value=value,
             line=None if entry is None else entry.line,
             computed="" if entry is None else entry.computed,
         )
-        self.found.append(one)
-        if one.computed:
+        self.found.append(held_key)
+        if held_key.computed:
             self.left_open.add(knob.field)
-            self.said.append(f"{one.key} is computed in line {one.line} ({one.computed}), and is not known")
+            self.said.append(
+                f"{held_key.key} is computed in line {held_key.line} ({held_key.computed}), and is not known"
+            )
         elif words.is_auto(knob, value):
             self.left_open.add(knob.field)
-            self.said.append(f"{one.key} is {words.text(value)}: the framework decides")
+            self.said.append(f"{held_key.key} is {words.text(value)}: the framework decides")
         elif any(words.alike(value, soft) for soft in knob.soft) and not words.spelt(knob, value):
             pass
         elif knob.field in WORDS:
-            self._narrow(knob, one)
+            self._narrow(knob, held_key)
         elif words.text(value) in knob.implied:
             self.implied[knob.field] = knob.implied[words.text(value)]
         elif value is not None:
-            self._count(knob, one)
+            self._count(knob, held_key)
 
-    def _count(self, knob: Knob, one: Found) -> None:
-        number = words.number(knob, one.value)
+    def _count(self, knob: Knob, held_key: Found) -> None:
+        number = words.number(knob, held_key.value)
         if number is None or number < (0 if knob.field == "workers" else 1):
-            self.said.append(f"{one.key} is {words.text(one.value)!r}, which is no number of anything")
+            self.said.append(
+                f"{held_key.key} is {words.text(held_key.value)!r}, which is no number of anything"
+            )
         elif self.numbers.setdefault(knob.field, number) != number:
-            self.said.append(f"{one.key} is {number}, and another key says {self.numbers[knob.field]}")
+            self.said.append(f"{held_key.key} is {number}, and another key says {self.numbers[knob.field]}")
 
-    def _narrow(self, knob: Knob, one: Found) -> None:
+    def _narrow(self, knob: Knob, held_key: Found) -> None:
         """Each key rules words out, and speaks for those that it spells; what all of them leave is meant."""
-        spelt = words.spelt(knob, one.value)
-        if not spelt and (rough := next((w for v, w in knob.rough.items() if words.alike(v, one.value)), "")):
+        spelt = words.spelt(knob, held_key.value)
+        if not spelt and (
+            rough := next((w for v, w in knob.rough.items() if words.alike(v, held_key.value)), "")
+        ):
             spelt = [rough]
-            text = f"{one.key} is {words.text(one.value)}, which is read as {rough}: {knob.rough_why}"
-            self.warnings.append(ConfigWarning(text=text, key=one.key, value=one.value, field=one.field))
+            text = (
+                f"{held_key.key} is {words.text(held_key.value)}, which is read as {rough}: {knob.rough_why}"
+            )
+            self.warnings.append(
+                ConfigWarning(text=text, key=held_key.key, value=held_key.value, field=held_key.field)
+            )
         if not spelt:
             self.said.append(
-                f"{one.key} is {words.text(one.value)!r}, which is not one of the words known here"
+                f"{held_key.key} is {words.text(held_key.value)!r}, which is not one of the words known here"
             )
             return
         possible = {*spelt, *words.silent(knob)}
@@ -264,8 +283,8 @@ class Heard:
         left = {word: votes + (word in spelt) for word, votes in before.items() if word in possible}
         if any(left.values()):
             self.votes[knob.field] = left
-        elif not any(words.alike(one.value, soft) for soft in knob.soft):
-            self.said.append(f"{one.key} is {words.text(one.value)}, which contradicts another key")
+        elif not any(words.alike(held_key.value, soft) for soft in knob.soft):
+            self.said.append(f"{held_key.key} is {words.text(held_key.value)}, which contradicts another key")
 
     def likely(self) -> dict[str, str]:
         """The word that most keys spell; among equals the first of ours."""
@@ -279,9 +298,9 @@ class Heard:
 def _strategy(facts: Mapping[str, int | str]) -> dict[str, str]:
     """The strategy that the degrees of data parallelism make."""
     degrees = [facts.get("dp_replicate"), facts.get("dp_shard")]
-    if not all(isinstance(one, int) for one in degrees):
+    if not all(isinstance(degree, int) for degree in degrees):
         return {}
-    replicated, sharded = (one != 1 for one in degrees)
+    replicated, sharded = (degree != 1 for degree in degrees)
     if sharded:
         return {"strategy": (Strategy.HSDP if replicated else Strategy.FSDP).value}
     return {"strategy": (Strategy.DDP if replicated else Strategy.SINGLE).value}
@@ -305,19 +324,19 @@ def solved(numbers: dict[str, int], implied: Mapping[str, str], said: list[str])
             known.update(
                 {field: known["round_batch"] for field, what in implied.items() if what == "round_batch"}
             )
-    for product, one, other in PRODUCTS:
-        if {product, one, other} <= known.keys() and known[one] * known[other] != known[product]:
+    for product, factor, other in PRODUCTS:
+        if {product, factor, other} <= known.keys() and known[factor] * known[other] != known[product]:
             said.append(
-                f"{_plain(one)} {known[one]} x {_plain(other)} {known[other]} "
+                f"{_plain(factor)} {known[factor]} x {_plain(other)} {known[other]} "
                 f"does not make {_plain(product)} {known[product]}"
             )
     return {field: value for field, value in known.items() if field not in {"model", "split"}}
 
 
-def _one_product(known: dict[str, int], product: str, one: str, other: str) -> None:
-    if one in known and other in known:
-        known.setdefault(product, known[one] * known[other])
-    for factor, rest in ((one, other), (other, one)):
+def _one_product(known: dict[str, int], product: str, first: str, other: str) -> None:
+    if first in known and other in known:
+        known.setdefault(product, known[first] * known[other])
+    for factor, rest in ((first, other), (other, first)):
         if product in known and factor in known and rest not in known and known[product] % known[factor] == 0:
             known[rest] = known[product] // known[factor]
 

@@ -43,7 +43,7 @@ def read(text: str, origin: str) -> Page:
 def typed(text: str) -> Any:
     """A word as the number or boolean that it looks like, or as text.
 
-    >>> [typed(one) for one in ("4", "1e-4", "True", "007", "a")]
+    >>> [typed(word) for word in ("4", "1e-4", "True", "007", "a")]
     [4, 0.0001, True, '007', 'a']
     """
     if _INT.fullmatch(text):
@@ -285,7 +285,7 @@ def means(node: Node, wanted: Any) -> bool:
     A text is only itself, because 1.1 is another version than 1.10; nor is 8.0 a whole number to a program
     that reads the word.
 
-    >>> [means(word_node(0, 3, one), 8) for one in ("8", "8.0")], means(word_node(0, 3, "1.1"), "1.10")
+    >>> [means(word_node(0, 3, word), 8) for word in ("8", "8.0")], means(word_node(0, 3, "1.1"), "1.10")
     ([True, False], False)
     """
     word = node.extra if isinstance(node.extra, str) else word_of(node.value)

@@ -91,7 +91,7 @@ def find_job(target: Target, opened: Opened | None) -> tuple[str | None, str]:
     subject = target.subject
     if subject.name or opened is None:
         return subject.name or None, ""
-    entries = {one.path: one for one in opened.document.entries()}
+    entries = {entry.path: entry for entry in opened.document.entries()}
     bases = dict.fromkeys(base.resolve() for base in (Path(), opened.file.parent))
     sought: list[str] = []
     for key in subject.folders():
@@ -115,7 +115,7 @@ def find_job(target: Target, opened: Opened | None) -> tuple[str | None, str]:
 
 def options_in(subject: Subject, root: tuple[str | int, ...], entries: Sequence[Entry]) -> dict[str, Any]:
     """Options of the job, from the keys that hold them, or from the framework's defaults."""
-    values = {one.path: one for one in entries}
+    values = {entry.path: entry for entry in entries}
     found: dict[str, Any] = {}
     for option, key in subject.options.items():
         if not counts(subject.when.get(option, {}), root, values):
@@ -145,7 +145,7 @@ def display(  # noqa: PLR0913 - what to show, and for whom
     opened = layout.main
     entries = opened.document.entries() if opened else []
     reading = read(opened.site, entries, gpus=gpus) if opened else Reading(target=target.name)
-    assumed = {one: word for one, word in target.subject.assumes.items() if one not in reading.facts}
+    assumed = {name: word for name, word in target.subject.assumes.items() if name not in reading.facts}
     reading = reading.replace(facts=reading.facts | assumed)
     setting = as_setting(reading, gpus=gpus or 1)
     root = opened.site.root if opened else ()
@@ -155,8 +155,8 @@ def display(  # noqa: PLR0913 - what to show, and for whom
         options.setdefault("seq", seq)
     said = [*reading.said, *_unknown(reading, target, gpus), *_spread(reading, setting, gpus)]
     said += [
-        f"{one} {word} is assumed: no key says it, and the model of this layout does it."
-        for one, word in assumed.items()
+        f"{name} {word} is assumed: no key says it, and the model of this layout does it."
+        for name, word in assumed.items()
     ]
     if no_device:
         said.append("This machine has no GPU: name one with --on for memory and time.")
@@ -164,13 +164,18 @@ def display(  # noqa: PLR0913 - what to show, and for whom
         said.append("Which job this trains is not in the file: name it with --job for memory and time.")
     if sought:
         said.append(f"The model was not found: {sought}. Name it with --job hf:FOLDER for memory and time.")
-    said += [one.text for one in reading.warnings]
+    said += [warning.text for warning in reading.warnings]
     file = str(opened.file) if opened else layout.stages[0][0].file
     plain = [
-        Shown(name=one.name, file=one.file, options=options | one.options, setting=_of_stage(setting, one))
-        for one, _ in layout.stages
+        Shown(
+            name=stage.name,
+            file=stage.file,
+            options=options | stage.options,
+            setting=_of_stage(setting, stage),
+        )
+        for stage, _ in layout.stages
     ] or [Shown(name=Path(file).stem, file=file, options=options, setting=setting)]
-    shown = [_shown(one, seer, said) for one in plain]
+    shown = [_shown(stage, seer, said) for stage in plain]
     return Display(
         file=file,
         target=target.name,
@@ -182,7 +187,7 @@ def display(  # noqa: PLR0913 - what to show, and for whom
         seq=seq,
         stages=tuple(shown),
         said=tuple(dict.fromkeys(said)),
-        warnings=tuple(one.replace(file=file) for one in reading.warnings),
+        warnings=tuple(warning.replace(file=file) for warning in reading.warnings),
     )
 
 

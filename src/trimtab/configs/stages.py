@@ -57,11 +57,11 @@ def stage_in(document: Document, stage: Stage, *, file: str, stem: str) -> Stage
     if not found:
         return None
     root = found[0]
-    values = {one.path: one for one in entries}
+    values = {entry.path: entry for entry in entries}
     options = {
-        option: one.value
+        option: entry.value
         for option, key in stage.options.items()
-        if (one := values.get(root + parts(key))) is not None and not one.computed
+        if (entry := values.get(root + parts(key))) is not None and not entry.computed
     }
     named = values.get((*root, "name"))
     return StageConfig(
@@ -90,16 +90,16 @@ def planned(
     found: dict[str, Plan] = {}
     said: list[str] = []
     chosen = []
-    for one in stages:
-        key = repr(sorted(one.options.items()))
+    for stage in stages:
+        key = repr(sorted(stage.options.items()))
         if key not in found:
-            found[key] = _best(one, plan, replan, said)
-        setting, _ = exactly(found[key].choice, f"plan for stage {one.name}")
+            found[key] = _best(stage, plan, replan, said)
+        setting, _ = exactly(found[key].choice, f"plan for stage {stage.name}")
         chosen.append(
             StagePlan(
-                name=one.name,
-                file=one.file,
-                options=one.options,
+                name=stage.name,
+                file=stage.file,
+                options=stage.options,
                 setting=setting,
                 estimate=found[key].estimate,
             )
@@ -125,20 +125,20 @@ def _best(stage: StageConfig, plan: Plan, replan: Callable[[dict[str, Any]], Pla
 
 def pins_of(setting: Setting) -> dict[str, Any]:
     """What a stage's plan takes over from the plan of the training."""
-    return {"gpus": setting.gpus, **{one: getattr(setting, one) for one in SAME}}
+    return {"gpus": setting.gpus, **{name: getattr(setting, name) for name in SAME}}
 
 
 def safest(plan: Plan, stages: Sequence[StagePlan]) -> Setting:
     """The cut that is safe for every stage: the smallest micro-batch of all."""
     choice = exactly(plan.choice, f"plan for {plan.job}")[0]
-    return min((choice, *(one.setting for one in stages)), key=lambda one: one.micro_batch)
+    return min((choice, *(stage.setting for stage in stages)), key=lambda setting: setting.micro_batch)
 
 
 def stage_edits(
     stage: Stage, config: StageConfig, chosen: StagePlan, document: Document, *, main: Setting | None
 ) -> list[Edit]:
     """What changes in a stage's file; a stage that runs as the main config says needs no keys of its own."""
-    values = {one.path: one for one in document.entries()}
+    values = {entry.path: entry for entry in document.entries()}
     wanted = {
         stage.micro_batch: ("micro_batch", chosen.setting.micro_batch),
         stage.accumulation: ("accumulation", chosen.setting.accumulation),

@@ -48,13 +48,13 @@ tensor, context: ways that other axes split the model, which no plan does
 seq: tokens of one sample, where the plan's job has such a length
 """
 WORDS: dict[str, tuple[str, ...]] = {
-    "precision": tuple(one.value for one in Precision),
-    "recompute": tuple(one.value for one in Recompute),
+    "precision": tuple(member.value for member in Precision),
+    "recompute": tuple(member.value for member in Recompute),
     "compile": ("false", "true"),
     "sync_batchnorm": ("false", "true"),
-    "strategy": tuple(one.value for one in Strategy),
-    "optimizer": tuple(one.value for one in OptimizerImplementation),
-    "allocator": tuple(one.value for one in Allocator),
+    "strategy": tuple(member.value for member in Strategy),
+    "optimizer": tuple(member.value for member in OptimizerImplementation),
+    "allocator": tuple(member.value for member in Allocator),
 }
 """Fields that are words, with ours."""
 FIELDS = (*COUNTS, *WORDS)
@@ -123,10 +123,14 @@ class Knob(Noun, frozen=True, kw_only=True):
             used = {*self.words, *self.near, *self.near.values(), *self.lacks}
             used |= {*self.reads.values(), *self.rough.values()}
             wrong += [
-                f"{one!r} is no {self.field}; there are {', '.join(ours)}" for one in used if one not in ours
+                f"{word!r} is no {self.field}; there are {', '.join(ours)}"
+                for word in used
+                if word not in ours
             ]
         wrong += [
-            f"{one!r} is none of {', '.join(IMPLIED)}" for one in self.implied.values() if one not in IMPLIED
+            f"{word!r} is none of {', '.join(IMPLIED)}"
+            for word in self.implied.values()
+            if word not in IMPLIED
         ]
         if self.pattern:
             wrong += _bad_pattern(self.pattern)
@@ -247,12 +251,12 @@ class Target(Noun, frozen=True, kw_only=True):
         if not self.knobs:
             wrong.append(f"{self.name} has no knobs")
         return wrong + [
-            f"{self.name} lacks {one!r}, which is no field" for one in self.lacks if one not in FIELDS
+            f"{self.name} lacks {name!r}, which is no field" for name in self.lacks if name not in FIELDS
         ]
 
     def fields(self) -> set[str]:
         """The fields that its keys hold."""
-        return {one.field for one in self.knobs}
+        return {knob.field for knob in self.knobs}
 
 
 @cache
@@ -264,15 +268,15 @@ def built_in() -> tuple[Target, ...]:
 
 def named(name: str, known: Sequence[Target]) -> Target:
     """The target of that name."""
-    for one in known:
-        if one.name == name:
-            return one
-    close = nearest(name, [one.name for one in known])
+    for target in known:
+        if target.name == name:
+            return target
+    close = nearest(name, [target.name for target in known])
     meant = f"; the nearest is {close[0]}" if close else ""
     raise UnknownName(
         f"--target {name}",
         found=f"there is no such target{meant}",
-        cure=f"Use one of {', '.join(one.name for one in known)}, or teach it in a trimtab.toml.",
+        cure=f"Use one of {', '.join(target.name for target in known)}, or teach it in a trimtab.toml.",
     )
 
 
@@ -296,9 +300,9 @@ def counts(when: Mapping[str, Sequence[Any]], root: Path, values: Mapping[Path, 
 def _has(path: Path, among: Sequence[Any], values: Mapping[Path, Entry]) -> bool:
     entry = values.get(path)
     held = "null" if entry is None or entry.value is None else entry.value
-    if entry is None and any(len(one) > len(path) and one[: len(path)] == path for one in values):
+    if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
         held = "table"
-    return any(str(held).lower() == str(one).lower() for one in among)
+    return any(str(held).lower() == str(value).lower() for value in among)
 
 
 class Index:
@@ -306,8 +310,8 @@ class Index:
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.paths: set[Path] = set()
-        for one in entries:
-            path = one.path
+        for entry in entries:
+            path = entry.path
             # A key that holds a table has no entry of its own.
             while path and path not in self.paths:
                 self.paths.add(path)
@@ -344,12 +348,12 @@ def sites(document: Document, known: Sequence[Target], below: Path = ()) -> list
         for root in roots(target.marks, index, below)
         if not any(root + parts(key) in index.paths for key in target.never)
     ]
-    return [one for one in found if not any(_beats(other, one) for other in found)]
+    return [place for place in found if not any(_beats(other, place) for other in found)]
 
 
-def _beats(one: Site, other: Site) -> bool:
+def _beats(site: Site, other: Site) -> bool:
     """Whether the other is part of what this one is."""
-    return other.target.name in one.target.beats and other.root[: len(one.root)] == one.root
+    return other.target.name in site.target.beats and other.root[: len(site.root)] == site.root
 
 
 def site(
@@ -367,19 +371,19 @@ def site(
         raise WrongUse(
             given,
             found="none of its keys tell which framework reads it",
-            cure=f"Say which: --target with one of {', '.join(one.name for one in known)}; "
+            cure=f"Say which: --target with one of {', '.join(target.name for target in known)}; "
             "or describe its keys in a trimtab.toml (see `trimtab explain target`).",
         )
-    names = list(dict.fromkeys(one.target.name for one in found))
+    names = list(dict.fromkeys(place.target.name for place in found))
     if len(names) == 1:
-        listed = ", ".join(f"{origin}:{dotted(one.root)}" if one.root else origin for one in found)
+        listed = ", ".join(f"{origin}:{dotted(place.root)}" if place.root else origin for place in found)
         raise WrongUse(
             given, found=f"it holds {len(found)} configs of {names[0]}", cure=f"Name one of {listed}."
         )
     raise WrongUse(
         given,
         found=f"it could be a config of {' or of '.join(names)}",
-        cure=f"Say which: {' or '.join(f'--target {one}' for one in names)}.",
+        cure=f"Say which: {' or '.join(f'--target {name}' for name in names)}.",
     )
 
 

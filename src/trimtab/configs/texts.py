@@ -357,10 +357,10 @@ def relisted(page: Page, node: Node, value: Any, style: ListStyle) -> list[Splic
     """
     children = list((node.items or {}).values())
     changed = [
-        one
+        splice
         for child, new in zip(children, value, strict=False)
         if child.computed or not same(_whole(child), new)
-        for one in style.each(child, new)
+        for splice in style.each(child, new)
     ]
     if len(children) == len(value):
         return changed
@@ -375,7 +375,7 @@ def relisted(page: Page, node: Node, value: Any, style: ListStyle) -> list[Splic
     if not saves or any(gap.strip() not in ("", ",") for gap in bare.values()):
         return None
     if len(value) > len(children):
-        return changed + _longer(page, node, [style.write(one) for one in value[len(children) :]], style)
+        return changed + _longer(page, node, [style.write(item) for item in value[len(children) :]], style)
     commas = [start + gap.index(",") for start, gap in bare.items() if "," in gap]
     after = children[len(value) - 1].end if value else node.start
     gone = [comma for comma in commas if comma >= after][style.lone_comma and len(value) == 1 :]
@@ -387,7 +387,7 @@ def rewritten(page: Page, node: Node, text: str, comment: str) -> Splice:
     """A list in brackets replaced as a whole; the comments in it stay behind the new text."""
     pattern = re.compile(comment)
     at, found = node.start, []
-    leaves = sorted((one.start, one.end) for _, one in walked(node) if one.items is None)
+    leaves = sorted((leaf.start, leaf.end) for _, leaf in walked(node) if leaf.items is None)
     for start, end in [*leaves, (node.end, node.end)] if node.items else []:
         found += [match[0] for match in pattern.finditer(page.text, at, max(at, start))]
         at = end
@@ -418,18 +418,18 @@ def spliced(text: str, splices: list[Splice]) -> str:
     """The text with these parts replaced; what is put in at one place keeps its order."""
     pieces, at = [], 0
     done: Splice | None = None
-    for one in sorted(splices, key=lambda splice: (splice.start, splice.order, splice.end)):
-        if one == done and one.start < one.end:
+    for splice in sorted(splices, key=lambda splice: (splice.start, splice.order, splice.end)):
+        if splice == done and splice.start < splice.end:
             continue  # two names of one value, both with the same new one
-        done = one
-        if one.start < at:
+        done = splice
+        if splice.start < at:
             raise TrimtabError(
                 "an edit of two values at once",
                 found="their places overlap",
                 cure="Nothing was written. Change one of them at a time.",
             )
-        pieces += [text[at : one.start], one.text]
-        at = one.end
+        pieces += [text[at : splice.start], splice.text]
+        at = splice.end
     return "".join([*pieces, text[at:]])
 
 
@@ -465,7 +465,7 @@ def _unmoved(was: Node | None, now: Node | None, splices: list[Splice]) -> bool:
     if (
         was.computed
         and now.computed
-        and any(was.start <= one.start and one.end <= was.end for one in splices)
+        and any(was.start <= splice.start and splice.end <= was.end for splice in splices)
     ):
         return True
     return was.computed == now.computed and same(plain(was), plain(now))
@@ -600,11 +600,11 @@ def _kept_beside(page: Page, path: KeyPath, node: Node, *, allowed: bool) -> lis
 
 
 def _refuse_missing(page: Page, path: KeyPath) -> NoReturn:
-    known = {dotted(one): node for one, node in walked(page.root) if shows(node) or node.items}
+    known = {dotted(key_path): node for key_path, node in walked(page.root) if shows(node) or node.items}
     known.pop(dotted(()), None)
     wanted = dotted(path)
-    close = nearest(wanted, known) or nearest(str(path[-1]), {one.rpartition(".")[2] for one in known})
-    lines = [f"{one} (line {page.place(known[one].start)[0]})" if one in known else one for one in close]
+    close = nearest(wanted, known) or nearest(str(path[-1]), {name.rpartition(".")[2] for name in known})
+    lines = [f"{name} (line {page.place(known[name].start)[0]})" if name in known else name for name in close]
     raise UnknownName(
         f"{page.origin}: {wanted}",
         found="there is no such key" + (f"; the nearest are {', '.join(lines[:3])}" if lines else ""),

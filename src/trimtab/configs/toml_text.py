@@ -246,7 +246,7 @@ def written(value: Any, like: str = "") -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, dict):
-        inner = ", ".join(f"{_key(key)} = {written(one)}" for key, one in value.items())
+        inner = ", ".join(f"{_key(key)} = {written(item)}" for key, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(written, value)) + "]"

@@ -24,15 +24,15 @@ def text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(value: Any, other: Any) -> bool:
     """Whether two values of a config say the same, however they are written.
 
     >>> alike("False", False), alike("16", 16), alike("no", "no"), alike(1, True), alike(None, False)
     (True, True, True, False, False)
     """
-    if isinstance(one, bool) or isinstance(other, bool):
-        return _truth(one) is not None and _truth(one) == _truth(other)
-    return text(one).strip().lower() == text(other).strip().lower()
+    if isinstance(value, bool) or isinstance(other, bool):
+        return _truth(value) is not None and _truth(value) == _truth(other)
+    return text(value).strip().lower() == text(other).strip().lower()
 
 
 def _truth(value: Any) -> bool | None:
@@ -43,7 +43,7 @@ def _truth(value: Any) -> bool | None:
 
 def is_auto(knob: Knob, value: Any) -> bool:
     """Whether the framework decides by itself."""
-    return any(type(value) is type(one) and alike(value, one) for one in knob.auto)
+    return any(type(value) is type(word) and alike(value, word) for word in knob.auto)
 
 
 def number(knob: Knob, value: Any) -> int | None:
@@ -62,7 +62,7 @@ def _in_text(knob: Knob, value: str) -> int | None:
         found = re.fullmatch(knob.pattern, value)
         return int(found["n"]) if found else None
     if knob.listed and "," in value:
-        return len([one for one in value.split(",") if one.strip()])
+        return len([part for part in value.split(",") if part.strip()])
     return int(value) if re.fullmatch(r"[+-]?\d[\d_]*", value) else None
 
 

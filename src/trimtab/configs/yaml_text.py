@@ -288,7 +288,7 @@ def _meant(text: str, tag: str, *, plain: bool) -> Any:
 def inline(value: Any, like: str = "") -> str:
     """A value on one line, in the manner of the text that stood there."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{inline(key)}: {inline(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{inline(key)}: {inline(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(inline, value)) + "]"
     if isinstance(value, str):
@@ -410,14 +410,14 @@ def _anchor_moved(page: Page, node: Node, moving: set[int]) -> list[Splice]:
 
 def _anchors_saved(page: Page, dropped: list[Node], moving: set[int]) -> list[Splice]:
     """The same for everything in values that go altogether."""
-    inside = [one for child in dropped for _, one in texts.walked(child)]
-    gone = moving | {id(one) for one in inside}
-    own = [one for one in inside if one.style != "alias" and not one.shared]
-    return [splice for one in own for splice in _taken_over(page, one, gone)]
+    inside = [inner for child in dropped for _, inner in texts.walked(child)]
+    gone = moving | {id(inner) for inner in inside}
+    own = [inner for inner in inside if inner.style != "alias" and not inner.shared]
+    return [splice for inner in own for splice in _taken_over(page, inner, gone)]
 
 
 def _taken_over(page: Page, node: Node, moving: set[int]) -> list[Splice]:
-    readers = [one for one in node.extra.readers if id(one) not in moving]
+    readers = [reader for reader in node.extra.readers if id(reader) not in moving]
     if not readers:
         return []
     old = page.text[node.start : node.end] or "null"
@@ -427,7 +427,7 @@ def _taken_over(page: Page, node: Node, moving: set[int]) -> list[Splice]:
             found=f"{len(readers)} other places read this value through *{node.extra.anchor}",
             cure="Write the value out there, or change all of them.",
         )
-    first = min(readers, key=lambda one: one.start)
+    first = min(readers, key=lambda reader: reader.start)
     return [Splice(first.start, first.end, f"&{node.extra.anchor} {old}")]
 
 
@@ -497,10 +497,10 @@ def _list_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[i
     if node.style == "flow":
         return _flow_replaced(fmt, page, node, value, moving)
     changed = [
-        one
+        splice
         for child, new in zip(children, value, strict=False)
         if child.computed or not texts.same(texts.plain(child), new)
-        for one in fmt.replaced(page, child, new, moving)
+        for splice in fmt.replaced(page, child, new, moving)
     ]
     if len(children) == len(value):
         return changed
@@ -510,7 +510,7 @@ def _list_replaced(fmt: _Yaml, page: Page, node: Node, value: Any, moving: set[i
     if len(value) > len(children):
         dash = " " * (page.place(node.start)[1] - 1) + "- "
         at = page.next_line(_content_end(page, children[-1]))
-        return [*changed, page.whole_lines(at, [dash + inline(one) for one in value[len(children) :]])]
+        return [*changed, page.whole_lines(at, [dash + inline(item) for item in value[len(children) :]])]
     dashes = _dashes(page, node)
     return changed + [
         _removed(page, dash, _content_end(page, child))

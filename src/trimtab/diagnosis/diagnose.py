@@ -155,15 +155,17 @@ class Reader:
         lines = []
         for line in data.split(b"\n"):
             try:
-                one = Incident.from_builtins(msgspec.json.decode(line))
+                incident = Incident.from_builtins(msgspec.json.decode(line))
             except (msgspec.DecodeError, msgspec.ValidationError, ValueError):
                 lines.append("")  # so that the others keep their numbers
                 continue
-            step = one.step if one.step is not None else 0
-            lines.append(f"trimtab: {' '.join(plain(one.replace(step=step).text).split())}")
+            step = incident.step if incident.step is not None else 0
+            lines.append(f"trimtab: {' '.join(plain(incident.replace(step=step).text).split())}")
         text = "\n".join(lines).encode()
         found = Scanner(name).read(io.BytesIO(text).read, lambda _: None)
-        self.sightings += [replace(one, text=one.text.removeprefix("trimtab: ")) for one in found]
+        self.sightings += [
+            replace(sighting, text=sighting.text.removeprefix("trimtab: ")) for sighting in found
+        ]
         self.read.append(name)
 
     def runs(self, folders: Iterable[Path], world: World | None) -> list[Sighting]:
@@ -203,12 +205,14 @@ def diagnose(
     """Everything that the named logs, folders and records say together; `world` in place of this machine."""
     found, notes = reading.sources(names)
     reader = Reader(say)
-    folders = dict.fromkeys(one.path.parent for one in found if one.path is not None)
-    runs = [one for one in folders if _is_run(one)]
+    folders = dict.fromkeys(source.path.parent for source in found if source.path is not None)
+    runs = [folder for folder in folders if _is_run(folder)]
     # A log that lies in the folder of a run is of that run, and its events say the rest.
-    named = {one.path for one in found}
-    events = [one / EVENTS for one in runs if (one / EVENTS).is_file() and one / EVENTS not in named]
-    beside = [reading.Source(name=str(one), path=one, named=False) for one in events]
+    named = {source.path for source in found}
+    events = [
+        folder / EVENTS for folder in runs if (folder / EVENTS).is_file() and folder / EVENTS not in named
+    ]
+    beside = [reading.Source(name=str(file), path=file, named=False) for file in events]
     for source in (*found, *beside):
         try:
             reader.take(source)

@@ -70,7 +70,7 @@ class Diagnosis(Noun, frozen=True, kw_only=True):
     @property
     def exit_code(self) -> int:
         """0: no error; 4: one of the job; 5: of what it runs on; 2: nothing could be read."""
-        first = next((one for one in self.findings if one.severity is Severity.ERROR), None)
+        first = next((finding for finding in self.findings if finding.severity is Severity.ERROR), None)
         if not self.read and self.notes:
             return WrongUse.exit_code
         return 0 if first is None else 5 if first.realm == ENVIRONMENT else 4
@@ -95,7 +95,7 @@ class Group:
     @property
     def ranks(self) -> tuple[int, ...]:
         """In the order in which they said so."""
-        return tuple(dict.fromkeys(one.rank for one in self.sightings if one.rank is not None))
+        return tuple(dict.fromkeys(sighting.rank for sighting in self.sightings if sighting.rank is not None))
 
 
 def judged(
@@ -103,58 +103,69 @@ def judged(
 ) -> tuple[Diagnosed, ...]:
     """The findings. `known` are facts from elsewhere (a run folder's plan), which win over the logs'."""
     facts = _facts(sightings) | dict(known or {})
-    told = _uncaught(_without_repeats([one for one in sightings if not one.is_fact]))
+    told = _uncaught(_without_repeats([sighting for sighting in sightings if not sighting.is_fact]))
     told += _computed(sightings)
     groups = [
         refined
-        for name in dict.fromkeys(one.of for one in told)
-        if (refined := _refined(name, _in_order([one for one in told if one.of == name]), facts, fixed_bytes))
+        for name in dict.fromkeys(sighting.of for sighting in told)
+        if (
+            refined := _refined(
+                name, _in_order([sighting for sighting in told if sighting.of == name]), facts, fixed_bytes
+            )
+        )
     ]
     groups.sort(key=lambda group: _moment(group.first, _one_file(told)))
     return _ranked(groups, facts)
 
 
 def _one_file(told: Iterable[Sighting]) -> bool:
-    return len({one.file for one in told}) <= 1
+    return len({sighting.file for sighting in told}) <= 1
 
 
-def _moment(one: Sighting, one_file: bool) -> tuple[float, str, int]:
+def _moment(sighting: Sighting, one_file: bool) -> tuple[float, str, int]:
     """When something was said: by lines within a file, by clocks between files."""
-    clock = 0.0 if one_file else one.at if one.at is not None else float("inf")
-    return (clock, one.file, one.line)
+    clock = 0.0 if one_file else sighting.at if sighting.at is not None else float("inf")
+    return (clock, sighting.file, sighting.line)
 
 
 def _in_order(told: list[Sighting]) -> tuple[Sighting, ...]:
     alone = _one_file(told)
-    return tuple(sorted(told, key=lambda one: _moment(one, alone)))
+    return tuple(sorted(told, key=lambda sighting: _moment(sighting, alone)))
 
 
 def _facts(sightings: Iterable[Sighting]) -> dict[str, int]:
     """What logs say of the run; the last word counts, since launchers repeat defaults first."""
     return {
-        one.of: int(one.captured["value"])
-        for one in sightings
-        if one.is_fact and one.captured.get("value", "").isdecimal() and len(one.captured["value"]) < 9  # noqa: PLR2004
+        sighting.of: int(sighting.captured["value"])
+        for sighting in sightings
+        if sighting.is_fact
+        and sighting.captured.get("value", "").isdecimal()
+        and len(sighting.captured["value"]) < 9  # noqa: PLR2004
     }
 
 
 def _without_repeats(told: list[Sighting]) -> list[Sighting]:
     """Without the exceptions whose message is one of a kind that is known."""
     named: dict[str, list[Sighting]] = {}
-    for one in told:
-        if one.of != PYTHON_ERROR:
-            named.setdefault(one.file, []).append(one)
+    for sighting in told:
+        if sighting.of != PYTHON_ERROR:
+            named.setdefault(sighting.file, []).append(sighting)
     return [
-        one
-        for one in told
-        if one.of != PYTHON_ERROR or not any(_is_message(other, one) for other in named.get(one.file, ()))
+        sighting
+        for sighting in told
+        if sighting.of != PYTHON_ERROR
+        or not any(_is_message(other, sighting) for other in named.get(sighting.file, ()))
     ]
 
 
 def _uncaught(told: list[Sighting]) -> list[Sighting]:
     """Without the exceptions after which the run went on, unless a launcher saw a process fail."""
-    failed = {one.file for one in told if one.of in SAID_BY_LAUNCHERS}
-    return [one for one in told if one.file in failed or one.captured.get("signs_of_life", "0") == "0"]
+    failed = {sighting.file for sighting in told if sighting.of in SAID_BY_LAUNCHERS}
+    return [
+        sighting
+        for sighting in told
+        if sighting.file in failed or sighting.captured.get("signs_of_life", "0") == "0"
+    ]
 
 
 def _is_message(told: Sighting, error: Sighting) -> bool:
@@ -171,7 +182,7 @@ def _is_message(told: Sighting, error: Sighting) -> bool:
 def _computed(sightings: Sequence[Sighting]) -> list[Sighting]:
     """Kinds that no single line tells."""
     found = []
-    timeouts = [one for one in sightings if one.of == "nccl-timeout"]
+    timeouts = [sighting for sighting in sightings if sighting.of == "nccl-timeout"]
     if pair := sums.different_calls(timeouts):
         first, second = pair
         words = {
@@ -179,13 +190,13 @@ def _computed(sightings: Sequence[Sighting]) -> list[Sighting]:
             "second": f"rank {second.rank} in {sums.call(second)}",
         }
         found.append(replace(second, of="mismatched-collectives", captured=words))
-    rates = [one for one in sightings if one.of == "mfu"]
-    usual = sums.usual([float(one.captured["value"]) for one in rates])
+    rates = [sighting for sighting in sightings if sighting.of == "mfu"]
+    usual = sums.usual([float(rate.captured["value"]) for rate in rates])
     if usual is not None and usual < sums.LOW_MFU:
         found.append(replace(rates[-1], of="low-mfu", captured={"mfu": f"{usual:.1f}"}, is_fact=False))
-    waits = [one for one in sightings if one.of == "data_wait"]
+    waits = [sighting for sighting in sightings if sighting.of == "data_wait"]
     shares = [
-        float(one.captured["value"]) / step for one in waits if (step := float(one.captured["step"])) > 0
+        float(wait.captured["value"]) / step for wait in waits if (step := float(wait.captured["step"])) > 0
     ]
     share = sums.usual(shares)
     if share is not None and share > sums.LONG_WAIT:
@@ -213,7 +224,10 @@ def _refined(
 
 def _memory(told: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: int) -> Group:
     # The first message with numbers: libraries repeat it without.
-    best = next((one for one in told if "Tried" in one.text or "tried_bytes" in one.captured), told[0])
+    best = next(
+        (sighting for sighting in told if "Tried" in sighting.text or "tried_bytes" in sighting.captured),
+        told[0],
+    )
     short = sums.shortage(best.text, best.captured)
     name = "out-of-memory"
     if sums.is_evaluating(best.frames):
@@ -226,25 +240,29 @@ def _memory(told: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: i
     captured |= {"idle": format_bytes(short.idle or 0), "others": format_bytes(short.others)}
     advice = sums.out_of_memory_advice(short, facts, fixed_bytes) if name == "out-of-memory" else ""
     missing = f"It was short of {format_bytes(short.short)}: {short.words}." if short.short else ""
-    ordered = (best, *(one for one in told if one is not best)) if best is not told[0] else told
+    ordered = (
+        (best, *(sighting for sighting in told if sighting is not best)) if best is not told[0] else told
+    )
     return Group(kind=kinds()[name], sightings=ordered, captured=captured, cure=advice, cause=missing)
 
 
 def _ranked(groups: list[Group], facts: Mapping[str, int]) -> tuple[Diagnosed, ...]:
     """Causes in order, each with its consequences; then warnings; then what is only worth knowing."""
-    causes = [one for one in groups if one.kind.severity is Severity.ERROR and not _explained(one, groups)]
-    roots = [one for one in causes if not one.kind.follows] or causes[:1]
-    rest = [one for one in groups if one not in roots]
+    causes = [
+        group for group in groups if group.kind.severity is Severity.ERROR and not _explained(group, groups)
+    ]
+    roots = [cause for cause in causes if not cause.kind.follows] or causes[:1]
+    rest = [group for group in groups if group not in roots]
     below_of: dict[str, list[Group]] = {}
-    for one in rest:
-        if roots and (one.kind.severity is Severity.ERROR or one.kind.follows):
-            cause = next((root for root in roots if _names(one.kind.after, root.kind.name)), roots[0])
-            below_of.setdefault(cause.kind.name, []).append(one)
-    followers = {one.kind.name for found in below_of.values() for one in found}
-    alone = [one for one in rest if one.kind.name not in followers]
-    kept = [*roots, *(one for one in alone if one.kind.severity is not Severity.ERROR)]
-    kept.sort(key=lambda one: _order(one.kind))
-    return tuple(_finding(one, below_of.get(one.kind.name, []), facts) for one in kept)
+    for group in rest:
+        if roots and (group.kind.severity is Severity.ERROR or group.kind.follows):
+            cause = next((root for root in roots if _names(group.kind.after, root.kind.name)), roots[0])
+            below_of.setdefault(cause.kind.name, []).append(group)
+    followers = {group.kind.name for found in below_of.values() for group in found}
+    alone = [group for group in rest if group.kind.name not in followers]
+    kept = [*roots, *(group for group in alone if group.kind.severity is not Severity.ERROR)]
+    kept.sort(key=lambda group: _order(group.kind))
+    return tuple(_finding(group, below_of.get(group.kind.name, []), facts) for group in kept)
 
 
 def _names(after: Sequence[str], name: str) -> bool:
@@ -257,72 +275,72 @@ def _order(kind: Kind) -> tuple[bool, bool, int]:
     return (not is_error, kind.name not in STATES, SEVERITIES.index(kind.severity))
 
 
-def _explained(one: Group, groups: Sequence[Group]) -> bool:
+def _explained(group: Group, groups: Sequence[Group]) -> bool:
     """Whether another group is what this one comes from."""
     # Groups are in the order in which they were first seen.
-    earlier = groups[: groups.index(one)]
-    if "*" in one.kind.after:
+    earlier = groups[: groups.index(group)]
+    if "*" in group.kind.after:
         # An exception that nobody knows: whatever is known and came no later explains it.
         return any(
             other.kind.severity is Severity.ERROR
             and not other.kind.follows
-            and other.kind.name != one.kind.name
+            and other.kind.name != group.kind.name
             for other in earlier
         )
-    return any(other.kind.name in one.kind.after for other in groups) or any(
-        f"{BEFORE}{other.kind.name}" in one.kind.after for other in earlier
+    return any(other.kind.name in group.kind.after for other in groups) or any(
+        f"{BEFORE}{other.kind.name}" in group.kind.after for other in earlier
     )
 
 
-def _finding(one: Group, followers: Sequence[Group], facts: Mapping[str, int]) -> Diagnosed:
-    kind, first = one.kind, one.first
-    captured = one.captured
+def _finding(group: Group, followers: Sequence[Group], facts: Mapping[str, int]) -> Diagnosed:
+    kind, first = group.kind, group.first
+    captured = group.captured
     what = kind.told(kind.what, captured)
     named = bool(re.search(r"\brank\b", what, re.IGNORECASE))
-    if len(one.ranks) > 1 or (one.ranks and kind.severity is Severity.ERROR and not named):
-        what = f"{what.rstrip('.')} ({_ranks_words(one.ranks)})."
-    cause = " ".join(part for part in (one.cause, kind.told(kind.cause, captured)) if part)
-    silent = _silent(one, facts) if kind.follows else ""
-    cure = " ".join(part for part in (one.cure, silent, kind.told(kind.cure, captured)) if part)
+    if len(group.ranks) > 1 or (group.ranks and kind.severity is Severity.ERROR and not named):
+        what = f"{what.rstrip('.')} ({_ranks_words(group.ranks)})."
+    cause = " ".join(part for part in (group.cause, kind.told(kind.cause, captured)) if part)
+    silent = _silent(group, facts) if kind.follows else ""
+    cure = " ".join(part for part in (group.cure, silent, kind.told(kind.cure, captured)) if part)
     where = f"{first.file}:{first.line}: " if first.file else ""
     frame = f" (at {captured['frame']})" if captured.get("frame") else ""
     return Diagnosed(
         severity=kind.severity,
         what=what,
-        evidence=f"{where}{shown(first.text)}{frame}{_other_runs(one)}",
+        evidence=f"{where}{shown(first.text)}{frame}{_other_runs(group)}",
         cause=cause,
         cure=cure,
         kind=kind.name,
         realm=kind.realm,
         file=first.file or None,
         line=first.line,
-        ranks=one.ranks,
-        times=len(one.sightings),
+        ranks=group.ranks,
+        times=len(group.sightings),
         consequences=tuple(_consequence(other) for other in followers),
     )
 
 
-def _other_runs(one: Group) -> str:
+def _other_runs(group: Group) -> str:
     """The other runs that stand as the first does."""
-    others = [other.file for other in one.sightings[1:] if other.file != one.first.file]
-    if one.kind.name not in STATES or not others:
+    others = [other.file for other in group.sightings[1:] if other.file != group.first.file]
+    if group.kind.name not in STATES or not others:
         return ""
     more = f" and {len(others) - MOST_RANKS} more" if len(others) > MOST_RANKS else ""
     return f" (and {', '.join(others[:MOST_RANKS])}{more})"
 
 
-def _consequence(one: Group) -> str:
-    what = one.kind.told(one.kind.what, one.captured).rstrip(".")
-    ranks = f" ({_ranks_words(one.ranks)})" if one.ranks else ""
-    more = f", and {len(one.sightings) - 1} more" if len(one.sightings) > 1 else ""
-    return f"{what}{ranks}: {one.first.file}:{one.first.line}{more}"
+def _consequence(group: Group) -> str:
+    what = group.kind.told(group.kind.what, group.captured).rstrip(".")
+    ranks = f" ({_ranks_words(group.ranks)})" if group.ranks else ""
+    more = f", and {len(group.sightings) - 1} more" if len(group.sightings) > 1 else ""
+    return f"{what}{ranks}: {group.first.file}:{group.first.line}{more}"
 
 
-def _silent(one: Group, facts: Mapping[str, int]) -> str:
+def _silent(group: Group, facts: Mapping[str, int]) -> str:
     """The rank that did not report, where all the others did."""
     world = facts.get("world_size")
-    missing = set(range(world or 0)) - set(one.ranks)
-    if not world or not one.ranks or not missing or len(missing) > MOST_RANKS or len(missing) == world:
+    missing = set(range(world or 0)) - set(group.ranks)
+    if not world or not group.ranks or not missing or len(missing) > MOST_RANKS or len(missing) == world:
         return ""
     listed = ", ".join(map(str, sorted(missing)))
     return f"{'Rank' if len(missing) == 1 else 'Ranks'} {listed} of {world} did not report: begin there."
@@ -347,5 +365,5 @@ def _count(number: int) -> str:
 
 def counted(findings: Iterable[Finding]) -> dict[str, int]:
     """How many findings there are of each severity."""
-    found = Counter(one.severity for one in findings)
-    return {one.value: found[one] for one in SEVERITIES if found[one]}
+    found = Counter(finding.severity for finding in findings)
+    return {severity.value: found[severity] for severity in SEVERITIES if found[severity]}

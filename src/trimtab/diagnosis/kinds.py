@@ -127,8 +127,8 @@ def kinds() -> dict[str, Kind]:
 @cache
 def patterns() -> tuple[Pattern, ...]:
     """Every pattern of kinds and facts."""
-    rows = [(row.name, one, row.lines, False) for row in table().kind for one in row.patterns]
-    rows += [(row.name, one, 1, True) for row in table().fact for one in row.patterns]
+    rows = [(row.name, pattern, row.lines, False) for row in table().kind for pattern in row.patterns]
+    rows += [(row.name, pattern, 1, True) for row in table().fact for pattern in row.patterns]
     return tuple(Pattern(of, needle(text), text, lines, is_fact) for of, text, lines, is_fact in rows)
 
 

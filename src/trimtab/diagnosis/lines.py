@@ -97,7 +97,7 @@ def rank_of_path(path: str) -> int | None:
 
 
 def _number(match: re.Match[str]) -> int | None:
-    digits = next(one for one in match.groups() if one)
+    digits = next(group for group in match.groups() if group)
     return int(digits) if len(digits) < 8 else None  # noqa: PLR2004 - no world is that large
 
 
@@ -109,7 +109,7 @@ def time_of(text: str) -> float | None:
     """
     found = None
     for match in (*_ISO.finditer(text), *_GLOG.finditer(text)):
-        month, day, hour, minute, second = (int(one) for one in match.groups()[:5])
+        month, day, hour, minute, second = (int(digits) for digits in match.groups()[:5])
         part = float(f"0.{match.group(6) or 0}")
         found = (((month * 31 + day) * 24 + hour) * 60 + minute) * 60 + second + part
     return found

@@ -87,15 +87,19 @@ def examine(world: World | None = None) -> Diagnosis:
     """What is wrong with this machine, the worst first. Never raises for a machine in disorder."""
     world = world or here()
     cluster = detect(world)
-    found = [*cluster.findings, *(one for check in CHECKS for one in check(world, cluster))]
-    unique = {(one.severity, one.what): one for one in found}
-    ordered = sorted(unique.values(), key=lambda one: SEVERITIES.index(one.severity))
+    found = [*cluster.findings, *(finding for check in CHECKS for finding in check(world, cluster))]
+    unique = {(finding.severity, finding.what): finding for finding in found}
+    ordered = sorted(unique.values(), key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(
         findings=tuple(
             Diagnosed(
-                severity=one.severity, what=one.what, evidence=one.evidence, cause=one.cause, cure=one.cure
+                severity=finding.severity,
+                what=finding.what,
+                evidence=finding.evidence,
+                cause=finding.cause,
+                cure=finding.cure,
             )
-            for one in ordered
+            for finding in ordered
         ),
         read=("this machine",),
         notes=(*cluster.notes, *_without(cluster), *_unknown(world)),
@@ -120,9 +124,9 @@ def _asked(world: World, function: str, *args: Any) -> Any:
 
 def _keys(cluster: Cluster) -> Iterator[tuple[int, str]]:
     """Index and NVML key of each whole NVIDIA device here, by its PCI address."""
-    for one in cluster.nodes[0].devices:
-        if one.vendor.value == "nvidia" and one.slice is None and one.bus_id:
-            yield one.index, one.bus_id
+    for device in cluster.nodes[0].devices:
+        if device.vendor.value == "nvidia" and device.slice is None and device.bus_id:
+            yield device.index, device.bus_id
 
 
 def _handles(world: World, cluster: Cluster) -> list[tuple[int, str]]:
@@ -286,7 +290,7 @@ def _ecc(world: World, cluster: Cluster) -> Iterator[Finding]:
                     else "waits for a reset to replace a row."
                 ),
                 evidence="NVML: remapped rows (corrected, uncorrected, pending, failed) "
-                + ", ".join(str(one) for one in rows),
+                + ", ".join(str(count) for count in rows),
                 cause="Bad rows of memory are replaced by spare ones at the next reset, while there are any.",
                 cure="Have the GPU replaced."
                 if broken
@@ -311,19 +315,19 @@ def _pcie(world: World, cluster: Cluster) -> Iterator[Finding]:
 def _peers(world: World, cluster: Cluster) -> Iterator[Finding]:
     handles = _handles(world, cluster)
     refused = [
-        (one, two, status)
-        for (one, first), (two, second) in combinations(handles, 2)
+        (index, two, status)
+        for (index, first), (two, second) in combinations(handles, 2)
         if isinstance(status := _asked(world, "nvmlDeviceGetP2PStatus", first, second, P2P_READ), int)
         and status != P2P_OK
     ]
     if refused:
-        one, two, status = refused[0]
+        index, two, status = refused[0]
         pairs = len(handles) * (len(handles) - 1) // 2
         by_design = all(other == P2P_NOT_FOR_THIS_GPU for _, _, other in refused)
         yield Finding(
             severity=Severity.INFO if by_design else Severity.WARNING,
             what=f"{len(refused)} of {pairs} pairs of GPUs cannot reach each other directly.",
-            evidence=f"NVML: peer-to-peer status {status} between GPU {one} and {two}",
+            evidence=f"NVML: peer-to-peer status {status} between GPU {index} and {two}",
             cause="These GPUs do not support it."
             if by_design
             else "An IOMMU, a virtual machine or the board's topology is in the way.",
@@ -426,14 +430,17 @@ def _interfaces(world: World, _: Cluster) -> Iterator[Finding]:
         return
     exact, wanted = asked.startswith("="), asked.lstrip("=").split(",")
     if not any(
-        name == one or (not exact and name.startswith(one)) for one in wanted if one for name in there
+        name == prefix or (not exact and name.startswith(prefix))
+        for prefix in wanted
+        if prefix
+        for name in there
     ):
         yield Finding(
             severity=Severity.ERROR,
             what=f"NCCL_SOCKET_IFNAME={asked} names no network interface of this machine.",
             evidence=f"interfaces: {', '.join(there)}",
             cause="NCCL stops with 'no socket interface found'.",
-            cure=f"Set it to one of {', '.join(one for one in there if one != 'lo')}, or unset it.",
+            cure=f"Set it to one of {', '.join(name for name in there if name != 'lo')}, or unset it.",
         )
 
 

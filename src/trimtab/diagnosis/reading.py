@@ -31,7 +31,7 @@ ENDINGS = frozenset(
 _NUMBERED = re.compile(r"\.(?:[eo]\d+|log\.\d+|\d+)$")
 _SKIPPED = frozenset(("checkpoints", "wandb", "__pycache__", "node_modules", "lightning_logs_cache"))
 _BOMS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", codecs.BOM_UTF8: "utf-8"}
-_TEXT = bytes(one for one in range(256) if one >= 32 or one in b"\t\n\r\x0b\x0c\x08\x1b\x07")  # noqa: PLR2004
+_TEXT = bytes(byte for byte in range(256) if byte >= 32 or byte in b"\t\n\r\x0b\x0c\x08\x1b\x07")  # noqa: PLR2004
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def sources(names: Sequence[str]) -> tuple[list[Source], list[str]]:
             )
         if is_folder:
             inside = list(_walk(path))
-            found += [Source(name=str(one), path=one, named=False) for one in inside[:MOST_FILES]]
+            found += [Source(name=str(file), path=file, named=False) for file in inside[:MOST_FILES]]
             if len(inside) > MOST_FILES:
                 notes.append(f"{name}: {len(inside)} files; the first {MOST_FILES} were read.")
             if not inside:
@@ -146,7 +146,9 @@ def sources(names: Sequence[str]) -> tuple[list[Source], list[str]]:
 def _walk(folder: Path) -> Iterator[Path]:
     """Files of a folder that may be logs, in order; links to folders are not followed."""
     for root, folders, names in os.walk(folder):
-        folders[:] = sorted(one for one in folders if one not in _SKIPPED and not one.startswith("."))
+        folders[:] = sorted(
+            folder for folder in folders if folder not in _SKIPPED and not folder.startswith(".")
+        )
         for name in sorted(names):
             path = Path(root) / name
             if (

@@ -44,7 +44,7 @@ def _whole(value: Any) -> int:
 
 def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
     if isinstance(value, list | tuple):
-        yield from (one for one in value if isinstance(one, dict))
+        yield from (item for item in value if isinstance(item, dict))
 
 
 # ---------------------------------------------------------------------------- error files
@@ -58,17 +58,17 @@ def error_file(value: dict[str, Any], name: str) -> Iterator[Sighting]:
     at = _year_seconds(extra.get("timestamp"))
     scanner = Scanner(name)
     parts = iter([stack.encode("utf-8", "replace"), b""])
-    for one in scanner.read(lambda _: next(parts, b""), lambda _: None):
+    for sighting in scanner.read(lambda _: next(parts, b""), lambda _: None):
         yield Sighting(
-            of=one.of,
+            of=sighting.of,
             file=name,
             line=1,
-            text=one.text,
-            captured=one.captured,
-            rank=one.rank,
+            text=sighting.text,
+            captured=sighting.captured,
+            rank=sighting.rank,
             at=at,
-            frames=one.frames,
-            is_fact=one.is_fact,
+            frames=sighting.frames,
+            is_fact=sighting.is_fact,
         )
 
 
@@ -164,10 +164,10 @@ def _held(segments: Iterable[dict[Any, Any]]) -> Held:
 
 def _frame(frames: Any) -> str:
     """The innermost frame of Python code that is not torch's own."""
-    for one in itertools.islice(_dicts(frames), 200):
-        file, line = str(one.get("filename", "")), one.get("line")
+    for frame in itertools.islice(_dicts(frames), 200):
+        file, line = str(frame.get("filename", "")), frame.get("line")
         if file.endswith(".py") and "/torch/" not in file:
-            return plain(f"{file[-80:]}:{line} {str(one.get('name', ''))[:60]}")
+            return plain(f"{file[-80:]}:{line} {str(frame.get('name', ''))[:60]}")
     return ""
 
 
@@ -212,7 +212,7 @@ class Flight:
     @property
     def waits_in(self) -> int | None:
         """The oldest that has not ended."""
-        open_ones = [number for number, one in self.entries.items() if one.get("state") in WAITING]
+        open_ones = [number for number, entry in self.entries.items() if entry.get("state") in WAITING]
         return min(open_ones, default=None)
 
 
@@ -225,57 +225,57 @@ def flights(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Sighting]:
         for group, entries in _by_group(value).items():
             groups.setdefault(group, []).append(Flight(rank=rank, file=name, entries=entries))
     for group, ranks in sorted(groups.items()):
-        yield from _judged(group, sorted(ranks, key=lambda one: one.rank))
+        yield from _judged(group, sorted(ranks, key=lambda flight: flight.rank))
 
 
 def _by_group(value: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    for one in _dicts(value["entries"]):
-        if one.get("is_p2p"):
+    for entry in _dicts(value["entries"]):
+        if entry.get("is_p2p"):
             continue
-        group = one.get("process_group", one.get("pg_id", 0))
+        group = entry.get("process_group", entry.get("pg_id", 0))
         name = str(group[0]) if isinstance(group, list | tuple) and group else str(group)
-        number = _whole(one.get("collective_seq_id", one.get("seq_id")))
-        found.setdefault(name, {})[number] = one
+        number = _whole(entry.get("collective_seq_id", entry.get("seq_id")))
+        found.setdefault(name, {})[number] = entry
     return found
 
 
-def _op(one: dict[str, Any]) -> str:
-    return plain(str(one.get("profiling_name", "?"))).removeprefix("nccl:")[:60]
+def _op(entry: dict[str, Any]) -> str:
+    return plain(str(entry.get("profiling_name", "?"))).removeprefix("nccl:")[:60]
 
 
-def _shape(one: dict[str, Any]) -> str:
-    return f"{_op(one)} of {str(one.get('input_sizes', '?'))[:60]}"
+def _shape(entry: dict[str, Any]) -> str:
+    return f"{_op(entry)} of {str(entry.get('input_sizes', '?'))[:60]}"
 
 
 def _judged(group: str, ranks: list[Flight]) -> Iterator[Sighting]:
-    waits = [one.waits_in for one in ranks if one.waits_in is not None]
+    waits = [flight.waits_in for flight in ranks if flight.waits_in is not None]
     if not waits:
         return
     number = min(waits)
-    late = [one for one in ranks if one.last < number]
-    there = [one for one in ranks if number in one.entries]
-    shapes = {_shape(one.entries[number]): one for one in there}
+    late = [flight for flight in ranks if flight.last < number]
+    there = [flight for flight in ranks if number in flight.entries]
+    shapes = {_shape(flight.entries[number]): flight for flight in there}
     if late:
         yield _late(late[0], there, number, group)
     elif len(shapes) > 1:
-        (first, one), (second, two) = list(shapes.items())[:2]
+        (first, flight), (second, two) = list(shapes.items())[:2]
         yield Sighting(
             of="mismatched-collectives",
-            file=one.file,
+            file=flight.file,
             line=1,
-            text=f"group {group}, collective {number}: rank {one.rank} {first}"
-            f"{_at_frame(one.entries[number])}, rank {two.rank} {second}{_at_frame(two.entries[number])}",
-            captured={"first": f"rank {one.rank} in {first}", "second": f"rank {two.rank} in {second}"},
+            text=f"group {group}, collective {number}: rank {flight.rank} {first}"
+            f"{_at_frame(flight.entries[number])}, rank {two.rank} {second}{_at_frame(two.entries[number])}",
+            captured={"first": f"rank {flight.rank} in {first}", "second": f"rank {two.rank} in {second}"},
             rank=two.rank,
         )
-    elif len(there) > 1 and all(one.waits_in == number for one in there):
+    elif len(there) > 1 and all(flight.waits_in == number for flight in there):
         entry = there[0].entries[number]
         yield Sighting(
             of="stuck-collective",
             file=there[0].file,
             line=1,
-            text=f"group {group}: ranks {', '.join(str(one.rank) for one in there)} in {_shape(entry)}",
+            text=f"group {group}: ranks {', '.join(str(flight.rank) for flight in there)} in {_shape(entry)}",
             captured={"op": _op(entry), "seq": str(number)},
         )
     elif there:
@@ -290,17 +290,17 @@ def _judged(group: str, ranks: list[Flight]) -> Iterator[Sighting]:
         )
 
 
-def _late(one: Flight, there: list[Flight], number: int, group: str) -> Sighting:
-    last = one.entries[one.last]
+def _late(flight: Flight, there: list[Flight], number: int, group: str) -> Sighting:
+    last = flight.entries[flight.last]
     waiting = there[0].entries[number] if there else {}
     return Sighting(
         of="late-rank",
-        file=one.file,
+        file=flight.file,
         line=1,
-        text=f"group {group}: rank {one.rank} last did {_shape(last)}, number {one.last}{_at_frame(last)}; "
-        f"ranks {', '.join(str(other.rank) for other in there)} wait in {_shape(waiting)}, number {number}",
-        captured={"rank": str(one.rank), "op": _op(last), "seq": str(one.last)},
-        rank=one.rank,
+        text=f"group {group}: rank {flight.rank} last did {_shape(last)}, number {flight.last}"
+        f"{_at_frame(last)}; ranks {', '.join(str(other.rank) for other in there)} wait in {_shape(waiting)}, number {number}",
+        captured={"rank": str(flight.rank), "op": _op(last), "seq": str(flight.last)},
+        rank=flight.rank,
     )
 
 

@@ -98,37 +98,39 @@ class Scanner:
                 yield from self._traceback(data, at, line)
             return
         start = _line_start(data, at)
-        for one in self._by_needle[needle]:
-            if (start, one.of) in seen or self.counts[one.of] >= MOST_SIGHTINGS:
+        for pattern in self._by_needle[needle]:
+            if (start, pattern.of) in seen or self.counts[pattern.of] >= MOST_SIGHTINGS:
                 continue
-            raw = data[start : _line_stop(data, at, one.lines)]
-            if not one.may_match(raw):
+            raw = data[start : _line_stop(data, at, pattern.lines)]
+            if not pattern.may_match(raw):
                 continue
             text = plain_lines(raw.decode("utf-8", "replace"))
-            match = one.search(text)
+            match = pattern.search(text)
             if match is None:
                 continue
-            seen.add((start, one.of))
-            self.counts[one.of] += 1
+            seen.add((start, pattern.of))
+            self.counts[pattern.of] += 1
             behind = data[max(0, start - BEHIND) : start]
-            yield self._sighting(one, match, text, line, behind)
+            yield self._sighting(pattern, match, text, line, behind)
 
-    def _sighting(self, one: Pattern, match: re.Match[str], text: str, line: int, behind: bytes) -> Sighting:
+    def _sighting(
+        self, pattern: Pattern, match: re.Match[str], text: str, line: int, behind: bytes
+    ) -> Sighting:
         captured = {name: said.strip() for name, said in match.groupdict().items() if said}
         whole = text.split("\n", 1)[0]
         own = captured.get("rank", "")
         rank = int(own) if own.isdecimal() and len(own) < 8 else rank_of(whole)  # noqa: PLR2004
         earlier = plain(behind.decode("utf-8", "replace"))
         return Sighting(
-            of=one.of,
+            of=pattern.of,
             file=self.name,
             line=line,
-            text=text.replace("\n", " ") if one.lines > 1 else whole,
+            text=text.replace("\n", " ") if pattern.lines > 1 else whole,
             captured=captured,
             rank=rank if rank is not None else self.rank,
             at=time_of(whole) or time_of(earlier[-2048:]),
-            frames=() if one.is_fact else _frames(earlier, without_label(whole)[0]),
-            is_fact=one.is_fact,
+            frames=() if pattern.is_fact else _frames(earlier, without_label(whole)[0]),
+            is_fact=pattern.is_fact,
         )
 
     def _traceback(self, data: bytes, at: int, line: int) -> Iterator[Sighting]:
@@ -136,7 +138,7 @@ class Scanner:
         start = _line_start(data, at)
         text = data[start : at + AHEAD].decode("utf-8", "replace")
         # What a progress bar has overwritten is not read, and does not count as a line.
-        lines = [plain(one.removesuffix("\r").rpartition("\r")[2]) for one in text.split("\n")]
+        lines = [plain(line_text.removesuffix("\r").rpartition("\r")[2]) for line_text in text.split("\n")]
         label = without_label(lines[0])[0]
         frames: list[str] = []
         for number, raw in enumerate(lines[1:], 1):
@@ -178,7 +180,7 @@ class Scanner:
         left = {
             needle: kept
             for needle, found in self._by_needle.items()
-            if (kept := [one for one in found if one.of not in full])
+            if (kept := [pattern for pattern in found if pattern.of not in full])
         }
         if sum(map(len, left.values())) < sum(map(len, self._by_needle.values())):
             self._by_needle = left
@@ -189,8 +191,8 @@ class Scanner:
 def _everything() -> tuple[dict[bytes, list[Pattern]], Sieve]:
     """All patterns by their needles, and the sieve for those: replaced by a scanner, and never changed."""
     found: dict[bytes, list[Pattern]] = {}
-    for one in patterns():
-        found.setdefault(one.needle, []).append(one)
+    for pattern in patterns():
+        found.setdefault(pattern.needle, []).append(pattern)
     return found, Sieve([*found, TRACEBACK])
 
 
@@ -215,7 +217,7 @@ def _line_stop(data: bytes, at: int, lines: int) -> int:
 def plain_lines(text: str) -> str:
     """Lines without escapes, the line feeds kept."""
     parts = text.rstrip("\r\n").replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    return "\n".join(plain(one) for one in parts)
+    return "\n".join(plain(part) for part in parts)
 
 
 def _frames(earlier: str, label: str) -> tuple[str, ...]:
@@ -223,7 +225,7 @@ def _frames(earlier: str, label: str) -> tuple[str, ...]:
     _, head, body = earlier.rpartition(TRACEBACK.decode())
     if not head:
         return ()
-    own = (one for one in body.split("\n") if without_label(one)[0] in (label, ""))
+    own = (line for line in body.split("\n") if without_label(line)[0] in (label, ""))
     return tuple(
         f"{match.group(1)}:{match.group(2)}, in {match.group(3) or '?'}"
         for match in map(_FRAME.search, own)

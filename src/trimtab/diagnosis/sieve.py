@@ -71,7 +71,10 @@ class Sieve:
         import numpy as np
 
         if self._tables is None:
-            self._tables = (_table(one[:GRAM] for one in self._at), _table(one[GRAM:] for one in self._at))
+            self._tables = (
+                _table(grams[:GRAM] for grams in self._at),
+                _table(grams[GRAM:] for grams in self._at),
+            )
         first, second = self._tables
         places: list[int] = []
         for shift in range(GRAM):
@@ -104,7 +107,7 @@ def rarest(needle: bytes) -> int:
     >>> rarest(b"error 12 CUDA OOM")
     9
     """
-    weights = [_COMMON.get(one, 0) for one in needle]
+    weights = [_COMMON.get(byte, 0) for byte in needle]
     places = range(len(needle) - 2 * GRAM + 1)
     return min(
         places, key=lambda at: (needle[at : at + 2 * GRAM] in _HEALTHY, sum(weights[at : at + 2 * GRAM]))

@@ -52,24 +52,26 @@ def told(sightings: Iterable[Sighting], ends: Sequence[Sighting] = ()) -> list[S
     The file of such an end is in the folder whose events it is about.
     """
     found = _unmixed(list(sightings))
-    foreign = [one for one in found if not is_own(one.of)]
+    foreign = [sighting for sighting in found if not is_own(sighting.of)]
     by_file: dict[str, list[Sighting]] = {}
-    for one in found:
-        if is_own(one.of):
-            by_file.setdefault(one.file, []).append(one)
-    known = {_beside(one.file): one for one in ends}
+    for sighting in found:
+        if is_own(sighting.of):
+            by_file.setdefault(sighting.file, []).append(sighting)
+    known = {_beside(end.file): end for end in ends}
     settled: list[Sighting] = []
     for file, own in by_file.items():
         settled += _settled(own, known.pop(file, None))
     settled = _resumed_once(_once([*known.values(), *settled]))
-    there = {one.of for one in (*foreign, *settled)}
+    there = {sighting.of for sighting in (*foreign, *settled)}
     # A warning that only repeats what another kind tells better is left out; errors go below their cause.
-    kept = [one for one in settled if _is_error(one) or not there & {*kinds()[one.of].after}]
+    kept = [
+        sighting for sighting in settled if _is_error(sighting) or not there & {*kinds()[sighting.of].after}
+    ]
     return [*foreign, *_counted(kept)]
 
 
-def _is_error(one: Sighting) -> bool:
-    return kinds()[one.of].severity is Severity.ERROR
+def _is_error(sighting: Sighting) -> bool:
+    return kinds()[sighting.of].severity is Severity.ERROR
 
 
 def _beside(file: str) -> str:
@@ -81,27 +83,33 @@ def _beside(file: str) -> str:
 def _unmixed(found: list[Sighting]) -> list[Sighting]:
     """Each line that is ours told once: as an end where it tells one, and never as somebody else's."""
     best: dict[tuple[str, int], str] = {}
-    for one in found:
-        if is_own(one.of) and not one.is_fact:
-            place = (one.file, one.line)
-            best[place] = one.of if one.of in ENDINGS or place not in best else best[place]
-    return [one for one in found if one.is_fact or best.get((one.file, one.line), one.of) == one.of]
+    for sighting in found:
+        if is_own(sighting.of) and not sighting.is_fact:
+            place = (sighting.file, sighting.line)
+            best[place] = sighting.of if sighting.of in ENDINGS or place not in best else best[place]
+    return [
+        sighting
+        for sighting in found
+        if sighting.is_fact or best.get((sighting.file, sighting.line), sighting.of) == sighting.of
+    ]
 
 
 def _settled(own: list[Sighting], end: Sighting | None) -> list[Sighting]:
     """The sightings of one run in one file: its last end, what it met, and ends that were not the last."""
-    own = _said_twice(sorted(own, key=lambda one: one.line))
-    taken_up = max((one.line for one in own if one.of in AGAIN), default=0)
-    last = next((one for one in reversed(own) if one.of in ENDINGS and one.line > taken_up), None)
+    own = _said_twice(sorted(own, key=lambda sighting: sighting.line))
+    taken_up = max((sighting.line for sighting in own if sighting.of in AGAIN), default=0)
+    last = next(
+        (sighting for sighting in reversed(own) if sighting.of in ENDINGS and sighting.line > taken_up), None
+    )
     if end is not None and (last is None or end.of != "run-ended-early"):
         # The folder knows more than the events, but for the reason why a run did not come to its end.
         last = end
     met = [
-        replace(one, of=INCIDENT, captured=one.captured | {"what": ENDINGS[one.of]})
-        if one.of in ENDINGS
-        else one
-        for one in own
-        if one is not last
+        replace(sighting, of=INCIDENT, captured=sighting.captured | {"what": ENDINGS[sighting.of]})
+        if sighting.of in ENDINGS
+        else sighting
+        for sighting in own
+        if sighting is not last
     ]
     return [*met, *([] if last is None else [last])]
 
@@ -110,12 +118,12 @@ def _said_twice(own: list[Sighting]) -> list[Sighting]:
     """Without an end that is told again in other words, as by an event and by the error after it."""
     seen: set[tuple[str, str]] = set()
     kept = []
-    for one in own:
-        key = (one.of, one.captured.get("step", ""))
-        if one.of not in ENDINGS or key not in seen:
-            kept.append(one)
+    for sighting in own:
+        key = (sighting.of, sighting.captured.get("step", ""))
+        if sighting.of not in ENDINGS or key not in seen:
+            kept.append(sighting)
         seen.add(key)
-        if one.of in AGAIN:
+        if sighting.of in AGAIN:
             seen.clear()
     return kept
 
@@ -124,11 +132,11 @@ def _once(settled: list[Sighting]) -> list[Sighting]:
     """Without what two files tell alike, as a folder and printed lines do; a folder tells of its own run."""
     seen: dict[tuple[str, str, str], str] = {}
     kept = []
-    for one in sorted(settled, key=lambda one: not _in_folder(one)):
-        at = one.captured.get("steps" if one.of == DONE else "step", "")
-        first = seen.setdefault((one.of, at, one.captured.get("why", "")), one.file)
-        if first == one.file or _in_folder(one):
-            kept.append(one)
+    for sighting in sorted(settled, key=lambda sighting: not _in_folder(sighting)):
+        at = sighting.captured.get("steps" if sighting.of == DONE else "step", "")
+        first = seen.setdefault((sighting.of, at, sighting.captured.get("why", "")), sighting.file)
+        if first == sighting.file or _in_folder(sighting):
+            kept.append(sighting)
     return kept
 
 
@@ -140,41 +148,44 @@ def _resumed_once(settled: list[Sighting]) -> list[Sighting]:
     """
     kept: list[Sighting] = []
     said: dict[tuple[str, str], set[str]] = {}
-    for one in settled:
-        if one.of != RESUMED:
-            kept.append(one)
+    for sighting in settled:
+        if sighting.of != RESUMED:
+            kept.append(sighting)
             continue
-        place = (one.file, one.captured.get("step", ""))
-        word = next((word for word in RESUME_WORDS if f"{word} at step" in one.text), RESUME_WORDS[0])
+        place = (sighting.file, sighting.captured.get("step", ""))
+        word = next((word for word in RESUME_WORDS if f"{word} at step" in sighting.text), RESUME_WORDS[0])
         words = said.setdefault(place, set())
         if not words or word in words:
             said[place] = {word}
-            kept.append(one)
+            kept.append(sighting)
             continue
         words.add(word)
         if word == RESUME_WORDS[0]:
             # What it went on from is worth more than that it would go on.
             number = max(
-                at for at, other in enumerate(kept) if other.of == RESUMED and other.file == one.file
+                at for at, other in enumerate(kept) if other.of == RESUMED and other.file == sighting.file
             )
-            kept[number] = one
+            kept[number] = sighting
     return kept
 
 
-def _in_folder(one: Sighting) -> bool:
-    return one.file.rpartition("/")[2] in {EVENTS, "attempt.json", "log.jsonl"}
+def _in_folder(sighting: Sighting) -> bool:
+    return sighting.file.rpartition("/")[2] in {EVENTS, "attempt.json", "log.jsonl"}
 
 
 def _counted(settled: list[Sighting]) -> list[Sighting]:
     """With how often each kind was met, and at which steps; the last answer is the one worth telling."""
     found: list[Sighting] = []
-    for name in dict.fromkeys(one.of for one in settled):
-        alike = [one for one in settled if one.of == name]
+    for name in dict.fromkeys(sighting.of for sighting in settled):
+        alike = [sighting for sighting in settled if sighting.of == name]
         last = alike[-1].captured if name not in STATES else {}
         words = {key: said.rstrip(".") for key, said in last.items()} | {
-            "times": times(len(alike), [one.captured.get("step", "") for one in alike])
+            "times": times(len(alike), [sighting.captured.get("step", "") for sighting in alike])
         }
-        found += [replace(one, captured=kinds()[name].defaults | one.captured | words) for one in alike]
+        found += [
+            replace(sighting, captured=kinds()[name].defaults | sighting.captured | words)
+            for sighting in alike
+        ]
     return found
 
 
@@ -184,7 +195,7 @@ def times(count: int, steps: Iterable[str]) -> str:
     >>> times(1, ["3"]), times(3, ["3", "5", "5"]), times(2, ["", ""])
     ('once, at step 3', '3 times, at steps 3 to 5', '2 times')
     """
-    known = sorted({int(one) for one in steps if one.isdecimal()})
+    known = sorted({int(step) for step in steps if step.isdecimal()})
     often = "once" if count == 1 else f"{count} times"
     if not known:
         return often

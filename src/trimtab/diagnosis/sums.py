@@ -120,7 +120,7 @@ def shortage(text: str, captured: Mapping[str, str]) -> Shortage:
     reserved = found.pop("reserved")
     if found["idle"] is None and reserved is not None and found["allocated"] is not None:
         found["idle"] = max(0, reserved - found["allocated"])
-    others = sum(size(one) or 0 for one in _OTHERS.findall(text))
+    others = sum(size(text_size) or 0 for text_size in _OTHERS.findall(text))
     return Shortage(**found, others=others)
 
 
@@ -153,7 +153,7 @@ def same_global_batch(most: int, micro_batch: int, accumulation: int) -> tuple[i
     ((4, 4), (25, 9))
     """
     whole = micro_batch * accumulation
-    micro = max(one for one in range(1, most + 1) if whole % one == 0)
+    micro = max(divisor for divisor in range(1, most + 1) if whole % divisor == 0)
     return micro, whole // micro
 
 
@@ -189,21 +189,21 @@ def different_calls(sightings: Sequence[Sighting]) -> tuple[Sighting, Sighting] 
     """Two ranks that timed out in the same collective by number, and not in the same by kind or size."""
     by_number: dict[str, Sighting] = {}
     calls: dict[int, set[str]] = {}
-    for one in sightings:
-        if one.rank is not None and "seq" in one.captured:
-            calls.setdefault(one.rank, set()).add(one.captured["seq"])
-    for one in sightings:
-        number = one.captured.get("seq")
+    for sighting in sightings:
+        if sighting.rank is not None and "seq" in sighting.captured:
+            calls.setdefault(sighting.rank, set()).add(sighting.captured["seq"])
+    for sighting in sightings:
+        number = sighting.captured.get("seq")
         # Ranks with several groups reuse numbers: only a rank that waits in one thing says what it waits in.
-        if number is None or one.rank is None or len(calls[one.rank]) > 1:
+        if number is None or sighting.rank is None or len(calls[sighting.rank]) > 1:
             continue
-        other = by_number.setdefault(number, one)
-        if other.rank != one.rank and call(other) != call(one):
-            return other, one
+        other = by_number.setdefault(number, sighting)
+        if other.rank != sighting.rank and call(other) != call(sighting):
+            return other, sighting
     return None
 
 
-def call(one: Sighting) -> str:
+def call(sighting: Sighting) -> str:
     """The collective that a rank waits in."""
-    numel = one.captured.get("numel")
-    return one.captured.get("op", "?") + (f" of {numel} elements" if numel else "")
+    numel = sighting.captured.get("numel")
+    return sighting.captured.get("op", "?") + (f" of {numel} elements" if numel else "")

@@ -134,7 +134,7 @@ def visible(plan: Plan, here: Mapping[str, str]) -> str:
     """
     first = plan.places[0].node
     numbers = [place.device for place in plan.places if place.node == first]
-    shown = [one.strip() for one in here.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    shown = [device.strip() for device in here.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
     if not shown:
         return ",".join(map(str, numbers))
     if max(numbers) >= len(shown):

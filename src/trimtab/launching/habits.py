@@ -79,9 +79,11 @@ class Habits(Noun, frozen=True, kw_only=True):
         wrong = [
             f"{name} holds a line break"
             for name, texts in lists.items()
-            if any("\n" in one or "\r" in one or "\0" in one for one in texts)
+            if any("\n" in text or "\r" in text or "\0" in text for text in texts)
         ]
-        wrong += [f"sbatch has {one!r}, which begins with no --" for one in self.sbatch if one[:2] != "--"]
+        wrong += [
+            f"sbatch has {option!r}, which begins with no --" for option in self.sbatch if option[:2] != "--"
+        ]
         return wrong + [f"{name} is empty" for name in ("modules", "lines") if "" in getattr(self, name)]
 
 
@@ -101,14 +103,14 @@ def read(folder: Path) -> Habits:
 
 def told(held: dict[str, Any], file: Path) -> Habits:
     """Habits from what a trimtab.toml holds."""
-    strange = [one for one in held if one not in TABLES]
+    strange = [key for key in held if key not in TABLES]
     if strange:
         raise _broken(file, f"there is {_unknown(strange[0], TABLES)}")
     table = held.get(TABLE, {})
     if not isinstance(table, dict):
         raise _broken(file, f"{TABLE} is no table: write [{TABLE}] on a line of its own")
     known = Habits.__struct_fields__
-    strange = [one for one in table if one not in known]
+    strange = [key for key in table if key not in known]
     if strange:
         raise _broken(file, f"[{TABLE}] has {_unknown(strange[0], known)}")
     try:

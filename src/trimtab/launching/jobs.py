@@ -65,10 +65,10 @@ def progress(
     last: Incident | None,
 ) -> Headway:
     """How far a run has come, from the last lines of its log."""
-    recent = [one for one in lines if one.get("time_s") and one.get("samples")][-RECENT:]
+    recent = [line for line in lines if line.get("time_s") and line.get("samples")][-RECENT:]
     # Steps of an attempt on other devices say nothing about this one.
-    recent = [one for one in recent if one.get("gpus") == recent[-1].get("gpus")]
-    took_s = sum(one["time_s"] for one in recent)
+    recent = [line for line in recent if line.get("gpus") == recent[-1].get("gpus")]
+    took_s = sum(line["time_s"] for line in recent)
     step = int(lines[-1].get("step", 0)) if lines else 0
     steps = None if attempt is None else attempt.steps
     left = None if steps is None or not recent else max(0, steps - step) * took_s / len(recent)
@@ -78,7 +78,7 @@ def progress(
         step=step,
         steps=steps,
         loss=lines[-1].get("loss") if lines else None,
-        samples_per_s=sum(one["samples"] for one in recent) / took_s if recent else None,
+        samples_per_s=sum(line["samples"] for line in recent) / took_s if recent else None,
         recent=len(recent) or None,
         left_s=left,
         processes=None if attempt is None else attempt.procs,
@@ -161,7 +161,9 @@ def find_folders(places: Sequence[Path]) -> list[Path]:
                 cure="Give the folder of a run, or one that has such folders in it.",
             )
         inside = [place, *sorted(place.iterdir())] if place.is_dir() else []
-        found += [one.absolute() for one in inside if (one / "run.json").exists() or (one / NOTE).exists()]
+        found += [
+            path.absolute() for path in inside if (path / "run.json").exists() or (path / NOTE).exists()
+        ]
     return found
 
 
@@ -178,7 +180,7 @@ def listed(
     except EnvironmentFault as error:
         return _local_views(folders), [error]
     views = [_with_run(job, at, lines) for job in queued]
-    known = {one.id for one in views} | {one.run.folder for one in views if one.run is not None}
+    known = {view.id for view in views} | {view.run.folder for view in views if view.run is not None}
     for folder in folders:
         job_id = job_of(folder)
         if job_id is not None and job_id not in known and str(folder) not in known and at.has("squeue"):
@@ -301,7 +303,7 @@ def _end_slurm(job_id: str, given: str, at: Desk, *, force: bool) -> JobView:
         )
     job = recall(job_id, at)
     if job is None:
-        yours = ", ".join(one.job_id for one in queued_jobs(at))
+        yours = ", ".join(job.job_id for job in queued_jobs(at))
         raise UnknownName(
             given,
             found=f"Slurm knows no such job; yours are {yours}" if yours else "Slurm knows no such job",
@@ -337,7 +339,7 @@ def job_of(folder: Path) -> str | None:
     """Slurm's number of the job that a run was last handed to; None for a run on this machine."""
     attempt = last_attempt(folder)
     submitted = _field(folder / NOTE, "job_id")
-    numbers = [one for one in (attempt and attempt.job_id, submitted) if one and one.isdigit()]
+    numbers = [number for number in (attempt and attempt.job_id, submitted) if number and number.isdigit()]
     # Numbers grow: what was submitted again comes after what ran.
     return max(numbers, key=int, default=None)
 

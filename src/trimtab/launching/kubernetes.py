@@ -45,7 +45,7 @@ def indexed_job(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
     container = {
         "name": "train",
         "image": image,
-        "command": [expanded(one) for one in words],
+        "command": [expanded(word) for word in words],
         "env": [{"name": key, "value": expanded(value)} for key, value in given.items()],
         "ports": [{"name": "rendezvous", "containerPort": PORT}],
         "resources": resources(errand.need),
@@ -169,7 +169,7 @@ def _resource(need: Need) -> str:
     """What device plugins call the GPUs."""
     from trimtab.catalog.lookup import typed
 
-    vendors = {typed(one)[0].vendor for one in need.devices}
+    vendors = {typed(device)[0].vendor for device in need.devices}
     return GPU_RESOURCES[Vendor.AMD if Vendor.AMD in vendors else Vendor.NVIDIA]
 
 

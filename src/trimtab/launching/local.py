@@ -30,11 +30,11 @@ def local(
     given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
     # What the user has set stays, but for the devices, which follow from it.
     kept = {
-        one
-        for one in given
-        if one in here and one != "CUDA_VISIBLE_DEVICES" and one not in habits.environment
+        name
+        for name in given
+        if name in here and name != "CUDA_VISIBLE_DEVICES" and name not in habits.environment
     }
-    given = {name: one for name, one in given.items() if name not in kept}
+    given = {name: variable for name, variable in given.items() if name not in kept}
     fleet = Fleet(
         procs=need.procs,
         nodes=need.nodes_text,
@@ -45,7 +45,7 @@ def local(
     several = need.nodes > 1
     torchrun = need.procs > 1 or rendezvous is not None
     notes = [f"run it on each of the {need.nodes} nodes, {rendezvous} included"] if several else []
-    notes += [f"{one} stays {here[one]}, as it is set" for one in sorted(kept)]
+    notes += [f"{name} stays {here[name]}, as it is set" for name in sorted(kept)]
     return Launch(
         kind=LaunchKind.TORCHRUN,
         command=tuple(train_words(errand, rendezvous=rendezvous)),

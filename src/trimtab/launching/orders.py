@@ -79,7 +79,7 @@ def refuse_unheard(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
     """Raise for an option that this kind of launch would leave without effect."""
     for name, value in given.items():
         if value is not None and kind not in HEARD_BY[name]:
-            kinds = " or ".join(f"--{one}" for one in HEARD_BY[name])
+            kinds = " or ".join(f"--{other}" for other in HEARD_BY[name])
             raise WrongUse(
                 f"--{name} {value}",
                 found=f"it means nothing to a launch by {kind}",

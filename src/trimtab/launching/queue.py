@@ -186,7 +186,7 @@ def _records(records: Sequence[str], names: tuple[str, ...]) -> tuple[QueuedJob,
         values = record.removeprefix("\n").split(FIELD)
         if len(values) == len(names):
             found.append(_job(dict(zip(names, values, strict=True))))
-    return tuple(one for one in found if one is not None)
+    return tuple(job for job in found if job is not None)
 
 
 def read_scontrol(text: str) -> QueuedJob | None:
@@ -251,7 +251,7 @@ def seconds(text: str | None) -> float | None:
     if match is None:
         return None
     days, *rest = match.groups()
-    parts = [int(one) for one in rest if one is not None]
+    parts = [int(number) for number in rest if number is not None]
     while len(parts) < 3:  # noqa: PLR2004 - hours, minutes, seconds
         # After days it is hours that come first, and else seconds that come last.
         parts = [*parts, 0] if days is not None else [0, *parts]

@@ -75,7 +75,7 @@ def batch_option(option: str, value: str | int) -> str:
 def batch_value(option: str, text: str) -> str:
     """A value as sbatch reads it, in double quotes where it needs them."""
     _check_text(text)
-    if not text or any(not one.isprintable() for one in text) or set(text) & {'"', "\\"}:
+    if not text or any(not letter.isprintable() for letter in text) or set(text) & {'"', "\\"}:
         raise WrongUse(
             f"{option} {shortened(text)!r}",
             found="a line of #SBATCH holds no line break, quotation mark, backslash or control character",
@@ -110,7 +110,7 @@ def comment(text: str) -> str:
     >>> comment("a" + chr(10) + "rm -rf b")
     '# a rm -rf b'
     """
-    return "# " + "".join(one if one.isprintable() else " " for one in text)
+    return "# " + "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def label(text: str) -> str:
@@ -139,7 +139,7 @@ def yaml_text(documents: Sequence[Any]) -> str:
     def write(writer: Any, text: str) -> Any:
         _check_text(text)
         # What YAML takes for a line break or drops at the edge of a line survives in quotation marks alone.
-        odd = any(not one.isprintable() and one != "\n" for one in text)
+        odd = any(not letter.isprintable() and letter != "\n" for letter in text)
         style = '"' if odd else "|" if "\n" in text else None
         return writer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -149,7 +149,7 @@ def yaml_text(documents: Sequence[Any]) -> str:
 
 def check_path(what: str, path: str) -> str:
     """A path that goes into scripts and listings; one with a line break is nobody's wish."""
-    if any(not one.isprintable() for one in path):
+    if any(not letter.isprintable() for letter in path):
         raise WrongUse(
             f"{what} {path!r}",
             found="its name holds a line break or another character that cannot be shown",

@@ -126,9 +126,9 @@ def gpus(gres: str) -> dict[str, int]:
     ({'h100': 4}, {'': 2}, {})
     """
     found: dict[str, int] = {}
-    for one in _GPUS.finditer(gres):
-        kind = one["type"] or ""
-        found[kind] = found.get(kind, 0) + int(one["count"])
+    for match in _GPUS.finditer(gres):
+        kind = match["type"] or ""
+        found[kind] = found.get(kind, 0) + int(match["count"])
     return found
 
 

@@ -38,7 +38,7 @@ def task(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
     given = variables(errand, cores=None, offline=habits.offline)
     place = Raw(f'"$address:{PORT}"')
     # Behind a tilde that the shell reads.
-    words = [Raw(one) if one == PLAN else one for one in train_words(inside, rendezvous=place)]
+    words = [Raw(word) if word == PLAN else word for word in train_words(inside, rendezvous=place)]
     document: dict[str, Any] = {
         "name": label(f"trimtab-{errand.plan.job}"),
         "workdir": errand.folder,

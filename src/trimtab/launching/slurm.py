@@ -117,7 +117,7 @@ def batch(  # noqa: PLR0913 - an errand and the world it is for
         batch_option("open-mode", "append"),
         batch_option("signal", f"USR1@{WARNING_S}"),
         "#SBATCH --requeue",
-        *(f"#SBATCH {_own(one)}" for one in habits.sbatch),
+        *(f"#SBATCH {_own(option)}" for option in habits.sbatch),
     ]
     body = [
         "set -uo pipefail",
@@ -139,7 +139,7 @@ def batch(  # noqa: PLR0913 - an errand and the world it is for
         script="\n".join(["#!/bin/bash", *about, *options, "", *body]) + "\n",
         script_file=script_file,
         out=errand.out,
-        notes=tuple(one for one in notes if one),
+        notes=tuple(note for note in notes if note),
     )
 
 
@@ -150,7 +150,7 @@ def _srun(errand: Errand) -> str:
 
 
 def _prepared(habits: Habits) -> list[str]:
-    lines = [f"module load {shell_word(one)} || exit 5" for one in habits.modules]
+    lines = [f"module load {shell_word(module)} || exit 5" for module in habits.modules]
     if habits.activate:
         script = habits.activate
         if not script.endswith("activate"):
@@ -179,8 +179,8 @@ def _range(need: Need) -> str:
 
 def choose(site: Site, wanted: str | None, need: Need) -> Partition:
     """The partition to submit to, which must have what is needed; never one that nobody named."""
-    known = {one.name: one for one in site.partitions}
-    listed = "; ".join(one.words() for one in site.partitions)
+    known = {partition.name: partition for partition in site.partitions}
+    listed = "; ".join(partition.words() for partition in site.partitions)
     if wanted is not None:
         if wanted not in known:
             raise UnknownName(
@@ -190,7 +190,7 @@ def choose(site: Site, wanted: str | None, need: Need) -> Partition:
             )
         chosen = known[wanted]
     else:
-        default = next((one for one in site.partitions if one.is_default), None)
+        default = next((partition for partition in site.partitions if partition.is_default), None)
         if default is None:
             raise WrongUse(
                 "trimtab launch --slurm",
@@ -205,7 +205,7 @@ def choose(site: Site, wanted: str | None, need: Need) -> Partition:
             cure=f"Ask its administrators, or use another of {listed}.",
         )
     if need.gpus and _kind(chosen, need) is None:
-        others = [one.words() for one in site.partitions if _kind(one, need) is not None]
+        others = [other.words() for other in site.partitions if _kind(other, need) is not None]
         raise EnvironmentFault(
             f"partition {chosen.name}",
             found=f"the plan needs {_wanted(need)}, and it is {chosen.words()}",
@@ -253,20 +253,20 @@ def is_alike(kind: str, device: str) -> bool:
         pass
     ours = _words(device)
     pairs = {first + second for first, second in itertools.pairwise(ours)}
-    return all(one in {*ours, *pairs} for one in _words(kind))
+    return all(word in {*ours, *pairs} for word in _words(kind))
 
 
 def _words(name: str) -> list[str]:
     """The parts of a device's name, without vendors and units."""
     found = re.findall(r"[a-z0-9]+", name.lower())
-    return [re.sub(r"(?<=[0-9])(gib|gb|g)$", "", one) for one in found if one not in VENDORS]
+    return [re.sub(r"(?<=[0-9])(gib|gb|g)$", "", word) for word in found if word not in VENDORS]
 
 
 def _seat(partition: Partition, need: Need) -> SiteNode | None:
     """The smallest node that the job may land on."""
     kind = _kind(partition, need) if need.gpus else None
     fitting = [node for node in partition.nodes if kind is None or node.gpus.get(kind, 0) >= need.gpus]
-    return min(fitting, key=lambda one: (one.cpus or 0, one.memory_bytes or 0), default=None)
+    return min(fitting, key=lambda node: (node.cpus or 0, node.memory_bytes or 0), default=None)
 
 
 def _gpus(need: Need, site: Site | None, partition: Partition | None) -> tuple[list[str], str]:

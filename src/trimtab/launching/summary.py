@@ -45,10 +45,10 @@ def summed(  # noqa: PLR0913 - all that a run has left behind
     """The summary of a run from its plan, its log and its last attempt."""
     choice, last = plan.choice, lines[-1] if lines else {}
     this_s = max(0.0, now_s - attempt.began_s)
-    samples = sum(one.get("samples", 0) for one in lines)
+    samples = sum(line.get("samples", 0) for line in lines)
     happened: dict[str, int] = {}
-    for one in incidents:
-        happened[one.kind.value] = happened.get(one.kind.value, 0) + 1
+    for incident in incidents:
+        happened[incident.kind.value] = happened.get(incident.kind.value, 0) + 1
     proc_s = attempt.earlier_proc_s + this_s * attempt.procs
     return Summary(
         job=job,
@@ -67,7 +67,7 @@ def summed(  # noqa: PLR0913 - all that a run has left behind
         epochs=round(samples / epoch_samples, 4) if epoch_samples else 0.0,
         loss=last.get("loss"),
         runtime_s=attempt.earlier_s + this_s,
-        steps_s=sum(one.get("time_s", 0.0) for one in lines),
+        steps_s=sum(line.get("time_s", 0.0) for line in lines),
         gpu_hours=proc_s / 3600 if device else 0.0,
         attempts=attempt.attempt,
         allocated_bytes=_highest(lines, "allocated_bytes"),
@@ -80,22 +80,22 @@ def summed(  # noqa: PLR0913 - all that a run has left behind
 
 
 def _highest(lines: Sequence[dict[str, Any]], key: str) -> int | None:
-    return max((one[key] for one in lines if one.get(key) is not None), default=None)
+    return max((line[key] for line in lines if line.get(key) is not None), default=None)
 
 
 def _usual(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The whole steps of as many processes as the last attempt had, without the first ones."""
-    alike = [one for one in lines if one.get("gpus") == attempt.procs]
+    alike = [line for line in lines if line.get("gpus") == attempt.procs]
     counted = alike[WARM_UP:] or alike
-    return [one for one in counted if one.get("samples") == plan.choice.global_batch] or counted
+    return [line for line in counted if line.get("samples") == plan.choice.global_batch] or counted
 
 
 def _checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> tuple[Check, ...]:
     """Predictions against what was measured on as many processes as were planned for."""
     known = plan.estimate
-    alike = [one for one in lines if one.get("gpus") == attempt.procs]
+    alike = [line for line in lines if line.get("gpus") == attempt.procs]
     whole = _usual(plan, attempt, lines)
-    step_s = median(one["time_s"] for one in whole) if whole else None
+    step_s = median(line["time_s"] for line in whole) if whole else None
     rate = plan.choice.global_batch / step_s if step_s else None
     found = [
         Check(what="step_s", predicted=known.step_s, real=step_s),
@@ -112,76 +112,81 @@ def _checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> tu
             real=_highest(alike, "reserved_bytes"),
         ),
     ]
-    return tuple(one for one in found if one.predicted is not None or one.real is not None)
+    return tuple(check for check in found if check.predicted is not None or check.real is not None)
 
 
-def text(one: Summary) -> str:
+def text(summary: Summary) -> str:
     """The summary as people read it, a fact a line."""
     rows = {
-        "job": one.job,
-        "GPUs": _devices(one),
-        "strategy": f"{one.strategy}, {one.precision}",
-        "batch": f"{one.global_batch} samples a step: micro-batch {one.micro_batch} x {one.accumulation} on "
-        f"{one.processes} process{'es' * (one.processes > 1)}",
-        "steps": f"{one.steps:,}" + ("" if one.loss is None else f", last loss {one.loss:.4f}"),
-        "samples": f"{one.samples:,} in {one.epochs:g} epochs",
-        "runtime": _runtime(one),
-        "speed": f"{_number(one.samples_per_s)} samples/s{_over(one)}, "
-        f"{_number(one.minutes_per_epoch)} minutes an epoch",
-        "memory": _memory(one),
+        "job": summary.job,
+        "GPUs": _devices(summary),
+        "strategy": f"{summary.strategy}, {summary.precision}",
+        "batch": f"{summary.global_batch} samples a step: micro-batch {summary.micro_batch} x "
+        f"{summary.accumulation} on {summary.processes} process{'es' * (summary.processes > 1)}",
+        "steps": f"{summary.steps:,}" + ("" if summary.loss is None else f", last loss {summary.loss:.4f}"),
+        "samples": f"{summary.samples:,} in {summary.epochs:g} epochs",
+        "runtime": _runtime(summary),
+        "speed": f"{_number(summary.samples_per_s)} samples/s{_over(summary)}, "
+        f"{_number(summary.minutes_per_epoch)} minutes an epoch",
+        "memory": _memory(summary),
     }
-    if one.gpu_hours:
-        rows["GPU-hours"] = f"{one.gpu_hours:.2f}"
-    if one.incidents:
-        rows["happened"] = ", ".join(f"{count} x {kind}" for kind, count in one.incidents.items())
+    if summary.gpu_hours:
+        rows["GPU-hours"] = f"{summary.gpu_hours:.2f}"
+    if summary.incidents:
+        rows["happened"] = ", ".join(f"{count} x {kind}" for kind, count in summary.incidents.items())
     lines = [f"{name:<10} {value}" for name, value in rows.items()]
     lines += [
-        f"{'' if number else 'predicted':<10} {_checked(check)}" for number, check in enumerate(one.checks)
+        f"{'' if number else 'predicted':<10} {_checked(check)}"
+        for number, check in enumerate(summary.checks)
     ]
-    if one.median_of:
-        after = f" after the first {WARM_UP}" if one.median_of + WARM_UP <= one.steps else ""
-        lines.append(f"{'':<10} (of the median step of {one.median_of:,}{after})")
-    return "\n".join([*lines, f"{'ended':<10} {one.ended_on}, done"]) + "\n"
+    if summary.median_of:
+        after = f" after the first {WARM_UP}" if summary.median_of + WARM_UP <= summary.steps else ""
+        lines.append(f"{'':<10} (of the median step of {summary.median_of:,}{after})")
+    return "\n".join([*lines, f"{'ended':<10} {summary.ended_on}, done"]) + "\n"
 
 
-def _over(one: Summary) -> str:
+def _over(summary: Summary) -> str:
     """The steps that the speed is of: `watch` tells that of the last ones, a check that of the median."""
-    return f" over all {one.steps:,} steps" if one.steps > 1 else ""
+    return f" over all {summary.steps:,} steps" if summary.steps > 1 else ""
 
 
-def _devices(one: Summary) -> str:
-    if not one.gpus:
-        return f"none: {one.processes} process{'es' * (one.processes > 1)} on the CPU"
-    used = f"{one.gpus} x {one.device}" + (f" on {one.nodes} nodes" if one.nodes > 1 else "")
-    if one.gpus_there is None:
+def _devices(summary: Summary) -> str:
+    if not summary.gpus:
+        return f"none: {summary.processes} process{'es' * (summary.processes > 1)} on the CPU"
+    used = f"{summary.gpus} x {summary.device}" + (f" on {summary.nodes} nodes" if summary.nodes > 1 else "")
+    if summary.gpus_there is None:
         return used
-    return f"{used}; {one.gpus} of {one.gpus_there} used, {one.gpus_free} left free"
+    return f"{used}; {summary.gpus} of {summary.gpus_there} used, {summary.gpus_free} left free"
 
 
-def _runtime(one: Summary) -> str:
-    whole = f"{format_duration(one.runtime_s)} ({one.runtime_s:.0f} s, {one.runtime_s / 3600:.2f} h)"
-    several = f", in {one.attempts} attempts" if one.attempts > 1 else ""
-    return f"{whole}, of it {format_duration(one.steps_s)} in steps{several}"
+def _runtime(summary: Summary) -> str:
+    whole = (
+        f"{format_duration(summary.runtime_s)} ({summary.runtime_s:.0f} s, {summary.runtime_s / 3600:.2f} h)"
+    )
+    several = f", in {summary.attempts} attempts" if summary.attempts > 1 else ""
+    return f"{whole}, of it {format_duration(summary.steps_s)} in steps{several}"
 
 
-def _memory(one: Summary) -> str:
-    if one.reserved_bytes is None:
+def _memory(summary: Summary) -> str:
+    if summary.reserved_bytes is None:
         return "not measured"
-    allocated = "" if one.allocated_bytes is None else f"{format_bytes(one.allocated_bytes)} allocated, "
-    return f"{allocated}{format_bytes(one.reserved_bytes)} reserved at the peak, on the first rank"
+    allocated = (
+        "" if summary.allocated_bytes is None else f"{format_bytes(summary.allocated_bytes)} allocated, "
+    )
+    return f"{allocated}{format_bytes(summary.reserved_bytes)} reserved at the peak, on the first rank"
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004
 
 
-def _checked(one: Check) -> str:
-    shown = format_bytes if one.what.endswith("_bytes") else _number
+def _checked(check: Check) -> str:
+    shown = format_bytes if check.what.endswith("_bytes") else _number
     words = {"step_s": "seconds a step", "samples_per_s": "samples/s"}
-    name = words.get(one.what, one.what.removesuffix("_bytes") + " memory")
-    before = "not predicted" if one.predicted is None else shown(one.predicted)
-    real = "not measured" if one.real is None else shown(one.real)
-    return f"{name}: {before}, really {real}" + ("" if one.error is None else f" ({one.error:+.1%})")
+    name = words.get(check.what, check.what.removesuffix("_bytes") + " memory")
+    before = "not predicted" if check.predicted is None else shown(check.predicted)
+    real = "not measured" if check.real is None else shown(check.real)
+    return f"{name}: {before}, really {real}" + ("" if check.error is None else f" ({check.error:+.1%})")
 
 
 def gpus_on_node(folder: Path = ALL_GPUS) -> int | None:
@@ -192,10 +197,10 @@ def gpus_on_node(folder: Path = ALL_GPUS) -> int | None:
         return None
 
 
-def write(folder: Path, one: Summary) -> None:
+def write(folder: Path, summary: Summary) -> None:
     """Put a summary into a run's folder."""
-    write_whole(folder / JSON, one.to_json(indent=2).encode() + b"\n")
-    write_whole(folder / TEXT, text(one).encode())
+    write_whole(folder / JSON, summary.to_json(indent=2).encode() + b"\n")
+    write_whole(folder / TEXT, text(summary).encode())
 
 
 def forget(folder: Path) -> None:

@@ -72,11 +72,11 @@ def stack(label: str, slices: list[Slice], limits: list[Limit], *, whole: float,
     across = Scale(0, whole or 1.0, 0, width - 1)
     top, thick = 30.0, 34.0
     parts, begin = [box(0, top, width - 1, thick, "outline")], 0.0
-    for one in slices:
-        end = begin + one.value
+    for slice_ in slices:
+        end = begin + slice_.value
         x = across.at(begin)
         parts.append(
-            mark(f"{one.name}: {one.shown}", box(x, top, across.at(end) - x, thick, f"p-{one.kind}"))
+            mark(f"{slice_.name}: {slice_.shown}", box(x, top, across.at(end) - x, thick, f"p-{slice_.kind}"))
         )
         begin = end
     for index, limit in enumerate(limits):
@@ -97,15 +97,15 @@ def stack(label: str, slices: list[Slice], limits: list[Limit], *, whole: float,
 def _rows(slices: list[Slice], first: float, width: int) -> Markup:
     """One row a part."""
     begin, end = (104.0, width - 78.0) if is_narrow(width) else (150.0, width - 110.0)
-    most = max((one.value for one in slices), default=1.0) or 1.0
+    most = max((slice_.value for slice_ in slices), default=1.0) or 1.0
     across = Scale(0, most, begin, end)
     rows = []
-    for index, one in enumerate(slices):
+    for index, slice_ in enumerate(slices):
         y = first + ROW * index
         rows += [
-            words(0, y + 12, fitted(one.name, begin - 8)),
-            box(begin, y + 3, max(across.at(one.value) - begin, 1.0), 11, f"p-{one.kind}"),
-            words(width, y + 12, one.shown, class_="value", anchor="end"),
+            words(0, y + 12, fitted(slice_.name, begin - 8)),
+            box(begin, y + 3, max(across.at(slice_.value) - begin, 1.0), 11, f"p-{slice_.kind}"),
+            words(width, y + 12, slice_.shown, class_="value", anchor="end"),
         ]
     return join(rows)
 
@@ -123,7 +123,7 @@ def columns(  # noqa: PLR0913 - bars, the line across them, and the axis
     """One bar a count, its value above it, and a line that is not to be passed."""
     frame = Frame(46, width - 8, 44, 250)
     highest = max(
-        [one.value for one in up] + [one.value or 0 for one in bars] + ([limit.value] if limit else [])
+        [tick.value for tick in up] + [bar.value or 0 for bar in bars] + ([limit.value] if limit else [])
     )
     x, y = frame.scales((-0.5, len(bars) - 0.5), (0, highest or 1.0))
     step = (frame.right - frame.left) / max(len(bars), 1)
@@ -133,14 +133,14 @@ def columns(  # noqa: PLR0913 - bars, the line across them, and the axis
             frame,
             x,
             y,
-            along=[Tick(index, one.label) for index, one in enumerate(bars)],
+            along=[Tick(index, bar.label) for index, bar in enumerate(bars)],
             up=up,
             along_name=along_name,
             up_name=up_name,
             below_by=56,
         )
     ]
-    parts += [_column(one, x.at(index), y, frame, thick, step) for index, one in enumerate(bars)]
+    parts += [_column(bar, x.at(index), y, frame, thick, step) for index, bar in enumerate(bars)]
     if limit is not None:
         parts += [
             line(frame.left, y.at(limit.value), frame.right, y.at(limit.value), limit.kind),
@@ -149,17 +149,17 @@ def columns(  # noqa: PLR0913 - bars, the line across them, and the axis
     return sheet(label, width, frame.bottom + 64, *parts)
 
 
-def _column(one: Column, middle: float, y: Scale, frame: Frame, thick: float, step: float) -> Markup:  # noqa: PLR0913, PLR0917
-    below = words(middle, frame.bottom + 35, fitted(one.note, step), class_="tick", anchor="middle")
-    if one.value is None:
-        shape = words(middle, frame.bottom - 8, fitted(one.shown, step), class_="tick", anchor="middle")
-        return mark(f"{one.label}: {one.shown}", shape, below)
-    top = y.at(one.value)
-    said = ", ".join(part for part in (one.shown, one.note) if part)
+def _column(column: Column, middle: float, y: Scale, frame: Frame, thick: float, step: float) -> Markup:  # noqa: PLR0913, PLR0917
+    below = words(middle, frame.bottom + 35, fitted(column.note, step), class_="tick", anchor="middle")
+    if column.value is None:
+        shape = words(middle, frame.bottom - 8, fitted(column.shown, step), class_="tick", anchor="middle")
+        return mark(f"{column.label}: {column.shown}", shape, below)
+    top = y.at(column.value)
+    said = ", ".join(part for part in (column.shown, column.note) if part)
     return mark(
-        f"{one.label}: {said}",
-        box(middle - thick / 2, top, thick, frame.bottom - top, f"bar {one.kind}"),
-        words(middle, top - 6, fitted(one.shown, step), class_="value", anchor="middle"),
+        f"{column.label}: {said}",
+        box(middle - thick / 2, top, thick, frame.bottom - top, f"bar {column.kind}"),
+        words(middle, top - 6, fitted(column.shown, step), class_="value", anchor="middle"),
         below,
     )
 
@@ -168,26 +168,26 @@ def ratios(label: str, rows: list[Ratio], *, width: int) -> Markup:
     """Measured over predicted, one row a figure, around the line where they agree."""
     narrow = is_narrow(width)
     begin, end = (96.0, width - 12.0) if narrow else (150.0, width - 230.0)
-    furthest = max([abs(one.ratio - 1) for one in rows] + [0.05])
+    furthest = max([abs(row.ratio - 1) for row in rows] + [0.05])
     reach = min(furthest * 1.25, 1.0) if furthest <= 1 else furthest * 1.1
     across = Scale(1 - min(reach, 1.0), 1 + reach, begin, end)
     high = ROW * (1.6 if narrow else 1.2)
     bottom = 30 + high * len(rows)
     parts: list[object] = [words(across.at(1), 14, "as predicted", class_="tick", anchor="middle")]
     parts.append(line(across.at(1), 22, across.at(1), bottom, "axis"))
-    for index, one in enumerate(rows):
+    for index, row in enumerate(rows):
         y = 40 + high * index
-        says = f"{one.name}: predicted {one.predicted}, measured {one.measured} ({one.ratio - 1:+.1%})"
+        says = f"{row.name}: predicted {row.predicted}, measured {row.measured} ({row.ratio - 1:+.1%})"
         parts += [
-            words(0, y + 4, fitted(one.name, begin - 6)),
+            words(0, y + 4, fitted(row.name, begin - 6)),
             line(begin, y, end, y, "grid"),
             mark(
                 says,
-                line(across.at(1), y, across.at(one.ratio), y, "stem"),
-                dot(across.at(one.ratio), y, 6, "accent"),
+                line(across.at(1), y, across.at(row.ratio), y, "stem"),
+                dot(across.at(row.ratio), y, 6, "accent"),
             ),
         ]
-        beside = f"{one.measured} ({one.ratio - 1:+.1%})"
+        beside = f"{row.measured} ({row.ratio - 1:+.1%})"
         at, level, anchor = (begin, y + 18, "start") if narrow else (width, y + 4, "end")
         parts.append(words(at, level, beside, class_="value", anchor=anchor))
     return sheet(label, width, bottom + 6, *parts)

@@ -102,15 +102,15 @@ def layers(  # noqa: PLR0913 - layers, both axes, and what to point out
     parts: list[object] = [_axes(frame, x, y, along, up)]
     names: list[Callable[[Labels], Markup | None]] = []
     below = [0.0] * len(xs)
-    for one in stacked:
-        top = [under + value for under, value in zip(below, one.values, strict=True)]
+    for layer in stacked:
+        top = [under + value for under, value in zip(below, layer.values, strict=True)]
         edge = [(x.at(at), y.at(value)) for at, value in zip(xs, top, strict=True)]
         back = [(x.at(at), y.at(value)) for at, value in zip(reversed(xs), reversed(below), strict=True)]
-        parts.append(path([*edge, *back], f"p-{one.kind}", closed=True))
-        names += _layer_name(one, xs, below, x, y)
+        parts.append(path([*edge, *back], f"p-{layer.kind}", closed=True))
+        names += _layer_name(layer, xs, below, x, y)
         below = top
     labels = Labels(frame.left, frame.right + 8, 14, frame.bottom)
-    marked = [_note(one, x, y, frame, labels) for one in notes]
+    marked = [_note(note, x, y, frame, labels) for note in notes]
     # What is pointed out comes first; a layer that finds no room for its name has it in the key below.
     parts += [word for name in names if (word := name(labels))]
     parts += _places([x.at(at) for at in xs], [y.at(value) for value in below], says, frame)
@@ -123,35 +123,35 @@ def _key(stacked: list[Layer], first: float, width: int) -> tuple[Markup, float]
     """A colour and a name for each layer, in as many rows as they need, and how deep those are."""
     parts: list[object] = []
     at, y = 0.0, first
-    for one in stacked:
-        wide = 18 + len(one.name) * LETTER + 18
+    for layer in stacked:
+        wide = 18 + len(layer.name) * LETTER + 18
         if at and at + wide > width:
             at, y = 0.0, y + 20
-        parts += [box(at, y - 10, 11, 11, f"p-{one.kind}"), words(at + 17, y, one.name, class_="tick")]
+        parts += [box(at, y - 10, 11, 11, f"p-{layer.kind}"), words(at + 17, y, layer.name, class_="tick")]
         at += wide
     return join(parts), y - first + 14
 
 
 def _layer_name(
-    one: Layer, xs: tuple[float, ...], below: list[float], x: Scale, y: Scale
+    layer: Layer, xs: tuple[float, ...], below: list[float], x: Scale, y: Scale
 ) -> list[Callable[[Labels], Markup | None]]:
     """What writes the name of a layer at its thickest place, where it fits in and nothing else is written."""
     if not xs:
         return []
-    thickest = max(range(len(xs)), key=lambda index: one.values[index])
-    tall = y.at(0) - y.at(one.values[thickest])
+    thickest = max(range(len(xs)), key=lambda index: layer.values[index])
+    tall = y.at(0) - y.at(layer.values[thickest])
     if tall < LABEL_ROOM:
         return []
-    half = len(one.name) * LETTER / 2 + 6
+    half = len(layer.name) * LETTER / 2 + 6
     left, right = min(x.start, x.end), max(x.start, x.end)
     middle = min(max(x.at(xs[thickest]), left + half), right - half)
-    at = y.at(below[thickest] + one.values[thickest] / 2) + 4
+    at = y.at(below[thickest] + layer.values[thickest] / 2) + 4
 
     def write(labels: Labels) -> Markup | None:
         # Moved up or down it would lie on another layer.
-        if labels.place(middle, at, one.name, anchor="middle") != at:
+        if labels.place(middle, at, layer.name, anchor="middle") != at:
             return None
-        return words(middle, at, one.name, class_=f"on on-{one.kind}", anchor="middle")
+        return words(middle, at, layer.name, class_=f"on on-{layer.kind}", anchor="middle")
 
     return [write]
 
@@ -179,20 +179,22 @@ def points(  # noqa: PLR0913 - points, the line along the best, both axes, and w
         parts.append(line(at, frame.top, at, frame.bottom, limit.kind))
         if level is not None:
             parts.append(words(place, level, limit.label, class_="warn", anchor=anchor))
-    parts += [path([(x.at(one), y.at(two)) for one, two in front.places], "frontier") for front in fronts]
+    parts += [
+        path([(x.at(across), y.at(two)) for across, two in front.places], "frontier") for front in fronts
+    ]
     # The chosen one comes last, so that it lies on top of its neighbours.
-    for one in sorted(dots, key=lambda dot: (dot.kind == "accent", dot.x, dot.y)):
+    for point in sorted(dots, key=lambda dot: (dot.kind == "accent", dot.x, dot.y)):
         shape = (
-            _arrow(frame.right, y.at(one.y))
-            if one.x > along.high
-            else dot(x.at(one.x), y.at(one.y), 7 if one.kind == "accent" else 4.5, one.kind)
+            _arrow(frame.right, y.at(point.y))
+            if point.x > along.high
+            else dot(x.at(point.x), y.at(point.y), 7 if point.kind == "accent" else 4.5, point.kind)
         )
-        reach = min(x.at(one.x), frame.right)
+        reach = min(x.at(point.x), frame.right)
         parts += [
-            mark(one.says, dot(reach, y.at(one.y), 11, "reach"), shape),
+            mark(point.says, dot(reach, y.at(point.y), 11, "reach"), shape),
         ]
-    parts += [_beside(one, x, y, frame, labels) for one in dots if one.kind == "accent"]
-    parts += [_beside(one, x, y, frame, labels) for one in dots if one.kind != "accent"]
+    parts += [_beside(point, x, y, frame, labels) for point in dots if point.kind == "accent"]
+    parts += [_beside(point, x, y, frame, labels) for point in dots if point.kind != "accent"]
     parts += [_front_name(front, x, y, frame, labels) for front in fronts]
     return sheet(label, width, frame.bottom + 44, *parts)
 
@@ -236,13 +238,15 @@ def curve(  # noqa: PLR0913 - a line with its range, both axes, and what to poin
     parts += [path([*over, *reversed(under)], "range", closed=True), path(middle, "line")]
     if len(middle) == 1:
         parts.append(dot(*middle[0], 4, "accent"))
-    parts += _places([one for one, _ in middle], [one for _, one in middle], says, frame)
-    for one in notes:
-        parts.append(mark(one.says, dot(x.at(one.x), y.at(one.y), 4, one.kind)))
-    for one in events:
-        at = x.at(one.x)
+    parts += _places([across for across, _ in middle], [level for _, level in middle], says, frame)
+    for note in notes:
+        parts.append(mark(note.says, dot(x.at(note.x), y.at(note.y), 4, note.kind)))
+    for event in events:
+        at = x.at(event.x)
         parts.append(
-            mark(one.says, line(at, frame.top, at, frame.bottom, "event"), dot(at, frame.bottom, 5, "warned"))
+            mark(
+                event.says, line(at, frame.top, at, frame.bottom, "event"), dot(at, frame.bottom, 5, "warned")
+            )
         )
     return sheet(label, width, frame.bottom + 44, *parts)
 
@@ -270,22 +274,22 @@ def _places(xs: list[float], ys: list[float], says: list[str], frame: Frame) -> 
     return marks
 
 
-def _note(one: Dot, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
+def _note(note: Dot, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
     return join(
-        (mark(one.says, dot(x.at(one.x), y.at(one.y), 5, one.kind)), _beside(one, x, y, frame, labels))
+        (mark(note.says, dot(x.at(note.x), y.at(note.y), 5, note.kind)), _beside(note, x, y, frame, labels))
     )
 
 
-def _beside(one: Dot, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
+def _beside(point: Dot, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
     """The label of a point, on the side where there is room for it and clear of other labels."""
-    if not one.label:
+    if not point.label:
         return Markup("")
-    at, wide = x.at(one.x), len(one.label) * BOLD_LETTER
+    at, wide = x.at(point.x), len(point.label) * BOLD_LETTER
     leftward = at + 12 + wide > frame.right
     room = at - 12 - frame.left if leftward else frame.right - at - 12
     place, anchor = (at - 12, "end") if leftward else (at + 12, "start")
-    said = one.label if wide <= room else fitted(one.label, room * LETTER / BOLD_LETTER)
-    level = labels.place(place, y.at(one.y) - 10, said, anchor=anchor)
+    said = point.label if wide <= room else fitted(point.label, room * LETTER / BOLD_LETTER)
+    level = labels.place(place, y.at(point.y) - 10, said, anchor=anchor)
     return Markup("") if level is None else words(place, level, said, class_="strong", anchor=anchor)
 
 

@@ -62,14 +62,18 @@ class Labels:
         for step in self.TRIES:
             base = y + step * self.TALL
             area = (begin, begin + wide, base - self.TALL + 3, base + 3)
-            if area[2] >= top and area[3] <= bottom and not any(_overlap(area, one) for one in self._taken):
+            if (
+                area[2] >= top
+                and area[3] <= bottom
+                and not any(_overlap(area, other) for other in self._taken)
+            ):
                 self._taken.append(area)
                 return base
         return None
 
 
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
+def _overlap(area: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return area[0] < other[1] and other[0] < area[1] and area[2] < other[3] and other[2] < area[3]
 
 
 def is_narrow(width: int) -> bool:
@@ -155,14 +159,15 @@ def axes(  # noqa: PLR0913 - two axes, each with its numbers and its name
     across = [
         join(
             (
-                line(frame.left, y.at(one.value), frame.right, y.at(one.value), "grid"),
-                words(frame.left - 8, y.at(one.value) + 4, one.label, class_="tick", anchor="end"),
+                line(frame.left, y.at(tick.value), frame.right, y.at(tick.value), "grid"),
+                words(frame.left - 8, y.at(tick.value) + 4, tick.label, class_="tick", anchor="end"),
             )
         )
-        for one in up
+        for tick in up
     ]
     below = [
-        words(x.at(one.value), frame.bottom + 18, one.label, class_="tick", anchor="middle") for one in along
+        words(x.at(tick.value), frame.bottom + 18, tick.label, class_="tick", anchor="middle")
+        for tick in along
     ]
     return join(
         (

@@ -47,25 +47,25 @@ class Figure:
 
 def memory(plan: Plan) -> Figure:
     """The bar of a GPU's memory by what it is for."""
-    one = plan.estimate
-    parts = {name: getattr(one.parts, name) for name in one.parts.__struct_fields__}
-    cached = max(0, one.process_bytes - one.parts.total)
+    estimate = plan.estimate
+    parts = {name: getattr(estimate.parts, name) for name in estimate.parts.__struct_fields__}
+    cached = max(0, estimate.process_bytes - estimate.parts.total)
     slices = [Slice(name, name, value, format_bytes(value)) for name, value in parts.items() if value]
     if cached:
         slices.append(Slice("cached", "cached", cached, format_bytes(cached)))
-    most = one.capacity_bytes or one.process_bytes
-    whole = max(most, one.band.high_bytes, sum(slice_.value for slice_ in slices))
-    limits = [Limit(one.band.high_bytes, f"at most {format_bytes(one.band.high_bytes)}", "band")]
-    if one.capacity_bytes:
-        allowed = plan.policy.memory_share * one.capacity_bytes
+    most = estimate.capacity_bytes or estimate.process_bytes
+    whole = max(most, estimate.band.high_bytes, sum(slice_.value for slice_ in slices))
+    limits = [Limit(estimate.band.high_bytes, f"at most {format_bytes(estimate.band.high_bytes)}", "band")]
+    if estimate.capacity_bytes:
+        allowed = plan.policy.memory_share * estimate.capacity_bytes
         limits.append(Limit(allowed, f"{format_bytes(allowed)} may be used"))
-    says = f"The fullest GPU holds {format_bytes(one.process_bytes)}"
-    says += f" of {format_bytes(one.capacity_bytes)}" if one.capacity_bytes else ""
-    says += "; it fits only because torch releases cached blocks" * (one.verdict is Verdict.FITS_TIGHT)
+    says = f"The fullest GPU holds {format_bytes(estimate.process_bytes)}"
+    says += f" of {format_bytes(estimate.capacity_bytes)}" if estimate.capacity_bytes else ""
+    says += "; it fits only because torch releases cached blocks" * (estimate.verdict is Verdict.FITS_TIGHT)
     largest = max(slices, key=lambda slice_: slice_.value)
     says += f"; {largest.name} take{'s' * (largest.name in ('context', 'workspace', 'communication'))} most."
     says += " The parts are what is live at the moment of the peak"
-    says += f": {words}." if (words := gradient_words(one)) else "."
+    says += f": {words}." if (words := gradient_words(estimate)) else "."
     return Figure(
         "memory",
         "Memory by part",
@@ -78,23 +78,23 @@ def memory(plan: Plan) -> Figure:
 
 def step_time(estimate: Estimate) -> Figure | None:
     """The bar of a step's seconds by what they are spent on."""
-    one = estimate.step_time
-    if one is None or not one.total_s:
+    step = estimate.step_time
+    if step is None or not step.total_s:
         return None
-    names = {field: field.removesuffix("_s") for field in one.__struct_fields__}
+    names = {field: field.removesuffix("_s") for field in step.__struct_fields__}
     slices = [
-        Slice(name, name, getattr(one, field), in_seconds(getattr(one, field)))
+        Slice(name, name, getattr(step, field), in_seconds(getattr(step, field)))
         for field, name in names.items()
-        if getattr(one, field)
+        if getattr(step, field)
     ]
     largest = max(slices, key=lambda slice_: slice_.value)
     return Figure(
         "step-time",
         "Time of a step",
-        f"{largest.value / one.total_s:.0%} of the {in_seconds(one.total_s)} of a step are {largest.name}.",
-        lambda width: stack("Time of a step by part", slices, [], whole=one.total_s, width=width),
+        f"{largest.value / step.total_s:.0%} of the {in_seconds(step.total_s)} of a step are {largest.name}.",
+        lambda width: stack("Time of a step by part", slices, [], whole=step.total_s, width=width),
         ("part", "seconds", "share"),
-        tuple((s.name, f"{s.value:.6g}", f"{s.value / one.total_s:.1%}") for s in slices),
+        tuple((s.name, f"{s.value:.6g}", f"{s.value / step.total_s:.1%}") for s in slices),
     )
 
 
@@ -165,28 +165,28 @@ def through_a_step(story: Story) -> Figure | None:
 
 def candidates(plan: Plan) -> Figure | None:
     """Speed against memory of all that was looked at, and for each number of GPUs the line nothing beats."""
-    looks = [one for one in _looks(plan) if one.samples_per_s is not None]
+    looks = [look for look in _looks(plan) if look.samples_per_s is not None]
     if not looks:
         return None
     capacity = plan.estimate.capacity_bytes
     allowed = plan.policy.memory_share * capacity if capacity else None
-    size, unit = byte_unit(max(one.process_bytes for one in looks))
+    size, unit = byte_unit(max(look.process_bytes for look in looks))
     best = {
-        gpus: frontier([one for one in looks if one.setting.gpus == gpus])
-        for gpus in sorted({one.setting.gpus for one in looks})
+        gpus: frontier([look for look in looks if look.setting.gpus == gpus])
+        for gpus in sorted({look.setting.gpus for look in looks})
     }
-    unbeaten = {one.setting for ahead in best.values() for one in ahead}
-    dots = [_dot(one, plan, size) for one in looks]
-    furthest = max(one.x for one in dots)
+    unbeaten = {look.setting for ahead in best.values() for look in ahead}
+    dots = [_dot(look, plan, size) for look in looks]
+    furthest = max(dot.x for dot in dots)
     # Settings that fit nowhere would squeeze those that matter into a corner: they are shown as arrows.
     end = BEYOND * capacity / size if capacity else furthest
-    off = [one.x for one in dots if one.x > end]
-    furthest = max([one.x for one in dots if one.x <= end], default=end)
+    off = [dot.x for dot in dots if dot.x > end]
+    furthest = max([dot.x for dot in dots if dot.x <= end], default=end)
     near = allowed is not None and allowed / size < FAR * furthest
     right = upper([furthest, allowed / size if allowed is not None and near else 0.0])
-    off = [one for one in off if one > right]
-    top = upper([one.y for one in dots])
-    many = sum(one.fits for one in looks)
+    off = [x for x in off if x > right]
+    top = upper([dot.y for dot in dots])
+    many = sum(look.fits for look in looks)
     return Figure(
         "candidates",
         "Speed against memory",
@@ -210,41 +210,44 @@ def candidates(plan: Plan) -> Figure | None:
         ("setting", "memory", "at most", "samples/s", "fits", "unbeaten"),
         tuple(
             (
-                setting_words(one.setting),
-                format_bytes(one.process_bytes),
-                format_bytes(one.high_bytes),
-                short(one.samples_per_s or 0),
-                "yes" if one.fits else "no",
-                "yes" if one.setting in unbeaten else "",
+                setting_words(look.setting),
+                format_bytes(look.process_bytes),
+                format_bytes(look.high_bytes),
+                short(look.samples_per_s or 0),
+                "yes" if look.fits else "no",
+                "yes" if look.setting in unbeaten else "",
             )
-            for one in sorted(looks, key=lambda look: -(look.samples_per_s or 0))[: 4 * MOST_ROWS]
+            for look in sorted(looks, key=lambda look: -(look.samples_per_s or 0))[: 4 * MOST_ROWS]
         ),
     )
 
 
-def _dot(one: Look, plan: Plan, size: int) -> Dot:
-    rate = one.samples_per_s or 0.0
-    words = f"{setting_words(one.setting)}: {format_bytes(one.process_bytes)}, {short(rate)} samples/s"
-    chosen = one.setting == plan.choice
+def _dot(look: Look, plan: Plan, size: int) -> Dot:
+    rate = look.samples_per_s or 0.0
+    words = f"{setting_words(look.setting)}: {format_bytes(look.process_bytes)}, {short(rate)} samples/s"
+    chosen = look.setting == plan.choice
     return Dot(
-        one.process_bytes / size,
+        look.process_bytes / size,
         rate,
-        words if one.fits else f"{words}; does not fit",
-        "accent" if chosen else "plain" if one.fits else "hollow",
+        words if look.fits else f"{words}; does not fit",
+        "accent" if chosen else "plain" if look.fits else "hollow",
         "chosen" if chosen else "",
     )
 
 
 def _front(gpus: int, ahead: list[Look], size: int) -> Front:
-    places = tuple((one.process_bytes / size, one.samples_per_s or 0.0) for one in ahead)
+    places = tuple((look.process_bytes / size, look.samples_per_s or 0.0) for look in ahead)
     return Front(f"{gpus} GPU{'s' * (gpus > 1)}", places)
 
 
 def _looks(plan: Plan) -> list[Look]:
     """All that is known of what was looked at; plans of earlier versions keep fewer."""
-    found = {one.setting: one for one in plan.looked_at}
-    told = [(plan.choice, plan.estimate), *((one.setting, one.estimate) for one in plan.runners_up)]
-    told += [(one.setting, one.estimate) for one in plan.comparison if one.setting and one.estimate]
+    found = {look.setting: look for look in plan.looked_at}
+    told = [
+        (plan.choice, plan.estimate),
+        *((runner_up.setting, runner_up.estimate) for runner_up in plan.runners_up),
+    ]
+    told += [(row.setting, row.estimate) for row in plan.comparison if row.setting and row.estimate]
     for setting, estimate in told:
         found.setdefault(
             setting,
@@ -262,11 +265,12 @@ def _looks(plan: Plan) -> list[Look]:
 def frontier(looks: Sequence[Look]) -> list[Look]:
     """Those that fit and that no other beats in both memory and speed, from small to large."""
     best: list[Look] = []
-    for one in sorted(
-        (one for one in looks if one.fits), key=lambda look: (look.process_bytes, -(look.samples_per_s or 0))
+    for look in sorted(
+        (look for look in looks if look.fits),
+        key=lambda look: (look.process_bytes, -(look.samples_per_s or 0)),
     ):
-        if not best or (one.samples_per_s or 0) > (best[-1].samples_per_s or 0):
-            best.append(one)
+        if not best or (look.samples_per_s or 0) > (best[-1].samples_per_s or 0):
+            best.append(look)
     return best
 
 
@@ -275,15 +279,15 @@ def scaling(plan: Plan) -> Figure | None:
     rows = plan.comparison
     if not rows:
         return None
-    hours = [one.estimate.hours for one in rows if one.estimate and one.estimate.hours is not None]
+    hours = [row.estimate.hours for row in rows if row.estimate and row.estimate.hours is not None]
     if not hours:
         return _rates(plan)
     deadline = plan.policy.deadline_s
-    size, unit = time_unit(max([3600 * one for one in hours] + ([deadline] if deadline else [])))
-    bars = [_bar(one, plan, size) for one in rows]
+    size, unit = time_unit(max([3600 * value for value in hours] + ([deadline] if deadline else [])))
+    bars = [_bar(row, plan, size) for row in rows]
     limit = Limit(deadline / size, f"deadline {format_duration(deadline)}") if deadline else None
-    top = upper([one.value or 0 for one in bars] + ([limit.value] if limit else []))
-    late = [one for one in rows if one.meets_deadline is False]
+    top = upper([bar.value or 0 for bar in bars] + ([limit.value] if limit else []))
+    late = [row for row in rows if row.meets_deadline is False]
     says = f"The whole run on {_listed(rows)} GPUs"
     says += f"; {_listed(late)} would be late." if late else "; all of them are in time." if deadline else "."
     return Figure(
@@ -300,26 +304,26 @@ def scaling(plan: Plan) -> Figure | None:
             width=width,
         ),
         ("GPUs", "how", "memory", "samples/s", "total", "GPU-hours", "in time", "scaling"),
-        tuple(_comparison(one) for one in rows),
+        tuple(_comparison(row) for row in rows),
     )
 
 
 def _rates(plan: Plan) -> Figure | None:
     """Samples a second by the number of GPUs, where the job does not say how many samples it has."""
-    rates = [one.estimate.samples_per_s if one.estimate else None for one in plan.comparison]
+    rates = [row.estimate.samples_per_s if row.estimate else None for row in plan.comparison]
     if not any(rates):
         return None
     bars = [
         Column(
-            str(one.gpus),
+            str(row.gpus),
             rate,
-            short(rate) if rate else one.why or "-",
-            _efficiency(one),
-            "accent" if one.gpus == plan.choice.gpus else "plain",
+            short(rate) if rate else row.why or "-",
+            _efficiency(row),
+            "accent" if row.gpus == plan.choice.gpus else "plain",
         )
-        for one, rate in zip(plan.comparison, rates, strict=True)
+        for row, rate in zip(plan.comparison, rates, strict=True)
     ]
-    top = upper([one.value or 0 for one in bars])
+    top = upper([bar.value or 0 for bar in bars])
     return Figure(
         "scaling",
         "Scaling",
@@ -334,41 +338,41 @@ def _rates(plan: Plan) -> Figure | None:
             width=width,
         ),
         ("GPUs", "how", "memory", "samples/s", "total", "GPU-hours", "in time", "scaling"),
-        tuple(_comparison(one) for one in plan.comparison),
+        tuple(_comparison(row) for row in plan.comparison),
     )
 
 
-def _bar(one: Comparison, plan: Plan, size: float) -> Column:
-    if one.estimate is None or one.estimate.hours is None:
-        return Column(str(one.gpus), None, one.why or "not known")
-    seconds = 3600 * one.estimate.hours
-    kind = "accent" if one.gpus == plan.choice.gpus else "late" if one.meets_deadline is False else "plain"
-    return Column(str(one.gpus), seconds / size, format_duration(seconds), _efficiency(one), kind)
+def _bar(row: Comparison, plan: Plan, size: float) -> Column:
+    if row.estimate is None or row.estimate.hours is None:
+        return Column(str(row.gpus), None, row.why or "not known")
+    seconds = 3600 * row.estimate.hours
+    kind = "accent" if row.gpus == plan.choice.gpus else "late" if row.meets_deadline is False else "plain"
+    return Column(str(row.gpus), seconds / size, format_duration(seconds), _efficiency(row), kind)
 
 
-def _efficiency(one: Comparison) -> str:
-    return "" if one.scaling_efficiency is None else f"{one.scaling_efficiency:.0%}"
+def _efficiency(row: Comparison) -> str:
+    return "" if row.scaling_efficiency is None else f"{row.scaling_efficiency:.0%}"
 
 
-def _comparison(one: Comparison) -> Row:
-    estimate = one.estimate
+def _comparison(row: Comparison) -> Row:
+    estimate = row.estimate
     if estimate is None:
-        return (str(one.gpus), one.why or "nothing fits", "-", "-", "-", "-", "-", "-")
-    late = "-" if one.meets_deadline is None else "yes" if one.meets_deadline else "no"
+        return (str(row.gpus), row.why or "nothing fits", "-", "-", "-", "-", "-", "-")
+    late = "-" if row.meets_deadline is None else "yes" if row.meets_deadline else "no"
     return (
-        str(one.gpus),
-        setting_words(one.setting) if one.setting else one.why,
+        str(row.gpus),
+        setting_words(row.setting) if row.setting else row.why,
         format_bytes(estimate.process_bytes),
         "-" if estimate.samples_per_s is None else short(estimate.samples_per_s),
         "-" if estimate.hours is None else format_duration(3600 * estimate.hours),
         "-" if estimate.gpu_hours is None else f"{estimate.gpu_hours:.3g}",
         late,
-        _efficiency(one) or "-",
+        _efficiency(row) or "-",
     )
 
 
 def _listed(rows: Sequence[Comparison]) -> str:
-    names = [str(one.gpus) for one in rows]
+    names = [str(row.gpus) for row in rows]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 

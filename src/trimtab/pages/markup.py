@@ -27,7 +27,7 @@ def text(value: object) -> Markup:
 
 def join(parts: object, between: str = "") -> Markup:
     """Several parts one after the other."""
-    return Markup(between.join(text(one) for one in parts))  # type: ignore[attr-defined]
+    return Markup(between.join(text(part) for part in parts))  # type: ignore[attr-defined]
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
@@ -41,7 +41,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None
     )
-    inner = "".join(text(one) for one in children if one is not None)
+    inner = "".join(text(child) for child in children if child is not None)
     if not inner and name in VOID:
         return Markup(f"<{name}{told}>")
     return Markup(f"<{name}{told}>{inner}</{name}>")

@@ -53,7 +53,7 @@ def drawn(story: Story) -> list[Figure]:
     if plan is not None and plan.estimate.process_bytes:
         found += [figures.memory(plan), figures.through_a_step(story), figures.candidates(plan)]
         found += [figures.scaling(plan), figures.step_time(plan.estimate)]
-    return [one for one in found if one is not None]
+    return [figure for figure in found if figure is not None]
 
 
 def page(story: Story, shown: Sequence[Figure]) -> str:
@@ -89,11 +89,11 @@ def _sections(story: Story, shown: Sequence[Figure]) -> list[Markup]:
     parts = [_header(story)]
     if story.missing:
         parts.append(_listing("missing", "Not shown", story.missing, class_="missing"))
-    for one in shown:
-        parts.append(_figure(one))
-        if one.name == "loss" and run is not None:
+    for figure in shown:
+        parts.append(_figure(figure))
+        if figure.name == "loss" and run is not None:
             parts.append(_events(run.events))
-    if run is not None and not any(one.name == "loss" for one in shown):
+    if run is not None and not any(figure.name == "loss" for figure in shown):
         parts.append(_events(run.events))
     if plan is not None:
         parts += _plan_tables(plan)
@@ -132,7 +132,9 @@ def _how(plan: Plan) -> str:
 
 def _tiles(name: str, tiles: Sequence[tuple[str, str]]) -> Markup:
     group = tag("p", name, class_="group") if name else Markup("")
-    return join((group, tag("dl", *(tag("div", tag("dt", one), tag("dd", value)) for one, value in tiles))))
+    return join(
+        (group, tag("dl", *(tag("div", tag("dt", label), tag("dd", value)) for label, value in tiles)))
+    )
 
 
 def _kind(story: Story) -> str:
@@ -140,20 +142,22 @@ def _kind(story: Story) -> str:
 
 
 def _plan_tiles(plan: Plan) -> list[tuple[str, str]]:
-    one = plan.estimate
-    size, unit = byte_unit(max(one.process_bytes, one.capacity_bytes or 0))
-    free = f" of {one.capacity_bytes / size:.1f}" if one.capacity_bytes else ""
+    estimate = plan.estimate
+    size, unit = byte_unit(max(estimate.process_bytes, estimate.capacity_bytes or 0))
+    free = f" of {estimate.capacity_bytes / size:.1f}" if estimate.capacity_bytes else ""
     tiles: list[tuple[str, str | None]] = [
         ("GPUs", str(plan.choice.gpus)),
-        ("memory", f"{one.process_bytes / size:.1f}{free} {unit}"),
-        ("step", None if one.step_s is None else figures.in_seconds(one.step_s)),
-        ("samples/s", None if one.samples_per_s is None else short(one.samples_per_s)),
+        ("memory", f"{estimate.process_bytes / size:.1f}{free} {unit}"),
+        ("step", None if estimate.step_s is None else figures.in_seconds(estimate.step_s)),
+        ("samples/s", None if estimate.samples_per_s is None else short(estimate.samples_per_s)),
         (
             "MFU",
-            None if one.mfu is None else f"{one.mfu:.1%}{f', {one.mfu_rating}' if one.mfu_rating else ''}",
+            None
+            if estimate.mfu is None
+            else f"{estimate.mfu:.1%}{f', {estimate.mfu_rating}' if estimate.mfu_rating else ''}",
         ),
-        ("whole run", None if one.hours is None else format_duration(3600 * one.hours)),
-        ("GPU-hours", None if one.gpu_hours is None else f"{one.gpu_hours:.3g}"),
+        ("whole run", None if estimate.hours is None else format_duration(3600 * estimate.hours)),
+        ("GPU-hours", None if estimate.gpu_hours is None else f"{estimate.gpu_hours:.3g}"),
         ("cost", None if plan.cost is None else f"{plan.cost:,.2f}"),
     ]
     return [(name, value) for name, value in tiles if value is not None]
@@ -166,25 +170,25 @@ def _run_tiles(run: Record) -> list[tuple[str, str]]:
     whole = run.attempt.steps if run.attempt is not None else None
     tiles = [("steps taken", f"{last.step:,}" + (f" of {whole:,}" if whole else ""))]
     tiles += [("loss", short(last.loss))] if last.loss is not None else []
-    spent = sum(one.time_s for one in run.lines)
+    spent = sum(line.time_s for line in run.lines)
     tiles.append(("time in steps", format_duration(max(spent, 0.0))))
     tiles.append(("events", str(len(run.events))))
     return tiles
 
 
-def _figure(one: Figure) -> Markup:
-    heading = f"{one.name}-title"
+def _figure(figure: Figure) -> Markup:
+    heading = f"{figure.name}-title"
     return tag(
         "section",
-        tag("h2", one.title, id=heading),
-        tag("p", one.says, class_="says"),
-        tag("figure", one.draw(WIDE), one.draw(NARROW)),
+        tag("h2", figure.title, id=heading),
+        tag("p", figure.says, class_="says"),
+        tag("figure", figure.draw(WIDE), figure.draw(NARROW)),
         tag(
             "details",
-            tag("summary", f"The numbers: {one.title.lower()}"),
-            _table(one.headings, one.rows),
+            tag("summary", f"The numbers: {figure.title.lower()}"),
+            _table(figure.headings, figure.rows),
         ),
-        id=one.name,
+        id=figure.name,
         aria_labelledby=heading,
         class_="figure",
     )
@@ -193,7 +197,7 @@ def _figure(one: Figure) -> Markup:
 def _table(headings: Row, rows: Sequence[Row]) -> Markup:
     """A table; columns of figures are set to the right."""
     numeric = [all(FIGURE.fullmatch(row[index]) for row in rows) for index in range(len(headings))]
-    sides = ["number" if one else None for one in numeric]
+    sides = ["number" if is_number else None for is_number in numeric]
     return tag(
         "div",
         tag(
@@ -228,8 +232,14 @@ def _events(events: Sequence[Incident]) -> Markup:
         what = tag("p", "Nothing was put on record: no retry, no restart, no skipped step.", class_="says")
         return _section("events", "Events", what)
     rows = [
-        (_moment(one.at_s), "-" if one.step is None else f"{one.step:,}", one.kind.value, one.why, one.done)
-        for one in events
+        (
+            _moment(event.at_s),
+            "-" if event.step is None else f"{event.step:,}",
+            event.kind.value,
+            event.why,
+            event.done,
+        )
+        for event in events
     ]
     hidden = len(rows) - MOST_EVENTS
     more = tag("p", f"{hidden:,} more are in events.jsonl.", class_="says") if hidden > 0 else Markup("")
@@ -250,7 +260,7 @@ def _moment(at_s: float) -> str:
 def _plan_tables(plan: Plan) -> list[Markup]:
     parts = []
     if plan.reasons:
-        rows = [(one.subject.replace("_", " "), one.value, one.why) for one in plan.reasons]
+        rows = [(reason.subject.replace("_", " "), reason.value, reason.why) for reason in plan.reasons]
         parts.append(
             _section("choices", "Choices and their reasons", _table(("choice", "value", "why"), rows))
         )
@@ -260,12 +270,13 @@ def _plan_tables(plan: Plan) -> list[Markup]:
                 "what-if",
                 "What if",
                 _table(
-                    ("change", "GPUs", "how", "total", "in time"), [_what_if(one) for one in plan.what_if]
+                    ("change", "GPUs", "how", "total", "in time"),
+                    [_what_if(change) for change in plan.what_if],
                 ),
             )
         )
     if plan.rejected:
-        rejected = [(f"{one.count:,}", one.why) for one in plan.rejected]
+        rejected = [(f"{group.count:,}", group.why) for group in plan.rejected]
         parts.append(_section("rejected", "Rejected", _table(("settings", "why"), rejected)))
     if plan.estimate.assumptions or plan.left_out:
         parts.append(
@@ -274,22 +285,22 @@ def _plan_tables(plan: Plan) -> list[Markup]:
     return parts
 
 
-def _what_if(one: WhatIf) -> Row:
-    hours = one.estimate.hours if one.estimate else None
+def _what_if(change: WhatIf) -> Row:
+    hours = change.estimate.hours if change.estimate else None
     return (
-        one.change,
-        str(one.gpus),
-        _kept_or_not(one),
+        change.change,
+        str(change.gpus),
+        _kept_or_not(change),
         "-" if hours is None else format_duration(3600 * hours),
-        "-" if one.meets_deadline is None else "yes" if one.meets_deadline else "no",
+        "-" if change.meets_deadline is None else "yes" if change.meets_deadline else "no",
     )
 
 
-def _kept_or_not(one: WhatIf) -> str:
+def _kept_or_not(change: WhatIf) -> str:
     """The setting, and the pin that it could not keep."""
-    if one.setting is None:
-        return one.why
-    return setting_words(one.setting) + (f"; {one.why}" if one.unpinned else "")
+    if change.setting is None:
+        return change.why
+    return setting_words(change.setting) + (f"; {change.why}" if change.unpinned else "")
 
 
 def _section(name: str, title: str, *inner: Markup) -> Markup:
@@ -298,5 +309,5 @@ def _section(name: str, title: str, *inner: Markup) -> Markup:
 
 def _listing(name: str, title: str, lines: Sequence[str], class_: str | None = None) -> Markup:
     return tag(
-        "section", tag("h2", title), tag("ul", *(tag("li", one) for one in lines)), id=name, class_=class_
+        "section", tag("h2", title), tag("ul", *(tag("li", line) for line in lines)), id=name, class_=class_
     )

@@ -47,8 +47,8 @@ def _plain_style() -> str:
     """The rules for figures with the light colours put in, for programs that know no variables."""
     text = asset("style.css")
     light = text[text.index("{") + 1 : text.index("}")]
-    colours = (one.split(":", 1) for one in light.split(";") if ":" in one)
-    rules = "\n".join(one for one in text.splitlines() if one.startswith(".chart"))
+    colours = (rule.split(":", 1) for rule in light.split(";") if ":" in rule)
+    rules = "\n".join(line for line in text.splitlines() if line.startswith(".chart"))
     for name, value in colours:
         rules = rules.replace(f"var({name.strip()})", value.strip())
     return rules
@@ -61,9 +61,9 @@ def write(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files = []
-        for one in figures:
-            file = folder / f"{one.name}.svg"
-            file.write_text(standing_alone(one), encoding="utf-8")
+        for figure in figures:
+            file = folder / f"{figure.name}.svg"
+            file.write_text(standing_alone(figure), encoding="utf-8")
             files.append(file)
     except OSError as error:
         raise WrongUse(

@@ -29,8 +29,8 @@ MOST_EVENTS = 200
 
 def loss(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
     """The loss over steps, with validation and events."""
-    told = _finite((one.step, one.loss) for one in lines)
-    checks = _finite((one.step, one.validation_loss) for one in lines)
+    told = _finite((line.step, line.loss) for line in lines)
+    checks = _finite((line.step, line.validation_loss) for line in lines)
     if not told:
         return None
     band = bucketed(told)
@@ -43,9 +43,9 @@ def loss(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
     says += f"; validation {short(checks[-1][1])}." if checks else "."
     notes = [Dot(step, value, f"step {step:,}: validation {short(value)}", "check") for step, value in checks]
     marked = [
-        Dot(one.step, base, f"step {one.step:,}: {one.kind}: {one.why}; {one.done}", "warned")
-        for one in events
-        if one.step is not None and first <= one.step <= last
+        Dot(event.step, base, f"step {event.step:,}: {event.kind}: {event.why}; {event.done}", "warned")
+        for event in events
+        if event.step is not None and first <= event.step <= last
     ]
     return Figure(
         "loss",
@@ -69,7 +69,7 @@ def loss(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
 
 def speed(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
     """Samples a second over steps, beside what the plan expects."""
-    told = _finite((one.step, one.samples_per_s) for one in lines)
+    told = _finite((line.step, line.samples_per_s) for line in lines)
     if not told:
         return None
     band = bucketed(told)
@@ -100,7 +100,7 @@ def speed(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
 
 def occupied(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
     """Memory that the allocator holds over steps, beside the plan's."""
-    told = _finite((one.step, one.reserved_bytes) for one in lines)
+    told = _finite((line.step, line.reserved_bytes) for line in lines)
     if not told or not any(value for _, value in told):
         return None
     expected = plan.estimate.reserved_bytes if plan is not None else 0
@@ -143,14 +143,14 @@ def compared(pairs: Sequence[tuple[str, float, float]]) -> Figure | None:
     ]
     if not rows:
         return None
-    furthest = max(rows, key=lambda one: abs(one.ratio - 1))
+    furthest = max(rows, key=lambda row: abs(row.ratio - 1))
     return Figure(
         "compared",
         "Predicted against measured",
         f"Furthest from the prediction is {furthest.name}: {furthest.ratio - 1:+.1%}.",
         lambda width: ratios("Measured as a share of predicted", rows, width=width),
         ("figure", "predicted", "measured", "difference"),
-        tuple((one.name, one.predicted, one.measured, f"{one.ratio - 1:+.2%}") for one in rows),
+        tuple((row.name, row.predicted, row.measured, f"{row.ratio - 1:+.2%}") for row in rows),
     )
 
 
@@ -164,19 +164,19 @@ def pairs_of_run(lines: Sequence[Line], plan: Plan | None) -> list[tuple[str, fl
         return []
     estimate, choice = plan.estimate, plan.choice
     alike = [
-        one
-        for one in lines[WARM_UP:] or lines
-        if one.gpus == choice.gpus
-        and one.samples == choice.global_batch
-        and one.attempts == 1
-        and not one.skipped
+        line
+        for line in lines[WARM_UP:] or lines
+        if line.gpus == choice.gpus
+        and line.samples == choice.global_batch
+        and line.attempts == 1
+        and not line.skipped
     ]
     found: list[tuple[str, float | None, float | None]] = [
-        ("step_s", estimate.step_s, _median([one.time_s for one in alike])),
-        ("samples_per_s", estimate.samples_per_s, _median([one.samples_per_s for one in alike])),
+        ("step_s", estimate.step_s, _median([line.time_s for line in alike])),
+        ("samples_per_s", estimate.samples_per_s, _median([line.samples_per_s for line in alike])),
     ]
     for field in ("allocated_bytes", "reserved_bytes"):
-        seen = [value for one in alike if (value := getattr(one, field)) is not None]
+        seen = [value for line in alike if (value := getattr(line, field)) is not None]
         found.append((field, getattr(estimate, field), max(seen, default=None)))
     return [(field, guess, truth) for field, guess, truth in found if guess and truth]
 
@@ -198,12 +198,12 @@ def bucketed(told: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) -> Ban
     """
     size = max(1, -(-len(told) // most))
     stretches = [told[begin : begin + size] for begin in range(0, len(told), size)]
-    values = [[value for _, value in one] for one in stretches]
+    values = [[value for _, value in stretch] for stretch in stretches]
     return Band(
-        tuple(float(one[-1][0]) for one in stretches),
-        tuple(min(one) for one in values),
-        tuple(math.fsum(one) / len(one) for one in values),
-        tuple(max(one) for one in values),
+        tuple(float(stretch[-1][0]) for stretch in stretches),
+        tuple(min(group) for group in values),
+        tuple(math.fsum(group) / len(group) for group in values),
+        tuple(max(group) for group in values),
     )
 
 
@@ -221,7 +221,7 @@ def _median(values: list[float]) -> float | None:
 
 
 def _steps(first: int, last: int) -> Axis:
-    whole = [one for one in axis_ticks(first, last) if one.value == int(one.value)]
+    whole = [tick for tick in axis_ticks(first, last) if tick.value == int(tick.value)]
     return Axis("optimizer steps", whole, float(first), float(last))
 
 

@@ -43,7 +43,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     if rough < abs(high) * 1e-12 or rough < 1e-300:  # noqa: PLR2004 - floats have no finer steps to offer
         return [low, high]
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * one for one in (1, 2, 5, 10) if power * one >= rough * 0.999)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     # Three tenths are not 0.30000000000000004.

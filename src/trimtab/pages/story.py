@@ -70,7 +70,7 @@ def _of_run(place: Path) -> Story:
             f"report {place}", found=f"nothing in it can be shown: {'; '.join(found.said)}", cure=CURE
         )
     missing = found.said
-    if not found.lines and not any(one.startswith(record.LOG) for one in missing):
+    if not found.lines and not any(text.startswith(record.LOG) for text in missing):
         missing = (*missing, f"{record.LOG} is empty: the run has not taken a step")
     return Story(origin=str(place), plan=found.plan, run=found, missing=missing)
 
@@ -78,7 +78,7 @@ def _of_run(place: Path) -> Story:
 def _below(place: Path) -> str:
     """The runs in a folder that is none itself."""
     try:
-        runs = sorted(one.parent for one in place.glob("*/log.jsonl"))[:3]
+        runs = sorted(log.parent for log in place.glob("*/log.jsonl"))[:3]
     except OSError:
         return ""
     return f"; there are runs in it, such as {', '.join(map(str, runs))}" if runs else ""
@@ -91,7 +91,7 @@ def _of_file(place: Path, data: bytes) -> Story:
         return Story(origin=str(place), plan=found, missing=tuple(said))
     staged = noun_of(data, StagedPlan, [], name=place.name)
     if staged is not None and staged.stages:
-        names = [one.stage.name for one in staged.stages]
+        names = [stage.stage.name for stage in staged.stages]
         only = f"{len(names)} stages are planned ({', '.join(names)}); this page is about the first"
         return Story(origin=str(place), plan=staged.stages[0].plan, missing=(only,) if len(names) > 1 else ())
     profile = _profile(data)

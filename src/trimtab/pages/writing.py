@@ -34,8 +34,8 @@ def write(
     files, notes = ([], []) if figures is None else pictures.write(shown, figures, say=say)
     return {
         "file": str(out),
-        "figures": [str(one) for one in files],
-        "shown": [one.name for one in shown],
+        "figures": [str(file) for file in files],
+        "shown": [figure.name for figure in shown],
         "missing": list(story.missing),
         "notes": list(notes),
     }

@@ -101,7 +101,7 @@ def _launch_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advi
     room = fullest is not None and fullest < ROOMY
     larger = f"; a larger micro-batch has room, the fullest GPU is {fullest:.0%} full" if room else ""
     for key, looks in seen.items():
-        busy = _mean(one.busy for one in looks)
+        busy = _mean(look.busy for look in looks)
         if busy is not None and busy < IDLE:
             found.append(
                 Advice(
@@ -118,7 +118,7 @@ def _memory_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advi
     """GPUs that are busy with moving bytes, at a low share of their peak."""
     found = []
     for key, looks in seen.items():
-        busy, moving = _mean(one.busy for one in looks), _mean(one.memory_busy for one in looks)
+        busy, moving = _mean(look.busy for look in looks), _mean(look.memory_busy for look in looks)
         if busy is None or moving is None or busy < ALWAYS_BUSY or moving < MEMORY_BUSY:
             continue
         rated = f"MFU {run.mfu:.1%}" if run.mfu is not None else "its speed"
@@ -138,8 +138,10 @@ def _throttled(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     for key, looks in seen.items():
         last = looks[-1]
         held = bool(last.clock_hz and last.top_clock_hz and last.clock_hz < HELD_DOWN * last.top_clock_hz)
-        reasons = [one for one in last.throttles if one in HOT or (one == "power cap" and held)]
-        lasting = [one for one in reasons if all(one in look.throttles for look in looks[-ENOUGH:])]
+        reasons = [
+            throttle for throttle in last.throttles if throttle in HOT or (throttle == "power cap" and held)
+        ]
+        lasting = [reason for reason in reasons if all(reason in look.throttles for look in looks[-ENOUGH:])]
         if lasting:
             found.append(
                 Advice(
@@ -187,9 +189,9 @@ def _shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
         several = looks[-1].processes or ()
         if len(several) > 1:
             told = ", ".join(
-                f"{one.name or 'process'} {one.pid}"
-                + (f" ({format_bytes(one.used_bytes)})" if one.used_bytes else "")
-                for one in several[:4]
+                f"{process.name or 'process'} {process.pid}"
+                + (f" ({format_bytes(process.used_bytes)})" if process.used_bytes else "")
+                for process in several[:4]
             )
             found.append(
                 Advice(
@@ -205,7 +207,7 @@ def _shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
 def _uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     """One GPU that does much more than another of the same run, which waits for it."""
     busy = {
-        key: share for key, looks in seen.items() if (share := _mean(one.busy for one in looks)) is not None
+        key: share for key, looks in seen.items() if (share := _mean(look.busy for look in looks)) is not None
     }
     if len(busy) < 2:  # noqa: PLR2004 - one is even with itself
         return []
@@ -243,7 +245,7 @@ def _full_share(looks: Sequence[Gauge]) -> float | None:
 
 
 def _mean(values: object) -> float | None:
-    known = [one for one in values if one is not None]  # type: ignore[attr-defined]
+    known = [value for value in values if value is not None]  # type: ignore[attr-defined]
     return statistics.fmean(known) if known else None
 
 

@@ -46,17 +46,17 @@ def is_run(folder: Path) -> bool:
 def find(given: Sequence[Path]) -> list[Path]:
     """The runs among and below the folders given; an error for one that is not there."""
     found: dict[Path, None] = {}
-    for one in given:
-        if not one.is_dir():
+    for folder in given:
+        if not folder.is_dir():
             raise WrongUse(
-                f"watch {one}",
-                found="it is a file" if one.exists() else "there is no such folder",
+                f"watch {folder}",
+                found="it is a file" if folder.exists() else "there is no such folder",
                 cure="Give the folder of a run (trimtab train --out), or one that runs are in.",
             )
-        if is_run(one):
-            found[one] = None
+        if is_run(folder):
+            found[folder] = None
         else:
-            found |= dict.fromkeys(_below(one))
+            found |= dict.fromkeys(_below(folder))
     return list(found)
 
 
@@ -67,13 +67,15 @@ def _below(root: Path) -> list[Path]:
         deeper: list[Path] = []
         for folder in level:
             try:
-                inside = sorted(one.path for one in os.scandir(folder) if one.is_dir(follow_symlinks=False))
+                inside = sorted(
+                    entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
+                )
             except OSError:
                 continue
             looked += len(inside)
-            children = [Path(one) for one in inside if not Path(one).name.startswith(".")]
-            runs += [one for one in children if is_run(one)]
-            deeper += [one for one in children if not is_run(one)]
+            children = [Path(path) for path in inside if not Path(path).name.startswith(".")]
+            runs += [child for child in children if is_run(child)]
+            deeper += [child for child in children if not is_run(child)]
         if looked > MOST_FOLDERS:
             break
         level = deeper
@@ -82,9 +84,9 @@ def _below(root: Path) -> list[Path]:
 
 def lately(runs: Sequence[Path], now: float) -> list[Path]:
     """Of runs that nobody named, those that wrote something in the last day, the latest of them."""
-    ages = {one: age for one in runs if (age := _age(one / LOG, now)) is not None and age < RECENT_S}
-    kept = sorted(ages, key=lambda one: ages[one])[:MOST_UNNAMED]
-    return [one for one in runs if one in kept]
+    ages = {run: age for run in runs if (age := _age(run / LOG, now)) is not None and age < RECENT_S}
+    kept = sorted(ages, key=lambda run: ages[run])[:MOST_UNNAMED]
+    return [run for run in runs if run in kept]
 
 
 @dataclass
@@ -108,11 +110,11 @@ class Follower:
         plan, last = self.plan, self.lines[-1] if self.lines else None
         steps = _horizon(note, plan)
         silent = _age(self.folder / LOG, now)
-        typical = statistics.median(one.time_s for one in self.lines) if self.lines else None
+        typical = statistics.median(line.time_s for line in self.lines) if self.lines else None
         state, why = self._state(note, steps, silent, typical, world)
-        taken = sum(one.time_s for one in self.lines)
-        waits = [one.data_wait_s for one in self.lines if one.data_wait_s is not None]
-        mfu = _median([one.mfu for one in self.lines])
+        taken = sum(line.time_s for line in self.lines)
+        waits = [line.data_wait_s for line in self.lines if line.data_wait_s is not None]
+        mfu = _median([line.mfu for line in self.lines])
         return WatchedRun(
             folder=str(self.folder),
             job=plan.job if plan is not None else "",
@@ -122,13 +124,13 @@ class Follower:
             steps=steps,
             loss=last.loss if last is not None else None,
             step_s=typical,
-            samples_per_s=_median([one.samples_per_s for one in self.lines]),
+            samples_per_s=_median([line.samples_per_s for line in self.lines]),
             recent=len(self.lines) or None,
             planned_samples_per_s=plan.estimate.samples_per_s if plan is not None else None,
             mfu=mfu,
             mfu_rating=_rating(mfu, plan),
             reserved_bytes=max(
-                (one.reserved_bytes for one in self.lines if one.reserved_bytes), default=None
+                (line.reserved_bytes for line in self.lines if line.reserved_bytes), default=None
             ),
             planned_reserved_bytes=(plan.estimate.reserved_bytes or None) if plan is not None else None,
             data_wait=min(1.0, sum(waits) / taken) if waits and taken > 0 else None,
@@ -152,7 +154,7 @@ class Follower:
                 if line is not None and is_step(line):
                     self.lines.append(line)
                     self.seen += 1
-            self.events += [one for one in self._told.fresh(Incident) if one is not None]
+            self.events += [event for event in self._told.fresh(Incident) if event is not None]
         except OSError:
             pass  # a file that is not there yet, or not for us to read
         changed = _age(self.folder / PLAN, 0.0)
@@ -188,17 +190,17 @@ class Follower:
         pid, host = holder(self.folder)
         if not pid or host != world.host("name"):
             return ()
-        own = [one for one in gauges if any(process.pid == pid for process in one.processes or ())]
+        own = [gauge for gauge in gauges if any(process.pid == pid for process in gauge.processes or ())]
         places = self.plan.places if self.plan is not None else ()
         here = [place.device for place in places if place.node == places[0].node]
         if own and here and own[0].index == here[0]:
-            return tuple(one.key for one in gauges if one.index in here and "/" not in one.key) or (
+            return tuple(gauge.key for gauge in gauges if gauge.index in here and "/" not in gauge.key) or (
                 own[0].key,
             )
         if not own and here and len(here) == len(gauges):
             # In a container processes have other numbers; a run that uses every GPU uses these.
-            return tuple(one.key for one in gauges)
-        return tuple(one.key for one in own)
+            return tuple(gauge.key for gauge in gauges)
+        return tuple(gauge.key for gauge in own)
 
 
 def _moves(silent: float | None, typical: float | None) -> tuple[str, str]:
@@ -254,7 +256,7 @@ def _age(file: Path, now: float) -> float | None:
 
 
 def _median(values: list[float | None]) -> float | None:
-    known = [one for one in values if one is not None]
+    known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 

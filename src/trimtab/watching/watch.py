@@ -46,19 +46,19 @@ class Watcher:
         """Everything, now."""
         now = self.now()
         found, why = gauges(self.world)
-        for one in found:
-            self.looks.setdefault(one.key, deque(maxlen=KEPT_LOOKS)).append(one)
+        for gauge in found:
+            self.looks.setdefault(gauge.key, deque(maxlen=KEPT_LOOKS)).append(gauge)
         if self._found_s is None or now - self._found_s >= FIND_EVERY_S:
             self._found_s = now
             found_runs = find(self.places) if self.places else lately(find([Path()]), now)
             for place in found_runs:
                 self.followers.setdefault(place, Follower(place))
-        runs = tuple(self._view(one, now, found) for one in self.followers.values())
+        runs = tuple(self._view(follower, now, found) for follower in self.followers.values())
         return Sample(at_s=now, gpus=found, no_gpus=why, runs=runs)
 
-    def _view(self, one: Follower, now: float, found: Sequence[Gauge]) -> WatchedRun:
-        view = one.look(now, self.world, found)
-        return view.replace(advice=advise(view, one.plan, self.looks, steps=one.seen))
+    def _view(self, follower: Follower, now: float, found: Sequence[Gauge]) -> WatchedRun:
+        view = follower.look(now, self.world, found)
+        return view.replace(advice=advise(view, follower.plan, self.looks, steps=follower.seen))
 
     def samples(self, interval_s: float, most: int | None = None) -> Iterator[Sample]:
         """One sample each interval: for ever, so many, or until all runs that were named have ended."""
@@ -68,7 +68,7 @@ class Watcher:
             sample = self.sample()
             yield sample
             count += 1
-            over = self.places and sample.runs and not any(one.state in UNDER_WAY for one in sample.runs)
+            over = self.places and sample.runs and not any(run.state in UNDER_WAY for run in sample.runs)
             if over or (most is not None and count >= most):
                 return
             # By the clock and not by the last sample, so that slow samples do not add up.
