@@ -298,7 +298,8 @@ def _late(flight: Flight, there: list[Flight], number: int, group: str) -> Sight
         file=flight.file,
         line=1,
         text=f"group {group}: rank {flight.rank} last did {_shape(last)}, number {flight.last}"
-        f"{_at_frame(last)}; ranks {', '.join(str(other.rank) for other in there)} wait in {_shape(waiting)}, number {number}",
+        f"{_at_frame(last)}; ranks {', '.join(str(other.rank) for other in there)} "
+        f"wait in {_shape(waiting)}, number {number}",
         captured={"rank": str(flight.rank), "op": _op(last), "seq": str(flight.last)},
         rank=flight.rank,
     )
