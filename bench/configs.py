@@ -87,14 +87,14 @@ def main() -> None:
         source = text()
 
         def edit(source: str = source, name: str = name) -> str:
-            return documents.read(source, name).edited(changes)
+            return documents.read_config(source, name).edited(changes)
 
         def there_and_back(source: str = source, name: str = name) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / name
                 file.write_text(source, encoding="utf-8")
-                files.write(files.prepared([files.Wanted(file=str(file), changes=changes)]))
-                files.revert(str(file))
+                files.write_files(files.prepare_files([files.FileChange(file=str(file), changes=changes)]))
+                files.revert_file(str(file))
 
         print(f"{name:10} {best(edit):8.3f}s {best(there_and_back):17.3f}s")
 

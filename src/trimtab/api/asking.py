@@ -101,12 +101,12 @@ def doctor(*logs: str | Path, say: Callable[[str], None] = lambda _: None) -> Di
     if logs:
         from os import fspath
 
-        from trimtab.diagnosis.diagnose import diagnose
+        from trimtab.diagnosis.diagnose import diagnose_logs
 
-        return diagnose([fspath(one) for one in logs], say)
-    from trimtab.diagnosis.machine import examine
+        return diagnose_logs([fspath(one) for one in logs], say)
+    from trimtab.diagnosis.machine import examine_machine
 
-    return examine()
+    return examine_machine()
 
 
 def load(name: str, **options: Any) -> Any:

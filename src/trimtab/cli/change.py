@@ -120,10 +120,10 @@ def _asked() -> bool:
 
 def _list_targets(to: Sequence[str], *, json: bool) -> None:
     from trimtab.cli import views
-    from trimtab.configs.applying import aim
-    from trimtab.configs.mapping import known
+    from trimtab.configs.applying import parse_aim
+    from trimtab.configs.mapping import list_targets
 
-    found = known([aim(one).file for one in to] or [aim(".").file])
+    found = list_targets([parse_aim(one).file for one in to] or [parse_aim(".").file])
     if json:
         _print_json({"targets": [one.to_builtins() for one in found]})
     else:

@@ -185,22 +185,22 @@ def _answer(found: tuple[Launch, ...], *, yes: bool, write: bool, json: bool, se
     from trimtab.launching import doing
 
     if yes:
-        doing.check_runs(found[0])
+        doing.check_startable(found[0])
     if not json:
         _show(found)
     if write and not yes:
-        written = [name for one in found for name in doing.write(one)]
+        written = [name for one in found for name in doing.write_launch_files(one)]
         _say(f"wrote {', '.join(written)}" if written else "there is no file to write")
     runs_here = yes and found[0].script is None
     if runs_here:
         found = tuple(one.replace(job_id=str(os.getpid())) for one in found)
     elif yes:
-        found = tuple(doing.submit(one) for one in found)
+        found = tuple(doing.submit_launch(one) for one in found)
         _say(f"submitted: job {found[0].job_id}")
     if json:
         _print_json({"launches": [one.to_builtins() for one in found]} if several else found[0].to_builtins())
     if runs_here:
-        doing.become(found[0], os.environ, quiet=json)
+        doing.exec_launch(found[0], os.environ, quiet=json)
     if not (yes or write or json):
         can_run = found[0].kind in doing.RUNS
         _say(

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.configs.edits import Draft, drafted
-from trimtab.configs.files import Prepared, Wanted, prepared
-from trimtab.configs.stages import StageConfig, StagePlan, planned, safest, stage_edits, stage_in
-from trimtab.configs.targets import named, site, sites
-from trimtab.configs.texts import dotted, undotted
+from trimtab.configs.edits import Draft, draft_edits
+from trimtab.configs.files import FileChange, PreparedFile, prepare_files
+from trimtab.configs.stages import StageConfig, StagePlan, edit_stage, plan_stages, read_stage, safest_setting
+from trimtab.configs.targets import find_site, find_sites, find_target
+from trimtab.configs.texts import format_path, parse_path
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from trimtab.configs.edits import Edit
     from trimtab.configs.reading import ConfigWarning
-    from trimtab.configs.targets import Site, Stage, Target
-    from trimtab.configs.texts import Document, KeyPath
+    from trimtab.configs.targets import ConfigTarget, StageFormat, TargetSite
+    from trimtab.configs.texts import ConfigDocument, KeyPath
     from trimtab.spec import Plan
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json", ".jsonc")
@@ -38,10 +38,10 @@ class Aim:
     @property
     def name(self) -> str:
         """As people write it."""
-        return f"{self.file}:{dotted(self.below)}" if self.below else str(self.file)
+        return f"{self.file}:{format_path(self.below)}" if self.below else str(self.file)
 
 
-def aim(text: str) -> Aim:
+def parse_aim(text: str) -> Aim:
     """FILE or FILE:PATH. A file whose own name has a colon is found before anything is cut off."""
     whole = Path(text)
     if whole.exists() or ":" not in text:
@@ -50,25 +50,25 @@ def aim(text: str) -> Aim:
     while ":" in file and not Path(file).exists():
         file, _, more = file.rpartition(":")
         below = f"{more}:{below}"
-    return Aim(Path(file), undotted(below))
+    return Aim(Path(file), parse_path(below))
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedConfig:
     """A config that was read, and what it is."""
 
     file: Path
-    document: Document
-    site: Site
+    document: ConfigDocument
+    site: TargetSite
 
 
 @dataclass(frozen=True)
-class Layout:
+class ConfigLayout:
     """The configs that belong together: a main one, and stages of its training."""
 
-    main: Opened | None
-    stage: Stage | None = None
-    stages: tuple[tuple[StageConfig, Document], ...] = ()
+    main: OpenedConfig | None
+    stage: StageFormat | None = None
+    stages: tuple[tuple[StageConfig, ConfigDocument], ...] = ()
 
 
 @dataclass
@@ -85,28 +85,28 @@ class Proposal:
     folders: list[Path] = field(default_factory=list)
     """Folders that the user named: the files in them were not named one by one."""
 
-    def prepared(self, *, beside: bool = False) -> list[Prepared]:
+    def prepared(self, *, beside: bool = False) -> list[PreparedFile]:
         """Every file before and after; an error for one is an error for all."""
         changes: dict[str, dict[KeyPath, Any]] = {name: {} for name in self.files}
         for edit in self.edits:
             changes[edit.file][edit.path] = edit.after
         wanted = [
-            Wanted(file=file, changes=new, beside=beside, add=True, named=not self._in_folder(file))
+            FileChange(file=file, changes=new, beside=beside, add=True, named=not self._in_folder(file))
             for file, new in changes.items()
             if new
         ]
-        return prepared(wanted, roots=self.folders)
+        return prepare_files(wanted, roots=self.folders)
 
     def _in_folder(self, file: str) -> bool:
         return any(Path(file).is_relative_to(folder) for folder in self.folders)
 
 
-def proposed(  # noqa: PLR0913 - what goes where, and whom to ask
+def propose_edits(  # noqa: PLR0913 - what goes where, and whom to ask
     aims: Sequence[Aim],
     plan: Plan,
-    known: Sequence[Target],
+    known: Sequence[ConfigTarget],
     *,
-    opened: Callable[[Path], Document],
+    opened: Callable[[Path], ConfigDocument],
     name: str | None = None,
     beside: bool = False,
     replan: Callable[[dict[str, Any]], Plan],
@@ -115,29 +115,29 @@ def proposed(  # noqa: PLR0913 - what goes where, and whom to ask
     found = Proposal()
     drafts: list[Draft] = []
     for target_aim in aims:
-        layout = laid_out(target_aim, known, opened=opened, name=name)
+        layout = find_layout(target_aim, known, opened=opened, name=name)
         found.folders += [target_aim.file] if target_aim.file.is_dir() else []
-        stages, said = planned([config for config, _ in layout.stages], plan, replan)
+        stages, said = plan_stages([config for config, _ in layout.stages], plan, replan)
         found.said += said
-        chosen = safest(plan, stages) if stages else None
+        chosen = safest_setting(plan, stages) if stages else None
         if layout.main is not None:
             file = str(layout.main.file)
             where, document = layout.main.site, layout.main.document
-            drafts.append(drafted(where, document, plan, file=file, setting=chosen, beside=beside))
+            drafts.append(draft_edits(where, document, plan, file=file, setting=chosen, beside=beside))
             found.files.append(file)
         for (config, document), how in zip(layout.stages, stages, strict=True):
             assert layout.stage is not None  # noqa: S101 - stages come from it
-            new = stage_edits(layout.stage, config, how, document, main=chosen if layout.main else None)
+            new = edit_stage(layout.stage, config, how, document, main=chosen if layout.main else None)
             drafts.append(Draft(file=config.file, edits=new, settled={"micro_batch", "accumulation"}))
             if new and layout.stage.caveat:
                 drafts[-1].say(layout.stage.caveat)
             found.files.append(config.file)
         found.stages += stages
-    _merge(found, drafts)
+    _merge_drafts(found, drafts)
     return found
 
 
-def _merge(found: Proposal, drafts: Sequence[Draft]) -> None:
+def _merge_drafts(found: Proposal, drafts: Sequence[Draft]) -> None:
     """All edits; what one file cannot hold is said only where no other file does."""
     settled = set().union(*(draft.settled for draft in drafts))
     if settled & {"gpus", "gpus_per_node"}:
@@ -166,40 +166,48 @@ def _add_warning(found: Proposal, warning: ConfigWarning) -> None:
         found.warnings.append(warning)
 
 
-def laid_out(
-    aim: Aim, known: Sequence[Target], *, opened: Callable[[Path], Document], name: str | None = None
-) -> Layout:
+def find_layout(
+    aim: Aim,
+    known: Sequence[ConfigTarget],
+    *,
+    opened: Callable[[Path], ConfigDocument],
+    name: str | None = None,
+) -> ConfigLayout:
     """What a file is, or what the files of a folder are together."""
     if not aim.file.exists():
         raise WrongUse(aim.name, found="there is no such file or folder", cure="Name one that is there.")
     if not aim.file.is_dir():
-        return _alone(aim, known, opened(aim.file), name)
+        return _lay_out_file(aim, known, opened(aim.file), name)
     if aim.below:
         raise WrongUse(
             aim.name, found="a folder has no keys inside", cure=f"Name a file of {aim.file} instead."
         )
-    return _folder(aim.file, known, opened, name)
+    return _lay_out_folder(aim.file, known, opened, name)
 
 
-def _alone(aim: Aim, known: Sequence[Target], document: Document, name: str | None) -> Layout:
+def _lay_out_file(
+    aim: Aim, known: Sequence[ConfigTarget], document: ConfigDocument, name: str | None
+) -> ConfigLayout:
     """A file that was named: a main config, or a single stage."""
-    among = [named(name, known)] if name else list(known)
-    if not sites(document, among, aim.below):
+    among = [find_target(name, known)] if name else list(known)
+    if not find_sites(document, among, aim.below):
         for target in among:
             stage = target.stage
-            if stage and (config := stage_in(document, stage, file=str(aim.file), stem=aim.file.stem)):
-                return Layout(main=None, stage=stage, stages=((config, document),))
-    where = site(document, known, origin=str(aim.file), name=name, below=aim.below)
-    return Layout(main=Opened(aim.file, document, where))
+            if stage and (config := read_stage(document, stage, file=str(aim.file), stem=aim.file.stem)):
+                return ConfigLayout(main=None, stage=stage, stages=((config, document),))
+    where = find_site(document, known, origin=str(aim.file), name=name, below=aim.below)
+    return ConfigLayout(main=OpenedConfig(aim.file, document, where))
 
 
-def _folder(
-    folder: Path, known: Sequence[Target], opened: Callable[[Path], Document], name: str | None
-) -> Layout:
-    among = [named(name, known)] if name else list(known)
-    documents = [(file, opened(file)) for file in configs_in(folder)]
+def _lay_out_folder(
+    folder: Path, known: Sequence[ConfigTarget], opened: Callable[[Path], ConfigDocument], name: str | None
+) -> ConfigLayout:
+    among = [find_target(name, known)] if name else list(known)
+    documents = [(file, opened(file)) for file in list_configs(folder)]
     mains = [
-        Opened(file, document, found) for file, document in documents for found in sites(document, among)
+        OpenedConfig(file, document, found)
+        for file, document in documents
+        for found in find_sites(document, among)
     ]
     if len(mains) > 1:
         listed = ", ".join(f"{main.file} ({main.site.target.name})" for main in mains)
@@ -216,22 +224,22 @@ def _folder(
             (config, document)
             for file, document in documents
             if (main is None or file != main.file)
-            and (config := stage_in(document, stage, file=str(file), stem=file.stem)) is not None
+            and (config := read_stage(document, stage, file=str(file), stem=file.stem)) is not None
         ]
         if stages:
-            return Layout(main=main, stage=stage, stages=tuple(stages))
+            return ConfigLayout(main=main, stage=stage, stages=tuple(stages))
     if main is None:
         raise WrongUse(
             str(folder),
             found=f"none of its {len(documents)} files is a config that is known here",
             cure="Name a file; `trimtab apply --list-targets` shows what is known.",
         )
-    return Layout(main=main)
+    return ConfigLayout(main=main)
 
 
-def configs_in(folder: Path) -> list[Path]:
+def list_configs(folder: Path) -> list[Path]:
     """The files of a folder that may be configs, hidden ones and backups left out."""
-    found = sorted(_walked(folder, DEEPEST))
+    found = sorted(_walk_configs(folder, DEEPEST))
     if len(found) > MOST_FILES:
         raise WrongUse(
             str(folder),
@@ -241,12 +249,12 @@ def configs_in(folder: Path) -> list[Path]:
     return found
 
 
-def _walked(folder: Path, depth: int) -> Iterator[Path]:
+def _walk_configs(folder: Path, depth: int) -> Iterator[Path]:
     for path in folder.iterdir():
         if path.name.startswith("."):
             continue
         if path.is_dir() and not path.is_symlink():
             if depth > 1:
-                yield from _walked(path, depth - 1)
+                yield from _walk_configs(path, depth - 1)
         elif path.suffix in SUFFIXES and path.is_file() and path.name != "trimtab.toml":
             yield path

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 
 
-class Saved(Noun, frozen=True, kw_only=True):
+class SavedFile(Noun, frozen=True, kw_only=True):
     """One file of a backup."""
 
     file: str
@@ -45,40 +45,40 @@ class Backup(Noun, frozen=True, kw_only=True):
     """The fingerprint of the plan that was written."""
     restored: int | None = None
     """The backup that was put back, where that was what was done."""
-    files: tuple[Saved, ...] = ()
+    files: tuple[SavedFile, ...] = ()
 
-    def saved(self, name: str) -> Saved | None:
+    def saved(self, name: str) -> SavedFile | None:
         """The file of this name."""
         return next((saved for saved in self.files if saved.file == name), None)
 
 
-def digest(data: bytes) -> str:
+def hash_bytes(data: bytes) -> str:
     """The sha256 of a file's content."""
     return hashlib.sha256(data).hexdigest()
 
 
-def folder_of(folder: Path) -> Path:
+def backup_folder(folder: Path) -> Path:
     """Where the backups of a folder lie."""
     return folder / FOLDER / "backups"
 
 
-def numbers(folder: Path) -> list[int]:
+def list_numbers(folder: Path) -> list[int]:
     """Of all backups of a folder, those of broken ones included."""
-    place = folder_of(folder)
+    place = backup_folder(folder)
     if not place.is_dir():
         return []
     return sorted(int(path.name) for path in place.iterdir() if path.name.isascii() and path.name.isdigit())
 
 
-def backups(file: Path) -> list[Backup]:
+def list_backups(file: Path) -> list[Backup]:
     """All backups that hold a file, oldest first; one without a manifest was never finished."""
     real = file.resolve()
-    found = [_manifest(real.parent, number) for number in numbers(real.parent)]
+    found = [_read_manifest(real.parent, number) for number in list_numbers(real.parent)]
     return [backup for backup in found if backup is not None and backup.saved(real.name)]
 
 
-def _manifest(folder: Path, number: int) -> Backup | None:
-    path = folder_of(folder) / str(number) / MANIFEST
+def _read_manifest(folder: Path, number: int) -> Backup | None:
+    path = backup_folder(folder) / str(number) / MANIFEST
     try:
         return msgspec.json.decode(path.read_bytes(), type=Backup)
     except FileNotFoundError:
@@ -91,18 +91,18 @@ def _manifest(folder: Path, number: int) -> Backup | None:
         ) from None
 
 
-def content(file: Path, backup: Backup) -> bytes:
+def read_backup(file: Path, backup: Backup) -> bytes:
     """The file as a backup holds it."""
     real = file.resolve()
     saved = backup.saved(real.name)
-    path = folder_of(real.parent) / str(backup.number) / real.name
+    path = backup_folder(real.parent) / str(backup.number) / real.name
     try:
         data = path.read_bytes()
     except OSError as problem:
         raise BrokenFile(
             str(path), found=f"the copy cannot be read: {problem.strerror}", cure=_OTHER
         ) from None
-    if saved is None or digest(data) != saved.sha256:
+    if saved is None or hash_bytes(data) != saved.sha256:
         raise BrokenFile(str(path), found="the copy is not what was saved: its checksum differs", cure=_OTHER)
     return data
 
@@ -110,7 +110,7 @@ def content(file: Path, backup: Backup) -> bytes:
 _OTHER = "Name another backup with --backup N."
 
 
-def stood(history: Sequence[Backup], name: str, now: str) -> list[Backup]:
+def drop_unfinished(history: Sequence[Backup], name: str, now: str) -> list[Backup]:
     """The writes that took place. One that was killed between backup and replace left the file as it was."""
     kept = []
     for number, backup in enumerate(history):
@@ -122,7 +122,7 @@ def stood(history: Sequence[Backup], name: str, now: str) -> list[Backup]:
     return kept
 
 
-def undone(history: Sequence[Backup]) -> list[int]:
+def list_undoable(history: Sequence[Backup]) -> list[int]:
     """The backups that `revert` would take, one call after the other, nearest last.
 
     Each write that was not taken back adds one; taking backup N back leads to where things stood before it.
@@ -137,9 +137,9 @@ def undone(history: Sequence[Backup]) -> list[int]:
     return stack
 
 
-def chosen(file: Path, number: int | None, now: str) -> Backup:
+def choose_backup(file: Path, number: int | None, now: str) -> Backup:
     """The backup that was named, or that of the last write that still stands; `now` is the file's sha256."""
-    history = backups(file)
+    history = list_backups(file)
     known = ", ".join(f"{backup.number} ({backup.date[:16].replace('T', ' ')})" for backup in history[-5:])
     if not history:
         raise WrongUse(
@@ -153,7 +153,7 @@ def chosen(file: Path, number: int | None, now: str) -> Backup:
                 return backup
         given = f"{file} --backup {number}"
         raise UnknownName(given, found="there is no such backup", cure=f"There are {known}.")
-    stack = undone(stood(history, file.resolve().name, now))
+    stack = list_undoable(drop_unfinished(history, file.resolve().name, now))
     if not stack:
         raise WrongUse(
             str(file),

@@ -1,6 +1,6 @@
 """A config file of any format that is known: which one it is, and its document.
 
->>> read(b'{"batch": 4}', "ds_config.json").kind
+>>> read_config(b'{"batch": 4}', "ds_config.json").kind
 'json'
 """
 
@@ -10,7 +10,7 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-from trimtab.configs.texts import Page, place_in
+from trimtab.configs.texts import ParsedConfig, line_and_column
 from trimtab.errors import BrokenFile, EnvironmentFault, WrongUse
 from trimtab.units import format_bytes
 
@@ -41,22 +41,22 @@ _EQUATION = re.compile(r"^\s*[\w.\"'-]+\s+=\s", re.MULTILINE)
 _COLON = re.compile(r"^\s*(?:- )?[\w.\"'/-]+\s*:(?:\s|$)", re.MULTILINE)
 
 
-def read(source: Path | bytes | str, origin: str = "", kind: str | None = None) -> Page:
+def read_config(source: Path | bytes | str, origin: str = "", kind: str | None = None) -> ParsedConfig:
     """The document of a file, or of what was read from one; `origin` is its name in messages."""
     if isinstance(source, Path):
         origin = origin or str(source)
-        source = contents(source, origin)
-    text = decoded(source, origin) if isinstance(source, bytes) else source
-    known = kind or guessed(text, origin)
+        source = read_bytes(source, origin)
+    text = decode_text(source, origin) if isinstance(source, bytes) else source
+    known = kind or guess_format(text, origin)
     if known not in KINDS:
         raise WrongUse(
-            f"the format {known}", found="it is not one that is known", cure=f"Name one of {_kinds()}."
+            f"the format {known}", found="it is not one that is known", cure=f"Name one of {_list_formats()}."
         )
-    page: Page = import_module(f"trimtab.configs.{known}_text").read(text, origin)
+    page: ParsedConfig = import_module(f"trimtab.configs.{known}_text").read(text, origin)
     return page
 
 
-def contents(path: Path, origin: str = "") -> bytes:
+def read_bytes(path: Path, origin: str = "") -> bytes:
     """The bytes of a config file; its size is looked at before anything is read."""
     origin = origin or str(path)
     try:
@@ -66,7 +66,7 @@ def contents(path: Path, origin: str = "") -> bytes:
         if not path.is_file():
             raise WrongUse(origin, found="it is no ordinary file", cure="Name a config file.")
         if about.st_size > LARGEST:
-            raise _too_large(origin, about.st_size)
+            raise _size_error(origin, about.st_size)
         with path.open("rb") as file:
             found = file.read(LARGEST + 1)
     except FileNotFoundError:
@@ -75,19 +75,19 @@ def contents(path: Path, origin: str = "") -> bytes:
         cure = "Make it readable, or name another."
         raise EnvironmentFault(origin, found=f"it cannot be read: {problem.strerror}", cure=cure) from None
     if len(found) > LARGEST:  # it grew, or its size was not told
-        raise _too_large(origin, len(found))
+        raise _size_error(origin, len(found))
     return found
 
 
-def _too_large(origin: str, size: int) -> WrongUse:
+def _size_error(origin: str, size: int) -> WrongUse:
     found = f"it has {format_bytes(size)}; a config has at most {format_bytes(LARGEST)}"
     return WrongUse(origin, found=found, cure="Name the config, not the data.")
 
 
-def decoded(data: bytes, origin: str) -> str:
+def decode_text(data: bytes, origin: str) -> str:
     """Bytes as text; a byte order mark stays in front."""
     if len(data) > LARGEST:
-        raise _too_large(origin, len(data))
+        raise _size_error(origin, len(data))
     for mark, name in ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16")):
         if data.startswith(mark):
             raise BrokenFile(origin, found=f"it is {name}, not UTF-8", cure="Save it as UTF-8 first.")
@@ -98,7 +98,7 @@ def decoded(data: bytes, origin: str) -> str:
         return data.decode()
     except UnicodeDecodeError as problem:
         before = data[: problem.start].decode()
-        line, column = place_in(before, len(before))
+        line, column = line_and_column(before, len(before))
         raise BrokenFile(
             f"{origin}:{line}:{column}",
             found=f"byte 0x{data[problem.start]:02x} is not UTF-8",
@@ -106,7 +106,7 @@ def decoded(data: bytes, origin: str) -> str:
         ) from None
 
 
-def guessed(text: str, origin: str) -> str:
+def guess_format(text: str, origin: str) -> str:
     """The format, by the name of the file and then by what it holds."""
     name = Path(origin).name
     kind = (
@@ -114,10 +114,10 @@ def guessed(text: str, origin: str) -> str:
     )
     if kind == "shell" and _SBATCH.search(text):
         return "sbatch"
-    return kind or _by_content(text, origin)
+    return kind or _guess_by_content(text, origin)
 
 
-def _by_content(text: str, origin: str) -> str:
+def _guess_by_content(text: str, origin: str) -> str:
     body = text.lstrip("\ufeff \t\r\n")
     if _SBATCH.search(text):
         return "sbatch"
@@ -134,10 +134,10 @@ def _by_content(text: str, origin: str) -> str:
         raise WrongUse(
             origin or "the text",
             found="neither its name nor its content tells the format",
-            cure=f"Name one of {_kinds()}, or give the file its usual suffix.",
+            cure=f"Name one of {_list_formats()}, or give the file its usual suffix.",
         )
     return best
 
 
-def _kinds() -> str:
+def _list_formats() -> str:
     return ", ".join(KINDS)

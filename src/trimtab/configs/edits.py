@@ -7,17 +7,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trimtab.configs import words
-from trimtab.configs.reading import ConfigWarning, as_setting, held, read, table, violated
-from trimtab.configs.targets import WORDS, counts, parts
-from trimtab.configs.texts import dotted
+from trimtab.configs.reading import (
+    ConfigWarning,
+    find_entry,
+    find_table,
+    find_violations,
+    interpret_config,
+    make_setting,
+)
+from trimtab.configs.targets import WORDS, conditions_hold, split_key
+from trimtab.configs.texts import format_path
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Noun, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.configs.targets import Knob, Path, Requirement, Site, Target
-    from trimtab.configs.texts import Document, Entry
+    from trimtab.configs.targets import ConfigTarget, Knob, Path, Requirement, TargetSite
+    from trimtab.configs.texts import ConfigDocument, Entry
     from trimtab.spec import Plan, Setting
 
 DATA_PARALLEL = (Strategy.SINGLE, Strategy.DDP, Strategy.FSDP, Strategy.HSDP)
@@ -99,12 +106,12 @@ class Draft:
         return [*self.said, *(warning.text for warning in (*self.warnings, *self.missing.values()))]
 
 
-def nodes_of(plan: Plan) -> int:
+def count_nodes(plan: Plan) -> int:
     """On how many machines a plan runs."""
     return len({place.node for place in plan.places}) or 1
 
 
-def exactly(setting: Setting, given: str) -> tuple[Setting, str]:
+def make_exact(setting: Setting, given: str) -> tuple[Setting, str]:
     """The setting with micro-batches that are all full, as frameworks need it, and a word about it.
 
     trimtab's own trainer makes the last micro-batch smaller; others run as many full ones as they are told. A
@@ -146,7 +153,7 @@ def exactly(setting: Setting, given: str) -> tuple[Setting, str]:
     return setting.replace(micro_batch=micro, accumulation=share // micro), said
 
 
-def seq_of(plan: Plan) -> int | None:
+def plan_sequence_length(plan: Plan) -> int | None:
     """Tokens of one sample as the plan has them; None where its job has no such length."""
     chosen = plan.options.get("seq")
     if isinstance(chosen, int) and chosen > 0:
@@ -154,7 +161,7 @@ def seq_of(plan: Plan) -> int | None:
     return None if plan.workload is None else plan.workload.sample_length or plan.workload.seq
 
 
-def facts_of(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict[str, int | str]:
+def list_facts(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict[str, int | str]:
     """Everything that a key can hold, for a setting whose micro-batches are full."""
     length = {} if seq is None else {"seq": seq}
     return length | {
@@ -174,8 +181,8 @@ def facts_of(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict[s
         "workers": setting.workers,
         "precision": setting.precision.value,
         "recompute": setting.recompute.value,
-        "compile": words.text(setting.compile),
-        "sync_batchnorm": words.text(setting.sync_batchnorm),
+        "compile": words.format_value(setting.compile),
+        "sync_batchnorm": words.format_value(setting.sync_batchnorm),
         "strategy": setting.strategy.value,
         "optimizer": setting.optimizer.value,
         "allocator": setting.allocator.value,
@@ -183,9 +190,9 @@ def facts_of(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict[s
     }
 
 
-def edits(  # noqa: PLR0913 - a plan, where it goes, and how
-    site: Site,
-    document: Document,
+def find_edits(  # noqa: PLR0913 - a plan, where it goes, and how
+    site: TargetSite,
+    document: ConfigDocument,
     plan: Plan,
     *,
     file: str,
@@ -197,13 +204,13 @@ def edits(  # noqa: PLR0913 - a plan, where it goes, and how
     `setting` stands in for the plan's choice where a stage has one of its own; with `beside`, values that
     another key gives are replaced too.
     """
-    found = drafted(site, document, plan, file=file, setting=setting, beside=beside)
+    found = draft_edits(site, document, plan, file=file, setting=setting, beside=beside)
     return found.edits, found.texts()
 
 
-def drafted(  # noqa: PLR0913 - as above
-    site: Site,
-    document: Document,
+def draft_edits(  # noqa: PLR0913 - as above
+    site: TargetSite,
+    document: ConfigDocument,
     plan: Plan,
     *,
     file: str,
@@ -212,7 +219,7 @@ def drafted(  # noqa: PLR0913 - as above
 ) -> Draft:
     """As `edits`, with what no key holds kept apart: another file of the same job may hold it."""
     draft = Draft(file=file)
-    nodes = nodes_of(plan)
+    nodes = count_nodes(plan)
     given = f"plan for {plan.job}"
     if plan.choice.gpus % nodes:
         raise WrongUse(
@@ -220,55 +227,56 @@ def drafted(  # noqa: PLR0913 - as above
             found=f"it uses {plan.choice.gpus} GPUs on {nodes} nodes, not equally many on each",
             cure="Plan for nodes that are alike.",
         )
-    exact, note = exactly(setting or plan.choice, given)
+    exact, note = make_exact(setting or plan.choice, given)
     draft.said += [note] if note else []
-    wanted = facts_of(exact, nodes, seq_of(plan))
+    wanted = list_facts(exact, nodes, plan_sequence_length(plan))
     entries = document.entries()
     values = {entry.path: entry for entry in entries}
-    present = {knob.field for knob in site.target.knobs if held(knob, site.root, values)[1] is not None}
+    present = {knob.field for knob in site.target.knobs if find_entry(knob, site.root, values)[1] is not None}
     for knob in site.target.knobs:
-        now = {entry.path: entry for entry in overlaid(entries, draft.edits)} if knob.when else values
-        if all(wanted.get(key) in among for key, among in knob.only.items()) and counts(
+        now = {entry.path: entry for entry in overlay_edits(entries, draft.edits)} if knob.when else values
+        if all(wanted.get(key) in among for key, among in knob.only.items()) and conditions_hold(
             knob.when, site.root, now
         ):
-            path, entry = held(knob, site.root, values)
+            path, entry = find_entry(knob, site.root, values)
             if knob.field not in wanted:
-                _unplanned(draft, knob, path, entry)
-            elif entry is None and (whole := table(knob, site.root, values)):
+                _warn_unplanned(draft, knob, path, entry)
+            elif entry is None and (whole := find_table(knob, site.root, values)):
                 draft.settled.add(knob.field)
                 draft.warn(
-                    f"{dotted(whole)} holds a table, and stays; planned: {wanted[knob.field]}.",
+                    f"{format_path(whole)} holds a table, and stays; planned: {wanted[knob.field]}.",
                     field=knob.field,
-                    key=dotted(whole),
+                    key=format_path(whole),
                     planned=wanted[knob.field],
                 )
             else:
-                _one(draft, knob, path, entry, wanted, present)
+                _edit_key(draft, knob, path, entry, wanted, present)
     for requirement in site.target.requires:
-        _require(draft, requirement, site.root, entries, wanted)
+        _apply_requirement(draft, requirement, site.root, entries, wanted)
     if not beside:
         _refuse_borrowed(draft)
-    _elsewhere(draft, site.target, wanted)
-    _check(site, entries, draft, wanted)
-    _compare(site, entries, draft, exact, wanted)
-    _compare_jobs(site, values, draft, plan)
+    _note_missing(draft, site.target, wanted)
+    _check_global_batch(site, entries, draft, wanted)
+    _warn_differences(site, entries, draft, exact, wanted)
+    _warn_job_options(site, values, draft, plan)
     return draft
 
 
-def _unplanned(draft: Draft, knob: Knob, path: Path, entry: Entry | None) -> None:
+def _warn_unplanned(draft: Draft, knob: Knob, path: Path, entry: Entry | None) -> None:
     """A key that holds something of which the plan says nothing."""
     if entry is not None and entry.value is not None:
-        label, value = knob.field.replace("_", " "), entry.computed or words.text(entry.value)
+        label, value = knob.field.replace("_", " "), entry.computed or words.format_value(entry.value)
         draft.warn(
-            f"{dotted(path)} stays {value}: the plan names no {LABELS.get(knob.field, label)}, so nobody "
+            f"{format_path(path)} stays {value}: the plan names no {LABELS.get(knob.field, label)}, so "
+            "nobody "
             "checked that it was made for this one.",
             field=knob.field,
-            key=dotted(path),
+            key=format_path(path),
             value=entry.value,
         )
 
 
-def _require(
+def _apply_requirement(
     draft: Draft,
     requirement: Requirement,
     root: Path,
@@ -276,9 +284,9 @@ def _require(
     wanted: Mapping[str, int | str],
 ) -> None:
     """Write what a plan needs beside its own fields, or warn where that would change what is trained."""
-    now = {place.path: place for place in overlaid(entries, draft.edits)}
-    for path, value, entry in violated(requirement, root, now, wanted):
-        key, shown = dotted(path), words.text(value)
+    now = {place.path: place for place in overlay_edits(entries, draft.edits)}
+    for path, value, entry in find_violations(requirement, root, now, wanted):
+        key, shown = format_path(path), words.format_value(value)
         is_missing = entry is None and value != "a table"
         writes = requirement.write is not None and (
             requirement.add if is_missing else entry is not None and not entry.computed
@@ -286,7 +294,8 @@ def _require(
         if writes:
             if not is_missing:
                 draft.say(
-                    f"{key} becomes {words.text(requirement.write)} (it was {shown}): {requirement.why}"
+                    f"{key} becomes {words.format_value(requirement.write)} (it was {shown}): "
+                    f"{requirement.why}"
                 )
             draft.edits.append(
                 Edit(
@@ -309,7 +318,7 @@ def _require(
             )
 
 
-def _one(  # noqa: PLR0913, PLR0917 - a key, what is there and what is wanted
+def _edit_key(  # noqa: PLR0913, PLR0917 - a key, what is there and what is wanted
     draft: Draft,
     knob: Knob,
     path: Path,
@@ -319,7 +328,7 @@ def _one(  # noqa: PLR0913, PLR0917 - a key, what is there and what is wanted
 ) -> None:
     """What becomes of one key."""
     value = wanted[knob.field]
-    key = dotted(path)
+    key = format_path(path)
     if knob.field == "workers" and value == 0:
         # Nobody counted the cores: what the user has is better than nothing.
         draft.settled.add(knob.field)
@@ -328,30 +337,31 @@ def _one(  # noqa: PLR0913, PLR0917 - a key, what is there and what is wanted
     if entry is not None and not entry.computed and words.is_auto(knob, current):
         draft.settled.add(knob.field)
         draft.warn(
-            f"{key} stays {words.text(current)}, by which the framework decides; planned: {value}.",
+            f"{key} stays {words.format_value(current)}, by which the framework decides; planned: {value}.",
             field=knob.field,
             key=key,
             value=current,
             planned=value,
         )
         return
-    after, is_written = _after(draft, knob, current, value, key)
+    after, is_written = _value_to_write(draft, knob, current, value, key)
     if not is_written:
         return
     computed = entry is not None and bool(entry.computed)
-    if not computed and _says(knob, current, value, wanted, is_there=entry is not None):
+    if not computed and _already_says(knob, current, value, wanted, is_there=entry is not None):
         draft.settled.add(knob.field)
-        _warn(draft, knob, value)
+        _warn_caveat(draft, knob, value)
         return
     if entry is None and (not knob.add or (knob.inferred and set(knob.inferred) <= present)):
         if knob.inferred and set(knob.inferred) <= present:
             draft.settled.add(knob.field)
         return
-    if knob.family and (entry is None or not words.spelt(knob, current)):
+    if knob.family and (entry is None or not words.words_of_value(knob, current)):
         draft.settled.add(knob.field)
         if entry is not None:
             draft.warn(
-                f"{key} stays {words.text(current)}, which the plan did not reckon with; planned: {value}.",
+                f"{key} stays {words.format_value(current)}, which the plan did not reckon with; planned: "
+                f"{value}.",
                 field=knob.field,
                 key=key,
                 value=current,
@@ -359,7 +369,7 @@ def _one(  # noqa: PLR0913, PLR0917 - a key, what is there and what is wanted
             )
         return
     draft.settled.add(knob.field)
-    _warn(draft, knob, value)
+    _warn_caveat(draft, knob, value)
     if knob.field in ("tensor", "context"):
         draft.say(f"{key} becomes 1: the plan does not split the model that way.")
     draft.edits.append(
@@ -375,15 +385,15 @@ def _one(  # noqa: PLR0913, PLR0917 - a key, what is there and what is wanted
     )
 
 
-def _after(draft: Draft, knob: Knob, current: Any, value: int | str, key: str) -> tuple[Any, bool]:
+def _value_to_write(draft: Draft, knob: Knob, current: Any, value: int | str, key: str) -> tuple[Any, bool]:
     """What would be written, and whether anything would."""
     if knob.field not in WORDS:
-        return words.numbered(knob, current, int(value)), True
+        return words.format_count(knob, current, int(value)), True
     word = str(value)
     if word in knob.lacks:
         draft.settled.add(knob.field)
         draft.warn(knob.lacks[word], field=knob.field, key=key, value=current, planned=value)
-    return words.wanted(knob, word)
+    return words.word_to_write(knob, word)
 
 
 def _refuse_borrowed(draft: Draft) -> None:
@@ -393,31 +403,32 @@ def _refuse_borrowed(draft: Draft) -> None:
             raise WrongUse(
                 f"{edit.file}:{edit.line}: {edit.key}",
                 found=f"it is {edit.before}, which is worked out from {found[1]}",
-                cure=f"Make {found[1]} give {words.text(edit.after)}, or write that here with --beside.",
+                cure=f"Make {found[1]} give {words.format_value(edit.after)}, or write that here with "
+                "--beside.",
             )
 
 
-def _says(
+def _already_says(
     knob: Knob, current: Any, value: int | str, wanted: Mapping[str, int | str], *, is_there: bool
 ) -> bool:
     """Whether a key, or the default in its place, says the value already."""
     if current is None and not is_there:
         return False
     if knob.field not in WORDS:
-        stands_for = knob.implied.get(words.text(current))
-        return value == (wanted[stands_for] if stands_for else words.number(knob, current))
-    spelt = words.spelt(knob, current)
+        stands_for = knob.implied.get(words.format_value(current))
+        return value == (wanted[stands_for] if stands_for else words.parse_count(knob, current))
+    spelt = words.words_of_value(knob, current)
     word = knob.near.get(str(value), str(value))
     # One process runs alone and under DDP alike.
     return word in spelt or (word == Strategy.SINGLE and Strategy.DDP in spelt)
 
 
-def _warn(draft: Draft, knob: Knob, value: int | str) -> None:
+def _warn_caveat(draft: Draft, knob: Knob, value: int | str) -> None:
     if knob.caveat and value != 1:
         draft.warn(knob.caveat.format(value=value), field=knob.field, planned=value)
 
 
-def _elsewhere(draft: Draft, target: Target, wanted: Mapping[str, int | str]) -> None:
+def _note_missing(draft: Draft, target: ConfigTarget, wanted: Mapping[str, int | str]) -> None:
     """What no key of this config holds."""
     settled = draft.settled
     if wanted["gpus"] != 1 and not settled & {"gpus", "gpus_per_node"}:
@@ -452,10 +463,14 @@ def _elsewhere(draft: Draft, target: Target, wanted: Mapping[str, int | str]) ->
         draft.missing[field_name] = ConfigWarning(text=text, file=draft.file, field=field_name, planned=value)
 
 
-def _check(site: Site, entries: Sequence[Entry], draft: Draft, wanted: Mapping[str, int | str]) -> None:
+def _check_global_batch(
+    site: TargetSite, entries: Sequence[Entry], draft: Draft, wanted: Mapping[str, int | str]
+) -> None:
     """Read the result by the target's own meaning: the global batch is a promise."""
-    after = overlaid(entries, draft.edits)
-    got = read(site, after, gpus=int(wanted["gpus"]), nodes=int(wanted["nodes"])).number("global_batch")
+    after = overlay_edits(entries, draft.edits)
+    got = interpret_config(site, after, gpus=int(wanted["gpus"]), nodes=int(wanted["nodes"])).number(
+        "global_batch"
+    )
     if got is not None and got != wanted["global_batch"] and draft.settled & set(BATCH):
         raise TrimtabError(
             f"the edits of {draft.file}",
@@ -464,18 +479,22 @@ def _check(site: Site, entries: Sequence[Entry], draft: Draft, wanted: Mapping[s
         )
 
 
-def _compare(
-    site: Site,
+def _warn_differences(
+    site: TargetSite,
     entries: Sequence[Entry],
     draft: Draft,
     exact: Setting,
     wanted: Mapping[str, int | str],
 ) -> None:
     """Read the result as `show` would: whatever is still not as planned is a warning, whatever its cause."""
-    after = read(site, overlaid(entries, draft.edits), gpus=int(wanted["gpus"]), nodes=int(wanted["nodes"]))
+    after = interpret_config(
+        site, overlay_edits(entries, draft.edits), gpus=int(wanted["gpus"]), nodes=int(wanted["nodes"])
+    )
     warned = {warning.field for warning in draft.warnings} | set(draft.missing)
-    got = as_setting(after, gpus=int(wanted["gpus"]))
-    for field_name, planned, found in differences(exact, got, seq_of_facts(wanted), after.number("seq")):
+    got = make_setting(after, gpus=int(wanted["gpus"]))
+    for field_name, planned, found in find_differences(
+        exact, got, fact_sequence_length(wanted), after.number("seq")
+    ):
         if field_name not in warned and {field_name, *OF_FIELD.get(field_name, ())} & set(after.facts):
             label = LABELS.get(field_name, field_name.replace("_", " "))
             draft.warn(
@@ -488,7 +507,7 @@ def _compare(
     for warning in after.warnings:
         # What apply itself has warned of says "stays" where a reader says "is".
         if warning.key and any(
-            dotted(site.root + parts(warning.key)) == other.key for other in draft.warnings
+            format_path(site.root + split_key(warning.key)) == other.key for other in draft.warnings
         ):
             continue
         if warning.text not in known:
@@ -503,13 +522,13 @@ OF_FIELD = {
 """Fields of a config that make one of a setting's."""
 
 
-def seq_of_facts(facts: Mapping[str, int | str]) -> int | None:
+def fact_sequence_length(facts: Mapping[str, int | str]) -> int | None:
     """The sequence length among facts, where there is one."""
     value = facts.get("seq")
     return value if isinstance(value, int) else None
 
 
-def differences(
+def find_differences(
     planned: Setting, got: Setting, seq: int | None = None, got_seq: int | None = None
 ) -> list[tuple[str, Any, Any]]:
     """Where a setting that was read back differs from the planned one: field, planned, found.
@@ -523,7 +542,7 @@ def differences(
     ):
         ours, other = getattr(planned, name), getattr(got, name)
         if ours != other and not (name == "workers" and ours == 0):
-            found.append((name, words.text(ours), words.text(other)))
+            found.append((name, words.format_value(ours), words.format_value(other)))
     same_strategy = planned.strategy is got.strategy and planned.gpus == got.gpus
     if same_strategy and planned.mesh != got.mesh:
         meshes = [f"{mesh.dp_replicate} x {mesh.dp_shard}" for mesh in (planned.mesh, got.mesh)]
@@ -533,34 +552,35 @@ def differences(
     return found
 
 
-def _compare_jobs(site: Site, values: Mapping[Path, Entry], draft: Draft, plan: Plan) -> None:
+def _warn_job_options(site: TargetSite, values: Mapping[Path, Entry], draft: Draft, plan: Plan) -> None:
     """Options of the job that the file and the plan both name, and name differently."""
     subject = site.target.subject
     is_folder = bool(subject.folders()) and plan.job.startswith("hf:")
     for option, key in subject.options.items():
         if option == "seq" or not (is_folder or option in plan.options):
             continue
-        path = site.root + parts(key)
-        applies = counts(subject.when.get(option, {}), site.root, values)
+        path = site.root + split_key(key)
+        applies = conditions_hold(subject.when.get(option, {}), site.root, values)
         entry = values.get(path) if applies else None
         value = entry.value if entry is not None else subject.defaults.get(option) if applies else None
         planned = plan.options.get(option)
-        if not words.alike(value, planned) and (value or planned):
+        if not words.same_meaning(value, planned) and (value or planned):
             draft.warn(
-                f"{dotted(path)} is {_in_words(value)}, and the plan was made for {option} "
-                f"{_in_words(planned)}: plan again with --set {option}={_in_words(value)}, or edit the file.",
+                f"{format_path(path)} is {_format_option(value)}, and the plan was made for {option} "
+                f"{_format_option(planned)}: plan again with --set {option}={_format_option(value)}, or "
+                "edit the file.",
                 field="job",
-                key=dotted(path),
+                key=format_path(path),
                 value=value,
                 planned=planned,
             )
 
 
-def _in_words(value: Any) -> str:
-    return "none" if value is None else words.text(value)
+def _format_option(value: Any) -> str:
+    return "none" if value is None else words.format_value(value)
 
 
-def overlaid(entries: Sequence[Entry], changes: Sequence[Edit]) -> list[Entry]:
+def overlay_edits(entries: Sequence[Entry], changes: Sequence[Edit]) -> list[Entry]:
     """The entries as they will be."""
     from trimtab.configs.texts import Entry as Place
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.configs import backups, documents, texts
-from trimtab.configs.backups import MANIFEST, Backup, Saved, digest
-from trimtab.configs.locks import locked, refuse, scratch
+from trimtab.configs.backups import MANIFEST, Backup, SavedFile, hash_bytes
+from trimtab.configs.locks import lock_folders, raise_os_error, scratch_path
 from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.spec.base import Noun
 
@@ -36,7 +36,7 @@ Replace = Callable[[Path, Path], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class FileChange:
     """What is to change in one file."""
 
     file: str
@@ -52,7 +52,7 @@ class Wanted:
     """Whether the user named the file itself."""
 
 
-class Written(Noun, frozen=True, kw_only=True):
+class WriteResult(Noun, frozen=True, kw_only=True):
     """What was done."""
 
     files: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Written(Noun, frozen=True, kw_only=True):
     """What the user should know."""
 
 
-class Restored(Noun, frozen=True, kw_only=True):
+class RevertResult(Noun, frozen=True, kw_only=True):
     """What was put back."""
 
     file: str
@@ -77,7 +77,7 @@ class Restored(Noun, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedFile:
     """A file before and after, with nothing written yet."""
 
     file: str
@@ -93,10 +93,10 @@ class Prepared:
 
     def diff(self) -> str:
         """The change as a unified diff; empty where there is none."""
-        return difference(self.before, self.after, self.file)
+        return unified_diff(self.before, self.after, self.file)
 
 
-def difference(before: bytes, after: bytes, name: str) -> str:
+def unified_diff(before: bytes, after: bytes, name: str) -> str:
     """A unified diff of two texts, each line as `diff -u` shows it."""
     old, new = (text.decode(errors="replace").splitlines(keepends=True) for text in (before, after))
     lines = difflib.unified_diff(old, new, f"{name} (now)", f"{name} (new)")
@@ -106,21 +106,21 @@ def difference(before: bytes, after: bytes, name: str) -> str:
     )
 
 
-def prepared(
-    wanted: Sequence[Wanted], *, folder: Path | None = None, roots: Sequence[Path] = ()
-) -> list[Prepared]:
+def prepare_files(
+    wanted: Sequence[FileChange], *, folder: Path | None = None, roots: Sequence[Path] = ()
+) -> list[PreparedFile]:
     """Every file read, edited and checked; an error for one is an error for all.
 
     `folder` is where the user stands, `roots` are folders that the user named.
     """
-    merged: dict[Path, Wanted] = {}
+    merged: dict[Path, FileChange] = {}
     for request in wanted:
-        real = located(request, folder or Path.cwd(), roots)
-        merged[real] = _merged(merged[real], request) if real in merged else request
-    return [_edited(real, request) for real, request in merged.items()]
+        real = locate_file(request, folder or Path.cwd(), roots)
+        merged[real] = _merge_changes(merged[real], request) if real in merged else request
+    return [_prepare_file(real, request) for real, request in merged.items()]
 
 
-def located(wanted: Wanted, folder: Path, roots: Sequence[Path] = ()) -> Path:
+def locate_file(wanted: FileChange, folder: Path, roots: Sequence[Path] = ()) -> Path:
     """The file itself, links followed; outside of the current folder only where the user said so."""
     named = Path(os.path.normpath(folder / wanted.file))
     real = named.resolve()
@@ -137,12 +137,12 @@ def located(wanted: Wanted, folder: Path, roots: Sequence[Path] = ()) -> Path:
     )
 
 
-def _merged(first: Wanted, second: Wanted) -> Wanted:
+def _merge_changes(first: FileChange, second: FileChange) -> FileChange:
     """Two wishes for one file as one."""
     for path in first.changes.keys() & second.changes.keys():
-        if not texts.same(first.changes[path], second.changes[path]):
+        if not texts.same_value(first.changes[path], second.changes[path]):
             raise WrongUse(
-                f"{second.file}: {texts.dotted(path)}",
+                f"{second.file}: {texts.format_path(path)}",
                 found=f"both {first.changes[path]!r} and {second.changes[path]!r} are wanted",
                 cure="Name the file once.",
             )
@@ -155,30 +155,32 @@ def _merged(first: Wanted, second: Wanted) -> Wanted:
     )
 
 
-def _edited(real: Path, wanted: Wanted) -> Prepared:
-    before = documents.contents(real, wanted.file)
-    page = documents.read(before, wanted.file, wanted.kind)
+def _prepare_file(real: Path, wanted: FileChange) -> PreparedFile:
+    before = documents.read_bytes(real, wanted.file)
+    page = documents.read_config(before, wanted.file, wanted.kind)
     after = page.edited(wanted.changes, beside=wanted.beside, add=wanted.add).encode()
-    return Prepared(file=wanted.file, real=real, before=before, after=after)
+    return PreparedFile(file=wanted.file, real=real, before=before, after=after)
 
 
-def write(
-    ready: Sequence[Prepared],
+def write_files(
+    ready: Sequence[PreparedFile],
     *,
     words: str = "",
     fingerprint: str = "",
     clock: Callable[[], float] = time.time,
     replace: Replace = os.replace,
-) -> Written:
+) -> WriteResult:
     """Replace the files that change, with a backup of each; nothing at all where none does."""
     changed = [file for file in ready if file.changed]
     unchanged = tuple(file.file for file in ready if not file.changed)
     if not changed:
-        return Written(unchanged=unchanged, said=("Nothing to change: the files hold these values already.",))
-    note = Backup(number=0, date=_date(clock), words=words, plan=fingerprint)
-    said = tuple(sentence for file in changed for sentence in _warnings(file))
-    made = _replaced(changed, note, replace)
-    return Written(
+        return WriteResult(
+            unchanged=unchanged, said=("Nothing to change: the files hold these values already.",)
+        )
+    note = Backup(number=0, date=_format_date(clock), words=words, plan=fingerprint)
+    said = tuple(sentence for file in changed for sentence in _warn_hard_links(file))
+    made = _replace_files(changed, note, replace)
+    return WriteResult(
         files=tuple(file.file for file in changed),
         unchanged=unchanged,
         backups=tuple(map(str, made)),
@@ -186,7 +188,7 @@ def write(
     )
 
 
-def revert(  # noqa: PLR0913 - which, whether, and how a test sees it
+def revert_file(  # noqa: PLR0913 - which, whether, and how a test sees it
     file: str,
     *,
     number: int | None = None,
@@ -194,27 +196,27 @@ def revert(  # noqa: PLR0913 - which, whether, and how a test sees it
     write: bool = True,
     clock: Callable[[], float] = time.time,
     replace: Replace = os.replace,
-) -> Restored:
+) -> RevertResult:
     """Put back what a backup holds; what is there becomes a backup too. Without `write`, only the diff."""
     real = Path(file).resolve()
-    before = documents.contents(real, file) if real.exists() else b""
-    backup = backups.chosen(real, number, digest(before))
-    ready = Prepared(file=file, real=real, before=before, after=backups.content(real, backup))
+    before = documents.read_bytes(real, file) if real.exists() else b""
+    backup = backups.choose_backup(real, number, hash_bytes(before))
+    ready = PreparedFile(file=file, real=real, before=before, after=backups.read_backup(real, backup))
     if not ready.changed:
-        return Restored(file=file, number=backup.number)
+        return RevertResult(file=file, number=backup.number)
     _refuse_edited(ready, backup, force=force)
     if not write:
-        return Restored(file=file, number=backup.number, diff=ready.diff())
+        return RevertResult(file=file, number=backup.number, diff=ready.diff())
     words = f"put back as it was before write {backup.number}"
-    note = Backup(number=0, date=_date(clock), words=words, restored=backup.number)
-    (made,) = _replaced([ready], note, replace)
-    return Restored(file=file, number=backup.number, backup=str(made), diff=ready.diff())
+    note = Backup(number=0, date=_format_date(clock), words=words, restored=backup.number)
+    (made,) = _replace_files([ready], note, replace)
+    return RevertResult(file=file, number=backup.number, backup=str(made), diff=ready.diff())
 
 
-def _refuse_edited(ready: Prepared, backup: Backup, *, force: bool) -> None:
+def _refuse_edited(ready: PreparedFile, backup: Backup, *, force: bool) -> None:
     """A file that somebody has edited since holds work that no backup has."""
-    now = digest(ready.before)
-    history = backups.stood(backups.backups(ready.real), ready.real.name, now)
+    now = hash_bytes(ready.before)
+    history = backups.drop_unfinished(backups.list_backups(ready.real), ready.real.name, now)
     last = history[-1] if history else backup
     saved = last.saved(ready.real.name)
     if force or (saved and saved.after_sha256 == now):
@@ -230,38 +232,38 @@ def _refuse_edited(ready: Prepared, backup: Backup, *, force: bool) -> None:
     )
 
 
-def _date(clock: Callable[[], float]) -> str:
+def _format_date(clock: Callable[[], float]) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(clock()))
 
 
-def _warnings(file: Prepared) -> list[str]:
+def _warn_hard_links(file: PreparedFile) -> list[str]:
     links = file.real.stat().st_nlink
     if links > 1:
         return [f"{file.file} has {links} names on this disk (hard links): the others keep the old text."]
     return []
 
 
-def _replaced(ready: Sequence[Prepared], note: Backup, replace: Replace) -> list[Path]:
+def _replace_files(ready: Sequence[PreparedFile], note: Backup, replace: Replace) -> list[Path]:
     """The folders of the backups that were made."""
     for file in ready:
         _refuse_read_only(file)
-    with locked(file.real.parent for file in ready):
+    with lock_folders(file.real.parent for file in ready):
         for file in ready:
-            _refuse_moved_on(file)
+            _refuse_changed(file)
         made: list[Path] = []
         try:
             for file in ready:
-                _lay_down(file)
+                _write_scratch(file)
             for folder in sorted({file.real.parent for file in ready}):
-                _keep(folder, [file for file in ready if file.real.parent == folder], note, made)
+                _write_backup(folder, [file for file in ready if file.real.parent == folder], note, made)
         except BaseException:
-            _clear(ready, made)
+            _remove_scratch(ready, made)
             raise
-        _swap(ready, made, replace)
+        _rename_files(ready, made, replace)
         return made
 
 
-def _refuse_read_only(target: Prepared) -> None:
+def _refuse_read_only(target: PreparedFile) -> None:
     """Both by the marks on file and folder, which a user means even where the system would let it pass."""
     everyone = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
     for path, name in ((target.real, "the file"), (target.real.parent, f"the folder {target.real.parent}")):
@@ -274,7 +276,7 @@ def _refuse_read_only(target: Prepared) -> None:
             )
 
 
-def _refuse_moved_on(target: Prepared) -> None:
+def _refuse_changed(target: PreparedFile) -> None:
     """The file may have changed while the user looked at the diff."""
     now = target.real.read_bytes() if target.real.exists() else b""
     if now != target.before:
@@ -285,24 +287,24 @@ def _refuse_moved_on(target: Prepared) -> None:
         )
 
 
-def _lay_down(target: Prepared) -> None:
+def _write_scratch(target: PreparedFile) -> None:
     """The new text beside the old, safely on the disk, with its rights, owner and attributes."""
-    path = scratch(target.real)
+    path = scratch_path(target.real)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(target.after)
             file.flush()
             if target.real.exists():
-                _like(target, handle, path)
+                _copy_owner(target, handle, path)
             else:
                 os.fchmod(handle, 0o644)
             os.fsync(handle)
     except OSError as problem:
-        refuse(target.real, problem, "the new text cannot be written")
+        raise_os_error(target.real, problem, "the new text cannot be written")
 
 
-def _like(target: Prepared, handle: int, path: Path) -> None:
+def _copy_owner(target: PreparedFile, handle: int, path: Path) -> None:
     about = target.real.stat()
     new = os.fstat(handle)
     if (new.st_uid, new.st_gid) != (about.st_uid, about.st_gid):
@@ -328,33 +330,34 @@ def _copy_attributes(source: Path, target: Path) -> None:
                 os.setxattr(target, name, os.getxattr(source, name))
 
 
-def _keep(folder: Path, ready: Sequence[Prepared], note: Backup, made: list[Path]) -> None:
+def _write_backup(folder: Path, ready: Sequence[PreparedFile], note: Backup, made: list[Path]) -> None:
     """A numbered backup; its manifest comes last, and says that the rest is whole."""
-    place = backups.folder_of(folder)
-    number = max(backups.numbers(folder), default=0) + 1
+    place = backups.backup_folder(folder)
+    number = max(backups.list_numbers(folder), default=0) + 1
     home = place / str(number)
     try:
         home.mkdir(parents=True)
         made.append(home)
         for target in ready:
-            _put(
+            _write_new(
                 home / target.real.name,
                 target.before,
                 target.real.stat().st_mode if target.real.exists() else 0o600,
             )
         saved = [
-            Saved(file=x.real.name, sha256=digest(x.before), after_sha256=digest(x.after)) for x in ready
+            SavedFile(file=x.real.name, sha256=hash_bytes(x.before), after_sha256=hash_bytes(x.after))
+            for x in ready
         ]
         manifest = note.replace(number=number, files=tuple(saved))
-        _put(home / f"{MANIFEST}.new", manifest.to_json().encode(), 0o644)
+        _write_new(home / f"{MANIFEST}.new", manifest.to_json().encode(), 0o644)
         (home / f"{MANIFEST}.new").replace(home / MANIFEST)
-        _settle(home)
-        _settle(place)
+        _sync_folder(home)
+        _sync_folder(place)
     except OSError as problem:
-        refuse(home, problem, "the backup cannot be written")
+        raise_os_error(home, problem, "the backup cannot be written")
 
 
-def _put(path: Path, data: bytes, mode: int) -> None:
+def _write_new(path: Path, data: bytes, mode: int) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(data)
@@ -363,7 +366,7 @@ def _put(path: Path, data: bytes, mode: int) -> None:
         os.fsync(file.fileno())
 
 
-def _settle(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """The names in a folder, on the disk as well; some disks do not offer that."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -375,29 +378,31 @@ def _settle(folder: Path) -> None:
         os.close(handle)
 
 
-def _swap(ready: Sequence[Prepared], made: list[Path], replace: Replace) -> None:
+def _rename_files(ready: Sequence[PreparedFile], made: list[Path], replace: Replace) -> None:
     """Rename each new text over the old one; if one of them fails, put the others back."""
-    done: list[Prepared] = []
+    done: list[PreparedFile] = []
     try:
         for target in ready:
-            replace(scratch(target.real), target.real)
+            replace(scratch_path(target.real), target.real)
             done.append(target)
     except BaseException as problem:
         for target in done:
-            _lay_down(Prepared(file=target.file, real=target.real, before=target.after, after=target.before))
-            scratch(target.real).replace(target.real)
-        _clear(ready, made)
+            _write_scratch(
+                PreparedFile(file=target.file, real=target.real, before=target.after, after=target.before)
+            )
+            scratch_path(target.real).replace(target.real)
+        _remove_scratch(ready, made)
         if isinstance(problem, OSError):
-            refuse(ready[len(done)].real, problem, "the file cannot be replaced")
+            raise_os_error(ready[len(done)].real, problem, "the file cannot be replaced")
         raise
     for folder in {target.real.parent for target in ready}:
         with contextlib.suppress(OSError):  # the files are in place: an error here would only mislead
-            _settle(folder)
+            _sync_folder(folder)
 
 
-def _clear(ready: Sequence[Prepared], made: list[Path]) -> None:
+def _remove_scratch(ready: Sequence[PreparedFile], made: list[Path]) -> None:
     for target in ready:
         with contextlib.suppress(OSError):
-            scratch(target.real).unlink()
+            scratch_path(target.real).unlink()
     for home in made:
         shutil.rmtree(home, ignore_errors=True)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trimtab.configs.targets import Index, roots
+from trimtab.configs.targets import KeyIndex, find_roots
 from trimtab.errors import TrimtabError, UnknownName, WrongUse, nearest
 from trimtab.spec import Noun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.configs.texts import Document, KeyPath
+    from trimtab.configs.texts import ConfigDocument, KeyPath
 
 TRUTHS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 AMP = ("enable_amp", "amp_dtype", "enable_tf32")
@@ -32,7 +32,7 @@ MARKS = ("batch_size", "max_length", "learning_rate", "enable_amp", "max_steps")
 SEE = "docs/knobs.md lists them all."
 
 
-class Knob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainerKnob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One knob; the head of knobs.toml says what each key means."""
 
     name: str
@@ -48,7 +48,7 @@ class Knob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cure: str = ""
 
 
-class Wired(Noun, frozen=True, kw_only=True):
+class KnobSettings(Noun, frozen=True, kw_only=True):
     """What knobs have set."""
 
     options: dict[str, Any] = {}
@@ -66,17 +66,17 @@ class Wired(Noun, frozen=True, kw_only=True):
 
 
 @cache
-def knobs() -> dict[str, Knob]:
+def load_knobs() -> dict[str, TrainerKnob]:
     """All that are known, by name."""
     text = files("trimtab.configs").joinpath("knobs.toml").read_text(encoding="utf-8")
-    rows = msgspec.convert(tomllib.loads(text)["knob"], list[Knob])
+    rows = msgspec.convert(tomllib.loads(text)["knob"], list[TrainerKnob])
     return {row.name: row for row in rows}
 
 
-def split(texts: Sequence[str]) -> dict[str, str]:
+def split_knobs(texts: Sequence[str]) -> dict[str, str]:
     """NAME=VALUE as people type it.
 
-    >>> split(["batch_size=12"])
+    >>> split_knobs(["batch_size=12"])
     {'batch_size': '12'}
     """
     found: dict[str, str] = {}
@@ -92,10 +92,10 @@ def split(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def read(document: Document, origin: str, below: KeyPath = ()) -> dict[str, Any]:
+def read_knobs(document: ConfigDocument, origin: str, below: KeyPath = ()) -> dict[str, Any]:
     """The knobs in a config: all keys of the table that has batch_size, max_length and the like."""
     entries = document.entries()
-    found = [below] if below else roots([list(MARKS)], Index(entries), ())
+    found = [below] if below else find_roots([list(MARKS)], KeyIndex(entries), ())
     if len(found) != 1:
         many = f"{len(found)} tables of them" if found else "none"
         raise WrongUse(
@@ -124,7 +124,9 @@ def read(document: Document, origin: str, below: KeyPath = ()) -> dict[str, Any]
     return values
 
 
-def wire(given: Mapping[str, Any], *, ranks: int = 1, bf16: bool = True, joint: bool = True) -> Wired:
+def apply_knobs(
+    given: Mapping[str, Any], *, ranks: int = 1, bf16: bool = True, joint: bool = True
+) -> KnobSettings:
     """What knobs set, for so many processes, on devices with or without bf16.
 
     `joint`: batch_size makes the global batch, as nobody else does. All that cannot be is raised at once.
@@ -133,14 +135,14 @@ def wire(given: Mapping[str, Any], *, ranks: int = 1, bf16: bool = True, joint: 
     wrong: list[TrimtabError] = []
     for name, value in given.items():
         try:
-            found[name] = _value(_known(name), value)
+            found[name] = _parse_value(_find_knob(name), value)
         except TrimtabError as error:
             wrong.append(error)
     if wrong:
-        raise _all(wrong)
-    made = _Made()
+        raise _join_errors(wrong)
+    made = _KnobCollector()
     for name, value in found.items():
-        made.take(knobs()[name], given[name], value)
+        made.take(load_knobs()[name], given[name], value)
     made.precision(found, bf16=bf16)
     made.betas(found)
     if joint:
@@ -148,8 +150,8 @@ def wire(given: Mapping[str, Any], *, ranks: int = 1, bf16: bool = True, joint: 
     return made.wired()
 
 
-def _known(name: str) -> Knob:
-    known = knobs()
+def _find_knob(name: str) -> TrainerKnob:
+    known = load_knobs()
     if name in known:
         return known[name]
     close = nearest(name, known)
@@ -157,23 +159,25 @@ def _known(name: str) -> Knob:
     raise UnknownName(f"knob {name}", found=f"there is no such knob{meant}", cure=SEE)
 
 
-def _value(knob: Knob, given: Any) -> Any:
+def _parse_value(knob: TrainerKnob, given: Any) -> Any:
     """The value of a knob, read by its kind."""
     label = f"knob {knob.name}={given}"
     if not knob.kind:
-        raise WrongUse(label, found=_sentence(knob.why), cure=knob.cure)
+        raise WrongUse(label, found=_lower_first(knob.why), cure=knob.cure)
     try:
         value = _READERS[knob.kind](knob, given)
     except (ValueError, TypeError, KeyError):
-        raise WrongUse(label, found=f"it is not {_expected(knob)}", cure=f"{knob.name}: {knob.why}") from None
+        raise WrongUse(
+            label, found=f"it is not {_expected_words(knob)}", cure=f"{knob.name}: {knob.why}"
+        ) from None
     if knob.least is not None and value < knob.least:
         raise WrongUse(label, found=f"it is below {knob.least:g}", cure=f"{knob.name}: {knob.why}")
     if knob.only is not None and value != knob.only:
-        raise WrongUse(label, found=_sentence(knob.why), cure=knob.cure)
+        raise WrongUse(label, found=_lower_first(knob.why), cure=knob.cure)
     return value
 
 
-def _expected(knob: Knob) -> str:
+def _expected_words(knob: TrainerKnob) -> str:
     if knob.kind == "words":
         return f"one of {', '.join(knob.words)}"
     return {"whole": "a whole number", "number": "a number", "switch": "true or false"}.get(
@@ -181,11 +185,11 @@ def _expected(knob: Knob) -> str:
     )
 
 
-def _sentence(text: str) -> str:
+def _lower_first(text: str) -> str:
     return text[0].lower() + text[1:].removesuffix(".") if not text[:2].isupper() else text.removesuffix(".")
 
 
-def _whole(_: Knob, given: Any) -> int:
+def _parse_whole(_: TrainerKnob, given: Any) -> int:
     if isinstance(given, str):
         return int(given)
     if isinstance(given, bool) or int(given) != given:
@@ -193,23 +197,23 @@ def _whole(_: Knob, given: Any) -> int:
     return int(given)
 
 
-def _number(_: Knob, given: Any) -> float:
+def _parse_number(_: TrainerKnob, given: Any) -> float:
     value = float(given)
     if isinstance(given, bool) or value != value or value in (float("inf"), -float("inf")):  # noqa: PLR0124 - not a number
         raise TypeError
     return value
 
 
-def _switch(knob: Knob, given: Any) -> Any:
+def _parse_switch(knob: TrainerKnob, given: Any) -> Any:
     value = given if isinstance(given, bool) else TRUTHS[str(given).lower()]
     return knob.words[str(value).lower()] if knob.words else value
 
 
-def _word(knob: Knob, given: Any) -> str:
+def _parse_word(knob: TrainerKnob, given: Any) -> str:
     return knob.words[str(given).removeprefix("torch.")]
 
 
-def _pair(_: Knob, given: Any) -> list[float]:
+def _parse_pair(_: TrainerKnob, given: Any) -> list[float]:
     value = msgspec.json.decode(given) if isinstance(given, str) else given
     first, second = (float(number) for number in value)
     if not (0 <= first < 1 and 0 <= second < 1):
@@ -217,10 +221,16 @@ def _pair(_: Knob, given: Any) -> list[float]:
     return [first, second]
 
 
-_READERS = {"whole": _whole, "number": _number, "switch": _switch, "words": _word, "pair": _pair}
+_READERS = {
+    "whole": _parse_whole,
+    "number": _parse_number,
+    "switch": _parse_switch,
+    "words": _parse_word,
+    "pair": _parse_pair,
+}
 
 
-def _all(wrong: list[TrimtabError]) -> TrimtabError:
+def _join_errors(wrong: list[TrimtabError]) -> TrimtabError:
     """One error for all."""
     if len(wrong) == 1:
         return wrong[0]
@@ -228,7 +238,7 @@ def _all(wrong: list[TrimtabError]) -> TrimtabError:
     return WrongUse(f"{len(wrong)} knobs that cannot be", found=listed, cure="Mend them, or leave them out.")
 
 
-class _Made:
+class _KnobCollector:
     """What has been set so far."""
 
     def __init__(self) -> None:
@@ -239,7 +249,7 @@ class _Made:
         self.said: list[str] = []
         self.by: dict[str, str] = {}
 
-    def take(self, knob: Knob, given: Any, value: Any) -> None:
+    def take(self, knob: TrainerKnob, given: Any, value: Any) -> None:
         """A knob that sets one thing."""
         for place, key in ((self.options, knob.option), (self.pins, knob.pin), (self.train, knob.train)):
             if key:
@@ -291,9 +301,9 @@ class _Made:
         many = f"{ranks} process{'es' * (ranks > 1)}"
         self.said.append(f"global batch {total}: batch_size {found['batch_size']} x {rounds} x {many}")
 
-    def wired(self) -> Wired:
+    def wired(self) -> KnobSettings:
         """All of it."""
-        return Wired(
+        return KnobSettings(
             options=self.options,
             spare=tuple(self.spare),
             pins=self.pins,

@@ -28,24 +28,24 @@ _SCRATCH = re.compile(r"\.trimtab-[0-9a-f]{12}-\d+\.tmp")
 
 
 @contextmanager
-def locked(folders: Iterable[Path], patience_s: float = PATIENCE_S) -> Iterator[None]:
+def lock_folders(folders: Iterable[Path], patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Hold these folders, always in the same order, so that two who want both cannot wait for each other."""
     with ExitStack() as stack:
         for folder in sorted(set(folders)):
-            stack.enter_context(_held(folder, patience_s))
-            _sweep(folder)
+            stack.enter_context(_hold_lock(folder, patience_s))
+            _remove_leftovers(folder)
         yield
 
 
 @contextmanager
-def _held(folder: Path, patience_s: float) -> Iterator[None]:
-    path = home(folder) / "lock"
+def _hold_lock(folder: Path, patience_s: float) -> Iterator[None]:
+    path = make_home(folder) / "lock"
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as problem:
-        refuse(path, problem, "the lock cannot be made")
+        raise_os_error(path, problem, "the lock cannot be made")
     try:
-        _wait(handle, path, patience_s)
+        _wait_for_lock(handle, path, patience_s)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
@@ -53,14 +53,14 @@ def _held(folder: Path, patience_s: float) -> Iterator[None]:
         os.close(handle)
 
 
-def _wait(handle: int, path: Path, patience_s: float) -> None:
+def _wait_for_lock(handle: int, path: Path, patience_s: float) -> None:
     until = time.monotonic() + patience_s
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as problem:
             if problem.errno not in (errno.EAGAIN, errno.EACCES):
-                refuse(path, problem, "the lock cannot be taken")
+                raise_os_error(path, problem, "the lock cannot be taken")
             if time.monotonic() >= until:
                 owner = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
                 raise EnvironmentFault(
@@ -73,7 +73,7 @@ def _wait(handle: int, path: Path, patience_s: float) -> None:
             return
 
 
-def home(folder: Path) -> Path:
+def make_home(folder: Path) -> Path:
     """Our folder beside the files, made where it is missing; version control is told to pass it over."""
     path = folder / FOLDER
     try:
@@ -82,11 +82,11 @@ def home(folder: Path) -> Path:
         if not ignore.exists():
             ignore.write_text("*\n", encoding="utf-8")
     except OSError as problem:
-        refuse(path, problem, "the folder for backups cannot be made")
+        raise_os_error(path, problem, "the folder for backups cannot be made")
     return path
 
 
-def _sweep(folder: Path) -> None:
+def _remove_leftovers(folder: Path) -> None:
     """Remove what a process that was killed has left: nobody else writes while the lock is ours."""
     for path in folder.iterdir():
         if _SCRATCH.fullmatch(path.name):
@@ -94,13 +94,13 @@ def _sweep(folder: Path) -> None:
                 path.unlink()
 
 
-def scratch(path: Path) -> Path:
+def scratch_path(path: Path) -> Path:
     """The name under which the new text of a file lies until it replaces the old."""
     short = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:12]  # a long name may leave no room for more
     return path.with_name(f".trimtab-{short}-{os.getpid()}.tmp")
 
 
-def refuse(path: Path, problem: OSError, what: str) -> NoReturn:
+def raise_os_error(path: Path, problem: OSError, what: str) -> NoReturn:
     """An error of the system, with what can be done about it."""
     cures = {
         errno.ENOSPC: "Free some space on this disk, then try again.",

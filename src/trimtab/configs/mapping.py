@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from trimtab.configs.targets import Target, built_in
+from trimtab.configs.targets import ConfigTarget, builtin_targets
 from trimtab.errors import BrokenFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-NAME = "trimtab.toml"
+PROJECT_FILE = "trimtab.toml"
 _CURE = "Mend it as docs/configs.md describes; `trimtab apply --list-targets` shows what is known."
 
 
-def taught(file: Path) -> tuple[Target, ...]:
+def read_targets(file: Path) -> tuple[ConfigTarget, ...]:
     """The targets of a trimtab.toml."""
     given = str(file)
     try:
@@ -49,14 +49,14 @@ def taught(file: Path) -> tuple[Target, ...]:
     found = []
     for row in rows:
         try:
-            found.append(msgspec.convert(row, Target))
+            found.append(msgspec.convert(row, ConfigTarget))
         except msgspec.ValidationError as error:
             name = row.get("name", "without a name")
             raise BrokenFile(given, found=f"the target {name} is not right: {error}", cure=_CURE) from error
     return tuple(found)
 
 
-def beside(files: Iterable[Path]) -> list[Path]:
+def find_target_files(files: Iterable[Path]) -> list[Path]:
     """The trimtab.toml of each config: in its folder or the nearest one above it that has any.
 
     Nothing above the current folder counts for a config within it: what lies there belongs to someone else.
@@ -66,16 +66,16 @@ def beside(files: Iterable[Path]) -> list[Path]:
     for file in files:
         start = file.absolute() if file.is_dir() else file.absolute().parent
         for folder in (start, *start.parents):
-            if (folder / NAME).is_file():
-                found[folder / NAME] = None
+            if (folder / PROJECT_FILE).is_file():
+                found[folder / PROJECT_FILE] = None
                 break
             if folder == here:
                 break
     return list(found)
 
 
-def known(files: Iterable[Path] = ()) -> tuple[Target, ...]:
+def list_targets(files: Iterable[Path] = ()) -> tuple[ConfigTarget, ...]:
     """The targets that hold for these configs: the projects' own first, then those that come with trimtab."""
-    own = [target for file in beside(files) for target in taught(file)]
+    own = [target for file in find_target_files(files) for target in read_targets(file)]
     names = {target.name for target in own}
-    return (*own, *(target for target in built_in() if target.name not in names))
+    return (*own, *(target for target in builtin_targets() if target.name not in names))

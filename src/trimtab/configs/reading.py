@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trimtab.configs import words
-from trimtab.configs.targets import WORDS, counts, parts
-from trimtab.configs.texts import dotted
+from trimtab.configs.targets import WORDS, conditions_hold, split_key
+from trimtab.configs.texts import format_path
 from trimtab.spec import (
     Allocator,
     Mesh,
@@ -22,7 +22,7 @@ from trimtab.spec import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.configs.targets import Knob, Path, Requirement, Site
+    from trimtab.configs.targets import Knob, Path, Requirement, TargetSite
     from trimtab.configs.texts import Entry
 
 PRODUCTS = (
@@ -39,7 +39,7 @@ PRODUCTS = (
 """Of each three the first is the product of the others."""
 
 
-class Found(Noun, frozen=True, kw_only=True):
+class FoundKey(Noun, frozen=True, kw_only=True):
     """One key of a config that holds something of ours."""
 
     field: str
@@ -73,7 +73,7 @@ class Reading(Noun, frozen=True, kw_only=True):
 
     target: str
     root: str = ""
-    found: tuple[Found, ...] = ()
+    found: tuple[FoundKey, ...] = ()
     facts: dict[str, int | str] = {}
     """Numbers and words by field, with what follows from them. What is not here is not known."""
     said: tuple[str, ...] = ()
@@ -92,70 +92,70 @@ class Reading(Noun, frozen=True, kw_only=True):
         return value if isinstance(value, str) else None
 
 
-def held(knob: Knob, root: Path, values: Mapping[Path, Entry]) -> tuple[Path, Entry | None]:
+def find_entry(knob: Knob, root: Path, values: Mapping[Path, Entry]) -> tuple[Path, Entry | None]:
     """The path at which a knob is, or the one at which it would be added."""
     for key in knob.keys:
-        path = root + parts(key)
+        path = root + split_key(key)
         if path in values:
             return path, values[path]
-    return root + parts(knob.keys[0]), None
+    return root + split_key(knob.keys[0]), None
 
 
-def table(knob: Knob, root: Path, values: Mapping[Path, Entry]) -> Path | None:
+def find_table(knob: Knob, root: Path, values: Mapping[Path, Entry]) -> Path | None:
     """The key of a knob that holds a whole table where a value was expected: strategy: {class_path: ...}."""
     for key in knob.keys:
-        path = root + parts(key)
+        path = root + split_key(key)
         if any(len(other) > len(path) and other[: len(path)] == path for other in values):
             return path
     return None
 
 
-def read(
-    site: Site, entries: Sequence[Entry], *, gpus: int | None = None, nodes: int | None = None
+def interpret_config(
+    site: TargetSite, entries: Sequence[Entry], *, gpus: int | None = None, nodes: int | None = None
 ) -> Reading:
     """What the entries say, by the meaning of the target; `gpus` and `nodes` are what the launcher gives."""
     values = {entry.path: entry for entry in entries}
     order = {key: place for place, knob in enumerate(site.target.knobs) for key in knob.keys}
-    heard = Heard()
+    heard = FactCollector()
     # What counts only under some strategy is read once that is known, and preferences after all the rest.
     for knob in sorted(site.target.knobs, key=lambda key: (bool(key.only), bool(key.soft))):
         if _applies(knob, heard.likely(), site.root, values):
-            path, entry = held(knob, site.root, values)
-            if entry is None and (whole := table(knob, site.root, values)):
+            path, entry = find_entry(knob, site.root, values)
+            if entry is None and (whole := find_table(knob, site.root, values)):
                 heard.left_open.add(knob.field)
-                heard.said.append(f"{dotted(whole)} holds a table, and is not known")
+                heard.said.append(f"{format_path(whole)} holds a table, and is not known")
             else:
                 heard.listen(knob, path, entry, root=site.root)
     numbers = dict(heard.numbers)
-    if gpus is not None and "gpus" not in solved(numbers, heard.implied, []):
+    if gpus is not None and "gpus" not in solve_products(numbers, heard.implied, []):
         # The config leaves it to the launcher.
         numbers["gpus"] = gpus
         if "gpus_per_node" not in numbers:
             numbers["nodes"] = nodes or 1
-    facts: dict[str, int | str] = {**heard.likely(), **solved(numbers, heard.implied, heard.said)}
+    facts: dict[str, int | str] = {**heard.likely(), **solve_products(numbers, heard.implied, heard.said)}
     if "strategy" not in site.target.fields() and "dp_shard" in site.target.fields():
-        facts |= _strategy(facts)
-    if facts.get("strategy") == Strategy.FSDP and _several(facts.get("dp_replicate")):
+        facts |= _strategy_from_degrees(facts)
+    if facts.get("strategy") == Strategy.FSDP and _is_several(facts.get("dp_replicate")):
         facts["strategy"] = Strategy.HSDP.value
     broken = [
         (requirement, place)
         for requirement in site.target.requires
-        for place in violated(requirement, site.root, values, facts)
+        for place in find_violations(requirement, site.root, values, facts)
     ]
     return Reading(
         target=site.target.name,
-        root=dotted(site.root) if site.root else "",
+        root=format_path(site.root) if site.root else "",
         found=tuple(sorted(heard.found, key=lambda key: order[key.key])),
         facts=facts,
         said=tuple(heard.said),
         warnings=(
             *heard.warnings,
-            *(_left_out(requirement, *place, site.root) for requirement, place in broken),
+            *(_requirement_warning(requirement, *place, site.root) for requirement, place in broken),
         ),
     )
 
 
-def _several(count: int | str | None) -> bool:
+def _is_several(count: int | str | None) -> bool:
     return isinstance(count, int) and count > 1
 
 
@@ -163,12 +163,12 @@ def _applies(
     rule: Knob | Requirement, facts: Mapping[str, int | str], root: Path, values: Mapping[Path, Entry]
 ) -> bool:
     """Whether a knob or a requirement counts beside these facts, in this file."""
-    return all(facts.get(field) in among for field, among in rule.only.items()) and counts(
+    return all(facts.get(field) in among for field, among in rule.only.items()) and conditions_hold(
         rule.when, root, values
     )
 
 
-def violated(
+def find_violations(
     requirement: Requirement, root: Path, values: Mapping[Path, Entry], facts: Mapping[str, int | str]
 ) -> list[tuple[Path, Any, Entry | None]]:
     """The keys of a requirement that have another value: path, value, and the entry where there is one."""
@@ -177,7 +177,7 @@ def violated(
     found: list[tuple[Path, Any, Entry | None]] = []
     seen = False
     for key in requirement.keys:
-        path = root + parts(key)
+        path = root + split_key(key)
         entry = values.get(path)
         if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
             seen = True
@@ -186,11 +186,13 @@ def violated(
         elif entry is not None:
             seen = True
             if entry.computed or not any(
-                words.alike(entry.value, value) for value in _plain_values(requirement)
+                words.same_meaning(entry.value, value) for value in _plain_values(requirement)
             ):
                 found.append((path, entry.computed or entry.value, entry))
-    if not seen and not any(words.alike(requirement.default, value) for value in _plain_values(requirement)):
-        found.append((root + parts(requirement.keys[0]), requirement.default, None))
+    if not seen and not any(
+        words.same_meaning(requirement.default, value) for value in _plain_values(requirement)
+    ):
+        found.append((root + split_key(requirement.keys[0]), requirement.default, None))
     return found
 
 
@@ -199,20 +201,20 @@ def _plain_values(requirement: Requirement) -> tuple[Any, ...]:
     return (*requirement.values, {}) if None in requirement.values else requirement.values
 
 
-def _left_out(
+def _requirement_warning(
     requirement: Requirement, path: Path, value: Any, entry: Entry | None, root: Path
 ) -> ConfigWarning:
-    key = dotted(path[len(root) :])
+    key = format_path(path[len(root) :])
     by_default = "" if entry is not None or value == "a table" else " by default"
-    text = f"{key} is {words.text(value)}{by_default}: {requirement.why}"
+    text = f"{key} is {words.format_value(value)}{by_default}: {requirement.why}"
     return ConfigWarning(text=text, key=key, value=value, field=requirement.field)
 
 
 @dataclass
-class Heard:
+class FactCollector:
     """What the keys have said so far."""
 
-    found: list[Found] = field(default_factory=list)
+    found: list[FoundKey] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     votes: dict[str, dict[str, int]] = field(default_factory=dict)
     implied: dict[str, str] = field(default_factory=dict)
@@ -226,9 +228,9 @@ class Heard:
         if entry is None and knob.default is None:
             return
         value = knob.default if entry is None else entry.value
-        held_key = Found(
+        held_key = FoundKey(
             field=knob.field,
-            key=dotted(path[len(root) :]),
+            key=format_path(path[len(root) :]),
             value=value,
             line=None if entry is None else entry.line,
             computed="" if entry is None else entry.computed,
@@ -241,50 +243,54 @@ class Heard:
             )
         elif words.is_auto(knob, value):
             self.left_open.add(knob.field)
-            self.said.append(f"{held_key.key} is {words.text(value)}: the framework decides")
-        elif any(words.alike(value, soft) for soft in knob.soft) and not words.spelt(knob, value):
+            self.said.append(f"{held_key.key} is {words.format_value(value)}: the framework decides")
+        elif any(words.same_meaning(value, soft) for soft in knob.soft) and not words.words_of_value(
+            knob, value
+        ):
             pass
         elif knob.field in WORDS:
             self._narrow(knob, held_key)
-        elif words.text(value) in knob.implied:
-            self.implied[knob.field] = knob.implied[words.text(value)]
+        elif words.format_value(value) in knob.implied:
+            self.implied[knob.field] = knob.implied[words.format_value(value)]
         elif value is not None:
             self._count(knob, held_key)
 
-    def _count(self, knob: Knob, held_key: Found) -> None:
-        number = words.number(knob, held_key.value)
+    def _count(self, knob: Knob, held_key: FoundKey) -> None:
+        number = words.parse_count(knob, held_key.value)
         if number is None or number < (0 if knob.field == "workers" else 1):
             self.said.append(
-                f"{held_key.key} is {words.text(held_key.value)!r}, which is no number of anything"
+                f"{held_key.key} is {words.format_value(held_key.value)!r}, which is no number of anything"
             )
         elif self.numbers.setdefault(knob.field, number) != number:
             self.said.append(f"{held_key.key} is {number}, and another key says {self.numbers[knob.field]}")
 
-    def _narrow(self, knob: Knob, held_key: Found) -> None:
+    def _narrow(self, knob: Knob, held_key: FoundKey) -> None:
         """Each key rules words out, and speaks for those that it spells; what all of them leave is meant."""
-        spelt = words.spelt(knob, held_key.value)
+        spelt = words.words_of_value(knob, held_key.value)
         if not spelt and (
-            rough := next((w for v, w in knob.rough.items() if words.alike(v, held_key.value)), "")
+            rough := next((w for v, w in knob.rough.items() if words.same_meaning(v, held_key.value)), "")
         ):
             spelt = [rough]
-            text = (
-                f"{held_key.key} is {words.text(held_key.value)}, which is read as {rough}: {knob.rough_why}"
-            )
+            value = words.format_value(held_key.value)
+            text = f"{held_key.key} is {value}, which is read as {rough}: {knob.rough_why}"
             self.warnings.append(
                 ConfigWarning(text=text, key=held_key.key, value=held_key.value, field=held_key.field)
             )
         if not spelt:
             self.said.append(
-                f"{held_key.key} is {words.text(held_key.value)!r}, which is not one of the words known here"
+                f"{held_key.key} is {words.format_value(held_key.value)!r}, which is not one of the words "
+                "known here"
             )
             return
-        possible = {*spelt, *words.silent(knob)}
+        possible = {*spelt, *words.unspoken_words(knob)}
         before = self.votes.setdefault(knob.field, dict.fromkeys(WORDS[knob.field], 0))
         left = {word: votes + (word in spelt) for word, votes in before.items() if word in possible}
         if any(left.values()):
             self.votes[knob.field] = left
-        elif not any(words.alike(held_key.value, soft) for soft in knob.soft):
-            self.said.append(f"{held_key.key} is {words.text(held_key.value)}, which contradicts another key")
+        elif not any(words.same_meaning(held_key.value, soft) for soft in knob.soft):
+            self.said.append(
+                f"{held_key.key} is {words.format_value(held_key.value)}, which contradicts another key"
+            )
 
     def likely(self) -> dict[str, str]:
         """The word that most keys spell; among equals the first of ours."""
@@ -295,7 +301,7 @@ class Heard:
         }
 
 
-def _strategy(facts: Mapping[str, int | str]) -> dict[str, str]:
+def _strategy_from_degrees(facts: Mapping[str, int | str]) -> dict[str, str]:
     """The strategy that the degrees of data parallelism make."""
     degrees = [facts.get("dp_replicate"), facts.get("dp_shard")]
     if not all(isinstance(degree, int) for degree in degrees):
@@ -306,16 +312,17 @@ def _strategy(facts: Mapping[str, int | str]) -> dict[str, str]:
     return {"strategy": (Strategy.DDP if replicated else Strategy.SINGLE).value}
 
 
-def solved(numbers: dict[str, int], implied: Mapping[str, str], said: list[str]) -> dict[str, int]:
+def solve_products(numbers: dict[str, int], implied: Mapping[str, str], said: list[str]) -> dict[str, int]:
     """The numbers with everything that follows from them.
 
-    >>> solved({"micro_batch": 4, "accumulation": 2, "gpus": 8, "tensor": 1, "pp": 1}, {}, [])["global_batch"]
+    >>> known = {"micro_batch": 4, "accumulation": 2, "gpus": 8, "tensor": 1, "pp": 1}
+    >>> solve_products(known, {}, [])["global_batch"]
     64
     """
     known = {"tensor": 1, "context": 1, "pp": 1, **numbers}
     for _ in range(len(PRODUCTS)):
         for product, *factors in PRODUCTS:
-            _one_product(known, product, factors[0], factors[1])
+            _solve_product(known, product, factors[0], factors[1])
         if "rest" in implied.values() and {"gpus", "model", "dp_replicate"} <= known.keys():
             rest, over = divmod(known["gpus"], known["model"] * known["dp_replicate"])
             if not over:
@@ -327,13 +334,13 @@ def solved(numbers: dict[str, int], implied: Mapping[str, str], said: list[str])
     for product, factor, other in PRODUCTS:
         if {product, factor, other} <= known.keys() and known[factor] * known[other] != known[product]:
             said.append(
-                f"{_plain(factor)} {known[factor]} x {_plain(other)} {known[other]} "
-                f"does not make {_plain(product)} {known[product]}"
+                f"{_plain_name(factor)} {known[factor]} x {_plain_name(other)} {known[other]} "
+                f"does not make {_plain_name(product)} {known[product]}"
             )
     return {field: value for field, value in known.items() if field not in {"model", "split"}}
 
 
-def _one_product(known: dict[str, int], product: str, first: str, other: str) -> None:
+def _solve_product(known: dict[str, int], product: str, first: str, other: str) -> None:
     if first in known and other in known:
         known.setdefault(product, known[first] * known[other])
     for factor, rest in ((first, other), (other, first)):
@@ -341,11 +348,11 @@ def _one_product(known: dict[str, int], product: str, first: str, other: str) ->
             known[rest] = known[product] // known[factor]
 
 
-def _plain(field: str) -> str:
+def _plain_name(field: str) -> str:
     return field.replace("_", " ")
 
 
-def as_setting(reading: Reading, *, gpus: int = 1) -> Setting:
+def make_setting(reading: Reading, *, gpus: int = 1) -> Setting:
     """How the config would run: what it leaves open is as in a plain run on `gpus` devices."""
     facts = reading.facts
     strategy = Strategy(str(facts.get("strategy", Strategy.DDP)))
@@ -356,7 +363,7 @@ def as_setting(reading: Reading, *, gpus: int = 1) -> Setting:
         strategy = Strategy.DDP
     micro = reading.number("micro_batch") or 1
     accumulation = reading.number("accumulation") or 1
-    mesh = _mesh(reading, strategy, count)
+    mesh = _make_mesh(reading, strategy, count)
     return Setting(
         strategy=strategy,
         mesh=mesh,
@@ -373,7 +380,7 @@ def as_setting(reading: Reading, *, gpus: int = 1) -> Setting:
     )
 
 
-def _mesh(reading: Reading, strategy: Strategy, count: int) -> Mesh:
+def _make_mesh(reading: Reading, strategy: Strategy, count: int) -> Mesh:
     if strategy is Strategy.FSDP:
         return Mesh(dp_shard=count)
     if strategy is Strategy.HSDP:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.configs import shell_text, texts
-from trimtab.configs.texts import KeyPath, Node, Page, Splice
+from trimtab.configs.texts import KeyPath, ParsedConfig, Splice, TextNode
 from trimtab.errors import WrongUse
 
 SHORT = {
@@ -84,34 +84,36 @@ _LONG = re.compile(r"--([A-Za-z][\w-]*)(=?)")
 _COUNT = re.compile(r"(?:^|:)(\d+)$")
 
 
-def read(text: str, origin: str) -> Page:
+def read_sbatch(text: str, origin: str) -> ParsedConfig:
     """The document of a script.
 
-    >>> read("#SBATCH -N 2 --gres=gpu:4", "run.sbatch").edited({("nodes",): 1, ("gres", "gpu"): 8})
+    >>> read_sbatch("#SBATCH -N 2 --gres=gpu:4", "run.sbatch").edited({("nodes",): 1, ("gres", "gpu"): 8})
     '#SBATCH -N 1 --gres=gpu:8'
     """
-    return texts.read(text, origin, SBATCH)
+    return texts.parse_text(text, origin, SBATCH)
 
 
 @dataclass(slots=True)
-class _More:
+class _SbatchExtra:
     """Where new options go."""
 
     after: int | None = None
     """Inside of the last #SBATCH line."""
     shebang: bool = False
-    variables: Node | None = None
+    variables: TextNode | None = None
 
 
 @dataclass
-class _Header:
+class _SbatchHeader:
     """A pass over the options."""
 
     text: str
     origin: str
-    root: Node = field(default_factory=lambda: Node(0, 0, items={}, style="options", extra=_More()))
+    root: TextNode = field(
+        default_factory=lambda: TextNode(0, 0, items={}, style="options", extra=_SbatchExtra())
+    )
 
-    def scan(self) -> Node:
+    def scan(self) -> TextNode:
         at = 0
         self.root.end = len(self.text)
         self.root.extra.shebang = self.text.startswith("#!")
@@ -135,7 +137,7 @@ class _Header:
                 return found
             match = _TOKEN.match(self.text, at, end)
             if match is None:
-                raise texts.broken_at(
+                raise texts.parse_error_at(
                     self.origin, self.text, at, "a quote that is never closed", kind="#SBATCH line"
                 )
             found.append((at, match.end()))
@@ -160,72 +162,72 @@ class _Header:
                     self.separate(name, (start, stop), tokens)
             else:
                 found = f"{word} is no option of sbatch"
-                raise texts.broken_at(self.origin, self.text, start, found, kind="#SBATCH line")
+                raise texts.parse_error_at(self.origin, self.text, start, found, kind="#SBATCH line")
 
     def separate(self, name: str, span: tuple[int, int], tokens: list[tuple[int, int]]) -> None:
         """An option whose value, if it takes one, is the next word."""
         if name in FLAGS:
-            self.keep(name, span[0], Node(span[1], span[1], True, style="flag"))
+            self.keep(name, span[0], TextNode(span[1], span[1], True, style="flag"))
             return
         if not tokens:
             found = f"--{name} has no value"
-            raise texts.broken_at(self.origin, self.text, span[0], found, kind="#SBATCH line")
+            raise texts.parse_error_at(self.origin, self.text, span[0], found, kind="#SBATCH line")
         self.put(name, span[0], *tokens.pop(0))
 
     def put(self, name: str, begin: int, start: int, end: int) -> None:
-        text = _unquoted(self.text[start:end])
+        text = _unquote_word(self.text[start:end])
         node = shell_text.word_node(start, end, text, style="option")
         if text == self.text[start:end]:
-            node.parts = _counts(name, text, start) or None
+            node.parts = _find_counts(name, text, start) or None
         self.keep(name, begin, node)
 
-    def keep(self, name: str, begin: int, node: Node) -> None:
+    def keep(self, name: str, begin: int, node: TextNode) -> None:
         items = self.root.items if self.root.items is not None else {}
         if name in items:
             self.root.repeats.setdefault(name, [items[name].start]).append(begin)
         items[name] = node
 
 
-def _unquoted(text: str) -> str:
+def _unquote_word(text: str) -> str:
     return re.sub(r"""\\(.)|["']""", r"\1", text)
 
 
-def _counts(name: str, text: str, start: int) -> dict[str | int, Node]:
+def _find_counts(name: str, text: str, start: int) -> dict[str | int, TextNode]:
     """The counts inside of `gpu:a100:4` and `h100:8`; `gpu` alone is one."""
     if name in COUNTED:
         count = _COUNT.search(text)
-        return {"count": _count(start, text, count)} if count else {}
+        return {"count": _make_count(start, text, count)} if count else {}
     if name not in ("gres", "tres-per-node", "tres-per-task"):
         return {}
-    found: dict[str | int, Node] = {}
+    found: dict[str | int, TextNode] = {}
     at = start
     for part in text.split(","):
         resource = part.removeprefix("gres/").removeprefix("gres:")
-        found.setdefault(re.split(r"[:=/]", resource)[0], _count(at, part, _COUNT.search(part)))
+        found.setdefault(re.split(r"[:=/]", resource)[0], _make_count(at, part, _COUNT.search(part)))
         at += len(part) + 1
     return found
 
 
-def _count(at: int, text: str, match: re.Match[str] | None) -> Node:
+def _make_count(at: int, text: str, match: re.Match[str] | None) -> TextNode:
     if match is None:
-        return Node(at + len(text), at + len(text), 1, style="one")
-    return Node(at + match.start(1), at + match.end(1), int(match[1]), style="count")
+        return TextNode(at + len(text), at + len(text), 1, style="one")
+    return TextNode(at + match.start(1), at + match.end(1), int(match[1]), style="count")
 
 
-class _Sbatch:
+class _SbatchFormat:
     """The format."""
 
     kind = "sbatch"
 
-    def parsed(self, text: str, origin: str) -> Node:
-        root = _Header(text, origin).scan()
-        variables = shell_text.scanned(text, origin)
+    def parsed(self, text: str, origin: str) -> TextNode:
+        root = _SbatchHeader(text, origin).scan()
+        variables = shell_text.scan_variables(text, origin)
         root.extra.variables = variables
         if root.items is not None and variables.items:
             root.items[ENV] = variables
         return root
 
-    def replaced(self, page: Page, node: Node, value: Any, _: set[int]) -> list[Splice]:
+    def replaced(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
         if node.style == "flag":
             raise WrongUse(
                 page.at(node.start),
@@ -234,18 +236,22 @@ class _Sbatch:
             )
         if node.style in ("count", "one"):
             return [Splice(node.start, node.end, f":{value}" if node.style == "one" else str(value))]
-        return [shell_text.replaced(page, node, value)]
+        return [shell_text.replace_word(page, node, value)]
 
-    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+    def added(
+        self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
+    ) -> list[Splice]:
         if path == (ENV,):
-            return [shell_text.added(page, path, node, new)]
+            return [shell_text.add_variables(page, path, node, new)]
         if path:
             texts.refuse_leaf(page, path, node)
         variables = new.pop(ENV, None)
-        splices = [shell_text.added(page, (ENV,), node.extra.variables, variables)] if variables else []
+        splices = (
+            [shell_text.add_variables(page, (ENV,), node.extra.variables, variables)] if variables else []
+        )
         return splices + ([self.new_options(page, node, new)] if new else [])
 
-    def new_options(self, page: Page, node: Node, new: dict[str | int, Any]) -> Splice:
+    def new_options(self, page: ParsedConfig, node: TextNode, new: dict[str | int, Any]) -> Splice:
         for name, value in new.items():
             if isinstance(value, dict) or not re.fullmatch(r"[a-z][a-z0-9-]*", str(name)):
                 raise WrongUse(
@@ -254,18 +260,18 @@ class _Sbatch:
                     cure="Name it as sbatch does, without dashes in front.",
                 )
         lines = [
-            f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shell_text.written(value)}"
+            f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shell_text.format_word(value)}"
             for name, value in new.items()
         ]
         if node.extra.after is not None:
             return page.whole_lines(page.next_line(node.extra.after), lines)
         return page.whole_lines(page.next_line(0) if node.extra.shebang else 0, lines)
 
-    def beside(self, page: Page, node: Node) -> list[Splice]:
-        return [shell_text.beside(page, node)]
+    def beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+        return [shell_text.keep_in_comment(page, node)]
 
-    def same(self, node: Node, wanted: Any) -> bool:
-        return shell_text.means(node, wanted)
+    def same(self, node: TextNode, wanted: Any) -> bool:
+        return shell_text.means_value(node, wanted)
 
 
-SBATCH = _Sbatch()
+SBATCH = _SbatchFormat()

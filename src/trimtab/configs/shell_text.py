@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 from trimtab.configs import texts
-from trimtab.configs.texts import KeyPath, Node, Page, Splice
+from trimtab.configs.texts import KeyPath, ParsedConfig, Splice, TextNode
 from trimtab.errors import WrongUse
 
 _GAP = re.compile(r"(?:[ \t]|\\(?:\r\n|\r|\n))*")
@@ -31,19 +31,19 @@ _FLOAT = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?")
 _PAIRS = (("true", "false"), ("yes", "no"), ("on", "off"), ("1", "0"))
 
 
-def read(text: str, origin: str) -> Page:
+def read_shell(text: str, origin: str) -> ParsedConfig:
     """The document of a text.
 
-    >>> read("export BATCH=4  # small", "run.sh").edited({("BATCH",): 8})
+    >>> read_shell("export BATCH=4  # small", "run.sh").edited({("BATCH",): 8})
     'export BATCH=8  # small'
     """
-    return texts.read(text, origin, SHELL)
+    return texts.parse_text(text, origin, SHELL)
 
 
-def typed(text: str) -> Any:
+def parse_word(text: str) -> Any:
     """A word as the number or boolean that it looks like, or as text.
 
-    >>> [typed(word) for word in ("4", "1e-4", "True", "007", "a")]
+    >>> [parse_word(word) for word in ("4", "1e-4", "True", "007", "a")]
     [4, 0.0001, True, '007', 'a']
     """
     if _INT.fullmatch(text):
@@ -53,13 +53,13 @@ def typed(text: str) -> Any:
     return text.lower() == "true" if text.lower() in ("true", "false") else text
 
 
-def word_node(start: int, end: int, word: str, *, style: str = "word", computed: str = "") -> Node:
+def word_node(start: int, end: int, word: str, *, style: str = "word", computed: str = "") -> TextNode:
     """A word of a script, which also remembers how it is spelt."""
-    return Node(start, end, computed or typed(word), style=style, computed=computed, extra=word)
+    return TextNode(start, end, computed or parse_word(word), style=style, computed=computed, extra=word)
 
 
 @dataclass(slots=True)
-class _More:
+class _ShellExtra:
     """Where new variables go."""
 
     exported: bool = True
@@ -70,7 +70,7 @@ class _More:
 
 
 @dataclass
-class _Scanner:
+class _ShellScanner:
     """A pass over a script, one command at a time."""
 
     text: str
@@ -78,10 +78,10 @@ class _Scanner:
     loose: bool
     at: int = 0
     here: list[tuple[bool, str]] = field(default_factory=list)
-    more: _More = field(default_factory=_More)
-    root: Node = field(default_factory=lambda: Node(0, 0, items={}, style="variables"))
+    more: _ShellExtra = field(default_factory=_ShellExtra)
+    root: TextNode = field(default_factory=lambda: TextNode(0, 0, items={}, style="variables"))
 
-    def scan(self) -> Node:
+    def scan(self) -> TextNode:
         self.more.loose = self.loose
         self.more.exported = not self.loose
         self.root.extra = self.more
@@ -91,7 +91,7 @@ class _Scanner:
         return self.root
 
     def fail(self, at: int, found: str) -> None:
-        raise texts.broken_at(self.origin, self.text, at, found, kind="shell")
+        raise texts.parse_error_at(self.origin, self.text, at, found, kind="shell")
 
     def command(self) -> None:
         """Variables at its head, then the rest of it, up to the next command."""
@@ -137,7 +137,7 @@ class _Scanner:
         self.put(name, word_node(start, self.at, value, computed=value if "$" in value else ""))
         return True
 
-    def put(self, name: str, node: Node) -> None:
+    def put(self, name: str, node: TextNode) -> None:
         items = self.root.items if self.root.items is not None else {}
         if name in items:
             self.root.repeats.setdefault(name, [items[name].start]).append(node.start)
@@ -248,9 +248,9 @@ class _Scanner:
         self.here = []
 
 
-def written(value: Any, like: str = "", *, loose: bool = False) -> str:
+def format_word(value: Any, like: str = "", *, loose: bool = False) -> str:
     """A value as a word, in the quotes of the text that stood there."""
-    text = word_of(value, like)
+    text = value_text(value, like)
     quote = like[:1] if like[:1] in ("'", '"') else ""
     if not quote and _SAFE.fullmatch(text):
         return text
@@ -261,7 +261,7 @@ def written(value: Any, like: str = "", *, loose: bool = False) -> str:
     return '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
 
 
-def word_of(value: Any, like: str = "") -> str:
+def value_text(value: Any, like: str = "") -> str:
     """A value as the shell holds it: text."""
     if value is None:
         return ""
@@ -273,74 +273,78 @@ def word_of(value: Any, like: str = "") -> str:
             return word
         return word.upper() if old.isupper() else word.capitalize() if old[:1].isupper() else word
     if isinstance(value, float):
-        return texts.scientific(value, like.strip("'\""))
+        return texts.format_float(value, like.strip("'\""))
     if isinstance(value, list | tuple):
-        return ",".join(map(word_of, value))
+        return ",".join(map(value_text, value))
     return str(value)
 
 
-def means(node: Node, wanted: Any) -> bool:
+def means_value(node: TextNode, wanted: Any) -> bool:
     """Whether a word means a value: 1 means true where true was wanted, 1e-4 means 0.0001.
 
     A text is only itself, because 1.1 is another version than 1.10; nor is 8.0 a whole number to a program
     that reads the word.
 
-    >>> [means(word_node(0, 3, word), 8) for word in ("8", "8.0")], means(word_node(0, 3, "1.1"), "1.10")
-    ([True, False], False)
+    >>> [means_value(word_node(0, 3, word), 8) for word in ("8", "8.0")]
+    [True, False]
+    >>> means_value(word_node(0, 3, "1.1"), "1.10")
+    False
     """
-    word = node.extra if isinstance(node.extra, str) else word_of(node.value)
+    word = node.extra if isinstance(node.extra, str) else value_text(node.value)
     if isinstance(wanted, bool):
         return any(word.lower() == pair[0 if wanted else 1] for pair in _PAIRS)
     if isinstance(wanted, float):
-        return texts.same(node.value, wanted)
-    return word_of(wanted) == word
+        return texts.same_value(node.value, wanted)
+    return value_text(wanted) == word
 
 
-class _Shell:
+class _ShellFormat:
     """The format."""
 
     kind = "shell"
 
-    def parsed(self, text: str, origin: str) -> Node:
+    def parsed(self, text: str, origin: str) -> TextNode:
         name = PurePath(origin).name
-        return scanned(text, origin, loose=name.startswith(".env") or name.endswith(".env"))
+        return scan_variables(text, origin, loose=name.startswith(".env") or name.endswith(".env"))
 
-    def replaced(self, page: Page, node: Node, value: Any, _: set[int]) -> list[Splice]:
-        return [replaced(page, node, value, loose=page.root.extra.loose)]
+    def replaced(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
+        return [replace_word(page, node, value, loose=page.root.extra.loose)]
 
-    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
-        return [added(page, path, node, new)]
+    def added(
+        self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
+    ) -> list[Splice]:
+        return [add_variables(page, path, node, new)]
 
-    def beside(self, page: Page, node: Node) -> list[Splice]:
-        return [beside(page, node)]
+    def beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+        return [keep_in_comment(page, node)]
 
-    def same(self, node: Node, wanted: Any) -> bool:
-        return means(node, wanted)
+    def same(self, node: TextNode, wanted: Any) -> bool:
+        return means_value(node, wanted)
 
 
-def scanned(text: str, origin: str, *, loose: bool = False) -> Node:
+def scan_variables(text: str, origin: str, *, loose: bool = False) -> TextNode:
     """The variables of a script."""
-    return _Scanner(text, origin, loose).scan()
+    return _ShellScanner(text, origin, loose).scan()
 
 
-def replaced(page: Page, node: Node, value: Any, *, loose: bool = False) -> Splice:
+def replace_word(page: ParsedConfig, node: TextNode, value: Any, *, loose: bool = False) -> Splice:
     """A word in place of another."""
-    return Splice(node.start, node.end, written(value, page.text[node.start : node.end], loose=loose))
+    return Splice(node.start, node.end, format_word(value, page.text[node.start : node.end], loose=loose))
 
 
-def added(page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> Splice:
+def add_variables(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]) -> Splice:
     """Variables below the last that are set, or above the first command."""
     if node.style != "variables":
         texts.refuse_leaf(page, path, node)
     for key, value in new.items():
         if isinstance(value, dict) or not re.fullmatch(r"[A-Za-z_]\w*", str(key), re.ASCII):
             raise WrongUse(
-                f"{page.origin}: {texts.dotted((*path, key))}",
+                f"{page.origin}: {texts.format_path((*path, key))}",
                 found="a variable has one name, of letters, digits and underscores",
                 cure="Name the variable.",
             )
     export = "export " if node.extra.exported else ""
-    lines = [f"{export}{key}={written(value, loose=node.extra.loose)}" for key, value in new.items()]
+    lines = [f"{export}{key}={format_word(value, loose=node.extra.loose)}" for key, value in new.items()]
     first = node.extra.first_command
     if node.extra.after is not None:
         at = page.next_line(node.extra.after)
@@ -350,7 +354,7 @@ def added(page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> S
     return Splice(put.start, put.end, put.text, order=1)  # below options of a batch script that go there too
 
 
-def beside(page: Page, node: Node) -> Splice:
+def keep_in_comment(page: ParsedConfig, node: TextNode) -> Splice:
     """The old words behind the line."""
     at = page.line_end(node.end)
     rest = page.text[node.end : at]
@@ -363,4 +367,4 @@ def beside(page: Page, node: Node) -> Splice:
     return Splice(at, at, f"  # was: {' '.join(node.computed.split())}")
 
 
-SHELL = _Shell()
+SHELL = _ShellFormat()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trimtab.configs.edits import exactly
-from trimtab.configs.reading import ConfigWarning, Found, Reading, as_setting, read
-from trimtab.configs.targets import counts, parts
+from trimtab.configs.edits import make_exact
+from trimtab.configs.reading import ConfigWarning, FoundKey, Reading, interpret_config, make_setting
+from trimtab.configs.targets import conditions_hold, split_key
 from trimtab.errors import JobFailed, NothingFits, TrimtabError, UnknownName
 from trimtab.spec import Noun, Setting, Strategy
 from trimtab.units import format_bytes, format_duration
@@ -15,9 +15,9 @@ from trimtab.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.configs.applying import Layout, Opened
+    from trimtab.configs.applying import ConfigLayout, OpenedConfig
     from trimtab.configs.stages import StageConfig
-    from trimtab.configs.targets import Subject, Target
+    from trimtab.configs.targets import ConfigTarget, Subject
     from trimtab.configs.texts import Entry
     from trimtab.spec import Estimate, Plan
 
@@ -27,7 +27,7 @@ TIGHT = 0.9
 """Share of the memory above which a setting has no room for what differs from step to step."""
 
 
-class Shown(Noun, frozen=True, kw_only=True):
+class ShownStage(Noun, frozen=True, kw_only=True):
     """One stage, or the whole training where it has none."""
 
     name: str
@@ -56,19 +56,19 @@ class Display(Noun, frozen=True, kw_only=True):
     title: str
     job: str | None = None
     device: str | None = None
-    found: tuple[Found, ...] = ()
+    found: tuple[FoundKey, ...] = ()
     """The keys that were understood."""
     global_batch: int | None = None
     seq: int | None = None
     """Tokens of one sample, where a key or the framework's default says it."""
-    stages: tuple[Shown, ...]
+    stages: tuple[ShownStage, ...]
     said: tuple[str, ...] = ()
     """Everything there is to say, the warnings included."""
     warnings: tuple[ConfigWarning, ...] = ()
     """What the file says that neither the setting nor an estimate holds."""
 
 
-class Seer(Protocol):
+class JobEstimator(Protocol):
     """What can be asked about the job."""
 
     def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
@@ -78,12 +78,12 @@ class Seer(Protocol):
         """The fastest way to run the same global batch on as many GPUs in the same precision."""
 
 
-def job_of(target: Target, opened: Opened | None) -> str | None:
+def find_job_name(target: ConfigTarget, opened: OpenedConfig | None) -> str | None:
     """The job that a config describes; None where it cannot be told."""
     return find_job(target, opened)[0]
 
 
-def find_job(target: Target, opened: Opened | None) -> tuple[str | None, str]:
+def find_job(target: ConfigTarget, opened: OpenedConfig | None) -> tuple[str | None, str]:
     """The job that a config describes, and where it was looked for where it was not found.
 
     A model's folder is looked for as the framework would, from the current folder, and then beside the file.
@@ -95,7 +95,7 @@ def find_job(target: Target, opened: Opened | None) -> tuple[str | None, str]:
     bases = dict.fromkeys(base.resolve() for base in (Path(), opened.file.parent))
     sought: list[str] = []
     for key in subject.folders():
-        entry = entries.get(opened.site.root + parts(key))
+        entry = entries.get(opened.site.root + split_key(key))
         if entry is None or (entry.value is None and not entry.computed):
             continue
         if entry.computed or not isinstance(entry.value, str):
@@ -113,28 +113,28 @@ def find_job(target: Target, opened: Opened | None) -> tuple[str | None, str]:
     return None, "; ".join(sought)
 
 
-def options_in(subject: Subject, root: tuple[str | int, ...], entries: Sequence[Entry]) -> dict[str, Any]:
+def read_options(subject: Subject, root: tuple[str | int, ...], entries: Sequence[Entry]) -> dict[str, Any]:
     """Options of the job, from the keys that hold them, or from the framework's defaults."""
     values = {entry.path: entry for entry in entries}
     found: dict[str, Any] = {}
     for option, key in subject.options.items():
-        if not counts(subject.when.get(option, {}), root, values):
+        if not conditions_hold(subject.when.get(option, {}), root, values):
             continue
-        entry = values.get(root + parts(key))
+        entry = values.get(root + split_key(key))
         value = subject.defaults.get(option) if entry is None else None if entry.computed else entry.value
         if value is not None:
             found[option] = value
     return found
 
 
-def display(  # noqa: PLR0913 - what to show, and for whom
-    layout: Layout,
-    target: Target,
+def build_display(  # noqa: PLR0913 - what to show, and for whom
+    layout: ConfigLayout,
+    target: ConfigTarget,
     *,
     job: str | None,
     gpus: int | None,
     device: str | None,
-    seer: Seer | None,
+    seer: JobEstimator | None,
     no_device: bool = False,
     sought: str = "",
 ) -> Display:
@@ -144,16 +144,16 @@ def display(  # noqa: PLR0913 - what to show, and for whom
     """
     opened = layout.main
     entries = opened.document.entries() if opened else []
-    reading = read(opened.site, entries, gpus=gpus) if opened else Reading(target=target.name)
+    reading = interpret_config(opened.site, entries, gpus=gpus) if opened else Reading(target=target.name)
     assumed = {name: word for name, word in target.subject.assumes.items() if name not in reading.facts}
     reading = reading.replace(facts=reading.facts | assumed)
-    setting = as_setting(reading, gpus=gpus or 1)
+    setting = make_setting(reading, gpus=gpus or 1)
     root = opened.site.root if opened else ()
-    options = options_in(target.subject, root, entries)
+    options = read_options(target.subject, root, entries)
     seq = reading.number("seq")
     if seq is not None and (target.subject.name or target.subject.folder):
         options.setdefault("seq", seq)
-    said = [*reading.said, *_unknown(reading, target, gpus), *_spread(reading, setting, gpus)]
+    said = [*reading.said, *_note_unknown(reading, target, gpus), *_note_single_gpu(reading, setting, gpus)]
     said += [
         f"{name} {word} is assumed: no key says it, and the model of this layout does it."
         for name, word in assumed.items()
@@ -167,15 +167,15 @@ def display(  # noqa: PLR0913 - what to show, and for whom
     said += [warning.text for warning in reading.warnings]
     file = str(opened.file) if opened else layout.stages[0][0].file
     plain = [
-        Shown(
+        ShownStage(
             name=stage.name,
             file=stage.file,
             options=options | stage.options,
-            setting=_of_stage(setting, stage),
+            setting=_stage_setting(setting, stage),
         )
         for stage, _ in layout.stages
-    ] or [Shown(name=Path(file).stem, file=file, options=options, setting=setting)]
-    shown = [_shown(stage, seer, said) for stage in plain]
+    ] or [ShownStage(name=Path(file).stem, file=file, options=options, setting=setting)]
+    shown = [_estimate_stage(stage, seer, said) for stage in plain]
     return Display(
         file=file,
         target=target.name,
@@ -191,7 +191,7 @@ def display(  # noqa: PLR0913 - what to show, and for whom
     )
 
 
-def _unknown(reading: Reading, target: Target, gpus: int | None) -> list[str]:
+def _note_unknown(reading: Reading, target: ConfigTarget, gpus: int | None) -> list[str]:
     """What is assumed where the config leaves it open."""
     found = []
     if reading.number("micro_batch") is None and not target.partial:
@@ -202,7 +202,7 @@ def _unknown(reading: Reading, target: Target, gpus: int | None) -> list[str]:
     return found
 
 
-def _spread(reading: Reading, setting: Setting, gpus: int | None) -> list[str]:
+def _note_single_gpu(reading: Reading, setting: Setting, gpus: int | None) -> list[str]:
     """A strategy that takes several GPUs, shown on one: why, and how it will run on more."""
     strategy = str(reading.facts.get("strategy", Strategy.SINGLE))
     if setting.gpus > 1 or strategy in {Strategy.SINGLE, Strategy.DDP}:
@@ -218,7 +218,7 @@ def _spread(reading: Reading, setting: Setting, gpus: int | None) -> list[str]:
     return [f"{head} {unsaid}: without --on one is assumed, and {on_one}. {more}"]
 
 
-def _of_stage(setting: Setting, stage: StageConfig) -> Setting:
+def _stage_setting(setting: Setting, stage: StageConfig) -> Setting:
     """The main config's setting with the stage's own cut of the batch."""
     micro = stage.micro_batch or setting.micro_batch
     rounds = stage.accumulation or setting.accumulation
@@ -227,7 +227,7 @@ def _of_stage(setting: Setting, stage: StageConfig) -> Setting:
     )
 
 
-def _shown(plain: Shown, seer: Seer | None, said: list[str]) -> Shown:
+def _estimate_stage(plain: ShownStage, seer: JobEstimator | None, said: list[str]) -> ShownStage:
     """A stage with what can be found out about it."""
     if seer is None:
         return plain
@@ -257,12 +257,14 @@ def _shown(plain: Shown, seer: Seer | None, said: list[str]) -> Shown:
         mfu=found.mfu,
         advice=(
             *([found.verdict_reason] if found.fits and found.verdict_reason else []),
-            *_advice(asked, setting, found, seer),
+            *_build_advice(asked, setting, found, seer),
         ),
     )
 
 
-def _advice(options: dict[str, Any], setting: Setting, found: Estimate, seer: Seer) -> list[str]:
+def _build_advice(
+    options: dict[str, Any], setting: Setting, found: Estimate, seer: JobEstimator
+) -> list[str]:
     """What would be better, with its numbers."""
     try:
         best = seer.better(options, setting)
@@ -270,46 +272,47 @@ def _advice(options: dict[str, Any], setting: Setting, found: Estimate, seer: Se
         return [f"nothing fits with a global batch of {setting.global_batch}: {problem.cure}"]
     except TrimtabError as problem:
         return [f"nothing better was looked for: {problem.found}"]
-    choice, note = exactly(best.choice, "advice")
+    choice, note = make_exact(best.choice, "advice")
     estimate = seer.estimate(options, choice) if note else best.estimate
-    better = _better(setting, found, choice, estimate)
-    return [better] if better else [_as_good(setting, found)]
+    better = _say_better(setting, found, choice, estimate)
+    return [better] if better else [_say_good(setting, found)]
 
 
-def _as_good(setting: Setting, found: Estimate) -> str:
-    share = _share(found)
+def _say_good(setting: Setting, found: Estimate) -> str:
+    share = _memory_share(found)
     tight = "; there is little room left" if share is not None and share > TIGHT else ""
-    return f"{_cut(setting)} is as fast as anything that keeps {setting.global_batch}{tight}"
+    return f"{_format_batch(setting)} is as fast as anything that keeps {setting.global_batch}{tight}"
 
 
-def _better(setting: Setting, found: Estimate, choice: Setting, estimate: Estimate) -> str:
+def _say_better(setting: Setting, found: Estimate, choice: Setting, estimate: Estimate) -> str:
     """A sentence where the other choice is better; nothing where it is not."""
     before, after = found.step_s, estimate.step_s
     faster = before / after if before and after else None
     if found.fits is not False and (faster is None or faster < WORTH):
         return ""
-    how = _cut(choice)
+    how = _format_batch(choice)
     how += f" with recompute {choice.recompute}" if choice.recompute is not setting.recompute else ""
-    kept = f"keeps {choice.global_batch} exactly and uses {_use(estimate)}"
+    kept = f"keeps {choice.global_batch} exactly and uses {_format_use(estimate)}"
     if found.fits is False:
         room = f" of {format_bytes(found.capacity_bytes)}" if found.capacity_bytes else ""
-        return f"{_cut(setting)} needs {format_bytes(found.process_bytes)}{room}: {how} {kept}"
+        return f"{_format_batch(setting)} needs {format_bytes(found.process_bytes)}{room}: {how} {kept}"
     assert before is not None  # noqa: S101 - faster comes from them
     assert after is not None  # noqa: S101
     return (
-        f"{_cut(setting)} uses {_use(found)}: {how} {kept}; it would be {faster:.1f} x as fast "
+        f"{_format_batch(setting)} uses {_format_use(found)}: {how} {kept}; it would be {faster:.1f} x as "
+        "fast "
         f"({format_duration(after)} a step instead of {format_duration(before)})"
     )
 
 
-def _cut(setting: Setting) -> str:
+def _format_batch(setting: Setting) -> str:
     return f"micro-batch {setting.micro_batch} x {setting.accumulation}"
 
 
-def _share(found: Estimate) -> float | None:
+def _memory_share(found: Estimate) -> float | None:
     return found.process_bytes / found.capacity_bytes if found.capacity_bytes else None
 
 
-def _use(found: Estimate) -> str:
-    share = _share(found)
+def _format_use(found: Estimate) -> str:
+    share = _memory_share(found)
     return f"{share:.0%} of this GPU" if share is not None else format_bytes(found.process_bytes)

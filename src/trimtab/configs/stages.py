@@ -10,17 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.configs import words
-from trimtab.configs.edits import Edit, exactly
-from trimtab.configs.targets import Index, Knob, parts, roots
-from trimtab.configs.texts import dotted
+from trimtab.configs.edits import Edit, make_exact
+from trimtab.configs.targets import KeyIndex, Knob, find_roots, split_key
+from trimtab.configs.texts import format_path
 from trimtab.errors import NothingFits, UnknownName
 from trimtab.spec import Estimate, Noun, Setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trimtab.configs.targets import Stage
-    from trimtab.configs.texts import Document, Entry
+    from trimtab.configs.targets import StageFormat
+    from trimtab.configs.texts import ConfigDocument, Entry
     from trimtab.spec import Plan
 
 SAME = ("strategy", "precision", "recompute", "compile")
@@ -50,10 +50,10 @@ class StagePlan(Noun, frozen=True, kw_only=True):
     estimate: Estimate
 
 
-def stage_in(document: Document, stage: Stage, *, file: str, stem: str) -> StageConfig | None:
+def read_stage(document: ConfigDocument, stage: StageFormat, *, file: str, stem: str) -> StageConfig | None:
     """The stage that a document describes; None where it is something else."""
     entries = document.entries()
-    found = roots(stage.marks, Index(entries))
+    found = find_roots(stage.marks, KeyIndex(entries))
     if not found:
         return None
     root = found[0]
@@ -61,7 +61,7 @@ def stage_in(document: Document, stage: Stage, *, file: str, stem: str) -> Stage
     options = {
         option: entry.value
         for option, key in stage.options.items()
-        if (entry := values.get(root + parts(key))) is not None and not entry.computed
+        if (entry := values.get(root + split_key(key))) is not None and not entry.computed
     }
     named = values.get((*root, "name"))
     return StageConfig(
@@ -69,18 +69,18 @@ def stage_in(document: Document, stage: Stage, *, file: str, stem: str) -> Stage
         file=file,
         root=root,
         options=options,
-        micro_batch=_number(values.get(root + parts(stage.micro_batch))),
-        accumulation=_number(values.get(root + parts(stage.accumulation))),
+        micro_batch=_stage_number(values.get(root + split_key(stage.micro_batch))),
+        accumulation=_stage_number(values.get(root + split_key(stage.accumulation))),
     )
 
 
-def _number(entry: Entry | None) -> int | None:
+def _stage_number(entry: Entry | None) -> int | None:
     if entry is None or entry.computed:
         return None
-    return words.number(Knob(field="micro_batch", keys=("-",)), entry.value)
+    return words.parse_count(Knob(field="micro_batch", keys=("-",)), entry.value)
 
 
-def planned(
+def plan_stages(
     stages: Sequence[StageConfig], plan: Plan, replan: Callable[[dict[str, Any]], Plan]
 ) -> tuple[tuple[StagePlan, ...], list[str]]:
     """Each stage with the cut of the batch that is fastest for it, what that needs, and what is to be said.
@@ -93,8 +93,8 @@ def planned(
     for stage in stages:
         key = repr(sorted(stage.options.items()))
         if key not in found:
-            found[key] = _best(stage, plan, replan, said)
-        setting, _ = exactly(found[key].choice, f"plan for stage {stage.name}")
+            found[key] = _plan_stage(stage, plan, replan, said)
+        setting, _ = make_exact(found[key].choice, f"plan for stage {stage.name}")
         chosen.append(
             StagePlan(
                 name=stage.name,
@@ -107,7 +107,9 @@ def planned(
     return tuple(chosen), said
 
 
-def _best(stage: StageConfig, plan: Plan, replan: Callable[[dict[str, Any]], Plan], said: list[str]) -> Plan:
+def _plan_stage(
+    stage: StageConfig, plan: Plan, replan: Callable[[dict[str, Any]], Plan], said: list[str]
+) -> Plan:
     if all(plan.options.get(name) == value for name, value in stage.options.items()):
         return plan
     try:
@@ -123,19 +125,24 @@ def _best(stage: StageConfig, plan: Plan, replan: Callable[[dict[str, Any]], Pla
         raise nothing from problem
 
 
-def pins_of(setting: Setting) -> dict[str, Any]:
+def stage_pins(setting: Setting) -> dict[str, Any]:
     """What a stage's plan takes over from the plan of the training."""
     return {"gpus": setting.gpus, **{name: getattr(setting, name) for name in SAME}}
 
 
-def safest(plan: Plan, stages: Sequence[StagePlan]) -> Setting:
+def safest_setting(plan: Plan, stages: Sequence[StagePlan]) -> Setting:
     """The cut that is safe for every stage: the smallest micro-batch of all."""
-    choice = exactly(plan.choice, f"plan for {plan.job}")[0]
+    choice = make_exact(plan.choice, f"plan for {plan.job}")[0]
     return min((choice, *(stage.setting for stage in stages)), key=lambda setting: setting.micro_batch)
 
 
-def stage_edits(
-    stage: Stage, config: StageConfig, chosen: StagePlan, document: Document, *, main: Setting | None
+def edit_stage(
+    stage: StageFormat,
+    config: StageConfig,
+    chosen: StagePlan,
+    document: ConfigDocument,
+    *,
+    main: Setting | None,
 ) -> list[Edit]:
     """What changes in a stage's file; a stage that runs as the main config says needs no keys of its own."""
     values = {entry.path: entry for entry in document.entries()}
@@ -143,19 +150,19 @@ def stage_edits(
         stage.micro_batch: ("micro_batch", chosen.setting.micro_batch),
         stage.accumulation: ("accumulation", chosen.setting.accumulation),
     }
-    paths = {key: config.root + parts(key) for key in wanted}
+    paths = {key: config.root + split_key(key) for key in wanted}
     same = main is not None and all(getattr(main, field) == value for field, value in wanted.values())
     if same and not any(path in values for path in paths.values()):
         return []
     found = []
     for key, (field, value) in wanted.items():
         entry = values.get(paths[key])
-        if entry is not None and not entry.computed and _number(entry) == value:
+        if entry is not None and not entry.computed and _stage_number(entry) == value:
             continue
         found.append(
             Edit(
                 file=config.file,
-                key=dotted(paths[key]),
+                key=format_path(paths[key]),
                 before=None if entry is None else entry.computed or entry.value,
                 after=value,
                 path=paths[key],

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trimtab.configs.texts import dotted
+from trimtab.configs.texts import format_path
 from trimtab.errors import UnknownName, WrongUse, nearest
 from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Recompute, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.configs.texts import Document, Entry
+    from trimtab.configs.texts import ConfigDocument, Entry
 
 COUNTS = (
     "micro_batch",
@@ -202,7 +202,7 @@ class Subject(Noun, frozen=True, kw_only=True):
         return (self.folder,) * bool(self.folder) if isinstance(self.folder, str) else self.folder
 
 
-class Stage(Noun, frozen=True, kw_only=True):
+class StageFormat(Noun, frozen=True, kw_only=True):
     """Files beside a config of which each is one stage of the training."""
 
     marks: tuple[tuple[str, ...], ...]
@@ -216,7 +216,7 @@ class Stage(Noun, frozen=True, kw_only=True):
     """What to say where a stage gets keys of its own."""
 
 
-class Target(Noun, frozen=True, kw_only=True):
+class ConfigTarget(Noun, frozen=True, kw_only=True):
     """A framework's config."""
 
     name: str
@@ -239,7 +239,7 @@ class Target(Noun, frozen=True, kw_only=True):
     launch: str = ""
     """How the number of devices is said where no key holds it; with {gpus}, {gpus_per_node} and {nodes}."""
     subject: Subject = Subject()
-    stage: Stage | None = None
+    stage: StageFormat | None = None
     source: str = ""
     """Where the meaning of the keys is written down."""
 
@@ -260,13 +260,13 @@ class Target(Noun, frozen=True, kw_only=True):
 
 
 @cache
-def built_in() -> tuple[Target, ...]:
+def builtin_targets() -> tuple[ConfigTarget, ...]:
     """The targets that come with trimtab."""
     text = files("trimtab.configs").joinpath("targets.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text)["target"], tuple[Target, ...])
+    return msgspec.convert(tomllib.loads(text)["target"], tuple[ConfigTarget, ...])
 
 
-def named(name: str, known: Sequence[Target]) -> Target:
+def find_target(name: str, known: Sequence[ConfigTarget]) -> ConfigTarget:
     """The target of that name."""
     for target in known:
         if target.name == name:
@@ -280,24 +280,24 @@ def named(name: str, known: Sequence[Target]) -> Target:
     )
 
 
-class Site(Noun, frozen=True, kw_only=True):
+class TargetSite(Noun, frozen=True, kw_only=True):
     """A target found in a document, and below which path its keys are."""
 
-    target: Target
+    target: ConfigTarget
     root: tuple[str | int, ...] = ()
 
 
-def parts(key: str) -> Path:
+def split_key(key: str) -> Path:
     """A dotted key as a path."""
     return tuple(key.split("."))
 
 
-def counts(when: Mapping[str, Sequence[Any]], root: Path, values: Mapping[Path, Entry]) -> bool:
+def conditions_hold(when: Mapping[str, Sequence[Any]], root: Path, values: Mapping[Path, Entry]) -> bool:
     """Whether every key of a `when` has one of its values in the file."""
-    return all(_has(root + parts(key), among, values) for key, among in when.items())
+    return all(_key_has(root + split_key(key), among, values) for key, among in when.items())
 
 
-def _has(path: Path, among: Sequence[Any], values: Mapping[Path, Entry]) -> bool:
+def _key_has(path: Path, among: Sequence[Any], values: Mapping[Path, Entry]) -> bool:
     entry = values.get(path)
     held = "null" if entry is None or entry.value is None else entry.value
     if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
@@ -305,7 +305,7 @@ def _has(path: Path, among: Sequence[Any], values: Mapping[Path, Entry]) -> bool
     return any(str(held).lower() == str(value).lower() for value in among)
 
 
-class Index:
+class KeyIndex:
     """The keys of a document, tables included, ready to be asked for by their last word."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -325,46 +325,51 @@ class Index:
         return [path[: -len(end)] for path in self.by_end.get(end[-1], []) if path[-len(end) :] == end]
 
 
-def roots(marks: Sequence[Sequence[str]], index: Index, below: Path = ()) -> list[Path]:
+def find_roots(marks: Sequence[Sequence[str]], index: KeyIndex, below: Path = ()) -> list[Path]:
     """The paths below which one key of every group is."""
-    found = {root for key in marks[0] for root in index.above(parts(key)) if root[: len(below)] == below}
+    found = {root for key in marks[0] for root in index.above(split_key(key)) if root[: len(below)] == below}
     return sorted(
         (
             root
             for root in found
-            if all(any(root + parts(key) in index.paths for key in group) for group in marks)
+            if all(any(root + split_key(key) in index.paths for key in group) for group in marks)
         ),
         key=lambda root: (len(root), str(root)),
     )
 
 
-def sites(document: Document, known: Sequence[Target], below: Path = ()) -> list[Site]:
+def find_sites(document: ConfigDocument, known: Sequence[ConfigTarget], below: Path = ()) -> list[TargetSite]:
     """Every target that a document can be, with where."""
-    index = Index(document.entries())
+    index = KeyIndex(document.entries())
     found = [
-        Site(target=target, root=root)
+        TargetSite(target=target, root=root)
         for target in known
         if not target.formats or document.kind in target.formats
-        for root in roots(target.marks, index, below)
-        if not any(root + parts(key) in index.paths for key in target.never)
+        for root in find_roots(target.marks, index, below)
+        if not any(root + split_key(key) in index.paths for key in target.never)
     ]
     return [place for place in found if not any(_beats(other, place) for other in found)]
 
 
-def _beats(site: Site, other: Site) -> bool:
+def _beats(site: TargetSite, other: TargetSite) -> bool:
     """Whether the other is part of what this one is."""
     return other.target.name in site.target.beats and other.root[: len(site.root)] == site.root
 
 
-def site(
-    document: Document, known: Sequence[Target], *, origin: str, name: str | None = None, below: Path = ()
-) -> Site:
+def find_site(
+    document: ConfigDocument,
+    known: Sequence[ConfigTarget],
+    *,
+    origin: str,
+    name: str | None = None,
+    below: Path = (),
+) -> TargetSite:
     """The target that a document is; an error that says what to do where that is not clear."""
-    given = f"{origin}:{dotted(below)}" if below else origin
+    given = f"{origin}:{format_path(below)}" if below else origin
     if name is not None:
-        found = _told(document, named(name, known), below, given)
+        found = _sites_of_target(document, find_target(name, known), below, given)
     else:
-        found = sites(document, known, below)
+        found = find_sites(document, known, below)
     if len(found) == 1:
         return found[0]
     if not found:
@@ -376,7 +381,7 @@ def site(
         )
     names = list(dict.fromkeys(place.target.name for place in found))
     if len(names) == 1:
-        listed = ", ".join(f"{origin}:{dotted(place.root)}" if place.root else origin for place in found)
+        listed = ", ".join(f"{origin}:{format_path(place.root)}" if place.root else origin for place in found)
         raise WrongUse(
             given, found=f"it holds {len(found)} configs of {names[0]}", cure=f"Name one of {listed}."
         )
@@ -387,12 +392,14 @@ def site(
     )
 
 
-def _told(document: Document, target: Target, below: Path, given: str) -> list[Site]:
+def _sites_of_target(
+    document: ConfigDocument, target: ConfigTarget, below: Path, given: str
+) -> list[TargetSite]:
     """Where a target is that the user named: by its marks, by any of its keys, or where they pointed."""
-    index = Index(document.entries())
+    index = KeyIndex(document.entries())
     keys = [[key for knob in target.knobs for key in knob.keys]]
-    found = roots(target.marks, index, below)
-    if not found and below in (found := roots(keys, index, below)):
+    found = find_roots(target.marks, index, below)
+    if not found and below in (found := find_roots(keys, index, below)):
         # The others are tables of this one.
         found = [below]
     if not found and not below and index.paths:
@@ -401,4 +408,4 @@ def _told(document: Document, target: Target, below: Path, given: str) -> list[S
             found=f"it has none of the keys of {target.name}",
             cure=f"Name another target, or the place where they belong: {given}:PATH.",
         )
-    return [Site(target=target, root=root) for root in found or [below]]
+    return [TargetSite(target=target, root=root) for root in found or [below]]

@@ -50,7 +50,7 @@ class Entry(Noun, frozen=True, kw_only=True):
     """The source text, where it is no literal but something that a program works out."""
 
 
-class Document(Protocol):
+class ConfigDocument(Protocol):
     """A file that was read."""
 
     @property
@@ -65,15 +65,15 @@ class Document(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class TextNode:
     """A value in the text. A section has `items`; a leaf has a `value`."""
 
     start: int
     end: int
     value: Any = None
-    items: dict[str | int, Node] | None = None
+    items: dict[str | int, TextNode] | None = None
     is_list: bool = False
-    parts: dict[str | int, Node] | None = None
+    parts: dict[str | int, TextNode] | None = None
     """Values inside of a leaf that can be changed alone, as the count in `gpu:a100:4`."""
     computed: str = ""
     style: str = ""
@@ -109,29 +109,31 @@ class Format(Protocol):
 
     kind: str
 
-    def parsed(self, text: str, origin: str) -> Node:
+    def parsed(self, text: str, origin: str) -> TextNode:
         """The tree of a text, or BrokenFile."""
 
-    def replaced(self, page: Page, node: Node, value: Any, moving: set[int], /) -> list[Splice]:
+    def replaced(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int], /) -> list[Splice]:
         """The value written in the place of another; `moving` holds the ids of all nodes that change."""
 
-    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+    def added(
+        self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
+    ) -> list[Splice]:
         """New keys in a section; a dict among the values is a section of its own."""
 
-    def beside(self, page: Page, node: Node) -> list[Splice]:
+    def beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
         """The old expression kept in a comment on its line; WrongUse where the format has none."""
 
-    def same(self, node: Node, wanted: Any) -> bool:
+    def same(self, node: TextNode, wanted: Any) -> bool:
         """Whether a leaf that was read means the value that was wanted."""
 
 
 @dataclass(frozen=True)
-class Page:
+class ParsedConfig:
     """A document: its text, its tree, and the format that reads it."""
 
     text: str
     origin: str
-    root: Node
+    root: TextNode
     format: Format
     bom: str = ""
 
@@ -190,11 +192,11 @@ class Page:
 
     def entries(self) -> list[Entry]:
         """All values, in the order of the file."""
-        return [self._entry(path, node) for path, node in walked(self.root) if shows(node)]
+        return [self._entry(path, node) for path, node in walk_nodes(self.root) if is_entry(node)]
 
-    def _entry(self, path: KeyPath, node: Node) -> Entry:
+    def _entry(self, path: KeyPath, node: TextNode) -> Entry:
         line, column = self.place(node.start)
-        return Entry(path=path, value=plain(node), line=line, column=column, computed=node.computed)
+        return Entry(path=path, value=node_value(node), line=line, column=column, computed=node.computed)
 
     def edited(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
         """The whole text with these values changed, and nothing else."""
@@ -207,30 +209,30 @@ class Page:
         # Two values can be entangled, as an anchor and a list that reads it are: one after the other, then.
         page = self
         for path, value in changes.items():
-            page = reread(self, page._edited({path: value}, beside=beside, add=add))
-        verify(self, page, changes, [Splice(0, len(self.text), page.text)])
+            page = reparse_text(self, page._edited({path: value}, beside=beside, add=add))
+        verify_edit(self, page, changes, [Splice(0, len(self.text), page.text)])
         return self.bom + page.text
 
     def _edited(self, changes: Changes, *, beside: bool, add: bool) -> str:
-        splices = _splices(self, changes, beside=beside, add=add)
+        splices = _build_splices(self, changes, beside=beside, add=add)
         if not splices:
             return self.text
-        after = spliced(self.text, splices)
-        verify(self, reread(self, after), changes, splices)
+        after = apply_splices(self.text, splices)
+        verify_edit(self, reparse_text(self, after), changes, splices)
         return after
 
 
-def read(text: str, origin: str, fmt: Format) -> Page:
+def parse_text(text: str, origin: str, fmt: Format) -> ParsedConfig:
     """A document from its text; a byte order mark is kept aside."""
     bom = _BOM if text.startswith(_BOM) else ""
     body = text[len(bom) :]
-    return Page(text=body, origin=origin, root=fmt.parsed(body, origin), format=fmt, bom=bom)
+    return ParsedConfig(text=body, origin=origin, root=fmt.parsed(body, origin), format=fmt, bom=bom)
 
 
-def reread(before: Page, text: str) -> Page:
+def reparse_text(before: ParsedConfig, text: str) -> ParsedConfig:
     """The edited text, read again; that it cannot be read is our mistake and not the user's."""
     try:
-        return read(text, before.origin, before.format)
+        return parse_text(text, before.origin, before.format)
     except WrongUse as problem:
         raise TrimtabError(
             f"the edit of {before.origin}",
@@ -239,10 +241,10 @@ def reread(before: Page, text: str) -> Page:
         ) from problem
 
 
-def dotted(path: KeyPath) -> str:
+def format_path(path: KeyPath) -> str:
     """A path as people write it.
 
-    >>> dotted(("stages", 0, "batch"))
+    >>> format_path(("stages", 0, "batch"))
     'stages[0].batch'
     """
     text = ""
@@ -258,10 +260,10 @@ def dotted(path: KeyPath) -> str:
 _STEP = re.compile(r'\[(\d+)\]|(?:(?<!^)\.)?(?:"((?:[^"\\]|\\.)*)"|([^.\[\]"]+))')
 
 
-def undotted(text: str) -> KeyPath:
+def parse_path(text: str) -> KeyPath:
     """A path from what people write; `stages.0.batch` is left to the document, which knows its lists.
 
-    >>> undotted('stages[0]."a.b".c')
+    >>> parse_path('stages[0]."a.b".c')
     ('stages', 0, 'a.b', 'c')
     """
     path: list[str | int] = []
@@ -280,7 +282,7 @@ def undotted(text: str) -> KeyPath:
     return tuple(path)
 
 
-def walked(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
+def walk_nodes(node: TextNode, path: KeyPath = ()) -> Iterator[tuple[KeyPath, TextNode]]:
     """Every node below and including this one, with its path."""
     stack = [(path, node)]
     while stack:
@@ -291,33 +293,33 @@ def walked(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
             stack += [((*path, key), child) for key, child in reversed(inner.items())]
 
 
-def shows(node: Node) -> bool:
+def is_entry(node: TextNode) -> bool:
     """Whether a node is an entry: a leaf, an empty section, or a list of nothing but values."""
     return node.items is None or not node.items or (node.is_list and is_flat(node))
 
 
-def is_flat(node: Node) -> bool:
+def is_flat(node: TextNode) -> bool:
     """A value, or a list of values and such lists."""
     if node.items is None:
         return True
     return node.is_list and all(is_flat(child) for child in node.items.values())
 
 
-def plain(node: Node) -> Any:
+def node_value(node: TextNode) -> Any:
     """The value of a node that shows."""
     if node.items is None:
         return node.value
-    return [plain(child) for child in node.items.values()] if node.is_list else {}
+    return [node_value(child) for child in node.items.values()] if node.is_list else {}
 
 
-def same(found: Any, wanted: Any) -> bool:
+def same_value(found: Any, wanted: Any) -> bool:
     """Whether two values are one to a reader: 4 and 4.0 are, 1 and True are not.
 
-    >>> same(4, 4.0), same(1, True), same([1, "a"], [1, "a"])
+    >>> same_value(4, 4.0), same_value(1, True), same_value([1, "a"], [1, "a"])
     (True, False, True)
     """
     if isinstance(found, list) and isinstance(wanted, list | tuple):
-        return len(found) == len(wanted) and all(map(same, found, wanted))
+        return len(found) == len(wanted) and all(map(same_value, found, wanted))
     if isinstance(found, bool) or isinstance(wanted, bool):
         return found is wanted
     if isinstance(found, float) and isinstance(wanted, float) and math.isnan(found):
@@ -330,7 +332,7 @@ def same(found: Any, wanted: Any) -> bool:
 class ListStyle:
     """How a format writes lists in brackets."""
 
-    each: Callable[[Node, Any], list[Splice]]
+    each: Callable[[TextNode, Any], list[Splice]]
     """One item in place of another."""
     write: Callable[[Any], str]
     comment: str
@@ -339,18 +341,18 @@ class ListStyle:
     """Whether a single item needs a comma, as in Python's tuples."""
 
 
-def written_anew(
-    page: Page, node: Node, value: Any, style: ListStyle, write: Callable[[Any, str], str]
+def replace_value(
+    page: ParsedConfig, node: TextNode, value: Any, style: ListStyle, write: Callable[[Any, str], str]
 ) -> list[Splice]:
     """A list item by item where that can be, anything else as a whole, in the style it is written in."""
     if isinstance(value, list | tuple) and node.is_list:
-        around = relisted(page, node, value, style)
+        around = edit_list(page, node, value, style)
         if around is not None:
             return around
-    return [rewritten(page, node, write(value, page.text[node.start : node.end]), style.comment)]
+    return [replace_list(page, node, write(value, page.text[node.start : node.end]), style.comment)]
 
 
-def relisted(page: Page, node: Node, value: Any, style: ListStyle) -> list[Splice] | None:
+def edit_list(page: ParsedConfig, node: TextNode, value: Any, style: ListStyle) -> list[Splice] | None:
     """A list in brackets changed item by item, made longer or shorter around its comments.
 
     None where it is better written afresh: there is no comment to save, or something else stands in it.
@@ -359,7 +361,7 @@ def relisted(page: Page, node: Node, value: Any, style: ListStyle) -> list[Splic
     changed = [
         splice
         for child, new in zip(children, value, strict=False)
-        if child.computed or not same(_whole(child), new)
+        if child.computed or not same_value(_comparable_value(child), new)
         for splice in style.each(child, new)
     ]
     if len(children) == len(value):
@@ -375,7 +377,9 @@ def relisted(page: Page, node: Node, value: Any, style: ListStyle) -> list[Splic
     if not saves or any(gap.strip() not in ("", ",") for gap in bare.values()):
         return None
     if len(value) > len(children):
-        return changed + _longer(page, node, [style.write(item) for item in value[len(children) :]], style)
+        return changed + _extend_list(
+            page, node, [style.write(item) for item in value[len(children) :]], style
+        )
     commas = [start + gap.index(",") for start, gap in bare.items() if "," in gap]
     after = children[len(value) - 1].end if value else node.start
     gone = [comma for comma in commas if comma >= after][style.lone_comma and len(value) == 1 :]
@@ -383,11 +387,11 @@ def relisted(page: Page, node: Node, value: Any, style: ListStyle) -> list[Splic
     return changed + dropped + [Splice(comma, comma + 1, "") for comma in gone]
 
 
-def rewritten(page: Page, node: Node, text: str, comment: str) -> Splice:
+def replace_list(page: ParsedConfig, node: TextNode, text: str, comment: str) -> Splice:
     """A list in brackets replaced as a whole; the comments in it stay behind the new text."""
     pattern = re.compile(comment)
     at, found = node.start, []
-    leaves = sorted((leaf.start, leaf.end) for _, leaf in walked(node) if leaf.items is None)
+    leaves = sorted((leaf.start, leaf.end) for _, leaf in walk_nodes(node) if leaf.items is None)
     for start, end in [*leaves, (node.end, node.end)] if node.items else []:
         found += [match[0] for match in pattern.finditer(page.text, at, max(at, start))]
         at = end
@@ -399,7 +403,7 @@ def rewritten(page: Page, node: Node, text: str, comment: str) -> Splice:
     return Splice(node.start, node.end, f"{text}  {' '.join(found)}{tail}")
 
 
-def _longer(page: Page, node: Node, new: list[str], style: ListStyle) -> list[Splice]:
+def _extend_list(page: ParsedConfig, node: TextNode, new: list[str], style: ListStyle) -> list[Splice]:
     """Items behind the last one; below the comment that stands behind it, if there is one."""
     text = ", ".join(new)
     if not node.items:
@@ -414,7 +418,7 @@ def _longer(page: Page, node: Node, new: list[str], style: ListStyle) -> list[Sp
     return [Splice(last.end, last.end, ","), Splice(rest.end(), rest.end(), below)]
 
 
-def spliced(text: str, splices: list[Splice]) -> str:
+def apply_splices(text: str, splices: list[Splice]) -> str:
     """The text with these parts replaced; what is put in at one place keeps its order."""
     pieces, at = [], 0
     done: Splice | None = None
@@ -433,33 +437,33 @@ def spliced(text: str, splices: list[Splice]) -> str:
     return "".join([*pieces, text[at:]])
 
 
-def verify(before: Page, after: Page, changes: Changes, splices: list[Splice]) -> None:
+def verify_edit(before: ParsedConfig, after: ParsedConfig, changes: Changes, splices: list[Splice]) -> None:
     """Refuse a result in which a named value is not what was wanted, or any other one has changed.
 
     An expression that holds a named value, as a call holds its arguments, changes with it.
     """
-    old, new = _shown(before), _shown(after)
+    old, new = _map_entries(before), _map_entries(after)
     for path, value in changes.items():
         found = new.get(path)
         if found is None or not after.format.same(found, value):
-            shown = "nothing" if found is None else repr(plain(found))
-            _our_mistake(before, f"{dotted(path)} would read {shown} and not {value!r}")
+            shown = "nothing" if found is None else repr(node_value(found))
+            _raise_bug(before, f"{format_path(path)} would read {shown} and not {value!r}")
     above = {path[:size] for path in changes for size in range(len(path) + 1)}
-    others = [path for path in old.keys() | new.keys() if path not in above and not _inside(path, changes)]
-    moved = [path for path in others if not _unmoved(old.get(path), new.get(path), splices)]
+    others = [path for path in old.keys() | new.keys() if path not in above and not _is_inside(path, changes)]
+    moved = [path for path in others if not _is_unmoved(old.get(path), new.get(path), splices)]
     if moved:
         _refuse_moved(before, sorted(moved, key=str), old, changes)
 
 
-def _shown(page: Page) -> dict[KeyPath, Node]:
-    return {path: node for path, node in walked(page.root) if shows(node)}
+def _map_entries(page: ParsedConfig) -> dict[KeyPath, TextNode]:
+    return {path: node for path, node in walk_nodes(page.root) if is_entry(node)}
 
 
-def _inside(path: KeyPath, changes: Changes) -> bool:
+def _is_inside(path: KeyPath, changes: Changes) -> bool:
     return any(path[:size] in changes for size in range(len(path) + 1))
 
 
-def _unmoved(was: Node | None, now: Node | None, splices: list[Splice]) -> bool:
+def _is_unmoved(was: TextNode | None, now: TextNode | None, splices: list[Splice]) -> bool:
     if was is None or now is None:
         return False
     if (
@@ -468,10 +472,10 @@ def _unmoved(was: Node | None, now: Node | None, splices: list[Splice]) -> bool:
         and any(was.start <= splice.start and splice.end <= was.end for splice in splices)
     ):
         return True
-    return was.computed == now.computed and same(plain(was), plain(now))
+    return was.computed == now.computed and same_value(node_value(was), node_value(now))
 
 
-def _our_mistake(page: Page, found: str) -> NoReturn:
+def _raise_bug(page: ParsedConfig, found: str) -> NoReturn:
     raise TrimtabError(
         f"the edit of {page.origin}",
         found=found,
@@ -479,13 +483,15 @@ def _our_mistake(page: Page, found: str) -> NoReturn:
     )
 
 
-def _refuse_moved(page: Page, moved: list[KeyPath], old: dict[KeyPath, Node], changes: Changes) -> NoReturn:
+def _refuse_moved(
+    page: ParsedConfig, moved: list[KeyPath], old: dict[KeyPath, TextNode], changes: Changes
+) -> NoReturn:
     """Something else would change too: what reads the same value through an alias, or a mistake of ours."""
     readers = [path for path in moved if path in old and old[path].shared]
-    named = ", ".join(dotted(path) for path in changes)
+    named = ", ".join(format_path(path) for path in changes)
     if not readers:
-        _our_mistake(page, f"{dotted(moved[0])} would change as well as {named}")
-    shown = ", ".join(f"{dotted(path)} (through {old[path].shared})" for path in readers[:4])
+        _raise_bug(page, f"{format_path(moved[0])} would change as well as {named}")
+    shown = ", ".join(f"{format_path(path)} (through {old[path].shared})" for path in readers[:4])
     raise WrongUse(
         f"{page.origin}: {named}",
         found=f"the same value is read by {shown}, which would change with it",
@@ -493,21 +499,21 @@ def _refuse_moved(page: Page, moved: list[KeyPath], old: dict[KeyPath, Node], ch
     )
 
 
-def _refuse_impossible(page: Page, changes: Changes) -> None:
+def _refuse_impossible(page: ParsedConfig, changes: Changes) -> None:
     """Values that no config holds, and changes that contradict each other."""
     for path, value in changes.items():
         if not path:
             raise WrongUse(page.origin, found="no key was named", cure="Name the key to change.")
         if not _is_writable(value):
             raise WrongUse(
-                f"{page.origin}: {dotted(path)} = {shortened(repr(value))}",
+                f"{page.origin}: {format_path(path)} = {shortened(repr(value))}",
                 found="only text, numbers, booleans, None and lists of these can be written",
                 cure="Name the keys inside of it one by one.",
             )
         outer = next((path[:size] for size in range(len(path)) if path[:size] in changes), None)
         if outer is not None:
             raise WrongUse(
-                f"{page.origin}: {dotted(outer)} and {dotted(path)}",
+                f"{page.origin}: {format_path(outer)} and {format_path(path)}",
                 found="one lies inside the other",
                 cure="Change one of them.",
             )
@@ -521,14 +527,14 @@ def _is_writable(value: Any) -> bool:
     return value is None or isinstance(value, str | bool | int | float)
 
 
-def _splices(page: Page, changes: Changes, *, beside: bool, add: bool) -> list[Splice]:
-    found = {path: _found(page, path) for path in changes}
+def _build_splices(page: ParsedConfig, changes: Changes, *, beside: bool, add: bool) -> list[Splice]:
+    found = {path: _find_node(page, path) for path in changes}
     stays = {
         path
         for path, node in found.items()
         if node is not None
         and (not node.computed or isinstance(changes[path], str))
-        and shows(node)
+        and is_entry(node)
         and page.format.same(node, changes[path])
     }
     moving = {id(node) for path, node in found.items() if node is not None and path not in stays}
@@ -542,21 +548,21 @@ def _splices(page: Page, changes: Changes, *, beside: bool, add: bool) -> list[S
             continue
         _refuse_section(page, path, node)
         if node.computed:
-            splices += _kept_beside(page, path, node, allowed=beside)
+            splices += _keep_beside(page, path, node, allowed=beside)
         splices += page.format.replaced(page, node, changes[path], moving)
     if not add:
         absent = next((path for path in missing if found[path] is None), None)
         if absent is not None:
             _refuse_missing(page, absent)
-    return splices + _additions(page, {path: changes[path] for path in missing})
+    return splices + _add_keys(page, {path: changes[path] for path in missing})
 
 
-def _whole(node: Node) -> Any:
+def _comparable_value(node: TextNode) -> Any:
     """The value of a node, or something that equals no value."""
-    return plain(node) if shows(node) else node
+    return node_value(node) if is_entry(node) else node
 
 
-def _found(page: Page, path: KeyPath) -> Node | None:
+def _find_node(page: ParsedConfig, path: KeyPath) -> TextNode | None:
     """The node of a path; None where a key of it is missing."""
     node = page.root
     for size, key in enumerate(path):
@@ -569,40 +575,44 @@ def _found(page: Page, path: KeyPath) -> Node | None:
     return node
 
 
-def _refuse_repeats(page: Page, path: KeyPath, places: list[int]) -> NoReturn:
+def _refuse_repeats(page: ParsedConfig, path: KeyPath, places: list[int]) -> NoReturn:
     lines = [str(page.place(place)[0]) for place in places]
     raise WrongUse(
-        f"{page.origin}: {dotted(path)}",
+        f"{page.origin}: {format_path(path)}",
         found=f"it is set more than once, in lines {' and '.join(lines)}",
         cure="Remove all but one of them, so that it is clear which counts.",
     )
 
 
-def _refuse_section(page: Page, path: KeyPath, node: Node) -> None:
-    if not shows(node) or (node.is_section and not node.items):
+def _refuse_section(page: ParsedConfig, path: KeyPath, node: TextNode) -> None:
+    if not is_entry(node) or (node.is_section and not node.items):
         kind = "a list of sections" if node.is_list else "a section"
         inner = ", ".join(str(key) for key in list(node.items or {})[:4])
         raise WrongUse(
-            f"{page.at(node.start)}: {dotted(path)}",
+            f"{page.at(node.start)}: {format_path(path)}",
             found=f"it is {kind}, not a value",
             cure=f"Name a key inside of it: {inner or 'it has none yet'}.",
         )
 
 
-def _kept_beside(page: Page, path: KeyPath, node: Node, *, allowed: bool) -> list[Splice]:
+def _keep_beside(page: ParsedConfig, path: KeyPath, node: TextNode, *, allowed: bool) -> list[Splice]:
     if allowed:
         return page.format.beside(page, node)
     raise WrongUse(
-        f"{page.at(node.start)}: {dotted(path)}",
+        f"{page.at(node.start)}: {format_path(path)}",
         found=f"its value is computed: {shortened(node.computed)}",
         cure="Change it by hand, or let the literal be written and the old expression kept in a comment.",
     )
 
 
-def _refuse_missing(page: Page, path: KeyPath) -> NoReturn:
-    known = {dotted(key_path): node for key_path, node in walked(page.root) if shows(node) or node.items}
-    known.pop(dotted(()), None)
-    wanted = dotted(path)
+def _refuse_missing(page: ParsedConfig, path: KeyPath) -> NoReturn:
+    known = {
+        format_path(key_path): node
+        for key_path, node in walk_nodes(page.root)
+        if is_entry(node) or node.items
+    }
+    known.pop(format_path(()), None)
+    wanted = format_path(path)
     close = nearest(wanted, known) or nearest(str(path[-1]), {name.rpartition(".")[2] for name in known})
     lines = [f"{name} (line {page.place(known[name].start)[0]})" if name in known else name for name in close]
     raise UnknownName(
@@ -612,13 +622,13 @@ def _refuse_missing(page: Page, path: KeyPath) -> NoReturn:
     )
 
 
-def _additions(page: Page, changes: dict[KeyPath, Any]) -> list[Splice]:
+def _add_keys(page: ParsedConfig, changes: dict[KeyPath, Any]) -> list[Splice]:
     """New keys, all that go into one section together."""
     sections: dict[KeyPath, dict[str | int, Any]] = {}
     for path, value in changes.items():
-        home = _home(page, path)
+        home = _find_section(page, path)
         if not all(isinstance(key, str) for key in path[len(home) :]):
-            _refuse_home(page, home, _found(page, home))
+            _refuse_home(page, home, _find_node(page, home))
         level = sections.setdefault(home, {})
         for key in path[len(home) : -1]:
             level = level.setdefault(key, {})
@@ -626,22 +636,22 @@ def _additions(page: Page, changes: dict[KeyPath, Any]) -> list[Splice]:
     splices: list[Splice] = []
     # Two sections may end at one place: what goes into the inner one comes first.
     for home, new in sorted(sections.items(), key=lambda item: -len(item[0])):
-        node = _found(page, home)
+        node = _find_node(page, home)
         if node is None or node.is_list or node.inherited:
             _refuse_home(page, home, node)
         splices += page.format.added(page, home, node, new)
     return splices
 
 
-def _home(page: Page, path: KeyPath) -> KeyPath:
+def _find_section(page: ParsedConfig, path: KeyPath) -> KeyPath:
     """The longest part of a path that is there already."""
     size = len(path) - 1
-    while size and _found(page, path[:size]) is None:
+    while size and _find_node(page, path[:size]) is None:
         size -= 1
     return path[:size]
 
 
-def _refuse_home(page: Page, home: KeyPath, node: Node | None) -> NoReturn:
+def _refuse_home(page: ParsedConfig, home: KeyPath, node: TextNode | None) -> NoReturn:
     where = page.at(node.start) if node is not None else page.origin
     if node is not None and node.shared:
         found = "it comes from elsewhere as a whole"
@@ -649,19 +659,22 @@ def _refuse_home(page: Page, home: KeyPath, node: Node | None) -> NoReturn:
         found = f"it is a list of {len(node.items or ())}, with no such place"
     else:
         found = "it has no place in a list that could be made"
-    raise WrongUse(f"{where}: {dotted(home)}", found=found, cure="Write it there by hand, then try again.")
+    raise WrongUse(
+        f"{where}: {format_path(home)}", found=found, cure="Write it there by hand, then try again."
+    )
 
 
-def refuse_leaf(page: Page, path: KeyPath, node: Node) -> NoReturn:
+def refuse_leaf(page: ParsedConfig, path: KeyPath, node: TextNode) -> NoReturn:
     """For formats: a key was to be added inside of a value."""
     raise WrongUse(
-        f"{page.at(node.start)}: {dotted(path)}",
-        found=f"it is the value {shortened(repr(_whole(node)))}, so that nothing can be added inside of it",
+        f"{page.at(node.start)}: {format_path(path)}",
+        found=f"it is the value {shortened(repr(_comparable_value(node)))}, so that nothing can be added "
+        "inside of it",
         cure="Name another key, or make it a section by hand.",
     )
 
 
-def broken(origin: str, line: int, column: int, found: str, *, kind: str) -> BrokenFile:
+def parse_error(origin: str, line: int, column: int, found: str, *, kind: str) -> BrokenFile:
     """An error for text that is not what its format asks for."""
     return BrokenFile(
         f"{origin}:{line}:{column}",
@@ -670,20 +683,20 @@ def broken(origin: str, line: int, column: int, found: str, *, kind: str) -> Bro
     )
 
 
-def place_in(text: str, offset: int) -> tuple[int, int]:
+def line_and_column(text: str, offset: int) -> tuple[int, int]:
     """Line and column of a place in a text that is no page yet."""
     ends = [match.end() for match in _LINE_END.finditer(text, 0, offset)]
     return len(ends) + 1, offset - (ends[-1] if ends else 0) + 1
 
 
-def broken_at(origin: str, text: str, offset: int, found: str, *, kind: str) -> BrokenFile:
+def parse_error_at(origin: str, text: str, offset: int, found: str, *, kind: str) -> BrokenFile:
     """The same, from a place in the text."""
-    return broken(origin, *place_in(text, offset), found, kind=kind)
+    return parse_error(origin, *line_and_column(text, offset), found, kind=kind)
 
 
-def duplicate(origin: str, text: str, key: str, places: tuple[int, int], *, kind: str) -> BrokenFile:
+def duplicate_error(origin: str, text: str, key: str, places: tuple[int, int], *, kind: str) -> BrokenFile:
     """An error for a key that stands twice in one section."""
-    first, second = (place_in(text, place) for place in places)
+    first, second = (line_and_column(text, place) for place in places)
     return BrokenFile(
         f"{origin}:{second[0]}:{second[1]}",
         found=f"the key {shortened(key)} is there twice, in lines {first[0]} and {second[0]}",
@@ -695,12 +708,12 @@ _READABLE = (0.01, 10_000)
 """Numbers that nobody writes with an exponent."""
 
 
-def scientific(value: float, like: str = "") -> str:
+def format_float(value: float, like: str = "") -> str:
     """A float as text that every reader takes for a float: with a point, and a sign in the exponent.
 
     The exponent is kept where `like`, the old text, has one and the number needs one.
 
-    >>> scientific(0.0002), scientific(0.0002, "1e-4"), scientific(1e22), scientific(5.0)
+    >>> format_float(0.0002), format_float(0.0002, "1e-4"), format_float(1e22), format_float(5.0)
     ('0.0002', '2.0e-4', '1.0e+22', '5.0')
     """
     text = repr(float(value))

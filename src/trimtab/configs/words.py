@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 _TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as the tables of targets spell it.
 
-    >>> text(True), text(16), text(None), text("bf16-mixed")
+    >>> format_value(True), format_value(16), format_value(None), format_value("bf16-mixed")
     ('true', '16', 'null', 'bf16-mixed')
     """
     if value is None:
@@ -24,18 +24,20 @@ def text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def alike(value: Any, other: Any) -> bool:
+def same_meaning(value: Any, other: Any) -> bool:
     """Whether two values of a config say the same, however they are written.
 
-    >>> alike("False", False), alike("16", 16), alike("no", "no"), alike(1, True), alike(None, False)
-    (True, True, True, False, False)
+    >>> same_meaning("False", False), same_meaning("16", 16), same_meaning("no", "no")
+    (True, True, True)
+    >>> same_meaning(1, True), same_meaning(None, False)
+    (False, False)
     """
     if isinstance(value, bool) or isinstance(other, bool):
-        return _truth(value) is not None and _truth(value) == _truth(other)
-    return text(value).strip().lower() == text(other).strip().lower()
+        return _parse_truth(value) is not None and _parse_truth(value) == _parse_truth(other)
+    return format_value(value).strip().lower() == format_value(other).strip().lower()
 
 
-def _truth(value: Any) -> bool | None:
+def _parse_truth(value: Any) -> bool | None:
     if isinstance(value, bool):
         return value
     return _TRUTHS.get(value.strip().lower()) if isinstance(value, str) else None
@@ -43,13 +45,13 @@ def _truth(value: Any) -> bool | None:
 
 def is_auto(knob: Knob, value: Any) -> bool:
     """Whether the framework decides by itself."""
-    return any(type(value) is type(word) and alike(value, word) for word in knob.auto)
+    return any(type(value) is type(word) and same_meaning(value, word) for word in knob.auto)
 
 
-def number(knob: Knob, value: Any) -> int | None:
+def parse_count(knob: Knob, value: Any) -> int | None:
     """The whole number that a value is, in any of the ways that configs write one; None where it is none."""
     if isinstance(value, str):
-        return _in_text(knob, value.strip())
+        return _count_in_text(knob, value.strip())
     if isinstance(value, list):
         return len(value) if knob.listed else None
     if isinstance(value, float) and value.is_integer():
@@ -57,7 +59,7 @@ def number(knob: Knob, value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _in_text(knob: Knob, value: str) -> int | None:
+def _count_in_text(knob: Knob, value: str) -> int | None:
     if knob.pattern:
         found = re.fullmatch(knob.pattern, value)
         return int(found["n"]) if found else None
@@ -66,25 +68,27 @@ def _in_text(knob: Knob, value: str) -> int | None:
     return int(value) if re.fullmatch(r"[+-]?\d[\d_]*", value) else None
 
 
-def numbered(knob: Knob, before: Any, wanted: int) -> Any:
+def format_count(knob: Knob, before: Any, wanted: int) -> Any:
     """What is written for a number, in place of what is there."""
     if knob.pattern and isinstance(before, str) and (found := re.fullmatch(knob.pattern, before.strip())):
         return f"{before.strip()[: found.start('n')]}{wanted}{before.strip()[found.end('n') :]}"
     return wanted
 
 
-def spelt(knob: Knob, value: Any) -> list[str]:
+def words_of_value(knob: Knob, value: Any) -> list[str]:
     """Our words that a value stands for; none where nobody here knows it."""
-    found = [word for word, written in knob.words.items() if alike(written, value)]
-    return found + [word for said, word in knob.reads.items() if alike(said, value) and word not in found]
+    found = [word for word, written in knob.words.items() if same_meaning(written, value)]
+    return found + [
+        word for said, word in knob.reads.items() if same_meaning(said, value) and word not in found
+    ]
 
 
-def silent(knob: Knob) -> list[str]:
+def unspoken_words(knob: Knob) -> list[str]:
     """Our words of which the key says nothing: it is left alone for them, and does not speak against them."""
     return [word for word in WORDS[knob.field] if word not in knob.words and word not in knob.near]
 
 
-def wanted(knob: Knob, word: str) -> tuple[Any, bool]:
+def word_to_write(knob: Knob, word: str) -> tuple[Any, bool]:
     """What is written for one of our words, and whether anything is."""
     word = knob.near.get(word, word)
     return knob.words.get(word), word in knob.words

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.diagnosis import reading, records
-from trimtab.diagnosis.judge import Diagnosis, judged
-from trimtab.diagnosis.lines import plain
-from trimtab.diagnosis.scan import Scanner, Sighting
-from trimtab.diagnosis.stories import EVENTS, end_of, told
-from trimtab.diagnosis.unpickle import MOST_BYTES, NotPlain, load
+from trimtab.diagnosis.judge import Diagnosis, judge_sightings
+from trimtab.diagnosis.lines import strip_escapes
+from trimtab.diagnosis.scan import LogScanner, Sighting
+from trimtab.diagnosis.stories import EVENTS, describe_end, settle_runs
+from trimtab.diagnosis.unpickle import MOST_BYTES, NotPlainPickle, load_plain_pickle
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Incident, Plan
 from trimtab.training.record import ATTEMPT, IDENTITY, LOCK, LOG
@@ -39,7 +39,7 @@ TOLD = (LOG, ATTEMPT, IDENTITY, LOCK, "summary.json", "summary.txt")
 """Files of a run's folder that say together how the run stands."""
 
 
-class Reader:
+class LogReader:
     """What was read so far."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -51,10 +51,10 @@ class Reader:
         self.facts: dict[str, int] = {}
         self.fixed_bytes = 0
 
-    def take(self, source: reading.Source) -> None:
+    def take(self, source: reading.LogSource) -> None:
         """Read one source, whatever it is."""
         with source.open() as raw:
-            head, broken = reading.gathered(raw, reading.HEAD)
+            head, broken = reading.read_up_to(raw, reading.HEAD)
             if not head:
                 if broken or source.named:  # a folder of logs has many empty ones
                     why = f"it is broken ({broken})" if broken else "it is empty"
@@ -64,16 +64,16 @@ class Reader:
                 self.notes.append(f"{source.name}: it ends too early ({broken}); what was there was read.")
             if head.startswith(PICKLE):
                 self._pickle(source.name, head, raw)
-            elif (what := _foreign(head)) and reading.encoding_of(head) == "utf-8":
+            elif (what := _name_binary(head)) and reading.detect_encoding(head) == "utf-8":
                 self.notes.append(f"{source.name}: it is {what}, not a log; it was left.")
-            elif source.path is not None and source.path.name in TOLD and _is_run(source.path.parent):
+            elif source.path is not None and source.path.name in TOLD and _is_run_folder(source.path.parent):
                 self.read.append(source.name)  # `runs` tells what they come to
             elif not self._whole(source, head, raw):
                 self._text(source.name, head, raw)
 
     def _text(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
-        stream = reading.Stream(raw, head, reading.encoding_of(head))
-        scanner = Scanner(name)
+        stream = reading.Utf8Stream(raw, head, reading.detect_encoding(head))
+        scanner = LogScanner(name)
         self.sightings += scanner.read(
             stream.read, lambda count: self.say(f"reading {name}: {format_bytes(count)}")
         )
@@ -82,33 +82,33 @@ class Reader:
             self.notes.append(f"{name}: it ends too early ({stream.broken}); what was there was read.")
 
     def _pickle(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
-        rest, _ = reading.gathered(raw, MOST_BYTES)
+        rest, _ = reading.read_up_to(raw, MOST_BYTES)
         if len(rest) == MOST_BYTES:
             self.notes.append(f"{name}: it is a pickle of more than {format_bytes(MOST_BYTES)}; it was left.")
             return
         self.say(f"reading {name}: {format_bytes(len(rest))}")
         try:
-            value = load(io.BytesIO(head + rest))
-        except NotPlain as error:
-            self.notes.append(f"{name}: it is a pickle that is not read: {plain(str(error))}.")
+            value = load_plain_pickle(io.BytesIO(head + rest))
+        except NotPlainPickle as error:
+            self.notes.append(f"{name}: it is a pickle that is not read: {strip_escapes(str(error))}.")
             return
         if not self._record(name, value):
             self.notes.append(f"{name}: it is a pickle, but neither a memory snapshot nor a flight record.")
 
     def _record(self, name: str, value: Any) -> bool:
-        kind = records.kind_of(value)
+        kind = records.detect_record(value)
         if kind == "snapshot":
-            self.sightings += records.snapshot(value, name)
+            self.sightings += records.read_snapshot(value, name)
         elif kind == "flight":
             self.flights.append((name, value))
         elif kind == "error":
-            self.sightings += records.error_file(value, name)
+            self.sightings += records.read_error_file(value, name)
         else:
             return False
         self.read.append(name)
         return True
 
-    def _whole(self, source: reading.Source, head: bytes, raw: io.BufferedReader) -> bool:
+    def _whole(self, source: reading.LogSource, head: bytes, raw: io.BufferedReader) -> bool:
         """Read a file that is one JSON value, or our own; False where it is to be read as lines."""
         file = Path(source.name).name
         if head.lstrip()[:1] != b"{" or file == "log.jsonl":
@@ -116,7 +116,7 @@ class Reader:
         size = source.path.stat().st_size if source.path else MOST_JSON + 1
         if size > MOST_JSON:
             return False
-        rest, _ = reading.gathered(raw, MOST_JSON)
+        rest, _ = reading.read_up_to(raw, MOST_JSON)
         if file == EVENTS:
             self._events(source.name, head + rest)
             return True
@@ -160,9 +160,9 @@ class Reader:
                 lines.append("")  # so that the others keep their numbers
                 continue
             step = incident.step if incident.step is not None else 0
-            lines.append(f"trimtab: {' '.join(plain(incident.replace(step=step).text).split())}")
+            lines.append(f"trimtab: {' '.join(strip_escapes(incident.replace(step=step).text).split())}")
         text = "\n".join(lines).encode()
-        found = Scanner(name).read(io.BytesIO(text).read, lambda _: None)
+        found = LogScanner(name).read(io.BytesIO(text).read, lambda _: None)
         self.sightings += [
             replace(sighting, text=sighting.text.removeprefix("trimtab: ")) for sighting in found
         ]
@@ -171,27 +171,27 @@ class Reader:
     def runs(self, folders: Iterable[Path], world: World | None) -> list[Sighting]:
         """How the runs of some folders stand."""
         from trimtab.probe.world import here
-        from trimtab.watching.runs import Follower, holder
+        from trimtab.watching.runs import RunFollower, read_lock_holder
 
         found = []
         for folder in folders:
             where = world or here()
-            run = Follower(folder).look(time.time(), where, ())
-            pid, host = holder(folder)
+            run = RunFollower(folder).look(time.time(), where, ())
+            pid, host = read_lock_holder(folder)
             seen = bool(pid) and host == where.host("name")
             alive = seen and where.host(f"process:{pid}") is not None
             note = folder / ATTEMPT
             file = note if note.is_file() else folder / LOG
-            found.append(end_of(run, alive=alive if seen else None, host=host, file=str(file)))
+            found.append(describe_end(run, alive=alive if seen else None, host=host, file=str(file)))
         return found
 
 
-def _is_run(folder: Path) -> bool:
+def _is_run_folder(folder: Path) -> bool:
     """Whether a folder is one of `trimtab train`: others write a log.jsonl as well."""
     return (folder / ATTEMPT).is_file()
 
 
-def _foreign(head: bytes) -> str:
+def _name_binary(head: bytes) -> str:
     """What a file is that is no text; empty for a text."""
     for magic, what in ARCHIVES.items():
         if head.startswith(magic):
@@ -199,20 +199,20 @@ def _foreign(head: bytes) -> str:
     return "" if reading.is_text(head) else "no text"
 
 
-def diagnose(
+def diagnose_logs(
     names: Sequence[str], say: Callable[[str], None] = lambda _: None, *, world: World | None = None
 ) -> Diagnosis:
     """Everything that the named logs, folders and records say together; `world` in place of this machine."""
-    found, notes = reading.sources(names)
-    reader = Reader(say)
+    found, notes = reading.find_sources(names)
+    reader = LogReader(say)
     folders = dict.fromkeys(source.path.parent for source in found if source.path is not None)
-    runs = [folder for folder in folders if _is_run(folder)]
+    runs = [folder for folder in folders if _is_run_folder(folder)]
     # A log that lies in the folder of a run is of that run, and its events say the rest.
     named = {source.path for source in found}
     events = [
         folder / EVENTS for folder in runs if (folder / EVENTS).is_file() and folder / EVENTS not in named
     ]
-    beside = [reading.Source(name=str(file), path=file, named=False) for file in events]
+    beside = [reading.LogSource(name=str(file), path=file, named=False) for file in events]
     for source in (*found, *beside):
         try:
             reader.take(source)
@@ -220,10 +220,12 @@ def diagnose(
             if source.named:
                 raise
             reader.notes.append(f"{source.name}: {error.found}; it was left.")
-    reader.sightings += records.flights(reader.flights)
+    reader.sightings += records.compare_flights(reader.flights)
     ends = reader.runs(runs, world)
     return Diagnosis(
-        findings=judged(told(reader.sightings, ends), known=reader.facts, fixed_bytes=reader.fixed_bytes),
+        findings=judge_sightings(
+            settle_runs(reader.sightings, ends), known=reader.facts, fixed_bytes=reader.fixed_bytes
+        ),
         read=tuple(reader.read),
         notes=(*notes, *reader.notes),
     )

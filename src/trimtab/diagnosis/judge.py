@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trimtab.diagnosis import sums
-from trimtab.diagnosis.kinds import ENVIRONMENT, kinds
-from trimtab.diagnosis.lines import shown
+from trimtab.diagnosis.kinds import ENVIRONMENT, load_kinds
+from trimtab.diagnosis.lines import shorten_line
 from trimtab.diagnosis.scan import MOST_SIGHTINGS, PYTHON_ERROR, Sighting
 from trimtab.diagnosis.stories import STATES
 from trimtab.errors import WrongUse
@@ -20,7 +20,7 @@ from trimtab.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from trimtab.diagnosis.kinds import Kind
+    from trimtab.diagnosis.kinds import FaultKind
 
 SEVERITIES = (Severity.ERROR, Severity.WARNING, Severity.INFO)
 MOST_RANKS = 8
@@ -77,10 +77,10 @@ class Diagnosis(Noun, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class FindingGroup:
     """All sightings of one kind."""
 
-    kind: Kind
+    kind: FaultKind
     sightings: tuple[Sighting, ...]
     captured: dict[str, str]
     cure: str = ""
@@ -98,42 +98,45 @@ class Group:
         return tuple(dict.fromkeys(sighting.rank for sighting in self.sightings if sighting.rank is not None))
 
 
-def judged(
+def judge_sightings(
     sightings: Sequence[Sighting], *, known: Mapping[str, int] | None = None, fixed_bytes: int = 0
 ) -> tuple[Diagnosed, ...]:
     """The findings. `known` are facts from elsewhere (a run folder's plan), which win over the logs'."""
-    facts = _facts(sightings) | dict(known or {})
-    told = _uncaught(_without_repeats([sighting for sighting in sightings if not sighting.is_fact]))
-    told += _computed(sightings)
+    facts = _collect_facts(sightings) | dict(known or {})
+    told = _drop_caught(_drop_repeats([sighting for sighting in sightings if not sighting.is_fact]))
+    told += _compute_kinds(sightings)
     groups = [
         refined
         for name in dict.fromkeys(sighting.of for sighting in told)
         if (
-            refined := _refined(
-                name, _in_order([sighting for sighting in told if sighting.of == name]), facts, fixed_bytes
+            refined := _refine_group(
+                name,
+                _sort_sightings([sighting for sighting in told if sighting.of == name]),
+                facts,
+                fixed_bytes,
             )
         )
     ]
-    groups.sort(key=lambda group: _moment(group.first, _one_file(told)))
-    return _ranked(groups, facts)
+    groups.sort(key=lambda group: _sort_key(group.first, _is_one_file(told)))
+    return _rank_groups(groups, facts)
 
 
-def _one_file(told: Iterable[Sighting]) -> bool:
+def _is_one_file(told: Iterable[Sighting]) -> bool:
     return len({sighting.file for sighting in told}) <= 1
 
 
-def _moment(sighting: Sighting, one_file: bool) -> tuple[float, str, int]:
+def _sort_key(sighting: Sighting, one_file: bool) -> tuple[float, str, int]:
     """When something was said: by lines within a file, by clocks between files."""
     clock = 0.0 if one_file else sighting.at if sighting.at is not None else float("inf")
     return (clock, sighting.file, sighting.line)
 
 
-def _in_order(told: list[Sighting]) -> tuple[Sighting, ...]:
-    alone = _one_file(told)
-    return tuple(sorted(told, key=lambda sighting: _moment(sighting, alone)))
+def _sort_sightings(told: list[Sighting]) -> tuple[Sighting, ...]:
+    alone = _is_one_file(told)
+    return tuple(sorted(told, key=lambda sighting: _sort_key(sighting, alone)))
 
 
-def _facts(sightings: Iterable[Sighting]) -> dict[str, int]:
+def _collect_facts(sightings: Iterable[Sighting]) -> dict[str, int]:
     """What logs say of the run; the last word counts, since launchers repeat defaults first."""
     return {
         sighting.of: int(sighting.captured["value"])
@@ -144,7 +147,7 @@ def _facts(sightings: Iterable[Sighting]) -> dict[str, int]:
     }
 
 
-def _without_repeats(told: list[Sighting]) -> list[Sighting]:
+def _drop_repeats(told: list[Sighting]) -> list[Sighting]:
     """Without the exceptions whose message is one of a kind that is known."""
     named: dict[str, list[Sighting]] = {}
     for sighting in told:
@@ -158,7 +161,7 @@ def _without_repeats(told: list[Sighting]) -> list[Sighting]:
     ]
 
 
-def _uncaught(told: list[Sighting]) -> list[Sighting]:
+def _drop_caught(told: list[Sighting]) -> list[Sighting]:
     """Without the exceptions after which the run went on, unless a launcher saw a process fail."""
     failed = {sighting.file for sighting in told if sighting.of in SAID_BY_LAUNCHERS}
     return [
@@ -173,62 +176,64 @@ def _is_message(told: Sighting, error: Sighting) -> bool:
     distance = told.line - error.line
     if distance == 0:
         return True
-    if kinds()[told.of].follows:
+    if load_kinds()[told.of].follows:
         # Launchers and other ranks speak soon after an exception too: theirs is no part of it.
         return 0 < distance <= NEXT_LINES and told.rank == error.rank and told.of in SAID_BY_EXCEPTIONS
     return 0 < distance <= SAME_PLACE and (told.rank == error.rank or None in (told.rank, error.rank))
 
 
-def _computed(sightings: Sequence[Sighting]) -> list[Sighting]:
+def _compute_kinds(sightings: Sequence[Sighting]) -> list[Sighting]:
     """Kinds that no single line tells."""
     found = []
     timeouts = [sighting for sighting in sightings if sighting.of == "nccl-timeout"]
-    if pair := sums.different_calls(timeouts):
+    if pair := sums.find_mismatch(timeouts):
         first, second = pair
         words = {
-            "first": f"rank {first.rank} in {sums.call(first)}",
-            "second": f"rank {second.rank} in {sums.call(second)}",
+            "first": f"rank {first.rank} in {sums.describe_call(first)}",
+            "second": f"rank {second.rank} in {sums.describe_call(second)}",
         }
         found.append(replace(second, of="mismatched-collectives", captured=words))
     rates = [sighting for sighting in sightings if sighting.of == "mfu"]
-    usual = sums.usual([float(rate.captured["value"]) for rate in rates])
+    usual = sums.late_median([float(rate.captured["value"]) for rate in rates])
     if usual is not None and usual < sums.LOW_MFU:
         found.append(replace(rates[-1], of="low-mfu", captured={"mfu": f"{usual:.1f}"}, is_fact=False))
     waits = [sighting for sighting in sightings if sighting.of == "data_wait"]
     shares = [
         float(wait.captured["value"]) / step for wait in waits if (step := float(wait.captured["step"])) > 0
     ]
-    share = sums.usual(shares)
+    share = sums.late_median(shares)
     if share is not None and share > sums.LONG_WAIT:
         captured = {"share": f"{100 * share:.0f}"}
         found.append(replace(waits[-1], of="waits-for-data", captured=captured, is_fact=False))
     return found
 
 
-def _refined(
+def _refine_group(
     name: str, told: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: int
-) -> Group | None:
+) -> FindingGroup | None:
     """The group of a kind; None where there is too little of it. Some turn into a more precise kind."""
-    kind = kinds()[name]
+    kind = load_kinds()[name]
     if len(told) < kind.times:
         return None
     captured = dict(told[0].captured)
     if name == "out-of-memory":
-        return _memory(told, facts, fixed_bytes)
+        return _refine_out_of_memory(told, facts, fixed_bytes)
     if name == "gradient-overflow":
-        captured |= {"count": _count(len(told)), "scale": told[-1].captured.get("scale", "?")}
+        captured |= {"count": _format_count(len(told)), "scale": told[-1].captured.get("scale", "?")}
     if name == PYTHON_ERROR:
-        captured |= {"error": shown(captured["error"])}
-    return Group(kind=kind, sightings=told, captured=captured)
+        captured |= {"error": shorten_line(captured["error"])}
+    return FindingGroup(kind=kind, sightings=told, captured=captured)
 
 
-def _memory(told: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: int) -> Group:
+def _refine_out_of_memory(
+    told: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: int
+) -> FindingGroup:
     # The first message with numbers: libraries repeat it without.
     best = next(
         (sighting for sighting in told if "Tried" in sighting.text or "tried_bytes" in sighting.captured),
         told[0],
     )
-    short = sums.shortage(best.text, best.captured)
+    short = sums.parse_shortage(best.text, best.captured)
     name = "out-of-memory"
     if sums.is_evaluating(best.frames):
         name = "evaluation-out-of-memory"
@@ -243,39 +248,43 @@ def _memory(told: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: i
     ordered = (
         (best, *(sighting for sighting in told if sighting is not best)) if best is not told[0] else told
     )
-    return Group(kind=kinds()[name], sightings=ordered, captured=captured, cure=advice, cause=missing)
+    return FindingGroup(
+        kind=load_kinds()[name], sightings=ordered, captured=captured, cure=advice, cause=missing
+    )
 
 
-def _ranked(groups: list[Group], facts: Mapping[str, int]) -> tuple[Diagnosed, ...]:
+def _rank_groups(groups: list[FindingGroup], facts: Mapping[str, int]) -> tuple[Diagnosed, ...]:
     """Causes in order, each with its consequences; then warnings; then what is only worth knowing."""
     causes = [
-        group for group in groups if group.kind.severity is Severity.ERROR and not _explained(group, groups)
+        group
+        for group in groups
+        if group.kind.severity is Severity.ERROR and not _is_explained(group, groups)
     ]
     roots = [cause for cause in causes if not cause.kind.follows] or causes[:1]
     rest = [group for group in groups if group not in roots]
-    below_of: dict[str, list[Group]] = {}
+    below_of: dict[str, list[FindingGroup]] = {}
     for group in rest:
         if roots and (group.kind.severity is Severity.ERROR or group.kind.follows):
-            cause = next((root for root in roots if _names(group.kind.after, root.kind.name)), roots[0])
+            cause = next((root for root in roots if _is_named(group.kind.after, root.kind.name)), roots[0])
             below_of.setdefault(cause.kind.name, []).append(group)
     followers = {group.kind.name for found in below_of.values() for group in found}
     alone = [group for group in rest if group.kind.name not in followers]
     kept = [*roots, *(group for group in alone if group.kind.severity is not Severity.ERROR)]
-    kept.sort(key=lambda group: _order(group.kind))
-    return tuple(_finding(group, below_of.get(group.kind.name, []), facts) for group in kept)
+    kept.sort(key=lambda group: _kind_order(group.kind))
+    return tuple(_build_finding(group, below_of.get(group.kind.name, []), facts) for group in kept)
 
 
-def _names(after: Sequence[str], name: str) -> bool:
+def _is_named(after: Sequence[str], name: str) -> bool:
     return name in after or f"{BEFORE}{name}" in after
 
 
-def _order(kind: Kind) -> tuple[bool, bool, int]:
+def _kind_order(kind: FaultKind) -> tuple[bool, bool, int]:
     """Errors, then how a run of ours stands, then the rest by severity."""
     is_error = kind.severity is Severity.ERROR
     return (not is_error, kind.name not in STATES, SEVERITIES.index(kind.severity))
 
 
-def _explained(group: Group, groups: Sequence[Group]) -> bool:
+def _is_explained(group: FindingGroup, groups: Sequence[FindingGroup]) -> bool:
     """Whether another group is what this one comes from."""
     # Groups are in the order in which they were first seen.
     earlier = groups[: groups.index(group)]
@@ -292,22 +301,24 @@ def _explained(group: Group, groups: Sequence[Group]) -> bool:
     )
 
 
-def _finding(group: Group, followers: Sequence[Group], facts: Mapping[str, int]) -> Diagnosed:
+def _build_finding(
+    group: FindingGroup, followers: Sequence[FindingGroup], facts: Mapping[str, int]
+) -> Diagnosed:
     kind, first = group.kind, group.first
     captured = group.captured
     what = kind.told(kind.what, captured)
     named = bool(re.search(r"\brank\b", what, re.IGNORECASE))
     if len(group.ranks) > 1 or (group.ranks and kind.severity is Severity.ERROR and not named):
-        what = f"{what.rstrip('.')} ({_ranks_words(group.ranks)})."
+        what = f"{what.rstrip('.')} ({_format_ranks(group.ranks)})."
     cause = " ".join(part for part in (group.cause, kind.told(kind.cause, captured)) if part)
-    silent = _silent(group, facts) if kind.follows else ""
+    silent = _name_silent_ranks(group, facts) if kind.follows else ""
     cure = " ".join(part for part in (group.cure, silent, kind.told(kind.cure, captured)) if part)
     where = f"{first.file}:{first.line}: " if first.file else ""
     frame = f" (at {captured['frame']})" if captured.get("frame") else ""
     return Diagnosed(
         severity=kind.severity,
         what=what,
-        evidence=f"{where}{shown(first.text)}{frame}{_other_runs(group)}",
+        evidence=f"{where}{shorten_line(first.text)}{frame}{_format_other_runs(group)}",
         cause=cause,
         cure=cure,
         kind=kind.name,
@@ -316,11 +327,11 @@ def _finding(group: Group, followers: Sequence[Group], facts: Mapping[str, int])
         line=first.line,
         ranks=group.ranks,
         times=len(group.sightings),
-        consequences=tuple(_consequence(other) for other in followers),
+        consequences=tuple(_format_consequence(other) for other in followers),
     )
 
 
-def _other_runs(group: Group) -> str:
+def _format_other_runs(group: FindingGroup) -> str:
     """The other runs that stand as the first does."""
     others = [other.file for other in group.sightings[1:] if other.file != group.first.file]
     if group.kind.name not in STATES or not others:
@@ -329,14 +340,14 @@ def _other_runs(group: Group) -> str:
     return f" (and {', '.join(others[:MOST_RANKS])}{more})"
 
 
-def _consequence(group: Group) -> str:
+def _format_consequence(group: FindingGroup) -> str:
     what = group.kind.told(group.kind.what, group.captured).rstrip(".")
-    ranks = f" ({_ranks_words(group.ranks)})" if group.ranks else ""
+    ranks = f" ({_format_ranks(group.ranks)})" if group.ranks else ""
     more = f", and {len(group.sightings) - 1} more" if len(group.sightings) > 1 else ""
     return f"{what}{ranks}: {group.first.file}:{group.first.line}{more}"
 
 
-def _silent(group: Group, facts: Mapping[str, int]) -> str:
+def _name_silent_ranks(group: FindingGroup, facts: Mapping[str, int]) -> str:
     """The rank that did not report, where all the others did."""
     world = facts.get("world_size")
     missing = set(range(world or 0)) - set(group.ranks)
@@ -346,10 +357,10 @@ def _silent(group: Group, facts: Mapping[str, int]) -> str:
     return f"{'Rank' if len(missing) == 1 else 'Ranks'} {listed} of {world} did not report: begin there."
 
 
-def _ranks_words(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """Ranks as people list them, the first to say so first.
 
-    >>> _ranks_words((3,)), _ranks_words((3, 0, 1)), _ranks_words(range(64))
+    >>> _format_ranks((3,)), _format_ranks((3, 0, 1)), _format_ranks(range(64))
     ('rank 3', 'rank 3 first, then 0, 1', 'rank 0 first, then 63 others')
     """
     if len(ranks) == 1:
@@ -359,11 +370,11 @@ def _ranks_words(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} first, then {', '.join(map(str, ranks[1:]))}"
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     return f"{number} or more" if number >= MOST_SIGHTINGS else str(number)
 
 
-def counted(findings: Iterable[Finding]) -> dict[str, int]:
+def count_severities(findings: Iterable[Finding]) -> dict[str, int]:
     """How many findings there are of each severity."""
     found = Counter(finding.severity for finding in findings)
     return {severity.value: found[severity] for severity in SEVERITIES if found[severity]}

@@ -30,7 +30,7 @@ _CLASSES = frozenset("wWdDsSbBAZx")
 """Letters that mean a class or a place when a backslash is before them."""
 
 
-class Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FaultKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that can go wrong, how it shows, why it happens and what to do.
 
     `what`, `cause` and `cure` may name captures of the patterns in braces; `defaults` stands in for those
@@ -64,7 +64,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return _PLACE.sub(lambda place: said.get(place.group(1), "?"), template)
 
 
-class Fact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LogFact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Something that logs say of a run and that sums need: each pattern captures it as `value`."""
 
     name: str
@@ -72,7 +72,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     source: str
 
 
-class Pattern(NamedTuple):
+class LogPattern(NamedTuple):
     """A pattern ready for use."""
 
     of: str
@@ -104,41 +104,41 @@ def _compiled_bytes(text: str) -> re.Pattern[bytes]:
     return re.compile(text.encode("ascii"), re.MULTILINE)
 
 
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KindTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
-    kind: tuple[Kind, ...]
-    fact: tuple[Fact, ...]
+    kind: tuple[FaultKind, ...]
+    fact: tuple[LogFact, ...]
 
 
 @cache
-def table() -> Table:
+def load_table() -> KindTable:
     """The rows, read once."""
     text = files("trimtab.diagnosis").joinpath("kinds.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), Table)
+    return msgspec.convert(tomllib.loads(text), KindTable)
 
 
 @cache
-def kinds() -> dict[str, Kind]:
+def load_kinds() -> dict[str, FaultKind]:
     """Every kind, by name."""
-    return {row.name: row for row in table().kind}
+    return {row.name: row for row in load_table().kind}
 
 
 @cache
-def patterns() -> tuple[Pattern, ...]:
+def load_patterns() -> tuple[LogPattern, ...]:
     """Every pattern of kinds and facts."""
-    rows = [(row.name, pattern, row.lines, False) for row in table().kind for pattern in row.patterns]
-    rows += [(row.name, pattern, 1, True) for row in table().fact for pattern in row.patterns]
-    return tuple(Pattern(of, needle(text), text, lines, is_fact) for of, text, lines, is_fact in rows)
+    rows = [(row.name, pattern, row.lines, False) for row in load_table().kind for pattern in row.patterns]
+    rows += [(row.name, pattern, 1, True) for row in load_table().fact for pattern in row.patterns]
+    return tuple(LogPattern(of, find_needle(text), text, lines, is_fact) for of, text, lines, is_fact in rows)
 
 
-def needle(pattern: str) -> bytes:
+def find_needle(pattern: str) -> bytes:
     r"""The longest text that every match of a regular expression contains, told without running it.
 
     What stands in classes, or in groups with alternatives, does not count; a pattern with alternatives at its
     top promises nothing, and is refused.
 
-    >>> needle(r"NCCL (?:WARN|INFO) .* (?P<what>port error) (\d+)")
+    >>> find_needle(r"NCCL (?:WARN|INFO) .* (?P<what>port error) (\d+)")
     b' port error '
     """
     runs, run, depth = [], "", 0
@@ -146,7 +146,7 @@ def needle(pattern: str) -> bytes:
         depth += (part[0] == "(") - (part == ")")
         if part == "|" and not depth:
             raise ValueError(f"{pattern!r} has alternatives at its top")
-        literal = _literal(part)
+        literal = _literal_letter(part)
         if literal and not depth and quantifier[:1] not in ("*", "?", "{"):
             run += literal
             if not quantifier:
@@ -159,7 +159,7 @@ def needle(pattern: str) -> bytes:
     return longest
 
 
-def _literal(token: str) -> str:
+def _literal_letter(token: str) -> str:
     """The letter that a token of a regular expression stands for; empty where it stands for several."""
     if token[0] == "\\":
         return "" if token[1] in _CLASSES else token[1]

@@ -32,32 +32,32 @@ _ISO = re.compile(r"\d{4}-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))
 _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})\b")
 
 
-def plain(text: str) -> str:
+def strip_escapes(text: str) -> str:
     r"""A line without colours, cursor movements and invisible letters.
 
-    >>> plain("\x1b[31mboom\x1b[0m\x07")
+    >>> strip_escapes("\x1b[31mboom\x1b[0m\x07")
     'boom'
     """
     return _CONTROLS.sub("", _ESCAPES.sub("", text)) if not text.isprintable() else text
 
 
-def shown(text: str) -> str:
+def shorten_line(text: str) -> str:
     """A line as evidence: trimmed, and cut where it is long."""
     text = " ".join(text.split())
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 4]} ..."
 
 
-def without_label(text: str) -> tuple[str, str]:
+def split_label(text: str) -> tuple[str, str]:
     """A line's label (whose line it is) and the rest; a time before either is taken off.
 
-    >>> without_label("[rank3]: Traceback"), without_label("2026-11-15 10:00:00,1 1: [rank3]:[E x]")
+    >>> split_label("[rank3]: Traceback"), split_label("2026-11-15 10:00:00,1 1: [rank3]:[E x]")
     (('[rank3]:', ' Traceback'), ('1: [rank3]:', '[E x]'))
     """
-    label, _, rest = _parted(text)
+    label, _, rest = _split_line(text)
     return label, rest
 
 
-def _parted(text: str) -> tuple[str, int | None, str]:
+def _split_line(text: str) -> tuple[str, int | None, str]:
     """Label, rank and rest. Of several labels the innermost tells the rank: a launcher's may be its node."""
     parts: list[str] = []
     rank: int | None = None
@@ -68,43 +68,43 @@ def _parted(text: str) -> tuple[str, int | None, str]:
         if match is None or len(parts) > 3:  # noqa: PLR2004 - nobody nests launchers deeper
             return " ".join(parts), rank, text
         parts.append(match.group(0).strip())
-        rank = _number(match)
+        rank = _parse_rank(match)
         text = text[match.end() :]
 
 
-def rank_of(text: str) -> int | None:
+def find_rank(text: str) -> int | None:
     """The rank that a line is of, by its label or by what it says.
 
-    >>> rank_of("[rank3]: Traceback"), rank_of("E1115 [PG ID 0 Rank 12] Exception"), rank_of("loss 2.0")
+    >>> find_rank("[rank3]: Traceback"), find_rank("E1115 [PG ID 0 Rank 12] Exception"), find_rank("loss 2.0")
     (3, 12, None)
     """
-    rank = _parted(text)[1]
+    rank = _split_line(text)[1]
     if rank is not None:
         return rank
     match = _IN_TEXT.search(text)
-    return _number(match) if match else None
+    return _parse_rank(match) if match else None
 
 
 @cache
-def rank_of_path(path: str) -> int | None:
+def rank_from_path(path: str) -> int | None:
     """The rank that a file is of, by its name.
 
-    >>> rank_of_path("logs/none_abc/attempt_0/3/stderr.log"), rank_of_path("nccl_trace_rank_12")
+    >>> rank_from_path("logs/none_abc/attempt_0/3/stderr.log"), rank_from_path("nccl_trace_rank_12")
     (3, 12)
     """
     match = _IN_PATH.search(path)
-    return _number(match) if match else None
+    return _parse_rank(match) if match else None
 
 
-def _number(match: re.Match[str]) -> int | None:
+def _parse_rank(match: re.Match[str]) -> int | None:
     digits = next(group for group in match.groups() if group)
     return int(digits) if len(digits) < 8 else None  # noqa: PLR2004 - no world is that large
 
 
-def time_of(text: str) -> float | None:
+def find_time(text: str) -> float | None:
     """Seconds since the start of the year, by the last time that a text tells; good for comparing only.
 
-    >>> time_of("[E1115 12:43:00.5 x]") == time_of("2026-11-15 12:43:00,500")
+    >>> find_time("[E1115 12:43:00.5 x]") == find_time("2026-11-15 12:43:00,500")
     True
     """
     found = None

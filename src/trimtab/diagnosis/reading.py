@@ -35,7 +35,7 @@ _TEXT = bytes(byte for byte in range(256) if byte >= 32 or byte in b"\t\n\r\x0b\
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class LogSource:
     """Something to read."""
 
     name: str
@@ -52,7 +52,7 @@ class Source:
                 raise WrongUse(
                     STDIN, found="standard input is closed", cure="Send a log to it, as in ... | trimtab -"
                 )
-            yield _decompressed(sys.stdin.buffer)
+            yield _decompress(sys.stdin.buffer)
             return
         try:
             raw = self.path.open("rb")
@@ -62,11 +62,11 @@ class Source:
                 found=f"it cannot be read ({error.strerror})",
                 cure="Name a log, a folder of logs, or - for standard input.",
             ) from error
-        with raw, _decompressed(raw) as stream:
+        with raw, _decompress(raw) as stream:
             yield stream
 
 
-def _decompressed(raw: Any) -> io.BufferedReader:
+def _decompress(raw: Any) -> io.BufferedReader:
     """Through gzip, bzip2 or xz, by the first bytes, whatever the name says."""
     try:
         magic = raw.peek(6)[:6]
@@ -91,7 +91,7 @@ def _decompressed(raw: Any) -> io.BufferedReader:
     return io.BufferedReader(stream, HEAD)
 
 
-def gathered(raw: io.BufferedReader, count: int) -> tuple[bytes, str]:
+def read_up_to(raw: io.BufferedReader, count: int) -> tuple[bytes, str]:
     """Up to so many bytes, and why there are no more where that is an error; what came before it is kept."""
     parts: list[bytes] = []
     missing = count
@@ -109,13 +109,13 @@ def gathered(raw: io.BufferedReader, count: int) -> tuple[bytes, str]:
     return b"".join(parts), ""
 
 
-def sources(names: Sequence[str]) -> tuple[list[Source], list[str]]:
+def find_sources(names: Sequence[str]) -> tuple[list[LogSource], list[str]]:
     """What the names lead to, folders walked, and notes about what was left out."""
-    found: list[Source] = []
+    found: list[LogSource] = []
     notes: list[str] = []
     for name in names:
         if name == STDIN:
-            found.append(Source(name="stdin", path=None))
+            found.append(LogSource(name="stdin", path=None))
             continue
         path = Path(name)
         try:
@@ -132,18 +132,18 @@ def sources(names: Sequence[str]) -> tuple[list[Source], list[str]]:
                 cure="Name a log, a folder of logs, or - for standard input.",
             )
         if is_folder:
-            inside = list(_walk(path))
-            found += [Source(name=str(file), path=file, named=False) for file in inside[:MOST_FILES]]
+            inside = list(_walk_logs(path))
+            found += [LogSource(name=str(file), path=file, named=False) for file in inside[:MOST_FILES]]
             if len(inside) > MOST_FILES:
                 notes.append(f"{name}: {len(inside)} files; the first {MOST_FILES} were read.")
             if not inside:
                 notes.append(f"{name}: no logs in it ({', '.join(sorted(ENDINGS - {''}))}).")
         else:
-            found.append(Source(name=name, path=path))
+            found.append(LogSource(name=name, path=path))
     return found, notes
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk_logs(folder: Path) -> Iterator[Path]:
     """Files of a folder that may be logs, in order; links to folders are not followed."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(
@@ -167,11 +167,11 @@ def is_text(head: bytes) -> bool:
     return other <= MOST_OTHER_SHARE * len(head)
 
 
-def encoding_of(head: bytes) -> str:
+def detect_encoding(head: bytes) -> str:
     """The encoding, by its mark or by where the zeros are; what is not UTF-16 is read as UTF-8.
 
-    >>> encoding_of("loss".encode("utf-16")), encoding_of(b"loss"), encoding_of("loss".encode("utf-16-le"))
-    ('utf-16-le', 'utf-8', 'utf-16-le')
+    >>> [detect_encoding("loss".encode(name)) for name in ("utf-16", "utf-8", "utf-16-le")]
+    ['utf-16-le', 'utf-8', 'utf-16-le']
     """
     for mark, name in _BOMS.items():
         if head.startswith(mark):
@@ -187,7 +187,7 @@ def encoding_of(head: bytes) -> str:
     return "utf-8"
 
 
-class Stream:
+class Utf8Stream:
     """A stream that gives UTF-8 and remembers why it ended too early."""
 
     def __init__(self, raw: io.BufferedReader, head: bytes, encoding: str) -> None:
@@ -201,7 +201,7 @@ class Stream:
         while True:
             data, self._head = self._head, b""
             if not data and not self.broken:
-                data, self.broken = gathered(self._raw, count)
+                data, self.broken = read_up_to(self._raw, count)
             if self._decoder is None or not data:
                 return data
             text = self._decoder.decode(data)

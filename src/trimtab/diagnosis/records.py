@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trimtab.diagnosis.lines import plain, rank_of_path
-from trimtab.diagnosis.scan import Scanner, Sighting
+from trimtab.diagnosis.lines import rank_from_path, strip_escapes
+from trimtab.diagnosis.scan import LogScanner, Sighting
 from trimtab.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ IDLE_SHARE = 0.25
 WAITING = ("scheduled", "started")
 
 
-def kind_of(value: Any) -> str | None:
+def detect_record(value: Any) -> str | None:
     """What a plain value is: "snapshot", "flight", "error" or none of them."""
     if not isinstance(value, dict):
         return None
@@ -38,11 +38,11 @@ def kind_of(value: Any) -> str | None:
     return None
 
 
-def _whole(value: Any) -> int:
+def _as_count(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
-def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
+def _only_dicts(value: Any) -> Iterator[dict[Any, Any]]:
     if isinstance(value, list | tuple):
         yield from (item for item in value if isinstance(item, dict))
 
@@ -50,13 +50,13 @@ def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
 # ---------------------------------------------------------------------------- error files
 
 
-def error_file(value: dict[str, Any], name: str) -> Iterator[Sighting]:
+def read_error_file(value: dict[str, Any], name: str) -> Iterator[Sighting]:
     """What the process wrote as it failed: its message and its traceback, read as a log."""
     message = value["message"]
     extra = message.get("extraInfo") if isinstance(message.get("extraInfo"), dict) else {}
     stack = str(extra.get("py_callstack") or message.get("message"))
     at = _year_seconds(extra.get("timestamp"))
-    scanner = Scanner(name)
+    scanner = LogScanner(name)
     parts = iter([stack.encode("utf-8", "replace"), b""])
     for sighting in scanner.read(lambda _: next(parts, b""), lambda _: None):
         yield Sighting(
@@ -84,21 +84,21 @@ def _year_seconds(timestamp: Any) -> float | None:
 # ---------------------------------------------------------------------------- snapshots
 
 
-def snapshot(value: dict[str, Any], name: str) -> Iterator[Sighting]:
+def read_snapshot(value: dict[str, Any], name: str) -> Iterator[Sighting]:
     """Out of memory, where the trace has it; else what lies idle."""
     by_device: dict[int, list[dict[Any, Any]]] = {}
-    for segment in _dicts(value["segments"]):
-        by_device.setdefault(_whole(segment.get("device")), []).append(segment)
+    for segment in _only_dicts(value["segments"]):
+        by_device.setdefault(_as_count(segment.get("device")), []).append(segment)
     failed = False
     traces = value.get("device_traces")
     for device, trace in enumerate(traces if isinstance(traces, list | tuple) else ()):
-        for number, event in enumerate(itertools.islice(_dicts(trace), MOST_BLOCKS)):
+        for number, event in enumerate(itertools.islice(_only_dicts(trace), MOST_BLOCKS)):
             if event.get("action") == "oom":
                 failed = True
-                yield _oom(event, number, device, by_device.get(device, []), name)
+                yield _oom_sighting(event, number, device, by_device.get(device, []), name)
                 break
     for device, segments in by_device.items():
-        held = _held(segments)
+        held = _sum_segments(segments)
         if not failed and held.idle >= max(GIB, IDLE_SHARE * held.reserved):
             yield Sighting(
                 of="idle-memory",
@@ -114,7 +114,7 @@ def snapshot(value: dict[str, Any], name: str) -> Iterator[Sighting]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class SegmentTotals:
     """What the segments of a device hold."""
 
     reserved: int
@@ -138,23 +138,23 @@ class Held:
         )
 
 
-def _held(segments: Iterable[dict[Any, Any]]) -> Held:
+def _sum_segments(segments: Iterable[dict[Any, Any]]) -> SegmentTotals:
     reserved = allocated = largest = looked_at = 0
     holders: Counter[str] = Counter()
     for segment in segments:
-        reserved += _whole(segment.get("total_size"))
-        allocated += _whole(segment.get("allocated_size"))
-        for block in _dicts(segment.get("blocks")):
+        reserved += _as_count(segment.get("total_size"))
+        allocated += _as_count(segment.get("allocated_size"))
+        for block in _only_dicts(segment.get("blocks")):
             looked_at += 1
             if looked_at > MOST_BLOCKS:
                 break
-            size = _whole(block.get("size"))
+            size = _as_count(block.get("size"))
             if block.get("state") == "inactive":
                 largest = max(largest, size)
             elif block.get("state") == "active_allocated":
-                holders[_frame(block.get("frames"))] += size
+                holders[_innermost_frame(block.get("frames"))] += size
     holders.pop("", None)
-    return Held(
+    return SegmentTotals(
         reserved=reserved,
         allocated=min(allocated, reserved),
         largest_idle=largest,
@@ -162,20 +162,20 @@ def _held(segments: Iterable[dict[Any, Any]]) -> Held:
     )
 
 
-def _frame(frames: Any) -> str:
+def _innermost_frame(frames: Any) -> str:
     """The innermost frame of Python code that is not torch's own."""
-    for frame in itertools.islice(_dicts(frames), 200):
+    for frame in itertools.islice(_only_dicts(frames), 200):
         file, line = str(frame.get("filename", "")), frame.get("line")
         if file.endswith(".py") and "/torch/" not in file:
-            return plain(f"{file[-80:]}:{line} {str(frame.get('name', ''))[:60]}")
+            return strip_escapes(f"{file[-80:]}:{line} {str(frame.get('name', ''))[:60]}")
     return ""
 
 
-def _oom(
+def _oom_sighting(
     event: dict[Any, Any], number: int, device: int, segments: list[dict[Any, Any]], name: str
 ) -> Sighting:
-    held = _held(segments)
-    tried, free = _whole(event.get("size")), _whole(event.get("device_free"))
+    held = _sum_segments(segments)
+    tried, free = _as_count(event.get("size")), _as_count(event.get("device_free"))
     return Sighting(
         of="out-of-memory",
         file=name,
@@ -196,7 +196,7 @@ def _oom(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flight:
+class FlightRecord:
     """The collectives of one process group on one rank."""
 
     rank: int
@@ -216,48 +216,48 @@ class Flight:
         return min(open_ones, default=None)
 
 
-def flights(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Sighting]:
+def compare_flights(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Sighting]:
     """What the records of several ranks say together: who is late, who does something else, or nobody."""
-    groups: dict[str, list[Flight]] = {}
+    groups: dict[str, list[FlightRecord]] = {}
     for order, (name, value) in enumerate(found):
-        rank = rank_of_path(name)
-        rank = rank if rank is not None else _whole(value.get("rank", order))
-        for group, entries in _by_group(value).items():
-            groups.setdefault(group, []).append(Flight(rank=rank, file=name, entries=entries))
+        rank = rank_from_path(name)
+        rank = rank if rank is not None else _as_count(value.get("rank", order))
+        for group, entries in _group_entries(value).items():
+            groups.setdefault(group, []).append(FlightRecord(rank=rank, file=name, entries=entries))
     for group, ranks in sorted(groups.items()):
-        yield from _judged(group, sorted(ranks, key=lambda flight: flight.rank))
+        yield from _judge_group(group, sorted(ranks, key=lambda flight: flight.rank))
 
 
-def _by_group(value: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
+def _group_entries(value: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    for entry in _dicts(value["entries"]):
+    for entry in _only_dicts(value["entries"]):
         if entry.get("is_p2p"):
             continue
         group = entry.get("process_group", entry.get("pg_id", 0))
         name = str(group[0]) if isinstance(group, list | tuple) and group else str(group)
-        number = _whole(entry.get("collective_seq_id", entry.get("seq_id")))
+        number = _as_count(entry.get("collective_seq_id", entry.get("seq_id")))
         found.setdefault(name, {})[number] = entry
     return found
 
 
-def _op(entry: dict[str, Any]) -> str:
-    return plain(str(entry.get("profiling_name", "?"))).removeprefix("nccl:")[:60]
+def _op_name(entry: dict[str, Any]) -> str:
+    return strip_escapes(str(entry.get("profiling_name", "?"))).removeprefix("nccl:")[:60]
 
 
-def _shape(entry: dict[str, Any]) -> str:
-    return f"{_op(entry)} of {str(entry.get('input_sizes', '?'))[:60]}"
+def _describe_op(entry: dict[str, Any]) -> str:
+    return f"{_op_name(entry)} of {str(entry.get('input_sizes', '?'))[:60]}"
 
 
-def _judged(group: str, ranks: list[Flight]) -> Iterator[Sighting]:
+def _judge_group(group: str, ranks: list[FlightRecord]) -> Iterator[Sighting]:
     waits = [flight.waits_in for flight in ranks if flight.waits_in is not None]
     if not waits:
         return
     number = min(waits)
     late = [flight for flight in ranks if flight.last < number]
     there = [flight for flight in ranks if number in flight.entries]
-    shapes = {_shape(flight.entries[number]): flight for flight in there}
+    shapes = {_describe_op(flight.entries[number]): flight for flight in there}
     if late:
-        yield _late(late[0], there, number, group)
+        yield _late_sighting(late[0], there, number, group)
     elif len(shapes) > 1:
         (first, flight), (second, two) = list(shapes.items())[:2]
         yield Sighting(
@@ -265,7 +265,8 @@ def _judged(group: str, ranks: list[Flight]) -> Iterator[Sighting]:
             file=flight.file,
             line=1,
             text=f"group {group}, collective {number}: rank {flight.rank} {first}"
-            f"{_at_frame(flight.entries[number])}, rank {two.rank} {second}{_at_frame(two.entries[number])}",
+            f"{_format_frame(flight.entries[number])}, rank {two.rank} "
+            f"{second}{_format_frame(two.entries[number])}",
             captured={"first": f"rank {flight.rank} in {first}", "second": f"rank {two.rank} in {second}"},
             rank=two.rank,
         )
@@ -275,8 +276,9 @@ def _judged(group: str, ranks: list[Flight]) -> Iterator[Sighting]:
             of="stuck-collective",
             file=there[0].file,
             line=1,
-            text=f"group {group}: ranks {', '.join(str(flight.rank) for flight in there)} in {_shape(entry)}",
-            captured={"op": _op(entry), "seq": str(number)},
+            text=f"group {group}: ranks {', '.join(str(flight.rank) for flight in there)} in "
+            f"{_describe_op(entry)}",
+            captured={"op": _op_name(entry), "seq": str(number)},
         )
     elif there:
         entry = there[0].entries[number]
@@ -284,27 +286,31 @@ def _judged(group: str, ranks: list[Flight]) -> Iterator[Sighting]:
             of="nccl-timeout",
             file=there[0].file,
             line=1,
-            text=f"group {group}: rank {there[0].rank} waits in {_shape(entry)}{_at_frame(entry)}",
-            captured={"op": _op(entry), "seq": str(number), "timeout": str(entry.get("timeout_ms", "?"))},
+            text=f"group {group}: rank {there[0].rank} waits in {_describe_op(entry)}{_format_frame(entry)}",
+            captured={
+                "op": _op_name(entry),
+                "seq": str(number),
+                "timeout": str(entry.get("timeout_ms", "?")),
+            },
             rank=there[0].rank,
         )
 
 
-def _late(flight: Flight, there: list[Flight], number: int, group: str) -> Sighting:
+def _late_sighting(flight: FlightRecord, there: list[FlightRecord], number: int, group: str) -> Sighting:
     last = flight.entries[flight.last]
     waiting = there[0].entries[number] if there else {}
     return Sighting(
         of="late-rank",
         file=flight.file,
         line=1,
-        text=f"group {group}: rank {flight.rank} last did {_shape(last)}, number {flight.last}"
-        f"{_at_frame(last)}; ranks {', '.join(str(other.rank) for other in there)} "
-        f"wait in {_shape(waiting)}, number {number}",
-        captured={"rank": str(flight.rank), "op": _op(last), "seq": str(flight.last)},
+        text=f"group {group}: rank {flight.rank} last did {_describe_op(last)}, number {flight.last}"
+        f"{_format_frame(last)}; ranks {', '.join(str(other.rank) for other in there)} "
+        f"wait in {_describe_op(waiting)}, number {number}",
+        captured={"rank": str(flight.rank), "op": _op_name(last), "seq": str(flight.last)},
         rank=flight.rank,
     )
 
 
-def _at_frame(entry: dict[str, Any]) -> str:
-    frame = _frame(entry.get("frames"))
+def _format_frame(entry: dict[str, Any]) -> str:
+    frame = _innermost_frame(entry.get("frames"))
     return f" at {frame}" if frame else ""

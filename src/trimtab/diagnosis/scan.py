@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
-from trimtab.diagnosis.kinds import patterns
-from trimtab.diagnosis.lines import plain, rank_of, rank_of_path, time_of, without_label
-from trimtab.diagnosis.sieve import Sieve
+from trimtab.diagnosis.kinds import load_patterns
+from trimtab.diagnosis.lines import find_rank, find_time, rank_from_path, split_label, strip_escapes
+from trimtab.diagnosis.sieve import NeedleSieve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trimtab.diagnosis.kinds import Pattern
+    from trimtab.diagnosis.kinds import LogPattern
 
 FIRST_CHUNK, CHUNK = 1 << 18, 8 << 20
 """Bytes read at once. The first are few: what every line says is known after them, and not sought again."""
@@ -57,16 +57,16 @@ class Sighting:
     is_fact: bool = False
 
 
-class Scanner:
+class LogScanner:
     """The state of reading one log."""
 
     def __init__(self, name: str, rank: int | None = None) -> None:
         self.name = name
-        self.rank = rank if rank is not None else rank_of_path(name)
+        self.rank = rank if rank is not None else rank_from_path(name)
         self.counts: Counter[str] = Counter()
         self.lines = 0
         self.bytes = 0
-        self._by_needle, self._sieve = _everything()
+        self._by_needle, self._sieve = _load_sieve()
 
     def read(self, stream: Callable[[int], bytes], say: Callable[[int], None]) -> Iterator[Sighting]:
         """Every sighting, in the order of the log. `stream(n)` gives up to n more bytes, none at the end."""
@@ -101,10 +101,10 @@ class Scanner:
         for pattern in self._by_needle[needle]:
             if (start, pattern.of) in seen or self.counts[pattern.of] >= MOST_SIGHTINGS:
                 continue
-            raw = data[start : _line_stop(data, at, pattern.lines)]
+            raw = data[start : _line_end(data, at, pattern.lines)]
             if not pattern.may_match(raw):
                 continue
-            text = plain_lines(raw.decode("utf-8", "replace"))
+            text = strip_lines(raw.decode("utf-8", "replace"))
             match = pattern.search(text)
             if match is None:
                 continue
@@ -114,13 +114,13 @@ class Scanner:
             yield self._sighting(pattern, match, text, line, behind)
 
     def _sighting(
-        self, pattern: Pattern, match: re.Match[str], text: str, line: int, behind: bytes
+        self, pattern: LogPattern, match: re.Match[str], text: str, line: int, behind: bytes
     ) -> Sighting:
         captured = {name: said.strip() for name, said in match.groupdict().items() if said}
         whole = text.split("\n", 1)[0]
         own = captured.get("rank", "")
-        rank = int(own) if own.isdecimal() and len(own) < 8 else rank_of(whole)  # noqa: PLR2004
-        earlier = plain(behind.decode("utf-8", "replace"))
+        rank = int(own) if own.isdecimal() and len(own) < 8 else find_rank(whole)  # noqa: PLR2004
+        earlier = strip_escapes(behind.decode("utf-8", "replace"))
         return Sighting(
             of=pattern.of,
             file=self.name,
@@ -128,8 +128,8 @@ class Scanner:
             text=text.replace("\n", " ") if pattern.lines > 1 else whole,
             captured=captured,
             rank=rank if rank is not None else self.rank,
-            at=time_of(whole) or time_of(earlier[-2048:]),
-            frames=() if pattern.is_fact else _frames(earlier, without_label(whole)[0]),
+            at=find_time(whole) or find_time(earlier[-2048:]),
+            frames=() if pattern.is_fact else _find_frames(earlier, split_label(whole)[0]),
             is_fact=pattern.is_fact,
         )
 
@@ -138,11 +138,13 @@ class Scanner:
         start = _line_start(data, at)
         text = data[start : at + AHEAD].decode("utf-8", "replace")
         # What a progress bar has overwritten is not read, and does not count as a line.
-        lines = [plain(line_text.removesuffix("\r").rpartition("\r")[2]) for line_text in text.split("\n")]
-        label = without_label(lines[0])[0]
+        lines = [
+            strip_escapes(line_text.removesuffix("\r").rpartition("\r")[2]) for line_text in text.split("\n")
+        ]
+        label = split_label(lines[0])[0]
         frames: list[str] = []
         for number, raw in enumerate(lines[1:], 1):
-            own, rest = without_label(raw)
+            own, rest = split_label(raw)
             if own != label and own:
                 continue
             rest = rest.removeprefix(" ") if own else rest
@@ -151,7 +153,7 @@ class Scanner:
             if not rest.strip() or rest[0] in " \t|+" or not frames:
                 continue
             match = _ERROR.match(rest)
-            goes_on = _signs_of_life(lines[number + 1 :], label)
+            goes_on = _count_signs_of_life(lines[number + 1 :], label)
             if match is None or goes_on > MOST_SIGNS:
                 return
             self.counts[PYTHON_ERROR] += 1
@@ -166,8 +168,8 @@ class Scanner:
                     "frame": frames[-1],
                     "signs_of_life": str(goes_on),
                 },
-                rank=rank_of(lines[0]) if label else self.rank,
-                at=time_of(plain(data[max(0, start - 2048) : start].decode("utf-8", "replace"))),
+                rank=find_rank(lines[0]) if label else self.rank,
+                at=find_time(strip_escapes(data[max(0, start - 2048) : start].decode("utf-8", "replace"))),
                 frames=tuple(frames),
             )
             return
@@ -184,16 +186,16 @@ class Scanner:
         }
         if sum(map(len, left.values())) < sum(map(len, self._by_needle.values())):
             self._by_needle = left
-            self._sieve = Sieve([*left, *([] if PYTHON_ERROR in full else [TRACEBACK])])
+            self._sieve = NeedleSieve([*left, *([] if PYTHON_ERROR in full else [TRACEBACK])])
 
 
 @cache
-def _everything() -> tuple[dict[bytes, list[Pattern]], Sieve]:
+def _load_sieve() -> tuple[dict[bytes, list[LogPattern]], NeedleSieve]:
     """All patterns by their needles, and the sieve for those: replaced by a scanner, and never changed."""
-    found: dict[bytes, list[Pattern]] = {}
-    for pattern in patterns():
+    found: dict[bytes, list[LogPattern]] = {}
+    for pattern in load_patterns():
         found.setdefault(pattern.needle, []).append(pattern)
-    return found, Sieve([*found, TRACEBACK])
+    return found, NeedleSieve([*found, TRACEBACK])
 
 
 def _line_start(data: bytes, at: int) -> int:
@@ -201,7 +203,7 @@ def _line_start(data: bytes, at: int) -> int:
     return max(data.rfind(b"\n", lowest, at), data.rfind(b"\r", lowest, at), lowest - 1) + 1
 
 
-def _line_stop(data: bytes, at: int, lines: int) -> int:
+def _line_end(data: bytes, at: int, lines: int) -> int:
     """Where a line ends, or so many. Carriage returns end lines: progress bars are made of them."""
     stop, limit = at, min(len(data), at + LINE)
     for _ in range(lines):
@@ -214,18 +216,18 @@ def _line_stop(data: bytes, at: int, lines: int) -> int:
     return stop
 
 
-def plain_lines(text: str) -> str:
+def strip_lines(text: str) -> str:
     """Lines without escapes, the line feeds kept."""
     parts = text.rstrip("\r\n").replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    return "\n".join(plain(part) for part in parts)
+    return "\n".join(strip_escapes(part) for part in parts)
 
 
-def _frames(earlier: str, label: str) -> tuple[str, ...]:
+def _find_frames(earlier: str, label: str) -> tuple[str, ...]:
     """The functions of the traceback that ends here, of the same rank."""
     _, head, body = earlier.rpartition(TRACEBACK.decode())
     if not head:
         return ()
-    own = (line for line in body.split("\n") if without_label(line)[0] in (label, ""))
+    own = (line for line in body.split("\n") if split_label(line)[0] in (label, ""))
     return tuple(
         f"{match.group(1)}:{match.group(2)}, in {match.group(3) or '?'}"
         for match in map(_FRAME.search, own)
@@ -233,14 +235,14 @@ def _frames(earlier: str, label: str) -> tuple[str, ...]:
     )
 
 
-def _signs_of_life(after: list[str], label: str) -> int:
+def _count_signs_of_life(after: list[str], label: str) -> int:
     """How many lines after a traceback are those of a run that goes on.
 
     torch labels a traceback with [rankN]: only where nobody caught it: then there is no life after it.
     """
     if "[rank" in label:
         return 0
-    parted = (without_label(raw) for raw in after)
+    parted = (split_label(raw) for raw in after)
     return sum(
         own == label and not rest.startswith(("    ", "\t")) and _ALIVE.search(rest) is not None
         for own, rest in parted

@@ -28,7 +28,7 @@ _HEALTHY = (
 """What the lines of a run that goes well are made of."""
 
 
-class Sieve:
+class NeedleSieve:
     """Needles, ready to be looked for. None is shorter than eight bytes."""
 
     def __init__(self, needles: Iterable[bytes]) -> None:
@@ -36,7 +36,7 @@ class Sieve:
         self._tables: tuple[Any, Any] | None = None
         self._at: dict[bytes, list[tuple[int, bytes]]] = {}
         for needle in self.needles:
-            offset = rarest(needle)
+            offset = rarest_offset(needle)
             self._at.setdefault(needle[offset : offset + 2 * GRAM], []).append((offset, needle))
 
     def hits(self, data: bytes, begin: int, end: int) -> list[tuple[int, bytes]]:
@@ -72,8 +72,8 @@ class Sieve:
 
         if self._tables is None:
             self._tables = (
-                _table(grams[:GRAM] for grams in self._at),
-                _table(grams[GRAM:] for grams in self._at),
+                _hash_table(grams[:GRAM] for grams in self._at),
+                _hash_table(grams[GRAM:] for grams in self._at),
             )
         first, second = self._tables
         places: list[int] = []
@@ -92,7 +92,7 @@ class Sieve:
         return places
 
 
-def _table(grams: Iterable[bytes]) -> Any:
+def _hash_table(grams: Iterable[bytes]) -> Any:
     import numpy as np
 
     answers = np.zeros(1 << _BITS, dtype=bool)
@@ -101,10 +101,10 @@ def _table(grams: Iterable[bytes]) -> Any:
     return answers
 
 
-def rarest(needle: bytes) -> int:
+def rarest_offset(needle: bytes) -> int:
     """Where the eight bytes of a needle begin that a healthy log is least likely to have.
 
-    >>> rarest(b"error 12 CUDA OOM")
+    >>> rarest_offset(b"error 12 CUDA OOM")
     9
     """
     weights = [_COMMON.get(byte, 0) for byte in needle]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trimtab.diagnosis.kinds import kinds
+from trimtab.diagnosis.kinds import load_kinds
 from trimtab.diagnosis.scan import Sighting
 from trimtab.spec import Severity
 
@@ -37,54 +37,56 @@ STATES = (*ENDINGS, "run-ended-early", "run-gone", "run-under-way", "run-stalled
 EVENTS = "events.jsonl"
 
 
-def is_own(name: str) -> bool:
+def is_own_kind(name: str) -> bool:
     """Whether a kind is told by lines of `trimtab train` itself.
 
-    >>> is_own("run-done"), is_own("out-of-memory")
+    >>> is_own_kind("run-done"), is_own_kind("out-of-memory")
     (True, False)
     """
     return name.startswith("run-")
 
 
-def told(sightings: Iterable[Sighting], ends: Sequence[Sighting] = ()) -> list[Sighting]:
+def settle_runs(sightings: Iterable[Sighting], ends: Sequence[Sighting] = ()) -> list[Sighting]:
     """All sightings, those of our own runs settled; `ends` is how run folders say that their runs ended.
 
     The file of such an end is in the folder whose events it is about.
     """
-    found = _unmixed(list(sightings))
-    foreign = [sighting for sighting in found if not is_own(sighting.of)]
+    found = _tell_apart(list(sightings))
+    foreign = [sighting for sighting in found if not is_own_kind(sighting.of)]
     by_file: dict[str, list[Sighting]] = {}
     for sighting in found:
-        if is_own(sighting.of):
+        if is_own_kind(sighting.of):
             by_file.setdefault(sighting.file, []).append(sighting)
-    known = {_beside(end.file): end for end in ends}
+    known = {_events_file(end.file): end for end in ends}
     settled: list[Sighting] = []
     for file, own in by_file.items():
-        settled += _settled(own, known.pop(file, None))
-    settled = _resumed_once(_once([*known.values(), *settled]))
+        settled += _settle_run(own, known.pop(file, None))
+    settled = _join_resumes(_drop_repeated([*known.values(), *settled]))
     there = {sighting.of for sighting in (*foreign, *settled)}
     # A warning that only repeats what another kind tells better is left out; errors go below their cause.
     kept = [
-        sighting for sighting in settled if _is_error(sighting) or not there & {*kinds()[sighting.of].after}
+        sighting
+        for sighting in settled
+        if _is_error(sighting) or not there & {*load_kinds()[sighting.of].after}
     ]
-    return [*foreign, *_counted(kept)]
+    return [*foreign, *_count_kinds(kept)]
 
 
 def _is_error(sighting: Sighting) -> bool:
-    return kinds()[sighting.of].severity is Severity.ERROR
+    return load_kinds()[sighting.of].severity is Severity.ERROR
 
 
-def _beside(file: str) -> str:
+def _events_file(file: str) -> str:
     """The events of the folder that a file is in."""
     head, slash, _ = file.rpartition("/")
     return f"{head}{slash}{EVENTS}"
 
 
-def _unmixed(found: list[Sighting]) -> list[Sighting]:
+def _tell_apart(found: list[Sighting]) -> list[Sighting]:
     """Each line that is ours told once: as an end where it tells one, and never as somebody else's."""
     best: dict[tuple[str, int], str] = {}
     for sighting in found:
-        if is_own(sighting.of) and not sighting.is_fact:
+        if is_own_kind(sighting.of) and not sighting.is_fact:
             place = (sighting.file, sighting.line)
             best[place] = sighting.of if sighting.of in ENDINGS or place not in best else best[place]
     return [
@@ -94,9 +96,9 @@ def _unmixed(found: list[Sighting]) -> list[Sighting]:
     ]
 
 
-def _settled(own: list[Sighting], end: Sighting | None) -> list[Sighting]:
+def _settle_run(own: list[Sighting], end: Sighting | None) -> list[Sighting]:
     """The sightings of one run in one file: its last end, what it met, and ends that were not the last."""
-    own = _said_twice(sorted(own, key=lambda sighting: sighting.line))
+    own = _drop_said_twice(sorted(own, key=lambda sighting: sighting.line))
     taken_up = max((sighting.line for sighting in own if sighting.of in AGAIN), default=0)
     last = next(
         (sighting for sighting in reversed(own) if sighting.of in ENDINGS and sighting.line > taken_up), None
@@ -114,7 +116,7 @@ def _settled(own: list[Sighting], end: Sighting | None) -> list[Sighting]:
     return [*met, *([] if last is None else [last])]
 
 
-def _said_twice(own: list[Sighting]) -> list[Sighting]:
+def _drop_said_twice(own: list[Sighting]) -> list[Sighting]:
     """Without an end that is told again in other words, as by an event and by the error after it."""
     seen: set[tuple[str, str]] = set()
     kept = []
@@ -128,19 +130,19 @@ def _said_twice(own: list[Sighting]) -> list[Sighting]:
     return kept
 
 
-def _once(settled: list[Sighting]) -> list[Sighting]:
+def _drop_repeated(settled: list[Sighting]) -> list[Sighting]:
     """Without what two files tell alike, as a folder and printed lines do; a folder tells of its own run."""
     seen: dict[tuple[str, str, str], str] = {}
     kept = []
-    for sighting in sorted(settled, key=lambda sighting: not _in_folder(sighting)):
+    for sighting in sorted(settled, key=lambda sighting: not _is_in_folder(sighting)):
         at = sighting.captured.get("steps" if sighting.of == DONE else "step", "")
         first = seen.setdefault((sighting.of, at, sighting.captured.get("why", "")), sighting.file)
-        if first == sighting.file or _in_folder(sighting):
+        if first == sighting.file or _is_in_folder(sighting):
             kept.append(sighting)
     return kept
 
 
-def _resumed_once(settled: list[Sighting]) -> list[Sighting]:
+def _join_resumes(settled: list[Sighting]) -> list[Sighting]:
     """With one sighting for each time that a run was taken up again.
 
     A run that is queued again says so when it ends and when it resumes, and one that resumes on another
@@ -169,30 +171,30 @@ def _resumed_once(settled: list[Sighting]) -> list[Sighting]:
     return kept
 
 
-def _in_folder(sighting: Sighting) -> bool:
+def _is_in_folder(sighting: Sighting) -> bool:
     return sighting.file.rpartition("/")[2] in {EVENTS, "attempt.json", "log.jsonl"}
 
 
-def _counted(settled: list[Sighting]) -> list[Sighting]:
+def _count_kinds(settled: list[Sighting]) -> list[Sighting]:
     """With how often each kind was met, and at which steps; the last answer is the one worth telling."""
     found: list[Sighting] = []
     for name in dict.fromkeys(sighting.of for sighting in settled):
         alike = [sighting for sighting in settled if sighting.of == name]
         last = alike[-1].captured if name not in STATES else {}
         words = {key: said.rstrip(".") for key, said in last.items()} | {
-            "times": times(len(alike), [sighting.captured.get("step", "") for sighting in alike])
+            "times": format_times(len(alike), [sighting.captured.get("step", "") for sighting in alike])
         }
         found += [
-            replace(sighting, captured=kinds()[name].defaults | sighting.captured | words)
+            replace(sighting, captured=load_kinds()[name].defaults | sighting.captured | words)
             for sighting in alike
         ]
     return found
 
 
-def times(count: int, steps: Iterable[str]) -> str:
+def format_times(count: int, steps: Iterable[str]) -> str:
     """How often, and when.
 
-    >>> times(1, ["3"]), times(3, ["3", "5", "5"]), times(2, ["", ""])
+    >>> format_times(1, ["3"]), format_times(3, ["3", "5", "5"]), format_times(2, ["", ""])
     ('once, at step 3', '3 times, at steps 3 to 5', '2 times')
     """
     known = sorted({int(step) for step in steps if step.isdecimal()})
@@ -204,7 +206,7 @@ def times(count: int, steps: Iterable[str]) -> str:
     return f"{often}, at steps {known[0]} to {known[-1]}"
 
 
-def end_of(run: WatchedRun, *, alive: bool | None, host: str, file: str) -> Sighting:
+def describe_end(run: WatchedRun, *, alive: bool | None, host: str, file: str) -> Sighting:
     """How a run stands by its folder; `alive` says whether its process is, None where that cannot be seen."""
     step = "0" if run.step is None else str(run.step)
     steps = "an unknown number" if run.steps is None else str(run.steps)

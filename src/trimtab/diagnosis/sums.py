@@ -97,10 +97,10 @@ class Shortage:
         return ", ".join(parts)
 
 
-def size(text: str) -> int | None:
+def parse_size(text: str) -> int | None:
     """Bytes, as torch prints them.
 
-    >>> size("20.00 MiB"), size("0 bytes"), size("many")
+    >>> parse_size("20.00 MiB"), parse_size("0 bytes"), parse_size("many")
     (20971520, 0, None)
     """
     number, _, unit = text.partition(" ")
@@ -110,17 +110,17 @@ def size(text: str) -> int | None:
         return None
 
 
-def shortage(text: str, captured: Mapping[str, str]) -> Shortage:
+def parse_shortage(text: str, captured: Mapping[str, str]) -> Shortage:
     """The numbers of a message of torch 1 or 2, or of a snapshot's event."""
     found: dict[str, int | None] = {}
     for name, forms in _NUMBERS.items():
         match = next((hit for form in forms if (hit := re.search(form, text))), None)
         stated = captured.get(f"{name}_bytes", "")
-        found[name] = int(stated) if stated.isdecimal() else size(match.group(1)) if match else None
+        found[name] = int(stated) if stated.isdecimal() else parse_size(match.group(1)) if match else None
     reserved = found.pop("reserved")
     if found["idle"] is None and reserved is not None and found["allocated"] is not None:
         found["idle"] = max(0, reserved - found["allocated"])
-    others = sum(size(text_size) or 0 for text_size in _OTHERS.findall(text))
+    others = sum(parse_size(text_size) or 0 for text_size in _OTHERS.findall(text))
     return Shortage(**found, others=others)
 
 
@@ -174,10 +174,10 @@ def out_of_memory_advice(short: Shortage, facts: Mapping[str, int], fixed_bytes:
     )
 
 
-def usual(values: Sequence[float]) -> float | None:
+def late_median(values: Sequence[float]) -> float | None:
     """The median of the later half, where there are enough: the first steps warm up.
 
-    >>> usual([90, 1, 2, 3, 2, 1, 2, 1]), usual([1.0])
+    >>> late_median([90, 1, 2, 3, 2, 1, 2, 1]), late_median([1.0])
     (1.5, None)
     """
     if len(values) < FEWEST:
@@ -185,7 +185,7 @@ def usual(values: Sequence[float]) -> float | None:
     return float(statistics.median(values[len(values) // 2 :]))
 
 
-def different_calls(sightings: Sequence[Sighting]) -> tuple[Sighting, Sighting] | None:
+def find_mismatch(sightings: Sequence[Sighting]) -> tuple[Sighting, Sighting] | None:
     """Two ranks that timed out in the same collective by number, and not in the same by kind or size."""
     by_number: dict[str, Sighting] = {}
     calls: dict[int, set[str]] = {}
@@ -198,12 +198,12 @@ def different_calls(sightings: Sequence[Sighting]) -> tuple[Sighting, Sighting] 
         if number is None or sighting.rank is None or len(calls[sighting.rank]) > 1:
             continue
         other = by_number.setdefault(number, sighting)
-        if other.rank != sighting.rank and call(other) != call(sighting):
+        if other.rank != sighting.rank and describe_call(other) != describe_call(sighting):
             return other, sighting
     return None
 
 
-def call(sighting: Sighting) -> str:
+def describe_call(sighting: Sighting) -> str:
     """The collective that a rank waits in."""
     numel = sighting.captured.get("numel")
     return sighting.captured.get("op", "?") + (f" of {numel} elements" if numel else "")

@@ -13,27 +13,27 @@ MOST_BYTES = 1 << 30
 """A larger file is refused: its objects would take ten times as much memory."""
 
 
-class NotPlain(ValueError):  # noqa: N818 - reads as a sentence in `except`
+class NotPlainPickle(ValueError):  # noqa: N818 - reads as a sentence in `except`
     """The pickle holds something that is no plain value, or is broken."""
 
 
-class _Plain(pickle.Unpickler):
+class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise NotPlain(f"it names {module}.{name}, and only plain values are read")
+        raise NotPlainPickle(f"it names {module}.{name}, and only plain values are read")
 
     def persistent_load(self, _: Any) -> NoReturn:
-        raise NotPlain("it refers to something outside of itself, as checkpoints do")
+        raise NotPlainPickle("it refers to something outside of itself, as checkpoints do")
 
 
-def load(stream: IO[bytes]) -> Any:
+def load_plain_pickle(stream: IO[bytes]) -> Any:
     """The plain value in a pickle; raises NotPlain for anything else, whatever its bytes are."""
     try:
-        return _Plain(stream, encoding="utf-8", errors="replace").load()
-    except NotPlain:
+        return _PlainUnpickler(stream, encoding="utf-8", errors="replace").load()
+    except NotPlainPickle:
         raise
     except MemoryError:
-        raise NotPlain("it asks for more memory than there is") from None
+        raise NotPlainPickle("it asks for more memory than there is") from None
     except RecursionError:
-        raise NotPlain("it is nested too deeply") from None
+        raise NotPlainPickle("it is nested too deeply") from None
     except Exception as error:  # broken pickles raise nearly anything
-        raise NotPlain(f"it is broken: {type(error).__name__}") from error
+        raise NotPlainPickle(f"it is broken: {type(error).__name__}") from error

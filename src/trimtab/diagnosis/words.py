@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from trimtab.catalog.words import Word
-from trimtab.diagnosis.kinds import kinds
+from trimtab.diagnosis.kinds import load_kinds
 
 _PLACE = re.compile(r"\{\w+\}")
 
@@ -18,19 +18,19 @@ def kind_words() -> dict[str, Word]:
         name: Word(
             name=name,
             kind="fault",
-            what=general(row.what),
-            cost=general(row.cause),
-            change=general(row.cure),
+            what=blank_captures(row.what),
+            cost=blank_captures(row.cause),
+            change=blank_captures(row.cure),
             use=("`trimtab doctor LOG` recognises it.",),
         )
-        for name, row in kinds().items()
+        for name, row in load_kinds().items()
     }
 
 
-def general(text: str) -> str:
+def blank_captures(text: str) -> str:
     """A sentence without what only a log can say.
 
-    >>> general("The GPU ran out of memory: {tried} more were asked for.")
+    >>> blank_captures("The GPU ran out of memory: {tried} more were asked for.")
     'The GPU ran out of memory: ... more were asked for.'
     """
     return _PLACE.sub("...", text)

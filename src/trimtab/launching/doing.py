@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse, shortened
 from trimtab.launching.errand import PROGRAM
-from trimtab.launching.site import QUESTIONS, Site
-from trimtab.launching.site import read as read_site
+from trimtab.launching.site import QUESTIONS, SlurmCluster
+from trimtab.launching.site import parse_cluster as read_site
 from trimtab.spec import LaunchKind
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ RUNS = (LaunchKind.TORCHRUN, LaunchKind.SLURM)
 """What is started from here; the rest is text for others."""
 
 
-def ask(command: Sequence[str]) -> str:
+def ask_slurm(command: Sequence[str]) -> str:
     """What a command of a scheduler prints; its own words where it fails."""
     shown = " ".join(command)
     try:
@@ -37,7 +37,7 @@ def ask(command: Sequence[str]) -> str:
             list(command), capture_output=True, text=True, timeout=ASKED_S, check=False, errors="replace"
         )
     except FileNotFoundError as error:
-        raise no_slurm(command[0]) from error
+        raise no_slurm_error(command[0]) from error
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFault(
             shown, found=f"it did not answer within {ASKED_S} s", cure="Try again; is the cluster up?"
@@ -58,7 +58,7 @@ def ask(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def no_slurm(program: str) -> EnvironmentFault:
+def no_slurm_error(program: str) -> EnvironmentFault:
     """There is no Slurm here."""
     return EnvironmentFault(
         "trimtab launch --slurm",
@@ -68,7 +68,7 @@ def no_slurm(program: str) -> EnvironmentFault:
     )
 
 
-def slurm_site() -> tuple[Site | None, str]:
+def read_slurm_cluster() -> tuple[SlurmCluster | None, str]:
     """The cluster of this machine; None, and why, where there is none that answers.
 
     sbatch will have the last word: what could not be asked is not checked, and that is said.
@@ -76,12 +76,12 @@ def slurm_site() -> tuple[Site | None, str]:
     if shutil.which(QUESTIONS["nodes"][0]) is None:
         return None, f"there is no {QUESTIONS['nodes'][0]} here"
     try:
-        return read_site({what: ask(command) for what, command in QUESTIONS.items()}), ""
+        return read_site({what: ask_slurm(command) for what, command in QUESTIONS.items()}), ""
     except EnvironmentFault as error:
         return None, error.found
 
 
-def write(launch: Launch) -> tuple[str, ...]:
+def write_launch_files(launch: Launch) -> tuple[str, ...]:
     """Write the script and the files of a launch; all folders are made. The paths, in order."""
     texts = dict(launch.files)
     if launch.script is not None and launch.script_file is not None:
@@ -102,12 +102,12 @@ def write(launch: Launch) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def submit(launch: Launch) -> Launch:
+def submit_launch(launch: Launch) -> Launch:
     """Hand a script to Slurm; the launch with the number that the job got."""
     if shutil.which(launch.command[0]) is None:
-        raise no_slurm(launch.command[0])
-    write(launch)
-    said = ask(launch.command).strip()
+        raise no_slurm_error(launch.command[0])
+    write_launch_files(launch)
+    said = ask_slurm(launch.command).strip()
     # --parsable prints NUMBER, or NUMBER;CLUSTER.
     number = said.splitlines()[-1].partition(";")[0] if said else ""
     if not number.isdigit():
@@ -124,7 +124,7 @@ def submit(launch: Launch) -> Launch:
     return done
 
 
-def check_runs(launch: Launch) -> None:
+def check_startable(launch: Launch) -> None:
     """Raise for a launch that is text for others, or whose run is known to fail."""
     if launch.kind not in RUNS:
         raise WrongUse(
@@ -140,25 +140,25 @@ def check_runs(launch: Launch) -> None:
         )
 
 
-def become(launch: Launch, here: Mapping[str, str], *, quiet: bool) -> NoReturn:
+def exec_launch(launch: Launch, here: Mapping[str, str], *, quiet: bool) -> NoReturn:
     """Run a launch on this machine in place of this process: signals and the terminal are its from here on.
 
     The program is the one that runs now, whatever of its name comes first in PATH. `quiet`: what it would
     print on stdout goes to stderr.
     """
-    write(launch)
+    write_launch_files(launch)
     sys.stdout.flush()
     sys.stderr.flush()
     if quiet:
         os.dup2(2, 1)
-    words = _words(launch)
+    words = _command_words(launch)
     os.execve(words[0], words, {**here, **launch.environment})  # noqa: S606 - words of ours, no shell
 
 
-def run(launch: Launch, here: Mapping[str, str]) -> Launch:
+def run_launch(launch: Launch, here: Mapping[str, str]) -> Launch:
     """Run a launch on this machine and wait for its end; raises where it does not end well."""
-    write(launch)
-    with subprocess.Popen(_words(launch), env={**here, **launch.environment}) as process:  # noqa: S603 - words of ours
+    write_launch_files(launch)
+    with subprocess.Popen(_command_words(launch), env={**here, **launch.environment}) as process:  # noqa: S603 - words of ours
         code = process.wait()
     if code:
         raise EnvironmentFault(
@@ -169,6 +169,6 @@ def run(launch: Launch, here: Mapping[str, str]) -> Launch:
     return launch.replace(job_id=str(process.pid))
 
 
-def _words(launch: Launch) -> list[str]:
+def _command_words(launch: Launch) -> list[str]:
     words = list(launch.command)
     return [sys.executable, "-m", *words] if words[0] == PROGRAM else words

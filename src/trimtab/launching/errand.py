@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse, shortened
 from trimtab.jobs.load import FOLDER
-from trimtab.launching.need import Need
+from trimtab.launching.need import Resources
 from trimtab.launching.quoting import check_path
 from trimtab.spec import Allocator, Plan
 from trimtab.spec.base import Noun
@@ -20,13 +20,13 @@ SHAPES = ("seq", "lora")
 """Options of hf:FOLDER that have a name of their own on the command line."""
 
 
-class Errand(Noun, frozen=True, kw_only=True):
+class JobSpec(Noun, frozen=True, kw_only=True):
     """A plan, its need, and where the run is kept."""
 
     plan: Plan
     plan_file: str
     """Where the nodes find the plan."""
-    need: Need
+    need: Resources
     out: str
     """The run's folder, which all nodes share."""
     folder: str
@@ -40,7 +40,7 @@ class Errand(Noun, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """What people call it."""
-        return f"{self.plan.job}: {self.plan.choice.strategy}, {_count(self.need)}"
+        return f"{self.plan.job}: {self.plan.choice.strategy}, {_count_processes(self.need)}"
 
     def faults(self) -> list[str]:
         """It can be started, and what is kept has a place."""
@@ -51,13 +51,15 @@ class Errand(Noun, frozen=True, kw_only=True):
         ]
 
 
-def _count(need: Need) -> str:
+def _count_processes(need: Resources) -> str:
     each = f"{need.procs} {'GPU' if need.gpus else 'process'}"
     each += ("s" if need.gpus else "es") * (need.procs > 1)
     return f"{need.nodes} nodes of {each}" if need.nodes > 1 else each
 
 
-def train_words(errand: Errand, *, nodes: str | None = None, rendezvous: str | None = None) -> list[str]:
+def build_train_command(
+    errand: JobSpec, *, nodes: str | None = None, rendezvous: str | None = None
+) -> list[str]:
     """The command that every node runs: it starts torchrun with the node's processes.
 
     `nodes` and `rendezvous` may be words of a script's own, such as "$address:$port".
@@ -79,12 +81,12 @@ def train_words(errand: Errand, *, nodes: str | None = None, rendezvous: str | N
         str(errand.need.procs),
         *meeting,
         *restarts,
-        *_shaped(errand.plan.job, errand.plan.options),
+        *_option_words(errand.plan.job, errand.plan.options),
         *errand.extra,
     ]
 
 
-def _shaped(job: str, options: dict[str, Any]) -> Iterator[str]:
+def _option_words(job: str, options: dict[str, Any]) -> Iterator[str]:
     """What was set on the job, as the command line says it."""
     for name, value in options.items():
         if not isinstance(value, str | int | float):
@@ -101,8 +103,8 @@ def _shaped(job: str, options: dict[str, Any]) -> Iterator[str]:
             yield from ("--set", f"{name}={value}")
 
 
-def variables(
-    errand: Errand, *, cores: int | None, offline: bool, here: Mapping[str, str] | None = None
+def build_environment(
+    errand: JobSpec, *, cores: int | None, offline: bool, here: Mapping[str, str] | None = None
 ) -> dict[str, tuple[str, str]]:
     """Variables of the run, each with its reason.
 
@@ -116,18 +118,18 @@ def variables(
             found[name] = value, "the plan's allocator: expandable segments"
     if cores:
         threads = max(1, cores // need.procs)
-        found["OMP_NUM_THREADS"] = str(threads), _threads(cores, need.procs)
+        found["OMP_NUM_THREADS"] = str(threads), _explain_threads(cores, need.procs)
     if need.gpus and need.gpus * need.nodes > 1:
         found["NCCL_DEBUG"] = "WARN", "NCCL says why, where it fails"
     if offline or errand.plan.job.startswith(FOLDER):
         why = "trimtab.toml says offline" if offline else "all that the job needs is in its folder"
         found["HF_HUB_OFFLINE"] = "1", why
     if here is not None and need.gpus:
-        found["CUDA_VISIBLE_DEVICES"] = visible(errand.plan, here), "the devices that the plan chose"
+        found["CUDA_VISIBLE_DEVICES"] = visible_devices(errand.plan, here), "the devices that the plan chose"
     return found
 
 
-def visible(plan: Plan, here: Mapping[str, str]) -> str:
+def visible_devices(plan: Plan, here: Mapping[str, str]) -> str:
     """CUDA_VISIBLE_DEVICES for the ranks of this node, in the order of ranks.
 
     A plan counts devices as the process that made it saw them, so that what is hidden now stays hidden.
@@ -146,10 +148,10 @@ def visible(plan: Plan, here: Mapping[str, str]) -> str:
     return ",".join(shown[number] for number in numbers)
 
 
-def _threads(cores: int, procs: int) -> str:
+def _explain_threads(cores: int, procs: int) -> str:
     """Why so many threads.
 
-    >>> _threads(5, 1)
+    >>> _explain_threads(5, 1)
     '5 cores over 1 process a node'
     """
     of_cores, of_procs = "core" if cores == 1 else "cores", "process" if procs == 1 else "processes"

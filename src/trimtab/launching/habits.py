@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trimtab.configs.mapping import NAME
+from trimtab.configs.mapping import PROJECT_FILE
 from trimtab.errors import BrokenFile, nearest
 from trimtab.spec.base import Noun
 
@@ -30,7 +30,7 @@ TABLES = ("target", TABLE)
 """Everything that a trimtab.toml may hold."""
 
 
-class Habits(Noun, frozen=True, kw_only=True):
+class LaunchDefaults(Noun, frozen=True, kw_only=True):
     """What is the same in every launch from here."""
 
     modules: tuple[str, ...] = ()
@@ -87,45 +87,45 @@ class Habits(Noun, frozen=True, kw_only=True):
         return wrong + [f"{name} is empty" for name in ("modules", "lines") if "" in getattr(self, name)]
 
 
-def read(folder: Path) -> Habits:
+def read_defaults(folder: Path) -> LaunchDefaults:
     """The habits of a folder's trimtab.toml; none where there is no file or no such table."""
-    file = folder / NAME
+    file = folder / PROJECT_FILE
     try:
         held = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return Habits()
+        return LaunchDefaults()
     except OSError as error:
-        raise _broken(file, f"it cannot be read ({error.strerror})") from error
+        raise _file_error(file, f"it cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise _broken(file, f"it is not TOML: {error}") from error
-    return told(held, file)
+        raise _file_error(file, f"it is not TOML: {error}") from error
+    return parse_defaults(held, file)
 
 
-def told(held: dict[str, Any], file: Path) -> Habits:
+def parse_defaults(held: dict[str, Any], file: Path) -> LaunchDefaults:
     """Habits from what a trimtab.toml holds."""
     strange = [key for key in held if key not in TABLES]
     if strange:
-        raise _broken(file, f"there is {_unknown(strange[0], TABLES)}")
+        raise _file_error(file, f"there is {_name_unknown(strange[0], TABLES)}")
     table = held.get(TABLE, {})
     if not isinstance(table, dict):
-        raise _broken(file, f"{TABLE} is no table: write [{TABLE}] on a line of its own")
-    known = Habits.__struct_fields__
+        raise _file_error(file, f"{TABLE} is no table: write [{TABLE}] on a line of its own")
+    known = LaunchDefaults.__struct_fields__
     strange = [key for key in table if key not in known]
     if strange:
-        raise _broken(file, f"[{TABLE}] has {_unknown(strange[0], known)}")
+        raise _file_error(file, f"[{TABLE}] has {_name_unknown(strange[0], known)}")
     try:
-        return msgspec.convert(table, Habits)
+        return msgspec.convert(table, LaunchDefaults)
     except msgspec.ValidationError as error:
-        raise _broken(file, f"[{TABLE}] is not right: {error}") from error
+        raise _file_error(file, f"[{TABLE}] is not right: {error}") from error
 
 
-def _unknown(name: str, known: tuple[str, ...]) -> str:
+def _name_unknown(name: str, known: tuple[str, ...]) -> str:
     close = nearest(name, known, count=1)
     hint = f" (perhaps {close[0]})" if close else ""
     return f"{name!r}, which is none of {', '.join(known)}{hint}"
 
 
-def _broken(file: Path, found: str) -> BrokenFile:
+def _file_error(file: Path, found: str) -> BrokenFile:
     return BrokenFile(
         str(file), found=found, cure="Mend it as docs/launching.md describes, or take the line out."
     )

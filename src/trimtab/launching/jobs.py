@@ -36,7 +36,7 @@ LOCAL = "local-"
 """What the ids of runs on this machine begin with; the number of the process follows."""
 
 
-class Desk(NamedTuple):
+class SlurmClient(NamedTuple):
     """Where jobs are asked after; `desk()` is the real one."""
 
     ask: Callable[[Sequence[str]], str]
@@ -47,17 +47,17 @@ class Desk(NamedTuple):
     """The user."""
 
 
-def desk() -> Desk:
+def real_slurm() -> SlurmClient:
     """The Slurm of this machine."""
-    from trimtab.launching.doing import ask
+    from trimtab.launching.doing import ask_slurm
 
-    return Desk(ask, lambda program: shutil.which(program) is not None, getpass.getuser())
+    return SlurmClient(ask_slurm, lambda program: shutil.which(program) is not None, getpass.getuser())
 
 
 # pure: from what was read to nouns
 
 
-def progress(
+def measure_progress(
     folder: str,
     job: str | None,
     attempt: Attempt | None,
@@ -87,14 +87,14 @@ def progress(
     )
 
 
-def slurm_view(job: QueuedJob, run: Headway | None, tail: Sequence[str]) -> JobView:
+def view_slurm_job(job: QueuedJob, run: Headway | None, tail: Sequence[str]) -> JobView:
     """A job in the queue, with its run."""
     ends = run is not None and run.left_s is not None and job.state == "RUNNING"
     return JobView(
         id=job.job_id,
         kind="slurm",
         state=job.state.lower(),
-        why=queue.why(job),
+        why=queue.explain_state(job),
         queued=job,
         run=run if ends or run is None else run.replace(left_s=None),
         log=job.output,
@@ -102,7 +102,7 @@ def slurm_view(job: QueuedJob, run: Headway | None, tail: Sequence[str]) -> JobV
     )
 
 
-def refusal(job: QueuedJob, me: str) -> str:
+def why_not_cancel(job: QueuedJob, me: str) -> str:
     """Why a job is not cancelled without force; empty where it may be."""
     if job.user and job.user != me:
         return f"it is {job.user}'s, and you are {me}"
@@ -114,11 +114,11 @@ def refusal(job: QueuedJob, me: str) -> str:
 # hands: folders, processes, the scheduler
 
 
-def look(folder: Path) -> Headway | None:
+def read_progress(folder: Path) -> Headway | None:
     """How far the run in a folder has come; None where there is no run in it yet."""
     attempt = last_attempt(folder)
     lines = _last_lines(folder / "log.jsonl")
-    job = _field(folder / "run.json", "job")
+    job = _read_field(folder / "run.json", "job")
     if attempt is None and not lines and job is None:
         return None
     incidents = _last_lines(folder / "events.jsonl")
@@ -126,7 +126,7 @@ def look(folder: Path) -> Headway | None:
         last = Incident.from_builtins(incidents[-1]) if incidents else None
     except msgspec.ValidationError:
         last = None
-    return progress(str(folder), job, attempt, lines, last)
+    return measure_progress(str(folder), job, attempt, lines, last)
 
 
 def last_attempt(folder: Path) -> Attempt | None:
@@ -167,8 +167,8 @@ def find_folders(places: Sequence[Path]) -> list[Path]:
     return found
 
 
-def listed(
-    at: Desk, places: Sequence[Path] = (), *, lines: int = TAIL
+def list_jobs(
+    at: SlurmClient, places: Sequence[Path] = (), *, lines: int = TAIL
 ) -> tuple[list[JobView], list[TrimtabError]]:
     """Our jobs: those in Slurm's queue, those that folders tell of, and those that run on this machine.
 
@@ -179,13 +179,13 @@ def listed(
         queued = queued_jobs(at)
     except EnvironmentFault as error:
         return _local_views(folders), [error]
-    views = [_with_run(job, at, lines) for job in queued]
+    views = [_view_with_run(job, at, lines) for job in queued]
     known = {view.id for view in views} | {view.run.folder for view in views if view.run is not None}
     for folder in folders:
-        job_id = job_of(folder)
+        job_id = slurm_job_of(folder)
         if job_id is not None and job_id not in known and str(folder) not in known and at.has("squeue"):
-            ended = recall(job_id, at)
-            views += [] if ended is None else [_with_run(ended, at, lines, folder)]
+            ended = find_slurm_job(job_id, at)
+            views += [] if ended is None else [_view_with_run(ended, at, lines, folder)]
     return [*views, *_local_views(folders)], []
 
 
@@ -200,27 +200,27 @@ def _local_views(folders: Sequence[Path]) -> list[JobView]:
 
 
 def _local_view(folder: Path, attempt: Attempt) -> JobView:
-    return JobView(id=f"{LOCAL}{attempt.pid}", kind="local", state="running", run=look(folder))
+    return JobView(id=f"{LOCAL}{attempt.pid}", kind="local", state="running", run=read_progress(folder))
 
 
-def queued_jobs(at: Desk) -> list[QueuedJob]:
+def queued_jobs(at: SlurmClient) -> list[QueuedJob]:
     """Our jobs in the queue; none where there is no Slurm."""
     if not at.has("squeue"):
         return []
     try:
         jobs = queue.read_squeue(at.ask(queue.squeue_command(user=at.me)))
     except EnvironmentFault as error:
-        raise _silent(error) from error
+        raise _slurm_error(error) from error
     return [job for job in jobs if queue.is_ours(job)]
 
 
-def recall(job_id: str, at: Desk) -> QueuedJob | None:
+def find_slurm_job(job_id: str, at: SlurmClient) -> QueuedJob | None:
     """A job that may have ended, from whoever remembers it; None where nobody does."""
     try:
         found = queue.read_squeue(at.ask(queue.squeue_command(job_id=job_id)))
     except EnvironmentFault as error:
         if "invalid job id" not in error.found.lower():
-            raise _silent(error) from error
+            raise _slurm_error(error) from error
     else:
         if found:
             return found[0]
@@ -234,7 +234,7 @@ def recall(job_id: str, at: Desk) -> QueuedJob | None:
     return found[0] if found else None
 
 
-def output_of(job_id: str, at: Desk) -> QueuedJob | None:
+def read_job_output(job_id: str, at: SlurmClient) -> QueuedJob | None:
     """A job with the file that its output goes to; None where Slurm has forgotten it."""
     try:
         return queue.read_scontrol(at.ask(queue.scontrol_command(job_id)))
@@ -242,17 +242,17 @@ def output_of(job_id: str, at: Desk) -> QueuedJob | None:
         return None
 
 
-def _silent(error: EnvironmentFault) -> EnvironmentFault:
+def _slurm_error(error: EnvironmentFault) -> EnvironmentFault:
     """Slurm does not answer; the question itself would tell nobody anything."""
     return EnvironmentFault("Slurm's queue", found=error.found, cure=error.cure)
 
 
-def cancel(job_id: str, at: Desk, *, force: bool = False, places: Sequence[Path] = ()) -> JobView:
+def cancel_job(job_id: str, at: SlurmClient, *, force: bool = False, places: Sequence[Path] = ()) -> JobView:
     """End a job: a number of Slurm, the id of a local run, or a run's folder. What it was."""
     given = f"job {shortened(job_id)}"
     folder = Path(job_id).absolute()
     if (folder / "run.json").exists() or (folder / NOTE).exists():
-        attempt, number = last_attempt(folder), job_of(folder)
+        attempt, number = last_attempt(folder), slurm_job_of(folder)
         here = attempt is not None and attempt.job_id is None and is_alive(folder, attempt)
         if here or number is None:
             return _end_local(folder, given)
@@ -296,12 +296,12 @@ def _end_local(folder: Path, given: str) -> JobView:
     return view
 
 
-def _end_slurm(job_id: str, given: str, at: Desk, *, force: bool) -> JobView:
+def _end_slurm(job_id: str, given: str, at: SlurmClient, *, force: bool) -> JobView:
     if not at.has("scancel"):
         raise EnvironmentFault(
             given, found="there is no Slurm on this machine", cure="Run it on a login node of the cluster."
         )
-    job = recall(job_id, at)
+    job = find_slurm_job(job_id, at)
     if job is None:
         yours = ", ".join(job.job_id for job in queued_jobs(at))
         raise UnknownName(
@@ -312,39 +312,39 @@ def _end_slurm(job_id: str, given: str, at: Desk, *, force: bool) -> JobView:
     if queue.is_over(job):
         raise WrongUse(
             given,
-            found=f"it has ended already: {queue.why(job) or job.state}",
+            found=f"it has ended already: {queue.explain_state(job) or job.state}",
             cure="There is nothing to do.",
         )
-    refused = refusal(job, at.me)
+    refused = why_not_cancel(job, at.me)
     if refused and not force:
         raise WrongUse(given, found=refused, cure="If it is meant, cancel it with --force.")
-    view = _with_run(job, at, 0)
+    view = _view_with_run(job, at, 0)
     at.ask(("scancel", job_id))
     return view
 
 
-def _with_run(job: QueuedJob, at: Desk, lines: int, folder: Path | None = None) -> JobView:
+def _view_with_run(job: QueuedJob, at: SlurmClient, lines: int, folder: Path | None = None) -> JobView:
     """A job with all that its folder and its output say."""
     if job.output is None:
-        full = output_of(job.job_id, at)
+        full = read_job_output(job.job_id, at)
         job = job if full is None else job.replace(output=full.output, restarts=full.restarts)
-    named = queue.folder_of(job)
+    named = queue.run_folder_of(job)
     where = folder or (None if named is None else Path(named))
-    run = None if where is None else look(where)
-    tail = _tail(Path(job.output), lines) if job.output else []
-    return slurm_view(job, run, tail)
+    run = None if where is None else read_progress(where)
+    tail = _read_tail(Path(job.output), lines) if job.output else []
+    return view_slurm_job(job, run, tail)
 
 
-def job_of(folder: Path) -> str | None:
+def slurm_job_of(folder: Path) -> str | None:
     """Slurm's number of the job that a run was last handed to; None for a run on this machine."""
     attempt = last_attempt(folder)
-    submitted = _field(folder / NOTE, "job_id")
+    submitted = _read_field(folder / NOTE, "job_id")
     numbers = [number for number in (attempt and attempt.job_id, submitted) if number and number.isdigit()]
     # Numbers grow: what was submitted again comes after what ran.
     return max(numbers, key=int, default=None)
 
 
-def _field(file: Path, key: str) -> str | None:
+def _read_field(file: Path, key: str) -> str | None:
     try:
         value = msgspec.json.decode(file.read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -353,7 +353,7 @@ def _field(file: Path, key: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _end(file: Path) -> bytes:
+def _read_end(file: Path) -> bytes:
     """The last part of a file, from the beginning of a line on."""
     try:
         with file.open("rb") as stream:
@@ -368,7 +368,7 @@ def _end(file: Path) -> bytes:
 def _last_lines(file: Path) -> list[dict[str, Any]]:
     """The last JSON lines of a file; what is torn is left out."""
     found = []
-    for line in _end(file).split(b"\n"):
+    for line in _read_end(file).split(b"\n"):
         try:
             value = msgspec.json.decode(line) if line else None
         except msgspec.DecodeError:
@@ -378,9 +378,9 @@ def _last_lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _tail(file: Path, lines: int) -> list[str]:
+def _read_tail(file: Path, lines: int) -> list[str]:
     """The last lines of a text that are not empty."""
     # A progress bar writes over its line: the last of it counts.
-    text = _end(file).decode("utf-8", "replace")
+    text = _read_end(file).decode("utf-8", "replace")
     shown = [line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n")]
     return [line for line in shown if line][-lines:] if lines else []

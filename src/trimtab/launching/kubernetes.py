@@ -10,15 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
-from trimtab.launching.errand import train_words, variables
-from trimtab.launching.quoting import Raw, label, shell_line, yaml_text
+from trimtab.launching.errand import build_environment, build_train_command
+from trimtab.launching.quoting import Raw, dump_yaml, make_label, shell_line
 from trimtab.spec import Launch, LaunchKind, Vendor
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
-    from trimtab.launching.errand import Errand
-    from trimtab.launching.habits import Habits
-    from trimtab.launching.need import Need
+    from trimtab.launching.errand import JobSpec
+    from trimtab.launching.habits import LaunchDefaults
+    from trimtab.launching.need import Resources
 
 PORT = 29400
 GRACE_S = 120
@@ -33,22 +33,22 @@ PLAN_VARIABLE = "TRIMTAB_PLAN"
 GPU_RESOURCES = {Vendor.NVIDIA: "nvidia.com/gpu", Vendor.AMD: "amd.com/gpu"}
 
 
-def indexed_job(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
+def build_indexed_job(errand: JobSpec, habits: LaunchDefaults, *, script_file: str) -> Launch:
     """A Service by which the pods find the first of them, the plan, and the Job."""
-    name = label(f"trimtab-{errand.plan.job}")
+    name = make_label(f"trimtab-{errand.plan.job}")
     place = f"{name}-0.{name}:{PORT}"
-    inside = errand.replace(plan_file=f"{PLAN_FOLDER}/{PLAN_NAME}", out=_below(habits.mount, errand.out))
-    words = train_words(inside, rendezvous=place)
-    image, given = _image(habits), _variables(errand, habits)
-    about = _about(name, habits)
-    volumes, mounts = _volumes(errand, habits, plan=name)
+    inside = errand.replace(plan_file=f"{PLAN_FOLDER}/{PLAN_NAME}", out=_path_below(habits.mount, errand.out))
+    words = build_train_command(inside, rendezvous=place)
+    image, given = _require_image(habits), _pod_environment(errand, habits)
+    about = _metadata(name, habits)
+    volumes, mounts = _build_volumes(errand, habits, plan=name)
     container = {
         "name": "train",
         "image": image,
-        "command": [expanded(word) for word in words],
-        "env": [{"name": key, "value": expanded(value)} for key, value in given.items()],
+        "command": [escape_dollars(word) for word in words],
+        "env": [{"name": key, "value": escape_dollars(value)} for key, value in given.items()],
         "ports": [{"name": "rendezvous", "containerPort": PORT}],
-        "resources": resources(errand.need),
+        "resources": pod_resources(errand.need),
         "volumeMounts": mounts,
     }
     service = {
@@ -67,7 +67,7 @@ def indexed_job(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": about,
-        "data": {PLAN_NAME: plan_text(errand, indent=2) + "\n"},
+        "data": {PLAN_NAME: shorten_plan(errand, indent=2) + "\n"},
     }
     job = {
         "apiVersion": "batch/v1",
@@ -99,25 +99,25 @@ def indexed_job(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
             },
         },
     }
-    return _launch(LaunchKind.KUBERNETES, [service, plan, job], script_file, errand, habits)
+    return _manifest_launch(LaunchKind.KUBERNETES, [service, plan, job], script_file, errand, habits)
 
 
-def train_job(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
+def build_train_job(errand: JobSpec, habits: LaunchDefaults, *, script_file: str) -> Launch:
     """A TrainJob, whose operator starts one pod a node and tells each where they meet.
 
     Volumes are the runtime's: how a TrainJob adds its own has changed from release to release.
     """
-    name = label(f"trimtab-{errand.plan.job}")
+    name = make_label(f"trimtab-{errand.plan.job}")
     plan_file = "/tmp/trimtab-plan.json"  # noqa: S108 - in a container that has nobody else in it
-    inside = errand.replace(plan_file=plan_file, out=_below(habits.mount, errand.out))
+    inside = errand.replace(plan_file=plan_file, out=_path_below(habits.mount, errand.out))
     place = Raw('"$PET_MASTER_ADDR:$PET_MASTER_PORT"')
-    words = shell_line(train_words(inside, rendezvous=place))
+    words = shell_line(build_train_command(inside, rendezvous=place))
     script = f'printf %s "${PLAN_VARIABLE}" > {plan_file}\nexec {words}\n'
-    given = {**_variables(errand, habits), PLAN_VARIABLE: plan_text(errand)}
+    given = {**_pod_environment(errand, habits), PLAN_VARIABLE: shorten_plan(errand)}
     job = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": _about(name, habits),
+        "metadata": _metadata(name, habits),
         "spec": {
             "runtimeRef": {
                 "apiGroup": "trainer.kubeflow.org",
@@ -125,47 +125,47 @@ def train_job(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
                 "name": habits.runtime,
             },
             "trainer": {
-                "image": _image(habits),
-                "command": ["bash", "-c", expanded(script)],
+                "image": _require_image(habits),
+                "command": ["bash", "-c", escape_dollars(script)],
                 "numNodes": errand.need.nodes,
                 "numProcPerNode": errand.need.procs,
-                "resourcesPerNode": resources(errand.need),
-                "env": [{"name": key, "value": expanded(value)} for key, value in given.items()],
+                "resourcesPerNode": pod_resources(errand.need),
+                "env": [{"name": key, "value": escape_dollars(value)} for key, value in given.items()],
             },
         },
     }
-    found = _launch(LaunchKind.KUBEFLOW, [job], script_file, errand, habits)
+    found = _manifest_launch(LaunchKind.KUBEFLOW, [job], script_file, errand, habits)
     note = f"the runtime {habits.runtime} has to mount the folder {habits.mount}, which all pods share"
     return found.replace(notes=(*found.notes, note))
 
 
-def expanded(text: str) -> str:
+def escape_dollars(text: str) -> str:
     """A text that Kubernetes leaves as it was given.
 
-    >>> expanded("$(HOME) and $x")
+    >>> escape_dollars("$(HOME) and $x")
     '$$(HOME) and $$x'
     """
     return text.replace("$", "$$")
 
 
-def plan_text(errand: Errand, *, indent: int = 0) -> str:
+def shorten_plan(errand: JobSpec, *, indent: int = 0) -> str:
     """The plan without what only people read: a manifest has room for little."""
     return errand.plan.replace(
         runners_up=(), rejected=(), comparison=(), what_if=(), reasons=(), left_out=()
     ).to_json(indent=indent)
 
 
-def resources(need: Need) -> dict[str, dict[str, str]]:
+def pod_resources(need: Resources) -> dict[str, dict[str, str]]:
     """What a pod asks for: GPUs are limits, of which Kubernetes makes requests."""
     found = {"requests": {"cpu": str(need.cpus)}}
     if need.memory_bytes:
         found["requests"]["memory"] = f"{-(-need.memory_bytes // MIB)}Mi"
     if need.gpus:
-        found["limits"] = {_resource(need): str(need.gpus)}
+        found["limits"] = {_gpu_resource(need): str(need.gpus)}
     return found
 
 
-def _resource(need: Need) -> str:
+def _gpu_resource(need: Resources) -> str:
     """What device plugins call the GPUs."""
     from trimtab.catalog.lookup import typed
 
@@ -173,8 +173,8 @@ def _resource(need: Need) -> str:
     return GPU_RESOURCES[Vendor.AMD if Vendor.AMD in vendors else Vendor.NVIDIA]
 
 
-def _launch(
-    kind: LaunchKind, documents: list[Any], script_file: str, errand: Errand, habits: Habits
+def _manifest_launch(
+    kind: LaunchKind, documents: list[Any], script_file: str, errand: JobSpec, habits: LaunchDefaults
 ) -> Launch:
     notes = ["the job's own files have to be in the image, or on the volume"]
     if errand.need.gpus:
@@ -184,16 +184,16 @@ def _launch(
     return Launch(
         kind=kind,
         command=("kubectl", "apply", "-f", script_file),
-        environment=_variables(errand, habits),
-        script=yaml_text(documents),
+        environment=_pod_environment(errand, habits),
+        script=dump_yaml(documents),
         script_file=script_file,
         out=errand.out,
         notes=tuple(notes),
     )
 
 
-def _variables(errand: Errand, habits: Habits) -> dict[str, str]:
-    found = variables(errand, cores=errand.need.cpus, offline=habits.offline)
+def _pod_environment(errand: JobSpec, habits: LaunchDefaults) -> dict[str, str]:
+    found = build_environment(errand, cores=errand.need.cpus, offline=habits.offline)
     return {
         **{name: value for name, (value, _) in found.items()},
         "PYTHONUNBUFFERED": "1",
@@ -201,7 +201,7 @@ def _variables(errand: Errand, habits: Habits) -> dict[str, str]:
     }
 
 
-def _image(habits: Habits) -> str:
+def _require_image(habits: LaunchDefaults) -> str:
     if not habits.image:
         raise WrongUse(
             "a launch in containers",
@@ -211,18 +211,18 @@ def _image(habits: Habits) -> str:
     return habits.image
 
 
-def _about(name: str, habits: Habits) -> dict[str, Any]:
+def _metadata(name: str, habits: LaunchDefaults) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name}
     if habits.namespace:
         found["namespace"] = habits.namespace
     return {**found, "labels": {"app.kubernetes.io/managed-by": "trimtab"}}
 
 
-def _below(mount: str, out: str) -> str:
+def _path_below(mount: str, out: str) -> str:
     return f"{mount.rstrip('/')}/{out.lstrip('/')}"
 
 
-def _volumes(errand: Errand, habits: Habits, *, plan: str) -> tuple[list[Any], list[Any]]:
+def _build_volumes(errand: JobSpec, habits: LaunchDefaults, *, plan: str) -> tuple[list[Any], list[Any]]:
     """The plan, shared memory for data loaders, and the volume that pods share."""
     if not habits.claim and errand.need.nodes > 1:
         raise WrongUse(

@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.launching.errand import train_words, variables
+from trimtab.launching.errand import build_environment, build_train_command
 from trimtab.spec import Launch, LaunchKind
 from trimtab.training.start import LOGS, RESTARTS, Fleet, arguments, run_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trimtab.launching.errand import Errand
-    from trimtab.launching.habits import Habits
+    from trimtab.launching.errand import JobSpec
+    from trimtab.launching.habits import LaunchDefaults
 
 
-def local(
-    errand: Errand,
-    habits: Habits,
+def build_local_launch(
+    errand: JobSpec,
+    habits: LaunchDefaults,
     *,
     cores: int | None,
     here: Mapping[str, str],
@@ -26,7 +26,7 @@ def local(
 ) -> Launch:
     """The command to run here; over several nodes, the same one on each."""
     need = errand.need
-    given = variables(errand, cores=cores, offline=habits.offline, here=here)
+    given = build_environment(errand, cores=cores, offline=habits.offline, here=here)
     given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
     # What the user has set stays, but for the devices, which follow from it.
     kept = {
@@ -48,7 +48,7 @@ def local(
     notes += [f"{name} stays {here[name]}, as it is set" for name in sorted(kept)]
     return Launch(
         kind=LaunchKind.TORCHRUN,
-        command=tuple(train_words(errand, rendezvous=rendezvous)),
+        command=tuple(build_train_command(errand, rendezvous=rendezvous)),
         environment={name: value for name, (value, _) in given.items()},
         why={name: why for name, (_, why) in given.items()},
         starts=("torchrun", *arguments(fleet, Path("TASK"), run_id(errand.out))) if torchrun else (),

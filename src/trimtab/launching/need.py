@@ -19,7 +19,7 @@ START_S = 900.0
 """For what an estimate does not count: starting, loading, compiling, the first and the last checkpoint."""
 
 
-class Need(Noun, frozen=True, kw_only=True):
+class Resources(Noun, frozen=True, kw_only=True):
     """Nodes, devices, cores, host memory and time."""
 
     nodes: int = 1
@@ -43,7 +43,7 @@ class Need(Noun, frozen=True, kw_only=True):
     def nodes_text(self) -> str:
         """As torchrun takes it: 2, or 1:2.
 
-        >>> Need(nodes=2).nodes_text, Need(nodes=2, least_nodes=2).nodes_text
+        >>> Resources(nodes=2).nodes_text, Resources(nodes=2, least_nodes=2).nodes_text
         ('1:2', '2')
         """
         return str(self.nodes) if self.least_nodes == self.nodes else f"{self.least_nodes}:{self.nodes}"
@@ -60,7 +60,7 @@ class Need(Noun, frozen=True, kw_only=True):
         return wrong
 
 
-def needed(plan: Plan, *, nodes: str | None = None, steps: int | None = None) -> Need:
+def compute_resources(plan: Plan, *, nodes: str | None = None, steps: int | None = None) -> Resources:
     """What a plan needs. `nodes` is as for `trimtab train`; the most of them must be the plan's number."""
     least, most = (None, None) if nodes is None else node_range(nodes)
     by_node: dict[int, int] = {}
@@ -89,7 +89,7 @@ def needed(plan: Plan, *, nodes: str | None = None, steps: int | None = None) ->
         )
     procs = ranks // count
     kept = plan.estimate.parts.weights + plan.estimate.parts.optimizer
-    return Need(
+    return Resources(
         nodes=count,
         least_nodes=least or count,
         procs=procs,
@@ -97,26 +97,26 @@ def needed(plan: Plan, *, nodes: str | None = None, steps: int | None = None) ->
         devices=tuple(dict.fromkeys(place.name for place in plan.places)),
         cpus=procs * (1 + plan.choice.workers),
         memory_bytes=procs * kept,
-        seconds=_seconds(plan, steps),
+        seconds=_estimate_seconds(plan, steps),
     )
 
 
-def _seconds(plan: Plan, steps: int | None) -> float | None:
+def _estimate_seconds(plan: Plan, steps: int | None) -> float | None:
     if steps is not None:
         return None if plan.estimate.step_s is None else plan.estimate.step_s * steps
     return None if plan.estimate.hours is None else plan.estimate.hours * 3600
 
 
-def with_margin(seconds: float) -> float:
+def add_margin(seconds: float) -> float:
     """The time to ask for, in whole minutes.
 
-    >>> with_margin(3600) / 60
+    >>> add_margin(3600) / 60
     90.0
     """
     return -(-(seconds * MARGIN + START_S) // 60) * 60.0
 
 
-def time_words(need: Need, asked_s: float) -> str:
+def explain_time(need: Resources, asked_s: float) -> str:
     """Why so much time is asked for."""
     if need.seconds is None:
         return f"a time limit of {format_duration(asked_s)}"

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse
-from trimtab.launching.errand import PROGRAM, Errand
-from trimtab.launching.kubernetes import indexed_job, train_job
-from trimtab.launching.local import local
-from trimtab.launching.need import needed
+from trimtab.launching.errand import PROGRAM, JobSpec
+from trimtab.launching.kubernetes import build_indexed_job, build_train_job
+from trimtab.launching.local import build_local_launch
+from trimtab.launching.need import compute_resources
 from trimtab.launching.quoting import check_path
-from trimtab.launching.scripts import line
-from trimtab.launching.sky import task
-from trimtab.launching.slurm import batch
+from trimtab.launching.scripts import build_script_launch
+from trimtab.launching.sky import build_sky_task
+from trimtab.launching.slurm import build_sbatch_launch
 from trimtab.spec import LaunchKind
 from trimtab.spec.base import Noun, below
 from trimtab.training.task import place
@@ -21,8 +21,8 @@ from trimtab.training.task import place
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trimtab.launching.habits import Habits
-    from trimtab.launching.site import Site
+    from trimtab.launching.habits import LaunchDefaults
+    from trimtab.launching.site import SlurmCluster
     from trimtab.spec import Launch, Plan
 
 PLAN = "launch-plan.json"
@@ -34,9 +34,9 @@ SCRIPTS = {
     LaunchKind.SKY: "launch.sky.yaml",
 }
 MANIFESTS = {
-    LaunchKind.KUBERNETES: indexed_job,
-    LaunchKind.KUBEFLOW: train_job,
-    LaunchKind.SKY: task,
+    LaunchKind.KUBERNETES: build_indexed_job,
+    LaunchKind.KUBEFLOW: build_train_job,
+    LaunchKind.SKY: build_sky_task,
 }
 OTHERS = (LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED)
 HEARD_BY = {
@@ -52,7 +52,7 @@ HEARD_BY = {
 """Options that mean something to some kinds only."""
 
 
-class Order(Noun, frozen=True, kw_only=True):
+class LaunchOrder(Noun, frozen=True, kw_only=True):
     """A launch as it was asked for."""
 
     kind: LaunchKind = LaunchKind.TORCHRUN
@@ -75,7 +75,7 @@ class Order(Noun, frozen=True, kw_only=True):
         return below(1, steps=self.steps) + below(0, restarts=self.restarts)
 
 
-def refuse_unheard(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
+def refuse_unused(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
     """Raise for an option that this kind of launch would leave without effect."""
     for name, value in given.items():
         if value is not None and kind not in HEARD_BY[name]:
@@ -87,7 +87,7 @@ def refuse_unheard(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
             )
 
 
-def errand(order: Order, plan: Plan, plan_file: str | None, habits: Habits) -> Errand:
+def build_job_spec(order: LaunchOrder, plan: Plan, plan_file: str | None, habits: LaunchDefaults) -> JobSpec:
     """What is to be trained where, for a plan that is in a file or not yet."""
     out = str(place(order.out, plan.job))
     if order.compares:
@@ -99,10 +99,10 @@ def errand(order: Order, plan: Plan, plan_file: str | None, habits: Habits) -> E
     steps = () if order.steps is None else ("--steps", str(order.steps))
     # Nodes share files with this machine; what is activated there brings its own program.
     program = (PROGRAM,) if habits.activate or not shared else (order.python, "-m", PROGRAM)
-    return Errand(
+    return JobSpec(
         plan=plan,
         plan_file=str(Path(order.folder, file)) if absolute else file,
-        need=needed(plan, nodes=order.nodes, steps=order.steps),
+        need=compute_resources(plan, nodes=order.nodes, steps=order.steps),
         out=str(Path(order.folder, out)) if shared else out,
         folder=order.folder,
         program=program,
@@ -111,30 +111,30 @@ def errand(order: Order, plan: Plan, plan_file: str | None, habits: Habits) -> E
     )
 
 
-def ordered(  # noqa: PLR0913 - an order and the world it is for
-    order: Order,
+def build_launch(  # noqa: PLR0913 - an order and the world it is for
+    order: LaunchOrder,
     plan: Plan,
     plan_file: str | None,
-    habits: Habits,
+    habits: LaunchDefaults,
     *,
-    site: Site | None = None,
+    site: SlurmCluster | None = None,
     silence: str = "",
     cores: int | None = None,
     here: Mapping[str, str],
 ) -> Launch:
     """The launch for a plan."""
-    what = errand(order, plan, plan_file, habits)
+    what = build_job_spec(order, plan, plan_file, habits)
     files = {} if plan_file is not None else {what.plan_file: plan.to_json(indent=2) + "\n"}
     if order.kind is LaunchKind.SLURM:
         script = f"{what.out}/{SCRIPTS[order.kind]}"
-        found = batch(what, habits, site, script_file=script, time=order.time, silence=silence)
+        found = build_sbatch_launch(what, habits, site, script_file=script, time=order.time, silence=silence)
     elif order.kind in MANIFESTS:
         script = f"{what.out}/{SCRIPTS[order.kind]}"
         found = MANIFESTS[order.kind](what, habits, script_file=script)
         # A manifest carries the plan itself.
         files = files if order.kind is LaunchKind.SKY else {}
     elif order.kind in OTHERS:
-        found = line(
+        found = build_script_launch(
             order.kind,
             what,
             habits,
@@ -151,5 +151,5 @@ def ordered(  # noqa: PLR0913 - an order and the world it is for
                 found="they need a place to meet",
                 cure="Give --rendezvous HOST:PORT, where HOST is one of them; or --slurm, which finds one.",
             )
-        found = local(what, habits, cores=cores, here=here, rendezvous=order.rendezvous)
+        found = build_local_launch(what, habits, cores=cores, here=here, rendezvous=order.rendezvous)
     return found.replace(files={**files, **found.files})

@@ -172,20 +172,20 @@ def sacct_command(job_ids: Sequence[str]) -> tuple[str, ...]:
 
 def read_squeue(text: str) -> tuple[QueuedJob, ...]:
     """What squeue printed; a record that is none is left out."""
-    return _records(text.split(RECORD), tuple(SQUEUE_FIELDS))
+    return _parse_records(text.split(RECORD), tuple(SQUEUE_FIELDS))
 
 
 def read_sacct(text: str) -> tuple[QueuedJob, ...]:
     """What sacct printed, one job a line."""
-    return _records(text.split("\n"), tuple(SACCT_FIELDS))
+    return _parse_records(text.split("\n"), tuple(SACCT_FIELDS))
 
 
-def _records(records: Sequence[str], names: tuple[str, ...]) -> tuple[QueuedJob, ...]:
+def _parse_records(records: Sequence[str], names: tuple[str, ...]) -> tuple[QueuedJob, ...]:
     found = []
     for record in records:
         values = record.removeprefix("\n").split(FIELD)
         if len(values) == len(names):
-            found.append(_job(dict(zip(names, values, strict=True))))
+            found.append(_parse_job(dict(zip(names, values, strict=True))))
     return tuple(job for job in found if job is not None)
 
 
@@ -202,10 +202,10 @@ def read_scontrol(text: str) -> QueuedJob | None:
             if name in SCONTROL_KEYS:
                 values.setdefault(SCONTROL_KEYS[name], value)
     values["user"] = values.get("user", "").partition("(")[0]
-    return _job(values)
+    return _parse_job(values)
 
 
-def _job(values: dict[str, str]) -> QueuedJob | None:
+def _parse_job(values: dict[str, str]) -> QueuedJob | None:
     given = {name: (None if value in NOTHING else value) for name, value in values.items()}
     job_id, state = given.get("job_id"), given.get("state")
     if job_id is None or state is None:
@@ -216,9 +216,9 @@ def _job(values: dict[str, str]) -> QueuedJob | None:
         state=state.split()[0].rstrip("+"),
         reason=given.get("reason"),
         num_nodes=parse_whole((given.get("num_nodes") or "").partition("-")[0]),
-        nodes=_nodes(given.get("nodes")),
-        ran_s=seconds(given.get("ran_s")),
-        limit_s=seconds(given.get("limit_s")),
+        nodes=_parse_nodes(given.get("nodes")),
+        ran_s=parse_slurm_time(given.get("ran_s")),
+        limit_s=parse_slurm_time(given.get("limit_s")),
         starts=given.get("starts"),
         partition=given.get("partition") or "",
         user=given.get("user") or "",
@@ -231,7 +231,7 @@ def _job(values: dict[str, str]) -> QueuedJob | None:
     )
 
 
-def _nodes(listed: str | None) -> tuple[str, ...]:
+def _parse_nodes(listed: str | None) -> tuple[str, ...]:
     # sacct's word for a job that never had any.
     if not listed or listed == "None assigned":
         return ()
@@ -241,10 +241,10 @@ def _nodes(listed: str | None) -> tuple[str, ...]:
         return (listed,)
 
 
-def seconds(text: str | None) -> float | None:
+def parse_slurm_time(text: str | None) -> float | None:
     """A time as Slurm writes it: DAYS-HH:MM:SS, HH:MM:SS, MM:SS, or seconds alone; None for anything else.
 
-    >>> seconds("1-02:03:04"), seconds("5:00"), seconds("UNLIMITED")
+    >>> parse_slurm_time("1-02:03:04"), parse_slurm_time("5:00"), parse_slurm_time("UNLIMITED")
     (93784.0, 300.0, None)
     """
     match = re.fullmatch(r"(?:([0-9]{1,5})-)?([0-9]{1,9})(?::([0-9]{2}))?(?::([0-9]{2}))?", text or "")
@@ -269,20 +269,20 @@ def is_ours(job: QueuedJob) -> bool:
     return job.comment.startswith(OURS) or job.name.startswith(OUR_NAME)
 
 
-def folder_of(job: QueuedJob) -> str | None:
+def run_folder_of(job: QueuedJob) -> str | None:
     """The run's folder, which the comment of a job of ours names.
 
-    >>> folder_of(QueuedJob(job_id="7", state="RUNNING", comment="trimtab:/home/me/runs/a"))
+    >>> run_folder_of(QueuedJob(job_id="7", state="RUNNING", comment="trimtab:/home/me/runs/a"))
     '/home/me/runs/a'
     """
     folder = job.comment.removeprefix(OURS)
     return folder if job.comment.startswith(OURS) and folder.startswith("/") else None
 
 
-def why(job: QueuedJob) -> str:
+def explain_state(job: QueuedJob) -> str:
     """Plain words for a job's state, where there is more to say than the state.
 
-    >>> why(QueuedJob(job_id="7", state="PENDING", reason="Resources"))
+    >>> explain_state(QueuedJob(job_id="7", state="PENDING", reason="Resources"))
     'it is next, and waits until enough nodes and GPUs are free'
     """
     if is_over(job):

@@ -36,7 +36,7 @@ def shell_word(text: str) -> str:
     ("'a b'", "'$(id)'", '\'it\'"\'"\'s\'')
     """
     if "\0" in text:
-        raise _refused(text, "it holds the character NUL, which no command can be given")
+        raise _name_error(text, "it holds the character NUL, which no command can be given")
     _check_text(text)
     return shlex.quote(text)
 
@@ -56,10 +56,10 @@ def shell_line(words: Sequence[str]) -> str:
     return text
 
 
-def assignment(name: str, value: str) -> str:
+def shell_assignment(name: str, value: str) -> str:
     """`NAME=value` for a shell; the name is checked, since it cannot be quoted."""
     if not _VARIABLE.fullmatch(name):
-        raise _refused(name, "it is no name of a variable")
+        raise _name_error(name, "it is no name of a variable")
     return f"{name}={shell_word(value)}"
 
 
@@ -95,28 +95,28 @@ def batch_name(option: str, text: str) -> str:
     return text
 
 
-def pattern(path: str) -> str:
+def escape_percent(path: str) -> str:
     """A path for --output, in which sbatch reads %j and the like.
 
-    >>> pattern("runs/100%")
+    >>> escape_percent("runs/100%")
     'runs/100%%'
     """
     return path.replace("%", "%%")
 
 
-def comment(text: str) -> str:
+def format_comment(text: str) -> str:
     """One line of a script that says something to people.
 
-    >>> comment("a" + chr(10) + "rm -rf b")
+    >>> format_comment("a" + chr(10) + "rm -rf b")
     '# a rm -rf b'
     """
     return "# " + "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def label(text: str) -> str:
+def make_label(text: str) -> str:
     """A name as Kubernetes and schedulers take them: small letters, digits and dashes.
 
-    >>> label("trimtab slm:tiny"), label("___")
+    >>> make_label("trimtab slm:tiny"), make_label("___")
     ('trimtab-slm-tiny', 'trimtab')
     """
     found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_LABEL_MOST].strip("-")
@@ -125,7 +125,7 @@ def label(text: str) -> str:
     return found if found[0].isalpha() else f"t-{found}"[:_LABEL_MOST]
 
 
-def yaml_text(documents: Sequence[Any]) -> str:
+def dump_yaml(documents: Sequence[Any]) -> str:
     """Documents of YAML, texts of several lines as blocks where they can be."""
     import yaml
 
@@ -162,8 +162,8 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _refused(text, "it is not text: some of its bytes are no UTF-8") from error
+        raise _name_error(text, "it is not text: some of its bytes are no UTF-8") from error
 
 
-def _refused(text: str, found: str) -> WrongUse:
+def _name_error(text: str, found: str) -> WrongUse:
     return WrongUse(shortened(repr(text)), found=found, cure="Give it another name.")

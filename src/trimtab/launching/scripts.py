@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse
-from trimtab.launching.errand import variables
+from trimtab.launching.errand import build_environment
 from trimtab.launching.quoting import check_path
 from trimtab.spec import Launch, LaunchKind, Precision, Strategy
 from trimtab.training.meeting import Meeting
@@ -17,18 +17,18 @@ from trimtab.training.meeting import Meeting
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trimtab.launching.errand import Errand
-    from trimtab.launching.habits import Habits
+    from trimtab.launching.errand import JobSpec
+    from trimtab.launching.habits import LaunchDefaults
 
 MIXED = {Precision.BF16: "bf16", Precision.FP16: "fp16"}
 """Precisions as accelerate says them; the others are no autocast."""
 PORT = 29500
 
 
-def line(  # noqa: PLR0913 - an errand, a script and where it runs
+def build_script_launch(  # noqa: PLR0913 - an errand, a script and where it runs
     kind: LaunchKind,
-    errand: Errand,
-    habits: Habits,
+    errand: JobSpec,
+    habits: LaunchDefaults,
     *,
     script: str | None,
     rendezvous: str | None,
@@ -51,9 +51,11 @@ def line(  # noqa: PLR0913 - an errand, a script and where it runs
             cure="Plan again with --pin strategy=ddp or fsdp, or launch `trimtab train` without this option.",
         )
     words = (
-        _accelerate(errand, rendezvous) if kind is LaunchKind.ACCELERATE else _deepspeed(errand, rendezvous)
+        _accelerate_words(errand, rendezvous)
+        if kind is LaunchKind.ACCELERATE
+        else _deepspeed_words(errand, rendezvous)
     )
-    given = variables(errand, cores=cores, offline=habits.offline, here=here)
+    given = build_environment(errand, cores=cores, offline=habits.offline, here=here)
     given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
     choice = errand.plan.choice
     batch = f"micro-batch {choice.micro_batch}, {choice.accumulation} accumulated"
@@ -66,7 +68,7 @@ def line(  # noqa: PLR0913 - an errand, a script and where it runs
     )
 
 
-def _accelerate(errand: Errand, rendezvous: str | None) -> list[str]:
+def _accelerate_words(errand: JobSpec, rendezvous: str | None) -> list[str]:
     """Source: `accelerate launch --help`."""
     need, choice = errand.need, errand.plan.choice
     ranks = need.nodes * need.procs
@@ -80,24 +82,24 @@ def _accelerate(errand: Errand, rendezvous: str | None) -> list[str]:
     elif ranks > 1:
         words.append("--multi_gpu")
     if need.nodes > 1:
-        place = _place(rendezvous, need.nodes)
+        place = _read_meeting(rendezvous, need.nodes)
         words += [f"--main_process_ip={place.host}", f"--main_process_port={place.port}"]
         words += ["--rdzv_backend=c10d"]
     return words
 
 
-def _deepspeed(errand: Errand, rendezvous: str | None) -> list[str]:
+def _deepspeed_words(errand: JobSpec, rendezvous: str | None) -> list[str]:
     """Source: https://www.deepspeed.ai/getting-started; precision and sharding are in the script's config."""
     need = errand.need
     words = ["deepspeed", f"--num_gpus={need.procs}"]
     if need.nodes > 1:
-        place = _place(rendezvous, need.nodes)
+        place = _read_meeting(rendezvous, need.nodes)
         words += [f"--num_nodes={need.nodes}", "--hostfile=hostfile"]
         words += [f"--master_addr={place.host}", f"--master_port={place.port}"]
     return words
 
 
-def _place(rendezvous: str | None, nodes: int) -> Meeting:
+def _read_meeting(rendezvous: str | None, nodes: int) -> Meeting:
     if rendezvous is None:
         raise WrongUse(
             f"a plan for {nodes} nodes",

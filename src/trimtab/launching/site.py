@@ -25,7 +25,7 @@ _GPUS = re.compile(
 _SECONDS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
-class SiteNode(Noun, frozen=True, kw_only=True):
+class SlurmNode(Noun, frozen=True, kw_only=True):
     """A node as Slurm counts it."""
 
     name: str
@@ -55,7 +55,7 @@ class Partition(Noun, frozen=True, kw_only=True):
     is_up: bool = True
     limit_s: float | None = None
     """The longest that a job may run; None where there is no limit."""
-    nodes: tuple[SiteNode, ...] = ()
+    nodes: tuple[SlurmNode, ...] = ()
 
     @property
     def gpu_types(self) -> tuple[str, ...]:
@@ -68,11 +68,11 @@ class Partition(Noun, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """What it has, in a few words."""
-        kinds = sorted({_held(node) for node in self.nodes})
+        kinds = sorted({_describe_gpus(node) for node in self.nodes})
         return f"{self.name} ({len(self.nodes)} node{'s' * (len(self.nodes) != 1)} with {' or '.join(kinds)})"
 
 
-class Site(Noun, frozen=True, kw_only=True):
+class SlurmCluster(Noun, frozen=True, kw_only=True):
     """A Slurm cluster."""
 
     partitions: tuple[Partition, ...]
@@ -84,7 +84,7 @@ class Site(Noun, frozen=True, kw_only=True):
         return [] if self.partitions else ["a cluster has a partition"]
 
 
-def read(answers: dict[str, str]) -> Site:
+def parse_cluster(answers: dict[str, str]) -> SlurmCluster:
     """The cluster from what its commands printed."""
     rows = [line.split("|") for line in answers["nodes"].splitlines() if line.strip()]
     wrong = next((row for row in rows if len(row) != _FIELDS), None)
@@ -102,27 +102,27 @@ def read(answers: dict[str, str]) -> Site:
             name=name.rstrip("*"),
             is_default=name.endswith("*"),
             is_up=available.strip().lower() == "up",
-            limit_s=limit_s(limit),
+            limit_s=parse_limit(limit),
         )
-        held = SiteNode(
+        held = SlurmNode(
             name=node,
-            gpus=gpus(gres),
+            gpus=parse_gpus(gres),
             cpus=parse_whole(cpus.rstrip("+")) or None,
             memory_bytes=(parse_whole(memory.rstrip("+")) or 0) * MIB or None,
             state=state,
         )
         partitions[name] = seen.replace(nodes=(*seen.nodes, held))
     selects = re.search(r"^SelectType\s*=\s*(\S+)", answers.get("config", ""), re.MULTILINE)
-    return Site(
+    return SlurmCluster(
         partitions=tuple(partitions.values()),
         counts_gpus=selects is not None and selects.group(1) == "select/cons_tres",
     )
 
 
-def gpus(gres: str) -> dict[str, int]:
+def parse_gpus(gres: str) -> dict[str, int]:
     """GPUs by type, from what Slurm calls generic resources.
 
-    >>> gpus("gpu:h100:4(S:0-1),lustre:1"), gpus("gpu:2"), gpus("(null)")
+    >>> parse_gpus("gpu:h100:4(S:0-1),lustre:1"), parse_gpus("gpu:2"), parse_gpus("(null)")
     ({'h100': 4}, {'': 2}, {})
     """
     found: dict[str, int] = {}
@@ -132,10 +132,10 @@ def gpus(gres: str) -> dict[str, int]:
     return found
 
 
-def limit_s(text: str) -> float | None:
+def parse_limit(text: str) -> float | None:
     """A time limit as Slurm writes it; None for none.
 
-    >>> limit_s("1-02:00:00"), limit_s("30:00"), limit_s("infinite"), limit_s("12:00:00")
+    >>> parse_limit("1-02:00:00"), parse_limit("30:00"), parse_limit("infinite"), parse_limit("12:00:00")
     (93600.0, 1800.0, None, 43200.0)
     """
     match = re.fullmatch(
@@ -158,6 +158,6 @@ def slurm_time(seconds: float) -> str:
     return f"{days}-{text}" if days else text
 
 
-def _held(node: SiteNode) -> str:
+def _describe_gpus(node: SlurmNode) -> str:
     texts = [f"{many} x {kind or 'GPU'}" for kind, many in sorted(node.gpus.items())]
     return " + ".join(texts) or "no GPU"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
-from trimtab.launching.errand import train_words, variables
-from trimtab.launching.quoting import Raw, label, shell_line, yaml_text
+from trimtab.launching.errand import build_environment, build_train_command
+from trimtab.launching.quoting import Raw, dump_yaml, make_label, shell_line
 from trimtab.spec import Launch, LaunchKind
 
 if TYPE_CHECKING:
-    from trimtab.launching.errand import Errand
-    from trimtab.launching.habits import Habits
+    from trimtab.launching.errand import JobSpec
+    from trimtab.launching.habits import LaunchDefaults
 
 PORT = 29400
 PLAN = "~/trimtab-plan.json"
@@ -31,20 +31,20 @@ ACCELERATORS = {
 PLAIN = ("A10", "A10G", "L4", "L40", "L40S", "B200")
 
 
-def task(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
+def build_sky_task(errand: JobSpec, habits: LaunchDefaults, *, script_file: str) -> Launch:
     """A task for `sky launch`."""
     need = errand.need
     inside = errand.replace(plan_file=PLAN)
-    given = variables(errand, cores=None, offline=habits.offline)
+    given = build_environment(errand, cores=None, offline=habits.offline)
     place = Raw(f'"$address:{PORT}"')
     # Behind a tilde that the shell reads.
-    words = [Raw(word) if word == PLAN else word for word in train_words(inside, rendezvous=place)]
+    words = [Raw(word) if word == PLAN else word for word in build_train_command(inside, rendezvous=place)]
     document: dict[str, Any] = {
-        "name": label(f"trimtab-{errand.plan.job}"),
+        "name": make_label(f"trimtab-{errand.plan.job}"),
         "workdir": errand.folder,
         "num_nodes": need.nodes,
         "resources": {
-            **({"accelerators": f"{accelerator(need.devices)}:{need.gpus}"} if need.gpus else {}),
+            **({"accelerators": f"{sky_accelerator(need.devices)}:{need.gpus}"} if need.gpus else {}),
             "cpus": f"{need.cpus}+",
             **({"image_id": f"docker:{habits.image}"} if habits.image else {}),
         },
@@ -57,17 +57,17 @@ def task(errand: Errand, habits: Habits, *, script_file: str) -> Launch:
         kind=LaunchKind.SKY,
         command=("sky", "launch", script_file),
         environment=document["envs"],
-        script=yaml_text([document]),
+        script=dump_yaml([document]),
         script_file=script_file,
         out=errand.out,
         notes=("the run's folder is on the nodes' own disks unless it lies in a mounted bucket",),
     )
 
 
-def accelerator(devices: tuple[str, ...]) -> str:
+def sky_accelerator(devices: tuple[str, ...]) -> str:
     """What SkyPilot calls the devices of a plan.
 
-    >>> accelerator(("H100 SXM5 80GB",)), accelerator(("A10G (AWS)",))
+    >>> sky_accelerator(("H100 SXM5 80GB",)), sky_accelerator(("A10G (AWS)",))
     ('H100', 'A10G')
     """
     if len(devices) == 1:

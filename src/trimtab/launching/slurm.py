@@ -13,18 +13,18 @@ import re
 from typing import TYPE_CHECKING
 
 from trimtab.errors import EnvironmentFault, UnknownName, WrongUse
-from trimtab.launching.errand import train_words, variables
-from trimtab.launching.need import time_words, with_margin
+from trimtab.launching.errand import build_environment, build_train_command
+from trimtab.launching.need import add_margin, explain_time
 from trimtab.launching.quoting import (
     Raw,
-    assignment,
     batch_name,
     batch_option,
     batch_value,
     check_path,
-    comment,
-    label,
-    pattern,
+    escape_percent,
+    format_comment,
+    make_label,
+    shell_assignment,
     shell_line,
     shell_word,
 )
@@ -33,10 +33,10 @@ from trimtab.spec import Launch, LaunchKind
 from trimtab.units import MIB, format_bytes, format_duration, parse_duration
 
 if TYPE_CHECKING:
-    from trimtab.launching.errand import Errand
-    from trimtab.launching.habits import Habits
-    from trimtab.launching.need import Need
-    from trimtab.launching.site import Partition, Site, SiteNode
+    from trimtab.launching.errand import JobSpec
+    from trimtab.launching.habits import LaunchDefaults
+    from trimtab.launching.need import Resources
+    from trimtab.launching.site import Partition, SlurmCluster, SlurmNode
 
 WARNING_S = 120
 """How long before the limit the run is told to save and end."""
@@ -78,10 +78,10 @@ fi
 exit "$code"'''
 
 
-def batch(  # noqa: PLR0913 - an errand and the world it is for
-    errand: Errand,
-    habits: Habits,
-    site: Site | None,
+def build_sbatch_launch(  # noqa: PLR0913 - an errand and the world it is for
+    errand: JobSpec,
+    habits: LaunchDefaults,
+    site: SlurmCluster | None,
     *,
     script_file: str,
     time: str | None = None,
@@ -90,22 +90,22 @@ def batch(  # noqa: PLR0913 - an errand and the world it is for
     """The script for an errand, checked against what the cluster has; `silence` is why it could not be."""
     check_path("script", script_file)
     need = errand.need
-    partition = None if site is None else choose(site, habits.partition, need)
-    node = None if partition is None else _seat(partition, need)
-    cpus = _cpus(need, node)
-    given = variables(errand, cores=cpus, offline=habits.offline)
+    partition = None if site is None else choose_partition(site, habits.partition, need)
+    node = None if partition is None else _smallest_node(partition, need)
+    cpus = _count_cpus(need, node)
+    given = build_environment(errand, cores=cpus, offline=habits.offline)
     given["PYTHONUNBUFFERED"] = "1", "lines reach the log as they are printed"
     given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
-    limit, limit_note = _limit(need, partition, time or habits.time)
-    memory, memory_note = _memory(need, node, cpus)
-    gpus, gpu_note = _gpus(need, site, partition)
+    limit, limit_note = _time_limit(need, partition, time or habits.time)
+    memory, memory_note = _host_memory(need, node, cpus)
+    gpus, gpu_note = _gpu_options(need, site, partition)
     options = [
-        batch_option("job-name", label(f"{PREFIX}{errand.plan.job}")),
+        batch_option("job-name", make_label(f"{PREFIX}{errand.plan.job}")),
         batch_option("comment", f"{COMMENT}{errand.out}"),
-        *_named("partition", partition.name if partition else habits.partition),
-        *_named("account", habits.account),
-        *_named("qos", habits.qos),
-        batch_option("nodes", _range(need)),
+        *_name_option("partition", partition.name if partition else habits.partition),
+        *_name_option("account", habits.account),
+        *_name_option("qos", habits.qos),
+        batch_option("nodes", _node_range(need)),
         # With a range Slurm gives the fewest nodes that the tasks fit on, where it is told of any.
         *([batch_option("ntasks-per-node", 1)] if need.least_nodes == need.nodes else []),
         *gpus,
@@ -113,23 +113,26 @@ def batch(  # noqa: PLR0913 - an errand and the world it is for
         *([] if memory is None else [batch_option("mem", f"{memory // MIB}M")]),
         *([] if limit is None else [batch_option("time", slurm_time(limit))]),
         batch_option("chdir", errand.folder),
-        batch_option("output", f"{pattern(errand.out)}/slurm-%j.log"),
+        batch_option("output", f"{escape_percent(errand.out)}/slurm-%j.log"),
         batch_option("open-mode", "append"),
         batch_option("signal", f"USR1@{WARNING_S}"),
         "#SBATCH --requeue",
-        *(f"#SBATCH {_own(option)}" for option in habits.sbatch),
+        *(f"#SBATCH {_own_option(option)}" for option in habits.sbatch),
     ]
     body = [
         "set -uo pipefail",
-        *_prepared(habits),
-        *(f"export {assignment(name, value)}  {comment(why)}" for name, (value, why) in given.items()),
+        *_setup_lines(habits),
+        *(
+            f"export {shell_assignment(name, value)}  {format_comment(why)}"
+            for name, (value, why) in given.items()
+        ),
         "",
         HEAD,
         "",
-        _srun(errand),
+        _srun_command(errand),
         TAIL,
     ]
-    about = [comment(errand.title), comment(f"Submit with: sbatch {shell_word(script_file)}")]
+    about = [format_comment(errand.title), format_comment(f"Submit with: sbatch {shell_word(script_file)}")]
     notes = (limit_note, memory_note, gpu_note, _place_note(partition, silence))
     return Launch(
         kind=LaunchKind.SLURM,
@@ -143,13 +146,15 @@ def batch(  # noqa: PLR0913 - an errand and the world it is for
     )
 
 
-def _srun(errand: Errand) -> str:
+def _srun_command(errand: JobSpec) -> str:
     """Once on every node that Slurm gave, which may be fewer than it was asked for at most."""
-    words = train_words(errand, nodes=Raw('"$SLURM_JOB_NUM_NODES"'), rendezvous=Raw('"$address:$port"'))
+    words = build_train_command(
+        errand, nodes=Raw('"$SLURM_JOB_NUM_NODES"'), rendezvous=Raw('"$address:$port"')
+    )
     return " ".join(SRUN) + f" \\\n  {shell_line(words)}"
 
 
-def _prepared(habits: Habits) -> list[str]:
+def _setup_lines(habits: LaunchDefaults) -> list[str]:
     lines = [f"module load {shell_word(module)} || exit 5" for module in habits.modules]
     if habits.activate:
         script = habits.activate
@@ -162,22 +167,22 @@ def _prepared(habits: Habits) -> list[str]:
     return [*lines, *habits.lines]
 
 
-def _named(option: str, name: str | None) -> list[str]:
+def _name_option(option: str, name: str | None) -> list[str]:
     return [] if name is None else [f"#SBATCH --{option}={batch_name(option, name)}"]
 
 
-def _own(option: str) -> str:
+def _own_option(option: str) -> str:
     """An option from trimtab.toml, as it is."""
     name, equals, value = option.partition("=")
     plain = batch_name("sbatch", name.removeprefix("--"))
     return f"--{plain}={batch_value(plain, value)}" if equals else f"--{plain}"
 
 
-def _range(need: Need) -> str:
+def _node_range(need: Resources) -> str:
     return str(need.nodes) if need.least_nodes == need.nodes else f"{need.least_nodes}-{need.nodes}"
 
 
-def choose(site: Site, wanted: str | None, need: Need) -> Partition:
+def choose_partition(site: SlurmCluster, wanted: str | None, need: Resources) -> Partition:
     """The partition to submit to, which must have what is needed; never one that nobody named."""
     known = {partition.name: partition for partition in site.partitions}
     listed = "; ".join(partition.words() for partition in site.partitions)
@@ -204,11 +209,11 @@ def choose(site: Site, wanted: str | None, need: Need) -> Partition:
             found="it is down, and takes no job",
             cure=f"Ask its administrators, or use another of {listed}.",
         )
-    if need.gpus and _kind(chosen, need) is None:
-        others = [other.words() for other in site.partitions if _kind(other, need) is not None]
+    if need.gpus and _fitting_type(chosen, need) is None:
+        others = [other.words() for other in site.partitions if _fitting_type(other, need) is not None]
         raise EnvironmentFault(
             f"partition {chosen.name}",
-            found=f"the plan needs {_wanted(need)}, and it is {chosen.words()}",
+            found=f"the plan needs {_describe_need(need)}, and it is {chosen.words()}",
             cure=f"Use --partition {others[0].split()[0]}: {'; '.join(others)}."
             if others
             else "Plan for what is there: trimtab plan JOB --on ..., or --compare 1,2,4.",
@@ -222,24 +227,28 @@ def choose(site: Site, wanted: str | None, need: Need) -> Partition:
     return chosen
 
 
-def _wanted(need: Need) -> str:
+def _describe_need(need: Resources) -> str:
     many = f"{need.least_nodes} node{'s' * (need.least_nodes > 1)} with {need.gpus} x "
     return many + (need.devices[0] if len(need.devices) == 1 else "GPU")
 
 
-def _kind(partition: Partition, need: Need) -> str | None:
+def _fitting_type(partition: Partition, need: Resources) -> str | None:
     """The type of GPU that fits the plan, of which there are enough; None where there is none."""
-    fitting = [kind for kind in partition.gpu_types if all(is_alike(kind, device) for device in need.devices)]
+    fitting = [
+        kind for kind in partition.gpu_types if all(is_same_gpu(kind, device) for device in need.devices)
+    ]
     enough = [kind for kind in fitting if partition.seats(kind, need.gpus) >= need.least_nodes]
     # A name that says more is the better match.
     return max(enough, key=len, default=None)
 
 
-def is_alike(kind: str, device: str) -> bool:
+def is_same_gpu(kind: str, device: str) -> bool:
     """Whether Slurm's type of GPU can be the catalogue's device; no type can be any.
 
-    >>> is_alike("a100", "A100 SXM4 40GB"), is_alike("a10", "A100 SXM4 40GB"), is_alike("rtx3090", "RTX 3090")
-    (True, False, True)
+    >>> is_same_gpu("a100", "A100 SXM4 40GB"), is_same_gpu("a10", "A100 SXM4 40GB")
+    (True, False)
+    >>> is_same_gpu("rtx3090", "RTX 3090")
+    True
     """
     from trimtab.catalog.lookup import typed
 
@@ -251,32 +260,34 @@ def is_alike(kind: str, device: str) -> bool:
     except WrongUse:
         # Sites name types as they like: `a100` comes in two sizes, and `gold` is no name at all.
         pass
-    ours = _words(device)
+    ours = _name_words(device)
     pairs = {first + second for first, second in itertools.pairwise(ours)}
-    return all(word in {*ours, *pairs} for word in _words(kind))
+    return all(word in {*ours, *pairs} for word in _name_words(kind))
 
 
-def _words(name: str) -> list[str]:
+def _name_words(name: str) -> list[str]:
     """The parts of a device's name, without vendors and units."""
     found = re.findall(r"[a-z0-9]+", name.lower())
     return [re.sub(r"(?<=[0-9])(gib|gb|g)$", "", word) for word in found if word not in VENDORS]
 
 
-def _seat(partition: Partition, need: Need) -> SiteNode | None:
+def _smallest_node(partition: Partition, need: Resources) -> SlurmNode | None:
     """The smallest node that the job may land on."""
-    kind = _kind(partition, need) if need.gpus else None
+    kind = _fitting_type(partition, need) if need.gpus else None
     fitting = [node for node in partition.nodes if kind is None or node.gpus.get(kind, 0) >= need.gpus]
     return min(fitting, key=lambda node: (node.cpus or 0, node.memory_bytes or 0), default=None)
 
 
-def _gpus(need: Need, site: Site | None, partition: Partition | None) -> tuple[list[str], str]:
+def _gpu_options(
+    need: Resources, site: SlurmCluster | None, partition: Partition | None
+) -> tuple[list[str], str]:
     if not need.gpus:
         return [], ""
     if site is None or partition is None:
         return [batch_option("gres", f"gpu:{need.gpus}")], (
             f"GPUs of any type are asked for; the plan is for {', '.join(need.devices)}"
         )
-    kind = _kind(partition, need) or ""
+    kind = _fitting_type(partition, need) or ""
     value = f"{kind}:{need.gpus}" if kind else str(need.gpus)
     line = batch_option("gpus-per-node", value) if site.counts_gpus else batch_option("gres", f"gpu:{value}")
     if not kind:
@@ -284,12 +295,12 @@ def _gpus(need: Need, site: Site | None, partition: Partition | None) -> tuple[l
     return [line], ""
 
 
-def _cpus(need: Need, node: SiteNode | None) -> int:
+def _count_cpus(need: Resources, node: SlurmNode | None) -> int:
     """Cores of a node, never more than it has."""
     return need.cpus if node is None or node.cpus is None else min(need.cpus, node.cpus)
 
 
-def _memory(need: Need, node: SiteNode | None, cpus: int) -> tuple[int | None, str]:
+def _host_memory(need: Resources, node: SlurmNode | None, cpus: int) -> tuple[int | None, str]:
     """Host memory of a node: the share that goes with its GPUs or its cores, and no less than is needed."""
     if node is None or node.memory_bytes is None:
         return None, "host memory is left to the cluster's default: what a node has is not known"
@@ -307,7 +318,7 @@ def _memory(need: Need, node: SiteNode | None, cpus: int) -> tuple[int | None, s
     return asked, f"host memory: {format_bytes(asked)} of {format_bytes(node.memory_bytes)}, for {part}"
 
 
-def _limit(need: Need, partition: Partition | None, asked: str | None) -> tuple[float | None, str]:
+def _time_limit(need: Resources, partition: Partition | None, asked: str | None) -> tuple[float | None, str]:
     """The time limit, and a word on it."""
     most = None if partition is None else partition.limit_s
     if asked is not None:
@@ -322,13 +333,14 @@ def _limit(need: Need, partition: Partition | None, asked: str | None) -> tuple[
         return seconds, ""
     if need.seconds is None:
         return None, "the time limit is the partition's default: nobody knows how long the run takes"
-    wanted = with_margin(need.seconds)
+    wanted = add_margin(need.seconds)
     if most is not None and wanted > most:
         return most, (
-            f"{time_words(need, wanted)}; the partition allows {format_duration(most)}: at the limit the run "
+            f"{explain_time(need, wanted)}; the partition allows {format_duration(most)}: at the limit "
+            "the run "
             "saves, is queued again, and goes on"
         )
-    return wanted, time_words(need, wanted)
+    return wanted, explain_time(need, wanted)
 
 
 def _place_note(partition: Partition | None, silence: str) -> str:

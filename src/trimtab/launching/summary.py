@@ -30,7 +30,7 @@ ALL_GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU of a node, those included that a job may not use."""
 
 
-def summed(  # noqa: PLR0913 - all that a run has left behind
+def build_summary(  # noqa: PLR0913 - all that a run has left behind
     job: str,
     plan: Plan,
     attempt: Attempt,
@@ -70,31 +70,31 @@ def summed(  # noqa: PLR0913 - all that a run has left behind
         steps_s=sum(line.get("time_s", 0.0) for line in lines),
         gpu_hours=proc_s / 3600 if device else 0.0,
         attempts=attempt.attempt,
-        allocated_bytes=_highest(lines, "allocated_bytes"),
-        reserved_bytes=_highest(lines, "reserved_bytes"),
-        checks=_checks(plan, attempt, lines),
-        median_of=len(_usual(plan, attempt, lines)),
+        allocated_bytes=_highest_value(lines, "allocated_bytes"),
+        reserved_bytes=_highest_value(lines, "reserved_bytes"),
+        checks=_build_checks(plan, attempt, lines),
+        median_of=len(_usual_steps(plan, attempt, lines)),
         incidents=happened,
         ended_on=datetime.fromtimestamp(now_s).astimezone().isoformat(timespec="seconds"),
     )
 
 
-def _highest(lines: Sequence[dict[str, Any]], key: str) -> int | None:
+def _highest_value(lines: Sequence[dict[str, Any]], key: str) -> int | None:
     return max((line[key] for line in lines if line.get(key) is not None), default=None)
 
 
-def _usual(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _usual_steps(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The whole steps of as many processes as the last attempt had, without the first ones."""
     alike = [line for line in lines if line.get("gpus") == attempt.procs]
     counted = alike[WARM_UP:] or alike
     return [line for line in counted if line.get("samples") == plan.choice.global_batch] or counted
 
 
-def _checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> tuple[Check, ...]:
+def _build_checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> tuple[Check, ...]:
     """Predictions against what was measured on as many processes as were planned for."""
     known = plan.estimate
     alike = [line for line in lines if line.get("gpus") == attempt.procs]
-    whole = _usual(plan, attempt, lines)
+    whole = _usual_steps(plan, attempt, lines)
     step_s = median(line["time_s"] for line in whole) if whole else None
     rate = plan.choice.global_batch / step_s if step_s else None
     found = [
@@ -104,31 +104,31 @@ def _checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> tu
         Check(
             what="allocated_bytes",
             predicted=known.allocated_bytes or None,
-            real=_highest(alike, "allocated_bytes"),
+            real=_highest_value(alike, "allocated_bytes"),
         ),
         Check(
             what="reserved_bytes",
             predicted=known.reserved_bytes or None,
-            real=_highest(alike, "reserved_bytes"),
+            real=_highest_value(alike, "reserved_bytes"),
         ),
     ]
     return tuple(check for check in found if check.predicted is not None or check.real is not None)
 
 
-def text(summary: Summary) -> str:
+def format_summary(summary: Summary) -> str:
     """The summary as people read it, a fact a line."""
     rows = {
         "job": summary.job,
-        "GPUs": _devices(summary),
+        "GPUs": _format_devices(summary),
         "strategy": f"{summary.strategy}, {summary.precision}",
         "batch": f"{summary.global_batch} samples a step: micro-batch {summary.micro_batch} x "
         f"{summary.accumulation} on {summary.processes} process{'es' * (summary.processes > 1)}",
         "steps": f"{summary.steps:,}" + ("" if summary.loss is None else f", last loss {summary.loss:.4f}"),
         "samples": f"{summary.samples:,} in {summary.epochs:g} epochs",
-        "runtime": _runtime(summary),
-        "speed": f"{_number(summary.samples_per_s)} samples/s{_over(summary)}, "
-        f"{_number(summary.minutes_per_epoch)} minutes an epoch",
-        "memory": _memory(summary),
+        "runtime": _format_runtime(summary),
+        "speed": f"{_format_number(summary.samples_per_s)} samples/s{_format_steps(summary)}, "
+        f"{_format_number(summary.minutes_per_epoch)} minutes an epoch",
+        "memory": _format_memory(summary),
     }
     if summary.gpu_hours:
         rows["GPU-hours"] = f"{summary.gpu_hours:.2f}"
@@ -136,7 +136,7 @@ def text(summary: Summary) -> str:
         rows["happened"] = ", ".join(f"{count} x {kind}" for kind, count in summary.incidents.items())
     lines = [f"{name:<10} {value}" for name, value in rows.items()]
     lines += [
-        f"{'' if number else 'predicted':<10} {_checked(check)}"
+        f"{'' if number else 'predicted':<10} {_format_check(check)}"
         for number, check in enumerate(summary.checks)
     ]
     if summary.median_of:
@@ -145,12 +145,12 @@ def text(summary: Summary) -> str:
     return "\n".join([*lines, f"{'ended':<10} {summary.ended_on}, done"]) + "\n"
 
 
-def _over(summary: Summary) -> str:
+def _format_steps(summary: Summary) -> str:
     """The steps that the speed is of: `watch` tells that of the last ones, a check that of the median."""
     return f" over all {summary.steps:,} steps" if summary.steps > 1 else ""
 
 
-def _devices(summary: Summary) -> str:
+def _format_devices(summary: Summary) -> str:
     if not summary.gpus:
         return f"none: {summary.processes} process{'es' * (summary.processes > 1)} on the CPU"
     used = f"{summary.gpus} x {summary.device}" + (f" on {summary.nodes} nodes" if summary.nodes > 1 else "")
@@ -159,7 +159,7 @@ def _devices(summary: Summary) -> str:
     return f"{used}; {summary.gpus} of {summary.gpus_there} used, {summary.gpus_free} left free"
 
 
-def _runtime(summary: Summary) -> str:
+def _format_runtime(summary: Summary) -> str:
     whole = (
         f"{format_duration(summary.runtime_s)} ({summary.runtime_s:.0f} s, {summary.runtime_s / 3600:.2f} h)"
     )
@@ -167,7 +167,7 @@ def _runtime(summary: Summary) -> str:
     return f"{whole}, of it {format_duration(summary.steps_s)} in steps{several}"
 
 
-def _memory(summary: Summary) -> str:
+def _format_memory(summary: Summary) -> str:
     if summary.reserved_bytes is None:
         return "not measured"
     allocated = (
@@ -176,12 +176,12 @@ def _memory(summary: Summary) -> str:
     return f"{allocated}{format_bytes(summary.reserved_bytes)} reserved at the peak, on the first rank"
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004
 
 
-def _checked(check: Check) -> str:
-    shown = format_bytes if check.what.endswith("_bytes") else _number
+def _format_check(check: Check) -> str:
+    shown = format_bytes if check.what.endswith("_bytes") else _format_number
     words = {"step_s": "seconds a step", "samples_per_s": "samples/s"}
     name = words.get(check.what, check.what.removesuffix("_bytes") + " memory")
     before = "not predicted" if check.predicted is None else shown(check.predicted)
@@ -189,7 +189,7 @@ def _checked(check: Check) -> str:
     return f"{name}: {before}, really {real}" + ("" if check.error is None else f" ({check.error:+.1%})")
 
 
-def gpus_on_node(folder: Path = ALL_GPUS) -> int | None:
+def count_node_gpus(folder: Path = ALL_GPUS) -> int | None:
     """How many GPUs this node has, in use or not; None where no driver says."""
     try:
         return len(list(folder.iterdir())) or None
@@ -197,19 +197,19 @@ def gpus_on_node(folder: Path = ALL_GPUS) -> int | None:
         return None
 
 
-def write(folder: Path, summary: Summary) -> None:
+def write_summary(folder: Path, summary: Summary) -> None:
     """Put a summary into a run's folder."""
     write_whole(folder / JSON, summary.to_json(indent=2).encode() + b"\n")
-    write_whole(folder / TEXT, text(summary).encode())
+    write_whole(folder / TEXT, format_summary(summary).encode())
 
 
-def forget(folder: Path) -> None:
+def remove_summary(folder: Path) -> None:
     """Take an earlier summary away: the run goes on."""
     for name in (JSON, TEXT):
         (folder / name).unlink(missing_ok=True)
 
 
-def read(folder: Path) -> Summary:
+def read_summary(folder: Path) -> Summary:
     """The summary of a run's folder; an error that says why there is none."""
     given, file = str(folder), folder / JSON
     if file.exists():

@@ -11,23 +11,22 @@ from trimtab.pages.drawing import (
     Frame,
     Labels,
     Tick,
-    axes,
-    box,
-    dot,
-    fitted,
-    is_narrow,
-    line,
-    mark,
-    path,
-    sheet,
-    words,
+    draw_axes,
+    draw_box,
+    draw_dot,
+    draw_line,
+    draw_mark,
+    draw_path,
+    draw_svg,
+    draw_text,
+    fit_label,
 )
-from trimtab.pages.markup import Markup, join
+from trimtab.pages.markup import Markup, join_markup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.pages.bars import Limit
+    from trimtab.pages.bars import LimitLine
     from trimtab.pages.scales import Scale
 
 MOST_MARKS = 64
@@ -56,7 +55,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Dot:
+class Point:
     """A point with its words."""
 
     x: float
@@ -76,7 +75,7 @@ class Front:
 
 
 @dataclass(frozen=True)
-class Band:
+class ValueBand:
     """A line with the range that it runs through."""
 
     xs: tuple[float, ...]
@@ -85,7 +84,7 @@ class Band:
     high: tuple[float, ...]
 
 
-def layers(  # noqa: PLR0913 - layers, both axes, and what to point out
+def draw_layers(  # noqa: PLR0913 - layers, both axes, and what to point out
     label: str,
     xs: tuple[float, ...],
     stacked: list[Layer],
@@ -93,33 +92,33 @@ def layers(  # noqa: PLR0913 - layers, both axes, and what to point out
     up: Axis,
     *,
     says: list[str],
-    notes: list[Dot],
+    notes: list[Point],
     width: int,
 ) -> Markup:
     """Layers on one another, each named where it is thickest."""
     frame = Frame(46, width - 8, 44, 280)
     x, y = frame.scales((along.low, along.high), (up.low, up.high))
-    parts: list[object] = [_axes(frame, x, y, along, up)]
+    parts: list[object] = [_draw_axes(frame, x, y, along, up)]
     names: list[Callable[[Labels], Markup | None]] = []
     below = [0.0] * len(xs)
     for layer in stacked:
         top = [under + value for under, value in zip(below, layer.values, strict=True)]
         edge = [(x.at(at), y.at(value)) for at, value in zip(xs, top, strict=True)]
         back = [(x.at(at), y.at(value)) for at, value in zip(reversed(xs), reversed(below), strict=True)]
-        parts.append(path([*edge, *back], f"p-{layer.kind}", closed=True))
-        names += _layer_name(layer, xs, below, x, y)
+        parts.append(draw_path([*edge, *back], f"p-{layer.kind}", closed=True))
+        names += _label_layer(layer, xs, below, x, y)
         below = top
     labels = Labels(frame.left, frame.right + 8, 14, frame.bottom)
-    marked = [_note(note, x, y, frame, labels) for note in notes]
+    marked = [_draw_note(note, x, y, frame, labels) for note in notes]
     # What is pointed out comes first; a layer that finds no room for its name has it in the key below.
     parts += [word for name in names if (word := name(labels))]
-    parts += _places([x.at(at) for at in xs], [y.at(value) for value in below], says, frame)
+    parts += _draw_places([x.at(at) for at in xs], [y.at(value) for value in below], says, frame)
     parts += marked
-    key, deep = _key(stacked, frame.bottom + 62, width)
-    return sheet(label, width, frame.bottom + 54 + deep, *parts, key)
+    key, deep = _draw_key(stacked, frame.bottom + 62, width)
+    return draw_svg(label, width, frame.bottom + 54 + deep, *parts, key)
 
 
-def _key(stacked: list[Layer], first: float, width: int) -> tuple[Markup, float]:
+def _draw_key(stacked: list[Layer], first: float, width: int) -> tuple[Markup, float]:
     """A colour and a name for each layer, in as many rows as they need, and how deep those are."""
     parts: list[object] = []
     at, y = 0.0, first
@@ -127,12 +126,15 @@ def _key(stacked: list[Layer], first: float, width: int) -> tuple[Markup, float]
         wide = 18 + len(layer.name) * LETTER + 18
         if at and at + wide > width:
             at, y = 0.0, y + 20
-        parts += [box(at, y - 10, 11, 11, f"p-{layer.kind}"), words(at + 17, y, layer.name, class_="tick")]
+        parts += [
+            draw_box(at, y - 10, 11, 11, f"p-{layer.kind}"),
+            draw_text(at + 17, y, layer.name, class_="tick"),
+        ]
         at += wide
-    return join(parts), y - first + 14
+    return join_markup(parts), y - first + 14
 
 
-def _layer_name(
+def _label_layer(
     layer: Layer, xs: tuple[float, ...], below: list[float], x: Scale, y: Scale
 ) -> list[Callable[[Labels], Markup | None]]:
     """What writes the name of a layer at its thickest place, where it fits in and nothing else is written."""
@@ -151,83 +153,83 @@ def _layer_name(
         # Moved up or down it would lie on another layer.
         if labels.place(middle, at, layer.name, anchor="middle") != at:
             return None
-        return words(middle, at, layer.name, class_=f"on on-{layer.kind}", anchor="middle")
+        return draw_text(middle, at, layer.name, class_=f"on on-{layer.kind}", anchor="middle")
 
     return [write]
 
 
-def points(  # noqa: PLR0913 - points, the line along the best, both axes, and what limits them
+def draw_points(  # noqa: PLR0913 - points, the line along the best, both axes, and what limits them
     label: str,
-    dots: list[Dot],
+    dots: list[Point],
     fronts: list[Front],
     along: Axis,
     up: Axis,
     *,
-    limit: Limit | None,
+    limit: LimitLine | None,
     width: int,
 ) -> Markup:
     """Points, with a line through those that no other beats."""
     frame = Frame(52, width - 12, 44, 300)
     x, y = frame.scales((along.low, along.high), (up.low, up.high))
-    parts: list[object] = [_axes(frame, x, y, along, up)]
+    parts: list[object] = [_draw_axes(frame, x, y, along, up)]
     labels = Labels(0, frame.right + 12, frame.top - 24, frame.bottom)
     labels.place(frame.left - 8, frame.top - 12, up.name)
     if limit is not None and limit.value <= along.high:
         at = x.at(limit.value)
         place, anchor = (at - 6, "end") if at > width * 0.6 else (at + 6, "start")
         level = labels.place(place, frame.top - 4, limit.label, anchor=anchor)
-        parts.append(line(at, frame.top, at, frame.bottom, limit.kind))
+        parts.append(draw_line(at, frame.top, at, frame.bottom, limit.kind))
         if level is not None:
-            parts.append(words(place, level, limit.label, class_="warn", anchor=anchor))
+            parts.append(draw_text(place, level, limit.label, class_="warn", anchor=anchor))
     parts += [
-        path([(x.at(across), y.at(two)) for across, two in front.places], "frontier") for front in fronts
+        draw_path([(x.at(across), y.at(two)) for across, two in front.places], "frontier") for front in fronts
     ]
     # The chosen one comes last, so that it lies on top of its neighbours.
     for point in sorted(dots, key=lambda dot: (dot.kind == "accent", dot.x, dot.y)):
         shape = (
-            _arrow(frame.right, y.at(point.y))
+            _draw_arrow(frame.right, y.at(point.y))
             if point.x > along.high
-            else dot(x.at(point.x), y.at(point.y), 7 if point.kind == "accent" else 4.5, point.kind)
+            else draw_dot(x.at(point.x), y.at(point.y), 7 if point.kind == "accent" else 4.5, point.kind)
         )
         reach = min(x.at(point.x), frame.right)
         parts += [
-            mark(point.says, dot(reach, y.at(point.y), 11, "reach"), shape),
+            draw_mark(point.says, draw_dot(reach, y.at(point.y), 11, "reach"), shape),
         ]
-    parts += [_beside(point, x, y, frame, labels) for point in dots if point.kind == "accent"]
-    parts += [_beside(point, x, y, frame, labels) for point in dots if point.kind != "accent"]
-    parts += [_front_name(front, x, y, frame, labels) for front in fronts]
-    return sheet(label, width, frame.bottom + 44, *parts)
+    parts += [_draw_label(point, x, y, frame, labels) for point in dots if point.kind == "accent"]
+    parts += [_draw_label(point, x, y, frame, labels) for point in dots if point.kind != "accent"]
+    parts += [_draw_front_name(front, x, y, frame, labels) for front in fronts]
+    return draw_svg(label, width, frame.bottom + 44, *parts)
 
 
-def _arrow(right: float, y: float) -> Markup:
+def _draw_arrow(right: float, y: float) -> Markup:
     """A point beyond the right end of the axis."""
-    return path([(right - 4, y - 5), (right + 3, y), (right - 4, y + 5)], "beyond")
+    return draw_path([(right - 4, y - 5), (right + 3, y), (right - 4, y + 5)], "beyond")
 
 
-def curve(  # noqa: PLR0913 - a line with its range, both axes, and what to point out
+def draw_curve(  # noqa: PLR0913 - a line with its range, both axes, and what to point out
     label: str,
-    band: Band,
+    band: ValueBand,
     along: Axis,
     up: Axis,
     *,
     says: list[str],
-    notes: list[Dot],
-    events: list[Dot],
-    limits: list[Limit],
+    notes: list[Point],
+    events: list[Point],
+    limits: list[LimitLine],
     width: int,
 ) -> Markup:
     """A line over steps with the range around it, values to know of, and events along the bottom."""
     frame = Frame(52, width - 12, 44, 260)
     x, y = frame.scales((along.low, along.high), (up.low, up.high))
-    parts: list[object] = [_axes(frame, x, y, along, up)]
+    parts: list[object] = [_draw_axes(frame, x, y, along, up)]
     for limit in limits:
         at = y.at(limit.value)
         parts += [
-            line(frame.left, at, frame.right, at, limit.kind),
-            words(
+            draw_line(frame.left, at, frame.right, at, limit.kind),
+            draw_text(
                 frame.right,
                 at - 6,
-                fitted(limit.label, frame.right - frame.left),
+                fit_label(limit.label, frame.right - frame.left),
                 class_="tick",
                 anchor="end",
             ),
@@ -235,27 +237,29 @@ def curve(  # noqa: PLR0913 - a line with its range, both axes, and what to poin
     over = [(x.at(at), y.at(value)) for at, value in zip(band.xs, band.high, strict=True)]
     under = [(x.at(at), y.at(value)) for at, value in zip(band.xs, band.low, strict=True)]
     middle = [(x.at(at), y.at(value)) for at, value in zip(band.xs, band.middle, strict=True)]
-    parts += [path([*over, *reversed(under)], "range", closed=True), path(middle, "line")]
+    parts += [draw_path([*over, *reversed(under)], "range", closed=True), draw_path(middle, "line")]
     if len(middle) == 1:
-        parts.append(dot(*middle[0], 4, "accent"))
-    parts += _places([across for across, _ in middle], [level for _, level in middle], says, frame)
+        parts.append(draw_dot(*middle[0], 4, "accent"))
+    parts += _draw_places([across for across, _ in middle], [level for _, level in middle], says, frame)
     for note in notes:
-        parts.append(mark(note.says, dot(x.at(note.x), y.at(note.y), 4, note.kind)))
+        parts.append(draw_mark(note.says, draw_dot(x.at(note.x), y.at(note.y), 4, note.kind)))
     for event in events:
         at = x.at(event.x)
         parts.append(
-            mark(
-                event.says, line(at, frame.top, at, frame.bottom, "event"), dot(at, frame.bottom, 5, "warned")
+            draw_mark(
+                event.says,
+                draw_line(at, frame.top, at, frame.bottom, "event"),
+                draw_dot(at, frame.bottom, 5, "warned"),
             )
         )
-    return sheet(label, width, frame.bottom + 44, *parts)
+    return draw_svg(label, width, frame.bottom + 44, *parts)
 
 
-def _axes(frame: Frame, x: Scale, y: Scale, along: Axis, up: Axis) -> Markup:
-    return axes(frame, x, y, along=along.ticks, up=up.ticks, along_name=along.name, up_name=up.name)
+def _draw_axes(frame: Frame, x: Scale, y: Scale, along: Axis, up: Axis) -> Markup:
+    return draw_axes(frame, x, y, along=along.ticks, up=up.ticks, along_name=along.name, up_name=up.name)
 
 
-def _places(xs: list[float], ys: list[float], says: list[str], frame: Frame) -> list[Markup]:
+def _draw_places(xs: list[float], ys: list[float], says: list[str], frame: Frame) -> list[Markup]:
     """Places along a line that say their value: as many as can be told apart."""
     every = -(-len(xs) // MOST_MARKS) or 1
     chosen = list(range(0, len(xs), every))
@@ -264,23 +268,26 @@ def _places(xs: list[float], ys: list[float], says: list[str], frame: Frame) -> 
         left = frame.left if place == 0 else (xs[index] + xs[chosen[place - 1]]) / 2
         right = frame.right if index == chosen[-1] else (xs[index] + xs[chosen[place + 1]]) / 2
         marks.append(
-            mark(
+            draw_mark(
                 says[index],
-                box(left, frame.top, right - left, frame.bottom - frame.top, "reach"),
-                line(xs[index], frame.top, xs[index], frame.bottom, "cursor"),
-                dot(xs[index], ys[index], 4, "cursor"),
+                draw_box(left, frame.top, right - left, frame.bottom - frame.top, "reach"),
+                draw_line(xs[index], frame.top, xs[index], frame.bottom, "cursor"),
+                draw_dot(xs[index], ys[index], 4, "cursor"),
             )
         )
     return marks
 
 
-def _note(note: Dot, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
-    return join(
-        (mark(note.says, dot(x.at(note.x), y.at(note.y), 5, note.kind)), _beside(note, x, y, frame, labels))
+def _draw_note(note: Point, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
+    return join_markup(
+        (
+            draw_mark(note.says, draw_dot(x.at(note.x), y.at(note.y), 5, note.kind)),
+            _draw_label(note, x, y, frame, labels),
+        )
     )
 
 
-def _beside(point: Dot, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
+def _draw_label(point: Point, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
     """The label of a point, on the side where there is room for it and clear of other labels."""
     if not point.label:
         return Markup("")
@@ -288,18 +295,15 @@ def _beside(point: Dot, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Mar
     leftward = at + 12 + wide > frame.right
     room = at - 12 - frame.left if leftward else frame.right - at - 12
     place, anchor = (at - 12, "end") if leftward else (at + 12, "start")
-    said = point.label if wide <= room else fitted(point.label, room * LETTER / BOLD_LETTER)
+    said = point.label if wide <= room else fit_label(point.label, room * LETTER / BOLD_LETTER)
     level = labels.place(place, y.at(point.y) - 10, said, anchor=anchor)
-    return Markup("") if level is None else words(place, level, said, class_="strong", anchor=anchor)
+    return Markup("") if level is None else draw_text(place, level, said, class_="strong", anchor=anchor)
 
 
-def _front_name(front: Front, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
+def _draw_front_name(front: Front, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
     """The name of a line at its end, on the side where there is room, or nowhere: the table has it too."""
     at, level = x.at(front.places[-1][0]), y.at(front.places[-1][1]) + 4
     leftward = at + 12 + len(front.name) * BOLD_LETTER > frame.right
     place, anchor = (at - 12, "end") if leftward else (at + 12, "start")
     found = labels.place(place, level, front.name, anchor=anchor)
-    return Markup("") if found is None else words(place, found, front.name, class_="front", anchor=anchor)
-
-
-__all__ = ["Axis", "Band", "Dot", "Layer", "curve", "is_narrow", "layers", "points"]
+    return Markup("") if found is None else draw_text(place, found, front.name, class_="front", anchor=anchor)

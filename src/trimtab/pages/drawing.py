@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.pages.markup import Markup, join, tag
+from trimtab.pages.markup import Markup, join_markup, tag
 from trimtab.pages.scales import Scale
 
 LETTER = 6.3
@@ -81,9 +81,9 @@ def is_narrow(width: int) -> bool:
     return width < (WIDE + NARROW) / 2
 
 
-def sheet(label: str, width: int, height: float, *parts: object) -> Markup:
+def draw_svg(label: str, width: int, height: float, *parts: object) -> Markup:
     """A whole drawing; the first of its marks is the one that the tab key comes to."""
-    inner = Markup(join(parts).replace('tabindex="-1"', 'tabindex="0"', 1))
+    inner = Markup(join_markup(parts).replace('tabindex="-1"', 'tabindex="0"', 1))
     return tag(
         "svg",
         inner,
@@ -97,12 +97,12 @@ def sheet(label: str, width: int, height: float, *parts: object) -> Markup:
     )
 
 
-def mark(says: str, *shapes: object) -> Markup:
+def draw_mark(says: str, *shapes: object) -> Markup:
     """Shapes that stand for a value, with the words for it."""
     return tag("g", *shapes, tag("title", says), class_="mark", tabindex=-1, role="img", aria_label=says)
 
 
-def words(x: float, y: float, said: object, *, class_: str = "label", anchor: str = "start") -> Markup:
+def draw_text(x: float, y: float, said: object, *, class_: str = "label", anchor: str = "start") -> Markup:
     """A label."""
     return tag(
         "text",
@@ -114,12 +114,12 @@ def words(x: float, y: float, said: object, *, class_: str = "label", anchor: st
     )
 
 
-def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+def draw_line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     """A straight line."""
     return tag("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_)
 
 
-def box(x: float, y: float, width: float, height: float, class_: str) -> Markup:
+def draw_box(x: float, y: float, width: float, height: float, class_: str) -> Markup:
     """A rectangle; none has less than nothing."""
     return tag(
         "rect",
@@ -131,12 +131,12 @@ def box(x: float, y: float, width: float, height: float, class_: str) -> Markup:
     )
 
 
-def dot(x: float, y: float, radius: float, class_: str) -> Markup:
+def draw_dot(x: float, y: float, radius: float, class_: str) -> Markup:
     """A point."""
     return tag("circle", cx=float(x), cy=float(y), r=float(radius), class_=class_)
 
 
-def path(points: list[tuple[float, float]], class_: str, *, closed: bool = False) -> Markup:
+def draw_path(points: list[tuple[float, float]], class_: str, *, closed: bool = False) -> Markup:
     """A line through points; with fewer than two there is none."""
     if len(points) < 2:  # noqa: PLR2004 - a line has two ends
         return Markup("")
@@ -144,7 +144,7 @@ def path(points: list[tuple[float, float]], class_: str, *, closed: bool = False
     return tag("path", d=f"M{steps}{'Z' * closed}", class_=class_)
 
 
-def axes(  # noqa: PLR0913 - two axes, each with its numbers and its name
+def draw_axes(  # noqa: PLR0913 - two axes, each with its numbers and its name
     frame: Frame,
     x: Scale,
     y: Scale,
@@ -157,33 +157,33 @@ def axes(  # noqa: PLR0913 - two axes, each with its numbers and its name
 ) -> Markup:
     """Lines across at every number of the upright axis, numbers, and what is counted in what unit."""
     across = [
-        join(
+        join_markup(
             (
-                line(frame.left, y.at(tick.value), frame.right, y.at(tick.value), "grid"),
-                words(frame.left - 8, y.at(tick.value) + 4, tick.label, class_="tick", anchor="end"),
+                draw_line(frame.left, y.at(tick.value), frame.right, y.at(tick.value), "grid"),
+                draw_text(frame.left - 8, y.at(tick.value) + 4, tick.label, class_="tick", anchor="end"),
             )
         )
         for tick in up
     ]
     below = [
-        words(x.at(tick.value), frame.bottom + 18, tick.label, class_="tick", anchor="middle")
+        draw_text(x.at(tick.value), frame.bottom + 18, tick.label, class_="tick", anchor="middle")
         for tick in along
     ]
-    return join(
+    return join_markup(
         (
             *across,
-            line(frame.left, frame.bottom, frame.right, frame.bottom, "axis"),
+            draw_line(frame.left, frame.bottom, frame.right, frame.bottom, "axis"),
             *below,
-            words(frame.right, frame.bottom + below_by, along_name, class_="name", anchor="end"),
-            words(frame.left - 8, frame.top - 12, up_name, class_="name", anchor="start"),
+            draw_text(frame.right, frame.bottom + below_by, along_name, class_="name", anchor="end"),
+            draw_text(frame.left - 8, frame.top - 12, up_name, class_="name", anchor="start"),
         )
     )
 
 
-def fitted(said: str, room: float) -> str:
+def fit_label(said: str, room: float) -> str:
     """As much of a label as there is room for.
 
-    >>> fitted("activations", 45), fitted("activations", 100)
+    >>> fit_label("activations", 45), fit_label("activations", 100)
     ('activ…', 'activations')
     """
     most = int(room / LETTER)

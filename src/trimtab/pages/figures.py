@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trimtab.pages.bars import Column, Limit, Slice, columns, stack
-from trimtab.pages.curves import Axis, Dot, Front, Layer, layers, points
+from trimtab.pages.bars import BarColumn, BarPart, LimitLine, draw_columns, draw_stack
+from trimtab.pages.curves import Axis, Front, Layer, Point, draw_layers, draw_points
 from trimtab.pages.drawing import Tick
-from trimtab.pages.scales import byte_unit, short, ticks, time_unit, upper
+from trimtab.pages.scales import format_number, pick_byte_unit, pick_time_unit, round_ticks, round_up
 from trimtab.render import gradient_words, setting_words
 from trimtab.spec import PARTS, Comparison, Estimate, Look, Plan, Verdict
 from trimtab.units import format_bytes, format_duration
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trimtab.pages.markup import Markup
-    from trimtab.pages.story import Story
+    from trimtab.pages.story import ReportData
 
 Row = tuple[str, ...]
 MOST_ROWS = 60
@@ -45,20 +45,22 @@ class Figure:
     rows: tuple[Row, ...]
 
 
-def memory(plan: Plan) -> Figure:
+def memory_figure(plan: Plan) -> Figure:
     """The bar of a GPU's memory by what it is for."""
     estimate = plan.estimate
     parts = {name: getattr(estimate.parts, name) for name in estimate.parts.__struct_fields__}
     cached = max(0, estimate.process_bytes - estimate.parts.total)
-    slices = [Slice(name, name, value, format_bytes(value)) for name, value in parts.items() if value]
+    slices = [BarPart(name, name, value, format_bytes(value)) for name, value in parts.items() if value]
     if cached:
-        slices.append(Slice("cached", "cached", cached, format_bytes(cached)))
+        slices.append(BarPart("cached", "cached", cached, format_bytes(cached)))
     most = estimate.capacity_bytes or estimate.process_bytes
     whole = max(most, estimate.band.high_bytes, sum(slice_.value for slice_ in slices))
-    limits = [Limit(estimate.band.high_bytes, f"at most {format_bytes(estimate.band.high_bytes)}", "band")]
+    limits = [
+        LimitLine(estimate.band.high_bytes, f"at most {format_bytes(estimate.band.high_bytes)}", "band")
+    ]
     if estimate.capacity_bytes:
         allowed = plan.policy.memory_share * estimate.capacity_bytes
-        limits.append(Limit(allowed, f"{format_bytes(allowed)} may be used"))
+        limits.append(LimitLine(allowed, f"{format_bytes(allowed)} may be used"))
     says = f"The fullest GPU holds {format_bytes(estimate.process_bytes)}"
     says += f" of {format_bytes(estimate.capacity_bytes)}" if estimate.capacity_bytes else ""
     says += "; it fits only because torch releases cached blocks" * (estimate.verdict is Verdict.FITS_TIGHT)
@@ -70,20 +72,22 @@ def memory(plan: Plan) -> Figure:
         "memory",
         "Memory by part",
         says,
-        lambda width: stack("Memory of the fullest GPU by part", slices, limits, whole=whole, width=width),
+        lambda width: draw_stack(
+            "Memory of the fullest GPU by part", slices, limits, whole=whole, width=width
+        ),
         ("part", "bytes", "size", "share"),
         tuple((s.name, f"{s.value:,.0f}", s.shown, f"{s.value / whole:.1%}") for s in slices),
     )
 
 
-def step_time(estimate: Estimate) -> Figure | None:
+def step_time_figure(estimate: Estimate) -> Figure | None:
     """The bar of a step's seconds by what they are spent on."""
     step = estimate.step_time
     if step is None or not step.total_s:
         return None
     names = {field: field.removesuffix("_s") for field in step.__struct_fields__}
     slices = [
-        Slice(name, name, getattr(step, field), in_seconds(getattr(step, field)))
+        BarPart(name, name, getattr(step, field), format_seconds(getattr(step, field)))
         for field, name in names.items()
         if getattr(step, field)
     ]
@@ -91,22 +95,23 @@ def step_time(estimate: Estimate) -> Figure | None:
     return Figure(
         "step-time",
         "Time of a step",
-        f"{largest.value / step.total_s:.0%} of the {in_seconds(step.total_s)} of a step are {largest.name}.",
-        lambda width: stack("Time of a step by part", slices, [], whole=step.total_s, width=width),
+        f"{largest.value / step.total_s:.0%} of the {format_seconds(step.total_s)} of a step are "
+        f"{largest.name}.",
+        lambda width: draw_stack("Time of a step by part", slices, [], whole=step.total_s, width=width),
         ("part", "seconds", "share"),
         tuple((s.name, f"{s.value:.6g}", f"{s.value / step.total_s:.1%}") for s in slices),
     )
 
 
-def through_a_step(story: Story) -> Figure | None:
+def timeline_figure(story: ReportData) -> Figure | None:
     """Live tensors through a step, layer on layer."""
     line = story.timeline
     if line is None:
         return None
     order = [PARTS.index(name) for name in STATIC]
     totals = [sum(held[index] for held in line.held) for index in range(len(line.moments))]
-    size, unit = byte_unit(max(totals))
-    top = upper([value / size for value in totals])
+    size, unit = pick_byte_unit(max(totals))
+    top = round_up([value / size for value in totals])
     stacked = [
         Layer(PARTS[part], PARTS[part], tuple(value / size for value in line.held[part]))
         for part in order
@@ -119,7 +124,7 @@ def through_a_step(story: Story) -> Figure | None:
     ]
     peak = totals[line.peak]
     notes = [
-        Dot(
+        Point(
             line.moments[line.peak],
             peak / size,
             f"peak: {says[line.peak]}",
@@ -130,7 +135,7 @@ def through_a_step(story: Story) -> Figure | None:
     if line.first_gradient is not None:
         near = min(range(len(line.moments)), key=lambda i: abs(line.moments[i] - (line.first_gradient or 0)))
         notes.append(
-            Dot(
+            Point(
                 line.moments[near],
                 totals[near] / size,
                 "the first gradient is written",
@@ -140,17 +145,17 @@ def through_a_step(story: Story) -> Figure | None:
         )
     caption = f"Live tensors peak at {format_bytes(peak)}, while {line.operation or 'nothing'} runs."
     caption += f" {story.timeline_of}" if story.timeline_of else ""
-    along = Axis("allocations and frees of one step, in order", axis_ticks(0, line.total), 0, line.total)
+    along = Axis("allocations and frees of one step, in order", make_ticks(0, line.total), 0, line.total)
     return Figure(
         "timeline",
         "Memory through a step",
         caption,
-        lambda width: layers(
+        lambda width: draw_layers(
             "Live tensors through one step",
             tuple(float(at) for at in line.moments),
             stacked,
             along,
-            Axis(unit, axis_ticks(0, top), 0, top),
+            Axis(unit, make_ticks(0, top), 0, top),
             says=says,
             notes=notes,
             width=width,
@@ -158,34 +163,34 @@ def through_a_step(story: Story) -> Figure | None:
         ("moment", "total", *(PARTS[part] for part in order)),
         tuple(
             (f"{line.moments[i]:,}", format_bytes(totals[i]), *(format_bytes(line.held[p][i]) for p in order))
-            for i in spread(len(totals))
+            for i in pick_evenly(len(totals))
         ),
     )
 
 
-def candidates(plan: Plan) -> Figure | None:
+def candidates_figure(plan: Plan) -> Figure | None:
     """Speed against memory of all that was looked at, and for each number of GPUs the line nothing beats."""
-    looks = [look for look in _looks(plan) if look.samples_per_s is not None]
+    looks = [look for look in _collect_looks(plan) if look.samples_per_s is not None]
     if not looks:
         return None
     capacity = plan.estimate.capacity_bytes
     allowed = plan.policy.memory_share * capacity if capacity else None
-    size, unit = byte_unit(max(look.process_bytes for look in looks))
+    size, unit = pick_byte_unit(max(look.process_bytes for look in looks))
     best = {
-        gpus: frontier([look for look in looks if look.setting.gpus == gpus])
+        gpus: find_frontier([look for look in looks if look.setting.gpus == gpus])
         for gpus in sorted({look.setting.gpus for look in looks})
     }
     unbeaten = {look.setting for ahead in best.values() for look in ahead}
-    dots = [_dot(look, plan, size) for look in looks]
+    dots = [_candidate_point(look, plan, size) for look in looks]
     furthest = max(dot.x for dot in dots)
     # Settings that fit nowhere would squeeze those that matter into a corner: they are shown as arrows.
     end = BEYOND * capacity / size if capacity else furthest
     off = [dot.x for dot in dots if dot.x > end]
     furthest = max([dot.x for dot in dots if dot.x <= end], default=end)
     near = allowed is not None and allowed / size < FAR * furthest
-    right = upper([furthest, allowed / size if allowed is not None and near else 0.0])
+    right = round_up([furthest, allowed / size if allowed is not None and near else 0.0])
     off = [x for x in off if x > right]
-    top = upper([dot.y for dot in dots])
+    top = round_up([dot.y for dot in dots])
     many = sum(look.fits for look in looks)
     return Figure(
         "candidates",
@@ -198,13 +203,15 @@ def candidates(plan: Plan) -> Figure | None:
             if off
             else ""
         ),
-        lambda width: points(
+        lambda width: draw_points(
             "Samples a second against memory of the fullest GPU",
             dots,
-            [_front(gpus, ahead, size) for gpus, ahead in best.items() if ahead],
-            Axis(f"memory of the fullest GPU, {unit}", axis_ticks(0, right), 0, right),
-            Axis("samples/s", axis_ticks(0, top), 0, top),
-            limit=Limit(allowed / size, f"{format_bytes(allowed)} may be used") if near and allowed else None,
+            [_frontier_line(gpus, ahead, size) for gpus, ahead in best.items() if ahead],
+            Axis(f"memory of the fullest GPU, {unit}", make_ticks(0, right), 0, right),
+            Axis("samples/s", make_ticks(0, top), 0, top),
+            limit=LimitLine(allowed / size, f"{format_bytes(allowed)} may be used")
+            if near and allowed
+            else None,
             width=width,
         ),
         ("setting", "memory", "at most", "samples/s", "fits", "unbeaten"),
@@ -213,7 +220,7 @@ def candidates(plan: Plan) -> Figure | None:
                 setting_words(look.setting),
                 format_bytes(look.process_bytes),
                 format_bytes(look.high_bytes),
-                short(look.samples_per_s or 0),
+                format_number(look.samples_per_s or 0),
                 "yes" if look.fits else "no",
                 "yes" if look.setting in unbeaten else "",
             )
@@ -222,11 +229,13 @@ def candidates(plan: Plan) -> Figure | None:
     )
 
 
-def _dot(look: Look, plan: Plan, size: int) -> Dot:
+def _candidate_point(look: Look, plan: Plan, size: int) -> Point:
     rate = look.samples_per_s or 0.0
-    words = f"{setting_words(look.setting)}: {format_bytes(look.process_bytes)}, {short(rate)} samples/s"
+    words = (
+        f"{setting_words(look.setting)}: {format_bytes(look.process_bytes)}, {format_number(rate)} samples/s"
+    )
     chosen = look.setting == plan.choice
-    return Dot(
+    return Point(
         look.process_bytes / size,
         rate,
         words if look.fits else f"{words}; does not fit",
@@ -235,12 +244,12 @@ def _dot(look: Look, plan: Plan, size: int) -> Dot:
     )
 
 
-def _front(gpus: int, ahead: list[Look], size: int) -> Front:
+def _frontier_line(gpus: int, ahead: list[Look], size: int) -> Front:
     places = tuple((look.process_bytes / size, look.samples_per_s or 0.0) for look in ahead)
     return Front(f"{gpus} GPU{'s' * (gpus > 1)}", places)
 
 
-def _looks(plan: Plan) -> list[Look]:
+def _collect_looks(plan: Plan) -> list[Look]:
     """All that is known of what was looked at; plans of earlier versions keep fewer."""
     found = {look.setting: look for look in plan.looked_at}
     told = [
@@ -262,7 +271,7 @@ def _looks(plan: Plan) -> list[Look]:
     return list(found.values())
 
 
-def frontier(looks: Sequence[Look]) -> list[Look]:
+def find_frontier(looks: Sequence[Look]) -> list[Look]:
     """Those that fit and that no other beats in both memory and speed, from small to large."""
     best: list[Look] = []
     for look in sorted(
@@ -274,87 +283,93 @@ def frontier(looks: Sequence[Look]) -> list[Look]:
     return best
 
 
-def scaling(plan: Plan) -> Figure | None:
+def scaling_figure(plan: Plan) -> Figure | None:
     """How long the run takes by the number of GPUs, and until when it has to be done."""
     rows = plan.comparison
     if not rows:
         return None
     hours = [row.estimate.hours for row in rows if row.estimate and row.estimate.hours is not None]
     if not hours:
-        return _rates(plan)
+        return _rate_figure(plan)
     deadline = plan.policy.deadline_s
-    size, unit = time_unit(max([3600 * value for value in hours] + ([deadline] if deadline else [])))
-    bars = [_bar(row, plan, size) for row in rows]
-    limit = Limit(deadline / size, f"deadline {format_duration(deadline)}") if deadline else None
-    top = upper([bar.value or 0 for bar in bars] + ([limit.value] if limit else []))
+    size, unit = pick_time_unit(max([3600 * value for value in hours] + ([deadline] if deadline else [])))
+    bars = [_scaling_bar(row, plan, size) for row in rows]
+    limit = LimitLine(deadline / size, f"deadline {format_duration(deadline)}") if deadline else None
+    top = round_up([bar.value or 0 for bar in bars] + ([limit.value] if limit else []))
     late = [row for row in rows if row.meets_deadline is False]
-    says = f"The whole run on {_listed(rows)} GPUs"
-    says += f"; {_listed(late)} would be late." if late else "; all of them are in time." if deadline else "."
+    says = f"The whole run on {_list_counts(rows)} GPUs"
+    says += (
+        f"; {_list_counts(late)} would be late."
+        if late
+        else "; all of them are in time."
+        if deadline
+        else "."
+    )
     return Figure(
         "scaling",
         "Scaling",
         says,
-        lambda width: columns(
+        lambda width: draw_columns(
             "Length of the run by number of GPUs",
             bars,
             limit,
-            up=axis_ticks(0, top),
+            up=make_ticks(0, top),
             up_name=unit,
             along_name="GPUs, and how well they scale",
             width=width,
         ),
         ("GPUs", "how", "memory", "samples/s", "total", "GPU-hours", "in time", "scaling"),
-        tuple(_comparison(row) for row in rows),
+        tuple(_scaling_row(row) for row in rows),
     )
 
 
-def _rates(plan: Plan) -> Figure | None:
+def _rate_figure(plan: Plan) -> Figure | None:
     """Samples a second by the number of GPUs, where the job does not say how many samples it has."""
     rates = [row.estimate.samples_per_s if row.estimate else None for row in plan.comparison]
     if not any(rates):
         return None
     bars = [
-        Column(
+        BarColumn(
             str(row.gpus),
             rate,
-            short(rate) if rate else row.why or "-",
-            _efficiency(row),
+            format_number(rate) if rate else row.why or "-",
+            _format_efficiency(row),
             "accent" if row.gpus == plan.choice.gpus else "plain",
         )
         for row, rate in zip(plan.comparison, rates, strict=True)
     ]
-    top = upper([bar.value or 0 for bar in bars])
+    top = round_up([bar.value or 0 for bar in bars])
     return Figure(
         "scaling",
         "Scaling",
         "Samples a second by number of GPUs; the job does not say how many samples there are.",
-        lambda width: columns(
+        lambda width: draw_columns(
             "Samples a second by number of GPUs",
             bars,
             None,
-            up=axis_ticks(0, top),
+            up=make_ticks(0, top),
             up_name="samples/s",
             along_name="GPUs, and how well they scale",
             width=width,
         ),
         ("GPUs", "how", "memory", "samples/s", "total", "GPU-hours", "in time", "scaling"),
-        tuple(_comparison(row) for row in plan.comparison),
+        tuple(_scaling_row(row) for row in plan.comparison),
     )
 
 
-def _bar(row: Comparison, plan: Plan, size: float) -> Column:
+def _scaling_bar(row: Comparison, plan: Plan, size: float) -> BarColumn:
     if row.estimate is None or row.estimate.hours is None:
-        return Column(str(row.gpus), None, row.why or "not known")
+        return BarColumn(str(row.gpus), None, row.why or "not known")
     seconds = 3600 * row.estimate.hours
     kind = "accent" if row.gpus == plan.choice.gpus else "late" if row.meets_deadline is False else "plain"
-    return Column(str(row.gpus), seconds / size, format_duration(seconds), _efficiency(row), kind)
+    return BarColumn(str(row.gpus), seconds / size, format_duration(seconds), _format_efficiency(row), kind)
 
 
-def _efficiency(row: Comparison) -> str:
+def _format_efficiency(row: Comparison) -> str:
     return "" if row.scaling_efficiency is None else f"{row.scaling_efficiency:.0%}"
 
 
-def _comparison(row: Comparison) -> Row:
+def _scaling_row(row: Comparison) -> Row:
     estimate = row.estimate
     if estimate is None:
         return (str(row.gpus), row.why or "nothing fits", "-", "-", "-", "-", "-", "-")
@@ -363,28 +378,28 @@ def _comparison(row: Comparison) -> Row:
         str(row.gpus),
         setting_words(row.setting) if row.setting else row.why,
         format_bytes(estimate.process_bytes),
-        "-" if estimate.samples_per_s is None else short(estimate.samples_per_s),
+        "-" if estimate.samples_per_s is None else format_number(estimate.samples_per_s),
         "-" if estimate.hours is None else format_duration(3600 * estimate.hours),
         "-" if estimate.gpu_hours is None else f"{estimate.gpu_hours:.3g}",
         late,
-        _efficiency(row) or "-",
+        _format_efficiency(row) or "-",
     )
 
 
-def _listed(rows: Sequence[Comparison]) -> str:
+def _list_counts(rows: Sequence[Comparison]) -> str:
     names = [str(row.gpus) for row in rows]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def axis_ticks(low: float, high: float) -> list[Tick]:
+def make_ticks(low: float, high: float) -> list[Tick]:
     """The round numbers of an axis."""
-    return [Tick(value, short(value)) for value in ticks(low, high)]
+    return [Tick(value, format_number(value)) for value in round_ticks(low, high)]
 
 
-def spread(count: int, most: int = MOST_ROWS) -> list[int]:
+def pick_evenly(count: int, most: int = MOST_ROWS) -> list[int]:
     """At most so many of a row of indices, evenly, the last one included.
 
-    >>> spread(3), spread(10, 4)
+    >>> pick_evenly(3), pick_evenly(10, 4)
     ([0, 1, 2], [0, 3, 6, 9])
     """
     every = max(1, -(-(count - 1) // (most - 1))) if count > 1 else 1
@@ -392,6 +407,6 @@ def spread(count: int, most: int = MOST_ROWS) -> list[int]:
     return found if not count or found[-1] == count - 1 else [*found[: most - 1], count - 1]
 
 
-def in_seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """A short time with three digits that matter."""
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"

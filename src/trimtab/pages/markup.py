@@ -16,18 +16,18 @@ class Markup(str):
     __slots__ = ()
 
 
-def text(value: object) -> Markup:
+def escape_text(value: object) -> Markup:
     r"""A value as text of the page: markup in it is shown, control characters are spelt out.
 
-    >>> text('<b>"hi"</b>\x1b[31m')
+    >>> escape_text('<b>"hi"</b>\x1b[31m')
     '&lt;b&gt;&quot;hi&quot;&lt;/b&gt;\\x1b[31m'
     """
     return value if isinstance(value, Markup) else Markup(escape(inert(str(value)), quote=True))
 
 
-def join(parts: object, between: str = "") -> Markup:
+def join_markup(parts: object, between: str = "") -> Markup:
     """Several parts one after the other."""
-    return Markup(between.join(text(part) for part in parts))  # type: ignore[attr-defined]
+    return Markup(between.join(escape_text(part) for part in parts))  # type: ignore[attr-defined]
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
@@ -41,20 +41,20 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None
     )
-    inner = "".join(text(child) for child in children if child is not None)
+    inner = "".join(escape_text(child) for child in children if child is not None)
     if not inner and name in VOID:
         return Markup(f"<{name}{told}>")
     return Markup(f"<{name}{told}>{inner}</{name}>")
 
 
 def _attribute(value: object) -> str:
-    return number(value) if isinstance(value, float) else escape(inert(str(value)), quote=True)
+    return format_coordinate(value) if isinstance(value, float) else escape(inert(str(value)), quote=True)
 
 
-def number(value: float) -> str:
+def format_coordinate(value: float) -> str:
     """A coordinate, short and the same on every machine.
 
-    >>> number(1.0), number(2.345), number(-0.001)
+    >>> format_coordinate(1.0), format_coordinate(2.345), format_coordinate(-0.001)
     ('1', '2.3', '0')
     """
     short = f"{value:.1f}".removesuffix(".0")

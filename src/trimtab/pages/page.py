@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from trimtab import __version__
 from trimtab.pages import figures, run_figures
 from trimtab.pages.drawing import NARROW, WIDE
-from trimtab.pages.markup import Markup, join, tag
-from trimtab.pages.scales import byte_unit, short
+from trimtab.pages.markup import Markup, join_markup, tag
+from trimtab.pages.scales import format_number, pick_byte_unit
 from trimtab.planner.stale import used
 from trimtab.render import setting_words
 from trimtab.units import format_duration
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trimtab.pages.figures import Figure, Row
-    from trimtab.pages.story import Story
+    from trimtab.pages.story import ReportData
     from trimtab.spec import Incident, Plan, WhatIf
     from trimtab.training.record import Record
 
@@ -34,32 +34,36 @@ MOST_EVENTS = 500
 
 
 @cache
-def asset(name: str) -> str:
+def read_asset(name: str) -> str:
     """The page's own style or script."""
     return files("trimtab.pages").joinpath(name).read_text(encoding="utf-8")
 
 
-def drawn(story: Story) -> list[Figure]:
+def draw_figures(story: ReportData) -> list[Figure]:
     """Every figure that there is something for: what happened first, then what was planned."""
     found: list[Figure | None] = []
     plan, run = story.plan, story.run
     if run is not None:
-        found.append(run_figures.loss(run.lines, run.events))
-        found.append(run_figures.compared(run_figures.pairs_of_run(run.lines, plan)))
-        found.append(run_figures.speed(run.lines, plan))
-        found.append(run_figures.occupied(run.lines, plan))
+        found.append(run_figures.loss_figure(run.lines, run.events))
+        found.append(run_figures.comparison_figure(run_figures.compare_run(run.lines, plan)))
+        found.append(run_figures.speed_figure(run.lines, plan))
+        found.append(run_figures.reserved_figure(run.lines, plan))
     if story.profile is not None:
-        found.append(run_figures.compared(run_figures.pairs_of_profile(story.profile)))
+        found.append(run_figures.comparison_figure(run_figures.compare_profile(story.profile)))
     if plan is not None and plan.estimate.process_bytes:
-        found += [figures.memory(plan), figures.through_a_step(story), figures.candidates(plan)]
-        found += [figures.scaling(plan), figures.step_time(plan.estimate)]
+        found += [
+            figures.memory_figure(plan),
+            figures.timeline_figure(story),
+            figures.candidates_figure(plan),
+        ]
+        found += [figures.scaling_figure(plan), figures.step_time_figure(plan.estimate)]
     return [figure for figure in found if figure is not None]
 
 
-def page(story: Story, shown: Sequence[Figure]) -> str:
+def build_page(story: ReportData, shown: Sequence[Figure]) -> str:
     """The whole file."""
-    style, script = asset("style.css"), asset("script.js")
-    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    style, script = read_asset("style.css"), read_asset("script.js")
+    policy = f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -71,7 +75,7 @@ def page(story: Story, shown: Sequence[Figure]) -> str:
     )
     body = tag(
         "body",
-        tag("main", *_sections(story, shown)),
+        tag("main", *_build_sections(story, shown)),
         tag("footer", f"trimtab {__version__} · {story.origin}"),
         tag("div", id="tip", role="status", aria_live="polite"),
         tag("script", Markup(script)),
@@ -79,28 +83,28 @@ def page(story: Story, shown: Sequence[Figure]) -> str:
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _hash(content: str) -> str:
+def _csp_hash(content: str) -> str:
     """What the page's policy knows a script by: no other one runs."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
 
 
-def _sections(story: Story, shown: Sequence[Figure]) -> list[Markup]:
+def _build_sections(story: ReportData, shown: Sequence[Figure]) -> list[Markup]:
     plan, run = story.plan, story.run
-    parts = [_header(story)]
+    parts = [_build_header(story)]
     if story.missing:
         parts.append(_listing("missing", "Not shown", story.missing, class_="missing"))
     for figure in shown:
-        parts.append(_figure(figure))
+        parts.append(_build_figure(figure))
         if figure.name == "loss" and run is not None:
-            parts.append(_events(run.events))
+            parts.append(_build_events(run.events))
     if run is not None and not any(figure.name == "loss" for figure in shown):
-        parts.append(_events(run.events))
+        parts.append(_build_events(run.events))
     if plan is not None:
-        parts += _plan_tables(plan)
+        parts += _build_plan_tables(plan)
     return parts
 
 
-def _title(story: Story) -> str:
+def _title(story: ReportData) -> str:
     if story.plan is not None:
         return story.plan.workload.name if story.plan.workload else story.plan.job
     if story.run is not None and story.run.identity is not None:
@@ -108,48 +112,48 @@ def _title(story: Story) -> str:
     return story.origin
 
 
-def _header(story: Story) -> Markup:
+def _build_header(story: ReportData) -> Markup:
     plan = story.plan
     lead = plan.recommendation if plan is not None else ""
     so_far = _run_tiles(story.run) if story.run is not None else []
     planned = _plan_tiles(plan) if plan is not None and plan.estimate.process_bytes else []
     return tag(
         "header",
-        tag("p", _kind(story), class_="kind"),
+        tag("p", _page_kind(story), class_="kind"),
         tag("h1", _title(story)),
-        tag("p", _how(plan), class_="setting") if plan is not None else None,
+        tag("p", _describe_setting(plan), class_="setting") if plan is not None else None,
         tag("p", lead, class_="lead") if lead else None,
-        _tiles("So far", so_far) if so_far else None,
-        _tiles("Planned" if so_far else "", planned) if planned else None,
+        _build_tiles("So far", so_far) if so_far else None,
+        _build_tiles("Planned" if so_far else "", planned) if planned else None,
     )
 
 
-def _how(plan: Plan) -> str:
+def _describe_setting(plan: Plan) -> str:
     """The setting and its devices; a plan for the CPU has none."""
     words = setting_words(plan.choice)
     return f"{words} · {used(plan.places)}" if plan.places else words.partition(", ")[2]
 
 
-def _tiles(name: str, tiles: Sequence[tuple[str, str]]) -> Markup:
+def _build_tiles(name: str, tiles: Sequence[tuple[str, str]]) -> Markup:
     group = tag("p", name, class_="group") if name else Markup("")
-    return join(
+    return join_markup(
         (group, tag("dl", *(tag("div", tag("dt", label), tag("dd", value)) for label, value in tiles)))
     )
 
 
-def _kind(story: Story) -> str:
+def _page_kind(story: ReportData) -> str:
     return "Run" if story.run is not None else "Plan" if story.plan is not None else "Profile"
 
 
 def _plan_tiles(plan: Plan) -> list[tuple[str, str]]:
     estimate = plan.estimate
-    size, unit = byte_unit(max(estimate.process_bytes, estimate.capacity_bytes or 0))
+    size, unit = pick_byte_unit(max(estimate.process_bytes, estimate.capacity_bytes or 0))
     free = f" of {estimate.capacity_bytes / size:.1f}" if estimate.capacity_bytes else ""
     tiles: list[tuple[str, str | None]] = [
         ("GPUs", str(plan.choice.gpus)),
         ("memory", f"{estimate.process_bytes / size:.1f}{free} {unit}"),
-        ("step", None if estimate.step_s is None else figures.in_seconds(estimate.step_s)),
-        ("samples/s", None if estimate.samples_per_s is None else short(estimate.samples_per_s)),
+        ("step", None if estimate.step_s is None else figures.format_seconds(estimate.step_s)),
+        ("samples/s", None if estimate.samples_per_s is None else format_number(estimate.samples_per_s)),
         (
             "MFU",
             None
@@ -169,14 +173,14 @@ def _run_tiles(run: Record) -> list[tuple[str, str]]:
     last = run.lines[-1]
     whole = run.attempt.steps if run.attempt is not None else None
     tiles = [("steps taken", f"{last.step:,}" + (f" of {whole:,}" if whole else ""))]
-    tiles += [("loss", short(last.loss))] if last.loss is not None else []
+    tiles += [("loss", format_number(last.loss))] if last.loss is not None else []
     spent = sum(line.time_s for line in run.lines)
     tiles.append(("time in steps", format_duration(max(spent, 0.0))))
     tiles.append(("events", str(len(run.events))))
     return tiles
 
 
-def _figure(figure: Figure) -> Markup:
+def _build_figure(figure: Figure) -> Markup:
     heading = f"{figure.name}-title"
     return tag(
         "section",
@@ -186,7 +190,7 @@ def _figure(figure: Figure) -> Markup:
         tag(
             "details",
             tag("summary", f"The numbers: {figure.title.lower()}"),
-            _table(figure.headings, figure.rows),
+            _build_table(figure.headings, figure.rows),
         ),
         id=figure.name,
         aria_labelledby=heading,
@@ -194,7 +198,7 @@ def _figure(figure: Figure) -> Markup:
     )
 
 
-def _table(headings: Row, rows: Sequence[Row]) -> Markup:
+def _build_table(headings: Row, rows: Sequence[Row]) -> Markup:
     """A table; columns of figures are set to the right."""
     numeric = [all(FIGURE.fullmatch(row[index]) for row in rows) for index in range(len(headings))]
     sides = ["number" if is_number else None for is_number in numeric]
@@ -227,13 +231,13 @@ def _table(headings: Row, rows: Sequence[Row]) -> Markup:
     )
 
 
-def _events(events: Sequence[Incident]) -> Markup:
+def _build_events(events: Sequence[Incident]) -> Markup:
     if not events:
         what = tag("p", "Nothing was put on record: no retry, no restart, no skipped step.", class_="says")
         return _section("events", "Events", what)
     rows = [
         (
-            _moment(event.at_s),
+            _format_time(event.at_s),
             "-" if event.step is None else f"{event.step:,}",
             event.kind.value,
             event.why,
@@ -246,38 +250,38 @@ def _events(events: Sequence[Incident]) -> Markup:
     return _section(
         "events",
         "Events",
-        join((_table(("when (UTC)", "step", "what", "why", "done"), rows[:MOST_EVENTS]), more)),
+        join_markup((_build_table(("when (UTC)", "step", "what", "why", "done"), rows[:MOST_EVENTS]), more)),
     )
 
 
-def _moment(at_s: float) -> str:
+def _format_time(at_s: float) -> str:
     try:
         return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):
         return f"{at_s:g} s"
 
 
-def _plan_tables(plan: Plan) -> list[Markup]:
+def _build_plan_tables(plan: Plan) -> list[Markup]:
     parts = []
     if plan.reasons:
         rows = [(reason.subject.replace("_", " "), reason.value, reason.why) for reason in plan.reasons]
         parts.append(
-            _section("choices", "Choices and their reasons", _table(("choice", "value", "why"), rows))
+            _section("choices", "Choices and their reasons", _build_table(("choice", "value", "why"), rows))
         )
     if plan.what_if:
         parts.append(
             _section(
                 "what-if",
                 "What if",
-                _table(
+                _build_table(
                     ("change", "GPUs", "how", "total", "in time"),
-                    [_what_if(change) for change in plan.what_if],
+                    [_what_if_row(change) for change in plan.what_if],
                 ),
             )
         )
     if plan.rejected:
         rejected = [(f"{group.count:,}", group.why) for group in plan.rejected]
-        parts.append(_section("rejected", "Rejected", _table(("settings", "why"), rejected)))
+        parts.append(_section("rejected", "Rejected", _build_table(("settings", "why"), rejected)))
     if plan.estimate.assumptions or plan.left_out:
         parts.append(
             _listing("assumed", "Assumed and left out", (*plan.estimate.assumptions, *plan.left_out))
@@ -285,18 +289,18 @@ def _plan_tables(plan: Plan) -> list[Markup]:
     return parts
 
 
-def _what_if(change: WhatIf) -> Row:
+def _what_if_row(change: WhatIf) -> Row:
     hours = change.estimate.hours if change.estimate else None
     return (
         change.change,
         str(change.gpus),
-        _kept_or_not(change),
+        _describe_change(change),
         "-" if hours is None else format_duration(3600 * hours),
         "-" if change.meets_deadline is None else "yes" if change.meets_deadline else "no",
     )
 
 
-def _kept_or_not(change: WhatIf) -> str:
+def _describe_change(change: WhatIf) -> str:
     """The setting, and the pin that it could not keep."""
     if change.setting is None:
         return change.why

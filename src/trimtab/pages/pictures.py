@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.pages.drawing import WIDE
-from trimtab.pages.page import asset
+from trimtab.pages.page import read_asset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ NO_PNG = (
 PATIENCE_S = 60.0
 
 
-def standing_alone(figure: Figure) -> str:
+def build_svg_file(figure: Figure) -> str:
     """A figure as an SVG file: light, on white, with its title and the colours written out."""
     drawing = str(figure.draw(WIDE))
     head, _, rest = drawing.partition(">")
@@ -38,14 +38,14 @@ def standing_alone(figure: Figure) -> str:
     wide, high = width + 2 * BORDER, height + 2 * BORDER
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-BORDER} {-BORDER} {wide} {high}" width="{wide}" '
-        f'height="{high}" class="chart" role="group"><style>{_plain_style()}</style>'
+        f'height="{high}" class="chart" role="group"><style>{_read_plain_style()}</style>'
         f'<rect x="{-BORDER}" y="{-BORDER}" width="{wide}" height="{high}" fill="#ffffff"/>{rest}\n'
     )
 
 
-def _plain_style() -> str:
+def _read_plain_style() -> str:
     """The rules for figures with the light colours put in, for programs that know no variables."""
-    text = asset("style.css")
+    text = read_asset("style.css")
     light = text[text.index("{") + 1 : text.index("}")]
     colours = (rule.split(":", 1) for rule in light.split(";") if ":" in rule)
     rules = "\n".join(line for line in text.splitlines() if line.startswith(".chart"))
@@ -54,7 +54,7 @@ def _plain_style() -> str:
     return rules
 
 
-def write(
+def write_figures(
     figures: Sequence[Figure], folder: Path, *, say: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Path], list[str]]:
     """Write every figure; the files, and what could not be done."""
@@ -63,7 +63,7 @@ def write(
         files = []
         for figure in figures:
             file = folder / f"{figure.name}.svg"
-            file.write_text(standing_alone(figure), encoding="utf-8")
+            file.write_text(build_svg_file(figure), encoding="utf-8")
             files.append(file)
     except OSError as error:
         raise WrongUse(
@@ -71,7 +71,7 @@ def write(
             found=f"it cannot be written ({error.strerror})",
             cure="Name a folder that you may write to.",
         ) from error
-    convert = converter()
+    convert = find_png_converter()
     if convert is None:
         return files, [NO_PNG]
     for file in list(files):
@@ -82,7 +82,7 @@ def write(
     return sorted(files), []
 
 
-def converter() -> Callable[[Path, Path], None] | None:
+def find_png_converter() -> Callable[[Path, Path], None] | None:
     """Whatever here turns SVG into PNG, the lightest first."""
     try:
         import cairosvg  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -93,14 +93,14 @@ def converter() -> Callable[[Path, Path], None] | None:
         return lambda file, picture: cairosvg.svg2png(url=str(file), write_to=str(picture), scale=SHARPNESS)
     program = shutil.which("rsvg-convert")
     if program is not None:
-        return lambda file, picture: _run(
+        return lambda file, picture: _run_converter(
             [program, "-z", str(SHARPNESS), "-o", str(picture), str(file)], picture
         )
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    return None if browser is None else lambda file, picture: _by_browser(browser, file, picture)
+    return None if browser is None else lambda file, picture: _convert_by_browser(browser, file, picture)
 
 
-def _by_browser(browser: str, file: Path, picture: Path) -> None:
+def _convert_by_browser(browser: str, file: Path, picture: Path) -> None:
     head = file.read_text(encoding="utf-8").partition(">")[0]
     size = [head.partition(f' {name}="')[2].partition('"')[0] for name in ("width", "height")]
     with tempfile.TemporaryDirectory(prefix="trimtab-") as profile:
@@ -117,10 +117,10 @@ def _by_browser(browser: str, file: Path, picture: Path) -> None:
         ]
         # Chromium refuses to run as root with its sandbox; what it opens here is a drawing of ours.
         argv[1:1] = ["--no-sandbox"] if os.geteuid() == 0 else []
-        _run(argv, picture)
+        _run_converter(argv, picture)
 
 
-def _run(argv: list[str], picture: Path) -> None:
+def _run_converter(argv: list[str], picture: Path) -> None:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=False)  # noqa: S603
         failed = "" if done.returncode == 0 and picture.is_file() else done.stderr.strip()[-200:] or "no file"

@@ -6,10 +6,10 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from trimtab.pages.bars import Limit, Ratio, ratios
-from trimtab.pages.curves import Axis, Band, Dot, curve
-from trimtab.pages.figures import Figure, Row, axis_ticks, in_seconds, spread
-from trimtab.pages.scales import byte_unit, short, upper
+from trimtab.pages.bars import LimitLine, Ratio, draw_ratios
+from trimtab.pages.curves import Axis, Point, ValueBand, draw_curve
+from trimtab.pages.figures import Figure, Row, format_seconds, make_ticks, pick_evenly
+from trimtab.pages.scales import format_number, pick_byte_unit, round_up
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,23 +27,26 @@ MOST_EVENTS = 200
 """Marked in a figure; the table has them all."""
 
 
-def loss(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
+def loss_figure(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
     """The loss over steps, with validation and events."""
-    told = _finite((line.step, line.loss) for line in lines)
-    checks = _finite((line.step, line.validation_loss) for line in lines)
+    told = _keep_finite((line.step, line.loss) for line in lines)
+    checks = _keep_finite((line.step, line.validation_loss) for line in lines)
     if not told:
         return None
-    band = bucketed(told)
+    band = bucket_steps(told)
     values = [value for _, value in checks]
     low, high = min([*band.low, *values]), max([*band.high, *values])
     # A loss near zero is drawn from zero; one that never comes near it would be a flat line there.
     base = 0.0 if 0 <= low < high / 2 else low
     (first, began), (last, ended) = told[0], told[-1]
-    says = f"Loss {short(began)} at step {first:,}, {short(ended)} at step {last:,}"
-    says += f"; validation {short(checks[-1][1])}." if checks else "."
-    notes = [Dot(step, value, f"step {step:,}: validation {short(value)}", "check") for step, value in checks]
+    says = f"Loss {format_number(began)} at step {first:,}, {format_number(ended)} at step {last:,}"
+    says += f"; validation {format_number(checks[-1][1])}." if checks else "."
+    notes = [
+        Point(step, value, f"step {step:,}: validation {format_number(value)}", "check")
+        for step, value in checks
+    ]
     marked = [
-        Dot(event.step, base, f"step {event.step:,}: {event.kind}: {event.why}; {event.done}", "warned")
+        Point(event.step, base, f"step {event.step:,}: {event.kind}: {event.why}; {event.done}", "warned")
         for event in events
         if event.step is not None and first <= event.step <= last
     ]
@@ -51,62 +54,64 @@ def loss(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
         "loss",
         "Loss",
         says,
-        lambda width: curve(
+        lambda width: draw_curve(
             "Loss over steps",
             band,
-            _steps(first, last),
-            Axis("loss", axis_ticks(base, high), base, high),
-            says=_each("loss", band, short),
-            notes=[notes[index] for index in spread(len(notes), MOST_EVENTS)],
-            events=[marked[index] for index in spread(len(marked), MOST_EVENTS)],
+            _step_axis(first, last),
+            Axis("loss", make_ticks(base, high), base, high),
+            says=_describe_steps("loss", band, format_number),
+            notes=[notes[index] for index in pick_evenly(len(notes), MOST_EVENTS)],
+            events=[marked[index] for index in pick_evenly(len(marked), MOST_EVENTS)],
             limits=[],
             width=width,
         ),
         ("step", "lowest", "mean", "highest"),
-        _band_rows(band, short),
+        _band_rows(band, format_number),
     )
 
 
-def speed(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
+def speed_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
     """Samples a second over steps, beside what the plan expects."""
-    told = _finite((line.step, line.samples_per_s) for line in lines)
+    told = _keep_finite((line.step, line.samples_per_s) for line in lines)
     if not told:
         return None
-    band = bucketed(told)
+    band = bucket_steps(told)
     expected = plan.estimate.samples_per_s if plan is not None else None
     usual = statistics.median(value for _, value in told[WARM_UP:] or told)
-    top = upper([*band.high, expected or 0.0])
-    says = f"The median step makes {short(usual)} samples/s"
-    says += f"; the plan expects {short(expected)} ({usual / expected - 1:+.1%})." if expected else "."
+    top = round_up([*band.high, expected or 0.0])
+    says = f"The median step makes {format_number(usual)} samples/s"
+    says += (
+        f"; the plan expects {format_number(expected)} ({usual / expected - 1:+.1%})." if expected else "."
+    )
     return Figure(
         "speed",
         "Speed",
         says,
-        lambda width: curve(
+        lambda width: draw_curve(
             "Samples a second over steps",
             band,
-            _steps(told[0][0], told[-1][0]),
-            Axis("samples/s", axis_ticks(0, top), 0, top),
-            says=_each("samples/s", band, short),
+            _step_axis(told[0][0], told[-1][0]),
+            Axis("samples/s", make_ticks(0, top), 0, top),
+            says=_describe_steps("samples/s", band, format_number),
             notes=[],
             events=[],
-            limits=[Limit(expected, f"plan: {short(expected)}", "band")] if expected else [],
+            limits=[LimitLine(expected, f"plan: {format_number(expected)}", "band")] if expected else [],
             width=width,
         ),
         ("step", "lowest", "mean", "highest"),
-        _band_rows(band, short),
+        _band_rows(band, format_number),
     )
 
 
-def occupied(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
+def reserved_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
     """Memory that the allocator holds over steps, beside the plan's."""
-    told = _finite((line.step, line.reserved_bytes) for line in lines)
+    told = _keep_finite((line.step, line.reserved_bytes) for line in lines)
     if not told or not any(value for _, value in told):
         return None
     expected = plan.estimate.reserved_bytes if plan is not None else 0
-    size, unit = byte_unit(max([value for _, value in told] + [expected]))
-    band = bucketed([(step, value / size) for step, value in told])
-    top = upper([*band.high, expected / size])
+    size, unit = pick_byte_unit(max([value for _, value in told] + [expected]))
+    band = bucket_steps([(step, value / size) for step, value in told])
+    top = round_up([*band.high, expected / size])
     most = max(value for _, value in told)
     says = f"At most {format_bytes(most)} were reserved"
     says += f"; the plan expects {format_bytes(expected)} ({most / expected - 1:+.1%})." if expected else "."
@@ -118,15 +123,17 @@ def occupied(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
         "occupied",
         "Memory over the run",
         says,
-        lambda width: curve(
+        lambda width: draw_curve(
             "Reserved memory over steps",
             band,
-            _steps(told[0][0], told[-1][0]),
-            Axis(f"reserved, {unit}", axis_ticks(0, top), 0, top),
-            says=_each("reserved", band, shown),
+            _step_axis(told[0][0], told[-1][0]),
+            Axis(f"reserved, {unit}", make_ticks(0, top), 0, top),
+            says=_describe_steps("reserved", band, shown),
             notes=[],
             events=[],
-            limits=[Limit(expected / size, f"plan: {format_bytes(expected)}", "band")] if expected else [],
+            limits=[LimitLine(expected / size, f"plan: {format_bytes(expected)}", "band")]
+            if expected
+            else [],
             width=width,
         ),
         ("step", "lowest", "mean", "highest"),
@@ -134,10 +141,15 @@ def occupied(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
     )
 
 
-def compared(pairs: Sequence[tuple[str, float, float]]) -> Figure | None:
+def comparison_figure(pairs: Sequence[tuple[str, float, float]]) -> Figure | None:
     """Predicted beside measured, as shares of what was predicted."""
     rows = [
-        Ratio(_name(field), measured / predicted, _shown(field, predicted), _shown(field, measured))
+        Ratio(
+            _field_name(field),
+            measured / predicted,
+            _format_field(field, predicted),
+            _format_field(field, measured),
+        )
         for field, predicted, measured in pairs
         if predicted > 0 and measured > 0
     ]
@@ -148,13 +160,13 @@ def compared(pairs: Sequence[tuple[str, float, float]]) -> Figure | None:
         "compared",
         "Predicted against measured",
         f"Furthest from the prediction is {furthest.name}: {furthest.ratio - 1:+.1%}.",
-        lambda width: ratios("Measured as a share of predicted", rows, width=width),
+        lambda width: draw_ratios("Measured as a share of predicted", rows, width=width),
         ("figure", "predicted", "measured", "difference"),
         tuple((row.name, row.predicted, row.measured, f"{row.ratio - 1:+.2%}") for row in rows),
     )
 
 
-def pairs_of_run(lines: Sequence[Line], plan: Plan | None) -> list[tuple[str, float, float]]:
+def compare_run(lines: Sequence[Line], plan: Plan | None) -> list[tuple[str, float, float]]:
     """What the plan expects and what the steps of a run came to, where both are known.
 
     Steps of another batch than the plan's say nothing about its step, so only those count that have its
@@ -181,7 +193,7 @@ def pairs_of_run(lines: Sequence[Line], plan: Plan | None) -> list[tuple[str, fl
     return [(field, guess, truth) for field, guess, truth in found if guess and truth]
 
 
-def pairs_of_profile(found: Profile) -> list[tuple[str, float, float]]:
+def compare_profile(found: Profile) -> list[tuple[str, float, float]]:
     """The figures that were both predicted and measured."""
     return [
         (field, guess, truth)
@@ -190,16 +202,16 @@ def pairs_of_profile(found: Profile) -> list[tuple[str, float, float]]:
     ]
 
 
-def bucketed(told: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) -> Band:
+def bucket_steps(told: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) -> ValueBand:
     """A line through many steps as the mean of stretches, with the lowest and highest of each.
 
-    >>> bucketed([(1, 4.0), (2, 2.0), (3, 3.0)], most=2)
+    >>> bucket_steps([(1, 4.0), (2, 2.0), (3, 3.0)], most=2)
     Band(xs=(2.0, 3.0), low=(2.0, 3.0), middle=(3.0, 3.0), high=(4.0, 3.0))
     """
     size = max(1, -(-len(told) // most))
     stretches = [told[begin : begin + size] for begin in range(0, len(told), size)]
     values = [[value for _, value in stretch] for stretch in stretches]
-    return Band(
+    return ValueBand(
         tuple(float(stretch[-1][0]) for stretch in stretches),
         tuple(min(group) for group in values),
         tuple(math.fsum(group) / len(group) for group in values),
@@ -207,7 +219,7 @@ def bucketed(told: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) -> Ban
     )
 
 
-def _finite(told: object) -> list[tuple[int, float]]:
+def _keep_finite(told: object) -> list[tuple[int, float]]:
     """Those with a value that can be drawn."""
     return [
         (step, float(value))
@@ -220,12 +232,12 @@ def _median(values: list[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _steps(first: int, last: int) -> Axis:
-    whole = [tick for tick in axis_ticks(first, last) if tick.value == int(tick.value)]
+def _step_axis(first: int, last: int) -> Axis:
+    whole = [tick for tick in make_ticks(first, last) if tick.value == int(tick.value)]
     return Axis("optimizer steps", whole, float(first), float(last))
 
 
-def _each(name: str, band: Band, shown: Callable[[float], str]) -> list[str]:
+def _describe_steps(name: str, band: ValueBand, shown: Callable[[float], str]) -> list[str]:
     """What each place along a line says."""
     return [
         f"step {at:,.0f}: {name} {shown(middle)}"
@@ -234,20 +246,20 @@ def _each(name: str, band: Band, shown: Callable[[float], str]) -> list[str]:
     ]
 
 
-def _band_rows(band: Band, shown: Callable[[float], str]) -> tuple[Row, ...]:
+def _band_rows(band: ValueBand, shown: Callable[[float], str]) -> tuple[Row, ...]:
     return tuple(
         (f"{band.xs[i]:,.0f}", shown(band.low[i]), shown(band.middle[i]), shown(band.high[i]))
-        for i in spread(len(band.xs))
+        for i in pick_evenly(len(band.xs))
     )
 
 
-def _name(field: str) -> str:
+def _field_name(field: str) -> str:
     return {"step_s": "step time", "samples_per_s": "samples/s"}.get(
         field, field.removesuffix("_bytes").replace("_", " ")
     )
 
 
-def _shown(field: str, value: float) -> str:
+def _format_field(field: str, value: float) -> str:
     if field.endswith("_bytes"):
         return format_bytes(value)
-    return short(value) if field.endswith("per_s") else in_seconds(value)
+    return format_number(value) if field.endswith("per_s") else format_seconds(value)

@@ -28,12 +28,12 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
+def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers from low to high, about as many as asked.
 
-    >>> ticks(0, 38)
+    >>> round_ticks(0, 38)
     [0.0, 10.0, 20.0, 30.0]
-    >>> ticks(1.2, 1.9)
+    >>> round_ticks(1.2, 1.9)
     [1.2, 1.4, 1.6, 1.8]
     """
     span = high - low
@@ -50,34 +50,34 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
-def upper(values: list[float]) -> float:
+def round_up(values: list[float]) -> float:
     """A round number at or above all of them, for an axis that begins at zero.
 
-    >>> upper([3.0, 17.2]), upper([])
+    >>> round_up([3.0, 17.2]), round_up([])
     (20.0, 1.0)
     """
     most = max(values, default=0.0)
     if most <= 0:
         return 1.0
-    steps = ticks(0, most)
+    steps = round_ticks(0, most)
     step = steps[1] - steps[0] if len(steps) > 1 else most
     return math.ceil(most / step - 1e-9) * step
 
 
-def byte_unit(most: float) -> tuple[int, str]:
+def pick_byte_unit(most: float) -> tuple[int, str]:
     """The unit that an axis of bytes is written in.
 
-    >>> byte_unit(3 * 2**30)
+    >>> pick_byte_unit(3 * 2**30)
     (1073741824, 'GiB')
     """
     known = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
     return next(((size, name) for size, name in known if most >= size), (1, "B"))
 
 
-def time_unit(most_s: float) -> tuple[float, str]:
+def pick_time_unit(most_s: float) -> tuple[float, str]:
     """The unit that an axis of time is written in.
 
-    >>> time_unit(7200), time_unit(0.2)
+    >>> pick_time_unit(7200), pick_time_unit(0.2)
     ((3600.0, 'hours'), (0.001, 'ms'))
     """
     known = ((86400.0 * 2, 86400.0, "days"), (3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"))
@@ -85,11 +85,11 @@ def time_unit(most_s: float) -> tuple[float, str]:
     return longer or ((1.0, "s") if most_s >= 1 else (1e-3, "ms"))
 
 
-def short(value: float) -> str:
+def format_number(value: float) -> str:
     """A number on an axis or in a table, in as few digits as it needs.
 
-    >>> short(1200.0), short(0.25), short(3.0), short(1e-7), short(2.5e9)
-    ('1,200', '0.25', '3', '1e-07', '2.5e+09')
+    >>> [format_number(value) for value in (1200.0, 0.25, 3.0, 1e-7, 2.5e9)]
+    ['1,200', '0.25', '3', '1e-07', '2.5e+09']
     """
     size = abs(value)
     if size >= 1e7 or 0 < size < 1e-4:  # noqa: PLR2004 - beyond these, powers of ten read better

@@ -29,7 +29,7 @@ class Profile(Noun, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Story:
+class ReportData:
     """All that is known, and what is not."""
 
     origin: str
@@ -44,24 +44,24 @@ class Story:
     """What cannot be shown, and why."""
 
 
-def read(place: Path) -> Story:
+def read_report_data(place: Path) -> ReportData:
     """The story of a file or a folder; an error where there is nothing to tell."""
     if place.is_dir():
-        return _of_run(place)
+        return _read_run(place)
     try:
         if place.stat().st_size > record.LARGEST_FILE:
             raise BrokenFile(f"report {place}", found="it is too large to be one of ours", cure=CURE)
         data = place.read_bytes()
     except OSError as error:
         raise WrongUse(f"report {place}", found=f"it cannot be read ({error.strerror})", cure=CURE) from error
-    return _of_file(place, data)
+    return _read_file(place, data)
 
 
-def _of_run(place: Path) -> Story:
+def _read_run(place: Path) -> ReportData:
     if not any((place / name).exists() for name in MARKS):
         raise WrongUse(
             f"report {place}",
-            found=f"there is no {', no '.join(MARKS)} in it{_below(place)}",
+            found=f"there is no {', no '.join(MARKS)} in it{_name_runs_below(place)}",
             cure=CURE,
         )
     found = record.read(place)
@@ -72,10 +72,10 @@ def _of_run(place: Path) -> Story:
     missing = found.said
     if not found.lines and not any(text.startswith(record.LOG) for text in missing):
         missing = (*missing, f"{record.LOG} is empty: the run has not taken a step")
-    return Story(origin=str(place), plan=found.plan, run=found, missing=missing)
+    return ReportData(origin=str(place), plan=found.plan, run=found, missing=missing)
 
 
-def _below(place: Path) -> str:
+def _name_runs_below(place: Path) -> str:
     """The runs in a folder that is none itself."""
     try:
         runs = sorted(log.parent for log in place.glob("*/log.jsonl"))[:3]
@@ -84,23 +84,25 @@ def _below(place: Path) -> str:
     return f"; there are runs in it, such as {', '.join(map(str, runs))}" if runs else ""
 
 
-def _of_file(place: Path, data: bytes) -> Story:
+def _read_file(place: Path, data: bytes) -> ReportData:
     said: list[str] = []
     found = noun_of(data, Plan, said, name=place.name)
     if found is not None:
-        return Story(origin=str(place), plan=found, missing=tuple(said))
+        return ReportData(origin=str(place), plan=found, missing=tuple(said))
     staged = noun_of(data, StagedPlan, [], name=place.name)
     if staged is not None and staged.stages:
         names = [stage.stage.name for stage in staged.stages]
         only = f"{len(names)} stages are planned ({', '.join(names)}); this page is about the first"
-        return Story(origin=str(place), plan=staged.stages[0].plan, missing=(only,) if len(names) > 1 else ())
-    profile = _profile(data)
+        return ReportData(
+            origin=str(place), plan=staged.stages[0].plan, missing=(only,) if len(names) > 1 else ()
+        )
+    profile = _read_profile(data)
     if profile is not None:
-        return Story(origin=str(place), profile=profile)
+        return ReportData(origin=str(place), profile=profile)
     raise BrokenFile(f"report {place}", found="; ".join(said), cure=CURE)
 
 
-def _profile(data: bytes) -> Profile | None:
+def _read_profile(data: bytes) -> Profile | None:
     try:
         value: Any = msgspec.json.decode(data)
         told = {key: value[key] for key in ("predicted", "measured")}

@@ -7,31 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
 from trimtab.pages import page, pictures
-from trimtab.pages.story import read
+from trimtab.pages.story import read_report_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trimtab.pages.story import Story
+    from trimtab.pages.story import ReportData
 
 
-def write(
+def write_report(
     place: Path,
     out: Path,
     *,
     figures: Path | None = None,
-    complete: Callable[[Story], Story] = lambda story: story,
+    complete: Callable[[ReportData], ReportData] = lambda story: story,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write the page of a plan or a run to `out`; what was written and what is missing in it.
 
     `complete` adds what lies outside the file or folder, such as the trace of a plan.
     """
-    story = complete(read(place))
-    shown = page.drawn(story)
-    _whole(out, page.page(story, shown))
-    files, notes = ([], []) if figures is None else pictures.write(shown, figures, say=say)
+    story = complete(read_report_data(place))
+    shown = page.draw_figures(story)
+    _write_page(out, page.build_page(story, shown))
+    files, notes = ([], []) if figures is None else pictures.write_figures(shown, figures, say=say)
     return {
         "file": str(out),
         "figures": [str(file) for file in files],
@@ -41,7 +41,7 @@ def write(
     }
 
 
-def _whole(out: Path, text: str) -> None:
+def _write_page(out: Path, text: str) -> None:
     """Write a file in one instant: whoever has it open in a browser sees the old page or the new one."""
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:

@@ -53,12 +53,12 @@ def advise(
     if run.state != "running" or steps < STEPS_ENOUGH:
         return ()
     seen = {key: list(looks[key]) for key in run.devices if len(looks.get(key, ())) >= ENOUGH}
-    found = [*_throttled(seen), *_full(seen), *_shared(seen)]
+    found = [*_advise_throttling(seen), *_advise_full(seen), *_advise_shared(seen)]
     if is_low(run):
-        waiting = _data_bound(run, plan)
-        found += waiting or [*_launch_bound(run, seen), *_uneven(seen), *_memory_bound(run, seen)]
+        waiting = _advise_data(run, plan)
+        found += waiting or [*_advise_launches(run, seen), *_advise_uneven(seen), *_advise_memory(run, seen)]
         if not found:
-            found = _slow(run)
+            found = _advise_slow(run)
     return tuple(found)
 
 
@@ -68,16 +68,16 @@ def is_low(run: WatchedRun) -> bool:
     Where neither is known, it may be.
     """
     known = run.mfu_rating is not None or bool(run.planned_samples_per_s)
-    return not known or run.mfu_rating in LOW_RATINGS or _behind(run)
+    return not known or run.mfu_rating in LOW_RATINGS or _is_behind(run)
 
 
-def _behind(run: WatchedRun) -> bool:
+def _is_behind(run: WatchedRun) -> bool:
     if not run.planned_samples_per_s or run.samples_per_s is None:
         return False
     return run.samples_per_s < SLOW * run.planned_samples_per_s
 
 
-def _data_bound(run: WatchedRun, plan: Plan | None) -> list[Advice]:
+def _advise_data(run: WatchedRun, plan: Plan | None) -> list[Advice]:
     if run.data_wait is None or run.data_wait < WAITING or not run.step_s:
         return []
     workers = plan.choice.workers if plan is not None else None
@@ -92,7 +92,7 @@ def _data_bound(run: WatchedRun, plan: Plan | None) -> list[Advice]:
     ]
 
 
-def _launch_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_launches(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     """GPUs that stand idle while nobody waits for data: the host does not launch fast enough."""
     found = []
     waits = "" if run.data_wait is None else f", and {run.data_wait:.0%} of a step waits for data"
@@ -106,7 +106,7 @@ def _launch_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advi
             found.append(
                 Advice(
                     kind="launch-bound",
-                    where=_named(key),
+                    where=_device_name(key),
                     what=f"runs a kernel {busy:.0%} of the time{waits}: it waits for the host to launch",
                     cure=f"compile, so that there are fewer and larger kernels{larger}",
                 )
@@ -114,7 +114,7 @@ def _launch_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advi
     return found
 
 
-def _memory_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_memory(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     """GPUs that are busy with moving bytes, at a low share of their peak."""
     found = []
     for key, looks in seen.items():
@@ -125,7 +125,7 @@ def _memory_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advi
         found.append(
             Advice(
                 kind="memory-bound",
-                where=_named(key),
+                where=_device_name(key),
                 what=f"is busy {busy:.0%} of the time, with moving bytes {moving:.0%} of it; {rated} is low",
                 cure="compile, which fuses passes over memory, or use bf16 if it is not in use",
             )
@@ -133,7 +133,7 @@ def _memory_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advi
     return found
 
 
-def _throttled(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_throttling(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     found = []
     for key, looks in seen.items():
         last = looks[-1]
@@ -146,15 +146,15 @@ def _throttled(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
             found.append(
                 Advice(
                     kind="throttled",
-                    where=_named(key),
-                    what=f"is held down by {' and '.join(lasting)}{_circumstances(last)}",
+                    where=_device_name(key),
+                    what=f"is held down by {' and '.join(lasting)}{_format_clocks(last)}",
                     cure="look at its cooling and at its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
                 )
             )
     return found
 
 
-def _circumstances(last: Gauge) -> str:
+def _format_clocks(last: Gauge) -> str:
     told = []
     if last.clock_hz and last.top_clock_hz:
         told.append(f"{last.clock_hz / 1e6:.0f} of {last.top_clock_hz / 1e6:.0f} MHz")
@@ -165,7 +165,7 @@ def _circumstances(last: Gauge) -> str:
     return f": {', '.join(told)}" if told else ""
 
 
-def _full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     found = []
     for key, looks in seen.items():
         last, share = looks[-1], _full_share(looks)
@@ -173,7 +173,7 @@ def _full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
             found.append(
                 Advice(
                     kind="full",
-                    where=_named(key),
+                    where=_device_name(key),
                     what=f"is {share:.0%} full: {format_bytes(last.used_bytes)} of "
                     f"{format_bytes(last.memory_bytes)}",
                     cure="a longer batch may not fit; use a smaller micro-batch, the global batch stays",
@@ -182,7 +182,7 @@ def _full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     return found
 
 
-def _shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     """Others on the GPU of a run, beyond one process of its own."""
     found = []
     for key, looks in seen.items():
@@ -196,7 +196,7 @@ def _shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
             found.append(
                 Advice(
                     kind="shared",
-                    where=_named(key),
+                    where=_device_name(key),
                     what=f"has {len(several)} processes on it: {told}",
                     cure="end what is not needed there, or give the run another GPU",
                 )
@@ -204,7 +204,7 @@ def _shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     return found
 
 
-def _uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+def _advise_uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     """One GPU that does much more than another of the same run, which waits for it."""
     busy = {
         key: share for key, looks in seen.items() if (share := _mean(look.busy for look in looks)) is not None
@@ -217,16 +217,17 @@ def _uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     return [
         Advice(
             kind="uneven",
-            where=_named(least),
-            what=f"is busy {busy[least]:.0%} of the time, and {_named(most)} {busy[most]:.0%}: it waits",
+            where=_device_name(least),
+            what=f"is busy {busy[least]:.0%} of the time, and {_device_name(most)} {busy[most]:.0%}: it "
+            "waits",
             cure="give the GPUs equal work, or plan again with both named, so that shares follow speed",
         )
     ]
 
 
-def _slow(run: WatchedRun) -> list[Advice]:
+def _advise_slow(run: WatchedRun) -> list[Advice]:
     """Low, and no measurement says why."""
-    if not _behind(run) or run.samples_per_s is None or not run.planned_samples_per_s:
+    if not _is_behind(run) or run.samples_per_s is None or not run.planned_samples_per_s:
         return []
     share = run.samples_per_s / run.planned_samples_per_s
     return [
@@ -249,10 +250,10 @@ def _mean(values: object) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def _named(key: str) -> str:
+def _device_name(key: str) -> str:
     """How people call a device.
 
-    >>> _named("gpu0"), _named("gpu1/mig2")
+    >>> _device_name("gpu0"), _device_name("gpu1/mig2")
     ('GPU 0', 'GPU 1 slice 2')
     """
     return key.replace("gpu", "GPU ").replace("/mig", " slice ")

@@ -43,7 +43,7 @@ def is_run(folder: Path) -> bool:
     return (folder / LOG).is_file() or (folder / IDENTITY).is_file()
 
 
-def find(given: Sequence[Path]) -> list[Path]:
+def find_runs(given: Sequence[Path]) -> list[Path]:
     """The runs among and below the folders given; an error for one that is not there."""
     found: dict[Path, None] = {}
     for folder in given:
@@ -56,11 +56,11 @@ def find(given: Sequence[Path]) -> list[Path]:
         if is_run(folder):
             found[folder] = None
         else:
-            found |= dict.fromkeys(_below(folder))
+            found |= dict.fromkeys(_runs_below(folder))
     return list(found)
 
 
-def _below(root: Path) -> list[Path]:
+def _runs_below(root: Path) -> list[Path]:
     """Runs in a folder, not too deep and not too many to look through."""
     runs, level, looked = [], [root], 0
     for _ in range(DEEPEST):
@@ -82,15 +82,15 @@ def _below(root: Path) -> list[Path]:
     return runs
 
 
-def lately(runs: Sequence[Path], now: float) -> list[Path]:
+def recent_runs(runs: Sequence[Path], now: float) -> list[Path]:
     """Of runs that nobody named, those that wrote something in the last day, the latest of them."""
-    ages = {run: age for run in runs if (age := _age(run / LOG, now)) is not None and age < RECENT_S}
+    ages = {run: age for run in runs if (age := _file_age(run / LOG, now)) is not None and age < RECENT_S}
     kept = sorted(ages, key=lambda run: ages[run])[:MOST_UNNAMED]
     return [run for run in runs if run in kept]
 
 
 @dataclass
-class Follower:
+class RunFollower:
     """Reads on in the folder of one run."""
 
     folder: Path
@@ -108,8 +108,8 @@ class Follower:
         self._read()
         note = attempt_of(self.folder)
         plan, last = self.plan, self.lines[-1] if self.lines else None
-        steps = _horizon(note, plan)
-        silent = _age(self.folder / LOG, now)
+        steps = _total_steps(note, plan)
+        silent = _file_age(self.folder / LOG, now)
         typical = statistics.median(line.time_s for line in self.lines) if self.lines else None
         state, why = self._state(note, steps, silent, typical, world)
         taken = sum(line.time_s for line in self.lines)
@@ -128,13 +128,13 @@ class Follower:
             recent=len(self.lines) or None,
             planned_samples_per_s=plan.estimate.samples_per_s if plan is not None else None,
             mfu=mfu,
-            mfu_rating=_rating(mfu, plan),
+            mfu_rating=_rate_mfu(mfu, plan),
             reserved_bytes=max(
                 (line.reserved_bytes for line in self.lines if line.reserved_bytes), default=None
             ),
             planned_reserved_bytes=(plan.estimate.reserved_bytes or None) if plan is not None else None,
             data_wait=min(1.0, sum(waits) / taken) if waits and taken > 0 else None,
-            left_s=_left(last, steps, typical) if state in UNDER_WAY else None,
+            left_s=_seconds_left(last, steps, typical) if state in UNDER_WAY else None,
             silent_s=silent,
             events=tuple(self.events),
             devices=self._devices(world, gauges) if state in UNDER_WAY else (),
@@ -142,8 +142,8 @@ class Follower:
 
     def _read(self) -> None:
         """Take in what is new in the folder."""
-        self._log = self._log or _at_the_end(self.folder / LOG)
-        self._told = self._told or _at_the_end(self.folder / EVENTS)
+        self._log = self._log or _open_at_end(self.folder / LOG)
+        self._told = self._told or _open_at_end(self.folder / EVENTS)
         before = self._log.at
         try:
             for line in self._log.fresh(Line):
@@ -157,7 +157,7 @@ class Follower:
             self.events += [event for event in self._told.fresh(Incident) if event is not None]
         except OSError:
             pass  # a file that is not there yet, or not for us to read
-        changed = _age(self.folder / PLAN, 0.0)
+        changed = _file_age(self.folder / PLAN, 0.0)
         if changed != self._plan_at:
             self._plan_at = changed
             self.plan = plan_of(self.folder)
@@ -177,17 +177,17 @@ class Follower:
             return "done", f"{step:,} steps"
         if said_end:
             return "ended", f"at step {step:,} of {steps:,}: the same command resumes it"
-        pid, host = holder(self.folder)
+        pid, host = read_lock_holder(self.folder)
         if pid and host == world.host("name") and world.host(f"process:{pid}") is None:
             return "gone", f"its process {pid} is no more, and it did not say that it ended"
-        return _moves(silent, typical)
+        return _progress_state(silent, typical)
 
     def _devices(self, world: World, gauges: Sequence[Gauge]) -> tuple[str, ...]:
         """GPUs of this machine that are the run's: by the process that holds it, the others by its plan.
 
         The plan counts GPUs as its process saw them, so it is believed only where it has the first one right.
         """
-        pid, host = holder(self.folder)
+        pid, host = read_lock_holder(self.folder)
         if not pid or host != world.host("name"):
             return ()
         own = [gauge for gauge in gauges if any(process.pid == pid for process in gauge.processes or ())]
@@ -203,7 +203,7 @@ class Follower:
         return tuple(gauge.key for gauge in own)
 
 
-def _moves(silent: float | None, typical: float | None) -> tuple[str, str]:
+def _progress_state(silent: float | None, typical: float | None) -> tuple[str, str]:
     """Whether steps still come, for a run that has not ended."""
     if typical is None:
         return "starting", "no step has been taken yet"
@@ -212,7 +212,7 @@ def _moves(silent: float | None, typical: float | None) -> tuple[str, str]:
     return "running", ""
 
 
-def holder(folder: Path) -> tuple[int, str]:
+def read_lock_holder(folder: Path) -> tuple[int, str]:
     """The process that trains into a folder and its machine, as the lock says; 0 where it does not."""
     try:
         words = (folder / LOCK).read_text(encoding="utf-8", errors="replace")[:300].split()
@@ -223,21 +223,21 @@ def holder(folder: Path) -> tuple[int, str]:
     return parse_whole(words[1]) or 0, words[3]
 
 
-def _left(last: Line | None, steps: int | None, typical: float | None) -> float | None:
+def _seconds_left(last: Line | None, steps: int | None, typical: float | None) -> float | None:
     """Seconds to the end of the run, if its steps go on as the last ones did."""
     if last is None or steps is None or typical is None:
         return None
     return max(0, steps - last.step) * typical
 
 
-def _horizon(note: Attempt | None, plan: Plan | None) -> int | None:
+def _total_steps(note: Attempt | None, plan: Plan | None) -> int | None:
     """Steps of the whole run: as it says itself, or as its plan has it."""
     if note is not None and note.steps:
         return note.steps
     return plan.workload.steps if plan is not None and plan.workload is not None else None
 
 
-def _at_the_end(file: Path) -> Tail:
+def _open_at_end(file: Path) -> Tail:
     """A tail that skips most of what is there already; it begins within a line, which is then left out."""
     try:
         size = file.stat().st_size
@@ -246,7 +246,7 @@ def _at_the_end(file: Path) -> Tail:
     return Tail(file, at=max(0, size - FIRST_BYTES))
 
 
-def _age(file: Path, now: float) -> float | None:
+def _file_age(file: Path, now: float) -> float | None:
     """Seconds since a file was written; None where there is none."""
     try:
         written = file.stat().st_mtime
@@ -260,7 +260,7 @@ def _median(values: list[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _rating(mfu: float | None, plan: Plan | None) -> str | None:
+def _rate_mfu(mfu: float | None, plan: Plan | None) -> str | None:
     """The word for a measured MFU, beside the figures that the plan names."""
     from trimtab.predict.rating import rating
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trimtab.probe.gauges import gauges
 from trimtab.spec import Sample
 from trimtab.watching.advice import advise
-from trimtab.watching.runs import UNDER_WAY, Follower, find, lately
+from trimtab.watching.runs import UNDER_WAY, RunFollower, find_runs, recent_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ FIND_EVERY_S = 5.0
 
 
 @dataclass
-class Watcher:
+class RunWatcher:
     """Samples a machine and the runs in some folders.
 
     watcher = Watcher(world=here(), places=[Path("runs")])
@@ -38,7 +38,7 @@ class Watcher:
     """Runs, or folders that runs are in; none: those below the current one that are not long over."""
     now: Callable[[], float] = time.time
     wait: Callable[[float], None] = time.sleep
-    followers: dict[Path, Follower] = field(default_factory=dict)
+    followers: dict[Path, RunFollower] = field(default_factory=dict)
     looks: dict[str, deque[Gauge]] = field(default_factory=dict)
     _found_s: float | None = None
 
@@ -50,13 +50,13 @@ class Watcher:
             self.looks.setdefault(gauge.key, deque(maxlen=KEPT_LOOKS)).append(gauge)
         if self._found_s is None or now - self._found_s >= FIND_EVERY_S:
             self._found_s = now
-            found_runs = find(self.places) if self.places else lately(find([Path()]), now)
+            found_runs = find_runs(self.places) if self.places else recent_runs(find_runs([Path()]), now)
             for place in found_runs:
-                self.followers.setdefault(place, Follower(place))
+                self.followers.setdefault(place, RunFollower(place))
         runs = tuple(self._view(follower, now, found) for follower in self.followers.values())
         return Sample(at_s=now, gpus=found, no_gpus=why, runs=runs)
 
-    def _view(self, follower: Follower, now: float, found: Sequence[Gauge]) -> WatchedRun:
+    def _view(self, follower: RunFollower, now: float, found: Sequence[Gauge]) -> WatchedRun:
         view = follower.look(now, self.world, found)
         return view.replace(advice=advise(view, follower.plan, self.looks, steps=follower.seen))
 
