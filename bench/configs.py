@@ -87,7 +87,7 @@ def main() -> None:
         source = text()
 
         def edit(source: str = source, name: str = name) -> str:
-            return documents.read_config(source, name).edited(changes)
+            return documents.read_config(source, name).edit(changes)
 
         def there_and_back(source: str = source, name: str = name) -> None:
             with tempfile.TemporaryDirectory() as folder:

@@ -52,7 +52,7 @@ def applied(name: str, file: str, text: str, one: Plan) -> tuple[str, Draft]:
     document = documents.read_config(text, file)
     where = find_site(document, builtin_targets(), origin=file, name=name)
     draft = draft_edits(where, document, one, file=file)
-    return document.edited({edit.path: edit.after for edit in draft.edits}, add=True), draft
+    return document.edit({edit.path: edit.after for edit in draft.edits}, add=True), draft
 
 
 def shown(name: str, file: str, text: str, one: Plan) -> Reading:

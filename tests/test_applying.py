@@ -85,9 +85,9 @@ def test_stages_get_their_own_cut_of_one_global_batch(conf: Path) -> None:
         assert one.estimate == ESTIMATE
     assert [one.name for one in found.stages] == ["01_stage", "02_stage", "03_stage"]
     assert any("only where your trainer reads them" in one for one in found.said)
-    (second,) = [one for one in found.prepared() if one.file.endswith("02_stage.yaml")]
+    (second,) = [one for one in found.prepare() if one.file.endswith("02_stage.yaml")]
     assert second.after.decode().startswith(samples.STAGE.format(number=2, positives=16, negatives=8))
-    done = write_files(found.prepared(), words="a test")
+    done = write_files(found.prepare(), words="a test")
     assert len(done.files) == 3
     assert values(proposal(conf)) == {}
     for file in done.files:

@@ -29,7 +29,7 @@ MODULES = [
 
 
 def edited(file: str, text: str, changes: dict[KeyPath, Any], **options: bool) -> str:
-    return documents.read_config(text, file).edited(changes, **options)
+    return documents.read_config(text, file).edit(changes, **options)
 
 
 def values(file: str, text: str) -> dict[KeyPath, Any]:
@@ -791,4 +791,4 @@ def test_a_word_of_a_script_stays_only_where_a_program_reads_the_same(
 ) -> None:
     for name, text in (("run.sh", "export A={}\n"), ("job.sbatch", "#!/bin/bash\n#SBATCH --comment={}\n")):
         key = ("A",) if name == "run.sh" else ("comment",)
-        assert documents.read_config(text.format(old), name).edited({key: wanted}) == text.format(new), name
+        assert documents.read_config(text.format(old), name).edit({key: wanted}) == text.format(new), name

@@ -203,7 +203,7 @@ def test_a_needle_across_the_border_of_two_reads_is_found_once() -> None:
             place += count
             return data[place - count : place]
 
-        told = list(LogScanner("x").read(read, lambda _: None))
+        told = list(LogScanner("x").scan(read, lambda _: None))
         assert [(one.of, one.line) for one in told] == [("disk-full", size // 14 + 1)]
 
 

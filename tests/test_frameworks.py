@@ -43,7 +43,7 @@ def applied(name: str, file: Path, text: str, one: Plan) -> Path:
     document = documents.read_config(text, file.name)
     where = find_site(document, builtin_targets(), origin=file.name, name=name)
     edits = draft_edits(where, document, one, file=file.name).edits
-    file.write_text(document.edited({edit.path: edit.after for edit in edits}, add=True), encoding="utf-8")
+    file.write_text(document.edit({edit.path: edit.after for edit in edits}, add=True), encoding="utf-8")
     return file
 
 

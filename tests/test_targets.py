@@ -64,7 +64,7 @@ def written(text: str, file: str, one: Plan) -> tuple[ConfigDocument, list[Edit]
     where = find_site(before, builtin_targets(), origin=file)
     changed, said = edits.find_edits(where, before, one, file=file)
     return (
-        documents.read_config(before.edited({x.path: x.after for x in changed}, add=True), file),
+        documents.read_config(before.edit({x.path: x.after for x in changed}, add=True), file),
         changed,
         said,
     )
@@ -144,9 +144,9 @@ def test_a_config_reads_back_as_the_plan_that_was_written_into_it(
         # Not the same: then it has been said why.
         lacks = {sentence for knob in where.target.knobs for sentence in knob.lacks.values()}
         assert any(sentence in told for sentence in lacks), (field, found.facts[field], wanted[field], said)
-    again, more, _ = written(after.edited({}), file, one)
+    again, more, _ = written(after.edit({}), file, one)
     assert more == []
-    assert again.edited({}) == after.edited({})
+    assert again.edit({}) == after.edit({})
 
 
 @pytest.mark.parametrize(("name", "file", "text"), ALL, ids=IDS)
@@ -154,7 +154,7 @@ def test_a_config_is_known_by_its_keys_and_every_comment_survives(name: str, fil
     after, changed, _ = written(text, file, plan(FSDP))
     assert find_site(documents.read_config(text, file), builtin_targets(), origin=file).target.name == name
     comments = [line.partition("#")[2] for line in text.splitlines() if "#" in line and "SBATCH" not in line]
-    assert all(comment in after.edited({}) for comment in comments)
+    assert all(comment in after.edit({}) for comment in comments)
     assert {one.path for one in changed} <= {one.path for one in after.entries()}
 
 
@@ -244,11 +244,11 @@ def test_a_table_where_a_word_was_expected_is_left_and_said() -> None:
 
 def test_slurm_headers_keep_the_name_of_the_gpu() -> None:
     after, _, said = written(samples.SBATCH, "a.sbatch", plan(FSDP))
-    assert after.edited({}) == samples.SBATCH.replace("a100:2", "a100:4")
+    assert after.edit({}) == samples.SBATCH.replace("a100:2", "a100:4")
     assert said == ["Slurm headers ask for devices: batch and precision belong into the job's own config."]
     short = samples.SBATCH.replace("--nodes=1", "-N 1").replace("--gres=gpu:a100:2", "--gpus-per-node=2")
     two_nodes = plan(FSDP, nodes=2)
-    assert "-N 2\n#SBATCH --gpus-per-node=2\n" in written(short, "a.sbatch", two_nodes)[0].edited({})
+    assert "-N 2\n#SBATCH --gpus-per-node=2\n" in written(short, "a.sbatch", two_nodes)[0].edit({})
 
 
 def test_a_number_inside_a_text_is_replaced_alone() -> None:
@@ -390,7 +390,7 @@ def test_the_keys_for_transformers_are_fields_of_its_arguments_with_those_defaul
 def test_accelerate_reads_the_plan_from_its_edited_config(text: str, tmp_path: Path) -> None:
     config = pytest.importorskip("accelerate.commands.config.config_args").ClusterConfig
     file = tmp_path / "config.yaml"
-    file.write_text(written(text, "a.yaml", plan(FSDP, nodes=2))[0].edited({}), encoding="utf-8")
+    file.write_text(written(text, "a.yaml", plan(FSDP, nodes=2))[0].edit({}), encoding="utf-8")
     found = config.from_yaml_file(str(file))
     assert (found.num_processes, found.num_machines) == (4, 2)
     assert found.mixed_precision == "bf16"

@@ -86,7 +86,7 @@ def apply(  # noqa: PLR0913 - each is an option of the command
     found = plan_from(plan)[0] if isinstance(plan, str | PathLike) else plan
     places = [to] if isinstance(to, str | PathLike) else list(to)
     proposal = propose(found, [str(one) for one in places], target=target, on=on, beside=beside, cache=cache)
-    ready = proposal.prepared(beside=beside)
+    ready = proposal.prepare(beside=beside)
     return applied(proposal, ready, None if dry else write_plan(ready, found))
 
 

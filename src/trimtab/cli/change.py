@@ -80,7 +80,7 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
         say = shown.say
         proposal = api.propose(found, to, target=target, on=where, beside=beside, cache=not no_cache, say=say)
     proposal.said += [unchecked] if unchecked else []
-    ready = proposal.prepared(beside=beside)
+    ready = proposal.prepare(beside=beside)
     preview = api.applied(proposal, ready, None)
     if not json:
         _show_proposal(preview, proposal.stages)

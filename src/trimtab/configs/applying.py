@@ -85,7 +85,7 @@ class Proposal:
     folders: list[Path] = field(default_factory=list)
     """Folders that the user named: the files in them were not named one by one."""
 
-    def prepared(self, *, beside: bool = False) -> list[PreparedFile]:
+    def prepare(self, *, beside: bool = False) -> list[PreparedFile]:
         """Every file before and after; an error for one is an error for all."""
         changes: dict[str, dict[KeyPath, Any]] = {name: {} for name in self.files}
         for edit in self.edits:

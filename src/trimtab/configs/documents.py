@@ -52,7 +52,8 @@ def read_config(source: Path | bytes | str, origin: str = "", kind: str | None =
         raise WrongUse(
             f"the format {known}", found="it is not one that is known", cure=f"Name one of {_list_formats()}."
         )
-    page: ParsedConfig = import_module(f"trimtab.configs.{known}_text").read(text, origin)
+    module = import_module(f"trimtab.configs.{known}_text")
+    page: ParsedConfig = getattr(module, f"read_{known}")(text, origin)
     return page
 
 

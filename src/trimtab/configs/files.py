@@ -158,7 +158,7 @@ def _merge_changes(first: FileChange, second: FileChange) -> FileChange:
 def _prepare_file(real: Path, wanted: FileChange) -> PreparedFile:
     before = documents.read_bytes(real, wanted.file)
     page = documents.read_config(before, wanted.file, wanted.kind)
-    after = page.edited(wanted.changes, beside=wanted.beside, add=wanted.add).encode()
+    after = page.edit(wanted.changes, beside=wanted.beside, add=wanted.add).encode()
     return PreparedFile(file=wanted.file, real=real, before=before, after=after)
 
 

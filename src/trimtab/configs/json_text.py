@@ -34,7 +34,7 @@ _WORDS = {
 def read_json(text: str, origin: str) -> ParsedConfig:
     """The document of a text.
 
-    >>> read_json('{"a": [1, 2,], /* b */ "c": true}', "a.json").edited({("c",): False})
+    >>> read_json('{"a": [1, 2,], /* b */ "c": true}', "a.json").edit({("c",): False})
     '{"a": [1, 2,], /* b */ "c": false}'
     """
     return texts.parse_text(text, origin, JSON)
@@ -167,18 +167,18 @@ class _JsonFormat:
 
     kind = "json"
 
-    def parsed(self, text: str, origin: str) -> TextNode:
+    def parse(self, text: str, origin: str) -> TextNode:
         return _JsonReader(text, origin).whole()
 
-    def replaced(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
+    def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
         style = texts.ListStyle(
-            each=lambda child, new: self.replaced(page, child, new, moving),
+            each=lambda child, new: self.replace(page, child, new, moving),
             write=format_json,
             comment=_COMMENT,
         )
         return texts.replace_value(page, node, value, style, format_json)
 
-    def added(
+    def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
     ) -> list[Splice]:
         if not node.is_section:
@@ -196,10 +196,12 @@ class _JsonFormat:
         body = [f"{lead}{key}: {_format_section(value, page, indent, step)}" for key, value in members]
         return _append_members(page, last.end, ",".join(body))
 
-    def beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
-        raise WrongUse(page.at(node.start), found="JSON has no computed values", cure="Change it by hand.")
+    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+        raise WrongUse(
+            page.locate(node.start), found="JSON has no computed values", cure="Change it by hand."
+        )
 
-    def same(self, node: TextNode, wanted: Any) -> bool:
+    def means(self, node: TextNode, wanted: Any) -> bool:
         return texts.same_value(texts.node_value(node), wanted)
 
 

@@ -142,12 +142,12 @@ def apply_knobs(
         raise _join_errors(wrong)
     made = _KnobCollector()
     for name, value in found.items():
-        made.take(load_knobs()[name], given[name], value)
-    made.precision(found, bf16=bf16)
-    made.betas(found)
+        made.add_knob(load_knobs()[name], given[name], value)
+    made.set_precision(found, bf16=bf16)
+    made.set_betas(found)
     if joint:
-        made.whole(found, ranks)
-    return made.wired()
+        made.set_global_batch(found, ranks)
+    return made.build_settings()
 
 
 def _find_knob(name: str) -> TrainerKnob:
@@ -249,7 +249,7 @@ class _KnobCollector:
         self.said: list[str] = []
         self.by: dict[str, str] = {}
 
-    def take(self, knob: TrainerKnob, given: Any, value: Any) -> None:
+    def add_knob(self, knob: TrainerKnob, given: Any, value: Any) -> None:
         """A knob that sets one thing."""
         for place, key in ((self.options, knob.option), (self.pins, knob.pin), (self.train, knob.train)):
             if key:
@@ -263,7 +263,7 @@ class _KnobCollector:
         place[key] = value
         self.by[key] = by
 
-    def precision(self, found: Mapping[str, Any], *, bf16: bool) -> None:
+    def set_precision(self, found: Mapping[str, Any], *, bf16: bool) -> None:
         """Autocast in bf16 where that is asked for and there, else in fp16; without it TF32 or fp32."""
         asked = [name for name in AMP if name in found]
         if not asked:
@@ -282,7 +282,7 @@ class _KnobCollector:
             self.said.append(f"enable_tf32 has nothing to do: autocast computes matrix products in {wanted}")
         self._put(self.pins, "precision", wanted, word)
 
-    def betas(self, found: Mapping[str, Any]) -> None:
+    def set_betas(self, found: Mapping[str, Any]) -> None:
         """Two knobs for a pair; what is not given is what AdamW has for language models."""
         if "adam_beta1" in found or "adam_beta2" in found:
             pair = [found.get("adam_beta1", 0.9), found.get("adam_beta2", 0.95)]
@@ -291,7 +291,7 @@ class _KnobCollector:
                 raise WrongUse(f"knob {word}", found="it is not below 1", cure="Give a number such as 0.95.")
             self._put(self.options, "betas", pair, word)
 
-    def whole(self, found: Mapping[str, Any], ranks: int) -> None:
+    def set_global_batch(self, found: Mapping[str, Any], ranks: int) -> None:
         """The global batch that a batch of one process makes."""
         if "batch_size" not in found:
             return
@@ -301,7 +301,7 @@ class _KnobCollector:
         many = f"{ranks} process{'es' * (ranks > 1)}"
         self.said.append(f"global batch {total}: batch_size {found['batch_size']} x {rounds} x {many}")
 
-    def wired(self) -> KnobSettings:
+    def build_settings(self) -> KnobSettings:
         """All of it."""
         return KnobSettings(
             options=self.options,

@@ -41,7 +41,7 @@ _DICTS = {"dict", "OrderedDict", "SimpleNamespace", "Namespace", "DictConfig", "
 def read_python(text: str, origin: str) -> ParsedConfig:
     """The document of a text.
 
-    >>> read_python("config = {'batch': 4}  # small", "a.py").edited({("config", "batch"): 8})
+    >>> read_python("config = {'batch': 4}  # small", "a.py").edit({("config", "batch"): 8})
     "config = {'batch': 8}  # small"
     """
     return texts.parse_text(text, origin, PYTHON)
@@ -355,15 +355,15 @@ class _PythonFormat:
 
     kind = "python"
 
-    def parsed(self, text: str, origin: str) -> TextNode:
+    def parse(self, text: str, origin: str) -> TextNode:
         return _Collector(text, origin).collect()
 
-    def replaced(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
+    def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
         old = page.text[node.start : node.end]
         quote = _find_quote(old) or _house_quote(page)
         if isinstance(value, list | tuple) and node.is_list and node.style != "calls":
             style = texts.ListStyle(
-                each=lambda child, new: self.replaced(page, child, new, moving),
+                each=lambda child, new: self.replace(page, child, new, moving),
                 write=lambda new: format_python(new, quote=quote),
                 comment=_COMMENT,
                 lone_comma=node.style == "Tuple",
@@ -374,7 +374,7 @@ class _PythonFormat:
             old = "(" if node.style == "Tuple" else "["
         return [texts.replace_list(page, node, format_python(value, old, quote), _COMMENT)]
 
-    def added(
+    def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
     ) -> list[Splice]:
         if node.style in ("dict", "call"):
@@ -385,10 +385,10 @@ class _PythonFormat:
             return [_add_at_end(page, new)]
         return _refuse_place(page, path, node)
 
-    def beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
         return [_add_comment(page, node)]
 
-    def same(self, node: TextNode, wanted: Any) -> bool:
+    def means(self, node: TextNode, wanted: Any) -> bool:
         return texts.same_value(texts.node_value(node), wanted)
 
 
@@ -396,7 +396,7 @@ def _refuse_place(page: ParsedConfig, path: KeyPath, node: TextNode) -> NoReturn
     if node.items is None:
         texts.refuse_leaf(page, path, node)
     raise WrongUse(
-        f"{page.at(node.start)}: {texts.format_path(path)}",
+        f"{page.locate(node.start)}: {texts.format_path(path)}",
         found="there is no dict, call or class here that a key could be added to",
         cure="Add it by hand.",
     )
@@ -424,7 +424,7 @@ def _add_comment(page: ParsedConfig, node: TextNode) -> Splice:
     ends = {start for kind, start, _ in _list_tokens(page) if kind in (tokenize.NEWLINE, tokenize.NL)}
     if at not in ends and at != len(page.text):
         raise WrongUse(
-            page.at(node.start),
+            page.locate(node.start),
             found="the line goes on behind this value, so that no comment can stand there",
             cure="Change it by hand.",
         )
@@ -484,7 +484,7 @@ def _own_line_indent(page: ParsedConfig, node: TextNode) -> str | None:
 
 def _add_at_end(page: ParsedConfig, new: dict[str | int, Any]) -> Splice:
     quote = _house_quote(page)
-    return page.whole_lines(
+    return page.insert_lines(
         len(page.text), [f"{key} = {format_python(value, quote=quote)}" for key, value in new.items()]
     )
 
@@ -511,7 +511,7 @@ def _add_to_class(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[s
         f"{format_python(value, quote=quote)}"
         for key, value in new.items()
     ]
-    return page.whole_lines(at, lines)
+    return page.insert_lines(at, lines)
 
 
 def _type_name(value: Any) -> str:

@@ -87,7 +87,7 @@ _COUNT = re.compile(r"(?:^|:)(\d+)$")
 def read_sbatch(text: str, origin: str) -> ParsedConfig:
     """The document of a script.
 
-    >>> read_sbatch("#SBATCH -N 2 --gres=gpu:4", "run.sbatch").edited({("nodes",): 1, ("gres", "gpu"): 8})
+    >>> read_sbatch("#SBATCH -N 2 --gres=gpu:4", "run.sbatch").edit({("nodes",): 1, ("gres", "gpu"): 8})
     '#SBATCH -N 1 --gres=gpu:8'
     """
     return texts.parse_text(text, origin, SBATCH)
@@ -219,7 +219,7 @@ class _SbatchFormat:
 
     kind = "sbatch"
 
-    def parsed(self, text: str, origin: str) -> TextNode:
+    def parse(self, text: str, origin: str) -> TextNode:
         root = _SbatchHeader(text, origin).scan()
         variables = shell_text.scan_variables(text, origin)
         root.extra.variables = variables
@@ -227,10 +227,10 @@ class _SbatchFormat:
             root.items[ENV] = variables
         return root
 
-    def replaced(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
+    def replace(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
         if node.style == "flag":
             raise WrongUse(
-                page.at(node.start),
+                page.locate(node.start),
                 found="this option takes no value",
                 cure="Remove it by hand if it is not wanted.",
             )
@@ -238,7 +238,7 @@ class _SbatchFormat:
             return [Splice(node.start, node.end, f":{value}" if node.style == "one" else str(value))]
         return [shell_text.replace_word(page, node, value)]
 
-    def added(
+    def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
     ) -> list[Splice]:
         if path == (ENV,):
@@ -264,13 +264,13 @@ class _SbatchFormat:
             for name, value in new.items()
         ]
         if node.extra.after is not None:
-            return page.whole_lines(page.next_line(node.extra.after), lines)
-        return page.whole_lines(page.next_line(0) if node.extra.shebang else 0, lines)
+            return page.insert_lines(page.next_line(node.extra.after), lines)
+        return page.insert_lines(page.next_line(0) if node.extra.shebang else 0, lines)
 
-    def beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
         return [shell_text.keep_in_comment(page, node)]
 
-    def same(self, node: TextNode, wanted: Any) -> bool:
+    def means(self, node: TextNode, wanted: Any) -> bool:
         return shell_text.means_value(node, wanted)
 
 

@@ -34,7 +34,7 @@ _PAIRS = (("true", "false"), ("yes", "no"), ("on", "off"), ("1", "0"))
 def read_shell(text: str, origin: str) -> ParsedConfig:
     """The document of a text.
 
-    >>> read_shell("export BATCH=4  # small", "run.sh").edited({("BATCH",): 8})
+    >>> read_shell("export BATCH=4  # small", "run.sh").edit({("BATCH",): 8})
     'export BATCH=8  # small'
     """
     return texts.parse_text(text, origin, SHELL)
@@ -303,22 +303,22 @@ class _ShellFormat:
 
     kind = "shell"
 
-    def parsed(self, text: str, origin: str) -> TextNode:
+    def parse(self, text: str, origin: str) -> TextNode:
         name = PurePath(origin).name
         return scan_variables(text, origin, loose=name.startswith(".env") or name.endswith(".env"))
 
-    def replaced(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
+    def replace(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
         return [replace_word(page, node, value, loose=page.root.extra.loose)]
 
-    def added(
+    def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
     ) -> list[Splice]:
         return [add_variables(page, path, node, new)]
 
-    def beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
         return [keep_in_comment(page, node)]
 
-    def same(self, node: TextNode, wanted: Any) -> bool:
+    def means(self, node: TextNode, wanted: Any) -> bool:
         return means_value(node, wanted)
 
 
@@ -350,7 +350,7 @@ def add_variables(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[s
         at = page.next_line(node.extra.after)
     else:
         at = page.line_start(first) if first is not None else len(page.text)
-    put = page.whole_lines(at, lines)
+    put = page.insert_lines(at, lines)
     return Splice(put.start, put.end, put.text, order=1)  # below options of a batch script that go there too
 
 
@@ -360,7 +360,7 @@ def keep_in_comment(page: ParsedConfig, node: TextNode) -> Splice:
     rest = page.text[node.end : at]
     if re.search(r"['\"`]|\\$", rest.partition(" #")[0]) or "<<" in rest:
         raise WrongUse(
-            page.at(node.start),
+            page.locate(node.start),
             found="the command goes on behind this value, so that no comment can stand there",
             cure="Change it by hand.",
         )

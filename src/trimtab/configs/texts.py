@@ -1,10 +1,10 @@
 """A config file as text with known places: what every format shares.
 
     >>> from trimtab.configs import json_text
-    >>> document = json_text.read('{"batch": 4}  // small', "a.json")
+    >>> document = json_text.read_json('{"batch": 4}  // small', "a.json")
     >>> document.entries()[0].value
     4
-    >>> document.edited({("batch",): 8})
+    >>> document.edit({("batch",): 8})
     '{"batch": 8}  // small'
 
 A format says where its values lie (a tree of `Node`), how a value is written there and where a new key goes.
@@ -60,7 +60,7 @@ class ConfigDocument(Protocol):
     def entries(self) -> list[Entry]:
         """All values, in the order of the file."""
 
-    def edited(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
+    def edit(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
         """The whole text with these values changed."""
 
 
@@ -109,21 +109,21 @@ class Format(Protocol):
 
     kind: str
 
-    def parsed(self, text: str, origin: str) -> TextNode:
+    def parse(self, text: str, origin: str) -> TextNode:
         """The tree of a text, or BrokenFile."""
 
-    def replaced(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int], /) -> list[Splice]:
+    def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int], /) -> list[Splice]:
         """The value written in the place of another; `moving` holds the ids of all nodes that change."""
 
-    def added(
+    def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
     ) -> list[Splice]:
         """New keys in a section; a dict among the values is a section of its own."""
 
-    def beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
         """The old expression kept in a comment on its line; WrongUse where the format has none."""
 
-    def same(self, node: TextNode, wanted: Any) -> bool:
+    def means(self, node: TextNode, wanted: Any) -> bool:
         """Whether a leaf that was read means the value that was wanted."""
 
 
@@ -158,7 +158,7 @@ class ParsedConfig:
         line = bisect_right(self.line_starts, offset)
         return line, offset - self.line_starts[line - 1] + 1
 
-    def at(self, offset: int) -> str:
+    def locate(self, offset: int) -> str:
         """`FILE:LINE:COLUMN`."""
         line, column = self.place(offset)
         return f"{self.origin}:{line}:{column}"
@@ -183,7 +183,7 @@ class ParsedConfig:
         match = re.compile(r"[ \t]*").match(self.text, start)
         return match[0] if match else ""
 
-    def whole_lines(self, at: int, lines: list[str]) -> Splice:
+    def insert_lines(self, at: int, lines: list[str]) -> Splice:
         """Lines put in at the start of a line, or after a last line that has no end."""
         body = self.newline.join(lines)
         if at == len(self.text) and at > self.line_starts[-1]:
@@ -198,22 +198,22 @@ class ParsedConfig:
         line, column = self.place(node.start)
         return Entry(path=path, value=node_value(node), line=line, column=column, computed=node.computed)
 
-    def edited(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
+    def edit(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
         """The whole text with these values changed, and nothing else."""
         _refuse_impossible(self, changes)
         try:
-            return self.bom + self._edited(changes, beside=beside, add=add)
+            return self.bom + self._edit(changes, beside=beside, add=add)
         except TrimtabError as problem:
             if isinstance(problem, WrongUse) or len(changes) == 1:
                 raise
         # Two values can be entangled, as an anchor and a list that reads it are: one after the other, then.
         page = self
         for path, value in changes.items():
-            page = reparse_text(self, page._edited({path: value}, beside=beside, add=add))
+            page = reparse_text(self, page._edit({path: value}, beside=beside, add=add))
         verify_edit(self, page, changes, [Splice(0, len(self.text), page.text)])
         return self.bom + page.text
 
-    def _edited(self, changes: Changes, *, beside: bool, add: bool) -> str:
+    def _edit(self, changes: Changes, *, beside: bool, add: bool) -> str:
         splices = _build_splices(self, changes, beside=beside, add=add)
         if not splices:
             return self.text
@@ -226,7 +226,7 @@ def parse_text(text: str, origin: str, fmt: Format) -> ParsedConfig:
     """A document from its text; a byte order mark is kept aside."""
     bom = _BOM if text.startswith(_BOM) else ""
     body = text[len(bom) :]
-    return ParsedConfig(text=body, origin=origin, root=fmt.parsed(body, origin), format=fmt, bom=bom)
+    return ParsedConfig(text=body, origin=origin, root=fmt.parse(body, origin), format=fmt, bom=bom)
 
 
 def reparse_text(before: ParsedConfig, text: str) -> ParsedConfig:
@@ -445,7 +445,7 @@ def verify_edit(before: ParsedConfig, after: ParsedConfig, changes: Changes, spl
     old, new = _map_entries(before), _map_entries(after)
     for path, value in changes.items():
         found = new.get(path)
-        if found is None or not after.format.same(found, value):
+        if found is None or not after.format.means(found, value):
             shown = "nothing" if found is None else repr(node_value(found))
             _raise_bug(before, f"{format_path(path)} would read {shown} and not {value!r}")
     above = {path[:size] for path in changes for size in range(len(path) + 1)}
@@ -535,7 +535,7 @@ def _build_splices(page: ParsedConfig, changes: Changes, *, beside: bool, add: b
         if node is not None
         and (not node.computed or isinstance(changes[path], str))
         and is_entry(node)
-        and page.format.same(node, changes[path])
+        and page.format.means(node, changes[path])
     }
     moving = {id(node) for path, node in found.items() if node is not None and path not in stays}
     splices: list[Splice] = []
@@ -549,7 +549,7 @@ def _build_splices(page: ParsedConfig, changes: Changes, *, beside: bool, add: b
         _refuse_section(page, path, node)
         if node.computed:
             splices += _keep_beside(page, path, node, allowed=beside)
-        splices += page.format.replaced(page, node, changes[path], moving)
+        splices += page.format.replace(page, node, changes[path], moving)
     if not add:
         absent = next((path for path in missing if found[path] is None), None)
         if absent is not None:
@@ -589,7 +589,7 @@ def _refuse_section(page: ParsedConfig, path: KeyPath, node: TextNode) -> None:
         kind = "a list of sections" if node.is_list else "a section"
         inner = ", ".join(str(key) for key in list(node.items or {})[:4])
         raise WrongUse(
-            f"{page.at(node.start)}: {format_path(path)}",
+            f"{page.locate(node.start)}: {format_path(path)}",
             found=f"it is {kind}, not a value",
             cure=f"Name a key inside of it: {inner or 'it has none yet'}.",
         )
@@ -597,9 +597,9 @@ def _refuse_section(page: ParsedConfig, path: KeyPath, node: TextNode) -> None:
 
 def _keep_beside(page: ParsedConfig, path: KeyPath, node: TextNode, *, allowed: bool) -> list[Splice]:
     if allowed:
-        return page.format.beside(page, node)
+        return page.format.keep_beside(page, node)
     raise WrongUse(
-        f"{page.at(node.start)}: {format_path(path)}",
+        f"{page.locate(node.start)}: {format_path(path)}",
         found=f"its value is computed: {shortened(node.computed)}",
         cure="Change it by hand, or let the literal be written and the old expression kept in a comment.",
     )
@@ -639,7 +639,7 @@ def _add_keys(page: ParsedConfig, changes: dict[KeyPath, Any]) -> list[Splice]:
         node = _find_node(page, home)
         if node is None or node.is_list or node.inherited:
             _refuse_home(page, home, node)
-        splices += page.format.added(page, home, node, new)
+        splices += page.format.add(page, home, node, new)
     return splices
 
 
@@ -652,7 +652,7 @@ def _find_section(page: ParsedConfig, path: KeyPath) -> KeyPath:
 
 
 def _refuse_home(page: ParsedConfig, home: KeyPath, node: TextNode | None) -> NoReturn:
-    where = page.at(node.start) if node is not None else page.origin
+    where = page.locate(node.start) if node is not None else page.origin
     if node is not None and node.shared:
         found = "it comes from elsewhere as a whole"
     elif node is not None and node.is_list:
@@ -667,7 +667,7 @@ def _refuse_home(page: ParsedConfig, home: KeyPath, node: TextNode | None) -> No
 def refuse_leaf(page: ParsedConfig, path: KeyPath, node: TextNode) -> NoReturn:
     """For formats: a key was to be added inside of a value."""
     raise WrongUse(
-        f"{page.at(node.start)}: {format_path(path)}",
+        f"{page.locate(node.start)}: {format_path(path)}",
         found=f"it is the value {shortened(repr(_comparable_value(node)))}, so that nothing can be added "
         "inside of it",
         cure="Name another key, or make it a section by hand.",

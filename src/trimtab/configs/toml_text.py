@@ -32,7 +32,7 @@ _WHERE = re.compile(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)
 def read_toml(text: str, origin: str) -> ParsedConfig:
     """The document of a text.
 
-    >>> read_toml("training.batch = 4  # small", "a.toml").edited({("training", "batch"): 8})
+    >>> read_toml("training.batch = 4  # small", "a.toml").edit({("training", "batch"): 8})
     'training.batch = 8  # small'
     """
     return texts.parse_text(text, origin, TOML)
@@ -271,21 +271,21 @@ class _TomlFormat:
 
     kind = "toml"
 
-    def parsed(self, text: str, origin: str) -> TextNode:
+    def parse(self, text: str, origin: str) -> TextNode:
         values = _load_toml(text, origin)
         root = _TomlScanner(text, origin).scan()
         _fill_values(root, values, origin)
         return root
 
-    def replaced(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
+    def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
         style = texts.ListStyle(
-            each=lambda child, new: self.replaced(page, child, new, moving),
+            each=lambda child, new: self.replace(page, child, new, moving),
             write=format_toml,
             comment=_COMMENT,
         )
         return texts.replace_value(page, node, value, style, format_toml)
 
-    def added(
+    def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
     ) -> list[Splice]:
         if not node.is_section:
@@ -299,10 +299,12 @@ class _TomlFormat:
             splices.append(_add_tables(page, path, tables))
         return splices
 
-    def beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
-        raise WrongUse(page.at(node.start), found="TOML has no computed values", cure="Change it by hand.")
+    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+        raise WrongUse(
+            page.locate(node.start), found="TOML has no computed values", cure="Change it by hand."
+        )
 
-    def same(self, node: TextNode, wanted: Any) -> bool:
+    def means(self, node: TextNode, wanted: Any) -> bool:
         return texts.same_value(texts.node_value(node), wanted)
 
 
@@ -324,8 +326,8 @@ def _add_to_table(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[s
     ]
     if node.extra.last is None:  # the top of a file that begins with a header, or with nothing
         at = min((child.start for child in _items(node).values()), default=len(page.text))
-        return page.whole_lines(page.line_start(at) if node.items else at, lines)
-    return page.whole_lines(page.next_line(node.extra.last), lines)
+        return page.insert_lines(page.line_start(at) if node.items else at, lines)
+    return page.insert_lines(page.next_line(node.extra.last), lines)
 
 
 def _add_tables(page: ParsedConfig, path: KeyPath, tables: dict[str | int, Any]) -> Splice:
@@ -334,7 +336,7 @@ def _add_tables(page: ParsedConfig, path: KeyPath, tables: dict[str | int, Any])
     for name, table in tables.items():
         lines += _format_table((*path, name), table)
     blank = [""] if page.text.strip() and not re.search(r"(?:\r?\n){2}\Z", page.text) else []
-    put = page.whole_lines(len(page.text), blank + lines)
+    put = page.insert_lines(len(page.text), blank + lines)
     return Splice(put.start, put.end, put.text, order=1)  # below keys that an open table gains there
 
 

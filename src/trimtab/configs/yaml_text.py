@@ -45,7 +45,7 @@ _SAFE = re.compile(r"[A-Za-z0-9_./][\w./+@-]*(?: [\w./+@-]+)*", re.ASCII)
 def read_yaml(text: str, origin: str) -> ParsedConfig:
     """The document, or documents, of a text.
 
-    >>> read_yaml("lr: 2e-4  # small", "a.yaml").edited({("lr",): 5e-5})
+    >>> read_yaml("lr: 2e-4  # small", "a.yaml").edit({("lr",): 5e-5})
     'lr: 5.0e-5  # small'
     """
     return texts.parse_text(text, origin, YAML)
@@ -348,7 +348,7 @@ class _YamlFormat:
 
     kind = "yaml"
 
-    def parsed(self, text: str, origin: str) -> TextNode:
+    def parse(self, text: str, origin: str) -> TextNode:
         found = list(_Composer(text, origin).documents())
         if len(found) == 1:
             return found[0]
@@ -365,12 +365,12 @@ class _YamlFormat:
             extra=_YamlExtra(begin=0),
         )
 
-    def replaced(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
+    def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
         if node.style == "alias":
             return [Splice(node.start, node.end, format_yaml(value))]
         if node.style == "void":
             found = "this document is empty"
-            raise WrongUse(page.at(node.start), found=found, cure="Name a key to be added to it.")
+            raise WrongUse(page.locate(node.start), found=found, cure="Name a key to be added to it.")
         if node.shared:
             _refuse_inherited(page, node)
         if node.computed and node.items is None and node.extra.tag not in _PLAIN_TAGS:
@@ -381,14 +381,14 @@ class _YamlFormat:
             return kept + _replace_block_list(self, page, node, value, moving)
         return kept + _drop_tag(page, node, value) + _replace_scalar(page, node, value)
 
-    def added(
+    def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
     ) -> list[Splice]:
         if node.style == "alias" and node.is_section:
             merged = ", ".join(f"{format_yaml(key)}: {format_yaml(value)}" for key, value in new.items())
             return [Splice(node.start, node.end, f"{{<<: *{node.extra.anchor}, {merged}}}")]
         if node.style == "nothing":
-            return [page.whole_lines(len(page.text), _format_lines(new, "", _yaml_indent(page)))]
+            return [page.insert_lines(len(page.text), _format_lines(new, "", _yaml_indent(page)))]
         if node.is_section:
             return (
                 [_add_to_flow(page, node, new)] if node.style == "flow" else [_add_to_block(page, node, new)]
@@ -397,17 +397,17 @@ class _YamlFormat:
             texts.refuse_leaf(page, path, node)
         return _replace_null(page, path, node, new)
 
-    def beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
         end = page.line_end(node.end)
         return [Splice(end, end, f"  # was: {' '.join(node.computed.split())}")]
 
-    def same(self, node: TextNode, wanted: Any) -> bool:
+    def means(self, node: TextNode, wanted: Any) -> bool:
         return texts.same_value(texts.node_value(node), wanted)
 
 
 def _refuse_inherited(page: ParsedConfig, node: TextNode) -> None:
     raise WrongUse(
-        page.at(node.start),
+        page.locate(node.start),
         found=f"this value is read elsewhere through {node.shared}, as a part of a whole",
         cure="Change it where it stands, or write the section out where it is read.",
     )
@@ -438,7 +438,7 @@ def _hand_over_anchor(page: ParsedConfig, node: TextNode, moving: set[int]) -> l
     old = page.text[node.start : node.end] or "null"
     if node.items is not None or "\n" in old or "\r" in old:
         raise WrongUse(
-            page.at(node.start),
+            page.locate(node.start),
             found=f"{len(readers)} other places read this value through *{node.extra.anchor}",
             cure="Write the value out there, or change all of them.",
         )
@@ -460,7 +460,7 @@ def _replace_scalar(page: ParsedConfig, node: TextNode, value: Any) -> list[Spli
     old = page.text[node.start : node.end]
     if node.style == "unsaid" and not old:
         raise WrongUse(
-            page.at(node.start),
+            page.locate(node.start),
             found="a key that begins with ? and has no value",
             cure="Write it with a colon, then try again.",
         )
@@ -517,7 +517,7 @@ def _replace_block_list(
         splice
         for child, new in zip(children, value, strict=False)
         if child.computed or not texts.same_value(texts.node_value(child), new)
-        for splice in fmt.replaced(page, child, new, moving)
+        for splice in fmt.replace(page, child, new, moving)
     ]
     if len(children) == len(value):
         return changed
@@ -527,7 +527,10 @@ def _replace_block_list(
     if len(value) > len(children):
         dash = " " * (page.place(node.start)[1] - 1) + "- "
         at = page.next_line(_content_end(page, children[-1]))
-        return [*changed, page.whole_lines(at, [dash + format_yaml(item) for item in value[len(children) :]])]
+        return [
+            *changed,
+            page.insert_lines(at, [dash + format_yaml(item) for item in value[len(children) :]]),
+        ]
     dashes = _find_dashes(page, node)
     return changed + [
         _remove_item(page, dash, _content_end(page, child))
@@ -539,7 +542,7 @@ def _replace_flow_list(
     fmt: _YamlFormat, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]
 ) -> list[Splice]:
     style = texts.ListStyle(
-        each=lambda child, new: fmt.replaced(page, child, new, moving), write=format_yaml, comment=_COMMENT
+        each=lambda child, new: fmt.replace(page, child, new, moving), write=format_yaml, comment=_COMMENT
     )
     around = texts.edit_list(page, node, value, style)
     children = list((node.items or {}).values())
@@ -557,7 +560,7 @@ def _write_inline(page: ParsedConfig, node: TextNode, text: str) -> list[Splice]
         return [texts.replace_list(page, node, text, _COMMENT)]
     if node.extra.after is None:
         raise WrongUse(
-            page.at(node.start),
+            page.locate(node.start),
             found="a list of lists, one below the other",
             cure="Change its values one by one.",
         )
@@ -613,7 +616,7 @@ def _quote_text(text: str) -> str:
 def _add_to_block(page: ParsedConfig, node: TextNode, new: dict[str | int, Any]) -> Splice:
     indent = " " * (page.place(node.start)[1] - 1)
     at = page.next_line(_content_end(page, node))
-    return page.whole_lines(at, _format_lines(new, indent, _yaml_indent(page)))
+    return page.insert_lines(at, _format_lines(new, indent, _yaml_indent(page)))
 
 
 def _replace_null(
@@ -628,12 +631,12 @@ def _replace_null(
         if page.text[node.start : node.end].strip():
             return [Splice(node.start, node.end, format_yaml(new))]
         at = node.end if node.end in page.line_starts else page.next_line(node.end)
-        return [page.whole_lines(at, _format_lines(new, "", _yaml_indent(page)))]
+        return [page.insert_lines(at, _format_lines(new, "", _yaml_indent(page)))]
     if not simple:
         blank = "" if page.text[node.start - 1 : node.start].strip() == "" else " "
         return [Splice(node.start, node.end, blank + format_yaml(new))]
     indent = " " * (page.place(parent.start)[1] - 1) + _yaml_indent(page)
-    lines = page.whole_lines(page.next_line(node.end), _format_lines(new, indent, _yaml_indent(page)))
+    lines = page.insert_lines(page.next_line(node.end), _format_lines(new, indent, _yaml_indent(page)))
     return [Splice(node.start, node.end, ""), lines]
 
 

@@ -51,7 +51,7 @@ class LogReader:
         self.facts: dict[str, int] = {}
         self.fixed_bytes = 0
 
-    def take(self, source: reading.LogSource) -> None:
+    def read_source(self, source: reading.LogSource) -> None:
         """Read one source, whatever it is."""
         with source.open() as raw:
             head, broken = reading.read_up_to(raw, reading.HEAD)
@@ -63,25 +63,25 @@ class LogReader:
             if broken:
                 self.notes.append(f"{source.name}: it ends too early ({broken}); what was there was read.")
             if head.startswith(PICKLE):
-                self._pickle(source.name, head, raw)
+                self._read_pickle(source.name, head, raw)
             elif (what := _name_binary(head)) and reading.detect_encoding(head) == "utf-8":
                 self.notes.append(f"{source.name}: it is {what}, not a log; it was left.")
             elif source.path is not None and source.path.name in TOLD and _is_run_folder(source.path.parent):
                 self.read.append(source.name)  # `runs` tells what they come to
-            elif not self._whole(source, head, raw):
-                self._text(source.name, head, raw)
+            elif not self._read_json(source, head, raw):
+                self._read_text(source.name, head, raw)
 
-    def _text(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
+    def _read_text(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
         stream = reading.Utf8Stream(raw, head, reading.detect_encoding(head))
         scanner = LogScanner(name)
-        self.sightings += scanner.read(
+        self.sightings += scanner.scan(
             stream.read, lambda count: self.say(f"reading {name}: {format_bytes(count)}")
         )
         self.read.append(name)
         if stream.broken:
             self.notes.append(f"{name}: it ends too early ({stream.broken}); what was there was read.")
 
-    def _pickle(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
+    def _read_pickle(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
         rest, _ = reading.read_up_to(raw, MOST_BYTES)
         if len(rest) == MOST_BYTES:
             self.notes.append(f"{name}: it is a pickle of more than {format_bytes(MOST_BYTES)}; it was left.")
@@ -92,10 +92,10 @@ class LogReader:
         except NotPlainPickle as error:
             self.notes.append(f"{name}: it is a pickle that is not read: {strip_escapes(str(error))}.")
             return
-        if not self._record(name, value):
+        if not self._read_record(name, value):
             self.notes.append(f"{name}: it is a pickle, but neither a memory snapshot nor a flight record.")
 
-    def _record(self, name: str, value: Any) -> bool:
+    def _read_record(self, name: str, value: Any) -> bool:
         kind = records.detect_record(value)
         if kind == "snapshot":
             self.sightings += records.read_snapshot(value, name)
@@ -108,7 +108,7 @@ class LogReader:
         self.read.append(name)
         return True
 
-    def _whole(self, source: reading.LogSource, head: bytes, raw: io.BufferedReader) -> bool:
+    def _read_json(self, source: reading.LogSource, head: bytes, raw: io.BufferedReader) -> bool:
         """Read a file that is one JSON value, or our own; False where it is to be read as lines."""
         file = Path(source.name).name
         if head.lstrip()[:1] != b"{" or file == "log.jsonl":
@@ -118,20 +118,20 @@ class LogReader:
             return False
         rest, _ = reading.read_up_to(raw, MOST_JSON)
         if file == EVENTS:
-            self._events(source.name, head + rest)
+            self._read_events(source.name, head + rest)
             return True
         try:
             value = msgspec.json.decode(head + rest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self._text(source.name, head + rest, raw)
+            self._read_text(source.name, head + rest, raw)
             return True
-        if file == "plan.json" and self._plan(source.name, head + rest):
+        if file == "plan.json" and self._read_plan(source.name, head + rest):
             return True
-        if not self._record(source.name, value):
-            self._text(source.name, head + rest, raw)
+        if not self._read_record(source.name, value):
+            self._read_text(source.name, head + rest, raw)
         return True
 
-    def _plan(self, name: str, text: bytes) -> bool:
+    def _read_plan(self, name: str, text: bytes) -> bool:
         """The plan of a run folder: what it ran with, and what does not grow with the batch."""
         try:
             plan = Plan.from_json(text, origin=name)
@@ -150,7 +150,7 @@ class LogReader:
         self.read.append(name)
         return True
 
-    def _events(self, name: str, data: bytes) -> None:
+    def _read_events(self, name: str, data: bytes) -> None:
         """The events of a run, as the lines that `trimtab train` prints for them: one table knows both."""
         lines = []
         for line in data.split(b"\n"):
@@ -162,13 +162,13 @@ class LogReader:
             step = incident.step if incident.step is not None else 0
             lines.append(f"trimtab: {' '.join(strip_escapes(incident.replace(step=step).text).split())}")
         text = "\n".join(lines).encode()
-        found = LogScanner(name).read(io.BytesIO(text).read, lambda _: None)
+        found = LogScanner(name).scan(io.BytesIO(text).read, lambda _: None)
         self.sightings += [
             replace(sighting, text=sighting.text.removeprefix("trimtab: ")) for sighting in found
         ]
         self.read.append(name)
 
-    def runs(self, folders: Iterable[Path], world: World | None) -> list[Sighting]:
+    def read_runs(self, folders: Iterable[Path], world: World | None) -> list[Sighting]:
         """How the runs of some folders stand."""
         from trimtab.probe.world import here
         from trimtab.watching.runs import RunFollower, read_lock_holder
@@ -215,13 +215,13 @@ def diagnose_logs(
     beside = [reading.LogSource(name=str(file), path=file, named=False) for file in events]
     for source in (*found, *beside):
         try:
-            reader.take(source)
+            reader.read_source(source)
         except WrongUse as error:
             if source.named:
                 raise
             reader.notes.append(f"{source.name}: {error.found}; it was left.")
     reader.sightings += records.compare_flights(reader.flights)
-    ends = reader.runs(runs, world)
+    ends = reader.read_runs(runs, world)
     return Diagnosis(
         findings=judge_sightings(
             settle_runs(reader.sightings, ends), known=reader.facts, fixed_bytes=reader.fixed_bytes

@@ -306,13 +306,13 @@ def _build_finding(
 ) -> Diagnosed:
     kind, first = group.kind, group.first
     captured = group.captured
-    what = kind.told(kind.what, captured)
+    what = kind.fill_template(kind.what, captured)
     named = bool(re.search(r"\brank\b", what, re.IGNORECASE))
     if len(group.ranks) > 1 or (group.ranks and kind.severity is Severity.ERROR and not named):
         what = f"{what.rstrip('.')} ({_format_ranks(group.ranks)})."
-    cause = " ".join(part for part in (group.cause, kind.told(kind.cause, captured)) if part)
+    cause = " ".join(part for part in (group.cause, kind.fill_template(kind.cause, captured)) if part)
     silent = _name_silent_ranks(group, facts) if kind.follows else ""
-    cure = " ".join(part for part in (group.cure, silent, kind.told(kind.cure, captured)) if part)
+    cure = " ".join(part for part in (group.cure, silent, kind.fill_template(kind.cure, captured)) if part)
     where = f"{first.file}:{first.line}: " if first.file else ""
     frame = f" (at {captured['frame']})" if captured.get("frame") else ""
     return Diagnosed(
@@ -341,7 +341,7 @@ def _format_other_runs(group: FindingGroup) -> str:
 
 
 def _format_consequence(group: FindingGroup) -> str:
-    what = group.kind.told(group.kind.what, group.captured).rstrip(".")
+    what = group.kind.fill_template(group.kind.what, group.captured).rstrip(".")
     ranks = f" ({_format_ranks(group.ranks)})" if group.ranks else ""
     more = f", and {len(group.sightings) - 1} more" if len(group.sightings) > 1 else ""
     return f"{what}{ranks}: {group.first.file}:{group.first.line}{more}"

@@ -58,7 +58,7 @@ class FaultKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How many lines of the log its message may take."""
     defaults: dict[str, str] = {}
 
-    def told(self, template: str, captured: Mapping[str, str]) -> str:
+    def fill_template(self, template: str, captured: Mapping[str, str]) -> str:
         """A sentence of the row with what the log said in its places."""
         said = self.defaults | {name: shortened(text, MOST_CAPTURED) for name, text in captured.items()}
         return _PLACE.sub(lambda place: said.get(place.group(1), "?"), template)

@@ -58,7 +58,7 @@ def read_error_file(value: dict[str, Any], name: str) -> Iterator[Sighting]:
     at = _year_seconds(extra.get("timestamp"))
     scanner = LogScanner(name)
     parts = iter([stack.encode("utf-8", "replace"), b""])
-    for sighting in scanner.read(lambda _: next(parts, b""), lambda _: None):
+    for sighting in scanner.scan(lambda _: next(parts, b""), lambda _: None):
         yield Sighting(
             of=sighting.of,
             file=name,

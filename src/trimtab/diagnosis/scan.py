@@ -68,7 +68,7 @@ class LogScanner:
         self.bytes = 0
         self._by_needle, self._sieve = _load_sieve()
 
-    def read(self, stream: Callable[[int], bytes], say: Callable[[int], None]) -> Iterator[Sighting]:
+    def scan(self, stream: Callable[[int], bytes], say: Callable[[int], None]) -> Iterator[Sighting]:
         """Every sighting, in the order of the log. `stream(n)` gives up to n more bytes, none at the end."""
         data, begin, line = b"", 0, 1
         while True:
