@@ -450,7 +450,7 @@ def test_the_lock_of_a_process_that_died_does_not_hold(file: Path) -> None:
     script = (
         "import os, sys, signal, pathlib\n"
         "from trimtab.configs import locks\n"
-        "with locks.locked([pathlib.Path(sys.argv[1])]):\n"
+        "with locks.lock_folders([pathlib.Path(sys.argv[1])]):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(file.parent)], check=False)

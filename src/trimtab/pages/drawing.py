@@ -184,7 +184,7 @@ def fit_label(said: str, room: float) -> str:
     """As much of a label as there is room for.
 
     >>> fit_label("activations", 45), fit_label("activations", 100)
-    ('activ…', 'activations')
+    ('activa…', 'activations')
     """
     most = int(room / LETTER)
     return said if len(said) <= most else said[: max(most - 1, 0)].rstrip() + "…"

@@ -206,7 +206,7 @@ def bucket_steps(told: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) ->
     """A line through many steps as the mean of stretches, with the lowest and highest of each.
 
     >>> bucket_steps([(1, 4.0), (2, 2.0), (3, 3.0)], most=2)
-    Band(xs=(2.0, 3.0), low=(2.0, 3.0), middle=(3.0, 3.0), high=(4.0, 3.0))
+    ValueBand(xs=(2.0, 3.0), low=(2.0, 3.0), middle=(3.0, 3.0), high=(4.0, 3.0))
     """
     size = max(1, -(-len(told) // most))
     stretches = [told[begin : begin + size] for begin in range(0, len(told), size)]
