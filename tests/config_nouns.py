@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from trimtab.configs.backups import Backup, SavedFile
-from trimtab.configs.edits import Edit
-from trimtab.configs.files import RevertResult, WriteResult
-from trimtab.configs.reading import ConfigWarning, FoundKey, Reading
-from trimtab.configs.showing import Display, ShownStage
-from trimtab.configs.stages import StageConfig, StagePlan
+from trimtab.configs.apply import StageConfig, StagePlan
+from trimtab.configs.files import Backup, RevertResult, SavedFile, WriteResult
+from trimtab.configs.interpret import ConfigWarning, FoundKey, Reading
+from trimtab.configs.plan_edits import Edit
+from trimtab.configs.show import Display, ShownStage
 from trimtab.configs.targets import (
     COUNTS,
     WORDS,
@@ -22,7 +21,7 @@ from trimtab.configs.targets import (
     Subject,
     TargetSite,
 )
-from trimtab.configs.texts import Entry
+from trimtab.configs.text_edit import Entry
 
 if TYPE_CHECKING:
     from trimtab import spec

@@ -7,11 +7,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from trimtab import spec
-from trimtab.launching.errand import JobSpec
-from trimtab.launching.habits import LaunchDefaults
-from trimtab.launching.need import Resources
-from trimtab.launching.orders import LaunchOrder
-from trimtab.launching.site import Partition, SlurmCluster, SlurmNode
+from trimtab.launching.defaults import LaunchDefaults
+from trimtab.launching.job_spec import JobSpec
+from trimtab.launching.request import LaunchOrder
+from trimtab.launching.resources import Resources
+from trimtab.launching.slurm import Partition, SlurmCluster, SlurmNode
 
 words = st.text(min_size=1, max_size=12)
 one_line = st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), min_size=1, max_size=12)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.launching.errand import JobSpec
-from trimtab.launching.need import compute_resources
-from trimtab.launching.site import SlurmCluster, parse_cluster
+from trimtab.launching.job_spec import JobSpec
+from trimtab.launching.resources import compute_resources
+from trimtab.launching.slurm import SlurmCluster, parse_cluster
 from trimtab.spec import Band, Estimate, Footprint, Mesh, Place, Plan, Precision, Setting, Strategy
 
 H100 = "H100 SXM5 80GB"

@@ -12,17 +12,23 @@ import config_samples as samples
 import trimtab
 from config_plans import GRID, plan
 from trimtab.api import plan_from, planning
-from trimtab.configs import documents, reading
-from trimtab.configs.applying import find_layout, parse_aim
-from trimtab.configs.edits import count_nodes, draft_edits, find_differences, make_exact, plan_sequence_length
-from trimtab.configs.showing import find_job, read_options
+from trimtab.configs import formats, interpret
+from trimtab.configs.apply import find_layout, parse_aim
+from trimtab.configs.plan_edits import (
+    count_nodes,
+    draft_edits,
+    find_differences,
+    make_exact,
+    plan_sequence_length,
+)
+from trimtab.configs.show import find_job, read_options
 from trimtab.configs.targets import builtin_targets, find_site
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Workload
 
 if TYPE_CHECKING:
-    from trimtab.configs.applying import OpenedConfig
-    from trimtab.configs.edits import Draft
-    from trimtab.configs.reading import Reading
+    from trimtab.configs.apply import OpenedConfig
+    from trimtab.configs.interpret import Reading
+    from trimtab.configs.plan_edits import Draft
     from trimtab.configs.targets import ConfigTarget
     from trimtab.spec import Plan
 
@@ -49,7 +55,7 @@ SAME_AS = {"mesh": "strategy", "global_batch": "micro_batch", "accumulation": "m
 
 def applied(name: str, file: str, text: str, one: Plan) -> tuple[str, Draft]:
     """The file's text after the plan is written into it."""
-    document = documents.read_config(text, file)
+    document = formats.read_config(text, file)
     where = find_site(document, builtin_targets(), origin=file, name=name)
     draft = draft_edits(where, document, one, file=file)
     return document.edit({edit.path: edit.after for edit in draft.edits}, add=True), draft
@@ -57,9 +63,9 @@ def applied(name: str, file: str, text: str, one: Plan) -> tuple[str, Draft]:
 
 def shown(name: str, file: str, text: str, one: Plan) -> Reading:
     """What the file says to `show`, on the plan's GPUs."""
-    document = documents.read_config(text, file)
+    document = formats.read_config(text, file)
     where = find_site(document, builtin_targets(), origin=file, name=name)
-    return reading.interpret_config(where, document.entries(), gpus=one.choice.gpus, nodes=count_nodes(one))
+    return interpret.interpret_config(where, document.entries(), gpus=one.choice.gpus, nodes=count_nodes(one))
 
 
 @pytest.mark.parametrize("label", FILES)
@@ -72,7 +78,7 @@ def test_a_file_reads_back_as_the_plan_or_every_difference_is_warned_of(label: s
         warned = {warning.field for warning in (*draft.warnings, *draft.missing.values())}
         left = find_differences(
             choice,
-            reading.make_setting(found, gpus=choice.gpus),
+            interpret.make_setting(found, gpus=choice.gpus),
             plan_sequence_length(one),
             found.number("seq"),
         )
@@ -142,21 +148,21 @@ def test_deepspeed_offloads_no_longer() -> None:
 
 def test_a_qlora_config_of_axolotl_is_read_as_it_runs() -> None:
     file, text = samples.CONTRADICTING["axolotl"]
-    document = documents.read_config(text, file)
-    found = reading.interpret_config(
+    document = formats.read_config(text, file)
+    found = interpret.interpret_config(
         find_site(document, builtin_targets(), origin=file), document.entries(), gpus=1
     )
     assert found.facts["precision"] == "bf16"  # bf16: auto, with the adapter's weights in fp32
     assert found.facts["seq"] == 77
     assert {"load_in_4bit", "sample_packing", "gradient_checkpointing"} <= {one.key for one in found.warnings}
     whole = text.replace("adapter: qlora\n", "").replace("load_in_4bit: true", "load_in_4bit: false")
-    document = documents.read_config(whole, file)
+    document = formats.read_config(whole, file)
     where = find_site(document, builtin_targets(), origin=file)
-    assert reading.interpret_config(where, document.entries(), gpus=1).facts["precision"] == "bf16-true"
+    assert interpret.interpret_config(where, document.entries(), gpus=1).facts["precision"] == "bf16-true"
     # Without an adapter its rank counts for nothing.
     assert read_options(where.target.subject, (), document.entries()) == {}
-    older = documents.read_config(whole.replace("bf16: auto", "bf16: auto\nfp16: true"), file)
-    assert reading.interpret_config(where, older.entries(), gpus=1).facts["precision"] == "fp16"
+    older = formats.read_config(whole.replace("bf16: auto", "bf16: auto\nfp16: true"), file)
+    assert interpret.interpret_config(where, older.entries(), gpus=1).facts["precision"] == "fp16"
 
 
 def test_an_adapter_that_the_plan_does_not_have_is_warned_of() -> None:
@@ -213,7 +219,7 @@ def test_show_says_where_it_looked_for_a_model(tmp_path: Path, monkeypatch: pyte
 
 
 def opened(file: Path) -> tuple[ConfigTarget, OpenedConfig]:
-    layout = find_layout(parse_aim(str(file)), builtin_targets(), opened=documents.read_config)
+    layout = find_layout(parse_aim(str(file)), builtin_targets(), opened=formats.read_config)
     assert layout.main is not None
     return layout.main.site.target, layout.main
 

@@ -14,10 +14,10 @@ import config_samples as samples
 import trimtab
 from test_cli import trimtab_cli
 from test_targets import ESTIMATE, FSDP, SINGLE, plan
-from trimtab.configs import documents
-from trimtab.configs.applying import find_layout, parse_aim, propose_edits
+from trimtab.configs import formats
+from trimtab.configs.apply import find_layout, parse_aim, propose_edits
 from trimtab.configs.files import write_files
-from trimtab.configs.showing import Display, build_display, find_job_name
+from trimtab.configs.show import Display, build_display, find_job_name
 from trimtab.configs.targets import builtin_targets, find_target
 from trimtab.errors import NothingFits, UnknownName, WrongUse
 from trimtab.planner.stale import devices_of
@@ -27,7 +27,7 @@ from trimtab.units import GIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trimtab.configs.applying import Proposal
+    from trimtab.configs.apply import Proposal
     from trimtab.spec import Estimate, Plan
 
 STAGES = {1: (32, 24), 2: (16, 8), 3: (64, 8)}
@@ -62,7 +62,7 @@ def proposal(*to: Path | str, one: Plan = MAIN, name: str | None = None) -> Prop
         [parse_aim(str(place)) for place in to],
         one,
         builtin_targets(),
-        opened=documents.read_config,
+        opened=formats.read_config,
         name=name,
         replan=by_negatives,
     )
@@ -102,9 +102,7 @@ def test_positives_change_nothing_in_memory(conf: Path) -> None:
         asked.append(options)
         return MAIN
 
-    propose_edits(
-        [parse_aim(str(conf))], MAIN, builtin_targets(), opened=documents.read_config, replan=replan
-    )
+    propose_edits([parse_aim(str(conf))], MAIN, builtin_targets(), opened=formats.read_config, replan=replan)
     assert asked == [{"negatives": 8}]  # two stages with other positives and the same negatives: once
 
 
@@ -127,7 +125,7 @@ def test_a_job_that_does_not_know_the_stages_options_runs_them_all_alike(conf: P
         raise UnknownName("option negatives=8", found="the job has no option 'negatives'", cure="")
 
     found = propose_edits(
-        [parse_aim(str(conf))], MAIN, builtin_targets(), opened=documents.read_config, replan=replan
+        [parse_aim(str(conf))], MAIN, builtin_targets(), opened=formats.read_config, replan=replan
     )
     assert {one.setting.micro_batch for one in found.stages} == {16}
     assert any("no option 'negatives'" in one for one in found.said)
@@ -139,7 +137,7 @@ def test_a_stage_for_which_nothing_fits_is_named(conf: Path) -> None:
 
     with pytest.raises(NothingFits, match="stage 02_stage: naics on T4"):
         propose_edits(
-            [parse_aim(str(conf))], MAIN, builtin_targets(), opened=documents.read_config, replan=replan
+            [parse_aim(str(conf))], MAIN, builtin_targets(), opened=formats.read_config, replan=replan
         )
 
 
@@ -403,7 +401,7 @@ class Oracle:
 
 
 def shown(place: Path | str, oracle: Oracle | None, gpus: int | None = 1) -> Display:
-    layout = find_layout(parse_aim(str(place)), builtin_targets(), opened=documents.read_config)
+    layout = find_layout(parse_aim(str(place)), builtin_targets(), opened=formats.read_config)
     target = layout.main.site.target if layout.main else find_target("hydra-lightning", builtin_targets())
     return build_display(layout, target, job="naics" if oracle else None, gpus=gpus, device="T4", seer=oracle)
 
@@ -467,7 +465,7 @@ def test_without_a_job_the_settings_are_shown_and_the_job_is_asked_for(tmp_path:
 def test_the_folder_of_a_model_is_its_job(tmp_path: Path) -> None:
     file = tmp_path / "axolotl.yaml"
     file.write_text(samples.AXOLOTL, encoding="utf-8")
-    layout = find_layout(parse_aim(str(file)), builtin_targets(), opened=documents.read_config)
+    layout = find_layout(parse_aim(str(file)), builtin_targets(), opened=formats.read_config)
     assert layout.main is not None
     assert find_job_name(layout.main.site.target, layout.main) is None
     (tmp_path / "model").mkdir()
@@ -494,7 +492,7 @@ def test_a_sharded_config_on_one_gpu_says_why_it_runs_as_single(
     file.write_text(text, encoding="utf-8")
     target = find_target("transformers", builtin_targets())
     layout = find_layout(
-        parse_aim(str(file)), builtin_targets(), opened=documents.read_config, name="transformers"
+        parse_aim(str(file)), builtin_targets(), opened=formats.read_config, name="transformers"
     )
     shown = build_display(layout, target, job=None, gpus=gpus, device=None, seer=None)
     assert shown.stages[0].setting.strategy == ("fsdp" if gpus == 4 else "single")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.configs import backups, documents, files, locks
+from trimtab.configs import files, formats
 from trimtab.configs.files import FileChange
 from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError, UnknownName, WrongUse
 
@@ -47,10 +47,10 @@ def test_a_write_changes_the_file_and_keeps_the_old_one(file: Path) -> None:
     done = apply("train.yaml", words="plan of slm on 4xH100", fingerprint="abc", clock=lambda: 0.0)
     assert file.read_bytes() == NEW
     assert done.files == ("train.yaml",)
-    (kept,) = backups.list_backups(file)
+    (kept,) = files.list_backups(file)
     assert (Path(done.backups[0]) / "train.yaml").read_bytes() == OLD
     assert (kept.number, kept.words, kept.plan, kept.date[:4]) == (1, "plan of slm on 4xH100", "abc", "1970")
-    assert kept.files[0].sha256 == backups.hash_bytes(OLD)
+    assert kept.files[0].sha256 == files.hash_bytes(OLD)
     assert (file.parent / ".trimtab" / ".gitignore").read_text() == "*\n"
     assert left_behind(file.parent) == []
 
@@ -101,7 +101,7 @@ def test_files_of_one_folder_share_a_backup_and_others_have_their_own(file: Path
         path.write_bytes(OLD)
     done = apply("train.yaml", "conf/a.yaml", "conf/b.yaml")
     assert len(done.backups) == 2
-    assert {one.file for one in backups.list_backups(folder / "a.yaml")[0].files} == {"a.yaml", "b.yaml"}
+    assert {one.file for one in files.list_backups(folder / "a.yaml")[0].files} == {"a.yaml", "b.yaml"}
     files.revert_file("conf/a.yaml")
     assert (folder / "a.yaml").read_bytes() == OLD
     assert (folder / "b.yaml").read_bytes() == NEW
@@ -132,7 +132,7 @@ def test_revert_goes_back_step_by_step_and_stops_at_the_first(file: Path) -> Non
     seen = []
     for _ in range(3):
         files.revert_file("train.yaml")
-        seen.append(documents.read_config(file).entries()[0].value)
+        seen.append(formats.read_config(file).entries()[0].value)
     assert seen == [16, 8, 4]
     assert file.read_bytes() == OLD
     with pytest.raises(WrongUse, match=r"every write .* taken back already.*there are 2 .*6 "):
@@ -143,11 +143,11 @@ def test_any_backup_can_be_named_and_a_revert_can_be_taken_back(file: Path) -> N
     for value in (8, 16, 32):
         apply("train.yaml", value=value)
     assert files.revert_file("train.yaml", number=2).backup is not None
-    assert documents.read_config(file).entries()[0].value == 8
+    assert formats.read_config(file).entries()[0].value == 8
     files.revert_file("train.yaml", number=4)  # what the revert replaced
-    assert documents.read_config(file).entries()[0].value == 32
+    assert formats.read_config(file).entries()[0].value == 32
     files.revert_file("train.yaml")
-    assert documents.read_config(file).entries()[0].value == 16
+    assert formats.read_config(file).entries()[0].value == 16
 
 
 def test_a_file_that_was_edited_since_is_not_overwritten(file: Path) -> None:
@@ -173,7 +173,7 @@ def test_reverting_to_what_is_there_already_writes_nothing(file: Path) -> None:
     apply("train.yaml")
     file.write_bytes(OLD)
     assert files.revert_file("train.yaml", number=1).backup is None
-    assert len(backups.list_backups(file)) == 1
+    assert len(files.list_backups(file)) == 1
 
 
 def test_a_file_that_was_deleted_comes_back(file: Path) -> None:
@@ -215,13 +215,13 @@ def test_a_damaged_manifest_is_said() -> None:
 def test_a_backup_that_was_never_finished_does_not_count_and_its_number_is_not_taken(file: Path) -> None:
     (file.parent / ".trimtab" / "backups" / "1").mkdir(parents=True)
     apply("train.yaml")
-    assert [one.number for one in backups.list_backups(file)] == [2]
+    assert [one.number for one in files.list_backups(file)] == [2]
 
 
 def test_a_write_that_was_killed_before_it_replaced_is_passed_over(file: Path) -> None:
     apply("train.yaml")
     (ready,) = files.prepare_files([FileChange(file="train.yaml", changes={("batch",): 16})])
-    note = backups.Backup(number=0, date="2030-01-01T00:00:00+0000")
+    note = files.Backup(number=0, date="2030-01-01T00:00:00+0000")
     files._write_backup(file.parent, [ready], note, [])  # noqa: SLF001 - what is there at the moment of the kill
     files.revert_file("train.yaml")
     assert file.read_bytes() == OLD
@@ -391,7 +391,7 @@ def test_when_the_second_replace_fails_the_first_is_put_back(file: Path) -> None
         apply("train.yaml", "z.yaml", replace=replace)
     assert (file.read_bytes(), other.read_bytes()) == (OLD, OLD)
     assert left_behind(file.parent) == []
-    assert backups.list_backups(file) == []
+    assert files.list_backups(file) == []
 
 
 def test_no_room_for_the_new_text_changes_nothing(file: Path) -> None:
@@ -436,13 +436,13 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_two_at_once_take_turns(file: Path) -> None:
-    with locks.lock_folders([file.parent]):
+    with files.lock_folders([file.parent]):
         start = time.monotonic()
         busy = pytest.raises(EnvironmentFault, match=f"process {os.getpid()}, is writing here")
-        with busy, locks.lock_folders([file.parent], patience_s=0.1):
+        with busy, files.lock_folders([file.parent], patience_s=0.1):
             pass
         assert 0.1 <= time.monotonic() - start < 2
-    with locks.lock_folders([file.parent], patience_s=0):
+    with files.lock_folders([file.parent], patience_s=0):
         pass
 
 
@@ -450,7 +450,7 @@ def test_the_lock_of_a_process_that_died_does_not_hold(file: Path) -> None:
     script = (
         "import os, sys, signal, pathlib\n"
         "from trimtab.configs import locks\n"
-        "with locks.lock_folders([pathlib.Path(sys.argv[1])]):\n"
+        "with files.lock_folders([pathlib.Path(sys.argv[1])]):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(file.parent)], check=False)
@@ -491,8 +491,8 @@ def killed(file: Path, tries: int) -> int:
         os.kill(pid, signal.SIGKILL)
         early += os.waitpid(pid, 0)[1] == signal.SIGKILL
         assert file.read_bytes() in whole
-        for one in backups.list_backups(file):
-            assert backups.read_backup(file, one) in whole
+        for one in files.list_backups(file):
+            assert files.read_backup(file, one) in whole
         if number % 20 == 19:
             apply(file, value=500 + number)  # the next one finds everything in order
             assert left_behind(file.parent) == []

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 import trimtab
 from test_cli import trimtab_cli
-from trimtab.diagnosis import sums
+from trimtab.diagnosis import findings
 from trimtab.diagnosis.diagnose import diagnose_logs
-from trimtab.diagnosis.judge import Diagnosed, Diagnosis
-from trimtab.diagnosis.kinds import load_kinds
-from trimtab.diagnosis.unpickle import NotPlainPickle, load_plain_pickle
+from trimtab.diagnosis.fault_kinds import load_kinds
+from trimtab.diagnosis.findings import Diagnosed, Diagnosis
+from trimtab.diagnosis.log_files import NotPlainPickle, load_plain_pickle
 from trimtab.errors import UnknownName, WrongUse
 from trimtab.units import GIB, MIB
 
@@ -73,21 +73,21 @@ def test_without_a_micro_batch_nothing_is_said_about_one() -> None:
     [(8, 0, 7), (1, 0, 0), (8, 30 * GIB, 6), (8, 39 * GIB, 0), (8, 80 * GIB, 0)],
 )
 def test_what_does_not_grow_with_the_batch_leaves_less_room_for_it(micro: int, fixed: int, most: int) -> None:
-    short = sums.Shortage(tried=3 * GIB, free=GIB, allocated=38 * GIB)
-    assert sums.largest_fitting(short, micro, fixed) == most
+    short = findings.Shortage(tried=3 * GIB, free=GIB, allocated=38 * GIB)
+    assert findings.largest_fitting(short, micro, fixed) == most
 
 
 def test_a_smaller_micro_batch_always_fits_by_the_same_sum() -> None:
     for micro in range(2, 40):
-        short = sums.Shortage(tried=2 * GIB, free=GIB // 2, allocated=20 * GIB)
-        most = sums.largest_fitting(short, micro)
+        short = findings.Shortage(tried=2 * GIB, free=GIB // 2, allocated=20 * GIB)
+        most = findings.largest_fitting(short, micro)
         assert most is not None
         assert 22 * GIB * most / micro <= 20.5 * GIB
 
 
 def test_a_message_without_numbers_gives_no_sum() -> None:
-    assert sums.largest_fitting(sums.parse_shortage("CUDA error: out of memory", {}), 8) is None
-    assert sums.out_of_memory_advice(sums.Shortage(), {"micro_batch": 8}) == ""
+    assert findings.largest_fitting(findings.parse_shortage("CUDA error: out of memory", {}), 8) is None
+    assert findings.out_of_memory_advice(findings.Shortage(), {"micro_batch": 8}) == ""
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,20 @@ def test_a_message_without_numbers_gives_no_sum() -> None:
             "Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 2.00 GiB of which 0 bytes is free. "
             "Process 7 has 1.00 GiB memory in use. 512.00 MiB is allocated by PyTorch, and 100.00 MiB is "
             "reserved by PyTorch but unallocated.",
-            sums.Shortage(
+            findings.Shortage(
                 tried=20 * MIB, total=2 * GIB, free=0, allocated=512 * MIB, idle=100 * MIB, others=GIB
             ),
         ),
         pytest.param(
             "Tried to allocate 2.00 GiB (GPU 0; 6.00 GiB total capacity; 1.00 GiB already allocated; "
             "3.00 GiB free; 1.50 GiB reserved in total by PyTorch)",
-            sums.Shortage(tried=2 * GIB, total=6 * GIB, free=3 * GIB, allocated=GIB, idle=GIB // 2),
+            findings.Shortage(tried=2 * GIB, total=6 * GIB, free=3 * GIB, allocated=GIB, idle=GIB // 2),
         ),
-        ("Tried to allocate many things. 1e999 GiB is free", sums.Shortage()),
+        ("Tried to allocate many things. 1e999 GiB is free", findings.Shortage()),
     ],
 )
-def test_numbers_are_read_from_messages_of_every_age(text: str, short: sums.Shortage) -> None:
-    assert sums.parse_shortage(text, {}) == short
+def test_numbers_are_read_from_messages_of_every_age(text: str, short: findings.Shortage) -> None:
+    assert findings.parse_shortage(text, {}) == short
 
 
 def test_a_run_folder_gives_the_micro_batch_and_what_does_not_grow(tmp_path: Path) -> None:

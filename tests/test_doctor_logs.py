@@ -13,15 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.diagnosis import kinds as kinds_module
-from trimtab.diagnosis import lines as lines_module
-from trimtab.diagnosis import sieve as sieve_module
+from trimtab.diagnosis import fault_kinds, findings, log_files, log_scanner
 from trimtab.diagnosis.diagnose import diagnose_logs
-from trimtab.diagnosis.judge import BEFORE
-from trimtab.diagnosis.kinds import FaultKind, find_needle, load_kinds, load_patterns, load_table
-from trimtab.diagnosis.scan import LogScanner
-from trimtab.diagnosis.sieve import SMALL_BYTES, NeedleSieve
-from trimtab.diagnosis.words import blank_captures
+from trimtab.diagnosis.fault_kinds import (
+    FaultKind,
+    blank_captures,
+    find_needle,
+    load_kinds,
+    load_patterns,
+    load_table,
+)
+from trimtab.diagnosis.findings import BEFORE
+from trimtab.diagnosis.log_scanner import SMALL_BYTES, LogScanner, NeedleSieve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +108,7 @@ def test_all_healthy_logs_together_say_nothing() -> None:
 @pytest.mark.parametrize("row", load_table().kind, ids=lambda row: row.name)
 def test_a_row_is_whole(row: FaultKind) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row.name)
-    assert row.realm in (kinds_module.JOB, kinds_module.ENVIRONMENT)
+    assert row.realm in (fault_kinds.JOB, fault_kinds.ENVIRONMENT)
     for text in (row.what, row.cause, row.cure, row.source):
         assert text.strip()
         assert text.isascii()
@@ -210,9 +213,7 @@ def test_a_needle_across_the_border_of_two_reads_is_found_once() -> None:
 def test_the_examples_in_the_docstrings_hold() -> None:
     import doctest
 
-    from trimtab.diagnosis import judge, reading, sums, words
-
-    for module in (kinds_module, lines_module, sieve_module, judge, reading, sums, words):
+    for module in (fault_kinds, findings, log_files, log_scanner):
         assert doctest.testmod(module).failed == 0, module
 
 

@@ -10,7 +10,7 @@ import pytest
 import machines as m
 from test_cli import trimtab_cli
 from trimtab.catalog.tables import bad_versions
-from trimtab.diagnosis.judge import Diagnosis
+from trimtab.diagnosis.findings import Diagnosis
 from trimtab.diagnosis.machine import ALLOCATOR_KEYS, examine_machine
 from trimtab.probe.world import here, recorded, replayed
 from trimtab.units import GIB, MIB

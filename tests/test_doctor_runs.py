@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from trimtab.diagnosis.diagnose import diagnose_logs
-from trimtab.diagnosis.kinds import load_kinds
-from trimtab.diagnosis.scan import Sighting
-from trimtab.diagnosis.stories import ENDINGS, STATES, settle_runs
+from trimtab.diagnosis.fault_kinds import load_kinds
+from trimtab.diagnosis.log_scanner import Sighting
+from trimtab.diagnosis.own_runs import ENDINGS, STATES, settle_runs
 from trimtab.probe.world import World, replayed
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training.signals import HEARD, described

@@ -11,7 +11,7 @@ import pytest
 import trimtab
 from trimtab import api, errors, spec
 from trimtab.configs.knobs import load_knobs
-from trimtab.diagnosis.kinds import load_kinds
+from trimtab.diagnosis.fault_kinds import load_kinds
 from trimtab.errors import TrimtabError
 from trimtab.planner import pins
 from trimtab.predict import rating

@@ -17,8 +17,8 @@ import pytest
 import config_samples as samples
 from config_plans import GRID, LAYOUTS, plan
 from framework_schemas import SCHEMAS
-from trimtab.configs import documents
-from trimtab.configs.edits import count_nodes, draft_edits, make_exact
+from trimtab.configs import formats
+from trimtab.configs.plan_edits import count_nodes, draft_edits, make_exact
 from trimtab.configs.targets import builtin_targets, find_site, find_target
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy
 
@@ -40,7 +40,7 @@ def needed(module: str) -> Any:
 
 def applied(name: str, file: Path, text: str, one: Plan) -> Path:
     """The file with the plan in it."""
-    document = documents.read_config(text, file.name)
+    document = formats.read_config(text, file.name)
     where = find_site(document, builtin_targets(), origin=file.name, name=name)
     edits = draft_edits(where, document, one, file=file.name).edits
     file.write_text(document.edit({edit.path: edit.after for edit in edits}, add=True), encoding="utf-8")
@@ -320,7 +320,7 @@ def test_every_key_is_one_that_the_framework_has_with_its_default_and_kind(name:
 def test_what_is_written_is_of_the_kind_that_the_framework_takes(name: str, label: str) -> None:
     schema, _ = SCHEMAS[name]
     file, text = (samples.MINIMAL if label == "minimal" else samples.CONTRADICTING)[name]
-    document = documents.read_config(text, file)
+    document = formats.read_config(text, file)
     where = find_site(document, builtin_targets(), origin=file)
     for one in GRID:
         for edit in draft_edits(where, document, one, file=file).edits:

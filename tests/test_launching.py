@@ -19,13 +19,13 @@ import launch_plans as lp
 from trimtab import api
 from trimtab.cli import views
 from trimtab.errors import BrokenFile, EnvironmentFault, JobFailed, TrimtabError, UnknownName, WrongUse
-from trimtab.launching import doing, habits, kubernetes, local, scripts, sky, slurm
-from trimtab.launching.errand import JobSpec, build_environment, build_train_command, visible_devices
-from trimtab.launching.habits import LaunchDefaults
-from trimtab.launching.need import add_margin, compute_resources
-from trimtab.launching.orders import HEARD_BY, refuse_unused
+from trimtab.launching import defaults, manifests, request, slurm, submit
+from trimtab.launching.defaults import LaunchDefaults
+from trimtab.launching.job_spec import JobSpec, build_environment, build_train_command, visible_devices
 from trimtab.launching.quoting import batch_option, batch_value, dump_yaml, make_label, shell_line, shell_word
-from trimtab.launching.site import SlurmCluster, parse_cluster, parse_gpus, parse_limit, slurm_time
+from trimtab.launching.request import HEARD_BY, refuse_unused
+from trimtab.launching.resources import add_margin, compute_resources
+from trimtab.launching.slurm import SlurmCluster, parse_cluster, parse_gpus, parse_limit, slurm_time
 from trimtab.spec import Allocator, Launch, LaunchKind, Mesh, Plan, Strategy
 
 if TYPE_CHECKING:
@@ -75,13 +75,13 @@ TEXTS: dict[str, Any] = {
     "slurm-unchecked.sbatch": lambda: batch(
         lp.errand(lp.on_cpus(4), nodes="2", extra=("--steps", "20")), at=None
     ),
-    "indexed.yaml": lambda: kubernetes.build_indexed_job(
+    "indexed.yaml": lambda: manifests.build_indexed_job(
         lp.errand(lp.plan(nodes=2, gpus=8), out="runs/slm"), HABITS, script_file="job.yaml"
     ),
-    "trainjob.yaml": lambda: kubernetes.build_train_job(
+    "trainjob.yaml": lambda: manifests.build_train_job(
         lp.errand(lp.plan(nodes=2, gpus=8), out="runs/slm"), HABITS, script_file="job.yaml"
     ),
-    "sky.yaml": lambda: sky.build_sky_task(
+    "sky.yaml": lambda: manifests.build_sky_task(
         lp.errand(lp.plan(nodes=2), out="runs/slm"), LaunchDefaults(), script_file="s.yaml"
     ),
 }
@@ -508,9 +508,9 @@ def test_nothing_given_breaks_out_of_a_manifest(text: str, empty: Path) -> None:
     what = one_of_them(text)
     told = LaunchDefaults(image="i", environment={"NAME": text.replace("\n", " ").replace("\r", " ")})
     try:
-        indexed = kubernetes.build_indexed_job(what, told, script_file="j")
-        train = kubernetes.build_train_job(what, told, script_file="j")
-        there = sky.build_sky_task(what, told, script_file="j")
+        indexed = manifests.build_indexed_job(what, told, script_file="j")
+        train = manifests.build_train_job(what, told, script_file="j")
+        there = manifests.build_sky_task(what, told, script_file="j")
     except WrongUse as error:
         assert not text.isprintable(), error
         return
@@ -691,7 +691,7 @@ def test_manifests_are_of_the_published_shape() -> None:
     what = lp.errand(lp.plan(nodes=2, gpus=8), out="runs/slm")
     found = [
         one
-        for build in (kubernetes.build_indexed_job, kubernetes.build_train_job)
+        for build in (manifests.build_indexed_job, manifests.build_train_job)
         for one in yaml.safe_load_all(build(what, HABITS, script_file="j").script or "")
     ]
     assert [one["kind"] for one in found] == ["Service", "ConfigMap", "Job", "TrainJob"]
@@ -712,24 +712,24 @@ def test_a_shape_that_is_wrong_is_seen() -> None:
 
 def test_an_amd_gpu_is_asked_for_by_its_own_name() -> None:
     need = compute_resources(lp.plan(device="MI300X 192GB"))
-    assert kubernetes.pod_resources(need)["limits"] == {"amd.com/gpu": "4"}
+    assert manifests.pod_resources(need)["limits"] == {"amd.com/gpu": "4"}
 
 
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (
-            lambda: kubernetes.build_indexed_job(lp.errand(), LaunchDefaults(), script_file="j"),
+            lambda: manifests.build_indexed_job(lp.errand(), LaunchDefaults(), script_file="j"),
             "no image is named",
         ),
         (
-            lambda: kubernetes.build_indexed_job(
+            lambda: manifests.build_indexed_job(
                 lp.errand(lp.plan(nodes=2)), LaunchDefaults(image="i"), script_file="j"
             ),
             "no folder that they share",
         ),
         (
-            lambda: sky.build_sky_task(on("GeForce RTX 3090"), LaunchDefaults(), script_file="j"),
+            lambda: manifests.build_sky_task(on("GeForce RTX 3090"), LaunchDefaults(), script_file="j"),
             "SkyPilot has no name",
         ),
     ],
@@ -743,15 +743,15 @@ def test_sky_names_are_of_devices_that_the_catalogue_has() -> None:
     from trimtab.catalog.tables import devices
 
     known = {row.name for row in devices()}
-    assert set(sky.ACCELERATORS) <= known
-    assert set(sky.PLAIN) <= {name.split()[0] for name in known}
+    assert set(manifests.ACCELERATORS) <= known
+    assert set(manifests.PLAIN) <= {name.split()[0] for name in known}
 
 
 # torchrun here
 
 
 def here(what: JobSpec | None = None, env: dict[str, str] | None = None, **more: Any) -> Launch:
-    return local.build_local_launch(what or lp.errand(), LaunchDefaults(), cores=32, here=env or {}, **more)
+    return request.build_local_launch(what or lp.errand(), LaunchDefaults(), cores=32, here=env or {}, **more)
 
 
 def test_a_local_launch_shows_what_it_starts_in_turn() -> None:
@@ -823,7 +823,7 @@ def test_options_of_a_job_are_said_again_on_its_command_line() -> None:
 
 def line(kind: LaunchKind, what: Plan, script: str | None = "train.py", meet: str | None = None) -> Launch:
     own = lp.errand(what, extra=("--lr", "1e-3"))
-    return scripts.build_script_launch(
+    return request.build_script_launch(
         kind, own, LaunchDefaults(), script=script, rendezvous=meet, cores=16, here={}
     )
 
@@ -872,11 +872,11 @@ def test_other_launchers_refuse_what_they_cannot_do(kind: LaunchKind) -> None:
 
 def told(text: str, folder: Path) -> LaunchDefaults:
     (folder / "trimtab.toml").write_text(text, encoding="utf-8")
-    return habits.read_defaults(folder)
+    return defaults.read_defaults(folder)
 
 
 def test_habits_are_read_and_none_are_none(tmp_path: Path) -> None:
-    assert habits.read_defaults(tmp_path) == LaunchDefaults()
+    assert defaults.read_defaults(tmp_path) == LaunchDefaults()
     text = '[launch]\npartition = "gpu"\nmodules = ["cuda"]\nenvironment = {A = "1"}\n[[target]]\nname="a"'
     assert told(text, tmp_path) == LaunchDefaults(partition="gpu", modules=("cuda",), environment={"A": "1"})
 
@@ -958,7 +958,7 @@ def to_submit(folder: Path) -> Launch:
 
 def test_a_job_is_submitted_once_and_its_number_kept(programs: Path, tmp_path: Path) -> None:
     fake(programs, "sbatch", f'echo "$@" >> {tmp_path}/calls; echo "17;cluster"')
-    done = doing.submit_launch(to_submit(tmp_path))
+    done = submit.submit_launch(to_submit(tmp_path))
     assert done.job_id == "17"
     assert (tmp_path / "calls").read_text() == f"--parsable {tmp_path}/a run/launch.sbatch\n"
     assert Launch.from_json((tmp_path / "a run" / "launch.json").read_text()).job_id == "17"
@@ -978,21 +978,21 @@ def test_a_job_that_was_not_taken_leaves_no_trace_of_one(
 ) -> None:
     fake(programs, "sbatch", script)
     with pytest.raises(EnvironmentFault, match=words):
-        doing.submit_launch(to_submit(tmp_path))
+        submit.submit_launch(to_submit(tmp_path))
     assert not (tmp_path / "a run" / "launch.json").exists()
 
 
 def test_without_slurm_nothing_is_written_or_submitted(programs: Path, tmp_path: Path) -> None:
     del programs
     with pytest.raises(EnvironmentFault, match=r"there is no sbatch on this machine. Run it on a login node"):
-        doing.submit_launch(to_submit(tmp_path))
+        submit.submit_launch(to_submit(tmp_path))
     assert not (tmp_path / "a run").exists()
-    assert doing.read_slurm_cluster() == (None, "there is no sinfo here")
+    assert submit.read_slurm_cluster() == (None, "there is no sinfo here")
 
 
 def test_a_cluster_that_does_not_answer_is_told_in_its_own_words(programs: Path) -> None:
     fake(programs, "sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
-    found, why = doing.read_slurm_cluster()
+    found, why = submit.read_slurm_cluster()
     assert found is None
     assert "Unable to contact slurm controller" in why
 
@@ -1000,7 +1000,7 @@ def test_a_cluster_that_does_not_answer_is_told_in_its_own_words(programs: Path)
 def test_a_cluster_is_asked(programs: Path) -> None:
     fake(programs, "sinfo", "echo 'gpu*|g1|gpu:h100:8|64|512000|infinite|idle|up'")
     fake(programs, "scontrol", "echo 'SelectType = select/cons_tres'")
-    found, _ = doing.read_slurm_cluster()
+    found, _ = submit.read_slurm_cluster()
     assert found is not None
     assert found.partitions[0].gpu_types == ("h100",)
 
@@ -1009,14 +1009,14 @@ def test_a_folder_that_cannot_be_written_stops_before_anything_starts(programs: 
     fake(programs, "sbatch", f"touch {tmp_path}/called; echo 1")
     (tmp_path / "a run").write_text("a file", encoding="utf-8")
     with pytest.raises(WrongUse, match=r"cannot be written .* nothing was started"):
-        doing.submit_launch(to_submit(tmp_path))
+        submit.submit_launch(to_submit(tmp_path))
     assert not (tmp_path / "called").exists()
 
 
 @pytest.mark.parametrize("kind", [LaunchKind.KUBERNETES, LaunchKind.SKY, LaunchKind.ACCELERATE])
 def test_what_is_text_for_others_is_not_run(kind: LaunchKind) -> None:
     with pytest.raises(WrongUse, match="starts nothing there"):
-        doing.check_startable(Launch(kind=kind, command=("kubectl",)))
+        submit.check_startable(Launch(kind=kind, command=("kubectl",)))
 
 
 @pytest.mark.parametrize("option", HEARD_BY)

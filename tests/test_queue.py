@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.errors import EnvironmentFault, UnknownName, WrongUse
-from trimtab.launching import queue
+from trimtab.launching import jobs
 from trimtab.launching.jobs import (
     SlurmClient,
     cancel_job,
@@ -40,7 +40,7 @@ def answer(name: str) -> str:
 
 
 def by_id() -> dict[str, QueuedJob]:
-    return {one.job_id: one for one in queue.read_squeue(answer("squeue"))}
+    return {one.job_id: one for one in jobs.read_squeue(answer("squeue"))}
 
 
 def test_every_job_of_a_recorded_queue_is_read() -> None:
@@ -62,24 +62,24 @@ def test_every_job_of_a_recorded_queue_is_read() -> None:
 
 
 def test_ours_are_those_whose_comment_or_name_says_so_and_the_comment_names_the_folder() -> None:
-    jobs = by_id()
-    assert {number for number, one in jobs.items() if queue.is_ours(one)} == {"1", "2", "4"}
-    assert queue.run_folder_of(jobs["1"]) == "/home/me/runs/a b"
-    assert queue.run_folder_of(jobs["5"]) is None
-    assert queue.run_folder_of(jobs["1"].replace(comment="trimtab:runs/a")) is None
+    queued = by_id()
+    assert {number for number, job in queued.items() if jobs.is_ours(job)} == {"1", "2", "4"}
+    assert jobs.run_folder_of(queued["1"]) == "/home/me/runs/a b"
+    assert jobs.run_folder_of(queued["5"]) is None
+    assert jobs.run_folder_of(queued["1"].replace(comment="trimtab:runs/a")) is None
 
 
 def test_scontrol_says_where_the_output_goes() -> None:
-    job = queue.read_scontrol(answer("scontrol-running"))
+    job = jobs.read_scontrol(answer("scontrol-running"))
     assert job is not None
     assert job.output == "/home/me/logs/rec-1.log"
     assert job.comment == "trimtab:/home/me/runs/a b"
     assert (job.state, job.user, job.restarts, job.limit_s) == ("RUNNING", "root", 0, 60)
-    failed = queue.read_scontrol(answer("scontrol-failed"))
+    failed = jobs.read_scontrol(answer("scontrol-failed"))
     assert failed is not None
-    assert queue.is_over(failed)
-    assert queue.explain_state(failed) == "its program failed"
-    odd = queue.read_scontrol(answer("scontrol-odd"))
+    assert jobs.is_over(failed)
+    assert jobs.explain_state(failed) == "its program failed"
+    odd = jobs.read_scontrol(answer("scontrol-odd"))
     assert odd is not None
     assert odd.output == "/home/me/logs/rec-5.log"
 
@@ -92,26 +92,26 @@ def test_sacct_is_read_with_its_own_words() -> None:
         "ElapsedRaw": "3725",
         "JobName": "trimtab-a",
     }
-    line = queue.FIELD.join(fields.get(name, "") for name in queue.SACCT_FIELDS.values())
-    (job,) = queue.read_sacct(line + "\n")
+    line = jobs.FIELD.join(fields.get(name, "") for name in jobs.SACCT_FIELDS.values())
+    (job,) = jobs.read_sacct(line + "\n")
     assert (job.state, job.nodes, job.ran_s) == ("CANCELLED", (), 3725)
-    assert queue.explain_state(job) == "it was cancelled"
+    assert jobs.explain_state(job) == "it was cancelled"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "garbage", "a\x1fb\x1e", "JobId=\n", "slurm_load_jobs error"])
 def test_what_is_no_answer_gives_no_job(text: str) -> None:
-    assert queue.read_squeue(text) == ()
-    assert queue.read_sacct(text) == ()
-    assert queue.read_scontrol(text) is None
+    assert jobs.read_squeue(text) == ()
+    assert jobs.read_sacct(text) == ()
+    assert jobs.read_scontrol(text) is None
 
 
 @settings(max_examples=60)
 @given(text=st.text(max_size=60))
 def test_no_text_makes_the_readers_fail(text: str) -> None:
-    queue.read_squeue(text + queue.RECORD)
-    queue.read_sacct(text)
-    queue.read_scontrol(f"JobId=1 JobName={text}\n   JobState={text}\n   StdOut={text}")
-    queue.parse_slurm_time(text)
+    jobs.read_squeue(text + jobs.RECORD)
+    jobs.read_sacct(text)
+    jobs.read_scontrol(f"JobId=1 JobName={text}\n   JobState={text}\n   StdOut={text}")
+    jobs.parse_slurm_time(text)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_no_text_makes_the_readers_fail(text: str) -> None:
     ],
 )
 def test_slurms_times_are_seconds(text: str | None, expected: float | None) -> None:
-    assert queue.parse_slurm_time(text) == expected
+    assert jobs.parse_slurm_time(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -148,15 +148,15 @@ def test_slurms_times_are_seconds(text: str | None, expected: float | None) -> N
 )
 def test_a_pending_job_says_why_in_plain_words(reason: str, words: str) -> None:
     job = QueuedJob(job_id="4", state="PENDING", reason=reason, partition="batch")
-    assert words in queue.explain_state(job)
+    assert words in jobs.explain_state(job)
 
 
 def test_a_requeued_job_says_until_when_it_is_held_back() -> None:
-    assert queue.explain_state(by_id()["5"]).startswith("until 2026-11-15 14:08:22 it may not start earlier")
+    assert jobs.explain_state(by_id()["5"]).startswith("until 2026-11-15 14:08:22 it may not start earlier")
 
 
 def test_a_running_job_needs_no_reason() -> None:
-    assert queue.explain_state(by_id()["1"]) == ""
+    assert jobs.explain_state(by_id()["1"]) == ""
 
 
 # runs in folders
@@ -189,12 +189,12 @@ class Answers:
         name = command[0]
         if name == "squeue":
             wanted = next((one.partition("=")[2] for one in command if one.startswith("--jobs=")), None)
-            records = self.told["squeue"].split(queue.RECORD)
+            records = self.told["squeue"].split(jobs.RECORD)
             if wanted is not None:
-                records = [one for one in records if one.strip().split(queue.FIELD)[0] == wanted]
+                records = [one for one in records if one.strip().split(jobs.FIELD)[0] == wanted]
                 if not records:
                     raise EnvironmentFault("squeue", found="Invalid job id specified", cure="-")
-            return queue.RECORD.join(records)
+            return jobs.RECORD.join(records)
         if name not in self.told:
             raise EnvironmentFault(name, found="Slurm accounting storage is disabled", cure="-")
         return self.told[name]
@@ -293,9 +293,9 @@ def test_a_local_run_is_alive_while_its_first_rank_holds_the_folder(tmp_path: Pa
 
 def test_a_job_that_has_ended_is_known_by_its_runs_folder(tmp_path: Path) -> None:
     run = a_run(tmp_path / "a", job_id="7", state="ended")
-    line = queue.FIELD.join(
+    line = jobs.FIELD.join(
         {"JobIDRaw": "7", "State": "TIMEOUT", "User": "root"}.get(name, "")
-        for name in queue.SACCT_FIELDS.values()
+        for name in jobs.SACCT_FIELDS.values()
     )
     (view,) = list_jobs(at(Answers(squeue="", sacct=line)), [tmp_path])[0]
     assert (view.id, view.state, view.why) == ("7", "timeout", "it reached its time limit")

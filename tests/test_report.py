@@ -26,10 +26,10 @@ from nouns import plans
 from trimtab import api
 from trimtab.cli.commands import main_code
 from trimtab.errors import BrokenFile, WrongUse
-from trimtab.pages import page, pictures
+from trimtab.pages import page, report
 from trimtab.pages.figures import candidates_figure, find_frontier, pick_evenly
-from trimtab.pages.scales import Scale, format_number, round_ticks, round_up
-from trimtab.pages.story import ReportData, read_report_data
+from trimtab.pages.report_data import ReportData, read_report_data
+from trimtab.pages.svg import Scale, format_number, round_ticks, round_up
 from trimtab.predict.memory import memory
 from trimtab.predict.timeline import Timeline, timeline
 from trimtab.spec import PARTS, Look, Plan, PlannedStage, Stage, StagedPlan, Trace
@@ -473,7 +473,7 @@ def test_a_page_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: 
 def test_figures_are_svg_that_needs_nothing() -> None:
     story = full("words")
     for one in page.draw_figures(story):
-        text = pictures.build_svg_file(one)
+        text = report.build_svg_file(one)
         root = ET.fromstring(text)  # noqa: S314 - our own
         assert root.tag.endswith("svg")
         assert "var(" not in text
@@ -485,14 +485,14 @@ def test_without_a_converter_the_png_is_left_out_with_what_to_install(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cairosvg", None)
-    files, notes = pictures.write_figures(page.draw_figures(full("words"))[:1], tmp_path / "figures")
+    files, notes = report.write_figures(page.draw_figures(full("words"))[:1], tmp_path / "figures")
     assert [one.name for one in files] == ["loss.svg"]
     assert "pip install cairosvg" in notes[0]
 
 
-@pytest.mark.skipif(pictures.find_png_converter() is None, reason="nothing here turns SVG into PNG")
+@pytest.mark.skipif(report.find_png_converter() is None, reason="nothing here turns SVG into PNG")
 def test_a_png_is_the_figure_at_twice_its_size(tmp_path: Path) -> None:
-    files, notes = pictures.write_figures(page.draw_figures(full("words"))[:1], tmp_path / "figures")
+    files, notes = report.write_figures(page.draw_figures(full("words"))[:1], tmp_path / "figures")
     assert notes == []
     data = next(one for one in files if one.suffix == ".png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import config_samples as samples
-from trimtab.configs import documents, edits, mapping, reading, targets, words
-from trimtab.configs.edits import count_nodes, make_exact
+from trimtab.configs import formats, interpret, plan_edits, targets
+from trimtab.configs.plan_edits import count_nodes, make_exact
 from trimtab.configs.targets import FIELDS, ConfigTarget, Knob, builtin_targets, find_site
 from trimtab.errors import BrokenFile, UnknownName, WrongUse
 from trimtab.spec import (
@@ -36,8 +36,8 @@ from trimtab.spec import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trimtab.configs.edits import Edit
-    from trimtab.configs.texts import ConfigDocument
+    from trimtab.configs.plan_edits import Edit
+    from trimtab.configs.text_edit import ConfigDocument
 
 ESTIMATE = Estimate(
     allocated_bytes=1,
@@ -60,11 +60,11 @@ def plan(setting: Setting, nodes: int = 1) -> Plan:
 
 def written(text: str, file: str, one: Plan) -> tuple[ConfigDocument, list[Edit], list[str]]:
     """The document after the plan is in it."""
-    before = documents.read_config(text, file)
+    before = formats.read_config(text, file)
     where = find_site(before, builtin_targets(), origin=file)
-    changed, said = edits.find_edits(where, before, one, file=file)
+    changed, said = plan_edits.find_edits(where, before, one, file=file)
     return (
-        documents.read_config(before.edit({x.path: x.after for x in changed}, add=True), file),
+        formats.read_config(before.edit({x.path: x.after for x in changed}, add=True), file),
         changed,
         said,
     )
@@ -127,8 +127,8 @@ def test_a_config_reads_back_as_the_plan_that_was_written_into_it(
     where = find_site(after, builtin_targets(), origin=file)
     assert where.target.name == name
     nodes = count_nodes(one)
-    found = reading.interpret_config(where, after.entries(), gpus=choice.gpus, nodes=nodes)
-    wanted = edits.list_facts(choice, nodes)
+    found = interpret.interpret_config(where, after.entries(), gpus=choice.gpus, nodes=nodes)
+    wanted = plan_edits.list_facts(choice, nodes)
     told = " ".join(said)
     fields = where.target.fields()
     for field in ("global_batch", "micro_batch", "accumulation", "gpus", "nodes", "gpus_per_node"):
@@ -152,7 +152,7 @@ def test_a_config_reads_back_as_the_plan_that_was_written_into_it(
 @pytest.mark.parametrize(("name", "file", "text"), ALL, ids=IDS)
 def test_a_config_is_known_by_its_keys_and_every_comment_survives(name: str, file: str, text: str) -> None:
     after, changed, _ = written(text, file, plan(FSDP))
-    assert find_site(documents.read_config(text, file), builtin_targets(), origin=file).target.name == name
+    assert find_site(formats.read_config(text, file), builtin_targets(), origin=file).target.name == name
     comments = [line.partition("#")[2] for line in text.splitlines() if "#" in line and "SBATCH" not in line]
     assert all(comment in after.edit({}) for comment in comments)
     assert {one.path for one in changed} <= {one.path for one in after.entries()}
@@ -253,9 +253,9 @@ def test_slurm_headers_keep_the_name_of_the_gpu() -> None:
 
 def test_a_number_inside_a_text_is_replaced_alone() -> None:
     knob = Knob(field="gpus", keys=("a",), pattern=r"cuda:(?P<n>\d+) devices")
-    assert words.parse_count(knob, "cuda:2 devices") == 2
-    assert words.format_count(knob, "cuda:2 devices", 8) == "cuda:8 devices"
-    assert words.parse_count(knob, "cpu") is None
+    assert interpret.parse_count(knob, "cuda:2 devices") == 2
+    assert interpret.format_count(knob, "cuda:2 devices", 8) == "cuda:8 devices"
+    assert interpret.parse_count(knob, "cpu") is None
 
 
 def test_micro_batches_are_full_and_the_global_batch_stays() -> None:
@@ -312,27 +312,27 @@ def test_a_config_that_two_frameworks_could_read_is_refused_with_both() -> None:
     with pytest.raises(
         WrongUse, match=r"accelerate or of deepspeed.*--target accelerate or --target deepspeed"
     ):
-        find_site(documents.read_config(text, "a.yaml"), builtin_targets(), origin="a.yaml")
+        find_site(formats.read_config(text, "a.yaml"), builtin_targets(), origin="a.yaml")
     named = find_site(
-        documents.read_config(text, "a.yaml"), builtin_targets(), origin="a.yaml", name="deepspeed"
+        formats.read_config(text, "a.yaml"), builtin_targets(), origin="a.yaml", name="deepspeed"
     )
     assert named.target.name == "deepspeed"
 
 
 def test_a_config_that_nobody_knows_is_refused_with_the_names() -> None:
     with pytest.raises(WrongUse, match=r"none of its keys.*hydra-lightning, slm-config.*trimtab.toml"):
-        find_site(documents.read_config("a: 1\n", "a.yaml"), builtin_targets(), origin="a.yaml")
+        find_site(formats.read_config("a: 1\n", "a.yaml"), builtin_targets(), origin="a.yaml")
 
 
 def test_an_unknown_target_gives_the_nearest() -> None:
     with pytest.raises(UnknownName, match="the nearest is deepspeed"):
         find_site(
-            documents.read_config("a: 1\n", "a.yaml"), builtin_targets(), origin="a.yaml", name="deepsped"
+            formats.read_config("a: 1\n", "a.yaml"), builtin_targets(), origin="a.yaml", name="deepsped"
         )
 
 
 def test_a_target_that_was_named_has_to_be_there() -> None:
-    document = documents.read_config("a: {b: 1}\n", "a.yaml")
+    document = formats.read_config("a: {b: 1}\n", "a.yaml")
     with pytest.raises(WrongUse, match="none of the keys of deepspeed"):
         find_site(document, builtin_targets(), origin="a.yaml", name="deepspeed")
     # Unless somebody says where it is to go.
@@ -343,7 +343,7 @@ def test_a_target_that_was_named_has_to_be_there() -> None:
 
 def test_two_configs_in_a_file_are_told_apart_by_their_place() -> None:
     text = samples.SLM + samples.SLM.replace("slm_config", "tiny_config").partition("\n")[2]
-    document = documents.read_config(text, "c.py")
+    document = formats.read_config(text, "c.py")
     with pytest.raises(WrongUse, match=r"2 configs of slm-config.*c.py:slm_config, c.py:tiny_config"):
         find_site(document, builtin_targets(), origin="c.py")
     with pytest.raises(WrongUse, match="2 configs of slm-config"):
@@ -355,7 +355,7 @@ def test_two_configs_in_a_file_are_told_apart_by_their_place() -> None:
 
 def test_arguments_are_found_wherever_they_are_nested() -> None:
     text = "run:\n  args:\n    per_device_train_batch_size: 4\n"
-    assert find_site(documents.read_config(text, "a.yaml"), builtin_targets(), origin="a.yaml").root == (
+    assert find_site(formats.read_config(text, "a.yaml"), builtin_targets(), origin="a.yaml").root == (
         "run",
         "args",
     )
@@ -400,9 +400,9 @@ def test_accelerate_reads_the_plan_from_its_edited_config(text: str, tmp_path: P
 # --- reading ---
 
 
-def read(text: str, file: str, gpus: int | None = None) -> reading.Reading:
-    document = documents.read_config(text, file)
-    return reading.interpret_config(
+def read(text: str, file: str, gpus: int | None = None) -> interpret.Reading:
+    document = formats.read_config(text, file)
+    return interpret.interpret_config(
         find_site(document, builtin_targets(), origin=file), document.entries(), gpus=gpus
     )
 
@@ -445,11 +445,11 @@ def test_a_computed_value_is_open() -> None:
 
 def test_words_are_read_as_people_write_them() -> None:
     knob = next(one for one in builtin_targets()[0].knobs if one.field == "precision")
-    assert words.words_of_value(knob, 16) == ["fp16"]
-    assert words.words_of_value(knob, "BF16-mixed") == ["bf16"]
-    assert words.words_of_value(knob, "64-true") == []
+    assert interpret.words_of_value(knob, 16) == ["fp16"]
+    assert interpret.words_of_value(knob, "BF16-mixed") == ["bf16"]
+    assert interpret.words_of_value(knob, "64-true") == []
     devices = next(one for one in builtin_targets()[0].knobs if one.field == "gpus_per_node")
-    assert [words.parse_count(devices, one) for one in ([0, 3], "0,1,2", "4", 2, True, None, 2.0)] == [
+    assert [interpret.parse_count(devices, one) for one in ([0, 3], "0,1,2", "4", 2, True, None, 2.0)] == [
         2,
         3,
         4,
@@ -489,11 +489,11 @@ def test_a_project_teaches_its_own_config(tmp_path: Path) -> None:
     file = tmp_path / "conf" / "train.yaml"
     file.parent.mkdir()
     file.write_text(OUR_CONFIG, encoding="utf-8")
-    known = mapping.list_targets([file])
-    document = documents.read_config(file)
+    known = targets.list_targets([file])
+    document = formats.read_config(file)
     where = find_site(document, known, origin="train.yaml")
     assert where.target.name == "ours"
-    changed, said = edits.find_edits(where, document, plan(FSDP), file="train.yaml")
+    changed, said = plan_edits.find_edits(where, document, plan(FSDP), file="train.yaml")
     assert {one.key: one.after for one in changed} == {
         "optim.per_rank": 32,
         "optim.chunk": 8,
@@ -504,7 +504,7 @@ def test_a_project_teaches_its_own_config(tmp_path: Path) -> None:
 
 def test_a_target_of_the_same_name_takes_the_place_of_the_built_in(tmp_path: Path) -> None:
     (tmp_path / "trimtab.toml").write_text(OURS.replace('"ours"', '"deepspeed"'), encoding="utf-8")
-    found = [one.title for one in mapping.list_targets([tmp_path]) if one.name == "deepspeed"]
+    found = [one.title for one in targets.list_targets([tmp_path]) if one.name == "deepspeed"]
     assert found == ["our trainer"]
 
 
@@ -529,7 +529,7 @@ def test_a_mapping_that_is_not_right_is_refused_with_the_reason(
     file = tmp_path / "trimtab.toml"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(BrokenFile) as problem:
-        mapping.list_targets([tmp_path])
+        targets.list_targets([tmp_path])
     assert found in str(problem.value)
     assert str(file) in problem.value.given
 
@@ -537,7 +537,7 @@ def test_a_mapping_that_is_not_right_is_refused_with_the_reason(
 def test_a_mapping_in_no_known_letters_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trimtab.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(BrokenFile, match="not UTF-8"):
-        mapping.list_targets([tmp_path])
+        targets.list_targets([tmp_path])
 
 
 def test_the_targets_that_come_with_trimtab_are_whole() -> None:
@@ -557,6 +557,6 @@ def test_a_knob_for_nothing_of_ours_cannot_be_built() -> None:
         Knob(field="micro_bach", keys=("a",))
 
 
-@pytest.mark.parametrize("module", [words, reading, targets, edits, mapping], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("module", [interpret, plan_edits, targets], ids=lambda one: one.__name__)
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     assert doctest.testmod(module).failed == 0

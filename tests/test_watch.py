@@ -27,8 +27,7 @@ from trimtab.probe.world import World, replayed
 from trimtab.spec import Advice, DeviceProcess, Gauge, Incident, IncidentKind, Sample, WatchedRun
 from trimtab.units import GIB
 from trimtab.watching.advice import advise
-from trimtab.watching.runs import RunFollower, find_runs, recent_runs
-from trimtab.watching.watch import RunWatcher
+from trimtab.watching.watch import RunFollower, RunWatcher, find_runs, recent_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from trimtab.configs.applying import Proposal
+    from trimtab.configs.apply import Proposal
     from trimtab.configs.files import PreparedFile, WriteResult
     from trimtab.configs.knobs import KnobSettings
-    from trimtab.configs.showing import Display
+    from trimtab.configs.show import Display
     from trimtab.spec import (
         Cluster,
         Estimate,
@@ -34,9 +34,9 @@ def propose(  # noqa: PLR0913 - each is an option of the command
     say: Callable[[str], None] = lambda _: None,
 ) -> Proposal:
     """What `apply` would change, before it changes anything."""
-    from trimtab.configs.applying import parse_aim, propose_edits
-    from trimtab.configs.documents import read_config
-    from trimtab.configs.mapping import list_targets
+    from trimtab.configs.apply import parse_aim, propose_edits
+    from trimtab.configs.formats import read_config
+    from trimtab.configs.targets import list_targets
 
     aims = [parse_aim(str(one)) for one in to]
 
@@ -51,7 +51,7 @@ def _same_but(
     found: Plan, options: dict[str, Any], on: str | Cluster | None, *, cache: bool, say: Callable[[str], None]
 ) -> Plan:
     """The best plan for the job with some options changed, all but the cut of the batch as it was."""
-    from trimtab.configs.stages import stage_pins
+    from trimtab.configs.apply import stage_pins
     from trimtab.planner.stale import devices_of
 
     return plan(
@@ -156,11 +156,10 @@ def show(  # noqa: PLR0913 - each is an option of the command
 
     trimtab.show("conf", "RTX 6000").stages[0].advice
     """
-    from trimtab.configs.applying import find_layout, parse_aim
-    from trimtab.configs.documents import read_config
-    from trimtab.configs.mapping import list_targets
-    from trimtab.configs.showing import build_display, find_job
-    from trimtab.configs.targets import find_target
+    from trimtab.configs.apply import find_layout, parse_aim
+    from trimtab.configs.formats import read_config
+    from trimtab.configs.show import build_display, find_job
+    from trimtab.configs.targets import find_target, list_targets
     from trimtab.probe.detect import as_cluster
 
     one = parse_aim(str(file))
@@ -274,8 +273,8 @@ def turn_knobs(  # noqa: PLR0913 - what knobs may meet
     also in `options` or `pins` is refused, so that nothing is said twice.
     """
     from trimtab.configs import knobs
-    from trimtab.configs.applying import parse_aim
-    from trimtab.configs.documents import read_config
+    from trimtab.configs.apply import parse_aim
+    from trimtab.configs.formats import read_config
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import load as find
     from trimtab.jobs.load import name_of

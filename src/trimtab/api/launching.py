@@ -41,10 +41,10 @@ def start_launch(one: Launch) -> Launch:
     """Submit a launch, or run it here to its end."""
     import os
 
-    from trimtab.launching import doing
+    from trimtab.launching import submit
 
-    doing.check_startable(one)
-    return doing.submit_launch(one) if one.script is not None else doing.run_launch(one, os.environ)
+    submit.check_startable(one)
+    return submit.submit_launch(one) if one.script is not None else submit.run_launch(one, os.environ)
 
 
 def prepare_launch(  # noqa: PLR0913 - each is an option of the command
@@ -82,17 +82,17 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
     import sys
     from pathlib import Path
 
-    from trimtab.launching import doing, habits, orders
+    from trimtab.launching import defaults, request, submit
     from trimtab.spec import LaunchKind
 
     wanted = LaunchKind(kind)
     named = {"partition": partition, "account": account, "qos": qos, "activate": activate}
     others = {"time": time, "rendezvous": rendezvous, "image": image, "script": script}
-    orders.refuse_unused(wanted, named | others)
-    told = habits.read_defaults(Path.cwd())
+    request.refuse_unused(wanted, named | others)
+    told = defaults.read_defaults(Path.cwd())
     given = {name: value for name, value in (named | {"image": image}).items() if value is not None}
     told = told.replace(**given)
-    order = orders.LaunchOrder(
+    order = request.LaunchOrder(
         kind=wanted,
         nodes=nodes,
         rendezvous=rendezvous,
@@ -106,13 +106,13 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
         python=sys.executable,
         compares=bool(tuple(compare)),
     )
-    site, silence = doing.read_slurm_cluster() if wanted is LaunchKind.SLURM else (None, "")
+    site, silence = submit.read_slurm_cluster() if wanted is LaunchKind.SLURM else (None, "")
     question = (options or {}, pins, tuple(compare), cache, say)
     plans = plans_to_launch(plan_or_job, on, procs, start_nodes(nodes), question)
     fault = _fault(plans[0][0], wanted, cache=cache)
     cores = detect().cpu_cores if wanted is LaunchKind.TORCHRUN else None
     return tuple(
-        orders.build_launch(
+        request.build_launch(
             order, found, file, told, site=site, silence=silence, cores=cores, here=os.environ
         ).replace(fault=fault)
         for found, file in plans

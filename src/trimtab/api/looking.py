@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from trimtab.pages.story import ReportData
+    from trimtab.pages.report_data import ReportData
     from trimtab.spec import Sample
 
 
@@ -26,7 +26,7 @@ def report(
     """
     from pathlib import Path
 
-    from trimtab.pages.writing import write_report
+    from trimtab.pages.report import write_report
 
     folder = None if figures is None else Path(figures)
     return write_report(Path(place), Path(out), figures=folder, complete=_with_timeline, say=say)

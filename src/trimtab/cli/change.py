@@ -120,8 +120,8 @@ def _asked() -> bool:
 
 def _list_targets(to: Sequence[str], *, json: bool) -> None:
     from trimtab.cli import views
-    from trimtab.configs.applying import parse_aim
-    from trimtab.configs.mapping import list_targets
+    from trimtab.configs.apply import parse_aim
+    from trimtab.configs.targets import list_targets
 
     found = list_targets([parse_aim(one).file for one in to] or [parse_aim(".").file])
     if json:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from trimtab.diagnosis.judge import Diagnosed, Diagnosis
+    from trimtab.diagnosis.findings import Diagnosed, Diagnosis
 
 MOST_CONSEQUENCES = 6
 TO_SEND = (
@@ -81,7 +81,7 @@ def _below(one: Diagnosed) -> list[RenderableType]:
 
 
 def _heading(found: Diagnosis, *, about_logs: bool) -> str:
-    from trimtab.diagnosis.judge import count_severities
+    from trimtab.diagnosis.findings import count_severities
 
     if not found.read:
         return "nothing could be read"

@@ -32,7 +32,7 @@ def jobs(
     from trimtab.cli import job_views as views
 
     if summary is not None:
-        from trimtab.launching.summary import format_summary, read_summary
+        from trimtab.launching.run_summary import format_summary, read_summary
 
         if places:
             raise WrongUse(

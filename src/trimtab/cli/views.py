@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from trimtab.configs.apply import StagePlan
     from trimtab.configs.files import WriteResult
-    from trimtab.configs.reading import ConfigWarning
-    from trimtab.configs.showing import Display, ShownStage
-    from trimtab.configs.stages import StagePlan
+    from trimtab.configs.interpret import ConfigWarning
+    from trimtab.configs.show import Display, ShownStage
     from trimtab.configs.targets import ConfigTarget
     from trimtab.spec import Launch
 

@@ -1,12 +1,16 @@
-"""Config files edited on disk: all of them or none, with a backup, and back again.
+"""Write config files: all of them or none, with a lock, a numbered backup, and a way back.
 
-    wanted = [Wanted(file="train.yaml", changes={("batch_size",): 8})]
-    ready = prepared(wanted)        # read, edited and checked in memory; nothing is written
+    changes = [FileChange(file="train.yaml", changes={("batch_size",): 8})]
+    ready = prepare_files(changes)  # read, edited and checked in memory; nothing is written
     print(ready[0].diff())
-    write(ready, words="plan of slm on 4xH100")
+    write_files(ready, words="plan of slm on 4xH100")
 
-Every new text is on the disk before the first file is replaced, so that a full disk changes nothing, and each
-replacement is one rename, so that a process that is killed leaves the old file or the new one.
+Every new text is on disk before the first file is replaced, so a full disk changes nothing. Each replacement
+is one rename, so a killed process leaves the old file or the new one.
+
+    .trimtab/lock                       one writer at a time; the system releases it when the process ends
+    .trimtab/backups/3/manifest.json    when, for which plan, which files
+    .trimtab/backups/3/train.yaml       the file as it was before
 """
 
 from __future__ import annotations
@@ -14,21 +18,269 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import fcntl
+import hashlib
 import os
+import re
 import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as replace_in
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from trimtab.configs import backups, documents, texts
-from trimtab.configs.backups import MANIFEST, Backup, SavedFile, hash_bytes
-from trimtab.configs.locks import lock_folders, raise_os_error, scratch_path
-from trimtab.errors import EnvironmentFault, WrongUse
+import msgspec
+
+from trimtab.configs.formats import read_bytes, read_config
+from trimtab.configs.text_edit import format_path, same_value
+from trimtab.errors import BrokenFile, EnvironmentFault, UnknownName, WrongUse
 from trimtab.spec.base import Noun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+FOLDER = ".trimtab"
+"""Beside the files that are edited: backups and the lock."""
+PATIENCE_S = 5.0
+_SCRATCH = re.compile(r"\.trimtab-[0-9a-f]{12}-\d+\.tmp")
+
+
+@contextmanager
+def lock_folders(folders: Iterable[Path], patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Hold these folders, always in the same order, so that two who want both cannot wait for each other."""
+    with ExitStack() as stack:
+        for folder in sorted(set(folders)):
+            stack.enter_context(_hold_lock(folder, patience_s))
+            _remove_leftovers(folder)
+        yield
+
+
+@contextmanager
+def _hold_lock(folder: Path, patience_s: float) -> Iterator[None]:
+    path = make_home(folder) / "lock"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as problem:
+        raise_os_error(path, problem, "the lock cannot be made")
+    try:
+        _wait_for_lock(handle, path, patience_s)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _wait_for_lock(handle: int, path: Path, patience_s: float) -> None:
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            if problem.errno not in (errno.EAGAIN, errno.EACCES):
+                raise_os_error(path, problem, "the lock cannot be taken")
+            if time.monotonic() >= until:
+                owner = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise EnvironmentFault(
+                    str(path.parent.parent),
+                    found=f"another trimtab, process {owner}, is writing here",
+                    cure="Wait until it has finished, then try again.",
+                ) from None
+            time.sleep(0.02)
+        else:
+            return
+
+
+def make_home(folder: Path) -> Path:
+    """Our folder beside the files, made where it is missing; version control is told to pass it over."""
+    path = folder / FOLDER
+    try:
+        path.mkdir(exist_ok=True)
+        ignore = path / ".gitignore"
+        if not ignore.exists():
+            ignore.write_text("*\n", encoding="utf-8")
+    except OSError as problem:
+        raise_os_error(path, problem, "the folder for backups cannot be made")
+    return path
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a process that was killed has left: nobody else writes while the lock is ours."""
+    for path in folder.iterdir():
+        if _SCRATCH.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def scratch_path(path: Path) -> Path:
+    """The name under which the new text of a file lies until it replaces the old."""
+    short = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:12]  # a long name may leave no room for more
+    return path.with_name(f".trimtab-{short}-{os.getpid()}.tmp")
+
+
+def raise_os_error(path: Path, problem: OSError, what: str) -> NoReturn:
+    """An error of the system, with what can be done about it."""
+    cures = {
+        errno.ENOSPC: "Free some space on this disk, then try again.",
+        errno.EDQUOT: "Your quota on this disk is used up: free some of it, then try again.",
+        errno.EFBIG: "The system limits the size of files (ulimit -f): raise the limit, then try again.",
+        errno.EROFS: "The disk is mounted read-only: copy the file to another place and name that.",
+        errno.EACCES: "Ask for the right to write there, or copy the file to another place and name that.",
+        errno.EPERM: "Ask for the right to write there, or copy the file to another place and name that.",
+    }
+    raise EnvironmentFault(
+        str(path),
+        found=f"{what}: {problem.strerror or problem}. Nothing was changed",
+        cure=cures.get(problem.errno or 0, "See to the cause, then try again."),
+    ) from problem
+
+
+MANIFEST = "manifest.json"
+
+
+class SavedFile(Noun, frozen=True, kw_only=True):
+    """One file of a backup."""
+
+    file: str
+    """Its name in the folder."""
+    sha256: str
+    """Of the copy that is kept: the file as it was before."""
+    after_sha256: str
+    """Of what was written then."""
+
+
+class Backup(Noun, frozen=True, kw_only=True):
+    """What one write replaced."""
+
+    number: int
+    date: str
+    """When, as YYYY-MM-DDTHH:MM:SS with the offset from UTC."""
+    words: str = ""
+    """What was done, in a sentence."""
+    plan: str = ""
+    """The fingerprint of the plan that was written."""
+    restored: int | None = None
+    """The backup that was put back, where that was what was done."""
+    files: tuple[SavedFile, ...] = ()
+
+    def saved(self, name: str) -> SavedFile | None:
+        """The file of this name."""
+        return next((saved for saved in self.files if saved.file == name), None)
+
+
+def hash_bytes(data: bytes) -> str:
+    """The sha256 of a file's content."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def backup_folder(folder: Path) -> Path:
+    """Where the backups of a folder lie."""
+    return folder / FOLDER / "backups"
+
+
+def list_numbers(folder: Path) -> list[int]:
+    """Of all backups of a folder, those of broken ones included."""
+    place = backup_folder(folder)
+    if not place.is_dir():
+        return []
+    return sorted(int(path.name) for path in place.iterdir() if path.name.isascii() and path.name.isdigit())
+
+
+def list_backups(file: Path) -> list[Backup]:
+    """All backups that hold a file, oldest first; one without a manifest was never finished."""
+    real = file.resolve()
+    found = [_read_manifest(real.parent, number) for number in list_numbers(real.parent)]
+    return [backup for backup in found if backup is not None and backup.saved(real.name)]
+
+
+def _read_manifest(folder: Path, number: int) -> Backup | None:
+    path = backup_folder(folder) / str(number) / MANIFEST
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Backup)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, ValueError) as problem:
+        raise BrokenFile(
+            str(path),
+            found=f"the backup's manifest cannot be read: {problem}",
+            cure=f"The copies beside it can be put back by hand; then remove the folder {path.parent}.",
+        ) from None
+
+
+def read_backup(file: Path, backup: Backup) -> bytes:
+    """The file as a backup holds it."""
+    real = file.resolve()
+    saved = backup.saved(real.name)
+    path = backup_folder(real.parent) / str(backup.number) / real.name
+    try:
+        data = path.read_bytes()
+    except OSError as problem:
+        raise BrokenFile(
+            str(path), found=f"the copy cannot be read: {problem.strerror}", cure=_OTHER
+        ) from None
+    if saved is None or hash_bytes(data) != saved.sha256:
+        raise BrokenFile(str(path), found="the copy is not what was saved: its checksum differs", cure=_OTHER)
+    return data
+
+
+_OTHER = "Name another backup with --backup N."
+
+
+def drop_unfinished(history: Sequence[Backup], name: str, now: str) -> list[Backup]:
+    """The writes that took place. One that was killed between backup and replace left the file as it was."""
+    kept = []
+    for number, backup in enumerate(history):
+        saved = backup.saved(name)
+        later = history[number + 1].saved(name) if number + 1 < len(history) else None
+        then = later.sha256 if later else now
+        if saved and (then != saved.sha256 or then == saved.after_sha256):
+            kept.append(backup)
+    return kept
+
+
+def list_undoable(history: Sequence[Backup]) -> list[int]:
+    """The backups that `revert` would take, one call after the other, nearest last.
+
+    Each write that was not taken back adds one; taking backup N back leads to where things stood before it.
+    """
+    before: dict[int, list[int]] = {}
+    stack: list[int] = []
+    for backup in history:
+        before[backup.number] = list(stack)
+        stack = (
+            list(before.get(backup.restored, [])) if backup.restored is not None else [*stack, backup.number]
+        )
+    return stack
+
+
+def choose_backup(file: Path, number: int | None, now: str) -> Backup:
+    """The backup that was named, or that of the last write that still stands; `now` is the file's sha256."""
+    history = list_backups(file)
+    known = ", ".join(f"{backup.number} ({backup.date[:16].replace('T', ' ')})" for backup in history[-5:])
+    if not history:
+        raise WrongUse(
+            str(file),
+            found="there is no backup of it",
+            cure="Only what trimtab apply has written can be put back.",
+        )
+    if number is not None:
+        for backup in history:
+            if backup.number == number:
+                return backup
+        given = f"{file} --backup {number}"
+        raise UnknownName(given, found="there is no such backup", cure=f"There are {known}.")
+    stack = list_undoable(drop_unfinished(history, file.resolve().name, now))
+    if not stack:
+        raise WrongUse(
+            str(file),
+            found="every write of trimtab to it has been taken back already",
+            cure=f"Name a backup to go to with --backup N: there are {known}.",
+        )
+    return next(backup for backup in history if backup.number == stack[-1])
+
 
 _DIFF_LINES = 40
 """As many of a diff as an error shows."""
@@ -140,9 +392,9 @@ def locate_file(wanted: FileChange, folder: Path, roots: Sequence[Path] = ()) ->
 def _merge_changes(first: FileChange, second: FileChange) -> FileChange:
     """Two wishes for one file as one."""
     for path in first.changes.keys() & second.changes.keys():
-        if not texts.same_value(first.changes[path], second.changes[path]):
+        if not same_value(first.changes[path], second.changes[path]):
             raise WrongUse(
-                f"{second.file}: {texts.format_path(path)}",
+                f"{second.file}: {format_path(path)}",
                 found=f"both {first.changes[path]!r} and {second.changes[path]!r} are wanted",
                 cure="Name the file once.",
             )
@@ -156,8 +408,8 @@ def _merge_changes(first: FileChange, second: FileChange) -> FileChange:
 
 
 def _prepare_file(real: Path, wanted: FileChange) -> PreparedFile:
-    before = documents.read_bytes(real, wanted.file)
-    page = documents.read_config(before, wanted.file, wanted.kind)
+    before = read_bytes(real, wanted.file)
+    page = read_config(before, wanted.file, wanted.kind)
     after = page.edit(wanted.changes, beside=wanted.beside, add=wanted.add).encode()
     return PreparedFile(file=wanted.file, real=real, before=before, after=after)
 
@@ -199,9 +451,9 @@ def revert_file(  # noqa: PLR0913 - which, whether, and how a test sees it
 ) -> RevertResult:
     """Put back what a backup holds; what is there becomes a backup too. Without `write`, only the diff."""
     real = Path(file).resolve()
-    before = documents.read_bytes(real, file) if real.exists() else b""
-    backup = backups.choose_backup(real, number, hash_bytes(before))
-    ready = PreparedFile(file=file, real=real, before=before, after=backups.read_backup(real, backup))
+    before = read_bytes(real, file) if real.exists() else b""
+    backup = choose_backup(real, number, hash_bytes(before))
+    ready = PreparedFile(file=file, real=real, before=before, after=read_backup(real, backup))
     if not ready.changed:
         return RevertResult(file=file, number=backup.number)
     _refuse_edited(ready, backup, force=force)
@@ -216,7 +468,7 @@ def revert_file(  # noqa: PLR0913 - which, whether, and how a test sees it
 def _refuse_edited(ready: PreparedFile, backup: Backup, *, force: bool) -> None:
     """A file that somebody has edited since holds work that no backup has."""
     now = hash_bytes(ready.before)
-    history = backups.drop_unfinished(backups.list_backups(ready.real), ready.real.name, now)
+    history = drop_unfinished(list_backups(ready.real), ready.real.name, now)
     last = history[-1] if history else backup
     saved = last.saved(ready.real.name)
     if force or (saved and saved.after_sha256 == now):
@@ -332,8 +584,8 @@ def _copy_attributes(source: Path, target: Path) -> None:
 
 def _write_backup(folder: Path, ready: Sequence[PreparedFile], note: Backup, made: list[Path]) -> None:
     """A numbered backup; its manifest comes last, and says that the rest is whole."""
-    place = backups.backup_folder(folder)
-    number = max(backups.list_numbers(folder), default=0) + 1
+    place = backup_folder(folder)
+    number = max(list_numbers(folder), default=0) + 1
     home = place / str(number)
     try:
         home.mkdir(parents=True)

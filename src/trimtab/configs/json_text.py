@@ -11,8 +11,22 @@ import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from trimtab.configs import texts
-from trimtab.configs.texts import KeyPath, ParsedConfig, Splice, TextNode
+from trimtab.configs.text_edit import (
+    DEEPEST,
+    KeyPath,
+    ListStyle,
+    ParsedConfig,
+    Splice,
+    TextNode,
+    duplicate_error,
+    format_float,
+    node_value,
+    parse_error_at,
+    parse_text,
+    refuse_leaf,
+    replace_value,
+    same_value,
+)
 from trimtab.errors import WrongUse
 
 _COMMENT = r"//[^\r\n]*|/\*(?:[^*]|\*(?!/))*\*/"
@@ -37,7 +51,7 @@ def read_json(text: str, origin: str) -> ParsedConfig:
     >>> read_json('{"a": [1, 2,], /* b */ "c": true}', "a.json").edit({("c",): False})
     '{"a": [1, 2,], /* b */ "c": false}'
     """
-    return texts.parse_text(text, origin, JSON)
+    return parse_text(text, origin, JSON)
 
 
 @dataclass
@@ -49,7 +63,7 @@ class _JsonReader:
     at: int = 0
 
     def fail(self, found: str, at: int | None = None) -> NoReturn:
-        raise texts.parse_error_at(self.origin, self.text, self.at if at is None else at, found, kind="JSON")
+        raise parse_error_at(self.origin, self.text, self.at if at is None else at, found, kind="JSON")
 
     def skip(self) -> None:
         """Over blanks and comments."""
@@ -71,8 +85,8 @@ class _JsonReader:
         return node
 
     def node(self, depth: int) -> TextNode:
-        if depth > texts.DEEPEST:
-            self.fail(f"more than {texts.DEEPEST} levels of brackets")
+        if depth > DEEPEST:
+            self.fail(f"more than {DEEPEST} levels of brackets")
         letter = self.peek()
         if letter == "{":
             return self.section(depth)
@@ -118,9 +132,7 @@ class _JsonReader:
                 self.fail("a key in double quotes should be here" if self.peek() else "a { is never closed")
             key = json.loads(self.text[start : self.string()])
             if key in node.extra:
-                raise texts.duplicate_error(
-                    self.origin, self.text, key, (node.extra[key], start), kind="JSON"
-                )
+                raise duplicate_error(self.origin, self.text, key, (node.extra[key], start), kind="JSON")
             if self.peek() != ":":
                 self.fail(f"a colon should follow the key {key!r}")
             self.at += 1
@@ -154,7 +166,7 @@ def format_json(value: Any, like: str = "") -> str:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise WrongUse(f"the value {value}", found="JSON has no such number", cure="Give a finite one.")
-        return texts.format_float(value, like)
+        return format_float(value, like)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)}: {format_json(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -171,18 +183,18 @@ class _JsonFormat:
         return _JsonReader(text, origin).whole()
 
     def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
-        style = texts.ListStyle(
+        style = ListStyle(
             each=lambda child, new: self.replace(page, child, new, moving),
             write=format_json,
             comment=_COMMENT,
         )
-        return texts.replace_value(page, node, value, style, format_json)
+        return replace_value(page, node, value, style, format_json)
 
     def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
     ) -> list[Splice]:
         if not node.is_section:
-            texts.refuse_leaf(page, path, node)
+            refuse_leaf(page, path, node)
         members = [(json.dumps(key), value) for key, value in new.items()]
         if not node.items:
             return [_fill_empty(page, node, members)]
@@ -202,7 +214,7 @@ class _JsonFormat:
         )
 
     def means(self, node: TextNode, wanted: Any) -> bool:
-        return texts.same_value(texts.node_value(node), wanted)
+        return same_value(node_value(node), wanted)
 
 
 def _append_members(page: ParsedConfig, end: int, body: str) -> list[Splice]:

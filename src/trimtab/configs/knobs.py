@@ -22,7 +22,7 @@ from trimtab.spec import Noun
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.configs.texts import ConfigDocument, KeyPath
+    from trimtab.configs.text_edit import ConfigDocument, KeyPath
 
 TRUTHS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 AMP = ("enable_amp", "amp_dtype", "enable_tf32")

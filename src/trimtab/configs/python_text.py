@@ -25,8 +25,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trimtab.configs import texts
-from trimtab.configs.texts import KeyPath, ParsedConfig, Splice, TextNode
+from trimtab.configs.text_edit import (
+    KeyPath,
+    ListStyle,
+    ParsedConfig,
+    Splice,
+    TextNode,
+    edit_list,
+    format_float,
+    format_path,
+    node_value,
+    parse_error,
+    parse_text,
+    refuse_leaf,
+    replace_list,
+    same_value,
+    walk_nodes,
+)
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -44,7 +59,7 @@ def read_python(text: str, origin: str) -> ParsedConfig:
     >>> read_python("config = {'batch': 4}  # small", "a.py").edit({("config", "batch"): 8})
     "config = {'batch': 8}  # small"
     """
-    return texts.parse_text(text, origin, PYTHON)
+    return parse_text(text, origin, PYTHON)
 
 
 def _parse_tree(text: str, origin: str) -> ast.Module:
@@ -54,13 +69,11 @@ def _parse_tree(text: str, origin: str) -> ast.Module:
             return ast.parse(text)
     except SyntaxError as problem:
         said = f"Python cannot read it: {problem.msg}"
-        raise texts.parse_error(
-            origin, problem.lineno or 1, problem.offset or 1, said, kind="Python"
-        ) from None
+        raise parse_error(origin, problem.lineno or 1, problem.offset or 1, said, kind="Python") from None
     except (RecursionError, MemoryError):
-        raise texts.parse_error(origin, 1, 1, "it is nested too deeply for Python", kind="Python") from None
+        raise parse_error(origin, 1, 1, "it is nested too deeply for Python", kind="Python") from None
     except ValueError as problem:
-        raise texts.parse_error(origin, 1, 1, f"Python cannot read it: {problem}", kind="Python") from None
+        raise parse_error(origin, 1, 1, f"Python cannot read it: {problem}", kind="Python") from None
 
 
 @dataclass
@@ -188,7 +201,7 @@ class _Collector:
             home = child
         node = self.value(value)
         if chained:
-            for _, inner in texts.walk_nodes(node):
+            for _, inner in walk_nodes(node):
                 inner.shared = "the same assignment"
         self.put(home, keys[-1], node, value)
 
@@ -331,7 +344,7 @@ def format_python(value: Any, like: str = "", quote: str = '"') -> str:
 def _format_float(value: float, like: str) -> str:
     if not math.isfinite(value):
         return f'float("{value}")'
-    text = texts.format_float(value, like)
+    text = format_float(value, like)
     dotless = re.fullmatch(r"[-+]?\d+[eE].*", like)
     return re.sub(r"\.0(?=[eE])", "", text) if dotless else text
 
@@ -362,17 +375,17 @@ class _PythonFormat:
         old = page.text[node.start : node.end]
         quote = _find_quote(old) or _house_quote(page)
         if isinstance(value, list | tuple) and node.is_list and node.style != "calls":
-            style = texts.ListStyle(
+            style = ListStyle(
                 each=lambda child, new: self.replace(page, child, new, moving),
                 write=lambda new: format_python(new, quote=quote),
                 comment=_COMMENT,
                 lone_comma=node.style == "Tuple",
             )
-            around = texts.edit_list(page, node, value, style)
+            around = edit_list(page, node, value, style)
             if around is not None:
                 return around
             old = "(" if node.style == "Tuple" else "["
-        return [texts.replace_list(page, node, format_python(value, old, quote), _COMMENT)]
+        return [replace_list(page, node, format_python(value, old, quote), _COMMENT)]
 
     def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
@@ -389,14 +402,14 @@ class _PythonFormat:
         return [_add_comment(page, node)]
 
     def means(self, node: TextNode, wanted: Any) -> bool:
-        return texts.same_value(texts.node_value(node), wanted)
+        return same_value(node_value(node), wanted)
 
 
 def _refuse_place(page: ParsedConfig, path: KeyPath, node: TextNode) -> NoReturn:
     if node.items is None:
-        texts.refuse_leaf(page, path, node)
+        refuse_leaf(page, path, node)
     raise WrongUse(
-        f"{page.locate(node.start)}: {texts.format_path(path)}",
+        f"{page.locate(node.start)}: {format_path(path)}",
         found="there is no dict, call or class here that a key could be added to",
         cure="Add it by hand.",
     )

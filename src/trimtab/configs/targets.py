@@ -1,7 +1,18 @@
 """Targets: what the keys of a framework's config mean.
 
-A target is data: each knob says which field of ours a key holds, and in which words. The ones that come with
-trimtab are in targets.toml; a project teaches its own in a trimtab.toml of the same form.
+A target is data: each knob says which field of ours a key holds, and in which words. The built-in targets are
+in targets.toml. A project adds its own in a trimtab.toml of the same form:
+
+    [[target]]
+    name = "ours"
+    title = "our trainer"
+    marks = [["optim.samples_per_gpu"]]
+
+    [[target.knobs]]
+    field = "micro_batch"
+    keys = ["optim.samples_per_gpu"]
+
+A target with the name of a built-in one replaces it.
 """
 
 from __future__ import annotations
@@ -10,18 +21,19 @@ import re
 import tomllib
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trimtab.configs.texts import format_path
-from trimtab.errors import UnknownName, WrongUse, nearest
+from trimtab.configs.text_edit import format_path
+from trimtab.errors import BrokenFile, UnknownName, WrongUse, nearest
 from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Recompute, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from trimtab.configs.texts import ConfigDocument, Entry
+    from trimtab.configs.text_edit import ConfigDocument, Entry, KeyPath
 
 COUNTS = (
     "micro_batch",
@@ -60,7 +72,6 @@ WORDS: dict[str, tuple[str, ...]] = {
 FIELDS = (*COUNTS, *WORDS)
 IMPLIED = ("round_batch", "rest")
 """What a number that stands for another one, such as -1, may stand for; `rest`: the ranks that are left."""
-Path = tuple[str | int, ...]
 
 
 class Knob(Noun, frozen=True, kw_only=True):
@@ -287,17 +298,19 @@ class TargetSite(Noun, frozen=True, kw_only=True):
     root: tuple[str | int, ...] = ()
 
 
-def split_key(key: str) -> Path:
+def split_key(key: str) -> KeyPath:
     """A dotted key as a path."""
     return tuple(key.split("."))
 
 
-def conditions_hold(when: Mapping[str, Sequence[Any]], root: Path, values: Mapping[Path, Entry]) -> bool:
+def conditions_hold(
+    when: Mapping[str, Sequence[Any]], root: KeyPath, values: Mapping[KeyPath, Entry]
+) -> bool:
     """Whether every key of a `when` has one of its values in the file."""
     return all(_key_has(root + split_key(key), among, values) for key, among in when.items())
 
 
-def _key_has(path: Path, among: Sequence[Any], values: Mapping[Path, Entry]) -> bool:
+def _key_has(path: KeyPath, among: Sequence[Any], values: Mapping[KeyPath, Entry]) -> bool:
     entry = values.get(path)
     held = "null" if entry is None or entry.value is None else entry.value
     if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
@@ -309,23 +322,23 @@ class KeyIndex:
     """The keys of a document, tables included, ready to be asked for by their last word."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self.paths: set[Path] = set()
+        self.paths: set[KeyPath] = set()
         for entry in entries:
             path = entry.path
             # A key that holds a table has no entry of its own.
             while path and path not in self.paths:
                 self.paths.add(path)
                 path = path[:-1]
-        self.by_end: dict[str | int, list[Path]] = {}
+        self.by_end: dict[str | int, list[KeyPath]] = {}
         for path in self.paths:
             self.by_end.setdefault(path[-1], []).append(path)
 
-    def above(self, end: Path) -> list[Path]:
+    def above(self, end: KeyPath) -> list[KeyPath]:
         """What comes before a key, wherever it is."""
         return [path[: -len(end)] for path in self.by_end.get(end[-1], []) if path[-len(end) :] == end]
 
 
-def find_roots(marks: Sequence[Sequence[str]], index: KeyIndex, below: Path = ()) -> list[Path]:
+def find_roots(marks: Sequence[Sequence[str]], index: KeyIndex, below: KeyPath = ()) -> list[KeyPath]:
     """The paths below which one key of every group is."""
     found = {root for key in marks[0] for root in index.above(split_key(key)) if root[: len(below)] == below}
     return sorted(
@@ -338,7 +351,9 @@ def find_roots(marks: Sequence[Sequence[str]], index: KeyIndex, below: Path = ()
     )
 
 
-def find_sites(document: ConfigDocument, known: Sequence[ConfigTarget], below: Path = ()) -> list[TargetSite]:
+def find_sites(
+    document: ConfigDocument, known: Sequence[ConfigTarget], below: KeyPath = ()
+) -> list[TargetSite]:
     """Every target that a document can be, with where."""
     index = KeyIndex(document.entries())
     found = [
@@ -362,7 +377,7 @@ def find_site(
     *,
     origin: str,
     name: str | None = None,
-    below: Path = (),
+    below: KeyPath = (),
 ) -> TargetSite:
     """The target that a document is; an error that says what to do where that is not clear."""
     given = f"{origin}:{format_path(below)}" if below else origin
@@ -393,7 +408,7 @@ def find_site(
 
 
 def _sites_of_target(
-    document: ConfigDocument, target: ConfigTarget, below: Path, given: str
+    document: ConfigDocument, target: ConfigTarget, below: KeyPath, given: str
 ) -> list[TargetSite]:
     """Where a target is that the user named: by its marks, by any of its keys, or where they pointed."""
     index = KeyIndex(document.entries())
@@ -409,3 +424,58 @@ def _sites_of_target(
             cure=f"Name another target, or the place where they belong: {given}:PATH.",
         )
     return [TargetSite(target=target, root=root) for root in found or [below]]
+
+
+PROJECT_FILE = "trimtab.toml"
+_CURE = "Mend it as docs/configs.md describes; `trimtab apply --list-targets` shows what is known."
+
+
+def read_targets(file: Path) -> tuple[ConfigTarget, ...]:
+    """The targets of a trimtab.toml."""
+    given = str(file)
+    try:
+        held = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BrokenFile(given, found=f"it cannot be read ({error.strerror})", cure=_CURE) from error
+    except UnicodeDecodeError as error:
+        raise BrokenFile(given, found="it is not UTF-8 text", cure=_CURE) from error
+    except tomllib.TOMLDecodeError as error:
+        raise BrokenFile(given, found=f"it is not TOML: {error}", cure=_CURE) from error
+    rows = held.get("target", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BrokenFile(
+            given, found="target is no list of tables", cure="Write [[target]], with two brackets."
+        )
+    found = []
+    for row in rows:
+        try:
+            found.append(msgspec.convert(row, ConfigTarget))
+        except msgspec.ValidationError as error:
+            name = row.get("name", "without a name")
+            raise BrokenFile(given, found=f"the target {name} is not right: {error}", cure=_CURE) from error
+    return tuple(found)
+
+
+def find_target_files(files: Iterable[Path]) -> list[Path]:
+    """The trimtab.toml of each config: in its folder or the nearest one above it that has any.
+
+    Nothing above the current folder counts for a config within it: what lies there belongs to someone else.
+    """
+    here = Path.cwd()
+    found: dict[Path, None] = {}
+    for file in files:
+        start = file.absolute() if file.is_dir() else file.absolute().parent
+        for folder in (start, *start.parents):
+            if (folder / PROJECT_FILE).is_file():
+                found[folder / PROJECT_FILE] = None
+                break
+            if folder == here:
+                break
+    return list(found)
+
+
+def list_targets(files: Iterable[Path] = ()) -> tuple[ConfigTarget, ...]:
+    """The targets that hold for these configs: the projects' own first, then those that come with trimtab."""
+    own = [target for file in find_target_files(files) for target in read_targets(file)]
+    names = {target.name for target in own}
+    return (*own, *(target for target in builtin_targets() if target.name not in names))

@@ -14,8 +14,22 @@ import tomllib
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.configs import texts
-from trimtab.configs.texts import KeyPath, ParsedConfig, Splice, TextNode
+from trimtab.configs.text_edit import (
+    KeyPath,
+    ListStyle,
+    ParsedConfig,
+    Splice,
+    TextNode,
+    duplicate_error,
+    format_float,
+    node_value,
+    parse_error,
+    parse_error_at,
+    parse_text,
+    refuse_leaf,
+    replace_value,
+    same_value,
+)
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
 
 _COMMENT = r"#[^\r\n]*"
@@ -35,7 +49,7 @@ def read_toml(text: str, origin: str) -> ParsedConfig:
     >>> read_toml("training.batch = 4  # small", "a.toml").edit({("training", "batch"): 8})
     'training.batch = 8  # small'
     """
-    return texts.parse_text(text, origin, TOML)
+    return parse_text(text, origin, TOML)
 
 
 @dataclass(slots=True)
@@ -96,7 +110,7 @@ class _TomlScanner:
             made = self.step(home, path[-1], start)
             if made.extra.header is not None or made.extra.first is not None:
                 places = (made.start, start)
-                raise texts.duplicate_error(self.origin, self.text, ".".join(path), places, kind="TOML")
+                raise duplicate_error(self.origin, self.text, ".".join(path), places, kind="TOML")
             made.extra.header = made.start = start
         made.end = made.extra.last = self.at
         return made
@@ -114,9 +128,7 @@ class _TomlScanner:
             self.skip(_BLANK)
             match = _STRING.match(self.text, self.at) or _BARE.match(self.text, self.at)
             if match is None:
-                raise texts.parse_error_at(
-                    self.origin, self.text, self.at, "a key should be here", kind="TOML"
-                )
+                raise parse_error_at(self.origin, self.text, self.at, "a key should be here", kind="TOML")
             self.at = match.end()
             path.append(_unquote_key(match[0]))
             if self.skip(_BLANK) != ".":
@@ -134,7 +146,7 @@ class _TomlScanner:
         if path[-1] in _items(home):
             first = _items(home)[path[-1]]
             places = (home.extra.keys.get(path[-1], first.start), start)
-            raise texts.duplicate_error(self.origin, self.text, path[-1], places, kind="TOML")
+            raise duplicate_error(self.origin, self.text, path[-1], places, kind="TOML")
         home.extra.keys[path[-1]] = start
         _items(home)[path[-1]] = self.value()
         for table in (owner, home):
@@ -152,7 +164,7 @@ class _TomlScanner:
             return self.inline_table()
         match = _STRING.match(self.text, start) or _SCALAR.match(self.text, start)
         if match is None:
-            raise texts.parse_error_at(self.origin, self.text, start, "a value should be here", kind="TOML")
+            raise parse_error_at(self.origin, self.text, start, "a value should be here", kind="TOML")
         self.at = match.end()
         return TextNode(start, self.at)
 
@@ -215,13 +227,13 @@ def _load_toml(text: str, origin: str) -> dict[str, Any]:
         _find_duplicate(text, origin, str(problem))
         where = _WHERE.match(str(problem))
         if where and where[2]:
-            raise texts.parse_error(origin, int(where[2]), int(where[3]), where[1], kind="TOML") from None
+            raise parse_error(origin, int(where[2]), int(where[3]), where[1], kind="TOML") from None
         said = f"the file ends too early: {where[1]}" if where else str(problem)
-        raise texts.parse_error_at(origin, text, len(text), said, kind="TOML") from None
+        raise parse_error_at(origin, text, len(text), said, kind="TOML") from None
     except RecursionError:
-        raise texts.parse_error(origin, 1, 1, "it is nested too deeply", kind="TOML") from None
+        raise parse_error(origin, 1, 1, "it is nested too deeply", kind="TOML") from None
     except ValueError as problem:
-        raise texts.parse_error(origin, 1, 1, str(problem), kind="TOML") from None
+        raise parse_error(origin, 1, 1, str(problem), kind="TOML") from None
 
 
 def _find_duplicate(text: str, origin: str, said: str) -> None:
@@ -244,7 +256,7 @@ def format_toml(value: Any, like: str = "") -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return texts.format_float(value, like) if math.isfinite(value) else f"{value}"
+        return format_float(value, like) if math.isfinite(value) else f"{value}"
     if isinstance(value, int):
         return str(value)
     if isinstance(value, dict):
@@ -278,18 +290,18 @@ class _TomlFormat:
         return root
 
     def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
-        style = texts.ListStyle(
+        style = ListStyle(
             each=lambda child, new: self.replace(page, child, new, moving),
             write=format_toml,
             comment=_COMMENT,
         )
-        return texts.replace_value(page, node, value, style, format_toml)
+        return replace_value(page, node, value, style, format_toml)
 
     def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
     ) -> list[Splice]:
         if not node.is_section:
-            texts.refuse_leaf(page, path, node)
+            refuse_leaf(page, path, node)
         if node.extra.flow:
             return [_add_to_braces(node, new)]
         values = {key: value for key, value in new.items() if not isinstance(value, dict)}
@@ -305,7 +317,7 @@ class _TomlFormat:
         )
 
     def means(self, node: TextNode, wanted: Any) -> bool:
-        return texts.same_value(texts.node_value(node), wanted)
+        return same_value(node_value(node), wanted)
 
 
 def _add_to_braces(node: TextNode, new: dict[str | int, Any]) -> Splice:

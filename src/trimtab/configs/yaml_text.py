@@ -19,8 +19,26 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trimtab.configs import texts
-from trimtab.configs.texts import KeyPath, ParsedConfig, Splice, TextNode
+from trimtab.configs.text_edit import (
+    DEEPEST,
+    MOST_NODES,
+    KeyPath,
+    ListStyle,
+    ParsedConfig,
+    Splice,
+    TextNode,
+    duplicate_error,
+    edit_list,
+    format_float,
+    node_value,
+    parse_error,
+    parse_error_at,
+    parse_text,
+    refuse_leaf,
+    replace_list,
+    same_value,
+    walk_nodes,
+)
 from trimtab.errors import WrongUse
 from trimtab.jobs.yaml_files import NULL, resolved
 
@@ -48,7 +66,7 @@ def read_yaml(text: str, origin: str) -> ParsedConfig:
     >>> read_yaml("lr: 2e-4  # small", "a.yaml").edit({("lr",): 5e-5})
     'lr: 5.0e-5  # small'
     """
-    return texts.parse_text(text, origin, YAML)
+    return parse_text(text, origin, YAML)
 
 
 @dataclass(slots=True)
@@ -102,17 +120,17 @@ class _Composer:
             mark = problem.problem_mark or problem.context_mark
             line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
             said = ", ".join(part for part in (problem.context, problem.problem) if part)
-            raise texts.parse_error(self.origin, line, column, said or "not YAML", kind="YAML") from None
+            raise parse_error(self.origin, line, column, said or "not YAML", kind="YAML") from None
         except yaml.reader.ReaderError as problem:
             at = problem.position if isinstance(problem.position, int) else 0
             found = f"a character that YAML does not allow ({problem.reason})"
-            raise texts.parse_error_at(self.origin, self.text, at, found, kind="YAML") from None
+            raise parse_error_at(self.origin, self.text, at, found, kind="YAML") from None
 
     def node(self, event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> TextNode:
         self.count += 1
         name = type(event).__name__
-        if depth > texts.DEEPEST or self.count > texts.MOST_NODES:
-            self.refuse_size(event.start_mark.index, deep=depth > texts.DEEPEST)
+        if depth > DEEPEST or self.count > MOST_NODES:
+            self.refuse_size(event.start_mark.index, deep=depth > DEEPEST)
         if name == "AliasEvent":
             return self.alias(event)
         if name == "ScalarEvent":
@@ -134,11 +152,11 @@ class _Composer:
 
     def refuse_size(self, at: int, *, deep: bool) -> None:
         found = (
-            f"more than {texts.DEEPEST} levels of nesting"
+            f"more than {DEEPEST} levels of nesting"
             if deep
-            else f"more than {texts.MOST_NODES} values, aliases counted"
+            else f"more than {MOST_NODES} values, aliases counted"
         )
-        raise texts.parse_error_at(self.origin, self.text, at, found, kind="YAML")
+        raise parse_error_at(self.origin, self.text, at, found, kind="YAML")
 
     def begun(self, event: yaml.Event, *, is_list: bool) -> TextNode:
         begin = event.start_mark.index
@@ -182,13 +200,13 @@ class _Composer:
         target = self.anchors.get(event.anchor)
         if target is None:
             found = f"*{event.anchor} is read here, and no anchor &{event.anchor} comes before it"
-            raise texts.parse_error_at(self.origin, self.text, begin, found, kind="YAML")
+            raise parse_error_at(self.origin, self.text, begin, found, kind="YAML")
         through = f"*{event.anchor}"
         if event.anchor in self.open_anchors:
             return TextNode(
                 begin, end, value=None, computed=through, extra=_YamlExtra(begin=begin), style="alias"
             )
-        if self.count + target.extra.size > texts.MOST_NODES:
+        if self.count + target.extra.size > MOST_NODES:
             self.refuse_size(begin, deep=False)
         node = self.cloned(target, through)
         node.start, node.end, node.style = begin, end, "alias"
@@ -202,7 +220,7 @@ class _Composer:
     def cloned(self, node: TextNode, through: str) -> TextNode:
         """A copy for a place that reads it, with the spans of the place where it stands."""
         self.count += 1
-        if self.count > texts.MOST_NODES:
+        if self.count > MOST_NODES:
             self.refuse_size(node.start, deep=False)
         items = None
         if node.items is not None:
@@ -258,7 +276,7 @@ class _Composer:
             begin = event.start_mark.index
             if name in items:
                 places = (node.extra.keys[name], begin)
-                raise texts.duplicate_error(self.origin, self.text, name, places, kind="YAML")
+                raise duplicate_error(self.origin, self.text, name, places, kind="YAML")
             items[name] = value
             node.extra.keys[name] = begin
         for source in inherited:
@@ -306,7 +324,7 @@ def _format_number(value: float, like: str) -> str:
     if isinstance(value, int):
         return str(value)
     if math.isfinite(value):
-        return texts.format_float(value, like)
+        return format_float(value, like)
     return "-.inf" if value < 0 else f".{value}"
 
 
@@ -394,7 +412,7 @@ class _YamlFormat:
                 [_add_to_flow(page, node, new)] if node.style == "flow" else [_add_to_block(page, node, new)]
             )
         if node.value is not None or node.computed:
-            texts.refuse_leaf(page, path, node)
+            refuse_leaf(page, path, node)
         return _replace_null(page, path, node, new)
 
     def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
@@ -402,7 +420,7 @@ class _YamlFormat:
         return [Splice(end, end, f"  # was: {' '.join(node.computed.split())}")]
 
     def means(self, node: TextNode, wanted: Any) -> bool:
-        return texts.same_value(texts.node_value(node), wanted)
+        return same_value(node_value(node), wanted)
 
 
 def _refuse_inherited(page: ParsedConfig, node: TextNode) -> None:
@@ -425,7 +443,7 @@ def _move_anchor(page: ParsedConfig, node: TextNode, moving: set[int]) -> list[S
 
 def _save_anchors(page: ParsedConfig, dropped: list[TextNode], moving: set[int]) -> list[Splice]:
     """The same for everything in values that go altogether."""
-    inside = [inner for child in dropped for _, inner in texts.walk_nodes(child)]
+    inside = [inner for child in dropped for _, inner in walk_nodes(child)]
     gone = moving | {id(inner) for inner in inside}
     own = [inner for inner in inside if inner.style != "alias" and not inner.shared]
     return [splice for inner in own for splice in _hand_over_anchor(page, inner, gone)]
@@ -516,7 +534,7 @@ def _replace_block_list(
     changed = [
         splice
         for child, new in zip(children, value, strict=False)
-        if child.computed or not texts.same_value(texts.node_value(child), new)
+        if child.computed or not same_value(node_value(child), new)
         for splice in fmt.replace(page, child, new, moving)
     ]
     if len(children) == len(value):
@@ -541,14 +559,14 @@ def _replace_block_list(
 def _replace_flow_list(
     fmt: _YamlFormat, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]
 ) -> list[Splice]:
-    style = texts.ListStyle(
+    style = ListStyle(
         each=lambda child, new: fmt.replace(page, child, new, moving), write=format_yaml, comment=_COMMENT
     )
-    around = texts.edit_list(page, node, value, style)
+    around = edit_list(page, node, value, style)
     children = list((node.items or {}).values())
     if around is None:
         return [
-            texts.replace_list(page, node, format_yaml(value), _COMMENT),
+            replace_list(page, node, format_yaml(value), _COMMENT),
             *_save_anchors(page, children, moving),
         ]
     return around + _save_anchors(page, children[len(value) :], moving)
@@ -557,7 +575,7 @@ def _replace_flow_list(
 def _write_inline(page: ParsedConfig, node: TextNode, text: str) -> list[Splice]:
     """A value on the line of the key, in place of a list below it."""
     if node.style == "flow":
-        return [texts.replace_list(page, node, text, _COMMENT)]
+        return [replace_list(page, node, text, _COMMENT)]
     if node.extra.after is None:
         raise WrongUse(
             page.locate(node.start),
@@ -652,7 +670,7 @@ def _format_lines(new: dict[str | int, Any], indent: str, step: str) -> list[str
 
 def _yaml_indent(page: ParsedConfig) -> str:
     """One level of this file's indentation."""
-    for _, node in texts.walk_nodes(page.root):
+    for _, node in walk_nodes(page.root):
         if node.style != "block" or node.is_list:
             continue
         column = page.place(node.start)[1]

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trimtab.diagnosis import reading, records
-from trimtab.diagnosis.judge import Diagnosis, judge_sightings
-from trimtab.diagnosis.lines import strip_escapes
-from trimtab.diagnosis.scan import LogScanner, Sighting
-from trimtab.diagnosis.stories import EVENTS, describe_end, settle_runs
-from trimtab.diagnosis.unpickle import MOST_BYTES, NotPlainPickle, load_plain_pickle
+from trimtab.diagnosis import log_files, torch_records
+from trimtab.diagnosis.findings import Diagnosis, judge_sightings
+from trimtab.diagnosis.log_files import MOST_BYTES, NotPlainPickle, load_plain_pickle
+from trimtab.diagnosis.log_scanner import LogScanner, Sighting, strip_escapes
+from trimtab.diagnosis.own_runs import EVENTS, describe_end, settle_runs
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Incident, Plan
 from trimtab.training.record import ATTEMPT, IDENTITY, LOCK, LOG
@@ -51,10 +50,10 @@ class LogReader:
         self.facts: dict[str, int] = {}
         self.fixed_bytes = 0
 
-    def read_source(self, source: reading.LogSource) -> None:
+    def read_source(self, source: log_files.LogSource) -> None:
         """Read one source, whatever it is."""
         with source.open() as raw:
-            head, broken = reading.read_up_to(raw, reading.HEAD)
+            head, broken = log_files.read_up_to(raw, log_files.HEAD)
             if not head:
                 if broken or source.named:  # a folder of logs has many empty ones
                     why = f"it is broken ({broken})" if broken else "it is empty"
@@ -64,7 +63,7 @@ class LogReader:
                 self.notes.append(f"{source.name}: it ends too early ({broken}); what was there was read.")
             if head.startswith(PICKLE):
                 self._read_pickle(source.name, head, raw)
-            elif (what := _name_binary(head)) and reading.detect_encoding(head) == "utf-8":
+            elif (what := _name_binary(head)) and log_files.detect_encoding(head) == "utf-8":
                 self.notes.append(f"{source.name}: it is {what}, not a log; it was left.")
             elif source.path is not None and source.path.name in TOLD and _is_run_folder(source.path.parent):
                 self.read.append(source.name)  # `runs` tells what they come to
@@ -72,7 +71,7 @@ class LogReader:
                 self._read_text(source.name, head, raw)
 
     def _read_text(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
-        stream = reading.Utf8Stream(raw, head, reading.detect_encoding(head))
+        stream = log_files.Utf8Stream(raw, head, log_files.detect_encoding(head))
         scanner = LogScanner(name)
         self.sightings += scanner.scan(
             stream.read, lambda count: self.say(f"reading {name}: {format_bytes(count)}")
@@ -82,7 +81,7 @@ class LogReader:
             self.notes.append(f"{name}: it ends too early ({stream.broken}); what was there was read.")
 
     def _read_pickle(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
-        rest, _ = reading.read_up_to(raw, MOST_BYTES)
+        rest, _ = log_files.read_up_to(raw, MOST_BYTES)
         if len(rest) == MOST_BYTES:
             self.notes.append(f"{name}: it is a pickle of more than {format_bytes(MOST_BYTES)}; it was left.")
             return
@@ -96,19 +95,19 @@ class LogReader:
             self.notes.append(f"{name}: it is a pickle, but neither a memory snapshot nor a flight record.")
 
     def _read_record(self, name: str, value: Any) -> bool:
-        kind = records.detect_record(value)
+        kind = torch_records.detect_record(value)
         if kind == "snapshot":
-            self.sightings += records.read_snapshot(value, name)
+            self.sightings += torch_records.read_snapshot(value, name)
         elif kind == "flight":
             self.flights.append((name, value))
         elif kind == "error":
-            self.sightings += records.read_error_file(value, name)
+            self.sightings += torch_records.read_error_file(value, name)
         else:
             return False
         self.read.append(name)
         return True
 
-    def _read_json(self, source: reading.LogSource, head: bytes, raw: io.BufferedReader) -> bool:
+    def _read_json(self, source: log_files.LogSource, head: bytes, raw: io.BufferedReader) -> bool:
         """Read a file that is one JSON value, or our own; False where it is to be read as lines."""
         file = Path(source.name).name
         if head.lstrip()[:1] != b"{" or file == "log.jsonl":
@@ -116,7 +115,7 @@ class LogReader:
         size = source.path.stat().st_size if source.path else MOST_JSON + 1
         if size > MOST_JSON:
             return False
-        rest, _ = reading.read_up_to(raw, MOST_JSON)
+        rest, _ = log_files.read_up_to(raw, MOST_JSON)
         if file == EVENTS:
             self._read_events(source.name, head + rest)
             return True
@@ -171,7 +170,7 @@ class LogReader:
     def read_runs(self, folders: Iterable[Path], world: World | None) -> list[Sighting]:
         """How the runs of some folders stand."""
         from trimtab.probe.world import here
-        from trimtab.watching.runs import RunFollower, read_lock_holder
+        from trimtab.watching.watch import RunFollower, read_lock_holder
 
         found = []
         for folder in folders:
@@ -196,14 +195,14 @@ def _name_binary(head: bytes) -> str:
     for magic, what in ARCHIVES.items():
         if head.startswith(magic):
             return what
-    return "" if reading.is_text(head) else "no text"
+    return "" if log_files.is_text(head) else "no text"
 
 
 def diagnose_logs(
     names: Sequence[str], say: Callable[[str], None] = lambda _: None, *, world: World | None = None
 ) -> Diagnosis:
     """Everything that the named logs, folders and records say together; `world` in place of this machine."""
-    found, notes = reading.find_sources(names)
+    found, notes = log_files.find_sources(names)
     reader = LogReader(say)
     folders = dict.fromkeys(source.path.parent for source in found if source.path is not None)
     runs = [folder for folder in folders if _is_run_folder(folder)]
@@ -212,7 +211,7 @@ def diagnose_logs(
     events = [
         folder / EVENTS for folder in runs if (folder / EVENTS).is_file() and folder / EVENTS not in named
     ]
-    beside = [reading.LogSource(name=str(file), path=file, named=False) for file in events]
+    beside = [log_files.LogSource(name=str(file), path=file, named=False) for file in events]
     for source in (*found, *beside):
         try:
             reader.read_source(source)
@@ -220,7 +219,7 @@ def diagnose_logs(
             if source.named:
                 raise
             reader.notes.append(f"{source.name}: {error.found}; it was left.")
-    reader.sightings += records.compare_flights(reader.flights)
+    reader.sightings += torch_records.compare_flights(reader.flights)
     ends = reader.read_runs(runs, world)
     return Diagnosis(
         findings=judge_sightings(

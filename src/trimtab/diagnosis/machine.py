@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.tables import bad_versions
-from trimtab.diagnosis.judge import SEVERITIES, Diagnosed, Diagnosis
+from trimtab.diagnosis.findings import SEVERITIES, Diagnosed, Diagnosis
 from trimtab.errors import nearest
 from trimtab.probe.detect import detect
 from trimtab.probe.host import memory_folders

@@ -1,9 +1,11 @@
-"""An sbatch script for a plan. Pure text: `launching/doing.py` asks the cluster and submits.
+"""Build an sbatch script for a plan, checked against the partitions, nodes and GPUs of the cluster.
+
+Pure: `QUESTIONS` are the commands, `parse_cluster` reads their output, `submit` runs them.
 
 one task a node        srun starts `trimtab train` once on each, and that starts torchrun
-where nodes meet       on the first node of the job's own list, at a port that follows from its number
+rendezvous             the first node of the job's own list, at a port that follows from the job id
 before the time limit  Slurm sends SIGUSR1 to every process: they save, and the job is queued again
-a lost node            Slurm queues the job again, and it goes on from its last checkpoint
+a lost node            Slurm queues the job again, and it resumes from its last checkpoint
 """
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ import re
 from typing import TYPE_CHECKING
 
 from trimtab.errors import EnvironmentFault, UnknownName, WrongUse
-from trimtab.launching.errand import build_environment, build_train_command
-from trimtab.launching.need import add_margin, explain_time
+from trimtab.launching.job_spec import build_environment, build_train_command
 from trimtab.launching.quoting import (
     Raw,
     batch_name,
@@ -28,15 +29,167 @@ from trimtab.launching.quoting import (
     shell_line,
     shell_word,
 )
-from trimtab.launching.site import slurm_time
+from trimtab.launching.resources import add_margin, explain_time
 from trimtab.spec import Launch, LaunchKind
-from trimtab.units import MIB, format_bytes, format_duration, parse_duration
+from trimtab.spec.base import Noun, below
+from trimtab.units import MIB, format_bytes, format_duration, parse_duration, parse_whole
 
 if TYPE_CHECKING:
-    from trimtab.launching.errand import JobSpec
-    from trimtab.launching.habits import LaunchDefaults
-    from trimtab.launching.need import Resources
-    from trimtab.launching.site import Partition, SlurmCluster, SlurmNode
+    from trimtab.launching.defaults import LaunchDefaults
+    from trimtab.launching.job_spec import JobSpec
+    from trimtab.launching.resources import Resources
+
+QUESTIONS: dict[str, tuple[str, ...]] = {
+    "nodes": ("sinfo", "--noheader", "--Node", "--format=%P|%N|%G|%c|%m|%l|%T|%a"),
+    "config": ("scontrol", "show", "config"),
+}
+"""Commands by what they answer. Source of the fields: https://slurm.schedmd.com/sinfo.html"""
+_FIELDS = 8
+_GONE = ("down", "drain", "fail", "maint", "power", "unknown", "reboot", "future", "planned_down")
+"""States, or beginnings of them, in which a node takes no job."""
+_GPUS = re.compile(
+    r"gpu(?::(?P<type>[A-Za-z0-9_.+-]*[A-Za-z_][A-Za-z0-9_.+-]*))?:(?P<count>[0-9]+)(?=[(,]|$)"
+)
+_SECONDS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
+
+
+class SlurmNode(Noun, frozen=True, kw_only=True):
+    """A node as Slurm counts it."""
+
+    name: str
+    gpus: dict[str, int] = {}
+    """How many, by the type that Slurm gives them; '' where it gives none."""
+    cpus: int | None = None
+    memory_bytes: int | None = None
+    state: str = ""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether jobs can start on it, now or when others have ended."""
+        return not self.state.lower().rstrip("*$~#!%@^-+").startswith(_GONE)
+
+    def faults(self) -> list[str]:
+        """Counts are possible."""
+        return below(1, cpus=self.cpus) + below(
+            0, **{f"gpus {name}": many for name, many in self.gpus.items()}
+        )
+
+
+class Partition(Noun, frozen=True, kw_only=True):
+    """A queue and the nodes behind it."""
+
+    name: str
+    is_default: bool = False
+    is_up: bool = True
+    limit_s: float | None = None
+    """The longest that a job may run; None where there is no limit."""
+    nodes: tuple[SlurmNode, ...] = ()
+
+    @property
+    def gpu_types(self) -> tuple[str, ...]:
+        """The types of GPU that its nodes have, in order."""
+        return tuple(sorted({kind for node in self.nodes for kind in node.gpus}))
+
+    def seats(self, kind: str, many: int) -> int:
+        """How many of its nodes have so many GPUs of a type."""
+        return sum(1 for node in self.nodes if node.gpus.get(kind, 0) >= many)
+
+    def words(self) -> str:
+        """What it has, in a few words."""
+        kinds = sorted({_describe_gpus(node) for node in self.nodes})
+        return f"{self.name} ({len(self.nodes)} node{'s' * (len(self.nodes) != 1)} with {' or '.join(kinds)})"
+
+
+class SlurmCluster(Noun, frozen=True, kw_only=True):
+    """A Slurm cluster."""
+
+    partitions: tuple[Partition, ...]
+    counts_gpus: bool = True
+    """Whether it understands --gpus-per-node, which select/cons_tres does, and not --gres alone."""
+
+    def faults(self) -> list[str]:
+        """A cluster has a partition."""
+        return [] if self.partitions else ["a cluster has a partition"]
+
+
+def parse_cluster(answers: dict[str, str]) -> SlurmCluster:
+    """The cluster from what its commands printed."""
+    rows = [line.split("|") for line in answers["nodes"].splitlines() if line.strip()]
+    wrong = next((row for row in rows if len(row) != _FIELDS), None)
+    if wrong is not None or not rows:
+        raise EnvironmentFault(
+            " ".join(QUESTIONS["nodes"]),
+            found=f"it printed {'|'.join(wrong)[:120]!r}"
+            if wrong
+            else "it printed nothing: there is no node",
+            cure="Look at `sinfo` yourself; SLURM_CONF must name the cluster that you mean.",
+        )
+    partitions: dict[str, Partition] = {}
+    for name, node, gres, cpus, memory, limit, state, available in rows:
+        seen = partitions.get(name) or Partition(
+            name=name.rstrip("*"),
+            is_default=name.endswith("*"),
+            is_up=available.strip().lower() == "up",
+            limit_s=parse_limit(limit),
+        )
+        held = SlurmNode(
+            name=node,
+            gpus=parse_gpus(gres),
+            cpus=parse_whole(cpus.rstrip("+")) or None,
+            memory_bytes=(parse_whole(memory.rstrip("+")) or 0) * MIB or None,
+            state=state,
+        )
+        partitions[name] = seen.replace(nodes=(*seen.nodes, held))
+    selects = re.search(r"^SelectType\s*=\s*(\S+)", answers.get("config", ""), re.MULTILINE)
+    return SlurmCluster(
+        partitions=tuple(partitions.values()),
+        counts_gpus=selects is not None and selects.group(1) == "select/cons_tres",
+    )
+
+
+def parse_gpus(gres: str) -> dict[str, int]:
+    """GPUs by type, from what Slurm calls generic resources.
+
+    >>> parse_gpus("gpu:h100:4(S:0-1),lustre:1"), parse_gpus("gpu:2"), parse_gpus("(null)")
+    ({'h100': 4}, {'': 2}, {})
+    """
+    found: dict[str, int] = {}
+    for match in _GPUS.finditer(gres):
+        kind = match["type"] or ""
+        found[kind] = found.get(kind, 0) + int(match["count"])
+    return found
+
+
+def parse_limit(text: str) -> float | None:
+    """A time limit as Slurm writes it; None for none.
+
+    >>> parse_limit("1-02:00:00"), parse_limit("30:00"), parse_limit("infinite"), parse_limit("12:00:00")
+    (93600.0, 1800.0, None, 43200.0)
+    """
+    match = re.fullmatch(
+        r"\s*(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)\s*", text
+    )
+    if match is None:
+        return None
+    return float(sum(int(match[unit] or 0) * each for unit, each in _SECONDS.items()))
+
+
+def slurm_time(seconds: float) -> str:
+    """A time limit as Slurm reads it, in whole minutes, at least one.
+
+    >>> slurm_time(3600), slurm_time(93661)
+    ('01:00:00', '1-02:02:00')
+    """
+    minutes = max(1, -int(-seconds // 60))
+    days, rest = divmod(minutes, 1440)
+    text = f"{rest // 60:02d}:{rest % 60:02d}:00"
+    return f"{days}-{text}" if days else text
+
+
+def _describe_gpus(node: SlurmNode) -> str:
+    texts = [f"{many} x {kind or 'GPU'}" for kind, many in sorted(node.gpus.items())]
+    return " + ".join(texts) or "no GPU"
+
 
 WARNING_S = 120
 """How long before the limit the run is told to save and end."""

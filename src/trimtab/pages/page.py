@@ -11,10 +11,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from trimtab import __version__
-from trimtab.pages import figures, run_figures
-from trimtab.pages.drawing import NARROW, WIDE
-from trimtab.pages.markup import Markup, join_markup, tag
-from trimtab.pages.scales import format_number, pick_byte_unit
+from trimtab.pages import figures
+from trimtab.pages.svg import NARROW, WIDE, Markup, format_number, join_markup, pick_byte_unit, tag
 from trimtab.planner.stale import used
 from trimtab.render import setting_words
 from trimtab.units import format_duration
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trimtab.pages.figures import Figure, Row
-    from trimtab.pages.story import ReportData
+    from trimtab.pages.report_data import ReportData
     from trimtab.spec import Incident, Plan, WhatIf
     from trimtab.training.record import Record
 
@@ -44,12 +42,12 @@ def draw_figures(story: ReportData) -> list[Figure]:
     found: list[Figure | None] = []
     plan, run = story.plan, story.run
     if run is not None:
-        found.append(run_figures.loss_figure(run.lines, run.events))
-        found.append(run_figures.comparison_figure(run_figures.compare_run(run.lines, plan)))
-        found.append(run_figures.speed_figure(run.lines, plan))
-        found.append(run_figures.reserved_figure(run.lines, plan))
+        found.append(figures.loss_figure(run.lines, run.events))
+        found.append(figures.comparison_figure(figures.compare_run(run.lines, plan)))
+        found.append(figures.speed_figure(run.lines, plan))
+        found.append(figures.reserved_figure(run.lines, plan))
     if story.profile is not None:
-        found.append(run_figures.comparison_figure(run_figures.compare_profile(story.profile)))
+        found.append(figures.comparison_figure(figures.compare_profile(story.profile)))
     if plan is not None and plan.estimate.process_bytes:
         found += [
             figures.memory_figure(plan),

@@ -24,8 +24,8 @@ from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import cpu
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, file_of, load
-from trimtab.launching.summary import JSON as SUMMARY
-from trimtab.launching.summary import build_summary, count_node_gpus, remove_summary, write_summary
+from trimtab.launching.run_summary import JSON as SUMMARY
+from trimtab.launching.run_summary import build_summary, count_node_gpus, remove_summary, write_summary
 from trimtab.planner import whole_batch
 from trimtab.spec import BatchLoss, IncidentKind, Precision
 from trimtab.training.control import given

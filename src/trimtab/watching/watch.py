@@ -1,23 +1,274 @@
-"""One look after the other at GPUs and runs."""
+"""Watch GPUs and runs: find run folders, follow their logs, and say whether each run still makes progress."""
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trimtab.errors import WrongUse
 from trimtab.probe.gauges import gauges
-from trimtab.spec import Sample
+from trimtab.spec import Incident, Sample, WatchedRun
+from trimtab.training.meters import Line
+from trimtab.training.record import EVENTS, IDENTITY, LOCK, LOG, PLAN, Tail, attempt_of, is_step, plan_of
+from trimtab.units import format_duration, parse_whole
 from trimtab.watching.advice import advise
-from trimtab.watching.runs import UNDER_WAY, RunFollower, find_runs, recent_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trimtab.probe.world import World
-    from trimtab.spec import Gauge, WatchedRun
+    from trimtab.spec import Attempt, Gauge, Plan
+
+DEEPEST = 3
+"""Folders below the one given, in which runs are looked for."""
+MOST_FOLDERS = 3000
+"""Looked into; a home directory has many more, and a run is not hidden that deep."""
+RECENT_S, MOST_UNNAMED = 86_400.0, 12
+"""Runs that nobody named are shown for a day, and at most so many of them."""
+RECENT = 50
+"""Steps that speed and waiting are taken from."""
+FIRST_BYTES = 1 << 20
+"""Of a log that was there already: as many of its last bytes are read, which is more than RECENT lines."""
+SILENT_STEPS, SILENT_S = 20, 60.0
+"""A run stalls that has said nothing for this many of its own steps, and at least for so long: a checkpoint
+or an evaluation lies between two lines as well."""
+SHOWN_EVENTS = 3
+UNDER_WAY = ("starting", "running", "stalled")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's."""
+    return (folder / LOG).is_file() or (folder / IDENTITY).is_file()
+
+
+def find_runs(given: Sequence[Path]) -> list[Path]:
+    """The runs among and below the folders given; an error for one that is not there."""
+    found: dict[Path, None] = {}
+    for folder in given:
+        if not folder.is_dir():
+            raise WrongUse(
+                f"watch {folder}",
+                found="it is a file" if folder.exists() else "there is no such folder",
+                cure="Give the folder of a run (trimtab train --out), or one that runs are in.",
+            )
+        if is_run(folder):
+            found[folder] = None
+        else:
+            found |= dict.fromkeys(_runs_below(folder))
+    return list(found)
+
+
+def _runs_below(root: Path) -> list[Path]:
+    """Runs in a folder, not too deep and not too many to look through."""
+    runs, level, looked = [], [root], 0
+    for _ in range(DEEPEST):
+        deeper: list[Path] = []
+        for folder in level:
+            try:
+                inside = sorted(
+                    entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
+                )
+            except OSError:
+                continue
+            looked += len(inside)
+            children = [Path(path) for path in inside if not Path(path).name.startswith(".")]
+            runs += [child for child in children if is_run(child)]
+            deeper += [child for child in children if not is_run(child)]
+        if looked > MOST_FOLDERS:
+            break
+        level = deeper
+    return runs
+
+
+def recent_runs(runs: Sequence[Path], now: float) -> list[Path]:
+    """Of runs that nobody named, those that wrote something in the last day, the latest of them."""
+    ages = {run: age for run in runs if (age := _file_age(run / LOG, now)) is not None and age < RECENT_S}
+    kept = sorted(ages, key=lambda run: ages[run])[:MOST_UNNAMED]
+    return [run for run in runs if run in kept]
+
+
+@dataclass
+class RunFollower:
+    """Reads on in the folder of one run."""
+
+    folder: Path
+    lines: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
+    events: deque[Incident] = field(default_factory=lambda: deque(maxlen=SHOWN_EVENTS))
+    seen: int = 0
+    """Steps that have been read."""
+    plan: Plan | None = None
+    _log: Tail | None = None
+    _told: Tail | None = None
+    _plan_at: float | None = None
+
+    def look(self, now: float, world: World, gauges: Sequence[Gauge]) -> WatchedRun:
+        """The run as it is now; devices only where they can be told for certain."""
+        self._read()
+        note = attempt_of(self.folder)
+        plan, last = self.plan, self.lines[-1] if self.lines else None
+        steps = _total_steps(note, plan)
+        silent = _file_age(self.folder / LOG, now)
+        typical = statistics.median(line.time_s for line in self.lines) if self.lines else None
+        state, why = self._state(note, steps, silent, typical, world)
+        taken = sum(line.time_s for line in self.lines)
+        waits = [line.data_wait_s for line in self.lines if line.data_wait_s is not None]
+        mfu = _median([line.mfu for line in self.lines])
+        return WatchedRun(
+            folder=str(self.folder),
+            job=plan.job if plan is not None else "",
+            state=state,
+            why=why,
+            step=last.step if last is not None else None,
+            steps=steps,
+            loss=last.loss if last is not None else None,
+            step_s=typical,
+            samples_per_s=_median([line.samples_per_s for line in self.lines]),
+            recent=len(self.lines) or None,
+            planned_samples_per_s=plan.estimate.samples_per_s if plan is not None else None,
+            mfu=mfu,
+            mfu_rating=_rate_mfu(mfu, plan),
+            reserved_bytes=max(
+                (line.reserved_bytes for line in self.lines if line.reserved_bytes), default=None
+            ),
+            planned_reserved_bytes=(plan.estimate.reserved_bytes or None) if plan is not None else None,
+            data_wait=min(1.0, sum(waits) / taken) if waits and taken > 0 else None,
+            left_s=_seconds_left(last, steps, typical) if state in UNDER_WAY else None,
+            silent_s=silent,
+            events=tuple(self.events),
+            devices=self._devices(world, gauges) if state in UNDER_WAY else (),
+        )
+
+    def _read(self) -> None:
+        """Take in what is new in the folder."""
+        self._log = self._log or _open_at_end(self.folder / LOG)
+        self._told = self._told or _open_at_end(self.folder / EVENTS)
+        before = self._log.at
+        try:
+            for line in self._log.fresh(Line):
+                if self._log.at < before:
+                    # The file was written anew: what was read of it is void.
+                    self.lines.clear()
+                    before = 0
+                if line is not None and is_step(line):
+                    self.lines.append(line)
+                    self.seen += 1
+            self.events += [event for event in self._told.fresh(Incident) if event is not None]
+        except OSError:
+            pass  # a file that is not there yet, or not for us to read
+        changed = _file_age(self.folder / PLAN, 0.0)
+        if changed != self._plan_at:
+            self._plan_at = changed
+            self.plan = plan_of(self.folder)
+
+    def _state(
+        self,
+        note: Attempt | None,
+        steps: int | None,
+        silent: float | None,
+        typical: float | None,
+        world: World,
+    ) -> tuple[str, str]:
+        """Whether the run moves, and what that rests on where it is not plain."""
+        step = self.lines[-1].step if self.lines else 0
+        said_end = note is not None and note.state == "ended"
+        if (steps is not None and step >= steps) or (said_end and steps is None):
+            return "done", f"{step:,} steps"
+        if said_end:
+            return "ended", f"at step {step:,} of {steps:,}: the same command resumes it"
+        pid, host = read_lock_holder(self.folder)
+        if pid and host == world.host("name") and world.host(f"process:{pid}") is None:
+            return "gone", f"its process {pid} is no more, and it did not say that it ended"
+        return _progress_state(silent, typical)
+
+    def _devices(self, world: World, gauges: Sequence[Gauge]) -> tuple[str, ...]:
+        """GPUs of this machine that are the run's: by the process that holds it, the others by its plan.
+
+        The plan counts GPUs as its process saw them, so it is believed only where it has the first one right.
+        """
+        pid, host = read_lock_holder(self.folder)
+        if not pid or host != world.host("name"):
+            return ()
+        own = [gauge for gauge in gauges if any(process.pid == pid for process in gauge.processes or ())]
+        places = self.plan.places if self.plan is not None else ()
+        here = [place.device for place in places if place.node == places[0].node]
+        if own and here and own[0].index == here[0]:
+            return tuple(gauge.key for gauge in gauges if gauge.index in here and "/" not in gauge.key) or (
+                own[0].key,
+            )
+        if not own and here and len(here) == len(gauges):
+            # In a container processes have other numbers; a run that uses every GPU uses these.
+            return tuple(gauge.key for gauge in gauges)
+        return tuple(gauge.key for gauge in own)
+
+
+def _progress_state(silent: float | None, typical: float | None) -> tuple[str, str]:
+    """Whether steps still come, for a run that has not ended."""
+    if typical is None:
+        return "starting", "no step has been taken yet"
+    if silent is not None and silent > max(SILENT_S, SILENT_STEPS * typical):
+        return "stalled", f"no step for {format_duration(silent)}, they took {format_duration(typical)} each"
+    return "running", ""
+
+
+def read_lock_holder(folder: Path) -> tuple[int, str]:
+    """The process that trains into a folder and its machine, as the lock says; 0 where it does not."""
+    try:
+        words = (folder / LOCK).read_text(encoding="utf-8", errors="replace")[:300].split()
+    except OSError:
+        return 0, ""
+    if len(words) != 4 or words[0] != "process" or words[2] != "on":  # noqa: PLR2004 - process 12 on host
+        return 0, ""
+    return parse_whole(words[1]) or 0, words[3]
+
+
+def _seconds_left(last: Line | None, steps: int | None, typical: float | None) -> float | None:
+    """Seconds to the end of the run, if its steps go on as the last ones did."""
+    if last is None or steps is None or typical is None:
+        return None
+    return max(0, steps - last.step) * typical
+
+
+def _total_steps(note: Attempt | None, plan: Plan | None) -> int | None:
+    """Steps of the whole run: as it says itself, or as its plan has it."""
+    if note is not None and note.steps:
+        return note.steps
+    return plan.workload.steps if plan is not None and plan.workload is not None else None
+
+
+def _open_at_end(file: Path) -> Tail:
+    """A tail that skips most of what is there already; it begins within a line, which is then left out."""
+    try:
+        size = file.stat().st_size
+    except OSError:
+        return Tail(file)
+    return Tail(file, at=max(0, size - FIRST_BYTES))
+
+
+def _file_age(file: Path, now: float) -> float | None:
+    """Seconds since a file was written; None where there is none."""
+    try:
+        written = file.stat().st_mtime
+    except OSError:
+        return None
+    return max(0.0, now - written) if now else written
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _rate_mfu(mfu: float | None, plan: Plan | None) -> str | None:
+    """The word for a measured MFU, beside the figures that the plan names."""
+    from trimtab.predict.rating import rating
+
+    return None if mfu is None or plan is None else rating(mfu, plan.estimate.mfu_reference)
+
 
 KEPT_LOOKS = 10
 """Looks at a GPU that are kept: what is said of it holds for all of them, not for one unlucky moment."""

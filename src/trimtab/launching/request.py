@@ -1,0 +1,290 @@
+"""Build the launch that was requested: torchrun, Slurm, a manifest, `accelerate launch` or `deepspeed`.
+
+Pure functions: facts about the machine are passed in. `accelerate launch` and `deepspeed` run your own
+script; they get processes, nodes, precision, compiling and sharding from the plan. The batch is the
+script's own: `trimtab apply` writes it into the config.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.errors import WrongUse
+from trimtab.launching.job_spec import PROGRAM, JobSpec, build_environment, build_train_command
+from trimtab.launching.manifests import build_indexed_job, build_sky_task, build_train_job
+from trimtab.launching.quoting import check_path
+from trimtab.launching.resources import compute_resources
+from trimtab.launching.slurm import build_sbatch_launch
+from trimtab.spec import Launch, LaunchKind, Precision, Strategy
+from trimtab.spec.base import Noun, below
+from trimtab.training.meeting import Meeting
+from trimtab.training.start import LOGS, RESTARTS, Fleet, arguments, run_id
+from trimtab.training.task import place
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trimtab.launching.defaults import LaunchDefaults
+    from trimtab.launching.slurm import SlurmCluster
+    from trimtab.spec import Plan
+
+
+def build_local_launch(
+    errand: JobSpec,
+    habits: LaunchDefaults,
+    *,
+    cores: int | None,
+    here: Mapping[str, str],
+    rendezvous: str | None = None,
+) -> Launch:
+    """The command to run here; over several nodes, the same one on each."""
+    need = errand.need
+    given = build_environment(errand, cores=cores, offline=habits.offline, here=here)
+    given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
+    # What the user has set stays, but for the devices, which follow from it.
+    kept = {
+        name
+        for name in given
+        if name in here and name != "CUDA_VISIBLE_DEVICES" and name not in habits.environment
+    }
+    given = {name: variable for name, variable in given.items() if name not in kept}
+    fleet = Fleet(
+        procs=need.procs,
+        nodes=need.nodes_text,
+        rendezvous=rendezvous or "",
+        logs=f"{errand.out}/{LOGS}",
+        restarts=RESTARTS if errand.restarts is None else errand.restarts,
+    )
+    several = need.nodes > 1
+    torchrun = need.procs > 1 or rendezvous is not None
+    notes = [f"run it on each of the {need.nodes} nodes, {rendezvous} included"] if several else []
+    notes += [f"{name} stays {here[name]}, as it is set" for name in sorted(kept)]
+    return Launch(
+        kind=LaunchKind.TORCHRUN,
+        command=tuple(build_train_command(errand, rendezvous=rendezvous)),
+        environment={name: value for name, (value, _) in given.items()},
+        why={name: why for name, (_, why) in given.items()},
+        starts=("torchrun", *arguments(fleet, Path("TASK"), run_id(errand.out))) if torchrun else (),
+        out=errand.out,
+        notes=tuple(notes),
+    )
+
+
+MIXED = {Precision.BF16: "bf16", Precision.FP16: "fp16"}
+"""Precisions as accelerate says them; the others are no autocast."""
+PORT = 29500
+
+
+def build_script_launch(  # noqa: PLR0913 - an errand, a script and where it runs
+    kind: LaunchKind,
+    errand: JobSpec,
+    habits: LaunchDefaults,
+    *,
+    script: str | None,
+    rendezvous: str | None,
+    cores: int | None,
+    here: Mapping[str, str],
+) -> Launch:
+    """The line for a user's script."""
+    if not script:
+        raise WrongUse(
+            f"--{kind}",
+            found="no script is named",
+            cure="Give your own with --script train.py, and its words after --.",
+        )
+    check_path("--script", script)
+    strategy = errand.plan.choice.strategy
+    if strategy in (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE):
+        raise WrongUse(
+            f"--{kind} with a plan of strategy {strategy}",
+            found=f"{kind} has nothing like it",
+            cure="Plan again with --pin strategy=ddp or fsdp, or launch `trimtab train` without this option.",
+        )
+    words = (
+        _accelerate_words(errand, rendezvous)
+        if kind is LaunchKind.ACCELERATE
+        else _deepspeed_words(errand, rendezvous)
+    )
+    given = build_environment(errand, cores=cores, offline=habits.offline, here=here)
+    given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
+    choice = errand.plan.choice
+    batch = f"micro-batch {choice.micro_batch}, {choice.accumulation} accumulated"
+    return Launch(
+        kind=kind,
+        command=(*words, script, *errand.extra),
+        environment={name: value for name, (value, _) in given.items()},
+        why={name: why for name, (_, why) in given.items()},
+        notes=(f"the batch is the script's own ({batch}): `trimtab apply PLAN --to CONFIG` writes it",),
+    )
+
+
+def _accelerate_words(errand: JobSpec, rendezvous: str | None) -> list[str]:
+    """Source: `accelerate launch --help`."""
+    need, choice = errand.need, errand.plan.choice
+    ranks = need.nodes * need.procs
+    words = ["accelerate", "launch", f"--num_processes={ranks}", f"--num_machines={need.nodes}"]
+    words.append(f"--mixed_precision={MIXED.get(choice.precision, 'no')}")
+    words.append(f"--dynamo_backend={'inductor' if choice.compile else 'no'}")
+    if not need.gpus:
+        words.append("--cpu")
+    elif choice.strategy in (Strategy.FSDP, Strategy.HSDP):
+        words += ["--use_fsdp", "--fsdp_version=2"]
+    elif ranks > 1:
+        words.append("--multi_gpu")
+    if need.nodes > 1:
+        place = _read_meeting(rendezvous, need.nodes)
+        words += [f"--main_process_ip={place.host}", f"--main_process_port={place.port}"]
+        words += ["--rdzv_backend=c10d"]
+    return words
+
+
+def _deepspeed_words(errand: JobSpec, rendezvous: str | None) -> list[str]:
+    """Source: https://www.deepspeed.ai/getting-started; precision and sharding are in the script's config."""
+    need = errand.need
+    words = ["deepspeed", f"--num_gpus={need.procs}"]
+    if need.nodes > 1:
+        place = _read_meeting(rendezvous, need.nodes)
+        words += [f"--num_nodes={need.nodes}", "--hostfile=hostfile"]
+        words += [f"--master_addr={place.host}", f"--master_port={place.port}"]
+    return words
+
+
+def _read_meeting(rendezvous: str | None, nodes: int) -> Meeting:
+    if rendezvous is None:
+        raise WrongUse(
+            f"a plan for {nodes} nodes",
+            found="they need a place to meet",
+            cure=f"Give --rendezvous HOST:{PORT}, where HOST is one of them.",
+        )
+    return Meeting.read(rendezvous)
+
+
+PLAN = "launch-plan.json"
+"""In the run's folder; plan.json there is the one that the run is under."""
+SCRIPTS = {
+    LaunchKind.SLURM: "launch.sbatch",
+    LaunchKind.KUBERNETES: "launch.yaml",
+    LaunchKind.KUBEFLOW: "launch.yaml",
+    LaunchKind.SKY: "launch.sky.yaml",
+}
+MANIFESTS = {
+    LaunchKind.KUBERNETES: build_indexed_job,
+    LaunchKind.KUBEFLOW: build_train_job,
+    LaunchKind.SKY: build_sky_task,
+}
+OTHERS = (LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED)
+HEARD_BY = {
+    "partition": (LaunchKind.SLURM,),
+    "account": (LaunchKind.SLURM,),
+    "qos": (LaunchKind.SLURM,),
+    "time": (LaunchKind.SLURM,),
+    "activate": (LaunchKind.SLURM,),
+    "rendezvous": (LaunchKind.TORCHRUN, LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED),
+    "image": (LaunchKind.KUBERNETES, LaunchKind.KUBEFLOW, LaunchKind.SKY),
+    "script": (LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED),
+}
+"""Options that mean something to some kinds only."""
+
+
+class LaunchOrder(Noun, frozen=True, kw_only=True):
+    """A launch as it was asked for."""
+
+    kind: LaunchKind = LaunchKind.TORCHRUN
+    nodes: str | None = None
+    rendezvous: str | None = None
+    restarts: int | None = None
+    out: str | None = None
+    steps: int | None = None
+    time: str | None = None
+    script: str | None = None
+    extra: tuple[str, ...] = ()
+    folder: str
+    python: str = ""
+    """The interpreter that runs now, for machines that share its files."""
+    compares: bool = False
+    """Whether there is one for each of several numbers of GPUs."""
+
+    def faults(self) -> list[str]:
+        """Counts are possible."""
+        return below(1, steps=self.steps) + below(0, restarts=self.restarts)
+
+
+def refuse_unused(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
+    """Raise for an option that this kind of launch would leave without effect."""
+    for name, value in given.items():
+        if value is not None and kind not in HEARD_BY[name]:
+            kinds = " or ".join(f"--{other}" for other in HEARD_BY[name])
+            raise WrongUse(
+                f"--{name} {value}",
+                found=f"it means nothing to a launch by {kind}",
+                cure=f"Leave it out, or give {kinds} with it.".replace("--torchrun", "no other launcher"),
+            )
+
+
+def build_job_spec(order: LaunchOrder, plan: Plan, plan_file: str | None, habits: LaunchDefaults) -> JobSpec:
+    """What is to be trained where, for a plan that is in a file or not yet."""
+    out = str(place(order.out, plan.job))
+    if order.compares:
+        out += f"-{plan.choice.gpus}gpu{'s' * (plan.choice.gpus > 1)}"
+    check_path("--out", out)
+    shared = order.kind is LaunchKind.SLURM
+    absolute = order.kind in (LaunchKind.SLURM, LaunchKind.SKY)
+    file = plan_file or f"{out}/{PLAN}"
+    steps = () if order.steps is None else ("--steps", str(order.steps))
+    # Nodes share files with this machine; what is activated there brings its own program.
+    program = (PROGRAM,) if habits.activate or not shared else (order.python, "-m", PROGRAM)
+    return JobSpec(
+        plan=plan,
+        plan_file=str(Path(order.folder, file)) if absolute else file,
+        need=compute_resources(plan, nodes=order.nodes, steps=order.steps),
+        out=str(Path(order.folder, out)) if shared else out,
+        folder=order.folder,
+        program=program,
+        restarts=order.restarts,
+        extra=(*steps, *order.extra),
+    )
+
+
+def build_launch(  # noqa: PLR0913 - an order and the world it is for
+    order: LaunchOrder,
+    plan: Plan,
+    plan_file: str | None,
+    habits: LaunchDefaults,
+    *,
+    site: SlurmCluster | None = None,
+    silence: str = "",
+    cores: int | None = None,
+    here: Mapping[str, str],
+) -> Launch:
+    """The launch for a plan."""
+    what = build_job_spec(order, plan, plan_file, habits)
+    files = {} if plan_file is not None else {what.plan_file: plan.to_json(indent=2) + "\n"}
+    if order.kind is LaunchKind.SLURM:
+        script = f"{what.out}/{SCRIPTS[order.kind]}"
+        found = build_sbatch_launch(what, habits, site, script_file=script, time=order.time, silence=silence)
+    elif order.kind in MANIFESTS:
+        script = f"{what.out}/{SCRIPTS[order.kind]}"
+        found = MANIFESTS[order.kind](what, habits, script_file=script)
+        # A manifest carries the plan itself.
+        files = files if order.kind is LaunchKind.SKY else {}
+    elif order.kind in OTHERS:
+        found = build_script_launch(
+            order.kind,
+            what,
+            habits,
+            script=order.script,
+            rendezvous=order.rendezvous,
+            cores=cores,
+            here=here,
+        )
+        files = {}
+    else:
+        if what.need.nodes > 1 and not order.rendezvous:
+            raise WrongUse(
+                f"a plan for {what.need.nodes} nodes",
+                found="they need a place to meet",
+                cure="Give --rendezvous HOST:PORT, where HOST is one of them; or --slurm, which finds one.",
+            )
+        found = build_local_launch(what, habits, cores=cores, here=here, rendezvous=order.rendezvous)
+    return found.replace(files={**files, **found.files})
