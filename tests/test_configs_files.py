@@ -449,7 +449,7 @@ def test_two_at_once_take_turns(file: Path) -> None:
 def test_the_lock_of_a_process_that_died_does_not_hold(file: Path) -> None:
     script = (
         "import os, sys, signal, pathlib\n"
-        "from trimtab.configs import locks\n"
+        "from trimtab.configs import files\n"
         "with files.lock_folders([pathlib.Path(sys.argv[1])]):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
