@@ -114,7 +114,7 @@ def launch_nouns(plans: st.SearchStrategy[spec.Plan]) -> dict[type[spec.Noun], s
         JobSpec,
         plan=plans,
         plan_file=words,
-        need=needs(),
+        resources=needs(),
         out=words,
         folder=words,
         program=st.lists(words, min_size=1, max_size=3).map(tuple),

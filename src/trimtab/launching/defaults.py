@@ -88,7 +88,7 @@ class LaunchDefaults(Noun, frozen=True, kw_only=True):
 
 
 def read_defaults(folder: Path) -> LaunchDefaults:
-    """The habits of a folder's trimtab.toml; none where there is no file or no such table."""
+    """The defaults of a folder's trimtab.toml; none where there is no file or no such table."""
     file = folder / PROJECT_FILE
     try:
         held = tomllib.loads(file.read_text(encoding="utf-8"))

@@ -21,12 +21,12 @@ SHAPES = ("seq", "lora")
 
 
 class JobSpec(Noun, frozen=True, kw_only=True):
-    """A plan, its need, and where the run is kept."""
+    """A plan, its resources, and where the run is kept."""
 
     plan: Plan
     plan_file: str
     """Where the nodes find the plan."""
-    need: Resources
+    resources: Resources
     out: str
     """The run's folder, which all nodes share."""
     folder: str
@@ -40,7 +40,7 @@ class JobSpec(Noun, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """What people call it."""
-        return f"{self.plan.job}: {self.plan.choice.strategy}, {_count_processes(self.need)}"
+        return f"{self.plan.job}: {self.plan.choice.strategy}, {_count_processes(self.resources)}"
 
     def faults(self) -> list[str]:
         """It can be started, and what is kept has a place."""
@@ -51,38 +51,38 @@ class JobSpec(Noun, frozen=True, kw_only=True):
         ]
 
 
-def _count_processes(need: Resources) -> str:
-    each = f"{need.procs} {'GPU' if need.gpus else 'process'}"
-    each += ("s" if need.gpus else "es") * (need.procs > 1)
-    return f"{need.nodes} nodes of {each}" if need.nodes > 1 else each
+def _count_processes(resources: Resources) -> str:
+    each = f"{resources.procs} {'GPU' if resources.gpus else 'process'}"
+    each += ("s" if resources.gpus else "es") * (resources.procs > 1)
+    return f"{resources.nodes} nodes of {each}" if resources.nodes > 1 else each
 
 
 def build_train_command(
-    errand: JobSpec, *, nodes: str | None = None, rendezvous: str | None = None
+    job_spec: JobSpec, *, nodes: str | None = None, rendezvous: str | None = None
 ) -> list[str]:
     """The command that every node runs: it starts torchrun with the node's processes.
 
     `nodes` and `rendezvous` may be words of a script's own, such as "$address:$port".
     """
-    for what, path in (("plan", errand.plan_file), ("--out", errand.out), ("job", errand.plan.job)):
+    for what, path in (("plan", job_spec.plan_file), ("--out", job_spec.out), ("job", job_spec.plan.job)):
         check_path(what, path)
-    meeting = [] if rendezvous is None else ["--nodes", nodes or errand.need.nodes_text]
+    meeting = [] if rendezvous is None else ["--nodes", nodes or job_spec.resources.nodes_text]
     meeting += [] if rendezvous is None else ["--rendezvous", rendezvous]
-    restarts = [] if errand.restarts is None else ["--restarts", str(errand.restarts)]
+    restarts = [] if job_spec.restarts is None else ["--restarts", str(job_spec.restarts)]
     return [
-        *errand.program,
+        *job_spec.program,
         "train",
-        errand.plan.job,
+        job_spec.plan.job,
         "--plan",
-        errand.plan_file,
+        job_spec.plan_file,
         "--out",
-        errand.out,
+        job_spec.out,
         "--procs",
-        str(errand.need.procs),
+        str(job_spec.resources.procs),
         *meeting,
         *restarts,
-        *_option_words(errand.plan.job, errand.plan.options),
-        *errand.extra,
+        *_option_words(job_spec.plan.job, job_spec.plan.options),
+        *job_spec.extra,
     ]
 
 
@@ -104,28 +104,31 @@ def _option_words(job: str, options: dict[str, Any]) -> Iterator[str]:
 
 
 def build_environment(
-    errand: JobSpec, *, cores: int | None, offline: bool, here: Mapping[str, str] | None = None
+    job_spec: JobSpec, *, cores: int | None, offline: bool, here: Mapping[str, str] | None = None
 ) -> dict[str, tuple[str, str]]:
     """Variables of the run, each with its reason.
 
     `cores` are those of a node that the run may use; `here` is this process's own environment where the run
     starts on this machine, and None where a scheduler hands out the devices.
     """
-    need, choice = errand.need, errand.plan.choice
+    resources, choice = job_spec.resources, job_spec.plan.choice
     found: dict[str, tuple[str, str]] = {}
     if choice.allocator is Allocator.EXPANDABLE:
         for name, value in allocator_variables(choice, here or {}).items():
             found[name] = value, "the plan's allocator: expandable segments"
     if cores:
-        threads = max(1, cores // need.procs)
-        found["OMP_NUM_THREADS"] = str(threads), _explain_threads(cores, need.procs)
-    if need.gpus and need.gpus * need.nodes > 1:
+        threads = max(1, cores // resources.procs)
+        found["OMP_NUM_THREADS"] = str(threads), _explain_threads(cores, resources.procs)
+    if resources.gpus and resources.gpus * resources.nodes > 1:
         found["NCCL_DEBUG"] = "WARN", "NCCL says why, where it fails"
-    if offline or errand.plan.job.startswith(FOLDER):
+    if offline or job_spec.plan.job.startswith(FOLDER):
         why = "trimtab.toml says offline" if offline else "all that the job needs is in its folder"
         found["HF_HUB_OFFLINE"] = "1", why
-    if here is not None and need.gpus:
-        found["CUDA_VISIBLE_DEVICES"] = visible_devices(errand.plan, here), "the devices that the plan chose"
+    if here is not None and resources.gpus:
+        found["CUDA_VISIBLE_DEVICES"] = (
+            visible_devices(job_spec.plan, here),
+            "the devices that the plan chose",
+        )
     return found
 
 

@@ -34,22 +34,24 @@ PLAN_VARIABLE = "TRIMTAB_PLAN"
 GPU_RESOURCES = {Vendor.NVIDIA: "nvidia.com/gpu", Vendor.AMD: "amd.com/gpu"}
 
 
-def build_indexed_job(errand: JobSpec, habits: LaunchDefaults, *, script_file: str) -> Launch:
+def build_indexed_job(job_spec: JobSpec, defaults: LaunchDefaults, *, script_file: str) -> Launch:
     """A Service by which the pods find the first of them, the plan, and the Job."""
-    name = make_label(f"trimtab-{errand.plan.job}")
+    name = make_label(f"trimtab-{job_spec.plan.job}")
     place = f"{name}-0.{name}:{PORT}"
-    inside = errand.replace(plan_file=f"{PLAN_FOLDER}/{PLAN_NAME}", out=_path_below(habits.mount, errand.out))
+    inside = job_spec.replace(
+        plan_file=f"{PLAN_FOLDER}/{PLAN_NAME}", out=_path_below(defaults.mount, job_spec.out)
+    )
     words = build_train_command(inside, rendezvous=place)
-    image, given = _require_image(habits), _pod_environment(errand, habits)
-    about = _metadata(name, habits)
-    volumes, mounts = _build_volumes(errand, habits, plan=name)
+    image, given = _require_image(defaults), _pod_environment(job_spec, defaults)
+    about = _metadata(name, defaults)
+    volumes, mounts = _build_volumes(job_spec, defaults, plan=name)
     container = {
         "name": "train",
         "image": image,
         "command": [escape_dollars(word) for word in words],
         "env": [{"name": key, "value": escape_dollars(value)} for key, value in given.items()],
         "ports": [{"name": "rendezvous", "containerPort": PORT}],
-        "resources": pod_resources(errand.need),
+        "resources": pod_resources(job_spec.resources),
         "volumeMounts": mounts,
     }
     service = {
@@ -68,7 +70,7 @@ def build_indexed_job(errand: JobSpec, habits: LaunchDefaults, *, script_file: s
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": about,
-        "data": {PLAN_NAME: shorten_plan(errand, indent=2) + "\n"},
+        "data": {PLAN_NAME: shorten_plan(job_spec, indent=2) + "\n"},
     }
     job = {
         "apiVersion": "batch/v1",
@@ -76,9 +78,9 @@ def build_indexed_job(errand: JobSpec, habits: LaunchDefaults, *, script_file: s
         "metadata": about,
         "spec": {
             "completionMode": "Indexed",
-            "completions": errand.need.nodes,
-            "parallelism": errand.need.nodes,
-            "backoffLimit": RETRIES * errand.need.nodes,
+            "completions": job_spec.resources.nodes,
+            "parallelism": job_spec.resources.nodes,
+            "backoffLimit": RETRIES * job_spec.resources.nodes,
             "podFailurePolicy": {
                 "rules": [
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -100,43 +102,43 @@ def build_indexed_job(errand: JobSpec, habits: LaunchDefaults, *, script_file: s
             },
         },
     }
-    return _manifest_launch(LaunchKind.KUBERNETES, [service, plan, job], script_file, errand, habits)
+    return _manifest_launch(LaunchKind.KUBERNETES, [service, plan, job], script_file, job_spec, defaults)
 
 
-def build_train_job(errand: JobSpec, habits: LaunchDefaults, *, script_file: str) -> Launch:
+def build_train_job(job_spec: JobSpec, defaults: LaunchDefaults, *, script_file: str) -> Launch:
     """A TrainJob, whose operator starts one pod a node and tells each where they meet.
 
     Volumes are the runtime's: how a TrainJob adds its own has changed from release to release.
     """
-    name = make_label(f"trimtab-{errand.plan.job}")
+    name = make_label(f"trimtab-{job_spec.plan.job}")
     plan_file = "/tmp/trimtab-plan.json"  # noqa: S108 - in a container that has nobody else in it
-    inside = errand.replace(plan_file=plan_file, out=_path_below(habits.mount, errand.out))
+    inside = job_spec.replace(plan_file=plan_file, out=_path_below(defaults.mount, job_spec.out))
     place = Raw('"$PET_MASTER_ADDR:$PET_MASTER_PORT"')
     words = shell_line(build_train_command(inside, rendezvous=place))
     script = f'printf %s "${PLAN_VARIABLE}" > {plan_file}\nexec {words}\n'
-    given = {**_pod_environment(errand, habits), PLAN_VARIABLE: shorten_plan(errand)}
+    given = {**_pod_environment(job_spec, defaults), PLAN_VARIABLE: shorten_plan(job_spec)}
     job = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": _metadata(name, habits),
+        "metadata": _metadata(name, defaults),
         "spec": {
             "runtimeRef": {
                 "apiGroup": "trainer.kubeflow.org",
                 "kind": "ClusterTrainingRuntime",
-                "name": habits.runtime,
+                "name": defaults.runtime,
             },
             "trainer": {
-                "image": _require_image(habits),
+                "image": _require_image(defaults),
                 "command": ["bash", "-c", escape_dollars(script)],
-                "numNodes": errand.need.nodes,
-                "numProcPerNode": errand.need.procs,
-                "resourcesPerNode": pod_resources(errand.need),
+                "numNodes": job_spec.resources.nodes,
+                "numProcPerNode": job_spec.resources.procs,
+                "resourcesPerNode": pod_resources(job_spec.resources),
                 "env": [{"name": key, "value": escape_dollars(value)} for key, value in given.items()],
             },
         },
     }
-    found = _manifest_launch(LaunchKind.KUBEFLOW, [job], script_file, errand, habits)
-    note = f"the runtime {habits.runtime} has to mount the folder {habits.mount}, which all pods share"
+    found = _manifest_launch(LaunchKind.KUBEFLOW, [job], script_file, job_spec, defaults)
+    note = f"the runtime {defaults.runtime} has to mount the folder {defaults.mount}, which all pods share"
     return found.replace(notes=(*found.notes, note))
 
 
@@ -149,73 +151,75 @@ def escape_dollars(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def shorten_plan(errand: JobSpec, *, indent: int = 0) -> str:
+def shorten_plan(job_spec: JobSpec, *, indent: int = 0) -> str:
     """The plan without what only people read: a manifest has room for little."""
-    return errand.plan.replace(
+    return job_spec.plan.replace(
         runners_up=(), rejected=(), comparison=(), what_if=(), reasons=(), left_out=()
     ).to_json(indent=indent)
 
 
-def pod_resources(need: Resources) -> dict[str, dict[str, str]]:
+def pod_resources(resources: Resources) -> dict[str, dict[str, str]]:
     """What a pod asks for: GPUs are limits, of which Kubernetes makes requests."""
-    found = {"requests": {"cpu": str(need.cpus)}}
-    if need.memory_bytes:
-        found["requests"]["memory"] = f"{-(-need.memory_bytes // MIB)}Mi"
-    if need.gpus:
-        found["limits"] = {_gpu_resource(need): str(need.gpus)}
+    found = {"requests": {"cpu": str(resources.cpus)}}
+    if resources.memory_bytes:
+        found["requests"]["memory"] = f"{-(-resources.memory_bytes // MIB)}Mi"
+    if resources.gpus:
+        found["limits"] = {_gpu_resource(resources): str(resources.gpus)}
     return found
 
 
-def _gpu_resource(need: Resources) -> str:
+def _gpu_resource(resources: Resources) -> str:
     """What device plugins call the GPUs."""
     from trimtab.catalog.lookup import typed
 
-    vendors = {typed(device)[0].vendor for device in need.devices}
+    vendors = {typed(device)[0].vendor for device in resources.devices}
     return GPU_RESOURCES[Vendor.AMD if Vendor.AMD in vendors else Vendor.NVIDIA]
 
 
 def _manifest_launch(
-    kind: LaunchKind, documents: list[Any], script_file: str, errand: JobSpec, habits: LaunchDefaults
+    kind: LaunchKind, documents: list[Any], script_file: str, job_spec: JobSpec, defaults: LaunchDefaults
 ) -> Launch:
     notes = ["the job's own files have to be in the image, or on the volume"]
-    if errand.need.gpus:
-        notes.append(f"GPUs of any type are asked for; the plan is for {', '.join(errand.need.devices)}")
-    if not habits.claim and kind is LaunchKind.KUBERNETES:
+    if job_spec.resources.gpus:
+        notes.append(
+            f"GPUs of any type are asked for; the plan is for {', '.join(job_spec.resources.devices)}"
+        )
+    if not defaults.claim and kind is LaunchKind.KUBERNETES:
         notes.append("without claim in [launch] of trimtab.toml, checkpoints go when the pod goes")
     return Launch(
         kind=kind,
         command=("kubectl", "apply", "-f", script_file),
-        environment=_pod_environment(errand, habits),
+        environment=_pod_environment(job_spec, defaults),
         script=dump_yaml(documents),
         script_file=script_file,
-        out=errand.out,
+        out=job_spec.out,
         notes=tuple(notes),
     )
 
 
-def _pod_environment(errand: JobSpec, habits: LaunchDefaults) -> dict[str, str]:
-    found = build_environment(errand, cores=errand.need.cpus, offline=habits.offline)
+def _pod_environment(job_spec: JobSpec, defaults: LaunchDefaults) -> dict[str, str]:
+    found = build_environment(job_spec, cores=job_spec.resources.cpus, offline=defaults.offline)
     return {
         **{name: value for name, (value, _) in found.items()},
         "PYTHONUNBUFFERED": "1",
-        **habits.environment,
+        **defaults.environment,
     }
 
 
-def _require_image(habits: LaunchDefaults) -> str:
-    if not habits.image:
+def _require_image(defaults: LaunchDefaults) -> str:
+    if not defaults.image:
         raise WrongUse(
             "a launch in containers",
             found="no image is named",
             cure="Give --image, or image in [launch] of trimtab.toml: it has to hold trimtab and the job.",
         )
-    return habits.image
+    return defaults.image
 
 
-def _metadata(name: str, habits: LaunchDefaults) -> dict[str, Any]:
+def _metadata(name: str, defaults: LaunchDefaults) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name}
-    if habits.namespace:
-        found["namespace"] = habits.namespace
+    if defaults.namespace:
+        found["namespace"] = defaults.namespace
     return {**found, "labels": {"app.kubernetes.io/managed-by": "trimtab"}}
 
 
@@ -223,15 +227,15 @@ def _path_below(mount: str, out: str) -> str:
     return f"{mount.rstrip('/')}/{out.lstrip('/')}"
 
 
-def _build_volumes(errand: JobSpec, habits: LaunchDefaults, *, plan: str) -> tuple[list[Any], list[Any]]:
+def _build_volumes(job_spec: JobSpec, defaults: LaunchDefaults, *, plan: str) -> tuple[list[Any], list[Any]]:
     """The plan, shared memory for data loaders, and the volume that pods share."""
-    if not habits.claim and errand.need.nodes > 1:
+    if not defaults.claim and job_spec.resources.nodes > 1:
         raise WrongUse(
-            f"a launch on {errand.need.nodes} pods",
+            f"a launch on {job_spec.resources.nodes} pods",
             found="they have no folder that they share, where checkpoints are kept",
             cure='Name a PersistentVolumeClaim in [launch] of trimtab.toml: claim = "NAME".',
         )
-    shared = {"persistentVolumeClaim": {"claimName": habits.claim}} if habits.claim else {"emptyDir": {}}
+    shared = {"persistentVolumeClaim": {"claimName": defaults.claim}} if defaults.claim else {"emptyDir": {}}
     volumes = [
         {"name": "plan", "configMap": {"name": plan}},
         {"name": "memory", "emptyDir": {"medium": "Memory"}},
@@ -240,7 +244,7 @@ def _build_volumes(errand: JobSpec, habits: LaunchDefaults, *, plan: str) -> tup
     mounts = [
         {"name": "plan", "mountPath": PLAN_FOLDER, "readOnly": True},
         {"name": "memory", "mountPath": "/dev/shm"},  # noqa: S108 - it is what data loaders share batches through
-        {"name": "shared", "mountPath": habits.mount},
+        {"name": "shared", "mountPath": defaults.mount},
     ]
     return volumes, mounts
 
@@ -262,26 +266,30 @@ ACCELERATORS = {
 PLAIN = ("A10", "A10G", "L4", "L40", "L40S", "B200")
 
 
-def build_sky_task(errand: JobSpec, habits: LaunchDefaults, *, script_file: str) -> Launch:
+def build_sky_task(job_spec: JobSpec, defaults: LaunchDefaults, *, script_file: str) -> Launch:
     """A task for `sky launch`."""
-    need = errand.need
-    inside = errand.replace(plan_file=PLAN)
-    given = build_environment(errand, cores=None, offline=habits.offline)
+    resources = job_spec.resources
+    inside = job_spec.replace(plan_file=PLAN)
+    given = build_environment(job_spec, cores=None, offline=defaults.offline)
     place = Raw(f'"$address:{PORT}"')
     # Behind a tilde that the shell reads.
     words = [Raw(word) if word == PLAN else word for word in build_train_command(inside, rendezvous=place)]
     document: dict[str, Any] = {
-        "name": make_label(f"trimtab-{errand.plan.job}"),
-        "workdir": errand.folder,
-        "num_nodes": need.nodes,
+        "name": make_label(f"trimtab-{job_spec.plan.job}"),
+        "workdir": job_spec.folder,
+        "num_nodes": resources.nodes,
         "resources": {
-            **({"accelerators": f"{sky_accelerator(need.devices)}:{need.gpus}"} if need.gpus else {}),
-            "cpus": f"{need.cpus}+",
-            **({"image_id": f"docker:{habits.image}"} if habits.image else {}),
+            **(
+                {"accelerators": f"{sky_accelerator(resources.devices)}:{resources.gpus}"}
+                if resources.gpus
+                else {}
+            ),
+            "cpus": f"{resources.cpus}+",
+            **({"image_id": f"docker:{defaults.image}"} if defaults.image else {}),
         },
-        "file_mounts": {PLAN: errand.plan_file},
-        "envs": {**{name: value for name, (value, _) in given.items()}, **habits.environment},
-        **({"setup": "\n".join(habits.lines) + "\n"} if habits.lines else {}),
+        "file_mounts": {PLAN: job_spec.plan_file},
+        "envs": {**{name: value for name, (value, _) in given.items()}, **defaults.environment},
+        **({"setup": "\n".join(defaults.lines) + "\n"} if defaults.lines else {}),
         "run": f'address=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n{shell_line(words)}\n',
     }
     return Launch(
@@ -290,7 +298,7 @@ def build_sky_task(errand: JobSpec, habits: LaunchDefaults, *, script_file: str)
         environment=document["envs"],
         script=dump_yaml([document]),
         script_file=script_file,
-        out=errand.out,
+        out=job_spec.out,
         notes=("the run's folder is on the nodes' own disks unless it lies in a mounted bucket",),
     )
 

@@ -31,42 +31,42 @@ if TYPE_CHECKING:
 
 
 def build_local_launch(
-    errand: JobSpec,
-    habits: LaunchDefaults,
+    job_spec: JobSpec,
+    defaults: LaunchDefaults,
     *,
     cores: int | None,
     here: Mapping[str, str],
     rendezvous: str | None = None,
 ) -> Launch:
     """The command to run here; over several nodes, the same one on each."""
-    need = errand.need
-    given = build_environment(errand, cores=cores, offline=habits.offline, here=here)
-    given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
+    resources = job_spec.resources
+    given = build_environment(job_spec, cores=cores, offline=defaults.offline, here=here)
+    given |= {name: (value, "trimtab.toml says so") for name, value in defaults.environment.items()}
     # What the user has set stays, but for the devices, which follow from it.
     kept = {
         name
         for name in given
-        if name in here and name != "CUDA_VISIBLE_DEVICES" and name not in habits.environment
+        if name in here and name != "CUDA_VISIBLE_DEVICES" and name not in defaults.environment
     }
     given = {name: variable for name, variable in given.items() if name not in kept}
     fleet = Fleet(
-        procs=need.procs,
-        nodes=need.nodes_text,
+        procs=resources.procs,
+        nodes=resources.nodes_text,
         rendezvous=rendezvous or "",
-        logs=f"{errand.out}/{LOGS}",
-        restarts=RESTARTS if errand.restarts is None else errand.restarts,
+        logs=f"{job_spec.out}/{LOGS}",
+        restarts=RESTARTS if job_spec.restarts is None else job_spec.restarts,
     )
-    several = need.nodes > 1
-    torchrun = need.procs > 1 or rendezvous is not None
-    notes = [f"run it on each of the {need.nodes} nodes, {rendezvous} included"] if several else []
+    several = resources.nodes > 1
+    torchrun = resources.procs > 1 or rendezvous is not None
+    notes = [f"run it on each of the {resources.nodes} nodes, {rendezvous} included"] if several else []
     notes += [f"{name} stays {here[name]}, as it is set" for name in sorted(kept)]
     return Launch(
         kind=LaunchKind.TORCHRUN,
-        command=tuple(build_train_command(errand, rendezvous=rendezvous)),
+        command=tuple(build_train_command(job_spec, rendezvous=rendezvous)),
         environment={name: value for name, (value, _) in given.items()},
         why={name: why for name, (_, why) in given.items()},
-        starts=("torchrun", *arguments(fleet, Path("TASK"), run_id(errand.out))) if torchrun else (),
-        out=errand.out,
+        starts=("torchrun", *arguments(fleet, Path("TASK"), run_id(job_spec.out))) if torchrun else (),
+        out=job_spec.out,
         notes=tuple(notes),
     )
 
@@ -76,10 +76,10 @@ MIXED = {Precision.BF16: "bf16", Precision.FP16: "fp16"}
 PORT = 29500
 
 
-def build_script_launch(  # noqa: PLR0913 - an errand, a script and where it runs
+def build_script_launch(  # noqa: PLR0913 - a job spec, a script and where it runs
     kind: LaunchKind,
-    errand: JobSpec,
-    habits: LaunchDefaults,
+    job_spec: JobSpec,
+    defaults: LaunchDefaults,
     *,
     script: str | None,
     rendezvous: str | None,
@@ -94,7 +94,7 @@ def build_script_launch(  # noqa: PLR0913 - an errand, a script and where it run
             cure="Give your own with --script train.py, and its words after --.",
         )
     check_path("--script", script)
-    strategy = errand.plan.choice.strategy
+    strategy = job_spec.plan.choice.strategy
     if strategy in (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE):
         raise WrongUse(
             f"--{kind} with a plan of strategy {strategy}",
@@ -102,50 +102,50 @@ def build_script_launch(  # noqa: PLR0913 - an errand, a script and where it run
             cure="Plan again with --pin strategy=ddp or fsdp, or launch `trimtab train` without this option.",
         )
     words = (
-        _accelerate_words(errand, rendezvous)
+        _accelerate_words(job_spec, rendezvous)
         if kind is LaunchKind.ACCELERATE
-        else _deepspeed_words(errand, rendezvous)
+        else _deepspeed_words(job_spec, rendezvous)
     )
-    given = build_environment(errand, cores=cores, offline=habits.offline, here=here)
-    given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
-    choice = errand.plan.choice
+    given = build_environment(job_spec, cores=cores, offline=defaults.offline, here=here)
+    given |= {name: (value, "trimtab.toml says so") for name, value in defaults.environment.items()}
+    choice = job_spec.plan.choice
     batch = f"micro-batch {choice.micro_batch}, {choice.accumulation} accumulated"
     return Launch(
         kind=kind,
-        command=(*words, script, *errand.extra),
+        command=(*words, script, *job_spec.extra),
         environment={name: value for name, (value, _) in given.items()},
         why={name: why for name, (_, why) in given.items()},
         notes=(f"the batch is the script's own ({batch}): `trimtab apply PLAN --to CONFIG` writes it",),
     )
 
 
-def _accelerate_words(errand: JobSpec, rendezvous: str | None) -> list[str]:
+def _accelerate_words(job_spec: JobSpec, rendezvous: str | None) -> list[str]:
     """Source: `accelerate launch --help`."""
-    need, choice = errand.need, errand.plan.choice
-    ranks = need.nodes * need.procs
-    words = ["accelerate", "launch", f"--num_processes={ranks}", f"--num_machines={need.nodes}"]
+    resources, choice = job_spec.resources, job_spec.plan.choice
+    ranks = resources.nodes * resources.procs
+    words = ["accelerate", "launch", f"--num_processes={ranks}", f"--num_machines={resources.nodes}"]
     words.append(f"--mixed_precision={MIXED.get(choice.precision, 'no')}")
     words.append(f"--dynamo_backend={'inductor' if choice.compile else 'no'}")
-    if not need.gpus:
+    if not resources.gpus:
         words.append("--cpu")
     elif choice.strategy in (Strategy.FSDP, Strategy.HSDP):
         words += ["--use_fsdp", "--fsdp_version=2"]
     elif ranks > 1:
         words.append("--multi_gpu")
-    if need.nodes > 1:
-        place = _read_meeting(rendezvous, need.nodes)
+    if resources.nodes > 1:
+        place = _read_meeting(rendezvous, resources.nodes)
         words += [f"--main_process_ip={place.host}", f"--main_process_port={place.port}"]
         words += ["--rdzv_backend=c10d"]
     return words
 
 
-def _deepspeed_words(errand: JobSpec, rendezvous: str | None) -> list[str]:
+def _deepspeed_words(job_spec: JobSpec, rendezvous: str | None) -> list[str]:
     """Source: https://www.deepspeed.ai/getting-started; precision and sharding are in the script's config."""
-    need = errand.need
-    words = ["deepspeed", f"--num_gpus={need.procs}"]
-    if need.nodes > 1:
-        place = _read_meeting(rendezvous, need.nodes)
-        words += [f"--num_nodes={need.nodes}", "--hostfile=hostfile"]
+    resources = job_spec.resources
+    words = ["deepspeed", f"--num_gpus={resources.procs}"]
+    if resources.nodes > 1:
+        place = _read_meeting(rendezvous, resources.nodes)
+        words += [f"--num_nodes={resources.nodes}", "--hostfile=hostfile"]
         words += [f"--master_addr={place.host}", f"--master_port={place.port}"]
     return words
 
@@ -222,7 +222,9 @@ def refuse_unused(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
             )
 
 
-def build_job_spec(order: LaunchOrder, plan: Plan, plan_file: str | None, habits: LaunchDefaults) -> JobSpec:
+def build_job_spec(
+    order: LaunchOrder, plan: Plan, plan_file: str | None, defaults: LaunchDefaults
+) -> JobSpec:
     """What is to be trained where, for a plan that is in a file or not yet."""
     out = str(place(order.out, plan.job))
     if order.compares:
@@ -233,11 +235,11 @@ def build_job_spec(order: LaunchOrder, plan: Plan, plan_file: str | None, habits
     file = plan_file or f"{out}/{PLAN}"
     steps = () if order.steps is None else ("--steps", str(order.steps))
     # Nodes share files with this machine; what is activated there brings its own program.
-    program = (PROGRAM,) if habits.activate or not shared else (order.python, "-m", PROGRAM)
+    program = (PROGRAM,) if defaults.activate or not shared else (order.python, "-m", PROGRAM)
     return JobSpec(
         plan=plan,
         plan_file=str(Path(order.folder, file)) if absolute else file,
-        need=compute_resources(plan, nodes=order.nodes, steps=order.steps),
+        resources=compute_resources(plan, nodes=order.nodes, steps=order.steps),
         out=str(Path(order.folder, out)) if shared else out,
         folder=order.folder,
         program=program,
@@ -250,7 +252,7 @@ def build_launch(  # noqa: PLR0913 - an order and the world it is for
     order: LaunchOrder,
     plan: Plan,
     plan_file: str | None,
-    habits: LaunchDefaults,
+    defaults: LaunchDefaults,
     *,
     site: SlurmCluster | None = None,
     silence: str = "",
@@ -258,21 +260,23 @@ def build_launch(  # noqa: PLR0913 - an order and the world it is for
     here: Mapping[str, str],
 ) -> Launch:
     """The launch for a plan."""
-    what = build_job_spec(order, plan, plan_file, habits)
+    what = build_job_spec(order, plan, plan_file, defaults)
     files = {} if plan_file is not None else {what.plan_file: plan.to_json(indent=2) + "\n"}
     if order.kind is LaunchKind.SLURM:
         script = f"{what.out}/{SCRIPTS[order.kind]}"
-        found = build_sbatch_launch(what, habits, site, script_file=script, time=order.time, silence=silence)
+        found = build_sbatch_launch(
+            what, defaults, site, script_file=script, time=order.time, silence=silence
+        )
     elif order.kind in MANIFESTS:
         script = f"{what.out}/{SCRIPTS[order.kind]}"
-        found = MANIFESTS[order.kind](what, habits, script_file=script)
+        found = MANIFESTS[order.kind](what, defaults, script_file=script)
         # A manifest carries the plan itself.
         files = files if order.kind is LaunchKind.SKY else {}
     elif order.kind in OTHERS:
         found = build_script_launch(
             order.kind,
             what,
-            habits,
+            defaults,
             script=order.script,
             rendezvous=order.rendezvous,
             cores=cores,
@@ -280,11 +284,11 @@ def build_launch(  # noqa: PLR0913 - an order and the world it is for
         )
         files = {}
     else:
-        if what.need.nodes > 1 and not order.rendezvous:
+        if what.resources.nodes > 1 and not order.rendezvous:
             raise WrongUse(
-                f"a plan for {what.need.nodes} nodes",
+                f"a plan for {what.resources.nodes} nodes",
                 found="they need a place to meet",
                 cure="Give --rendezvous HOST:PORT, where HOST is one of them; or --slurm, which finds one.",
             )
-        found = build_local_launch(what, habits, cores=cores, here=here, rendezvous=order.rendezvous)
+        found = build_local_launch(what, defaults, cores=cores, here=here, rendezvous=order.rendezvous)
     return found.replace(files={**files, **found.files})

@@ -116,11 +116,12 @@ def add_margin(seconds: float) -> float:
     return -(-(seconds * MARGIN + START_S) // 60) * 60.0
 
 
-def explain_time(need: Resources, asked_s: float) -> str:
+def explain_time(resources: Resources, asked_s: float) -> str:
     """Why so much time is asked for."""
-    if need.seconds is None:
+    if resources.seconds is None:
         return f"a time limit of {format_duration(asked_s)}"
     return (
-        f"a time limit of {format_duration(asked_s)}: {format_duration(need.seconds)} estimated, a quarter "
+        f"a time limit of {format_duration(asked_s)}: {format_duration(resources.seconds)} estimated, a "
+        "quarter "
         f"more, and {format_duration(START_S)} to start and save"
     )

@@ -231,50 +231,50 @@ fi
 exit "$code"'''
 
 
-def build_sbatch_launch(  # noqa: PLR0913 - an errand and the world it is for
-    errand: JobSpec,
-    habits: LaunchDefaults,
+def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
+    job_spec: JobSpec,
+    defaults: LaunchDefaults,
     site: SlurmCluster | None,
     *,
     script_file: str,
     time: str | None = None,
     silence: str = "",
 ) -> Launch:
-    """The script for an errand, checked against what the cluster has; `silence` is why it could not be."""
+    """The script for a job spec, checked against what the cluster has; `silence` is why it could not be."""
     check_path("script", script_file)
-    need = errand.need
-    partition = None if site is None else choose_partition(site, habits.partition, need)
-    node = None if partition is None else _smallest_node(partition, need)
-    cpus = _count_cpus(need, node)
-    given = build_environment(errand, cores=cpus, offline=habits.offline)
+    resources = job_spec.resources
+    partition = None if site is None else choose_partition(site, defaults.partition, resources)
+    node = None if partition is None else _smallest_node(partition, resources)
+    cpus = _count_cpus(resources, node)
+    given = build_environment(job_spec, cores=cpus, offline=defaults.offline)
     given["PYTHONUNBUFFERED"] = "1", "lines reach the log as they are printed"
-    given |= {name: (value, "trimtab.toml says so") for name, value in habits.environment.items()}
-    limit, limit_note = _time_limit(need, partition, time or habits.time)
-    memory, memory_note = _host_memory(need, node, cpus)
-    gpus, gpu_note = _gpu_options(need, site, partition)
+    given |= {name: (value, "trimtab.toml says so") for name, value in defaults.environment.items()}
+    limit, limit_note = _time_limit(resources, partition, time or defaults.time)
+    memory, memory_note = _host_memory(resources, node, cpus)
+    gpus, gpu_note = _gpu_options(resources, site, partition)
     options = [
-        batch_option("job-name", make_label(f"{PREFIX}{errand.plan.job}")),
-        batch_option("comment", f"{COMMENT}{errand.out}"),
-        *_name_option("partition", partition.name if partition else habits.partition),
-        *_name_option("account", habits.account),
-        *_name_option("qos", habits.qos),
-        batch_option("nodes", _node_range(need)),
+        batch_option("job-name", make_label(f"{PREFIX}{job_spec.plan.job}")),
+        batch_option("comment", f"{COMMENT}{job_spec.out}"),
+        *_name_option("partition", partition.name if partition else defaults.partition),
+        *_name_option("account", defaults.account),
+        *_name_option("qos", defaults.qos),
+        batch_option("nodes", _node_range(resources)),
         # With a range Slurm gives the fewest nodes that the tasks fit on, where it is told of any.
-        *([batch_option("ntasks-per-node", 1)] if need.least_nodes == need.nodes else []),
+        *([batch_option("ntasks-per-node", 1)] if resources.least_nodes == resources.nodes else []),
         *gpus,
         batch_option("cpus-per-task", cpus),
         *([] if memory is None else [batch_option("mem", f"{memory // MIB}M")]),
         *([] if limit is None else [batch_option("time", slurm_time(limit))]),
-        batch_option("chdir", errand.folder),
-        batch_option("output", f"{escape_percent(errand.out)}/slurm-%j.log"),
+        batch_option("chdir", job_spec.folder),
+        batch_option("output", f"{escape_percent(job_spec.out)}/slurm-%j.log"),
         batch_option("open-mode", "append"),
         batch_option("signal", f"USR1@{WARNING_S}"),
         "#SBATCH --requeue",
-        *(f"#SBATCH {_own_option(option)}" for option in habits.sbatch),
+        *(f"#SBATCH {_own_option(option)}" for option in defaults.sbatch),
     ]
     body = [
         "set -uo pipefail",
-        *_setup_lines(habits),
+        *_setup_lines(defaults),
         *(
             f"export {shell_assignment(name, value)}  {format_comment(why)}"
             for name, (value, why) in given.items()
@@ -282,10 +282,10 @@ def build_sbatch_launch(  # noqa: PLR0913 - an errand and the world it is for
         "",
         HEAD,
         "",
-        _srun_command(errand),
+        _srun_command(job_spec),
         TAIL,
     ]
-    about = [format_comment(errand.title), format_comment(f"Submit with: sbatch {shell_word(script_file)}")]
+    about = [format_comment(job_spec.title), format_comment(f"Submit with: sbatch {shell_word(script_file)}")]
     notes = (limit_note, memory_note, gpu_note, _place_note(partition, silence))
     return Launch(
         kind=LaunchKind.SLURM,
@@ -294,30 +294,30 @@ def build_sbatch_launch(  # noqa: PLR0913 - an errand and the world it is for
         why={name: why for name, (_, why) in given.items()},
         script="\n".join(["#!/bin/bash", *about, *options, "", *body]) + "\n",
         script_file=script_file,
-        out=errand.out,
+        out=job_spec.out,
         notes=tuple(note for note in notes if note),
     )
 
 
-def _srun_command(errand: JobSpec) -> str:
+def _srun_command(job_spec: JobSpec) -> str:
     """Once on every node that Slurm gave, which may be fewer than it was asked for at most."""
     words = build_train_command(
-        errand, nodes=Raw('"$SLURM_JOB_NUM_NODES"'), rendezvous=Raw('"$address:$port"')
+        job_spec, nodes=Raw('"$SLURM_JOB_NUM_NODES"'), rendezvous=Raw('"$address:$port"')
     )
     return " ".join(SRUN) + f" \\\n  {shell_line(words)}"
 
 
-def _setup_lines(habits: LaunchDefaults) -> list[str]:
-    lines = [f"module load {shell_word(module)} || exit 5" for module in habits.modules]
-    if habits.activate:
-        script = habits.activate
+def _setup_lines(defaults: LaunchDefaults) -> list[str]:
+    lines = [f"module load {shell_word(module)} || exit 5" for module in defaults.modules]
+    if defaults.activate:
+        script = defaults.activate
         if not script.endswith("activate"):
             script = f"{script.rstrip('/')}/bin/activate"
         home, tilde, rest = script.partition("~/")
         word = f'"$HOME"/{shell_word(rest)}' if tilde and not home else shell_word(script)
         # Scripts of others may use variables that are not set.
         lines += ["set +u", f"source {word} || exit 5", "set -u"]
-    return [*lines, *habits.lines]
+    return [*lines, *defaults.lines]
 
 
 def _name_option(option: str, name: str | None) -> list[str]:
@@ -331,11 +331,15 @@ def _own_option(option: str) -> str:
     return f"--{plain}={batch_value(plain, value)}" if equals else f"--{plain}"
 
 
-def _node_range(need: Resources) -> str:
-    return str(need.nodes) if need.least_nodes == need.nodes else f"{need.least_nodes}-{need.nodes}"
+def _node_range(resources: Resources) -> str:
+    return (
+        str(resources.nodes)
+        if resources.least_nodes == resources.nodes
+        else f"{resources.least_nodes}-{resources.nodes}"
+    )
 
 
-def choose_partition(site: SlurmCluster, wanted: str | None, need: Resources) -> Partition:
+def choose_partition(site: SlurmCluster, wanted: str | None, resources: Resources) -> Partition:
     """The partition to submit to, which must have what is needed; never one that nobody named."""
     known = {partition.name: partition for partition in site.partitions}
     listed = "; ".join(partition.words() for partition in site.partitions)
@@ -362,35 +366,35 @@ def choose_partition(site: SlurmCluster, wanted: str | None, need: Resources) ->
             found="it is down, and takes no job",
             cure=f"Ask its administrators, or use another of {listed}.",
         )
-    if need.gpus and _fitting_type(chosen, need) is None:
-        others = [other.words() for other in site.partitions if _fitting_type(other, need) is not None]
+    if resources.gpus and _fitting_type(chosen, resources) is None:
+        others = [other.words() for other in site.partitions if _fitting_type(other, resources) is not None]
         raise EnvironmentFault(
             f"partition {chosen.name}",
-            found=f"the plan needs {_describe_need(need)}, and it is {chosen.words()}",
+            found=f"the plan needs {_describe_need(resources)}, and it is {chosen.words()}",
             cure=f"Use --partition {others[0].split()[0]}: {'; '.join(others)}."
             if others
             else "Plan for what is there: trimtab plan JOB --on ..., or --compare 1,2,4.",
         )
-    if not need.gpus and len(chosen.nodes) < need.least_nodes:
+    if not resources.gpus and len(chosen.nodes) < resources.least_nodes:
         raise EnvironmentFault(
             f"partition {chosen.name}",
-            found=f"{need.least_nodes} nodes are needed, and it is {chosen.words()}",
+            found=f"{resources.least_nodes} nodes are needed, and it is {chosen.words()}",
             cure="Give fewer --nodes, or another --partition.",
         )
     return chosen
 
 
-def _describe_need(need: Resources) -> str:
-    many = f"{need.least_nodes} node{'s' * (need.least_nodes > 1)} with {need.gpus} x "
-    return many + (need.devices[0] if len(need.devices) == 1 else "GPU")
+def _describe_need(resources: Resources) -> str:
+    many = f"{resources.least_nodes} node{'s' * (resources.least_nodes > 1)} with {resources.gpus} x "
+    return many + (resources.devices[0] if len(resources.devices) == 1 else "GPU")
 
 
-def _fitting_type(partition: Partition, need: Resources) -> str | None:
+def _fitting_type(partition: Partition, resources: Resources) -> str | None:
     """The type of GPU that fits the plan, of which there are enough; None where there is none."""
     fitting = [
-        kind for kind in partition.gpu_types if all(is_same_gpu(kind, device) for device in need.devices)
+        kind for kind in partition.gpu_types if all(is_same_gpu(kind, device) for device in resources.devices)
     ]
-    enough = [kind for kind in fitting if partition.seats(kind, need.gpus) >= need.least_nodes]
+    enough = [kind for kind in fitting if partition.seats(kind, resources.gpus) >= resources.least_nodes]
     # A name that says more is the better match.
     return max(enough, key=len, default=None)
 
@@ -424,42 +428,42 @@ def _name_words(name: str) -> list[str]:
     return [re.sub(r"(?<=[0-9])(gib|gb|g)$", "", word) for word in found if word not in VENDORS]
 
 
-def _smallest_node(partition: Partition, need: Resources) -> SlurmNode | None:
+def _smallest_node(partition: Partition, resources: Resources) -> SlurmNode | None:
     """The smallest node that the job may land on."""
-    kind = _fitting_type(partition, need) if need.gpus else None
-    fitting = [node for node in partition.nodes if kind is None or node.gpus.get(kind, 0) >= need.gpus]
+    kind = _fitting_type(partition, resources) if resources.gpus else None
+    fitting = [node for node in partition.nodes if kind is None or node.gpus.get(kind, 0) >= resources.gpus]
     return min(fitting, key=lambda node: (node.cpus or 0, node.memory_bytes or 0), default=None)
 
 
 def _gpu_options(
-    need: Resources, site: SlurmCluster | None, partition: Partition | None
+    resources: Resources, site: SlurmCluster | None, partition: Partition | None
 ) -> tuple[list[str], str]:
-    if not need.gpus:
+    if not resources.gpus:
         return [], ""
     if site is None or partition is None:
-        return [batch_option("gres", f"gpu:{need.gpus}")], (
-            f"GPUs of any type are asked for; the plan is for {', '.join(need.devices)}"
+        return [batch_option("gres", f"gpu:{resources.gpus}")], (
+            f"GPUs of any type are asked for; the plan is for {', '.join(resources.devices)}"
         )
-    kind = _fitting_type(partition, need) or ""
-    value = f"{kind}:{need.gpus}" if kind else str(need.gpus)
+    kind = _fitting_type(partition, resources) or ""
+    value = f"{kind}:{resources.gpus}" if kind else str(resources.gpus)
     line = batch_option("gpus-per-node", value) if site.counts_gpus else batch_option("gres", f"gpu:{value}")
     if not kind:
-        return [line], f"Slurm gives its GPUs no type; the plan is for {', '.join(need.devices)}"
+        return [line], f"Slurm gives its GPUs no type; the plan is for {', '.join(resources.devices)}"
     return [line], ""
 
 
-def _count_cpus(need: Resources, node: SlurmNode | None) -> int:
+def _count_cpus(resources: Resources, node: SlurmNode | None) -> int:
     """Cores of a node, never more than it has."""
-    return need.cpus if node is None or node.cpus is None else min(need.cpus, node.cpus)
+    return resources.cpus if node is None or node.cpus is None else min(resources.cpus, node.cpus)
 
 
-def _host_memory(need: Resources, node: SlurmNode | None, cpus: int) -> tuple[int | None, str]:
+def _host_memory(resources: Resources, node: SlurmNode | None, cpus: int) -> tuple[int | None, str]:
     """Host memory of a node: the share that goes with its GPUs or its cores, and no less than is needed."""
     if node is None or node.memory_bytes is None:
         return None, "host memory is left to the cluster's default: what a node has is not known"
     held = sum(node.gpus.values())
-    share = need.gpus / held if need.gpus and held else cpus / (node.cpus or cpus)
-    asked = max(int(node.memory_bytes * share), need.memory_bytes)
+    share = resources.gpus / held if resources.gpus and held else cpus / (node.cpus or cpus)
+    asked = max(int(node.memory_bytes * share), resources.memory_bytes)
     if asked > node.memory_bytes:
         raise EnvironmentFault(
             "trimtab launch --slurm",
@@ -467,11 +471,13 @@ def _host_memory(need: Resources, node: SlurmNode | None, cpus: int) -> tuple[in
             f"{format_bytes(node.memory_bytes)} of host memory",
             cure="Plan for more nodes, or for another partition.",
         )
-    part = f"{need.gpus} of {held} GPUs" if need.gpus and held else f"{cpus} of {node.cpus} cores"
+    part = f"{resources.gpus} of {held} GPUs" if resources.gpus and held else f"{cpus} of {node.cpus} cores"
     return asked, f"host memory: {format_bytes(asked)} of {format_bytes(node.memory_bytes)}, for {part}"
 
 
-def _time_limit(need: Resources, partition: Partition | None, asked: str | None) -> tuple[float | None, str]:
+def _time_limit(
+    resources: Resources, partition: Partition | None, asked: str | None
+) -> tuple[float | None, str]:
     """The time limit, and a word on it."""
     most = None if partition is None else partition.limit_s
     if asked is not None:
@@ -484,16 +490,16 @@ def _time_limit(need: Resources, partition: Partition | None, asked: str | None)
                 "goes on.",
             )
         return seconds, ""
-    if need.seconds is None:
+    if resources.seconds is None:
         return None, "the time limit is the partition's default: nobody knows how long the run takes"
-    wanted = add_margin(need.seconds)
+    wanted = add_margin(resources.seconds)
     if most is not None and wanted > most:
         return most, (
-            f"{explain_time(need, wanted)}; the partition allows {format_duration(most)}: at the limit "
+            f"{explain_time(resources, wanted)}; the partition allows {format_duration(most)}: at the limit "
             "the run "
             "saves, is queued again, and goes on"
         )
-    return wanted, explain_time(need, wanted)
+    return wanted, explain_time(resources, wanted)
 
 
 def _place_note(partition: Partition | None, silence: str) -> str:
