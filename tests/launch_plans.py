@@ -82,7 +82,7 @@ def errand(what: Plan | None = None, **changes: Any) -> JobSpec:
         **{
             "plan": what,
             "plan_file": "/work/plan.json",
-            "need": compute_resources(what, nodes=nodes),
+            "resources": compute_resources(what, nodes=nodes),
             "out": "/work/runs/slm",
             "folder": "/work",
             **changes,
