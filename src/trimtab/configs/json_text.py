@@ -13,19 +13,16 @@ from typing import Any, NoReturn
 
 from trimtab.configs.text_edit import (
     DEEPEST,
+    ConfigFormat,
     KeyPath,
-    ListStyle,
     ParsedConfig,
     Splice,
     TextNode,
     duplicate_error,
     format_float,
-    node_value,
     parse_error_at,
     parse_text,
     refuse_leaf,
-    replace_value,
-    same_value,
 )
 from trimtab.errors import WrongUse
 
@@ -174,21 +171,17 @@ def format_json(value: Any, like: str = "") -> str:
     return json.dumps(value, ensure_ascii="\\u" in like)
 
 
-class _JsonFormat:
+class _JsonFormat(ConfigFormat):
     """The format."""
 
     kind = "json"
+    comment = _COMMENT
 
     def parse(self, text: str, origin: str) -> TextNode:
         return _JsonReader(text, origin).whole()
 
-    def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
-        style = ListStyle(
-            each=lambda child, new: self.replace(page, child, new, moving),
-            write=format_json,
-            comment=_COMMENT,
-        )
-        return replace_value(page, node, value, style, format_json)
+    def write(self, value: Any, like: str = "") -> str:
+        return format_json(value, like)
 
     def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
@@ -207,14 +200,6 @@ class _JsonFormat:
         lead = page.newline + indent
         body = [f"{lead}{key}: {_format_section(value, page, indent, step)}" for key, value in members]
         return _append_members(page, last.end, ",".join(body))
-
-    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
-        raise WrongUse(
-            page.locate(node.start), found="JSON has no computed values", cure="Change it by hand."
-        )
-
-    def means(self, node: TextNode, wanted: Any) -> bool:
-        return same_value(node_value(node), wanted)
 
 
 def _append_members(page: ParsedConfig, end: int, body: str) -> list[Splice]:

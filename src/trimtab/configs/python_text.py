@@ -22,24 +22,21 @@ import re
 import tokenize
 import warnings
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trimtab.configs.text_edit import (
+    ConfigFormat,
     KeyPath,
-    ListStyle,
     ParsedConfig,
     Splice,
     TextNode,
-    edit_list,
     format_float,
     format_path,
-    node_value,
     parse_error,
     parse_text,
     refuse_leaf,
     replace_list,
-    same_value,
     walk_nodes,
 )
 from trimtab.errors import WrongUse
@@ -363,28 +360,28 @@ def _find_quote(text: str) -> str:
     return next((letter for letter in text if letter in "'\""), "")
 
 
-class _PythonFormat:
+class _PythonFormat(ConfigFormat):
     """The format."""
 
     kind = "python"
+    comment = _COMMENT
 
     def parse(self, text: str, origin: str) -> TextNode:
         return _Collector(text, origin).collect()
+
+    def write(self, value: Any, like: str = "") -> str:
+        return format_python(value, like)
 
     def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
         old = page.text[node.start : node.end]
         quote = _find_quote(old) or _house_quote(page)
         if isinstance(value, list | tuple) and node.is_list and node.style != "calls":
-            style = ListStyle(
-                each=lambda child, new: self.replace(page, child, new, moving),
-                write=lambda new: format_python(new, quote=quote),
-                comment=_COMMENT,
-                lone_comma=node.style == "Tuple",
-            )
-            around = edit_list(page, node, value, style)
+            is_tuple = node.style == "Tuple"
+            write = partial(format_python, quote=quote)
+            around = self.edit_list(page, node, value, moving, write=write, lone_comma=is_tuple)
             if around is not None:
                 return around
-            old = "(" if node.style == "Tuple" else "["
+            old = "(" if is_tuple else "["
         return [replace_list(page, node, format_python(value, old, quote), _COMMENT)]
 
     def add(
@@ -400,9 +397,6 @@ class _PythonFormat:
 
     def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
         return [_add_comment(page, node)]
-
-    def means(self, node: TextNode, wanted: Any) -> bool:
-        return same_value(node_value(node), wanted)
 
 
 def _refuse_place(page: ParsedConfig, path: KeyPath, node: TextNode) -> NoReturn:

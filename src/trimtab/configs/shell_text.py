@@ -23,6 +23,7 @@ from pathlib import PurePath
 from typing import Any
 
 from trimtab.configs.text_edit import (
+    ConfigFormat,
     KeyPath,
     ParsedConfig,
     Splice,
@@ -315,7 +316,7 @@ def means_value(node: TextNode, wanted: Any) -> bool:
     return value_text(wanted) == word
 
 
-class _ShellFormat:
+class _ShellFormat(ConfigFormat):
     """The format."""
 
     kind = "shell"
@@ -583,7 +584,7 @@ def _make_count(at: int, text: str, match: re.Match[str] | None) -> TextNode:
     return TextNode(at + match.start(1), at + match.end(1), int(match[1]), style="count")
 
 
-class _SbatchFormat:
+class _SbatchFormat(ConfigFormat):
     """The format."""
 
     kind = "sbatch"

@@ -104,27 +104,90 @@ class Splice:
     """Among those at one place, the lower comes first."""
 
 
-class Format(Protocol):
-    """What a format must know."""
+class ConfigFormat:
+    """Base of the formats: what a format must define, and what most of them share."""
 
     kind: str
+    comment: str = ""
+    """The pattern of its comments."""
 
     def parse(self, text: str, origin: str) -> TextNode:
-        """The tree of a text, or BrokenFile."""
+        """Return the tree of a text, or raise BrokenFile."""
+        raise NotImplementedError
 
-    def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int], /) -> list[Splice]:
-        """The value written in the place of another; `moving` holds the ids of all nodes that change."""
+    def write(self, value: Any, like: str = "") -> str:
+        """ConfigFormat a value in the style of the old text."""
+        raise NotImplementedError
 
     def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
     ) -> list[Splice]:
-        """New keys in a section; a dict among the values is a section of its own."""
+        """Add keys to a section; a dict among the values becomes a section."""
+        raise NotImplementedError
+
+    def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int], /) -> list[Splice]:
+        """Replace a value: a list item by item if possible, anything else as a whole.
+
+        `moving` holds the ids of all nodes that change.
+        """
+        splices = self.edit_list(page, node, value, moving) if node.is_list else None
+        if splices is not None:
+            return splices
+        return [replace_list(page, node, self.write(value, page.text[node.start : node.end]), self.comment)]
+
+    def edit_list(  # noqa: PLR0913 - a list, its new items, and how they are written
+        self,
+        page: ParsedConfig,
+        node: TextNode,
+        value: Any,
+        moving: set[int],
+        *,
+        write: Callable[[Any], str] | None = None,
+        lone_comma: bool = False,
+    ) -> list[Splice] | None:
+        """Change a list in brackets item by item; make it longer or shorter around its comments.
+
+        Return None if the whole list should be written again: there is no comment to keep, or something else
+        is between its items. `lone_comma`: a single item needs a comma, as in Python's tuples.
+        """
+        if not isinstance(value, list | tuple):
+            return None
+        children = list((node.items or {}).values())
+        changed = [
+            splice
+            for child, new in zip(children, value, strict=False)
+            if child.computed or not same_value(_comparable_value(child), new)
+            for splice in self.replace(page, child, new, moving)
+        ]
+        if len(children) == len(value):
+            return changed
+        edges = [node.start + 1, *(edge for child in children for edge in (child.start, child.end))]
+        gaps = list(zip(edges[::2], [*edges[1::2], node.end - 1], strict=True))
+        bare = {
+            start: re.sub(self.comment, lambda match: " " * len(match[0]), page.text[start:end])
+            for start, end in gaps
+            if start <= end
+        }
+        saves = any(page.text[start:end] != bare.get(start) for start, end in gaps)
+        if not saves or any(gap.strip() not in ("", ",") for gap in bare.values()):
+            return None
+        if len(value) > len(children):
+            new_items = ", ".join(map(write or self.write, value[len(children) :]))
+            return changed + _extend_list(page, node, new_items, self.comment)
+        commas = [start + gap.index(",") for start, gap in bare.items() if "," in gap]
+        after = children[len(value) - 1].end if value else node.start
+        gone = [comma for comma in commas if comma >= after][lone_comma and len(value) == 1 :]
+        dropped = [Splice(child.start, child.end, "") for child in children[len(value) :]]
+        return changed + dropped + [Splice(comma, comma + 1, "") for comma in gone]
 
     def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
-        """The old expression kept in a comment on its line; WrongUse where the format has none."""
+        """Keep the old expression in a comment on its line; raise WrongUse if the format has none."""
+        found = f"{self.kind.upper()} has no computed values"
+        raise WrongUse(page.locate(node.start), found=found, cure="Change it by hand.")
 
     def means(self, node: TextNode, wanted: Any) -> bool:
-        """Whether a leaf that was read means the value that was wanted."""
+        """Return whether a leaf means the wanted value."""
+        return same_value(node_value(node), wanted)
 
 
 @dataclass(frozen=True)
@@ -134,7 +197,7 @@ class ParsedConfig:
     text: str
     origin: str
     root: TextNode
-    format: Format
+    format: ConfigFormat
     bom: str = ""
 
     @property
@@ -222,7 +285,7 @@ class ParsedConfig:
         return after
 
 
-def parse_text(text: str, origin: str, fmt: Format) -> ParsedConfig:
+def parse_text(text: str, origin: str, fmt: ConfigFormat) -> ParsedConfig:
     """A document from its text; a byte order mark is kept aside."""
     bom = _BOM if text.startswith(_BOM) else ""
     body = text[len(bom) :]
@@ -328,65 +391,6 @@ def same_value(found: Any, wanted: Any) -> bool:
     return bool(found == wanted) and (numbers or type(found) is type(wanted))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListStyle:
-    """How a format writes lists in brackets."""
-
-    each: Callable[[TextNode, Any], list[Splice]]
-    """One item in place of another."""
-    write: Callable[[Any], str]
-    comment: str
-    """The pattern of its comments."""
-    lone_comma: bool = False
-    """Whether a single item needs a comma, as in Python's tuples."""
-
-
-def replace_value(
-    page: ParsedConfig, node: TextNode, value: Any, style: ListStyle, write: Callable[[Any, str], str]
-) -> list[Splice]:
-    """A list item by item where that can be, anything else as a whole, in the style it is written in."""
-    if isinstance(value, list | tuple) and node.is_list:
-        around = edit_list(page, node, value, style)
-        if around is not None:
-            return around
-    return [replace_list(page, node, write(value, page.text[node.start : node.end]), style.comment)]
-
-
-def edit_list(page: ParsedConfig, node: TextNode, value: Any, style: ListStyle) -> list[Splice] | None:
-    """A list in brackets changed item by item, made longer or shorter around its comments.
-
-    None where it is better written afresh: there is no comment to save, or something else stands in it.
-    """
-    children = list((node.items or {}).values())
-    changed = [
-        splice
-        for child, new in zip(children, value, strict=False)
-        if child.computed or not same_value(_comparable_value(child), new)
-        for splice in style.each(child, new)
-    ]
-    if len(children) == len(value):
-        return changed
-    edges = [node.start + 1, *(edge for child in children for edge in (child.start, child.end)), node.end - 1]
-    gaps = list(zip(edges[::2], edges[1::2], strict=True))
-    bare = {
-        start: re.sub(style.comment, lambda match: " " * len(match[0]), page.text[start:end])
-        for start, end in gaps
-        if start <= end
-    }
-    saves = any(page.text[start:end] != bare.get(start) for start, end in gaps)
-    if not saves or any(gap.strip() not in ("", ",") for gap in bare.values()):
-        return None
-    if len(value) > len(children):
-        return changed + _extend_list(
-            page, node, [style.write(item) for item in value[len(children) :]], style
-        )
-    commas = [start + gap.index(",") for start, gap in bare.items() if "," in gap]
-    after = children[len(value) - 1].end if value else node.start
-    gone = [comma for comma in commas if comma >= after][style.lone_comma and len(value) == 1 :]
-    dropped = [Splice(child.start, child.end, "") for child in children[len(value) :]]
-    return changed + dropped + [Splice(comma, comma + 1, "") for comma in gone]
-
-
 def replace_list(page: ParsedConfig, node: TextNode, text: str, comment: str) -> Splice:
     """A list in brackets replaced as a whole; the comments in it stay behind the new text."""
     pattern = re.compile(comment)
@@ -403,13 +407,12 @@ def replace_list(page: ParsedConfig, node: TextNode, text: str, comment: str) ->
     return Splice(node.start, node.end, f"{text}  {' '.join(found)}{tail}")
 
 
-def _extend_list(page: ParsedConfig, node: TextNode, new: list[str], style: ListStyle) -> list[Splice]:
-    """Items behind the last one; below the comment that stands behind it, if there is one."""
-    text = ", ".join(new)
+def _extend_list(page: ParsedConfig, node: TextNode, text: str, comment: str) -> list[Splice]:
+    """Add items after the last one; below the comment that follows it, if there is one."""
     if not node.items:
         return [Splice(node.start + 1, node.start + 1, text)]
     last = list(node.items.values())[-1]
-    rest = re.compile(rf"[ \t]*(,?)[ \t]*(?:{style.comment})", re.DOTALL).match(page.text, last.end)
+    rest = re.compile(rf"[ \t]*(,?)[ \t]*(?:{comment})", re.DOTALL).match(page.text, last.end)
     if not rest:
         return [Splice(last.end, last.end, f", {text}")]
     below = f"{page.newline}{page.indent(last.start)}{text}"

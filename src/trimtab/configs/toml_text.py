@@ -15,20 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.configs.text_edit import (
+    ConfigFormat,
     KeyPath,
-    ListStyle,
     ParsedConfig,
     Splice,
     TextNode,
     duplicate_error,
     format_float,
-    node_value,
     parse_error,
     parse_error_at,
     parse_text,
     refuse_leaf,
-    replace_value,
-    same_value,
 )
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
 
@@ -278,10 +275,11 @@ def _format_key(name: str | int) -> str:
     return text if _BARE.fullmatch(text) else _quote_text(text)
 
 
-class _TomlFormat:
+class _TomlFormat(ConfigFormat):
     """The format."""
 
     kind = "toml"
+    comment = _COMMENT
 
     def parse(self, text: str, origin: str) -> TextNode:
         values = _load_toml(text, origin)
@@ -289,13 +287,8 @@ class _TomlFormat:
         _fill_values(root, values, origin)
         return root
 
-    def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
-        style = ListStyle(
-            each=lambda child, new: self.replace(page, child, new, moving),
-            write=format_toml,
-            comment=_COMMENT,
-        )
-        return replace_value(page, node, value, style, format_toml)
+    def write(self, value: Any, like: str = "") -> str:
+        return format_toml(value, like)
 
     def add(
         self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
@@ -310,14 +303,6 @@ class _TomlFormat:
         if tables:
             splices.append(_add_tables(page, path, tables))
         return splices
-
-    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
-        raise WrongUse(
-            page.locate(node.start), found="TOML has no computed values", cure="Change it by hand."
-        )
-
-    def means(self, node: TextNode, wanted: Any) -> bool:
-        return same_value(node_value(node), wanted)
 
 
 def _add_to_braces(node: TextNode, new: dict[str | int, Any]) -> Splice:

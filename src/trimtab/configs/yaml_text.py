@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 from trimtab.configs.text_edit import (
     DEEPEST,
     MOST_NODES,
+    ConfigFormat,
     KeyPath,
-    ListStyle,
     ParsedConfig,
     Splice,
     TextNode,
     duplicate_error,
-    edit_list,
     format_float,
     node_value,
     parse_error,
@@ -361,10 +360,11 @@ def _escape_letter(letter: str) -> str:
     return short or wide
 
 
-class _YamlFormat:
+class _YamlFormat(ConfigFormat):
     """The format."""
 
     kind = "yaml"
+    comment = _COMMENT
 
     def parse(self, text: str, origin: str) -> TextNode:
         found = list(_Composer(text, origin).documents())
@@ -382,6 +382,9 @@ class _YamlFormat:
             style="documents",
             extra=_YamlExtra(begin=0),
         )
+
+    def write(self, value: Any, like: str = "") -> str:
+        return format_yaml(value, like)
 
     def replace(self, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]) -> list[Splice]:
         if node.style == "alias":
@@ -418,9 +421,6 @@ class _YamlFormat:
     def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
         end = page.line_end(node.end)
         return [Splice(end, end, f"  # was: {' '.join(node.computed.split())}")]
-
-    def means(self, node: TextNode, wanted: Any) -> bool:
-        return same_value(node_value(node), wanted)
 
 
 def _refuse_inherited(page: ParsedConfig, node: TextNode) -> None:
@@ -559,10 +559,7 @@ def _replace_block_list(
 def _replace_flow_list(
     fmt: _YamlFormat, page: ParsedConfig, node: TextNode, value: Any, moving: set[int]
 ) -> list[Splice]:
-    style = ListStyle(
-        each=lambda child, new: fmt.replace(page, child, new, moving), write=format_yaml, comment=_COMMENT
-    )
-    around = edit_list(page, node, value, style)
+    around = fmt.edit_list(page, node, value, moving)
     children = list((node.items or {}).values())
     if around is None:
         return [
