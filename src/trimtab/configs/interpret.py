@@ -10,7 +10,6 @@ from trimtab.configs.targets import WORDS, conditions_hold, split_key
 from trimtab.configs.text_edit import format_path
 from trimtab.spec import (
     Allocator,
-    Mesh,
     Noun,
     OptimizerImplementation,
     Precision,
@@ -18,6 +17,7 @@ from trimtab.spec import (
     Setting,
     Strategy,
 )
+from trimtab.strategies import STRATEGIES, strategy_by_degrees, usual_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -219,8 +219,9 @@ def interpret_config(
     facts: dict[str, int | str] = {**heard.likely(), **solve_products(numbers, heard.implied, heard.said)}
     if "strategy" not in site.target.fields() and "dp_shard" in site.target.fields():
         facts |= _strategy_from_degrees(facts)
-    if facts.get("strategy") == Strategy.FSDP and _is_several(facts.get("dp_replicate")):
-        facts["strategy"] = Strategy.HSDP.value
+    strategy = STRATEGIES.get(str(facts.get("strategy")))
+    if strategy is not None and strategy.degrees == (False, True) and _is_several(facts.get("dp_replicate")):
+        facts["strategy"] = strategy_by_degrees(replicated=True, sharded=True).value
     broken = [
         (requirement, place)
         for requirement in site.target.requires
@@ -387,9 +388,7 @@ def _strategy_from_degrees(facts: Mapping[str, int | str]) -> dict[str, str]:
     if not all(isinstance(degree, int) for degree in degrees):
         return {}
     replicated, sharded = (degree != 1 for degree in degrees)
-    if sharded:
-        return {"strategy": (Strategy.HSDP if replicated else Strategy.FSDP).value}
-    return {"strategy": (Strategy.DDP if replicated else Strategy.SINGLE).value}
+    return {"strategy": strategy_by_degrees(replicated=replicated, sharded=sharded).value}
 
 
 def solve_products(numbers: dict[str, int], implied: Mapping[str, str], said: list[str]) -> dict[str, int]:
@@ -435,15 +434,15 @@ def _plain_name(field: str) -> str:
 def make_setting(reading: Reading, *, gpus: int = 1) -> Setting:
     """How the config would run: what it leaves open is as in a plain run on `gpus` devices."""
     facts = reading.facts
-    strategy = Strategy(str(facts.get("strategy", Strategy.DDP)))
     count = reading.number("gpus") or gpus
-    if count == 1:
-        strategy = Strategy.SINGLE
-    elif strategy is Strategy.SINGLE:
-        strategy = Strategy.DDP
+    usual, _ = usual_strategy(count)
+    strategy = Strategy(str(facts.get("strategy", usual)))
+    if count == 1 or not STRATEGIES[strategy].needs_several_gpus:
+        strategy = usual
     micro = reading.number("micro_batch") or 1
     accumulation = reading.number("accumulation") or 1
-    mesh = _make_mesh(reading, strategy, count)
+    shards = reading.number("dp_shard") or reading.number("gpus_per_node")
+    mesh = STRATEGIES[strategy].config_mesh(count, shards)
     return Setting(
         strategy=strategy,
         mesh=mesh,
@@ -458,12 +457,3 @@ def make_setting(reading: Reading, *, gpus: int = 1) -> Setting:
         allocator=Allocator(str(facts.get("allocator", Allocator.DEFAULT))),
         workers=reading.number("workers") or 0,
     )
-
-
-def _make_mesh(reading: Reading, strategy: Strategy, count: int) -> Mesh:
-    if strategy is Strategy.FSDP:
-        return Mesh(dp_shard=count)
-    if strategy is Strategy.HSDP:
-        shard = reading.number("dp_shard") or reading.number("gpus_per_node") or count
-        return Mesh(dp_shard=shard, dp_replicate=max(1, count // shard))
-    return Mesh(dp_replicate=count)

@@ -24,7 +24,8 @@ from trimtab.configs.interpret import (
 from trimtab.configs.targets import WORDS, conditions_hold, split_key
 from trimtab.configs.text_edit import format_path
 from trimtab.errors import TrimtabError, WrongUse
-from trimtab.spec import Noun, Strategy
+from trimtab.spec import Noun
+from trimtab.strategies import STRATEGIES, strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from trimtab.configs.text_edit import ConfigDocument, Entry, KeyPath
     from trimtab.spec import Plan, Setting
 
-DATA_PARALLEL = (Strategy.SINGLE, Strategy.DDP, Strategy.FSDP, Strategy.HSDP)
-"""Strategies under which every device sees data of its own."""
 PLAIN: dict[str, int | str] = {
     "accumulation": 1,
     "nodes": 1,
@@ -129,16 +128,14 @@ def make_exact(setting: Setting, given: str) -> tuple[Setting, str]:
             found="its ranks take unlike shares of the batch, which only trimtab's own trainer does",
             cure="Plan for GPUs that are alike, as in --on 2xRTX3090, or for one of them.",
         )
-    if setting.strategy not in DATA_PARALLEL:
+    strategy = strategy_of(setting)
+    if not strategy.is_in_frameworks:
         raise WrongUse(
             given,
             found=f"its strategy is {setting.strategy}, which only trimtab's own trainer runs",
             cure="Plan again with --pin strategy=ddp, or fsdp.",
         )
-    if setting.strategy is Strategy.HSDP and 1 in (setting.mesh.dp_replicate, setting.mesh.dp_shard):
-        # One group of shards is plain sharding, and groups of one rank are plain replicas.
-        plain = Strategy.FSDP if setting.mesh.dp_replicate == 1 else Strategy.DDP
-        setting = setting.replace(strategy=plain)
+    setting = strategy.config_form(setting)
     share, over = divmod(setting.global_batch, setting.data_parallel)
     if over:
         raise WrongUse(
@@ -422,8 +419,8 @@ def _already_says(
         return value == (wanted[stands_for] if stands_for else parse_count(knob, current))
     spelt = words_of_value(knob, current)
     word = knob.near.get(str(value), str(value))
-    # One process runs alone and under DDP alike.
-    return word in spelt or (word == Strategy.SINGLE and Strategy.DDP in spelt)
+    strategy = STRATEGIES.get(word) if knob.field == "strategy" else None
+    return word in spelt or any(other in spelt for other in (strategy.also_spelt if strategy else ()))
 
 
 def _warn_caveat(draft: Draft, knob: Knob, value: int | str) -> None:
@@ -450,12 +447,9 @@ def _note_missing(draft: Draft, target: ConfigTarget, wanted: Mapping[str, int |
     by_degrees = {"strategy"} if "dp_shard" in target.fields() else set()
     for field_name in (*BATCH[:2], *WORDS, "workers", "seq"):
         value = wanted.get(field_name)
-        if (
-            value is None
-            or field_name in settled | by_degrees
-            or value == PLAIN.get(field_name)
-            or value == Strategy.DDP
-        ):
+        if value is None or field_name in settled | by_degrees or value == PLAIN.get(field_name):
+            continue
+        if field_name == "strategy" and not STRATEGIES[str(value)].needs_config_key:
             continue
         if field_name == "accumulation" and "global_batch" in settled:
             continue

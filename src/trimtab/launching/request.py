@@ -16,8 +16,9 @@ from trimtab.launching.manifests import build_indexed_job, build_sky_task, build
 from trimtab.launching.quoting import check_path
 from trimtab.launching.resources import compute_resources
 from trimtab.launching.slurm import build_sbatch_launch
-from trimtab.spec import Launch, LaunchKind, Precision, Strategy
+from trimtab.spec import Launch, LaunchKind, Precision
 from trimtab.spec.base import Noun, below
+from trimtab.strategies import strategy_of
 from trimtab.training.meeting import Meeting
 from trimtab.training.start import LOGS, RESTARTS, Fleet, arguments, run_id
 from trimtab.training.task import place
@@ -94,10 +95,10 @@ def build_script_launch(  # noqa: PLR0913 - a job spec, a script and where it ru
             cure="Give your own with --script train.py, and its words after --.",
         )
     check_path("--script", script)
-    strategy = job_spec.plan.choice.strategy
-    if strategy in (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE):
+    strategy = strategy_of(job_spec.plan.choice)
+    if not strategy.is_in_frameworks:
         raise WrongUse(
-            f"--{kind} with a plan of strategy {strategy}",
+            f"--{kind} with a plan of strategy {strategy.word}",
             found=f"{kind} has nothing like it",
             cure="Plan again with --pin strategy=ddp or fsdp, or launch `trimtab train` without this option.",
         )
@@ -128,8 +129,8 @@ def _accelerate_words(job_spec: JobSpec, rendezvous: str | None) -> list[str]:
     words.append(f"--dynamo_backend={'inductor' if choice.compile else 'no'}")
     if not resources.gpus:
         words.append("--cpu")
-    elif choice.strategy in (Strategy.FSDP, Strategy.HSDP):
-        words += ["--use_fsdp", "--fsdp_version=2"]
+    elif flags := strategy_of(choice).accelerate_flags:
+        words += flags
     elif ranks > 1:
         words.append("--multi_gpu")
     if resources.nodes > 1:
