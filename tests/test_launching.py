@@ -22,10 +22,11 @@ from trimtab.errors import BrokenFile, EnvironmentFault, JobFailed, TrimtabError
 from trimtab.launching import defaults, manifests, request, slurm, submit
 from trimtab.launching.defaults import LaunchDefaults
 from trimtab.launching.job_spec import JobSpec, build_environment, build_train_command, visible_devices
+from trimtab.launching.jobs import parse_slurm_time
 from trimtab.launching.quoting import batch_option, batch_value, dump_yaml, make_label, shell_line, shell_word
 from trimtab.launching.request import HEARD_BY, refuse_unused
 from trimtab.launching.resources import add_margin, compute_resources
-from trimtab.launching.slurm import SlurmCluster, parse_cluster, parse_gpus, parse_limit, slurm_time
+from trimtab.launching.slurm import SlurmCluster, parse_cluster, parse_gpus, slurm_time
 from trimtab.spec import Allocator, Launch, LaunchKind, Mesh, Plan, Strategy
 
 if TYPE_CHECKING:
@@ -340,7 +341,7 @@ def test_generic_resources_are_read(gres: str, found: dict[str, int]) -> None:
 
 @given(st.integers(min_value=60, max_value=10**7))
 def test_a_time_limit_is_read_back_and_never_shorter(seconds: int) -> None:
-    back = parse_limit(slurm_time(seconds))
+    back = parse_slurm_time(slurm_time(seconds))
     assert back is not None
     assert 0 <= back - seconds < 60
 

@@ -217,7 +217,8 @@ def find_jobs(*places: Path | str, tail: int = 5) -> tuple[list[JobView], list[T
     """Our jobs, and why others could not be asked after."""
     from pathlib import Path
 
-    from trimtab.launching.jobs import list_jobs, real_slurm
+    from trimtab.launching.jobs import list_jobs
+    from trimtab.launching.submit import real_slurm
 
     return list_jobs(real_slurm(), [Path(one) for one in places], lines=tail)
 
@@ -229,6 +230,6 @@ def cancel(job_id: str | int, *, force: bool = False) -> JobView:
     'running'
     """
     from trimtab.launching.jobs import cancel_job as end
-    from trimtab.launching.jobs import real_slurm
+    from trimtab.launching.submit import real_slurm
 
     return end(str(job_id), real_slurm(), force=force)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import getpass
 import os
 import re
-import shutil
 import signal
 import socket
 import struct
@@ -97,9 +95,9 @@ NOTHING = (
     "INVALID",
     "Partition_Limit",
 )
-OURS = "trimtab:"
+JOB_COMMENT_PREFIX = "trimtab:"
 """What the comments of our jobs begin with; the run's folder follows."""
-OUR_NAME = "trimtab-"
+JOB_NAME_PREFIX = "trimtab-"
 """What the names of our jobs begin with, for clusters that write comments of their own."""
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
 GOING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING")
@@ -280,7 +278,7 @@ def is_over(job: QueuedJob) -> bool:
 
 def is_ours(job: QueuedJob) -> bool:
     """Whether trimtab submitted a job."""
-    return job.comment.startswith(OURS) or job.name.startswith(OUR_NAME)
+    return job.comment.startswith(JOB_COMMENT_PREFIX) or job.name.startswith(JOB_NAME_PREFIX)
 
 
 def run_folder_of(job: QueuedJob) -> str | None:
@@ -289,8 +287,8 @@ def run_folder_of(job: QueuedJob) -> str | None:
     >>> run_folder_of(QueuedJob(job_id="7", state="RUNNING", comment="trimtab:/home/me/runs/a"))
     '/home/me/runs/a'
     """
-    folder = job.comment.removeprefix(OURS)
-    return folder if job.comment.startswith(OURS) and folder.startswith("/") else None
+    folder = job.comment.removeprefix(JOB_COMMENT_PREFIX)
+    return folder if job.comment.startswith(JOB_COMMENT_PREFIX) and folder.startswith("/") else None
 
 
 def explain_state(job: QueuedJob) -> str:
@@ -329,7 +327,7 @@ LOCAL = "local-"
 
 
 class SlurmClient(NamedTuple):
-    """Where jobs are asked after; `desk()` is the real one."""
+    """Where jobs are asked after; `submit.real_slurm()` is the real one."""
 
     ask: Callable[[Sequence[str]], str]
     """What a command of Slurm prints, or an EnvironmentFault in its own words."""
@@ -337,13 +335,6 @@ class SlurmClient(NamedTuple):
     """Whether there is such a command here."""
     me: str
     """The user."""
-
-
-def real_slurm() -> SlurmClient:
-    """The Slurm of this machine."""
-    from trimtab.launching.submit import ask_slurm
-
-    return SlurmClient(ask_slurm, lambda program: shutil.which(program) is not None, getpass.getuser())
 
 
 # pure: from what was read to nouns

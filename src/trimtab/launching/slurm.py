@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import EnvironmentFault, UnknownName, WrongUse
 from trimtab.launching.job_spec import build_environment, build_train_command
+from trimtab.launching.jobs import JOB_COMMENT_PREFIX, JOB_NAME_PREFIX, parse_slurm_time
 from trimtab.launching.quoting import (
     Raw,
     batch_name,
@@ -50,7 +51,6 @@ _GONE = ("down", "drain", "fail", "maint", "power", "unknown", "reboot", "future
 _GPUS = re.compile(
     r"gpu(?::(?P<type>[A-Za-z0-9_.+-]*[A-Za-z_][A-Za-z0-9_.+-]*))?:(?P<count>[0-9]+)(?=[(,]|$)"
 )
-_SECONDS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 class SlurmNode(Noun, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ def parse_cluster(answers: dict[str, str]) -> SlurmCluster:
             name=name.rstrip("*"),
             is_default=name.endswith("*"),
             is_up=available.strip().lower() == "up",
-            limit_s=parse_limit(limit),
+            limit_s=parse_slurm_time(limit.strip()),
         )
         held = SlurmNode(
             name=node,
@@ -158,20 +158,6 @@ def parse_gpus(gres: str) -> dict[str, int]:
         kind = match["type"] or ""
         found[kind] = found.get(kind, 0) + int(match["count"])
     return found
-
-
-def parse_limit(text: str) -> float | None:
-    """A time limit as Slurm writes it; None for none.
-
-    >>> parse_limit("1-02:00:00"), parse_limit("30:00"), parse_limit("infinite"), parse_limit("12:00:00")
-    (93600.0, 1800.0, None, 43200.0)
-    """
-    match = re.fullmatch(
-        r"\s*(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)\s*", text
-    )
-    if match is None:
-        return None
-    return float(sum(int(match[unit] or 0) * each for unit, each in _SECONDS.items()))
 
 
 def slurm_time(seconds: float) -> str:
@@ -202,10 +188,6 @@ REQUEUES = 100
 VENDORS = ("nvidia", "geforce", "tesla", "quadro", "amd", "instinct")
 FIRST_PORT, PORTS = 12_000, 20_000
 """Below those that Linux hands out by itself, from 32768 up."""
-PREFIX = "trimtab-"
-"""What the names of our jobs begin with."""
-COMMENT = "trimtab:"
-"""What the comments of our jobs begin with; the run's folder follows."""
 SRUN = (
     "srun",
     "--ntasks-per-node=1",
@@ -253,8 +235,8 @@ def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
     memory, memory_note = _host_memory(resources, node, cpus)
     gpus, gpu_note = _gpu_options(resources, site, partition)
     options = [
-        batch_option("job-name", make_label(f"{PREFIX}{job_spec.plan.job}")),
-        batch_option("comment", f"{COMMENT}{job_spec.out}"),
+        batch_option("job-name", make_label(f"{JOB_NAME_PREFIX}{job_spec.plan.job}")),
+        batch_option("comment", f"{JOB_COMMENT_PREFIX}{job_spec.out}"),
         *_name_option("partition", partition.name if partition else defaults.partition),
         *_name_option("account", defaults.account),
         *_name_option("qos", defaults.qos),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse, shortened
 from trimtab.launching.job_spec import PROGRAM
+from trimtab.launching.jobs import NOTE, SlurmClient
 from trimtab.launching.slurm import QUESTIONS, SlurmCluster
 from trimtab.launching.slurm import parse_cluster as read_site
 from trimtab.spec import LaunchKind
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 
 ASKED_S = 60
 """How long a scheduler may take to answer."""
-NOTE = "launch.json"
-"""In the run's folder, once it is submitted."""
 RUNS = (LaunchKind.TORCHRUN, LaunchKind.SLURM)
 """What is started from here; the rest is text for others."""
 
@@ -56,6 +56,11 @@ def ask_slurm(command: Sequence[str]) -> str:
             else "Those are its own words; is the cluster up, and SLURM_CONF right?",
         )
     return done.stdout
+
+
+def real_slurm() -> SlurmClient:
+    """Return the Slurm of this machine."""
+    return SlurmClient(ask_slurm, lambda program: shutil.which(program) is not None, getpass.getuser())
 
 
 def no_slurm_error(program: str) -> EnvironmentFault:
