@@ -55,7 +55,7 @@ class StagePlan(Noun, frozen=True, kw_only=True):
 
 
 def read_stage(document: ConfigDocument, stage: StageFormat, *, file: str, stem: str) -> StageConfig | None:
-    """The stage that a document describes; None where it is something else."""
+    """Return the stage that a document describes; None if it is something else."""
     entries = document.entries()
     found = find_roots(stage.marks, KeyIndex(entries))
     if not found:
@@ -87,7 +87,7 @@ def _stage_number(entry: Entry | None) -> int | None:
 def plan_stages(
     stages: Sequence[StageConfig], plan: Plan, replan: Callable[[dict[str, Any]], Plan]
 ) -> tuple[tuple[StagePlan, ...], list[str]]:
-    """Each stage with the cut of the batch that is fastest for it, what that needs, and what is to be said.
+    """Find the fastest split of the batch for each stage; return the stages and notes.
 
     `replan` finds the best plan for the job with some options changed, all else pinned as in the plan.
     """
@@ -130,12 +130,12 @@ def _plan_stage(
 
 
 def stage_pins(setting: Setting) -> dict[str, Any]:
-    """What a stage's plan takes over from the plan of the training."""
+    """Return the pins that a stage's plan takes from the plan of the training."""
     return {"gpus": setting.gpus, **{name: getattr(setting, name) for name in SAME}}
 
 
 def safest_setting(plan: Plan, stages: Sequence[StagePlan]) -> Setting:
-    """The cut that is safe for every stage: the smallest micro-batch of all."""
+    """Return the setting that is safe for every stage: the smallest micro-batch of all."""
     choice = make_exact(plan.choice, f"plan for {plan.job}")[0]
     return min((choice, *(stage.setting for stage in stages)), key=lambda setting: setting.micro_batch)
 
@@ -148,7 +148,7 @@ def edit_stage(
     *,
     main: Setting | None,
 ) -> list[Edit]:
-    """What changes in a stage's file; a stage that runs as the main config says needs no keys of its own."""
+    """Return the edits of a stage's file; none if the stage runs as the main config says."""
     values = {entry.path: entry for entry in document.entries()}
     wanted = {
         stage.micro_batch: ("micro_batch", chosen.setting.micro_batch),
@@ -192,12 +192,12 @@ class Aim:
 
     @property
     def name(self) -> str:
-        """As people write it."""
+        """The name as people write it."""
         return f"{self.file}:{format_path(self.below)}" if self.below else str(self.file)
 
 
 def parse_aim(text: str) -> Aim:
-    """FILE or FILE:PATH. A file whose own name has a colon is found before anything is cut off."""
+    """Parse FILE or FILE:PATH. A file whose own name has a colon is found first."""
     whole = Path(text)
     if whole.exists() or ":" not in text:
         return Aim(whole)
@@ -241,7 +241,7 @@ class Proposal:
     """Folders that the user named: the files in them were not named one by one."""
 
     def prepare(self, *, beside: bool = False) -> list[PreparedFile]:
-        """Every file before and after; an error for one is an error for all."""
+        """Prepare every file, before and after; an error in one is an error for all."""
         changes: dict[str, dict[KeyPath, Any]] = {name: {} for name in self.files}
         for edit in self.edits:
             changes[edit.file][edit.path] = edit.after
@@ -266,7 +266,7 @@ def propose_edits(  # noqa: PLR0913 - what goes where, and whom to ask
     beside: bool = False,
     replan: Callable[[dict[str, Any]], Plan],
 ) -> Proposal:
-    """The edits that write a plan into all the files, and what none of them can hold."""
+    """Find the edits that write a plan into all the files, and what none of them can hold."""
     found = Proposal()
     drafts: list[Draft] = []
     for target_aim in aims:
@@ -293,7 +293,7 @@ def propose_edits(  # noqa: PLR0913 - what goes where, and whom to ask
 
 
 def _merge_drafts(found: Proposal, drafts: Sequence[Draft]) -> None:
-    """All edits; what one file cannot hold is said only where no other file does."""
+    """Merge all edits; report what a file cannot hold only if no other file holds it."""
     settled = set().union(*(draft.settled for draft in drafts))
     if settled & {"gpus", "gpus_per_node"}:
         settled.add("gpus")
@@ -328,7 +328,7 @@ def find_layout(
     opened: Callable[[Path], ConfigDocument],
     name: str | None = None,
 ) -> ConfigLayout:
-    """What a file is, or what the files of a folder are together."""
+    """Find out what a file is, or what the files of a folder are together."""
     if not aim.file.exists():
         raise WrongUse(aim.name, found="there is no such file or folder", cure="Name one that is there.")
     if not aim.file.is_dir():
@@ -343,7 +343,7 @@ def find_layout(
 def _lay_out_file(
     aim: Aim, known: Sequence[ConfigTarget], document: ConfigDocument, name: str | None
 ) -> ConfigLayout:
-    """A file that was named: a main config, or a single stage."""
+    """Lay out a file that was named: a main config, or a single stage."""
     among = [find_target(name, known)] if name else list(known)
     if not find_sites(document, among, aim.below):
         for target in among:
@@ -393,7 +393,7 @@ def _lay_out_folder(
 
 
 def list_configs(folder: Path) -> list[Path]:
-    """The files of a folder that may be configs, hidden ones and backups left out."""
+    """List the files of a folder that may be configs, without hidden ones and backups."""
     found = sorted(_walk_configs(folder, DEEPEST))
     if len(found) > MOST_FILES:
         raise WrongUse(

@@ -50,7 +50,7 @@ _SCRATCH = re.compile(r"\.trimtab-[0-9a-f]{12}-\d+\.tmp")
 
 @contextmanager
 def lock_folders(folders: Iterable[Path], patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Hold these folders, always in the same order, so that two who want both cannot wait for each other."""
+    """Lock these folders, always in the same order, so that two processes cannot deadlock."""
     with ExitStack() as stack:
         for folder in sorted(set(folders)):
             stack.enter_context(_hold_lock(folder, patience_s))
@@ -95,7 +95,7 @@ def _wait_for_lock(handle: int, path: Path, patience_s: float) -> None:
 
 
 def make_home(folder: Path) -> Path:
-    """Our folder beside the files, made where it is missing; version control is told to pass it over."""
+    """Make the .trimtab folder beside the files, with a .gitignore."""
     path = folder / FOLDER
     try:
         path.mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def make_home(folder: Path) -> Path:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what a process that was killed has left: nobody else writes while the lock is ours."""
+    """Remove what a killed process has left; the lock makes this safe."""
     for path in folder.iterdir():
         if _SCRATCH.fullmatch(path.name):
             with contextlib.suppress(OSError):
@@ -116,13 +116,13 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def scratch_path(path: Path) -> Path:
-    """The name under which the new text of a file lies until it replaces the old."""
+    """Return the temporary name of a file's new text."""
     short = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:12]  # a long name may leave no room for more
     return path.with_name(f".trimtab-{short}-{os.getpid()}.tmp")
 
 
 def raise_os_error(path: Path, problem: OSError, what: str) -> NoReturn:
-    """An error of the system, with what can be done about it."""
+    """Raise an EnvironmentFault for a system error, with what can be done about it."""
     cures = {
         errno.ENOSPC: "Free some space on this disk, then try again.",
         errno.EDQUOT: "Your quota on this disk is used up: free some of it, then try again.",
@@ -167,22 +167,22 @@ class Backup(Noun, frozen=True, kw_only=True):
     files: tuple[SavedFile, ...] = ()
 
     def saved(self, name: str) -> SavedFile | None:
-        """The file of this name."""
+        """Return the saved file of this name."""
         return next((saved for saved in self.files if saved.file == name), None)
 
 
 def hash_bytes(data: bytes) -> str:
-    """The sha256 of a file's content."""
+    """Return the sha256 of a file's content."""
     return hashlib.sha256(data).hexdigest()
 
 
 def backup_folder(folder: Path) -> Path:
-    """Where the backups of a folder lie."""
+    """Return the folder of a folder's backups."""
     return folder / FOLDER / "backups"
 
 
 def list_numbers(folder: Path) -> list[int]:
-    """Of all backups of a folder, those of broken ones included."""
+    """List the numbers of all backups of a folder, broken ones included."""
     place = backup_folder(folder)
     if not place.is_dir():
         return []
@@ -190,7 +190,7 @@ def list_numbers(folder: Path) -> list[int]:
 
 
 def list_backups(file: Path) -> list[Backup]:
-    """All backups that hold a file, oldest first; one without a manifest was never finished."""
+    """List all backups that hold a file, oldest first; one without a manifest was never finished."""
     real = file.resolve()
     found = [_read_manifest(real.parent, number) for number in list_numbers(real.parent)]
     return [backup for backup in found if backup is not None and backup.saved(real.name)]
@@ -211,7 +211,7 @@ def _read_manifest(folder: Path, number: int) -> Backup | None:
 
 
 def read_backup(file: Path, backup: Backup) -> bytes:
-    """The file as a backup holds it."""
+    """Read the file as a backup holds it."""
     real = file.resolve()
     saved = backup.saved(real.name)
     path = backup_folder(real.parent) / str(backup.number) / real.name
@@ -230,7 +230,7 @@ _OTHER = "Name another backup with --backup N."
 
 
 def drop_unfinished(history: Sequence[Backup], name: str, now: str) -> list[Backup]:
-    """The writes that took place. One that was killed between backup and replace left the file as it was."""
+    """Keep the writes that took place; a process killed before the rename changed nothing."""
     kept = []
     for number, backup in enumerate(history):
         saved = backup.saved(name)
@@ -242,7 +242,7 @@ def drop_unfinished(history: Sequence[Backup], name: str, now: str) -> list[Back
 
 
 def list_undoable(history: Sequence[Backup]) -> list[int]:
-    """The backups that `revert` would take, one call after the other, nearest last.
+    """List the backups that `revert` would take, one call after the other, nearest last.
 
     Each write that was not taken back adds one; taking backup N back leads to where things stood before it.
     """
@@ -257,7 +257,7 @@ def list_undoable(history: Sequence[Backup]) -> list[int]:
 
 
 def choose_backup(file: Path, number: int | None, now: str) -> Backup:
-    """The backup that was named, or that of the last write that still stands; `now` is the file's sha256."""
+    """Return the backup named, or that of the last write that still stands; `now` is the file's sha256."""
     history = list_backups(file)
     known = ", ".join(f"{backup.number} ({backup.date[:16].replace('T', ' ')})" for backup in history[-5:])
     if not history:
@@ -344,12 +344,12 @@ class PreparedFile:
         return self.before != self.after
 
     def diff(self) -> str:
-        """The change as a unified diff; empty where there is none."""
+        """Return the change as a unified diff; empty if there is none."""
         return unified_diff(self.before, self.after, self.file)
 
 
 def unified_diff(before: bytes, after: bytes, name: str) -> str:
-    """A unified diff of two texts, each line as `diff -u` shows it."""
+    """Return a unified diff of two texts, as `diff -u` shows it."""
     old, new = (text.decode(errors="replace").splitlines(keepends=True) for text in (before, after))
     lines = difflib.unified_diff(old, new, f"{name} (now)", f"{name} (new)")
     return "".join(
@@ -361,7 +361,7 @@ def unified_diff(before: bytes, after: bytes, name: str) -> str:
 def prepare_files(
     wanted: Sequence[FileChange], *, folder: Path | None = None, roots: Sequence[Path] = ()
 ) -> list[PreparedFile]:
-    """Every file read, edited and checked; an error for one is an error for all.
+    """Read, edit and check every file; an error in one is an error for all.
 
     `folder` is where the user stands, `roots` are folders that the user named.
     """
@@ -373,7 +373,7 @@ def prepare_files(
 
 
 def locate_file(wanted: FileChange, folder: Path, roots: Sequence[Path] = ()) -> Path:
-    """The file itself, links followed; outside of the current folder only where the user said so."""
+    """Resolve a file's links; leave the current folder only if the user named such a path."""
     named = Path(os.path.normpath(folder / wanted.file))
     real = named.resolve()
     inside = real.is_relative_to(folder.resolve())
@@ -390,7 +390,7 @@ def locate_file(wanted: FileChange, folder: Path, roots: Sequence[Path] = ()) ->
 
 
 def _merge_changes(first: FileChange, second: FileChange) -> FileChange:
-    """Two wishes for one file as one."""
+    """Merge two changes of one file."""
     for path in first.changes.keys() & second.changes.keys():
         if not same_value(first.changes[path], second.changes[path]):
             raise WrongUse(
@@ -422,7 +422,7 @@ def write_files(
     clock: Callable[[], float] = time.time,
     replace: Replace = os.replace,
 ) -> WriteResult:
-    """Replace the files that change, with a backup of each; nothing at all where none does."""
+    """Replace the files that change, with a backup of each; do nothing if none changes."""
     changed = [file for file in ready if file.changed]
     unchanged = tuple(file.file for file in ready if not file.changed)
     if not changed:
@@ -449,7 +449,7 @@ def revert_file(  # noqa: PLR0913 - which, whether, and how a test sees it
     clock: Callable[[], float] = time.time,
     replace: Replace = os.replace,
 ) -> RevertResult:
-    """Put back what a backup holds; what is there becomes a backup too. Without `write`, only the diff."""
+    """Put a backup back, and back up what is there now. Without `write`, return only the diff."""
     real = Path(file).resolve()
     before = read_bytes(real, file) if real.exists() else b""
     backup = choose_backup(real, number, hash_bytes(before))
@@ -466,7 +466,7 @@ def revert_file(  # noqa: PLR0913 - which, whether, and how a test sees it
 
 
 def _refuse_edited(ready: PreparedFile, backup: Backup, *, force: bool) -> None:
-    """A file that somebody has edited since holds work that no backup has."""
+    """Refuse to overwrite a file that was edited since: no backup has that work."""
     now = hash_bytes(ready.before)
     history = drop_unfinished(list_backups(ready.real), ready.real.name, now)
     last = history[-1] if history else backup
@@ -496,7 +496,7 @@ def _warn_hard_links(file: PreparedFile) -> list[str]:
 
 
 def _replace_files(ready: Sequence[PreparedFile], note: Backup, replace: Replace) -> list[Path]:
-    """The folders of the backups that were made."""
+    """Replace the files; return the folders of the backups."""
     for file in ready:
         _refuse_read_only(file)
     with lock_folders(file.real.parent for file in ready):
@@ -516,7 +516,7 @@ def _replace_files(ready: Sequence[PreparedFile], note: Backup, replace: Replace
 
 
 def _refuse_read_only(target: PreparedFile) -> None:
-    """Both by the marks on file and folder, which a user means even where the system would let it pass."""
+    """Refuse read-only files and folders, even where the system would allow the write."""
     everyone = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
     for path, name in ((target.real, "the file"), (target.real.parent, f"the folder {target.real.parent}")):
         about = path.stat() if path.exists() else None
@@ -529,7 +529,7 @@ def _refuse_read_only(target: PreparedFile) -> None:
 
 
 def _refuse_changed(target: PreparedFile) -> None:
-    """The file may have changed while the user looked at the diff."""
+    """Refuse a file that has changed while the user looked at the diff."""
     now = target.real.read_bytes() if target.real.exists() else b""
     if now != target.before:
         raise WrongUse(
@@ -540,7 +540,7 @@ def _refuse_changed(target: PreparedFile) -> None:
 
 
 def _write_scratch(target: PreparedFile) -> None:
-    """The new text beside the old, safely on the disk, with its rights, owner and attributes."""
+    """Write the new text beside the old one and sync it, with mode, owner and attributes."""
     path = scratch_path(target.real)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -573,7 +573,7 @@ def _copy_owner(target: PreparedFile, handle: int, path: Path) -> None:
 
 
 def _copy_attributes(source: Path, target: Path) -> None:
-    """Access lists and other attributes, as far as the disk has them."""
+    """Copy access lists and other attributes, as far as the disk has them."""
     if not hasattr(os, "listxattr"):
         return
     with contextlib.suppress(OSError):
@@ -583,7 +583,7 @@ def _copy_attributes(source: Path, target: Path) -> None:
 
 
 def _write_backup(folder: Path, ready: Sequence[PreparedFile], note: Backup, made: list[Path]) -> None:
-    """A numbered backup; its manifest comes last, and says that the rest is whole."""
+    """Write a numbered backup; the manifest comes last and marks it complete."""
     place = backup_folder(folder)
     number = max(list_numbers(folder), default=0) + 1
     home = place / str(number)
@@ -619,7 +619,7 @@ def _write_new(path: Path, data: bytes, mode: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The names in a folder, on the disk as well; some disks do not offer that."""
+    """Sync the names in a folder to disk; some disks do not offer that."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -631,7 +631,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _rename_files(ready: Sequence[PreparedFile], made: list[Path], replace: Replace) -> None:
-    """Rename each new text over the old one; if one of them fails, put the others back."""
+    """Rename each new text over the old one; if one fails, put the others back."""
     done: list[PreparedFile] = []
     try:
         for target in ready:

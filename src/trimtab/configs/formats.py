@@ -42,7 +42,7 @@ _COLON = re.compile(r"^\s*(?:- )?[\w.\"'/-]+\s*:(?:\s|$)", re.MULTILINE)
 
 
 def read_config(source: Path | bytes | str, origin: str = "", kind: str | None = None) -> ParsedConfig:
-    """The document of a file, or of what was read from one; `origin` is its name in messages."""
+    """Parse a config from a path or its content; `origin` is its name in messages."""
     if isinstance(source, Path):
         origin = origin or str(source)
         source = read_bytes(source, origin)
@@ -58,7 +58,7 @@ def read_config(source: Path | bytes | str, origin: str = "", kind: str | None =
 
 
 def read_bytes(path: Path, origin: str = "") -> bytes:
-    """The bytes of a config file; its size is looked at before anything is read."""
+    """Read the bytes of a config file; check its size first."""
     origin = origin or str(path)
     try:
         about = path.stat()
@@ -86,7 +86,7 @@ def _size_error(origin: str, size: int) -> WrongUse:
 
 
 def decode_text(data: bytes, origin: str) -> str:
-    """Bytes as text; a byte order mark stays in front."""
+    """Decode bytes as UTF-8; a byte order mark stays in front."""
     if len(data) > LARGEST:
         raise _size_error(origin, len(data))
     for mark, name in ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16")):
@@ -108,7 +108,7 @@ def decode_text(data: bytes, origin: str) -> str:
 
 
 def guess_format(text: str, origin: str) -> str:
-    """The format, by the name of the file and then by what it holds."""
+    """Guess the format by the file's name, then by its content."""
     name = Path(origin).name
     kind = (
         "shell" if name == ".env" or name.startswith(".env.") else SUFFIXES.get(Path(name).suffix.lower(), "")

@@ -29,7 +29,7 @@ _TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "
 
 
 def format_value(value: Any) -> str:
-    """A value as the tables of targets spell it.
+    """Format a value as the tables of targets spell it.
 
     >>> format_value(True), format_value(16), format_value(None), format_value("bf16-mixed")
     ('true', '16', 'null', 'bf16-mixed')
@@ -40,7 +40,7 @@ def format_value(value: Any) -> str:
 
 
 def same_meaning(value: Any, other: Any) -> bool:
-    """Whether two values of a config say the same, however they are written.
+    """Return whether two values of a config mean the same, however they are written.
 
     >>> same_meaning("False", False), same_meaning("16", 16), same_meaning("no", "no")
     (True, True, True)
@@ -59,12 +59,12 @@ def _parse_truth(value: Any) -> bool | None:
 
 
 def is_auto(knob: Knob, value: Any) -> bool:
-    """Whether the framework decides by itself."""
+    """Return whether the framework decides this value itself."""
     return any(type(value) is type(word) and same_meaning(value, word) for word in knob.auto)
 
 
 def parse_count(knob: Knob, value: Any) -> int | None:
-    """The whole number that a value is, in any of the ways that configs write one; None where it is none."""
+    """Return the whole number that a value is, in any notation of configs; None if it is none."""
     if isinstance(value, str):
         return _count_in_text(knob, value.strip())
     if isinstance(value, list):
@@ -84,14 +84,14 @@ def _count_in_text(knob: Knob, value: str) -> int | None:
 
 
 def format_count(knob: Knob, before: Any, wanted: int) -> Any:
-    """What is written for a number, in place of what is there."""
+    """Return what to write for a number, in place of what is there."""
     if knob.pattern and isinstance(before, str) and (found := re.fullmatch(knob.pattern, before.strip())):
         return f"{before.strip()[: found.start('n')]}{wanted}{before.strip()[found.end('n') :]}"
     return wanted
 
 
 def words_of_value(knob: Knob, value: Any) -> list[str]:
-    """Our words that a value stands for; none where nobody here knows it."""
+    """Return our words that a value means; none if it is unknown here."""
     found = [word for word, written in knob.words.items() if same_meaning(written, value)]
     return found + [
         word for said, word in knob.reads.items() if same_meaning(said, value) and word not in found
@@ -99,12 +99,12 @@ def words_of_value(knob: Knob, value: Any) -> list[str]:
 
 
 def unspoken_words(knob: Knob) -> list[str]:
-    """Our words of which the key says nothing: it is left alone for them, and does not speak against them."""
+    """Return our words that the key cannot express: it does not contradict them."""
     return [word for word in WORDS[knob.field] if word not in knob.words and word not in knob.near]
 
 
 def word_to_write(knob: Knob, word: str) -> tuple[Any, bool]:
-    """What is written for one of our words, and whether anything is."""
+    """Return what to write for one of our words, and whether there is anything to write."""
     word = knob.near.get(word, word)
     return knob.words.get(word), word in knob.words
 
@@ -166,18 +166,18 @@ class Reading(Noun, frozen=True, kw_only=True):
     """What the facts leave out: values that no plan has, such as an offloaded optimizer."""
 
     def number(self, field: str) -> int | None:
-        """A number, where it is known."""
+        """Return a number if it is known."""
         value = self.facts.get(field)
         return value if isinstance(value, int) else None
 
     def word(self, field: str) -> str | None:
-        """One of our words, where it is known."""
+        """Return one of our words if it is known."""
         value = self.facts.get(field)
         return value if isinstance(value, str) else None
 
 
 def find_entry(knob: Knob, root: KeyPath, values: Mapping[KeyPath, Entry]) -> tuple[KeyPath, Entry | None]:
-    """The path at which a knob is, or the one at which it would be added."""
+    """Return the path of a knob and its entry, or the path where it would be added."""
     for key in knob.keys:
         path = root + split_key(key)
         if path in values:
@@ -186,7 +186,7 @@ def find_entry(knob: Knob, root: KeyPath, values: Mapping[KeyPath, Entry]) -> tu
 
 
 def find_table(knob: Knob, root: KeyPath, values: Mapping[KeyPath, Entry]) -> KeyPath | None:
-    """The key of a knob that holds a whole table where a value was expected: strategy: {class_path: ...}."""
+    """Return the key of a knob that holds a table where a value was expected, as in {class_path: ...}."""
     for key in knob.keys:
         path = root + split_key(key)
         if any(len(other) > len(path) and other[: len(path)] == path for other in values):
@@ -197,7 +197,7 @@ def find_table(knob: Knob, root: KeyPath, values: Mapping[KeyPath, Entry]) -> Ke
 def interpret_config(
     site: TargetSite, entries: Sequence[Entry], *, gpus: int | None = None, nodes: int | None = None
 ) -> Reading:
-    """What the entries say, by the meaning of the target; `gpus` and `nodes` are what the launcher gives."""
+    """Interpret the entries by the target; `gpus` and `nodes` are what the launcher gives."""
     values = {entry.path: entry for entry in entries}
     order = {key: place for place, knob in enumerate(site.target.knobs) for key in knob.keys}
     heard = FactCollector()
@@ -247,7 +247,7 @@ def _is_several(count: int | str | None) -> bool:
 def _applies(
     rule: Knob | Requirement, facts: Mapping[str, int | str], root: KeyPath, values: Mapping[KeyPath, Entry]
 ) -> bool:
-    """Whether a knob or a requirement counts beside these facts, in this file."""
+    """Return whether a knob or a requirement counts, given these facts and this file."""
     return all(facts.get(field) in among for field, among in rule.only.items()) and conditions_hold(
         rule.when, root, values
     )
@@ -256,7 +256,7 @@ def _applies(
 def find_violations(
     requirement: Requirement, root: KeyPath, values: Mapping[KeyPath, Entry], facts: Mapping[str, int | str]
 ) -> list[tuple[KeyPath, Any, Entry | None]]:
-    """The keys of a requirement that have another value: path, value, and the entry where there is one."""
+    """Return the keys of a requirement with another value: path, value, and the entry if any."""
     if not _applies(requirement, facts, root, values):
         return []
     found: list[tuple[KeyPath, Any, Entry | None]] = []
@@ -280,7 +280,7 @@ def find_violations(
 
 
 def _plain_values(requirement: Requirement) -> tuple[Any, ...]:
-    """The values under which a plan holds; an empty table is no value."""
+    """Return the values under which a plan holds; an empty table is no value."""
     return (*requirement.values, {}) if None in requirement.values else requirement.values
 
 
@@ -307,7 +307,7 @@ class FactCollector:
     """Fields of which one key at least leaves it open what they are."""
 
     def listen(self, knob: Knob, path: KeyPath, entry: Entry | None, *, root: KeyPath) -> None:
-        """Take in one key, or the framework's default where it is not there."""
+        """Add one key, or the framework's default if the key is missing."""
         if entry is None and knob.default is None:
             return
         value = knob.default if entry is None else entry.value
@@ -346,7 +346,7 @@ class FactCollector:
             self.said.append(f"{held_key.key} is {number}, and another key says {self.numbers[knob.field]}")
 
     def _narrow(self, knob: Knob, held_key: FoundKey) -> None:
-        """Each key rules words out, and speaks for those that it spells; what all of them leave is meant."""
+        """Let a key rule out words and vote for those that it means."""
         spelt = words_of_value(knob, held_key.value)
         if not spelt and (
             rough := next((w for v, w in knob.rough.items() if same_meaning(v, held_key.value)), "")
@@ -374,7 +374,7 @@ class FactCollector:
             )
 
     def likely(self) -> dict[str, str]:
-        """The word that most keys spell; among equals the first of ours."""
+        """Return the word with most votes for each field; the first of ours among equals."""
         return {
             field: max(votes, key=lambda word: votes[word])
             for field, votes in self.votes.items()
@@ -383,7 +383,7 @@ class FactCollector:
 
 
 def _strategy_from_degrees(facts: Mapping[str, int | str]) -> dict[str, str]:
-    """The strategy that the degrees of data parallelism make."""
+    """Return the strategy that the degrees of data parallelism make."""
     degrees = [facts.get("dp_replicate"), facts.get("dp_shard")]
     if not all(isinstance(degree, int) for degree in degrees):
         return {}
@@ -392,7 +392,7 @@ def _strategy_from_degrees(facts: Mapping[str, int | str]) -> dict[str, str]:
 
 
 def solve_products(numbers: dict[str, int], implied: Mapping[str, str], said: list[str]) -> dict[str, int]:
-    """The numbers with everything that follows from them.
+    """Return the numbers with everything that follows from them.
 
     >>> known = {"micro_batch": 4, "accumulation": 2, "gpus": 8, "tensor": 1, "pp": 1}
     >>> solve_products(known, {}, [])["global_batch"]
@@ -432,7 +432,7 @@ def _plain_name(field: str) -> str:
 
 
 def make_setting(reading: Reading, *, gpus: int = 1) -> Setting:
-    """How the config would run: what it leaves open is as in a plain run on `gpus` devices."""
+    """Return how the config would run; what it leaves open is as in a plain run on `gpus` devices."""
     facts = reading.facts
     count = reading.number("gpus") or gpus
     usual, _ = usual_strategy(count)

@@ -43,7 +43,7 @@ _WORDS = {
 
 
 def read_json(text: str, origin: str) -> ParsedConfig:
-    """The document of a text.
+    """Parse a JSON text.
 
     >>> read_json('{"a": [1, 2,], /* b */ "c": true}', "a.json").edit({("c",): False})
     '{"a": [1, 2,], /* b */ "c": false}'
@@ -63,7 +63,7 @@ class _JsonReader:
         raise parse_error_at(self.origin, self.text, self.at if at is None else at, found, kind="JSON")
 
     def skip(self) -> None:
-        """Over blanks and comments."""
+        """Skip blanks and comments."""
         match = _BLANK.match(self.text, self.at)
         self.at = match.end() if match else self.at
         if self.text.startswith("/*", self.at):
@@ -159,7 +159,7 @@ class _JsonReader:
 
 
 def format_json(value: Any, like: str = "") -> str:
-    """A value as JSON."""
+    """Format a value as JSON."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise WrongUse(f"the value {value}", found="JSON has no such number", cure="Give a finite one.")
@@ -203,7 +203,7 @@ class _JsonFormat(ConfigFormat):
 
 
 def _append_members(page: ParsedConfig, end: int, body: str) -> list[Splice]:
-    """New members after the last one, with a comma after them where this file has it there.
+    """Add members after the last one, with a trailing comma if the file has one there.
 
     Members on lines of their own go below a comment that stands behind the last one.
     """
@@ -221,7 +221,7 @@ def _append_members(page: ParsedConfig, end: int, body: str) -> list[Splice]:
 
 
 def _fill_empty(page: ParsedConfig, node: TextNode, members: list[tuple[str, Any]]) -> Splice:
-    """Members into `{}`, whatever comments stand in it."""
+    """Add members to `{}`, whatever comments are in it."""
     step = _json_indent(page)
     if "\n" not in page.text.strip():
         return Splice(node.start + 1, node.start + 1, ", ".join(f"{k}: {format_json(v)}" for k, v in members))
@@ -235,7 +235,7 @@ def _fill_empty(page: ParsedConfig, node: TextNode, members: list[tuple[str, Any
 
 
 def _format_section(value: Any, page: ParsedConfig, indent: str, step: str) -> str:
-    """A new section over several lines, as the file around it is."""
+    """Format a new section over several lines, as the file around it is."""
     if not isinstance(value, dict):
         return format_json(value)
     inner = indent + step
@@ -244,7 +244,7 @@ def _format_section(value: Any, page: ParsedConfig, indent: str, step: str) -> s
 
 
 def _json_indent(page: ParsedConfig) -> str:
-    """One level of this file's indentation: the blanks before its first indented line."""
+    """Return one level of this file's indentation: the blanks before its first indented line."""
     match = re.search(r"[\r\n]([ \t]+)\S", page.text)
     return match[1] if match else "  "
 

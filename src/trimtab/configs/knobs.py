@@ -67,14 +67,14 @@ class KnobSettings(Noun, frozen=True, kw_only=True):
 
 @cache
 def load_knobs() -> dict[str, TrainerKnob]:
-    """All that are known, by name."""
+    """Load all knobs, by name."""
     text = files("trimtab.configs").joinpath("knobs.toml").read_text(encoding="utf-8")
     rows = msgspec.convert(tomllib.loads(text)["knob"], list[TrainerKnob])
     return {row.name: row for row in rows}
 
 
 def split_knobs(texts: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE as people type it.
+    """Split NAME=VALUE as people type it.
 
     >>> split_knobs(["batch_size=12"])
     {'batch_size': '12'}
@@ -93,7 +93,7 @@ def split_knobs(texts: Sequence[str]) -> dict[str, str]:
 
 
 def read_knobs(document: ConfigDocument, origin: str, below: KeyPath = ()) -> dict[str, Any]:
-    """The knobs in a config: all keys of the table that has batch_size, max_length and the like."""
+    """Read the knobs in a config: all keys of the table that has batch_size, max_length and the like."""
     entries = document.entries()
     found = [below] if below else find_roots([list(MARKS)], KeyIndex(entries), ())
     if len(found) != 1:
@@ -127,7 +127,7 @@ def read_knobs(document: ConfigDocument, origin: str, below: KeyPath = ()) -> di
 def apply_knobs(
     given: Mapping[str, Any], *, ranks: int = 1, bf16: bool = True, joint: bool = True
 ) -> KnobSettings:
-    """What knobs set, for so many processes, on devices with or without bf16.
+    """Return what knobs set, for `ranks` processes, on devices with or without bf16.
 
     `joint`: batch_size makes the global batch, as nobody else does. All that cannot be is raised at once.
     """
@@ -160,7 +160,7 @@ def _find_knob(name: str) -> TrainerKnob:
 
 
 def _parse_value(knob: TrainerKnob, given: Any) -> Any:
-    """The value of a knob, read by its kind."""
+    """Parse the value of a knob by its kind."""
     label = f"knob {knob.name}={given}"
     if not knob.kind:
         raise WrongUse(label, found=_lower_first(knob.why), cure=knob.cure)
@@ -231,7 +231,7 @@ _READERS = {
 
 
 def _join_errors(wrong: list[TrimtabError]) -> TrimtabError:
-    """One error for all."""
+    """Join several errors in one."""
     if len(wrong) == 1:
         return wrong[0]
     listed = "; ".join(f"{error.given}: {error.found}. {error.cure.removesuffix('.')}" for error in wrong)
@@ -250,7 +250,7 @@ class _KnobCollector:
         self.by: dict[str, str] = {}
 
     def add_knob(self, knob: TrainerKnob, given: Any, value: Any) -> None:
-        """A knob that sets one thing."""
+        """Add a knob that sets a single value."""
         for place, key in ((self.options, knob.option), (self.pins, knob.pin), (self.train, knob.train)):
             if key:
                 self._put(place, key, value, f"{knob.name}={given}")
@@ -264,7 +264,7 @@ class _KnobCollector:
         self.by[key] = by
 
     def set_precision(self, found: Mapping[str, Any], *, bf16: bool) -> None:
-        """Autocast in bf16 where that is asked for and there, else in fp16; without it TF32 or fp32."""
+        """Set autocast to bf16 if asked and supported, else fp16; without autocast TF32 or fp32."""
         asked = [name for name in AMP if name in found]
         if not asked:
             return
@@ -283,7 +283,7 @@ class _KnobCollector:
         self._put(self.pins, "precision", wanted, word)
 
     def set_betas(self, found: Mapping[str, Any]) -> None:
-        """Two knobs for a pair; what is not given is what AdamW has for language models."""
+        """Set both betas from two knobs; a missing one gets AdamW's value for language models."""
         if "adam_beta1" in found or "adam_beta2" in found:
             pair = [found.get("adam_beta1", 0.9), found.get("adam_beta2", 0.95)]
             word = " ".join(f"{name}={found[name]}" for name in ("adam_beta1", "adam_beta2") if name in found)
@@ -292,7 +292,7 @@ class _KnobCollector:
             self._put(self.options, "betas", pair, word)
 
     def set_global_batch(self, found: Mapping[str, Any], ranks: int) -> None:
-        """The global batch that a batch of one process makes."""
+        """Set the global batch from the batch of one process."""
         if "batch_size" not in found:
             return
         rounds = found.get("gradient_accumulation_steps", 1)
@@ -302,7 +302,7 @@ class _KnobCollector:
         self.said.append(f"global batch {total}: batch_size {found['batch_size']} x {rounds} x {many}")
 
     def build_settings(self) -> KnobSettings:
-        """All of it."""
+        """Return everything that was set."""
         return KnobSettings(
             options=self.options,
             spare=tuple(self.spare),

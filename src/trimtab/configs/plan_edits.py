@@ -95,29 +95,29 @@ class Draft:
     """What to say of fields that no key here holds; another file may."""
 
     def say(self, sentence: str) -> None:
-        """Once."""
+        """Add a sentence once."""
         if sentence not in self.said:
             self.said.append(sentence)
 
     def warn(self, text: str, *, field: str, key: str = "", value: Any = None, planned: Any = None) -> None:
-        """Once: the config will differ from the plan."""
+        """Add a warning once: the config will differ from the plan."""
         if all(warning.text != text for warning in self.warnings):
             self.warnings.append(
                 ConfigWarning(text=text, file=self.file, key=key, value=value, field=field, planned=planned)
             )
 
     def texts(self) -> list[str]:
-        """Everything there is to say, in sentences."""
+        """Return all notes and warnings as sentences."""
         return [*self.said, *(warning.text for warning in (*self.warnings, *self.missing.values()))]
 
 
 def count_nodes(plan: Plan) -> int:
-    """On how many machines a plan runs."""
+    """Return how many machines a plan uses."""
     return len({place.node for place in plan.places}) or 1
 
 
 def make_exact(setting: Setting, given: str) -> tuple[Setting, str]:
-    """The setting with micro-batches that are all full, as frameworks need it, and a word about it.
+    """Return the setting with full micro-batches only, as frameworks need it, and a note.
 
     trimtab's own trainer makes the last micro-batch smaller; others run as many full ones as they are told. A
     smaller micro-batch in more rounds fits as well, and keeps the global batch.
@@ -157,7 +157,7 @@ def make_exact(setting: Setting, given: str) -> tuple[Setting, str]:
 
 
 def plan_sequence_length(plan: Plan) -> int | None:
-    """Tokens of one sample as the plan has them; None where its job has no such length."""
+    """Return the tokens of one sample in the plan; None if its job has no such length."""
     chosen = plan.options.get("seq")
     if isinstance(chosen, int) and chosen > 0:
         return chosen
@@ -165,7 +165,7 @@ def plan_sequence_length(plan: Plan) -> int | None:
 
 
 def list_facts(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict[str, int | str]:
-    """Everything that a key can hold, for a setting whose micro-batches are full."""
+    """Return everything that a key can hold, for a setting with full micro-batches."""
     length = {} if seq is None else {"seq": seq}
     return length | {
         "micro_batch": setting.micro_batch,
@@ -202,7 +202,7 @@ def find_edits(  # noqa: PLR0913 - a plan, where it goes, and how
     setting: Setting | None = None,
     beside: bool = False,
 ) -> tuple[list[Edit], list[str]]:
-    """The edits that make a config say what a plan does, and what it cannot say.
+    """Return the edits that make a config say what a plan does, and what it cannot say.
 
     `setting` stands in for the plan's choice where a stage has one of its own; with `beside`, values that
     another key gives are replaced too.
@@ -220,7 +220,7 @@ def draft_edits(  # noqa: PLR0913 - as above
     setting: Setting | None = None,
     beside: bool = False,
 ) -> Draft:
-    """As `edits`, with what no key holds kept apart: another file of the same job may hold it."""
+    """Draft the edits as in `find_edits`; keep apart what no key holds, since another file may hold it."""
     draft = Draft(file=file)
     nodes = count_nodes(plan)
     given = f"plan for {plan.job}"
@@ -266,7 +266,7 @@ def draft_edits(  # noqa: PLR0913 - as above
 
 
 def _warn_unplanned(draft: Draft, knob: Knob, path: KeyPath, entry: Entry | None) -> None:
-    """A key that holds something of which the plan says nothing."""
+    """Warn of a key that holds something the plan does not name."""
     if entry is not None and entry.value is not None:
         label, value = knob.field.replace("_", " "), entry.computed or format_value(entry.value)
         draft.warn(
@@ -286,7 +286,7 @@ def _apply_requirement(
     entries: Sequence[Entry],
     wanted: Mapping[str, int | str],
 ) -> None:
-    """Write what a plan needs beside its own fields, or warn where that would change what is trained."""
+    """Write what a plan needs beside its own fields, or warn if that changes what is trained."""
     now = {place.path: place for place in overlay_edits(entries, draft.edits)}
     for path, value, entry in find_violations(requirement, root, now, wanted):
         key, shown = format_path(path), format_value(value)
@@ -328,7 +328,7 @@ def _edit_key(  # noqa: PLR0913, PLR0917 - a key, what is there and what is want
     wanted: Mapping[str, int | str],
     present: set[str],
 ) -> None:
-    """What becomes of one key."""
+    """Decide what happens to one key."""
     value = wanted[knob.field]
     key = format_path(path)
     if knob.field == "workers" and value == 0:
@@ -387,7 +387,7 @@ def _edit_key(  # noqa: PLR0913, PLR0917 - a key, what is there and what is want
 
 
 def _value_to_write(draft: Draft, knob: Knob, current: Any, value: int | str, key: str) -> tuple[Any, bool]:
-    """What would be written, and whether anything would."""
+    """Return what would be written, and whether anything would."""
     if knob.field not in WORDS:
         return format_count(knob, current, int(value)), True
     word = str(value)
@@ -398,7 +398,7 @@ def _value_to_write(draft: Draft, knob: Knob, current: Any, value: int | str, ke
 
 
 def _refuse_borrowed(draft: Draft) -> None:
-    """A value such as ${batch.size} is another key's: whoever reads that key would not see the change."""
+    """Refuse a value such as ${batch.size}: it is another key's, whose readers would not see the change."""
     for edit in draft.edits:
         if isinstance(edit.before, str) and (found := _BORROWED.search(edit.before)):
             raise WrongUse(
@@ -411,7 +411,7 @@ def _refuse_borrowed(draft: Draft) -> None:
 def _already_says(
     knob: Knob, current: Any, value: int | str, wanted: Mapping[str, int | str], *, is_there: bool
 ) -> bool:
-    """Whether a key, or the default in its place, says the value already."""
+    """Return whether a key, or its default, says the value already."""
     if current is None and not is_there:
         return False
     if knob.field not in WORDS:
@@ -429,7 +429,7 @@ def _warn_caveat(draft: Draft, knob: Knob, value: int | str) -> None:
 
 
 def _note_missing(draft: Draft, target: ConfigTarget, wanted: Mapping[str, int | str]) -> None:
-    """What no key of this config holds."""
+    """Note what no key of this config holds."""
     settled = draft.settled
     if wanted["gpus"] != 1 and not settled & {"gpus", "gpus_per_node"}:
         usual = "Start one process on each of {gpus} GPUs: no key here says how many."
@@ -463,7 +463,7 @@ def _note_missing(draft: Draft, target: ConfigTarget, wanted: Mapping[str, int |
 def _check_global_batch(
     site: TargetSite, entries: Sequence[Entry], draft: Draft, wanted: Mapping[str, int | str]
 ) -> None:
-    """Read the result by the target's own meaning: the global batch is a promise."""
+    """Check that the edited config keeps the global batch of the plan."""
     after = overlay_edits(entries, draft.edits)
     got = interpret_config(site, after, gpus=int(wanted["gpus"]), nodes=int(wanted["nodes"])).number(
         "global_batch"
@@ -483,7 +483,7 @@ def _warn_differences(
     exact: Setting,
     wanted: Mapping[str, int | str],
 ) -> None:
-    """Read the result as `show` would: whatever is still not as planned is a warning, whatever its cause."""
+    """Interpret the edited config as `show` would; warn of all that still differs from the plan."""
     after = interpret_config(
         site, overlay_edits(entries, draft.edits), gpus=int(wanted["gpus"]), nodes=int(wanted["nodes"])
     )
@@ -520,7 +520,7 @@ OF_FIELD = {
 
 
 def fact_sequence_length(facts: Mapping[str, int | str]) -> int | None:
-    """The sequence length among facts, where there is one."""
+    """Return the sequence length among facts, if there is one."""
     value = facts.get("seq")
     return value if isinstance(value, int) else None
 
@@ -528,7 +528,7 @@ def fact_sequence_length(facts: Mapping[str, int | str]) -> int | None:
 def find_differences(
     planned: Setting, got: Setting, seq: int | None = None, got_seq: int | None = None
 ) -> list[tuple[str, Any, Any]]:
-    """Where a setting that was read back differs from the planned one: field, planned, found.
+    """Compare a setting that was read back with the planned one: field, planned, found.
 
     A plan with no data loader processes leaves their number to the config.
     """
@@ -550,7 +550,7 @@ def find_differences(
 
 
 def _warn_job_options(site: TargetSite, values: Mapping[KeyPath, Entry], draft: Draft, plan: Plan) -> None:
-    """Options of the job that the file and the plan both name, and name differently."""
+    """Warn of options of the job on which the file and the plan differ."""
     subject = site.target.subject
     is_folder = bool(subject.folders()) and plan.job.startswith("hf:")
     for option, key in subject.options.items():
@@ -578,7 +578,7 @@ def _format_option(value: Any) -> str:
 
 
 def overlay_edits(entries: Sequence[Entry], changes: Sequence[Edit]) -> list[Entry]:
-    """The entries as they will be."""
+    """Return the entries as they will be after the edits."""
     from trimtab.configs.text_edit import Entry as Place
 
     new = {edit.path: edit.after for edit in changes}

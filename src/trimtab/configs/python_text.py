@@ -51,7 +51,7 @@ _DICTS = {"dict", "OrderedDict", "SimpleNamespace", "Namespace", "DictConfig", "
 
 
 def read_python(text: str, origin: str) -> ParsedConfig:
-    """The document of a text.
+    """Parse a Python text.
 
     >>> read_python("config = {'batch': 4}  # small", "a.py").edit({("config", "batch"): 8})
     "config = {'batch': 8}  # small"
@@ -91,7 +91,7 @@ class _Collector:
         return self.text.isascii()
 
     def offset(self, line: int, column: int) -> int:
-        """A place of Python's, whose columns count bytes, as a place in the text."""
+        """Return the place in the text; Python's columns count bytes."""
         start = self.lines[line - 1]
         if self.is_ascii:
             return start + column
@@ -115,7 +115,7 @@ class _Collector:
         return self.root
 
     def place_calls(self, name: str, found: list[TextNode]) -> None:
-        """Under the name of what is called; numbered where there are several."""
+        """Put calls under the name of what is called, numbered if there are several."""
         items = self.root.items if self.root.items is not None else {}
         if name in items:  # a class or a function of this file: its own values stay where they are
             return
@@ -203,7 +203,7 @@ class _Collector:
         self.put(home, keys[-1], node, value)
 
     def again(self, statement: ast.AugAssign, home: TextNode) -> None:
-        """`x += 1` makes the value of x something that only Python knows."""
+        """Note that `x += 1` makes the value of x unknown."""
         keys = _target_keys(statement.target)
         for key in keys[:-1]:
             home = (home.items or {}).get(key, home)
@@ -240,7 +240,7 @@ class _Collector:
         return TextNode(start, end, literal, extra=node)
 
     def call(self, node: ast.Call) -> TextNode:
-        """`dict(...)` is a section, `field(default=...)` its default, and any other call is computed."""
+        """Read a call: `dict(...)` is a section, `field(default=...)` its default, any other is computed."""
         start, end = self.span(node)
         name = _last_name(node.func)
         if name == "field":
@@ -278,7 +278,7 @@ def _make_section(start: int, end: int, style: str = "scope") -> TextNode:
 
 
 def _list_calls(tree: ast.Module) -> Iterator[ast.Call]:
-    """Calls in the order of the text."""
+    """List calls in the order of the text."""
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return iter(sorted(found, key=lambda node: (node.lineno, node.col_offset)))
 
@@ -290,7 +290,7 @@ def _last_name(function: ast.expr) -> str:
 
 
 def _target_keys(target: ast.expr) -> list[str | int]:
-    """`a.b["c"]` as keys; nothing where a part of it is computed."""
+    """Return `a.b["c"]` as keys; nothing if a part of it is computed."""
     keys: list[str | int] = []
     while not isinstance(target, ast.Name):
         if isinstance(target, ast.Attribute):
@@ -304,13 +304,13 @@ def _target_keys(target: ast.expr) -> list[str | int]:
 
 
 def _constant_key(node: ast.expr | None) -> str | int | None:
-    """A key that is text or a whole number, and stands there as such."""
+    """Return a key that is literal text or a literal whole number, else None."""
     value = node.value if isinstance(node, ast.Constant) else None
     return value if isinstance(value, str | int) and not isinstance(value, bool) else None
 
 
 def _literal_value(node: ast.expr) -> Any:
-    """A value that stands in the source; ValueError for one that does not."""
+    """Return a literal value; raise ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
@@ -321,7 +321,7 @@ def _literal_value(node: ast.expr) -> Any:
 
 
 def format_python(value: Any, like: str = "", quote: str = '"') -> str:
-    """A value as Python: numbers and brackets in the manner of the text that stood there."""
+    """Format a value as Python; numbers and brackets follow the old text."""
     if isinstance(value, float):
         return _format_float(value, like)
     if isinstance(value, dict):
@@ -410,12 +410,12 @@ def _refuse_place(page: ParsedConfig, path: KeyPath, node: TextNode) -> NoReturn
 
 
 def _house_quote(page: ParsedConfig) -> str:
-    """The quotes that this file uses more often."""
+    """Return the quotes that this file uses more often."""
     return "'" if page.text.count("'") > page.text.count('"') else '"'
 
 
 def _list_tokens(page: ParsedConfig) -> list[tuple[int, int, int]]:
-    """Kind, start and end of every token."""
+    """List kind, start and end of every token."""
     lines = page.line_starts
     found = tokenize.generate_tokens(io.StringIO(page.text, newline="").readline)
     return [
@@ -426,7 +426,7 @@ def _list_tokens(page: ParsedConfig) -> list[tuple[int, int, int]]:
 
 
 def _add_comment(page: ParsedConfig, node: TextNode) -> Splice:
-    """The old expression behind the line on which it ends."""
+    """Add the old expression as a comment at the end of its line."""
     at = page.line_end(node.end)
     ends = {start for kind, start, _ in _list_tokens(page) if kind in (tokenize.NEWLINE, tokenize.NL)}
     if at not in ends and at != len(page.text):
@@ -439,7 +439,7 @@ def _add_comment(page: ParsedConfig, node: TextNode) -> Splice:
 
 
 def _add_to_brackets(page: ParsedConfig, node: TextNode, new: dict[str | int, Any]) -> list[Splice]:
-    """Keys behind the last one of a dict or a call, on lines of their own where that one has its own."""
+    """Add keys after the last one of a dict or a call, on their own lines if it has its own."""
     quote = _house_quote(page)
     is_call = node.style == "call"
     body = [
@@ -470,14 +470,14 @@ def _add_to_brackets(page: ParsedConfig, node: TextNode, new: dict[str | int, An
 
 
 def _is_opening(node: TextNode, page: ParsedConfig, end: int) -> bool:
-    """Whether this bracket is the one that the node itself opens."""
+    """Return whether this bracket is the one that the node itself opens."""
     if isinstance(node.extra, ast.Dict):
         return end == node.start + 1
     return not node.extra.args and not node.extra.keywords and page.text[end - 1] == "("
 
 
 def _own_line_indent(page: ParsedConfig, node: TextNode) -> str | None:
-    """The blanks before the last key, if nothing else stands before it on its line."""
+    """Return the blanks before the last key if it begins its line, else None."""
     place = _Collector(page.text, page.origin)
     if isinstance(node.extra, ast.Dict):
         last = node.extra.keys[-1] or node.extra.values[-1]
@@ -497,7 +497,7 @@ def _add_at_end(page: ParsedConfig, new: dict[str | int, Any]) -> Splice:
 
 
 def _add_to_class(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]) -> Splice:
-    """A default behind the last line of a class, with a type where the class is a dataclass."""
+    """Add a default after the last field of a class, with a type if the class is a dataclass."""
     body = node.extra.body
     place = _Collector(page.text, page.origin)
     first = place.offset(body[0].lineno, body[0].col_offset)

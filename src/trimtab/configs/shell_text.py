@@ -50,7 +50,7 @@ _PAIRS = (("true", "false"), ("yes", "no"), ("on", "off"), ("1", "0"))
 
 
 def read_shell(text: str, origin: str) -> ParsedConfig:
-    """The document of a text.
+    """Parse a shell script or a .env file.
 
     >>> read_shell("export BATCH=4  # small", "run.sh").edit({("BATCH",): 8})
     'export BATCH=8  # small'
@@ -59,7 +59,7 @@ def read_shell(text: str, origin: str) -> ParsedConfig:
 
 
 def parse_word(text: str) -> Any:
-    """A word as the number or boolean that it looks like, or as text.
+    """Return a word as the number or boolean that it looks like, or as text.
 
     >>> [parse_word(word) for word in ("4", "1e-4", "True", "007", "a")]
     [4, 0.0001, True, '007', 'a']
@@ -72,7 +72,7 @@ def parse_word(text: str) -> Any:
 
 
 def word_node(start: int, end: int, word: str, *, style: str = "word", computed: str = "") -> TextNode:
-    """A word of a script, which also remembers how it is spelt."""
+    """Return the node of a word, which also keeps its spelling."""
     return TextNode(start, end, computed or parse_word(word), style=style, computed=computed, extra=word)
 
 
@@ -112,7 +112,7 @@ class _ShellScanner:
         raise parse_error_at(self.origin, self.text, at, found, kind="shell")
 
     def command(self) -> None:
-        """Variables at its head, then the rest of it, up to the next command."""
+        """Read the variables at the head of a command, then skip to the next command."""
         match = _GAP.match(self.text, self.at)
         self.at = start = match.end() if match else self.at
         export = _EXPORT.match(self.text, self.at)
@@ -148,7 +148,7 @@ class _ShellScanner:
         return True
 
     def loose_word(self, name: str, start: int) -> bool:
-        """The unquoted value of a .env file: up to a comment or the end of the line."""
+        """Read the unquoted value of a .env file, up to a comment or the end of the line."""
         match = re.compile(r"[^\r\n]*?(?=[ \t]+#|[ \t]*(?:[\r\n]|\Z))").match(self.text, start)
         self.at = match.end() if match else start
         value = self.text[start : self.at]
@@ -162,7 +162,7 @@ class _ShellScanner:
         items[name] = node
 
     def word(self) -> tuple[str, bool]:
-        """A word of the shell without its quotes, and whether the shell computes a part of it."""
+        """Read a word without its quotes; return it, and whether the shell computes a part of it."""
         value, computed = "", False
         while self.at < len(self.text) and self.text[self.at] not in " \t\r\n;&|()<>":
             letter = self.text[self.at]
@@ -194,7 +194,7 @@ class _ShellScanner:
         return re.sub(r'\\([\\"$`])', r"\1", match[1]), asks
 
     def expansion(self) -> None:
-        """Over `$X`, `${X:-4}`, `$(...)` or what stands in backquotes."""
+        """Skip `$X`, `${X:-4}`, `$(...)` or text in backquotes."""
         start = self.at
         opener = self.text[start : start + 2]
         if self.text[start] == "`":
@@ -222,7 +222,7 @@ class _ShellScanner:
             self.at += 2 if letter == "\\" else 1
 
     def rest(self) -> bool:
-        """Over what is left of a command; whether there was nothing."""
+        """Skip what is left of a command; return whether there was nothing."""
         empty = True
         while self.at < len(self.text):
             letter = self.text[self.at]
@@ -267,7 +267,7 @@ class _ShellScanner:
 
 
 def format_word(value: Any, like: str = "", *, loose: bool = False) -> str:
-    """A value as a word, in the quotes of the text that stood there."""
+    """Format a value as a word, in the quotes of the old text."""
     text = value_text(value, like)
     quote = like[:1] if like[:1] in ("'", '"') else ""
     if not quote and _SAFE.fullmatch(text):
@@ -280,7 +280,7 @@ def format_word(value: Any, like: str = "", *, loose: bool = False) -> str:
 
 
 def value_text(value: Any, like: str = "") -> str:
-    """A value as the shell holds it: text."""
+    """Return a value as the shell holds it: text."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -298,7 +298,7 @@ def value_text(value: Any, like: str = "") -> str:
 
 
 def means_value(node: TextNode, wanted: Any) -> bool:
-    """Whether a word means a value: 1 means true where true was wanted, 1e-4 means 0.0001.
+    """Return whether a word means a value: 1 means true if true was wanted, 1e-4 means 0.0001.
 
     A text is only itself, because 1.1 is another version than 1.10; nor is 8.0 a whole number to a program
     that reads the word.
@@ -341,17 +341,17 @@ class _ShellFormat(ConfigFormat):
 
 
 def scan_variables(text: str, origin: str, *, loose: bool = False) -> TextNode:
-    """The variables of a script."""
+    """Scan the variables of a script."""
     return _ShellScanner(text, origin, loose).scan()
 
 
 def replace_word(page: ParsedConfig, node: TextNode, value: Any, *, loose: bool = False) -> Splice:
-    """A word in place of another."""
+    """Replace a word by another."""
     return Splice(node.start, node.end, format_word(value, page.text[node.start : node.end], loose=loose))
 
 
 def add_variables(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]) -> Splice:
-    """Variables below the last that are set, or above the first command."""
+    """Add variables below the last that are set, or above the first command."""
     if node.style != "variables":
         refuse_leaf(page, path, node)
     for key, value in new.items():
@@ -373,7 +373,7 @@ def add_variables(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[s
 
 
 def keep_in_comment(page: ParsedConfig, node: TextNode) -> Splice:
-    """The old words behind the line."""
+    """Keep the old words in a comment at the end of the line."""
     at = page.line_end(node.end)
     rest = page.text[node.end : at]
     if re.search(r"['\"`]|\\$", rest.partition(" #")[0]) or "<<" in rest:
@@ -455,7 +455,7 @@ _COUNT = re.compile(r"(?:^|:)(\d+)$")
 
 
 def read_sbatch(text: str, origin: str) -> ParsedConfig:
-    """The document of a script.
+    """Parse a batch script of Slurm.
 
     >>> read_sbatch("#SBATCH -N 2 --gres=gpu:4", "run.sbatch").edit({("nodes",): 1, ("gres", "gpu"): 8})
     '#SBATCH -N 1 --gres=gpu:8'
@@ -535,7 +535,7 @@ class _SbatchHeader:
                 raise parse_error_at(self.origin, self.text, start, found, kind="#SBATCH line")
 
     def separate(self, name: str, span: tuple[int, int], tokens: list[tuple[int, int]]) -> None:
-        """An option whose value, if it takes one, is the next word."""
+        """Read an option whose value, if it takes one, is the next word."""
         if name in FLAGS:
             self.keep(name, span[0], TextNode(span[1], span[1], True, style="flag"))
             return
@@ -563,7 +563,7 @@ def _unquote_word(text: str) -> str:
 
 
 def _find_counts(name: str, text: str, start: int) -> dict[str | int, TextNode]:
-    """The counts inside of `gpu:a100:4` and `h100:8`; `gpu` alone is one."""
+    """Find the counts in `gpu:a100:4` and `h100:8`; `gpu` alone is one."""
     if name in COUNTED:
         count = _COUNT.search(text)
         return {"count": _make_count(start, text, count)} if count else {}

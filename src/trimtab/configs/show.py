@@ -72,19 +72,19 @@ class JobEstimator(Protocol):
     """What can be asked about the job."""
 
     def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
-        """What a setting needs, and how fast it is."""
+        """Estimate memory and speed of a setting."""
 
     def better(self, options: dict[str, Any], setting: Setting) -> Plan:
-        """The fastest way to run the same global batch on as many GPUs in the same precision."""
+        """Plan the fastest way to run the same global batch on as many GPUs in the same precision."""
 
 
 def find_job_name(target: ConfigTarget, opened: OpenedConfig | None) -> str | None:
-    """The job that a config describes; None where it cannot be told."""
+    """Return the job that a config describes, or None."""
     return find_job(target, opened)[0]
 
 
 def find_job(target: ConfigTarget, opened: OpenedConfig | None) -> tuple[str | None, str]:
-    """The job that a config describes, and where it was looked for where it was not found.
+    """Return the job that a config describes, or where it was looked for.
 
     A model's folder is looked for as the framework would, from the current folder, and then beside the file.
     """
@@ -114,7 +114,7 @@ def find_job(target: ConfigTarget, opened: OpenedConfig | None) -> tuple[str | N
 
 
 def read_options(subject: Subject, root: tuple[str | int, ...], entries: Sequence[Entry]) -> dict[str, Any]:
-    """Options of the job, from the keys that hold them, or from the framework's defaults."""
+    """Read options of the job from the keys that hold them, or from the framework's defaults."""
     values = {entry.path: entry for entry in entries}
     found: dict[str, Any] = {}
     for option, key in subject.options.items():
@@ -138,7 +138,7 @@ def build_display(  # noqa: PLR0913 - what to show, and for whom
     no_device: bool = False,
     sought: str = "",
 ) -> Display:
-    """The config with an estimate for every stage, as far as there is somebody to ask.
+    """Describe the config, with an estimate for every stage if there is an estimator.
 
     `sought` says where the model's folder was looked for in vain.
     """
@@ -192,7 +192,7 @@ def build_display(  # noqa: PLR0913 - what to show, and for whom
 
 
 def _note_unknown(reading: Reading, target: ConfigTarget, gpus: int | None) -> list[str]:
-    """What is assumed where the config leaves it open."""
+    """Note what is assumed where the config leaves it open."""
     found = []
     if reading.number("micro_batch") is None and not target.partial:
         found.append("The micro-batch is not known: 1 is assumed.")
@@ -203,7 +203,7 @@ def _note_unknown(reading: Reading, target: ConfigTarget, gpus: int | None) -> l
 
 
 def _note_single_gpu(reading: Reading, setting: Setting, gpus: int | None) -> list[str]:
-    """A strategy that takes several GPUs, shown on one: why, and how it will run on more."""
+    """Explain why a strategy for several GPUs is shown on one, and how to see it on more."""
     strategy = reading.facts.get("strategy")
     if setting.gpus > 1 or strategy is None or not STRATEGIES[str(strategy)].needs_config_key:
         return []
@@ -219,7 +219,7 @@ def _note_single_gpu(reading: Reading, setting: Setting, gpus: int | None) -> li
 
 
 def _stage_setting(setting: Setting, stage: StageConfig) -> Setting:
-    """The main config's setting with the stage's own cut of the batch."""
+    """Return the main config's setting with the stage's own split of the batch."""
     micro = stage.micro_batch or setting.micro_batch
     rounds = stage.accumulation or setting.accumulation
     return setting.replace(
@@ -228,7 +228,7 @@ def _stage_setting(setting: Setting, stage: StageConfig) -> Setting:
 
 
 def _estimate_stage(plain: ShownStage, seer: JobEstimator | None, said: list[str]) -> ShownStage:
-    """A stage with what can be found out about it."""
+    """Add an estimate and advice to a stage."""
     if seer is None:
         return plain
     asked, setting = plain.options, plain.setting
@@ -265,7 +265,7 @@ def _estimate_stage(plain: ShownStage, seer: JobEstimator | None, said: list[str
 def _build_advice(
     options: dict[str, Any], setting: Setting, found: Estimate, seer: JobEstimator
 ) -> list[str]:
-    """What would be better, with its numbers."""
+    """Return what would be better, with its numbers."""
     try:
         best = seer.better(options, setting)
     except NothingFits as problem:
@@ -285,7 +285,7 @@ def _say_good(setting: Setting, found: Estimate) -> str:
 
 
 def _say_better(setting: Setting, found: Estimate, choice: Setting, estimate: Estimate) -> str:
-    """A sentence where the other choice is better; nothing where it is not."""
+    """Return a sentence if the other choice is better, else nothing."""
     before, after = found.step_s, estimate.step_s
     faster = before / after if before and after else None
     if found.fits is not False and (faster is None or faster < WORTH):

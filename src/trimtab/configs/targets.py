@@ -209,7 +209,7 @@ class Subject(Noun, frozen=True, kw_only=True):
     """What the code around the config does though no key says it, by field."""
 
     def folders(self) -> tuple[str, ...]:
-        """The keys that may name a model's folder."""
+        """Return the keys that may name a model's folder."""
         return (self.folder,) * bool(self.folder) if isinstance(self.folder, str) else self.folder
 
 
@@ -266,19 +266,19 @@ class ConfigTarget(Noun, frozen=True, kw_only=True):
         ]
 
     def fields(self) -> set[str]:
-        """The fields that its keys hold."""
+        """Return the fields that its keys hold."""
         return {knob.field for knob in self.knobs}
 
 
 @cache
 def builtin_targets() -> tuple[ConfigTarget, ...]:
-    """The targets that come with trimtab."""
+    """Load the targets that come with trimtab."""
     text = files("trimtab.configs").joinpath("targets.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text)["target"], tuple[ConfigTarget, ...])
 
 
 def find_target(name: str, known: Sequence[ConfigTarget]) -> ConfigTarget:
-    """The target of that name."""
+    """Return the target of that name."""
     for target in known:
         if target.name == name:
             return target
@@ -299,14 +299,14 @@ class TargetSite(Noun, frozen=True, kw_only=True):
 
 
 def split_key(key: str) -> KeyPath:
-    """A dotted key as a path."""
+    """Split a dotted key into a path."""
     return tuple(key.split("."))
 
 
 def conditions_hold(
     when: Mapping[str, Sequence[Any]], root: KeyPath, values: Mapping[KeyPath, Entry]
 ) -> bool:
-    """Whether every key of a `when` has one of its values in the file."""
+    """Return whether every key of a `when` has one of its values in the file."""
     return all(_key_has(root + split_key(key), among, values) for key, among in when.items())
 
 
@@ -334,12 +334,12 @@ class KeyIndex:
             self.by_end.setdefault(path[-1], []).append(path)
 
     def above(self, end: KeyPath) -> list[KeyPath]:
-        """What comes before a key, wherever it is."""
+        """Return what comes before a key, wherever it is."""
         return [path[: -len(end)] for path in self.by_end.get(end[-1], []) if path[-len(end) :] == end]
 
 
 def find_roots(marks: Sequence[Sequence[str]], index: KeyIndex, below: KeyPath = ()) -> list[KeyPath]:
-    """The paths below which one key of every group is."""
+    """Return the paths below which there is one key of every group."""
     found = {root for key in marks[0] for root in index.above(split_key(key)) if root[: len(below)] == below}
     return sorted(
         (
@@ -354,7 +354,7 @@ def find_roots(marks: Sequence[Sequence[str]], index: KeyIndex, below: KeyPath =
 def find_sites(
     document: ConfigDocument, known: Sequence[ConfigTarget], below: KeyPath = ()
 ) -> list[TargetSite]:
-    """Every target that a document can be, with where."""
+    """Return every target that a document can be, and where."""
     index = KeyIndex(document.entries())
     found = [
         TargetSite(target=target, root=root)
@@ -367,7 +367,7 @@ def find_sites(
 
 
 def _beats(site: TargetSite, other: TargetSite) -> bool:
-    """Whether the other is part of what this one is."""
+    """Return whether the other site is part of this one."""
     return other.target.name in site.target.beats and other.root[: len(site.root)] == site.root
 
 
@@ -379,7 +379,7 @@ def find_site(
     name: str | None = None,
     below: KeyPath = (),
 ) -> TargetSite:
-    """The target that a document is; an error that says what to do where that is not clear."""
+    """Return the target that a document is; raise with advice if that is not clear."""
     given = f"{origin}:{format_path(below)}" if below else origin
     if name is not None:
         found = _sites_of_target(document, find_target(name, known), below, given)
@@ -410,7 +410,7 @@ def find_site(
 def _sites_of_target(
     document: ConfigDocument, target: ConfigTarget, below: KeyPath, given: str
 ) -> list[TargetSite]:
-    """Where a target is that the user named: by its marks, by any of its keys, or where they pointed."""
+    """Find a target that the user named: by its marks, by any of its keys, or where they pointed."""
     index = KeyIndex(document.entries())
     keys = [[key for knob in target.knobs for key in knob.keys]]
     found = find_roots(target.marks, index, below)
@@ -431,7 +431,7 @@ _CURE = "Mend it as docs/configs.md describes; `trimtab apply --list-targets` sh
 
 
 def read_targets(file: Path) -> tuple[ConfigTarget, ...]:
-    """The targets of a trimtab.toml."""
+    """Read the targets of a trimtab.toml."""
     given = str(file)
     try:
         held = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -457,7 +457,7 @@ def read_targets(file: Path) -> tuple[ConfigTarget, ...]:
 
 
 def find_target_files(files: Iterable[Path]) -> list[Path]:
-    """The trimtab.toml of each config: in its folder or the nearest one above it that has any.
+    """Find the trimtab.toml of each config: in its folder, or the nearest one above.
 
     Nothing above the current folder counts for a config within it: what lies there belongs to someone else.
     """
@@ -475,7 +475,7 @@ def find_target_files(files: Iterable[Path]) -> list[Path]:
 
 
 def list_targets(files: Iterable[Path] = ()) -> tuple[ConfigTarget, ...]:
-    """The targets that hold for these configs: the projects' own first, then those that come with trimtab."""
+    """List the targets for these configs: the projects' own first, then the built-in ones."""
     own = [target for file in find_target_files(files) for target in read_targets(file)]
     names = {target.name for target in own}
     return (*own, *(target for target in builtin_targets() if target.name not in names))

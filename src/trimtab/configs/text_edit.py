@@ -58,10 +58,10 @@ class ConfigDocument(Protocol):
         """The format: yaml, toml, json, python, shell or sbatch."""
 
     def entries(self) -> list[Entry]:
-        """All values, in the order of the file."""
+        """Return all values, in the order of the file."""
 
     def edit(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
-        """The whole text with these values changed."""
+        """Return the whole text with these values changed, and nothing else."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +116,7 @@ class ConfigFormat:
         raise NotImplementedError
 
     def write(self, value: Any, like: str = "") -> str:
-        """ConfigFormat a value in the style of the old text."""
+        """Format a value in the style of the old text."""
         raise NotImplementedError
 
     def add(
@@ -202,59 +202,59 @@ class ParsedConfig:
 
     @property
     def kind(self) -> str:
-        """The name of the format."""
+        """The format: yaml, toml, json, python, shell or sbatch."""
         return self.format.kind
 
     @cached_property
     def line_starts(self) -> list[int]:
-        """Where each line begins."""
+        """The offset of each line."""
         return [0, *(match.end() for match in _LINE_END.finditer(self.text))]
 
     @cached_property
     def newline(self) -> str:
-        """The line ending of this file: the first that it has."""
+        """The line ending of this file: its first one."""
         match = _LINE_END.search(self.text)
         return match[0] if match else "\n"
 
     def place(self, offset: int) -> tuple[int, int]:
-        """Line and column, from 1."""
+        """Return line and column, counted from 1."""
         line = bisect_right(self.line_starts, offset)
         return line, offset - self.line_starts[line - 1] + 1
 
     def locate(self, offset: int) -> str:
-        """`FILE:LINE:COLUMN`."""
+        """Return `FILE:LINE:COLUMN`."""
         line, column = self.place(offset)
         return f"{self.origin}:{line}:{column}"
 
     def line_end(self, offset: int) -> int:
-        """The end of the line that holds this place, before its line ending."""
+        """Return the end of the line at this place, before its line ending."""
         match = _LINE_END.search(self.text, offset)
         return match.start() if match else len(self.text)
 
     def line_start(self, offset: int) -> int:
-        """The start of the line that holds this place."""
+        """Return the start of the line at this place."""
         return self.line_starts[bisect_right(self.line_starts, offset) - 1]
 
     def next_line(self, offset: int) -> int:
-        """The start of the line after this place, or the end of the text."""
+        """Return the start of the line after this place, or the end of the text."""
         match = _LINE_END.search(self.text, offset)
         return match.end() if match else len(self.text)
 
     def indent(self, offset: int) -> str:
-        """The blanks that begin the line of this place."""
+        """Return the blanks that begin the line at this place."""
         start = self.line_start(offset)
         match = re.compile(r"[ \t]*").match(self.text, start)
         return match[0] if match else ""
 
     def insert_lines(self, at: int, lines: list[str]) -> Splice:
-        """Lines put in at the start of a line, or after a last line that has no end."""
+        """Insert lines at the start of a line, or after a last line without an end."""
         body = self.newline.join(lines)
         if at == len(self.text) and at > self.line_starts[-1]:
             return Splice(at, at, self.newline + body)
         return Splice(at, at, body + self.newline)
 
     def entries(self) -> list[Entry]:
-        """All values, in the order of the file."""
+        """Return all values, in the order of the file."""
         return [self._entry(path, node) for path, node in walk_nodes(self.root) if is_entry(node)]
 
     def _entry(self, path: KeyPath, node: TextNode) -> Entry:
@@ -262,7 +262,7 @@ class ParsedConfig:
         return Entry(path=path, value=node_value(node), line=line, column=column, computed=node.computed)
 
     def edit(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
-        """The whole text with these values changed, and nothing else."""
+        """Return the whole text with these values changed, and nothing else."""
         _refuse_impossible(self, changes)
         try:
             return self.bom + self._edit(changes, beside=beside, add=add)
@@ -286,14 +286,14 @@ class ParsedConfig:
 
 
 def parse_text(text: str, origin: str, fmt: ConfigFormat) -> ParsedConfig:
-    """A document from its text; a byte order mark is kept aside."""
+    """Parse a text; keep a byte order mark apart."""
     bom = _BOM if text.startswith(_BOM) else ""
     body = text[len(bom) :]
     return ParsedConfig(text=body, origin=origin, root=fmt.parse(body, origin), format=fmt, bom=bom)
 
 
 def reparse_text(before: ParsedConfig, text: str) -> ParsedConfig:
-    """The edited text, read again; that it cannot be read is our mistake and not the user's."""
+    """Parse the edited text again; a failure here is a bug of trimtab, not the user's mistake."""
     try:
         return parse_text(text, before.origin, before.format)
     except WrongUse as problem:
@@ -305,7 +305,7 @@ def reparse_text(before: ParsedConfig, text: str) -> ParsedConfig:
 
 
 def format_path(path: KeyPath) -> str:
-    """A path as people write it.
+    """Format a path as people write it.
 
     >>> format_path(("stages", 0, "batch"))
     'stages[0].batch'
@@ -324,7 +324,7 @@ _STEP = re.compile(r'\[(\d+)\]|(?:(?<!^)\.)?(?:"((?:[^"\\]|\\.)*)"|([^.\[\]"]+))
 
 
 def parse_path(text: str) -> KeyPath:
-    """A path from what people write; `stages.0.batch` is left to the document, which knows its lists.
+    """Parse a path as people write it; the document resolves `stages.0.batch`, since it knows its lists.
 
     >>> parse_path('stages[0]."a.b".c')
     ('stages', 0, 'a.b', 'c')
@@ -346,7 +346,7 @@ def parse_path(text: str) -> KeyPath:
 
 
 def walk_nodes(node: TextNode, path: KeyPath = ()) -> Iterator[tuple[KeyPath, TextNode]]:
-    """Every node below and including this one, with its path."""
+    """Yield this node and every node below it, with its path."""
     stack = [(path, node)]
     while stack:
         path, node = stack.pop()
@@ -357,26 +357,26 @@ def walk_nodes(node: TextNode, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Te
 
 
 def is_entry(node: TextNode) -> bool:
-    """Whether a node is an entry: a leaf, an empty section, or a list of nothing but values."""
+    """Return whether a node is an entry: a leaf, an empty section, or a list of values only."""
     return node.items is None or not node.items or (node.is_list and is_flat(node))
 
 
 def is_flat(node: TextNode) -> bool:
-    """A value, or a list of values and such lists."""
+    """Return whether a node is a value, or a list of values and such lists."""
     if node.items is None:
         return True
     return node.is_list and all(is_flat(child) for child in node.items.values())
 
 
 def node_value(node: TextNode) -> Any:
-    """The value of a node that shows."""
+    """Return the value of an entry's node."""
     if node.items is None:
         return node.value
     return [node_value(child) for child in node.items.values()] if node.is_list else {}
 
 
 def same_value(found: Any, wanted: Any) -> bool:
-    """Whether two values are one to a reader: 4 and 4.0 are, 1 and True are not.
+    """Return whether two values are the same to a reader: 4 and 4.0 are, 1 and True are not.
 
     >>> same_value(4, 4.0), same_value(1, True), same_value([1, "a"], [1, "a"])
     (True, False, True)
@@ -392,7 +392,7 @@ def same_value(found: Any, wanted: Any) -> bool:
 
 
 def replace_list(page: ParsedConfig, node: TextNode, text: str, comment: str) -> Splice:
-    """A list in brackets replaced as a whole; the comments in it stay behind the new text."""
+    """Replace a whole list in brackets; its comments follow the new text."""
     pattern = re.compile(comment)
     at, found = node.start, []
     leaves = sorted((leaf.start, leaf.end) for _, leaf in walk_nodes(node) if leaf.items is None)
@@ -422,7 +422,7 @@ def _extend_list(page: ParsedConfig, node: TextNode, text: str, comment: str) ->
 
 
 def apply_splices(text: str, splices: list[Splice]) -> str:
-    """The text with these parts replaced; what is put in at one place keeps its order."""
+    """Return the text with these parts replaced; insertions at one place keep their order."""
     pieces, at = [], 0
     done: Splice | None = None
     for splice in sorted(splices, key=lambda splice: (splice.start, splice.order, splice.end)):
@@ -441,7 +441,7 @@ def apply_splices(text: str, splices: list[Splice]) -> str:
 
 
 def verify_edit(before: ParsedConfig, after: ParsedConfig, changes: Changes, splices: list[Splice]) -> None:
-    """Refuse a result in which a named value is not what was wanted, or any other one has changed.
+    """Refuse a result in which a named value is not the wanted one, or another value has changed.
 
     An expression that holds a named value, as a call holds its arguments, changes with it.
     """
@@ -489,7 +489,7 @@ def _raise_bug(page: ParsedConfig, found: str) -> NoReturn:
 def _refuse_moved(
     page: ParsedConfig, moved: list[KeyPath], old: dict[KeyPath, TextNode], changes: Changes
 ) -> NoReturn:
-    """Something else would change too: what reads the same value through an alias, or a mistake of ours."""
+    """Raise because something else would change too: a reader of an alias, or a bug of trimtab."""
     readers = [path for path in moved if path in old and old[path].shared]
     named = ", ".join(format_path(path) for path in changes)
     if not readers:
@@ -503,7 +503,7 @@ def _refuse_moved(
 
 
 def _refuse_impossible(page: ParsedConfig, changes: Changes) -> None:
-    """Values that no config holds, and changes that contradict each other."""
+    """Refuse values that no config holds, and changes that contradict each other."""
     for path, value in changes.items():
         if not path:
             raise WrongUse(page.origin, found="no key was named", cure="Name the key to change.")
@@ -561,12 +561,12 @@ def _build_splices(page: ParsedConfig, changes: Changes, *, beside: bool, add: b
 
 
 def _comparable_value(node: TextNode) -> Any:
-    """The value of a node, or something that equals no value."""
+    """Return the value of a node, or something that equals no value."""
     return node_value(node) if is_entry(node) else node
 
 
 def _find_node(page: ParsedConfig, path: KeyPath) -> TextNode | None:
-    """The node of a path; None where a key of it is missing."""
+    """Return the node of a path; None if a key of it is missing."""
     node = page.root
     for size, key in enumerate(path):
         if key in node.repeats:
@@ -626,7 +626,7 @@ def _refuse_missing(page: ParsedConfig, path: KeyPath) -> NoReturn:
 
 
 def _add_keys(page: ParsedConfig, changes: dict[KeyPath, Any]) -> list[Splice]:
-    """New keys, all that go into one section together."""
+    """Add keys, all that go into one section together."""
     sections: dict[KeyPath, dict[str | int, Any]] = {}
     for path, value in changes.items():
         home = _find_section(page, path)
@@ -647,7 +647,7 @@ def _add_keys(page: ParsedConfig, changes: dict[KeyPath, Any]) -> list[Splice]:
 
 
 def _find_section(page: ParsedConfig, path: KeyPath) -> KeyPath:
-    """The longest part of a path that is there already."""
+    """Return the longest part of a path that exists already."""
     size = len(path) - 1
     while size and _find_node(page, path[:size]) is None:
         size -= 1
@@ -668,7 +668,7 @@ def _refuse_home(page: ParsedConfig, home: KeyPath, node: TextNode | None) -> No
 
 
 def refuse_leaf(page: ParsedConfig, path: KeyPath, node: TextNode) -> NoReturn:
-    """For formats: a key was to be added inside of a value."""
+    """Raise because a key was to be added inside of a value."""
     raise WrongUse(
         f"{page.locate(node.start)}: {format_path(path)}",
         found=f"it is the value {shortened(repr(_comparable_value(node)))}, so that nothing can be added "
@@ -678,7 +678,7 @@ def refuse_leaf(page: ParsedConfig, path: KeyPath, node: TextNode) -> NoReturn:
 
 
 def parse_error(origin: str, line: int, column: int, found: str, *, kind: str) -> BrokenFile:
-    """An error for text that is not what its format asks for."""
+    """Return an error for text that its format does not allow."""
     return BrokenFile(
         f"{origin}:{line}:{column}",
         found=found,
@@ -687,18 +687,18 @@ def parse_error(origin: str, line: int, column: int, found: str, *, kind: str) -
 
 
 def line_and_column(text: str, offset: int) -> tuple[int, int]:
-    """Line and column of a place in a text that is no page yet."""
+    """Return line and column of a place in a text that is not parsed yet."""
     ends = [match.end() for match in _LINE_END.finditer(text, 0, offset)]
     return len(ends) + 1, offset - (ends[-1] if ends else 0) + 1
 
 
 def parse_error_at(origin: str, text: str, offset: int, found: str, *, kind: str) -> BrokenFile:
-    """The same, from a place in the text."""
+    """Return the same error from a place in the text."""
     return parse_error(origin, *line_and_column(text, offset), found, kind=kind)
 
 
 def duplicate_error(origin: str, text: str, key: str, places: tuple[int, int], *, kind: str) -> BrokenFile:
-    """An error for a key that stands twice in one section."""
+    """Return an error for a key that is twice in one section."""
     first, second = (line_and_column(text, place) for place in places)
     return BrokenFile(
         f"{origin}:{second[0]}:{second[1]}",
@@ -712,7 +712,7 @@ _READABLE = (0.01, 10_000)
 
 
 def format_float(value: float, like: str = "") -> str:
-    """A float as text that every reader takes for a float: with a point, and a sign in the exponent.
+    """Format a float so that every reader takes it for a float: with a point and a signed exponent.
 
     The exponent is kept where `like`, the old text, has one and the number needs one.
 
@@ -738,7 +738,7 @@ def format_float(value: float, like: str = "") -> str:
 
 
 def _shortest_exponent(value: float) -> tuple[str, str]:
-    """Mantissa and exponent with the fewest digits that read back as the same float."""
+    """Return mantissa and exponent with the fewest digits that read back as the same float."""
     for digits in range(17):
         text = f"{value:.{digits}e}"
         if float(text) == value:

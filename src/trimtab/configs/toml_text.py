@@ -41,7 +41,7 @@ _WHERE = re.compile(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)
 
 
 def read_toml(text: str, origin: str) -> ParsedConfig:
-    """The document of a text.
+    """Parse a TOML text.
 
     >>> read_toml("training.batch = 4  # small", "a.toml").edit({("training", "batch"): 8})
     'training.batch = 8  # small'
@@ -113,7 +113,7 @@ class _TomlScanner:
         return made
 
     def step(self, home: TextNode, name: str, start: int) -> TextNode:
-        """The table of this name inside of another: of an array of tables, the last one."""
+        """Return the table of this name inside of another; of an array of tables, the last one."""
         child = _items(home).setdefault(name, _make_table(start))
         if child.is_list and child.style == "tables":
             return list(_items(child).values())[-1]
@@ -201,7 +201,7 @@ def _unquote_key(text: str) -> str:
 
 
 def _fill_values(node: TextNode, value: Any, origin: str) -> None:
-    """The reader's values into the scanner's tree; both must have the same shape."""
+    """Fill the values of the reader into the scanner's tree; both must have the same shape."""
     shape = dict(enumerate(value)) if isinstance(value, list) else value
     if node.items is None and not isinstance(value, dict | list):
         is_moment = isinstance(value, dt.date | dt.time)
@@ -234,7 +234,7 @@ def _load_toml(text: str, origin: str) -> dict[str, Any]:
 
 
 def _find_duplicate(text: str, origin: str, said: str) -> None:
-    """Name both lines, where the reader objects to a key that is there already."""
+    """Raise an error that names both lines if the reader objects to a duplicate key."""
     if "overwrite" not in said and "declare" not in said and "uplicate" not in said:
         return
     try:
@@ -247,7 +247,7 @@ def _find_duplicate(text: str, origin: str, said: str) -> None:
 
 
 def format_toml(value: Any, like: str = "") -> str:
-    """A value as TOML."""
+    """Format a value as TOML."""
     if value is None:
         raise WrongUse("the value None", found="TOML has no word for nothing", cure="Leave the key out.")
     if isinstance(value, bool):
@@ -313,7 +313,7 @@ def _add_to_braces(node: TextNode, new: dict[str | int, Any]) -> Splice:
 
 
 def _add_to_table(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]) -> Splice:
-    """Keys behind the last one of a table; into a new table where it has no place of its own."""
+    """Add keys after the last one of a table, or in a new table if it has no place of its own."""
     own = node.extra.header is not None or node.extra.last is not None
     if not own:
         return _add_tables(page, path[:-1], {path[-1]: new})
@@ -328,7 +328,7 @@ def _add_to_table(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[s
 
 
 def _add_tables(page: ParsedConfig, path: KeyPath, tables: dict[str | int, Any]) -> Splice:
-    """Headers at the end of the file."""
+    """Add tables at the end of the file."""
     lines: list[str] = []
     for name, table in tables.items():
         lines += _format_table((*path, name), table)

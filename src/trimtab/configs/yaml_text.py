@@ -60,7 +60,7 @@ _SAFE = re.compile(r"[A-Za-z0-9_./][\w./+@-]*(?: [\w./+@-]+)*", re.ASCII)
 
 
 def read_yaml(text: str, origin: str) -> ParsedConfig:
-    """The document, or documents, of a text.
+    """Parse a YAML text of one or several documents.
 
     >>> read_yaml("lr: 2e-4  # small", "a.yaml").edit({("lr",): 5e-5})
     'lr: 5.0e-5  # small'
@@ -217,7 +217,7 @@ class _Composer:
         return node
 
     def cloned(self, node: TextNode, through: str) -> TextNode:
-        """A copy for a place that reads it, with the spans of the place where it stands."""
+        """Copy a node for an alias, with the spans of the original."""
         self.count += 1
         if self.count > MOST_NODES:
             self.refuse_size(node.start, deep=False)
@@ -246,7 +246,7 @@ class _Composer:
         node.items = items
 
     def key(self, event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> tuple[str | None, bool]:
-        """The text of a key, and whether it is without quotes; None for a key that is no scalar."""
+        """Return the text of a key, and whether it has no quotes; None for a key that is no scalar."""
         if type(event).__name__ == "ScalarEvent" and not event.anchor:
             return str(event.value), not event.style
         node = self.node(event, events, depth + 1)
@@ -287,14 +287,14 @@ class _Composer:
 
 
 def _value_start(value: TextNode, colon: int | None) -> int | None:
-    """Behind the anchor of a value, or behind the colon of its key."""
+    """Return the place after the anchor of a value, or after the colon of its key."""
     if value.items is None or value.extra.begin == value.start:
         return colon
     return int(value.start) if value.style == "flow" else int(value.extra.begin) + 1 + len(value.extra.anchor)
 
 
 def _resolve_scalar(text: str, tag: str, *, plain: bool) -> Any:
-    """The value of a scalar."""
+    """Return the value of a scalar."""
     wanted = _PLAIN_TAGS.get(tag, "str" if tag == "!" or not plain else "")
     if wanted == "str":
         return text
@@ -305,7 +305,7 @@ def _resolve_scalar(text: str, tag: str, *, plain: bool) -> Any:
 
 
 def format_yaml(value: Any, like: str = "") -> str:
-    """A value on one line, in the manner of the text that stood there."""
+    """Format a value on one line, in the style of the old text."""
     if isinstance(value, dict):
         return (
             "{" + ", ".join(f"{format_yaml(key)}: {format_yaml(item)}" for key, item in value.items()) + "}"
@@ -328,7 +328,7 @@ def _format_number(value: float, like: str) -> str:
 
 
 def _format_boolean(value: bool, like: str) -> str:
-    """In the words and the case of the old one: True, yes, ON."""
+    """Format a boolean in the words and the case of the old one: True, yes, ON."""
     low = like.lower()
     yes = next((word for word, no in _PAIRS.items() if low in (word, no)), "true")
     word = yes if value else _PAIRS[yes]
@@ -432,7 +432,7 @@ def _refuse_inherited(page: ParsedConfig, node: TextNode) -> None:
 
 
 def _move_anchor(page: ParsedConfig, node: TextNode, moving: set[int]) -> list[Splice]:
-    """What others read through an alias keeps its value: the first of them takes over anchor and old text."""
+    """Keep the value of aliases: the first of them takes over the anchor and the old text."""
     taken = _hand_over_anchor(page, node, moving)
     if not taken:
         return []
@@ -442,7 +442,7 @@ def _move_anchor(page: ParsedConfig, node: TextNode, moving: set[int]) -> list[S
 
 
 def _save_anchors(page: ParsedConfig, dropped: list[TextNode], moving: set[int]) -> list[Splice]:
-    """The same for everything in values that go altogether."""
+    """Do the same for everything inside values that are removed."""
     inside = [inner for child in dropped for _, inner in walk_nodes(child)]
     gone = moving | {id(inner) for inner in inside}
     own = [inner for inner in inside if inner.style != "alias" and not inner.shared]
@@ -465,7 +465,7 @@ def _hand_over_anchor(page: ParsedConfig, node: TextNode, moving: set[int]) -> l
 
 
 def _drop_tag(page: ParsedConfig, node: TextNode, value: Any) -> list[Splice]:
-    """A tag that says another type than the new value has goes with the old one."""
+    """Drop a tag that says another type than the new value has."""
     tag = _PLAIN_TAGS.get(node.extra.tag, "str" if node.extra.tag == "!" else "")
     kinds: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": bool, "null": type(None)}
     if not tag or type(value) is kinds[tag]:
@@ -497,7 +497,7 @@ def _replace_scalar(page: ParsedConfig, node: TextNode, value: Any) -> list[Spli
 
 
 def _replace_block_text(page: ParsedConfig, node: TextNode, value: Any) -> list[Splice]:
-    """`|` and its lines go; a comment behind the `|` stays."""
+    """Replace `|` and its lines; a comment after the `|` stays."""
     header = re.compile(r"[|>][-+0-9]*").match(page.text, node.start)
     head_end = header.end() if header else node.start + 1
     line_end = page.line_end(node.start)
@@ -511,7 +511,7 @@ def _replace_block_text(page: ParsedConfig, node: TextNode, value: Any) -> list[
 
 
 def _content_end(page: ParsedConfig, node: TextNode) -> int:
-    """The end of the last character that belongs to a node."""
+    """Return the end of the last character of a node."""
     if node.style in ("|", ">") and node.items is None:
         text = page.text[node.start : node.end]
         header = re.match(r"[|>][-+0-9]*", text)
@@ -570,7 +570,7 @@ def _replace_flow_list(
 
 
 def _write_inline(page: ParsedConfig, node: TextNode, text: str) -> list[Splice]:
-    """A value on the line of the key, in place of a list below it."""
+    """Write a value on the line of the key, in place of a list below it."""
     if node.style == "flow":
         return [replace_list(page, node, text, _COMMENT)]
     if node.extra.after is None:
@@ -588,7 +588,7 @@ def _write_inline(page: ParsedConfig, node: TextNode, text: str) -> list[Splice]
 
 
 def _find_dashes(page: ParsedConfig, node: TextNode) -> list[int]:
-    """Where the dashes of a block list stand: all in the column of the first."""
+    """Find the dashes of a block list: all in the column of the first."""
     column = page.place(node.start)[1] - 1
     found = [node.start]
     children = list((node.items or {}).values())
@@ -601,7 +601,7 @@ def _find_dashes(page: ParsedConfig, node: TextNode) -> list[int]:
 
 
 def _remove_item(page: ParsedConfig, start: int, end: int) -> Splice:
-    """An item without its line, or with it where a comment stands on it."""
+    """Remove an item with its line, or only the item if a comment is on the line."""
     before = page.text[page.line_start(start) : start]
     after = page.text[end : page.line_end(end)]
     if not before.strip() and not after.strip():
@@ -637,7 +637,7 @@ def _add_to_block(page: ParsedConfig, node: TextNode, new: dict[str | int, Any])
 def _replace_null(
     page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
 ) -> list[Splice]:
-    """`key:` with nothing, or with null, becomes a section."""
+    """Make a section of `key:` with nothing or null."""
     parent = page.root
     for key in path[:-1]:
         parent = (parent.items or {})[key]
@@ -666,7 +666,7 @@ def _format_lines(new: dict[str | int, Any], indent: str, step: str) -> list[str
 
 
 def _yaml_indent(page: ParsedConfig) -> str:
-    """One level of this file's indentation."""
+    """Return one level of this file's indentation."""
     for _, node in walk_nodes(page.root):
         if node.style != "block" or node.is_list:
             continue

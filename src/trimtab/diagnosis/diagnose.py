@@ -51,7 +51,7 @@ class LogReader:
         self.fixed_bytes = 0
 
     def read_source(self, source: log_files.LogSource) -> None:
-        """Read one source, whatever it is."""
+        """Read one source of any kind."""
         with source.open() as raw:
             head, broken = log_files.read_up_to(raw, log_files.HEAD)
             if not head:
@@ -108,7 +108,7 @@ class LogReader:
         return True
 
     def _read_json(self, source: log_files.LogSource, head: bytes, raw: io.BufferedReader) -> bool:
-        """Read a file that is one JSON value, or our own; False where it is to be read as lines."""
+        """Read a file that is one JSON value, or trimtab's own; return False to read it as lines."""
         file = Path(source.name).name
         if head.lstrip()[:1] != b"{" or file == "log.jsonl":
             return False
@@ -131,7 +131,7 @@ class LogReader:
         return True
 
     def _read_plan(self, name: str, text: bytes) -> bool:
-        """The plan of a run folder: what it ran with, and what does not grow with the batch."""
+        """Read the plan of a run folder: its batch, and the memory that does not grow with the batch."""
         try:
             plan = Plan.from_json(text, origin=name)
         except TrimtabError:
@@ -150,7 +150,7 @@ class LogReader:
         return True
 
     def _read_events(self, name: str, data: bytes) -> None:
-        """The events of a run, as the lines that `trimtab train` prints for them: one table knows both."""
+        """Read the events of a run as the lines that `trimtab train` prints for them."""
         lines = []
         for line in data.split(b"\n"):
             try:
@@ -168,7 +168,7 @@ class LogReader:
         self.read.append(name)
 
     def read_runs(self, folders: Iterable[Path], world: World | None) -> list[Sighting]:
-        """How the runs of some folders stand."""
+        """Describe the state of the runs in these folders."""
         from trimtab.probe.world import here
         from trimtab.watching.watch import RunFollower, read_lock_holder
 
@@ -186,12 +186,12 @@ class LogReader:
 
 
 def _is_run_folder(folder: Path) -> bool:
-    """Whether a folder is one of `trimtab train`: others write a log.jsonl as well."""
+    """Return whether `trimtab train` wrote a folder: others write a log.jsonl as well."""
     return (folder / ATTEMPT).is_file()
 
 
 def _name_binary(head: bytes) -> str:
-    """What a file is that is no text; empty for a text."""
+    """Name what a binary file is; empty for a text."""
     for magic, what in ARCHIVES.items():
         if head.startswith(magic):
             return what
@@ -201,7 +201,7 @@ def _name_binary(head: bytes) -> str:
 def diagnose_logs(
     names: Sequence[str], say: Callable[[str], None] = lambda _: None, *, world: World | None = None
 ) -> Diagnosis:
-    """Everything that the named logs, folders and records say together; `world` in place of this machine."""
+    """Diagnose the named logs, folders and records together; `world` replaces this machine in tests."""
     found, notes = log_files.find_sources(names)
     reader = LogReader(say)
     folders = dict.fromkeys(source.path.parent for source in found if source.path is not None)

@@ -60,7 +60,7 @@ class FaultKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     defaults: dict[str, str] = {}
 
     def fill_template(self, template: str, captured: Mapping[str, str]) -> str:
-        """A sentence of the row with what the log said in its places."""
+        """Fill a sentence of the row with what the log said."""
         said = self.defaults | {name: shortened(text, MOST_CAPTURED) for name, text in captured.items()}
         return _PLACE.sub(lambda place: said.get(place.group(1), "?"), template)
 
@@ -85,11 +85,11 @@ class LogPattern(NamedTuple):
     is_fact: bool
 
     def search(self, line: str) -> re.Match[str] | None:
-        """What it captures of a line; compiled at its first use, since most are never needed."""
+        """Search a line; the pattern is compiled at its first use, since most are never needed."""
         return _compiled(self.text).search(line)
 
     def may_match(self, line: bytes) -> bool:
-        """False for a line that cannot match; costs a fifth of decoding it to see."""
+        """Return False for a line that cannot match; costs a fifth of decoding the line."""
         if b"\x1b" in line or not line.isascii():
             return True
         return _compiled_bytes(self.text).search(line.rstrip(b"\r\n")) is not None
@@ -114,27 +114,27 @@ class KindTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def load_table() -> KindTable:
-    """The rows, read once."""
+    """Load the rows, once."""
     text = files("trimtab.diagnosis").joinpath("kinds.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text), KindTable)
 
 
 @cache
 def load_kinds() -> dict[str, FaultKind]:
-    """Every kind, by name."""
+    """Load every kind, by name."""
     return {row.name: row for row in load_table().kind}
 
 
 @cache
 def load_patterns() -> tuple[LogPattern, ...]:
-    """Every pattern of kinds and facts."""
+    """Load every pattern of kinds and facts."""
     rows = [(row.name, pattern, row.lines, False) for row in load_table().kind for pattern in row.patterns]
     rows += [(row.name, pattern, 1, True) for row in load_table().fact for pattern in row.patterns]
     return tuple(LogPattern(of, find_needle(text), text, lines, is_fact) for of, text, lines, is_fact in rows)
 
 
 def find_needle(pattern: str) -> bytes:
-    r"""The longest text that every match of a regular expression contains, told without running it.
+    r"""Return the longest text that every match of a regular expression contains, without running it.
 
     What stands in classes, or in groups with alternatives, does not count; a pattern with alternatives at its
     top promises nothing, and is refused.
@@ -161,7 +161,7 @@ def find_needle(pattern: str) -> bytes:
 
 
 def _literal_letter(token: str) -> str:
-    """The letter that a token of a regular expression stands for; empty where it stands for several."""
+    """Return the letter that a token of a regular expression means; empty if it means several."""
     if token[0] == "\\":
         return "" if token[1] in _CLASSES else token[1]
     return "" if token[0] in ".^$|()[" else token
@@ -169,7 +169,7 @@ def _literal_letter(token: str) -> str:
 
 @cache
 def kind_words() -> dict[str, Word]:
-    """An entry for each kind; what a log would say stands as dots."""
+    """Build a glossary entry for each kind, with dots for what a log would say."""
     return {
         name: Word(
             name=name,
@@ -184,7 +184,7 @@ def kind_words() -> dict[str, Word]:
 
 
 def blank_captures(text: str) -> str:
-    """A sentence without what only a log can say.
+    """Replace the captures in a sentence by dots.
 
     >>> blank_captures("The GPU ran out of memory: {tried} more were asked for.")
     'The GPU ran out of memory: ... more were asked for.'

@@ -76,17 +76,17 @@ class Shortage:
 
     @property
     def short(self) -> int | None:
-        """By how much it failed."""
+        """By how many bytes it failed."""
         return None if self.tried is None or self.free is None else max(0, self.tried - self.free)
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether what was asked for would have fitted into what lay idle and free, in one piece."""
+        """Whether the request would have fitted in one piece into idle and free memory."""
         return bool(self.tried and self.idle and self.idle + (self.free or 0) >= self.tried)
 
     @property
     def is_taken(self) -> bool:
-        """Whether it would have fitted but for other processes."""
+        """Whether it would have fitted without other processes."""
         return bool(self.others and self.short is not None and self.others >= self.short)
 
     @property
@@ -108,7 +108,7 @@ class Shortage:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes, as torch prints them.
+    """Parse bytes as torch prints them.
 
     >>> parse_size("20.00 MiB"), parse_size("0 bytes"), parse_size("many")
     (20971520, 0, None)
@@ -121,7 +121,7 @@ def parse_size(text: str) -> int | None:
 
 
 def parse_shortage(text: str, captured: Mapping[str, str]) -> Shortage:
-    """The numbers of a message of torch 1 or 2, or of a snapshot's event."""
+    """Parse the numbers of a message of torch 1 or 2, or of a snapshot's event."""
     found: dict[str, int | None] = {}
     for name, forms in _NUMBERS.items():
         match = next((hit for form in forms if (hit := re.search(form, text))), None)
@@ -135,12 +135,12 @@ def parse_shortage(text: str, captured: Mapping[str, str]) -> Shortage:
 
 
 def is_evaluating(frames: Sequence[str]) -> bool:
-    """Whether a traceback goes through a function that evaluates."""
+    """Return whether a traceback goes through an evaluation function."""
     return any(frame.rpartition(", in ")[2] in EVALUATING for frame in frames)
 
 
 def largest_fitting(short: Shortage, micro_batch: int, fixed_bytes: int = 0) -> int | None:
-    """The largest micro-batch that could have fitted where `micro_batch` did not; None where it is not known.
+    """Return the largest micro-batch that could have fitted in place of `micro_batch`; None if unknown.
 
     What is allocated and what was asked for, less what does not depend on the batch, grows with it; so
     N' = N * (budget - fixed) / (needed - fixed). With fixed = 0, where nobody knows it, the true answer is no
@@ -157,7 +157,7 @@ def largest_fitting(short: Shortage, micro_batch: int, fixed_bytes: int = 0) -> 
 
 
 def same_global_batch(most: int, micro_batch: int, accumulation: int) -> tuple[int, int]:
-    """A micro-batch of at most `most` and the accumulation that keeps the batch of a rank exactly.
+    """Return a micro-batch of at most `most` and the accumulation that keep the batch of a rank.
 
     >>> same_global_batch(7, 8, 2), same_global_batch(34, 45, 5)
     ((4, 4), (25, 9))
@@ -168,7 +168,7 @@ def same_global_batch(most: int, micro_batch: int, accumulation: int) -> tuple[i
 
 
 def out_of_memory_advice(short: Shortage, facts: Mapping[str, int], fixed_bytes: int = 0) -> str:
-    """What would have fitted, in a sentence; empty where the message or the log does not tell enough."""
+    """Say what would have fitted; empty if the message or the log does not tell enough."""
     micro, accumulation = facts.get("micro_batch"), facts.get("accumulation", 1)
     if micro is None:
         return ""
@@ -185,7 +185,7 @@ def out_of_memory_advice(short: Shortage, facts: Mapping[str, int], fixed_bytes:
 
 
 def late_median(values: Sequence[float]) -> float | None:
-    """The median of the later half, where there are enough: the first steps warm up.
+    """Return the median of the later half, if there are enough: the first steps warm up.
 
     >>> late_median([90, 1, 2, 3, 2, 1, 2, 1]), late_median([1.0])
     (1.5, None)
@@ -196,7 +196,7 @@ def late_median(values: Sequence[float]) -> float | None:
 
 
 def find_mismatch(sightings: Sequence[Sighting]) -> tuple[Sighting, Sighting] | None:
-    """Two ranks that timed out in the same collective by number, and not in the same by kind or size."""
+    """Return two ranks that timed out in the same collective by number, but of another kind or size."""
     by_number: dict[str, Sighting] = {}
     calls: dict[int, set[str]] = {}
     for sighting in sightings:
@@ -214,7 +214,7 @@ def find_mismatch(sightings: Sequence[Sighting]) -> tuple[Sighting, Sighting] | 
 
 
 def describe_call(sighting: Sighting) -> str:
-    """The collective that a rank waits in."""
+    """Describe the collective that a rank waits in."""
     numel = sighting.captured.get("numel")
     return sighting.captured.get("op", "?") + (f" of {numel} elements" if numel else "")
 
@@ -286,19 +286,19 @@ class FindingGroup:
 
     @property
     def first(self) -> Sighting:
-        """The earliest."""
+        """The earliest sighting."""
         return self.sightings[0]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """In the order in which they said so."""
+        """The ranks, in the order in which they reported."""
         return tuple(dict.fromkeys(sighting.rank for sighting in self.sightings if sighting.rank is not None))
 
 
 def judge_sightings(
     sightings: Sequence[Sighting], *, known: Mapping[str, int] | None = None, fixed_bytes: int = 0
 ) -> tuple[Diagnosed, ...]:
-    """The findings. `known` are facts from elsewhere (a run folder's plan), which win over the logs'."""
+    """Return the findings. `known` are facts from a run folder's plan; they win over the logs'."""
     facts = _collect_facts(sightings) | dict(known or {})
     told = _drop_caught(_drop_repeats([sighting for sighting in sightings if not sighting.is_fact]))
     told += _compute_kinds(sightings)
@@ -323,7 +323,7 @@ def _is_one_file(told: Iterable[Sighting]) -> bool:
 
 
 def _sort_key(sighting: Sighting, one_file: bool) -> tuple[float, str, int]:
-    """When something was said: by lines within a file, by clocks between files."""
+    """Return when something was said: by lines within a file, by clocks between files."""
     clock = 0.0 if one_file else sighting.at if sighting.at is not None else float("inf")
     return (clock, sighting.file, sighting.line)
 
@@ -334,7 +334,7 @@ def _sort_sightings(told: list[Sighting]) -> tuple[Sighting, ...]:
 
 
 def _collect_facts(sightings: Iterable[Sighting]) -> dict[str, int]:
-    """What logs say of the run; the last word counts, since launchers repeat defaults first."""
+    """Collect facts about the run; the last one counts, since launchers print defaults first."""
     return {
         sighting.of: int(sighting.captured["value"])
         for sighting in sightings
@@ -345,7 +345,7 @@ def _collect_facts(sightings: Iterable[Sighting]) -> dict[str, int]:
 
 
 def _drop_repeats(told: list[Sighting]) -> list[Sighting]:
-    """Without the exceptions whose message is one of a kind that is known."""
+    """Drop exceptions whose message is of a known kind."""
     named: dict[str, list[Sighting]] = {}
     for sighting in told:
         if sighting.of != PYTHON_ERROR:
@@ -359,7 +359,7 @@ def _drop_repeats(told: list[Sighting]) -> list[Sighting]:
 
 
 def _drop_caught(told: list[Sighting]) -> list[Sighting]:
-    """Without the exceptions after which the run went on, unless a launcher saw a process fail."""
+    """Drop exceptions after which the run continued, unless a launcher saw a process fail."""
     failed = {sighting.file for sighting in told if sighting.of in SAID_BY_LAUNCHERS}
     return [
         sighting
@@ -369,7 +369,7 @@ def _drop_caught(told: list[Sighting]) -> list[Sighting]:
 
 
 def _is_message(told: Sighting, error: Sighting) -> bool:
-    """Whether a sighting is on the line of an exception, or on one of those that its message goes on to."""
+    """Return whether a sighting is on the line of an exception, or on the next lines of its message."""
     distance = told.line - error.line
     if distance == 0:
         return True
@@ -380,7 +380,7 @@ def _is_message(told: Sighting, error: Sighting) -> bool:
 
 
 def _compute_kinds(sightings: Sequence[Sighting]) -> list[Sighting]:
-    """Kinds that no single line tells."""
+    """Return sightings of kinds that no single line tells."""
     found = []
     timeouts = [sighting for sighting in sightings if sighting.of == "nccl-timeout"]
     if pair := find_mismatch(timeouts):
@@ -408,7 +408,7 @@ def _compute_kinds(sightings: Sequence[Sighting]) -> list[Sighting]:
 def _refine_group(
     name: str, told: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: int
 ) -> FindingGroup | None:
-    """The group of a kind; None where there is too little of it. Some turn into a more precise kind."""
+    """Return the group of a kind, maybe of a more precise kind; None if there is too little of it."""
     kind = load_kinds()[name]
     if len(told) < kind.times:
         return None
@@ -451,7 +451,7 @@ def _refine_out_of_memory(
 
 
 def _rank_groups(groups: list[FindingGroup], facts: Mapping[str, int]) -> tuple[Diagnosed, ...]:
-    """Causes in order, each with its consequences; then warnings; then what is only worth knowing."""
+    """Order the causes, each with its consequences; then warnings; then information."""
     causes = [
         group
         for group in groups
@@ -476,13 +476,13 @@ def _is_named(after: Sequence[str], name: str) -> bool:
 
 
 def _kind_order(kind: FaultKind) -> tuple[bool, bool, int]:
-    """Errors, then how a run of ours stands, then the rest by severity."""
+    """Sort errors first, then the state of trimtab's own runs, then the rest by severity."""
     is_error = kind.severity is Severity.ERROR
     return (not is_error, kind.name not in STATES, SEVERITIES.index(kind.severity))
 
 
 def _is_explained(group: FindingGroup, groups: Sequence[FindingGroup]) -> bool:
-    """Whether another group is what this one comes from."""
+    """Return whether another group is the cause of this one."""
     # Groups are in the order in which they were first seen.
     earlier = groups[: groups.index(group)]
     if "*" in group.kind.after:
@@ -529,7 +529,7 @@ def _build_finding(
 
 
 def _format_other_runs(group: FindingGroup) -> str:
-    """The other runs that stand as the first does."""
+    """Name the other runs in the same state as the first."""
     others = [other.file for other in group.sightings[1:] if other.file != group.first.file]
     if group.kind.name not in STATES or not others:
         return ""
@@ -545,7 +545,7 @@ def _format_consequence(group: FindingGroup) -> str:
 
 
 def _name_silent_ranks(group: FindingGroup, facts: Mapping[str, int]) -> str:
-    """The rank that did not report, where all the others did."""
+    """Name the ranks that did not report, if the others did."""
     world = facts.get("world_size")
     missing = set(range(world or 0)) - set(group.ranks)
     if not world or not group.ranks or not missing or len(missing) > MOST_RANKS or len(missing) == world:
@@ -555,7 +555,7 @@ def _name_silent_ranks(group: FindingGroup, facts: Mapping[str, int]) -> str:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as people list them, the first to say so first.
+    """Format ranks for people, the first to report first.
 
     >>> _format_ranks((3,)), _format_ranks((3, 0, 1)), _format_ranks(range(64))
     ('rank 3', 'rank 3 first, then 0, 1', 'rank 0 first, then 63 others')
@@ -572,6 +572,6 @@ def _format_count(number: int) -> str:
 
 
 def count_severities(findings: Iterable[Finding]) -> dict[str, int]:
-    """How many findings there are of each severity."""
+    """Count the findings of each severity."""
     found = Counter(finding.severity for finding in findings)
     return {severity.value: found[severity] for severity in SEVERITIES if found[severity]}

@@ -51,7 +51,7 @@ class LogSource:
 
     @contextmanager
     def open(self) -> Iterator[io.BufferedReader]:
-        """Its bytes, decompressed where they are compressed."""
+        """Open its bytes, decompressed."""
         if self.path is None:
             if sys.stdin is None or not hasattr(sys.stdin, "buffer"):
                 raise WrongUse(
@@ -72,7 +72,7 @@ class LogSource:
 
 
 def _decompress(raw: Any) -> io.BufferedReader:
-    """Through gzip, bzip2 or xz, by the first bytes, whatever the name says."""
+    """Decompress gzip, bzip2 or xz, detected by the first bytes."""
     try:
         magic = raw.peek(6)[:6]
     except OSError:
@@ -97,7 +97,7 @@ def _decompress(raw: Any) -> io.BufferedReader:
 
 
 def read_up_to(raw: io.BufferedReader, count: int) -> tuple[bytes, str]:
-    """Up to so many bytes, and why there are no more where that is an error; what came before it is kept."""
+    """Read up to `count` bytes; return them, and the error if the stream broke."""
     parts: list[bytes] = []
     missing = count
     try:
@@ -115,7 +115,7 @@ def read_up_to(raw: io.BufferedReader, count: int) -> tuple[bytes, str]:
 
 
 def find_sources(names: Sequence[str]) -> tuple[list[LogSource], list[str]]:
-    """What the names lead to, folders walked, and notes about what was left out."""
+    """Find the sources that the names lead to, folders walked, and notes on what was left out."""
     found: list[LogSource] = []
     notes: list[str] = []
     for name in names:
@@ -149,7 +149,7 @@ def find_sources(names: Sequence[str]) -> tuple[list[LogSource], list[str]]:
 
 
 def _walk_logs(folder: Path) -> Iterator[Path]:
-    """Files of a folder that may be logs, in order; links to folders are not followed."""
+    """Yield files of a folder that may be logs, in order; links to folders are not followed."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(
             folder for folder in folders if folder not in _SKIPPED and not folder.startswith(".")
@@ -165,7 +165,7 @@ def _walk_logs(folder: Path) -> Iterator[Path]:
 
 
 def is_text(head: bytes) -> bool:
-    """Whether the first bytes of a file are text; blocks of zeros, as crashes leave them, are allowed."""
+    """Return whether the first bytes of a file are text; a crash may leave blocks of zeros in it."""
     if not head.strip(b"\x00"):
         return not head
     other = len(head.replace(b"\x00" * 64, b"").translate(None, _TEXT))
@@ -173,7 +173,7 @@ def is_text(head: bytes) -> bool:
 
 
 def detect_encoding(head: bytes) -> str:
-    """The encoding, by its mark or by where the zeros are; what is not UTF-16 is read as UTF-8.
+    """Detect the encoding by its mark or by its zeros; anything but UTF-16 is read as UTF-8.
 
     >>> [detect_encoding("loss".encode(name)) for name in ("utf-16", "utf-8", "utf-16-le")]
     ['utf-16-le', 'utf-8', 'utf-16-le']
@@ -202,7 +202,7 @@ class Utf8Stream:
         self.broken = ""
 
     def read(self, count: int) -> bytes:
-        """Up to so many bytes more, or a few more than that; none at the end."""
+        """Read about `count` more bytes; none at the end."""
         while True:
             data, self._head = self._head, b""
             if not data and not self.broken:
@@ -231,7 +231,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def load_plain_pickle(stream: IO[bytes]) -> Any:
-    """The plain value in a pickle; raises NotPlain for anything else, whatever its bytes are."""
+    """Load the plain value in a pickle; raise NotPlainPickle for anything else."""
     try:
         return _PlainUnpickler(stream, encoding="utf-8", errors="replace").load()
     except NotPlainPickle:

@@ -48,7 +48,7 @@ _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})\b")
 
 
 def strip_escapes(text: str) -> str:
-    r"""A line without colours, cursor movements and invisible letters.
+    r"""Remove colours, cursor movements and invisible letters from a line.
 
     >>> strip_escapes("\x1b[31mboom\x1b[0m\x07")
     'boom'
@@ -57,13 +57,13 @@ def strip_escapes(text: str) -> str:
 
 
 def shorten_line(text: str) -> str:
-    """A line as evidence: trimmed, and cut where it is long."""
+    """Shorten a line to serve as evidence."""
     text = " ".join(text.split())
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 4]} ..."
 
 
 def split_label(text: str) -> tuple[str, str]:
-    """A line's label (whose line it is) and the rest; a time before either is taken off.
+    """Split a line into its label (whose line it is) and the rest; drop a time before either.
 
     >>> split_label("[rank3]: Traceback"), split_label("2026-11-15 10:00:00,1 1: [rank3]:[E x]")
     (('[rank3]:', ' Traceback'), ('1: [rank3]:', '[E x]'))
@@ -73,7 +73,7 @@ def split_label(text: str) -> tuple[str, str]:
 
 
 def _split_line(text: str) -> tuple[str, int | None, str]:
-    """Label, rank and rest. Of several labels the innermost tells the rank: a launcher's may be its node."""
+    """Split a line into label, rank and rest. Only the innermost label surely has the rank."""
     parts: list[str] = []
     rank: int | None = None
     while True:
@@ -88,7 +88,7 @@ def _split_line(text: str) -> tuple[str, int | None, str]:
 
 
 def find_rank(text: str) -> int | None:
-    """The rank that a line is of, by its label or by what it says.
+    """Find the rank of a line, by its label or its text.
 
     >>> find_rank("[rank3]: Traceback"), find_rank("E1115 [PG ID 0 Rank 12] Exception"), find_rank("loss 2.0")
     (3, 12, None)
@@ -102,7 +102,7 @@ def find_rank(text: str) -> int | None:
 
 @cache
 def rank_from_path(path: str) -> int | None:
-    """The rank that a file is of, by its name.
+    """Return the rank of a file, by its name.
 
     >>> rank_from_path("logs/none_abc/attempt_0/3/stderr.log"), rank_from_path("nccl_trace_rank_12")
     (3, 12)
@@ -117,7 +117,7 @@ def _parse_rank(match: re.Match[str]) -> int | None:
 
 
 def find_time(text: str) -> float | None:
-    """Seconds since the start of the year, by the last time that a text tells; good for comparing only.
+    """Return seconds since the start of the year, by the last time in a text; for comparisons only.
 
     >>> find_time("[E1115 12:43:00.5 x]") == find_time("2026-11-15 12:43:00,500")
     True
@@ -157,7 +157,7 @@ class NeedleSieve:
             self._at.setdefault(needle[offset : offset + 2 * GRAM], []).append((offset, needle))
 
     def hits(self, data: bytes, begin: int, end: int) -> list[tuple[int, bytes]]:
-        """Where needles begin from `begin` on and before `end`, in order; they may reach past `end`."""
+        """Return where needles begin, from `begin` to before `end`, in order; they may reach past `end`."""
         if not self.needles:
             return []
         found = self._few(data, begin, end) if end - begin < SMALL_BYTES else self._many(data, begin, end)
@@ -184,7 +184,7 @@ class NeedleSieve:
         return found
 
     def _candidates(self, data: bytes, start: int, stop: int) -> Sequence[int]:
-        """Places at which eight bytes look like those of a needle."""
+        """Return the places at which eight bytes look like those of a needle."""
         import numpy as np
 
         if self._tables is None:
@@ -219,7 +219,7 @@ def _hash_table(grams: Iterable[bytes]) -> Any:
 
 
 def rarest_offset(needle: bytes) -> int:
-    """Where the eight bytes of a needle begin that a healthy log is least likely to have.
+    """Return the offset of the eight bytes of a needle that a healthy log is least likely to have.
 
     >>> rarest_offset(b"error 12 CUDA OOM")
     9
@@ -283,7 +283,7 @@ class LogScanner:
         self._by_needle, self._sieve = _load_sieve()
 
     def scan(self, stream: Callable[[int], bytes], say: Callable[[int], None]) -> Iterator[Sighting]:
-        """Every sighting, in the order of the log. `stream(n)` gives up to n more bytes, none at the end."""
+        """Yield every sighting in order. `stream(n)` gives up to n more bytes, none at the end."""
         data, begin, line = b"", 0, 1
         while True:
             fresh = stream(CHUNK if self.bytes else FIRST_CHUNK)
@@ -348,7 +348,7 @@ class LogScanner:
         )
 
     def _traceback(self, data: bytes, at: int, line: int) -> Iterator[Sighting]:
-        """The error that a traceback ends in, unless the run went on after it."""
+        """Yield the error that a traceback ends in, unless the run continued after it."""
         start = _line_start(data, at)
         text = data[start : at + AHEAD].decode("utf-8", "replace")
         # What a progress bar has overwritten is not read, and does not count as a line.
@@ -405,7 +405,7 @@ class LogScanner:
 
 @cache
 def _load_sieve() -> tuple[dict[bytes, list[LogPattern]], NeedleSieve]:
-    """All patterns by their needles, and the sieve for those: replaced by a scanner, and never changed."""
+    """Load all patterns by their needles, and the sieve for those; both are never changed."""
     found: dict[bytes, list[LogPattern]] = {}
     for pattern in load_patterns():
         found.setdefault(pattern.needle, []).append(pattern)
@@ -418,7 +418,7 @@ def _line_start(data: bytes, at: int) -> int:
 
 
 def _line_end(data: bytes, at: int, lines: int) -> int:
-    """Where a line ends, or so many. Carriage returns end lines: progress bars are made of them."""
+    """Return the end of a number of lines. Carriage returns end lines, since progress bars use them."""
     stop, limit = at, min(len(data), at + LINE)
     for _ in range(lines):
         feed = data.find(b"\n", stop, limit)
@@ -431,13 +431,13 @@ def _line_end(data: bytes, at: int, lines: int) -> int:
 
 
 def strip_lines(text: str) -> str:
-    """Lines without escapes, the line feeds kept."""
+    """Remove escapes from lines, and keep the line feeds."""
     parts = text.rstrip("\r\n").replace("\r\n", "\n").replace("\r", "\n").split("\n")
     return "\n".join(strip_escapes(part) for part in parts)
 
 
 def _find_frames(earlier: str, label: str) -> tuple[str, ...]:
-    """The functions of the traceback that ends here, of the same rank."""
+    """Return the functions of the traceback that ends here, of the same rank."""
     _, head, body = earlier.rpartition(TRACEBACK.decode())
     if not head:
         return ()
@@ -450,7 +450,7 @@ def _find_frames(earlier: str, label: str) -> tuple[str, ...]:
 
 
 def _count_signs_of_life(after: list[str], label: str) -> int:
-    """How many lines after a traceback are those of a run that goes on.
+    """Count lines after a traceback that show a run that continues.
 
     torch labels a traceback with [rankN]: only where nobody caught it: then there is no life after it.
     """

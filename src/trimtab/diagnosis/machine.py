@@ -84,7 +84,7 @@ QUIET = ("", "0", "OFF", "INFO", "false", "False")
 
 
 def examine_machine(world: World | None = None) -> Diagnosis:
-    """What is wrong with this machine, the worst first. Never raises for a machine in disorder."""
+    """Return what is wrong with this machine, the worst first. Never raises for a broken machine."""
     world = world or here()
     cluster = detect(world)
     found = [*cluster.findings, *(finding for check in CHECKS for finding in check(world, cluster))]
@@ -117,7 +117,7 @@ def _note_unknown_clock(world: World) -> list[str]:
 
 
 def _ask_nvml(world: World, function: str, *args: Any) -> Any:
-    """An answer of NVML; None where there is none."""
+    """Ask NVML; return None if it does not answer."""
     try:
         return world.nvml(function, *args)
     except NvmlFault:
@@ -125,14 +125,14 @@ def _ask_nvml(world: World, function: str, *args: Any) -> Any:
 
 
 def _list_devices(cluster: Cluster) -> Iterator[tuple[int, str]]:
-    """Index and NVML key of each whole NVIDIA device here, by its PCI address."""
+    """Yield index and PCI address of each whole NVIDIA device here."""
     for device in cluster.nodes[0].devices:
         if device.vendor.value == "nvidia" and device.slice is None and device.bus_id:
             yield device.index, device.bus_id
 
 
 def _list_handles(world: World, cluster: Cluster) -> list[tuple[int, str]]:
-    """Index and NVML key ("gpu0") of each whole device that this process may use."""
+    """List index and NVML key ("gpu0") of each whole device that this process may use."""
     count = _ask_nvml(world, "nvmlDeviceGetCount")
     by_bus = {}
     for number in range(count if isinstance(count, int) else 0):

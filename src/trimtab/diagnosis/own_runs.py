@@ -38,7 +38,7 @@ EVENTS = "events.jsonl"
 
 
 def is_own_kind(name: str) -> bool:
-    """Whether a kind is told by lines of `trimtab train` itself.
+    """Return whether lines of `trimtab train` itself tell a kind.
 
     >>> is_own_kind("run-done"), is_own_kind("out-of-memory")
     (True, False)
@@ -47,7 +47,7 @@ def is_own_kind(name: str) -> bool:
 
 
 def settle_runs(sightings: Iterable[Sighting], ends: Sequence[Sighting] = ()) -> list[Sighting]:
-    """All sightings, those of our own runs settled; `ends` is how run folders say that their runs ended.
+    """Settle the sightings of trimtab's own runs; `ends` are the ends that run folders tell.
 
     The file of such an end is in the folder whose events it is about.
     """
@@ -77,13 +77,13 @@ def _is_error(sighting: Sighting) -> bool:
 
 
 def _events_file(file: str) -> str:
-    """The events of the folder that a file is in."""
+    """Return the events file of the folder that a file is in."""
     head, slash, _ = file.rpartition("/")
     return f"{head}{slash}{EVENTS}"
 
 
 def _tell_apart(found: list[Sighting]) -> list[Sighting]:
-    """Each line that is ours told once: as an end where it tells one, and never as somebody else's."""
+    """Keep one sighting for each line of trimtab's own: an end if it tells one, never another kind."""
     best: dict[tuple[str, int], str] = {}
     for sighting in found:
         if is_own_kind(sighting.of) and not sighting.is_fact:
@@ -97,7 +97,7 @@ def _tell_apart(found: list[Sighting]) -> list[Sighting]:
 
 
 def _settle_run(own: list[Sighting], end: Sighting | None) -> list[Sighting]:
-    """The sightings of one run in one file: its last end, what it met, and ends that were not the last."""
+    """Settle one run in one file: its last end, what happened, and ends that were not the last."""
     own = _drop_said_twice(sorted(own, key=lambda sighting: sighting.line))
     taken_up = max((sighting.line for sighting in own if sighting.of in AGAIN), default=0)
     last = next(
@@ -117,7 +117,7 @@ def _settle_run(own: list[Sighting], end: Sighting | None) -> list[Sighting]:
 
 
 def _drop_said_twice(own: list[Sighting]) -> list[Sighting]:
-    """Without an end that is told again in other words, as by an event and by the error after it."""
+    """Drop an end that is told again in other words, as by an event and by the error after it."""
     seen: set[tuple[str, str]] = set()
     kept = []
     for sighting in own:
@@ -131,7 +131,7 @@ def _drop_said_twice(own: list[Sighting]) -> list[Sighting]:
 
 
 def _drop_repeated(settled: list[Sighting]) -> list[Sighting]:
-    """Without what two files tell alike, as a folder and printed lines do; a folder tells of its own run."""
+    """Drop what two files tell alike, as a folder and printed lines do; the folder wins."""
     seen: dict[tuple[str, str, str], str] = {}
     kept = []
     for sighting in sorted(settled, key=lambda sighting: not _is_in_folder(sighting)):
@@ -143,7 +143,7 @@ def _drop_repeated(settled: list[Sighting]) -> list[Sighting]:
 
 
 def _join_resumes(settled: list[Sighting]) -> list[Sighting]:
-    """With one sighting for each time that a run was taken up again.
+    """Keep one sighting for each time that a run was resumed.
 
     A run that is queued again says so when it ends and when it resumes, and one that resumes on another
     number of GPUs says that too: three lines at one step, and one resume.
@@ -176,7 +176,7 @@ def _is_in_folder(sighting: Sighting) -> bool:
 
 
 def _count_kinds(settled: list[Sighting]) -> list[Sighting]:
-    """With how often each kind was met, and at which steps; the last answer is the one worth telling."""
+    """Add how often each kind occurred, and at which steps; keep the last answer."""
     found: list[Sighting] = []
     for name in dict.fromkeys(sighting.of for sighting in settled):
         alike = [sighting for sighting in settled if sighting.of == name]
@@ -192,7 +192,7 @@ def _count_kinds(settled: list[Sighting]) -> list[Sighting]:
 
 
 def format_times(count: int, steps: Iterable[str]) -> str:
-    """How often, and when.
+    """Say how often, and at which steps.
 
     >>> format_times(1, ["3"]), format_times(3, ["3", "5", "5"]), format_times(2, ["", ""])
     ('once, at step 3', '3 times, at steps 3 to 5', '2 times')
@@ -207,7 +207,7 @@ def format_times(count: int, steps: Iterable[str]) -> str:
 
 
 def describe_end(run: WatchedRun, *, alive: bool | None, host: str, file: str) -> Sighting:
-    """How a run stands by its folder; `alive` says whether its process is, None where that cannot be seen."""
+    """Describe the state of a run by its folder; `alive` is None if its process cannot be seen."""
     step = "0" if run.step is None else str(run.step)
     steps = "an unknown number" if run.steps is None else str(run.steps)
     if run.state == "done" and run.step is not None:

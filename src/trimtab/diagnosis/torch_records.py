@@ -24,7 +24,7 @@ WAITING = ("scheduled", "started")
 
 
 def detect_record(value: Any) -> str | None:
-    """What a plain value is: "snapshot", "flight", "error" or none of them."""
+    """Return what a plain value is: "snapshot", "flight", "error" or None."""
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("segments"), list) and "device_traces" in value:
@@ -50,7 +50,7 @@ def _only_dicts(value: Any) -> Iterator[dict[Any, Any]]:
 
 
 def read_error_file(value: dict[str, Any], name: str) -> Iterator[Sighting]:
-    """What the process wrote as it failed: its message and its traceback, read as a log."""
+    """Read the message and the traceback that a process wrote as it failed, as a log."""
     message = value["message"]
     extra = message.get("extraInfo") if isinstance(message.get("extraInfo"), dict) else {}
     stack = str(extra.get("py_callstack") or message.get("message"))
@@ -84,7 +84,7 @@ def _year_seconds(timestamp: Any) -> float | None:
 
 
 def read_snapshot(value: dict[str, Any], name: str) -> Iterator[Sighting]:
-    """Out of memory, where the trace has it; else what lies idle."""
+    """Yield an out-of-memory if the trace has one; else large idle memory."""
     by_device: dict[int, list[dict[Any, Any]]] = {}
     for segment in _only_dicts(value["segments"]):
         by_device.setdefault(_as_count(segment.get("device")), []).append(segment)
@@ -123,12 +123,12 @@ class SegmentTotals:
 
     @property
     def idle(self) -> int:
-        """Reserved, and not in use."""
+        """Reserved bytes that are not in use."""
         return self.reserved - self.allocated
 
     @property
     def words(self) -> str:
-        """All of it in a phrase."""
+        """The numbers in a phrase."""
         most = "; ".join(f"{where} {format_bytes(count)}" for where, count in self.holders)
         return (
             f"{format_bytes(self.allocated)} allocated of {format_bytes(self.reserved)} reserved, the "
@@ -162,7 +162,7 @@ def _sum_segments(segments: Iterable[dict[Any, Any]]) -> SegmentTotals:
 
 
 def _innermost_frame(frames: Any) -> str:
-    """The innermost frame of Python code that is not torch's own."""
+    """Return the innermost frame of Python code that is not torch's own."""
     for frame in itertools.islice(_only_dicts(frames), 200):
         file, line = str(frame.get("filename", "")), frame.get("line")
         if file.endswith(".py") and "/torch/" not in file:
@@ -205,18 +205,18 @@ class FlightRecord:
 
     @property
     def last(self) -> int:
-        """The newest that was begun."""
+        """The newest collective that was begun."""
         return max(self.entries)
 
     @property
     def waits_in(self) -> int | None:
-        """The oldest that has not ended."""
+        """The oldest collective that has not ended."""
         open_ones = [number for number, entry in self.entries.items() if entry.get("state") in WAITING]
         return min(open_ones, default=None)
 
 
 def compare_flights(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Sighting]:
-    """What the records of several ranks say together: who is late, who does something else, or nobody."""
+    """Compare the records of several ranks: who is late, who does something else, or nobody."""
     groups: dict[str, list[FlightRecord]] = {}
     for order, (name, value) in enumerate(found):
         rank = rank_from_path(name)

@@ -88,7 +88,7 @@ class LaunchDefaults(Noun, frozen=True, kw_only=True):
 
 
 def read_defaults(folder: Path) -> LaunchDefaults:
-    """The defaults of a folder's trimtab.toml; none where there is no file or no such table."""
+    """Read the launch defaults of a folder's trimtab.toml; none if there is no such file or table."""
     file = folder / PROJECT_FILE
     try:
         held = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -102,7 +102,7 @@ def read_defaults(folder: Path) -> LaunchDefaults:
 
 
 def parse_defaults(held: dict[str, Any], file: Path) -> LaunchDefaults:
-    """Habits from what a trimtab.toml holds."""
+    """Convert the content of a trimtab.toml to launch defaults."""
     strange = [key for key in held if key not in TABLES]
     if strange:
         raise _file_error(file, f"there is {_name_unknown(strange[0], TABLES)}")

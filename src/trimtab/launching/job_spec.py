@@ -39,7 +39,7 @@ class JobSpec(Noun, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """The name for people."""
         return f"{self.plan.job}: {self.plan.choice.strategy}, {_count_processes(self.resources)}"
 
     def faults(self) -> list[str]:
@@ -60,7 +60,7 @@ def _count_processes(resources: Resources) -> str:
 def build_train_command(
     job_spec: JobSpec, *, nodes: str | None = None, rendezvous: str | None = None
 ) -> list[str]:
-    """The command that every node runs: it starts torchrun with the node's processes.
+    """Build the command that every node runs: it starts torchrun with the node's processes.
 
     `nodes` and `rendezvous` may be words of a script's own, such as "$address:$port".
     """
@@ -87,7 +87,7 @@ def build_train_command(
 
 
 def _option_words(job: str, options: dict[str, Any]) -> Iterator[str]:
-    """What was set on the job, as the command line says it."""
+    """Yield the options of the job as command-line words."""
     for name, value in options.items():
         if not isinstance(value, str | int | float):
             raise WrongUse(
@@ -106,7 +106,7 @@ def _option_words(job: str, options: dict[str, Any]) -> Iterator[str]:
 def build_environment(
     job_spec: JobSpec, *, cores: int | None, offline: bool, here: Mapping[str, str] | None = None
 ) -> dict[str, tuple[str, str]]:
-    """Variables of the run, each with its reason.
+    """Return the variables of the run, each with its reason.
 
     `cores` are those of a node that the run may use; `here` is this process's own environment where the run
     starts on this machine, and None where a scheduler hands out the devices.
@@ -133,7 +133,7 @@ def build_environment(
 
 
 def visible_devices(plan: Plan, here: Mapping[str, str]) -> str:
-    """CUDA_VISIBLE_DEVICES for the ranks of this node, in the order of ranks.
+    """Return CUDA_VISIBLE_DEVICES for the ranks of this node, in the order of ranks.
 
     A plan counts devices as the process that made it saw them, so that what is hidden now stays hidden.
     """
@@ -152,7 +152,7 @@ def visible_devices(plan: Plan, here: Mapping[str, str]) -> str:
 
 
 def _explain_threads(cores: int, procs: int) -> str:
-    """Why so many threads.
+    """Explain the number of threads.
 
     >>> _explain_threads(5, 1)
     '5 cores over 1 process a node'

@@ -154,7 +154,7 @@ ENDINGS = {
 
 
 def squeue_command(*, user: str | None = None, job_id: str | None = None) -> tuple[str, ...]:
-    """The question for one user's jobs, or for one job."""
+    """Build the squeue command for one user's jobs, or for one job."""
     form = FIELD.join(SQUEUE_FIELDS.values()) + RECORD
     whose = () if user is None else (f"--user={user}",)
     # One job is also told of for some minutes after its end.
@@ -163,12 +163,12 @@ def squeue_command(*, user: str | None = None, job_id: str | None = None) -> tup
 
 
 def scontrol_command(job_id: str) -> tuple[str, ...]:
-    """The question for all that is known of a job."""
+    """Build the scontrol command for one job."""
     return ("scontrol", "show", "job", job_id)
 
 
 def sacct_command(job_ids: Sequence[str]) -> tuple[str, ...]:
-    """The question for jobs of old."""
+    """Build the sacct command for old jobs."""
     form = ",".join(SACCT_FIELDS.values())
     jobs = ",".join(job_ids)
     return (
@@ -183,12 +183,12 @@ def sacct_command(job_ids: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_squeue(text: str) -> tuple[QueuedJob, ...]:
-    """What squeue printed; a record that is none is left out."""
+    """Parse the output of squeue; skip broken records."""
     return _parse_records(text.split(RECORD), tuple(SQUEUE_FIELDS))
 
 
 def read_sacct(text: str) -> tuple[QueuedJob, ...]:
-    """What sacct printed, one job a line."""
+    """Parse the output of sacct, one job a line."""
     return _parse_records(text.split("\n"), tuple(SACCT_FIELDS))
 
 
@@ -202,7 +202,7 @@ def _parse_records(records: Sequence[str], names: tuple[str, ...]) -> tuple[Queu
 
 
 def read_scontrol(text: str) -> QueuedJob | None:
-    """What `scontrol show job` printed of one job; None where it is none."""
+    """Parse the output of `scontrol show job`; None if it is no job."""
     values: dict[str, str] = {}
     for line in text.splitlines():
         key, equals, rest = line.strip().partition("=")
@@ -254,7 +254,7 @@ def _parse_nodes(listed: str | None) -> tuple[str, ...]:
 
 
 def parse_slurm_time(text: str | None) -> float | None:
-    """A time as Slurm writes it: DAYS-HH:MM:SS, HH:MM:SS, MM:SS, or seconds alone; None for anything else.
+    """Parse a time of Slurm: DAYS-HH:MM:SS, HH:MM:SS, MM:SS, or seconds; None for anything else.
 
     >>> parse_slurm_time("1-02:03:04"), parse_slurm_time("5:00"), parse_slurm_time("UNLIMITED")
     (93784.0, 300.0, None)
@@ -272,17 +272,17 @@ def parse_slurm_time(text: str | None) -> float | None:
 
 
 def is_over(job: QueuedJob) -> bool:
-    """Whether a job has ended for good."""
+    """Return whether a job has ended for good."""
     return job.state not in WAITING + GOING
 
 
 def is_ours(job: QueuedJob) -> bool:
-    """Whether trimtab submitted a job."""
+    """Return whether trimtab submitted a job."""
     return job.comment.startswith(JOB_COMMENT_PREFIX) or job.name.startswith(JOB_NAME_PREFIX)
 
 
 def run_folder_of(job: QueuedJob) -> str | None:
-    """The run's folder, which the comment of a job of ours names.
+    """Return the run folder that the comment of a job of ours names.
 
     >>> run_folder_of(QueuedJob(job_id="7", state="RUNNING", comment="trimtab:/home/me/runs/a"))
     '/home/me/runs/a'
@@ -292,7 +292,7 @@ def run_folder_of(job: QueuedJob) -> str | None:
 
 
 def explain_state(job: QueuedJob) -> str:
-    """Plain words for a job's state, where there is more to say than the state.
+    """Explain a job's state in plain words, if there is more to say than the state.
 
     >>> explain_state(QueuedJob(job_id="7", state="PENDING", reason="Resources"))
     'it is next, and waits until enough nodes and GPUs are free'
@@ -347,7 +347,7 @@ def measure_progress(
     lines: Sequence[dict[str, Any]],
     last: Incident | None,
 ) -> Headway:
-    """How far a run has come, from the last lines of its log."""
+    """Measure the progress of a run from the last lines of its log."""
     recent = [line for line in lines if line.get("time_s") and line.get("samples")][-RECENT:]
     # Steps of an attempt on other devices say nothing about this one.
     recent = [line for line in recent if line.get("gpus") == recent[-1].get("gpus")]
@@ -371,7 +371,7 @@ def measure_progress(
 
 
 def view_slurm_job(job: QueuedJob, run: Headway | None, tail: Sequence[str]) -> JobView:
-    """A job in the queue, with its run."""
+    """Build the view of a job in the queue, with its run."""
     ends = run is not None and run.left_s is not None and job.state == "RUNNING"
     return JobView(
         id=job.job_id,
@@ -386,7 +386,7 @@ def view_slurm_job(job: QueuedJob, run: Headway | None, tail: Sequence[str]) -> 
 
 
 def why_not_cancel(job: QueuedJob, me: str) -> str:
-    """Why a job is not cancelled without force; empty where it may be."""
+    """Return why a job is not cancelled without force; empty if it may be."""
     if job.user and job.user != me:
         return f"it is {job.user}'s, and you are {me}"
     if not is_ours(job):
@@ -398,7 +398,7 @@ def why_not_cancel(job: QueuedJob, me: str) -> str:
 
 
 def read_progress(folder: Path) -> Headway | None:
-    """How far the run in a folder has come; None where there is no run in it yet."""
+    """Read the progress of the run in a folder; None if there is no run in it yet."""
     attempt = last_attempt(folder)
     lines = _last_lines(folder / "log.jsonl")
     job = _read_field(folder / "run.json", "job")
@@ -413,7 +413,7 @@ def read_progress(folder: Path) -> Headway | None:
 
 
 def last_attempt(folder: Path) -> Attempt | None:
-    """What the last attempt at a run has noted of itself."""
+    """Read the note of the last attempt of a run."""
     try:
         return Attempt.from_json((folder / ATTEMPT).read_bytes())
     except (OSError, BrokenFile):
@@ -421,7 +421,7 @@ def last_attempt(folder: Path) -> Attempt | None:
 
 
 def is_alive(folder: Path, attempt: Attempt) -> bool:
-    """Whether an attempt goes on, on this machine: its first rank holds the folder's lock until it ends."""
+    """Return whether an attempt runs on this machine: its first rank holds the folder's lock."""
     if attempt.state != "running" or attempt.host != socket.gethostname():
         return False
     try:
@@ -434,7 +434,7 @@ def is_alive(folder: Path, attempt: Attempt) -> bool:
 
 
 def find_folders(places: Sequence[Path]) -> list[Path]:
-    """Folders of runs: those given, or those inside of them; without any, those in ./runs."""
+    """Find run folders: those given, or those inside of them; by default those in ./runs."""
     found: list[Path] = []
     for place in places or [RUNS]:
         if places and not place.is_dir():
@@ -453,7 +453,7 @@ def find_folders(places: Sequence[Path]) -> list[Path]:
 def list_jobs(
     at: SlurmClient, places: Sequence[Path] = (), *, lines: int = TAIL
 ) -> tuple[list[JobView], list[TrimtabError]]:
-    """Our jobs: those in Slurm's queue, those that folders tell of, and those that run on this machine.
+    """List our jobs: in Slurm's queue, noted in run folders, and running on this machine.
 
     Beside them what could not be asked: a Slurm that does not answer hides no run on this machine.
     """
@@ -473,7 +473,7 @@ def list_jobs(
 
 
 def _local_views(folders: Sequence[Path]) -> list[JobView]:
-    """Runs that go on on this machine, and are no job of a scheduler's."""
+    """List runs on this machine that no scheduler started."""
     attempts = [(folder, last_attempt(folder)) for folder in folders]
     return [
         _local_view(folder, attempt)
@@ -487,7 +487,7 @@ def _local_view(folder: Path, attempt: Attempt) -> JobView:
 
 
 def queued_jobs(at: SlurmClient) -> list[QueuedJob]:
-    """Our jobs in the queue; none where there is no Slurm."""
+    """List our jobs in the queue; none if there is no Slurm."""
     if not at.has("squeue"):
         return []
     try:
@@ -498,7 +498,7 @@ def queued_jobs(at: SlurmClient) -> list[QueuedJob]:
 
 
 def find_slurm_job(job_id: str, at: SlurmClient) -> QueuedJob | None:
-    """A job that may have ended, from whoever remembers it; None where nobody does."""
+    """Find a job that may have ended, by squeue, then sacct; None if both have forgotten it."""
     try:
         found = read_squeue(at.ask(squeue_command(job_id=job_id)))
     except EnvironmentFault as error:
@@ -518,7 +518,7 @@ def find_slurm_job(job_id: str, at: SlurmClient) -> QueuedJob | None:
 
 
 def read_job_output(job_id: str, at: SlurmClient) -> QueuedJob | None:
-    """A job with the file that its output goes to; None where Slurm has forgotten it."""
+    """Find the output file of a job; None if Slurm has forgotten it."""
     try:
         return read_scontrol(at.ask(scontrol_command(job_id)))
     except EnvironmentFault:
@@ -526,12 +526,12 @@ def read_job_output(job_id: str, at: SlurmClient) -> QueuedJob | None:
 
 
 def _slurm_error(error: EnvironmentFault) -> EnvironmentFault:
-    """Slurm does not answer; the question itself would tell nobody anything."""
+    """Return an error that Slurm does not answer, without the long command."""
     return EnvironmentFault("Slurm's queue", found=error.found, cure=error.cure)
 
 
 def cancel_job(job_id: str, at: SlurmClient, *, force: bool = False, places: Sequence[Path] = ()) -> JobView:
-    """End a job: a number of Slurm, the id of a local run, or a run's folder. What it was."""
+    """Cancel a job by Slurm id, local id or run folder; return its last view."""
     given = f"job {shortened(job_id)}"
     folder = Path(job_id).absolute()
     if (folder / "run.json").exists() or (folder / NOTE).exists():
@@ -607,7 +607,7 @@ def _end_slurm(job_id: str, given: str, at: SlurmClient, *, force: bool) -> JobV
 
 
 def _view_with_run(job: QueuedJob, at: SlurmClient, lines: int, folder: Path | None = None) -> JobView:
-    """A job with all that its folder and its output say."""
+    """Build the view of a job with its folder and its output."""
     if job.output is None:
         full = read_job_output(job.job_id, at)
         job = job if full is None else job.replace(output=full.output, restarts=full.restarts)
@@ -619,7 +619,7 @@ def _view_with_run(job: QueuedJob, at: SlurmClient, lines: int, folder: Path | N
 
 
 def slurm_job_of(folder: Path) -> str | None:
-    """Slurm's number of the job that a run was last handed to; None for a run on this machine."""
+    """Return the Slurm id that a run was last submitted as; None for a run on this machine."""
     attempt = last_attempt(folder)
     submitted = _read_field(folder / NOTE, "job_id")
     numbers = [number for number in (attempt and attempt.job_id, submitted) if number and number.isdigit()]
@@ -637,7 +637,7 @@ def _read_field(file: Path, key: str) -> str | None:
 
 
 def _read_end(file: Path) -> bytes:
-    """The last part of a file, from the beginning of a line on."""
+    """Read the end of a file, from the beginning of a line."""
     try:
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -649,7 +649,7 @@ def _read_end(file: Path) -> bytes:
 
 
 def _last_lines(file: Path) -> list[dict[str, Any]]:
-    """The last JSON lines of a file; what is torn is left out."""
+    """Read the last JSON lines of a file; skip broken ones."""
     found = []
     for line in _read_end(file).split(b"\n"):
         try:
@@ -662,7 +662,7 @@ def _last_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _read_tail(file: Path, lines: int) -> list[str]:
-    """The last lines of a text that are not empty."""
+    """Read the last lines of a text that are not empty."""
     # A progress bar writes over its line: the last of it counts.
     text = _read_end(file).decode("utf-8", "replace")
     shown = [line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n")]

@@ -35,7 +35,7 @@ GPU_RESOURCES = {Vendor.NVIDIA: "nvidia.com/gpu", Vendor.AMD: "amd.com/gpu"}
 
 
 def build_indexed_job(job_spec: JobSpec, defaults: LaunchDefaults, *, script_file: str) -> Launch:
-    """A Service by which the pods find the first of them, the plan, and the Job."""
+    """Build a Service by which the pods find the first of them, the plan, and the Job."""
     name = make_label(f"trimtab-{job_spec.plan.job}")
     place = f"{name}-0.{name}:{PORT}"
     inside = job_spec.replace(
@@ -106,7 +106,7 @@ def build_indexed_job(job_spec: JobSpec, defaults: LaunchDefaults, *, script_fil
 
 
 def build_train_job(job_spec: JobSpec, defaults: LaunchDefaults, *, script_file: str) -> Launch:
-    """A TrainJob, whose operator starts one pod a node and tells each where they meet.
+    """Build a TrainJob; its operator starts one pod a node and tells each the rendezvous.
 
     Volumes are the runtime's: how a TrainJob adds its own has changed from release to release.
     """
@@ -143,7 +143,7 @@ def build_train_job(job_spec: JobSpec, defaults: LaunchDefaults, *, script_file:
 
 
 def escape_dollars(text: str) -> str:
-    """A text that Kubernetes leaves as it was given.
+    """Escape a text so that Kubernetes leaves it as it is.
 
     >>> escape_dollars("$(HOME) and $x")
     '$$(HOME) and $$x'
@@ -152,14 +152,14 @@ def escape_dollars(text: str) -> str:
 
 
 def shorten_plan(job_spec: JobSpec, *, indent: int = 0) -> str:
-    """The plan without what only people read: a manifest has room for little."""
+    """Return the plan without what only people read: a manifest has little room."""
     return job_spec.plan.replace(
         runners_up=(), rejected=(), comparison=(), what_if=(), reasons=(), left_out=()
     ).to_json(indent=indent)
 
 
 def pod_resources(resources: Resources) -> dict[str, dict[str, str]]:
-    """What a pod asks for: GPUs are limits, of which Kubernetes makes requests."""
+    """Return the resources of a pod: GPUs are limits, from which Kubernetes makes requests."""
     found = {"requests": {"cpu": str(resources.cpus)}}
     if resources.memory_bytes:
         found["requests"]["memory"] = f"{-(-resources.memory_bytes // MIB)}Mi"
@@ -169,7 +169,7 @@ def pod_resources(resources: Resources) -> dict[str, dict[str, str]]:
 
 
 def _gpu_resource(resources: Resources) -> str:
-    """What device plugins call the GPUs."""
+    """Return the device plugins' name of the GPUs."""
     from trimtab.catalog.lookup import typed
 
     vendors = {typed(device)[0].vendor for device in resources.devices}
@@ -228,7 +228,7 @@ def _path_below(mount: str, out: str) -> str:
 
 
 def _build_volumes(job_spec: JobSpec, defaults: LaunchDefaults, *, plan: str) -> tuple[list[Any], list[Any]]:
-    """The plan, shared memory for data loaders, and the volume that pods share."""
+    """Build the volumes: the plan, shared memory for data loaders, and the pods' shared volume."""
     if not defaults.claim and job_spec.resources.nodes > 1:
         raise WrongUse(
             f"a launch on {job_spec.resources.nodes} pods",
@@ -267,7 +267,7 @@ PLAIN = ("A10", "A10G", "L4", "L40", "L40S", "B200")
 
 
 def build_sky_task(job_spec: JobSpec, defaults: LaunchDefaults, *, script_file: str) -> Launch:
-    """A task for `sky launch`."""
+    """Build a task for `sky launch`."""
     resources = job_spec.resources
     inside = job_spec.replace(plan_file=PLAN)
     given = build_environment(job_spec, cores=None, offline=defaults.offline)
@@ -304,7 +304,7 @@ def build_sky_task(job_spec: JobSpec, defaults: LaunchDefaults, *, script_file: 
 
 
 def sky_accelerator(devices: tuple[str, ...]) -> str:
-    """What SkyPilot calls the devices of a plan.
+    """Return SkyPilot's name of the devices of a plan.
 
     >>> sky_accelerator(("H100 SXM5 80GB",)), sky_accelerator(("A10G (AWS)",))
     ('H100', 'A10G')

@@ -30,7 +30,7 @@ class Raw(str):
 
 
 def shell_word(text: str) -> str:
-    r"""One word of a shell, whatever is in it.
+    r"""Quote any text as one shell word.
 
     >>> shell_word("a b"), shell_word("$(id)"), shell_word("it's")
     ("'a b'", "'$(id)'", '\'it\'"\'"\'s\'')
@@ -42,7 +42,7 @@ def shell_word(text: str) -> str:
 
 
 def shell_line(words: Sequence[str]) -> str:
-    r"""A command, each of its options on a line of its own.
+    r"""Format a command, each of its options on its own line.
 
     >>> print(shell_line(["train", "my job", "--steps", "3"]))
     train 'my job' \
@@ -57,14 +57,14 @@ def shell_line(words: Sequence[str]) -> str:
 
 
 def shell_assignment(name: str, value: str) -> str:
-    """`NAME=value` for a shell; the name is checked, since it cannot be quoted."""
+    """Format `NAME=value` for a shell; the name is checked, since it cannot be quoted."""
     if not _VARIABLE.fullmatch(name):
         raise _name_error(name, "it is no name of a variable")
     return f"{name}={shell_word(value)}"
 
 
 def batch_option(option: str, value: str | int) -> str:
-    """A line of `#SBATCH`.
+    """Format a line of `#SBATCH`.
 
     >>> batch_option("nodes", 2), batch_option("chdir", "/data/my runs")
     ('#SBATCH --nodes=2', '#SBATCH --chdir="/data/my runs"')
@@ -73,7 +73,7 @@ def batch_option(option: str, value: str | int) -> str:
 
 
 def batch_value(option: str, text: str) -> str:
-    """A value as sbatch reads it, in double quotes where it needs them."""
+    """Format a value as sbatch reads it, in double quotes if needed."""
     _check_text(text)
     if not text or any(not letter.isprintable() for letter in text) or set(text) & {'"', "\\"}:
         raise WrongUse(
@@ -85,7 +85,7 @@ def batch_value(option: str, text: str) -> str:
 
 
 def batch_name(option: str, text: str) -> str:
-    """The name of a partition, an account or the like."""
+    """Check the name of a partition, an account or the like."""
     if not _NAME.fullmatch(text):
         raise WrongUse(
             f"--{option} {shortened(text)!r}",
@@ -96,7 +96,7 @@ def batch_name(option: str, text: str) -> str:
 
 
 def escape_percent(path: str) -> str:
-    """A path for --output, in which sbatch reads %j and the like.
+    """Escape a path for --output, where sbatch expands %j and the like.
 
     >>> escape_percent("runs/100%")
     'runs/100%%'
@@ -105,7 +105,7 @@ def escape_percent(path: str) -> str:
 
 
 def format_comment(text: str) -> str:
-    """One line of a script that says something to people.
+    """Format one comment line of a script.
 
     >>> format_comment("a" + chr(10) + "rm -rf b")
     '# a rm -rf b'
@@ -114,7 +114,7 @@ def format_comment(text: str) -> str:
 
 
 def make_label(text: str) -> str:
-    """A name as Kubernetes and schedulers take them: small letters, digits and dashes.
+    """Make a name for Kubernetes and schedulers: small letters, digits and dashes.
 
     >>> make_label("trimtab slm:tiny"), make_label("___")
     ('trimtab-slm-tiny', 'trimtab')
@@ -126,7 +126,7 @@ def make_label(text: str) -> str:
 
 
 def dump_yaml(documents: Sequence[Any]) -> str:
-    """Documents of YAML, texts of several lines as blocks where they can be."""
+    """Dump YAML documents, texts of several lines as blocks if possible."""
     import yaml
 
     class Writer(yaml.SafeDumper):  # type: ignore[misc] # yaml has no types
@@ -148,7 +148,7 @@ def dump_yaml(documents: Sequence[Any]) -> str:
 
 
 def check_path(what: str, path: str) -> str:
-    """A path that goes into scripts and listings; one with a line break is nobody's wish."""
+    """Check a path that goes into scripts and listings: it must be printable."""
     if any(not letter.isprintable() for letter in path):
         raise WrongUse(
             f"{what} {path!r}",

@@ -39,7 +39,7 @@ def build_local_launch(
     here: Mapping[str, str],
     rendezvous: str | None = None,
 ) -> Launch:
-    """The command to run here; over several nodes, the same one on each."""
+    """Build the command to run here; over several nodes, run the same one on each."""
     resources = job_spec.resources
     given = build_environment(job_spec, cores=cores, offline=defaults.offline, here=here)
     given |= {name: (value, "trimtab.toml says so") for name, value in defaults.environment.items()}
@@ -87,7 +87,7 @@ def build_script_launch(  # noqa: PLR0913 - a job spec, a script and where it ru
     cores: int | None,
     here: Mapping[str, str],
 ) -> Launch:
-    """The line for a user's script."""
+    """Build the command line that runs your own script."""
     if not script:
         raise WrongUse(
             f"--{kind}",
@@ -121,7 +121,7 @@ def build_script_launch(  # noqa: PLR0913 - a job spec, a script and where it ru
 
 
 def _accelerate_words(job_spec: JobSpec, rendezvous: str | None) -> list[str]:
-    """Source: `accelerate launch --help`."""
+    """Build the `accelerate launch` command. Source: `accelerate launch --help`."""
     resources, choice = job_spec.resources, job_spec.plan.choice
     ranks = resources.nodes * resources.procs
     words = ["accelerate", "launch", f"--num_processes={ranks}", f"--num_machines={resources.nodes}"]
@@ -141,7 +141,7 @@ def _accelerate_words(job_spec: JobSpec, rendezvous: str | None) -> list[str]:
 
 
 def _deepspeed_words(job_spec: JobSpec, rendezvous: str | None) -> list[str]:
-    """Source: https://www.deepspeed.ai/getting-started; precision and sharding are in the script's config."""
+    """Build the `deepspeed` command. Source: https://www.deepspeed.ai/getting-started."""
     resources = job_spec.resources
     words = ["deepspeed", f"--num_gpus={resources.procs}"]
     if resources.nodes > 1:
@@ -212,7 +212,7 @@ class LaunchOrder(Noun, frozen=True, kw_only=True):
 
 
 def refuse_unused(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
-    """Raise for an option that this kind of launch would leave without effect."""
+    """Raise for an option that has no effect on this kind of launch."""
     for name, value in given.items():
         if value is not None and kind not in HEARD_BY[name]:
             kinds = " or ".join(f"--{other}" for other in HEARD_BY[name])
@@ -226,7 +226,7 @@ def refuse_unused(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
 def build_job_spec(
     order: LaunchOrder, plan: Plan, plan_file: str | None, defaults: LaunchDefaults
 ) -> JobSpec:
-    """What is to be trained where, for a plan that is in a file or not yet."""
+    """Build the job spec for a plan that is in a file or not yet."""
     out = str(place(order.out, plan.job))
     if order.compares:
         out += f"-{plan.choice.gpus}gpu{'s' * (plan.choice.gpus > 1)}"
@@ -260,7 +260,7 @@ def build_launch(  # noqa: PLR0913 - an order and the world it is for
     cores: int | None = None,
     here: Mapping[str, str],
 ) -> Launch:
-    """The launch for a plan."""
+    """Build the launch for a plan."""
     what = build_job_spec(order, plan, plan_file, defaults)
     files = {} if plan_file is not None else {what.plan_file: plan.to_json(indent=2) + "\n"}
     if order.kind is LaunchKind.SLURM:

@@ -41,7 +41,7 @@ class Resources(Noun, frozen=True, kw_only=True):
 
     @property
     def nodes_text(self) -> str:
-        """As torchrun takes it: 2, or 1:2.
+        """The nodes as torchrun takes them: 2, or 1:2.
 
         >>> Resources(nodes=2).nodes_text, Resources(nodes=2, least_nodes=2).nodes_text
         ('1:2', '2')
@@ -61,7 +61,7 @@ class Resources(Noun, frozen=True, kw_only=True):
 
 
 def compute_resources(plan: Plan, *, nodes: str | None = None, steps: int | None = None) -> Resources:
-    """What a plan needs. `nodes` is as for `trimtab train`; the most of them must be the plan's number."""
+    """Compute the resources of a plan. `nodes` is as for `trimtab train`; its maximum must be the plan's."""
     least, most = (None, None) if nodes is None else node_range(nodes)
     by_node: dict[int, int] = {}
     for place in plan.places:
@@ -108,7 +108,7 @@ def _estimate_seconds(plan: Plan, steps: int | None) -> float | None:
 
 
 def add_margin(seconds: float) -> float:
-    """The time to ask for, in whole minutes.
+    """Return the time to ask for, in whole minutes.
 
     >>> add_margin(3600) / 60
     90.0
@@ -117,7 +117,7 @@ def add_margin(seconds: float) -> float:
 
 
 def explain_time(resources: Resources, asked_s: float) -> str:
-    """Why so much time is asked for."""
+    """Explain the time limit."""
     if resources.seconds is None:
         return f"a time limit of {format_duration(asked_s)}"
     return (

@@ -42,7 +42,7 @@ def build_summary(  # noqa: PLR0913 - all that a run has left behind
     gpus_there: int | None,
     now_s: float,
 ) -> Summary:
-    """The summary of a run from its plan, its log and its last attempt."""
+    """Build the summary of a run from its plan, its log and its last attempt."""
     choice, last = plan.choice, lines[-1] if lines else {}
     this_s = max(0.0, now_s - attempt.began_s)
     samples = sum(line.get("samples", 0) for line in lines)
@@ -84,14 +84,14 @@ def _highest_value(lines: Sequence[dict[str, Any]], key: str) -> int | None:
 
 
 def _usual_steps(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The whole steps of as many processes as the last attempt had, without the first ones."""
+    """Return the full steps with as many processes as the last attempt, without the first ones."""
     alike = [line for line in lines if line.get("gpus") == attempt.procs]
     counted = alike[WARM_UP:] or alike
     return [line for line in counted if line.get("samples") == plan.choice.global_batch] or counted
 
 
 def _build_checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> tuple[Check, ...]:
-    """Predictions against what was measured on as many processes as were planned for."""
+    """Compare predictions with measurements on as many processes as were planned."""
     known = plan.estimate
     alike = [line for line in lines if line.get("gpus") == attempt.procs]
     whole = _usual_steps(plan, attempt, lines)
@@ -116,7 +116,7 @@ def _build_checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]])
 
 
 def format_summary(summary: Summary) -> str:
-    """The summary as people read it, a fact a line."""
+    """Format the summary for people, one fact a line."""
     rows = {
         "job": summary.job,
         "GPUs": _format_devices(summary),
@@ -146,7 +146,7 @@ def format_summary(summary: Summary) -> str:
 
 
 def _format_steps(summary: Summary) -> str:
-    """The steps that the speed is of: `watch` tells that of the last ones, a check that of the median."""
+    """Say which steps the speed is of: `watch` uses the last ones, a check the median."""
     return f" over all {summary.steps:,} steps" if summary.steps > 1 else ""
 
 
@@ -190,7 +190,7 @@ def _format_check(check: Check) -> str:
 
 
 def count_node_gpus(folder: Path = ALL_GPUS) -> int | None:
-    """How many GPUs this node has, in use or not; None where no driver says."""
+    """Return how many GPUs this node has, in use or not; None without a driver."""
     try:
         return len(list(folder.iterdir())) or None
     except OSError:
@@ -198,19 +198,19 @@ def count_node_gpus(folder: Path = ALL_GPUS) -> int | None:
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
-    """Put a summary into a run's folder."""
+    """Write a summary into a run folder."""
     write_whole(folder / JSON, summary.to_json(indent=2).encode() + b"\n")
     write_whole(folder / TEXT, format_summary(summary).encode())
 
 
 def remove_summary(folder: Path) -> None:
-    """Take an earlier summary away: the run goes on."""
+    """Remove an earlier summary because the run continues."""
     for name in (JSON, TEXT):
         (folder / name).unlink(missing_ok=True)
 
 
 def read_summary(folder: Path) -> Summary:
-    """The summary of a run's folder; an error that says why there is none."""
+    """Read the summary of a run folder; raise an error that says why there is none."""
     given, file = str(folder), folder / JSON
     if file.exists():
         return Summary.from_json(file.read_bytes(), origin=str(file))

@@ -91,11 +91,11 @@ class Partition(Noun, frozen=True, kw_only=True):
         return tuple(sorted({kind for node in self.nodes for kind in node.gpus}))
 
     def seats(self, kind: str, many: int) -> int:
-        """How many of its nodes have so many GPUs of a type."""
+        """Return how many nodes have at least `many` GPUs of a type."""
         return sum(1 for node in self.nodes if node.gpus.get(kind, 0) >= many)
 
     def words(self) -> str:
-        """What it has, in a few words."""
+        """Describe the partition in a few words."""
         kinds = sorted({_describe_gpus(node) for node in self.nodes})
         return f"{self.name} ({len(self.nodes)} node{'s' * (len(self.nodes) != 1)} with {' or '.join(kinds)})"
 
@@ -113,7 +113,7 @@ class SlurmCluster(Noun, frozen=True, kw_only=True):
 
 
 def parse_cluster(answers: dict[str, str]) -> SlurmCluster:
-    """The cluster from what its commands printed."""
+    """Parse the cluster from the output of its commands."""
     rows = [line.split("|") for line in answers["nodes"].splitlines() if line.strip()]
     wrong = next((row for row in rows if len(row) != _FIELDS), None)
     if wrong is not None or not rows:
@@ -148,7 +148,7 @@ def parse_cluster(answers: dict[str, str]) -> SlurmCluster:
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """GPUs by type, from what Slurm calls generic resources.
+    """Parse GPUs by type from Slurm's generic resources.
 
     >>> parse_gpus("gpu:h100:4(S:0-1),lustre:1"), parse_gpus("gpu:2"), parse_gpus("(null)")
     ({'h100': 4}, {'': 2}, {})
@@ -161,7 +161,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
 
 
 def slurm_time(seconds: float) -> str:
-    """A time limit as Slurm reads it, in whole minutes, at least one.
+    """Format a time limit for Slurm, in whole minutes, at least one.
 
     >>> slurm_time(3600), slurm_time(93661)
     ('01:00:00', '1-02:02:00')
@@ -222,7 +222,7 @@ def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
     time: str | None = None,
     silence: str = "",
 ) -> Launch:
-    """The script for a job spec, checked against what the cluster has; `silence` is why it could not be."""
+    """Build the script of a job, checked against the cluster; `silence` is why it was not checked."""
     check_path("script", script_file)
     resources = job_spec.resources
     partition = None if site is None else choose_partition(site, defaults.partition, resources)
@@ -282,7 +282,7 @@ def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
 
 
 def _srun_command(job_spec: JobSpec) -> str:
-    """Once on every node that Slurm gave, which may be fewer than it was asked for at most."""
+    """Build the srun command: once on every node that Slurm gave, maybe fewer than asked for."""
     words = build_train_command(
         job_spec, nodes=Raw('"$SLURM_JOB_NUM_NODES"'), rendezvous=Raw('"$address:$port"')
     )
@@ -307,7 +307,7 @@ def _name_option(option: str, name: str | None) -> list[str]:
 
 
 def _own_option(option: str) -> str:
-    """An option from trimtab.toml, as it is."""
+    """Check an option from trimtab.toml."""
     name, equals, value = option.partition("=")
     plain = batch_name("sbatch", name.removeprefix("--"))
     return f"--{plain}={batch_value(plain, value)}" if equals else f"--{plain}"
@@ -322,7 +322,7 @@ def _node_range(resources: Resources) -> str:
 
 
 def choose_partition(site: SlurmCluster, wanted: str | None, resources: Resources) -> Partition:
-    """The partition to submit to, which must have what is needed; never one that nobody named."""
+    """Choose the partition named, or the default one; it must have what the plan needs."""
     known = {partition.name: partition for partition in site.partitions}
     listed = "; ".join(partition.words() for partition in site.partitions)
     if wanted is not None:
@@ -372,7 +372,7 @@ def _describe_need(resources: Resources) -> str:
 
 
 def _fitting_type(partition: Partition, resources: Resources) -> str | None:
-    """The type of GPU that fits the plan, of which there are enough; None where there is none."""
+    """Return the type of GPU that fits the plan and of which there are enough, or None."""
     fitting = [
         kind for kind in partition.gpu_types if all(is_same_gpu(kind, device) for device in resources.devices)
     ]
@@ -382,7 +382,7 @@ def _fitting_type(partition: Partition, resources: Resources) -> str | None:
 
 
 def is_same_gpu(kind: str, device: str) -> bool:
-    """Whether Slurm's type of GPU can be the catalogue's device; no type can be any.
+    """Return whether Slurm's type of GPU can be the catalogue's device; no type fits any.
 
     >>> is_same_gpu("a100", "A100 SXM4 40GB"), is_same_gpu("a10", "A100 SXM4 40GB")
     (True, False)
@@ -405,13 +405,13 @@ def is_same_gpu(kind: str, device: str) -> bool:
 
 
 def _name_words(name: str) -> list[str]:
-    """The parts of a device's name, without vendors and units."""
+    """Return the words of a device's name, without vendors and units."""
     found = re.findall(r"[a-z0-9]+", name.lower())
     return [re.sub(r"(?<=[0-9])(gib|gb|g)$", "", word) for word in found if word not in VENDORS]
 
 
 def _smallest_node(partition: Partition, resources: Resources) -> SlurmNode | None:
-    """The smallest node that the job may land on."""
+    """Return the smallest node that the job may run on."""
     kind = _fitting_type(partition, resources) if resources.gpus else None
     fitting = [node for node in partition.nodes if kind is None or node.gpus.get(kind, 0) >= resources.gpus]
     return min(fitting, key=lambda node: (node.cpus or 0, node.memory_bytes or 0), default=None)
@@ -435,12 +435,12 @@ def _gpu_options(
 
 
 def _count_cpus(resources: Resources, node: SlurmNode | None) -> int:
-    """Cores of a node, never more than it has."""
+    """Return the cores to ask for, at most what the node has."""
     return resources.cpus if node is None or node.cpus is None else min(resources.cpus, node.cpus)
 
 
 def _host_memory(resources: Resources, node: SlurmNode | None, cpus: int) -> tuple[int | None, str]:
-    """Host memory of a node: the share that goes with its GPUs or its cores, and no less than is needed."""
+    """Return the host memory to ask for: the share of the GPUs or cores, at least what is needed."""
     if node is None or node.memory_bytes is None:
         return None, "host memory is left to the cluster's default: what a node has is not known"
     held = sum(node.gpus.values())
@@ -460,7 +460,7 @@ def _host_memory(resources: Resources, node: SlurmNode | None, cpus: int) -> tup
 def _time_limit(
     resources: Resources, partition: Partition | None, asked: str | None
 ) -> tuple[float | None, str]:
-    """The time limit, and a word on it."""
+    """Return the time limit and a note on it."""
     most = None if partition is None else partition.limit_s
     if asked is not None:
         seconds = parse_duration(asked, "--time")

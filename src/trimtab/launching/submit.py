@@ -30,7 +30,7 @@ RUNS = (LaunchKind.TORCHRUN, LaunchKind.SLURM)
 
 
 def ask_slurm(command: Sequence[str]) -> str:
-    """What a command of a scheduler prints; its own words where it fails."""
+    """Run a command of Slurm; return its output, or raise with its own message."""
     shown = " ".join(command)
     try:
         done = subprocess.run(  # noqa: S603 - words of ours, no shell
@@ -64,7 +64,7 @@ def real_slurm() -> SlurmClient:
 
 
 def no_slurm_error(program: str) -> EnvironmentFault:
-    """There is no Slurm here."""
+    """Return the error that there is no Slurm here."""
     return EnvironmentFault(
         "trimtab launch --slurm",
         found=f"there is no {program} on this machine",
@@ -74,7 +74,7 @@ def no_slurm_error(program: str) -> EnvironmentFault:
 
 
 def read_slurm_cluster() -> tuple[SlurmCluster | None, str]:
-    """The cluster of this machine; None, and why, where there is none that answers.
+    """Ask Slurm for the cluster of this machine; return None and the reason if none answers.
 
     sbatch will have the last word: what could not be asked is not checked, and that is said.
     """
@@ -87,7 +87,7 @@ def read_slurm_cluster() -> tuple[SlurmCluster | None, str]:
 
 
 def write_launch_files(launch: Launch) -> tuple[str, ...]:
-    """Write the script and the files of a launch; all folders are made. The paths, in order."""
+    """Write the script and the files of a launch, with their folders; return the paths in order."""
     texts = dict(launch.files)
     if launch.script is not None and launch.script_file is not None:
         texts[launch.script_file] = launch.script
@@ -108,7 +108,7 @@ def write_launch_files(launch: Launch) -> tuple[str, ...]:
 
 
 def submit_launch(launch: Launch) -> Launch:
-    """Hand a script to Slurm; the launch with the number that the job got."""
+    """Submit a script to Slurm; return the launch with its job id."""
     if shutil.which(launch.command[0]) is None:
         raise no_slurm_error(launch.command[0])
     write_launch_files(launch)
@@ -130,7 +130,7 @@ def submit_launch(launch: Launch) -> Launch:
 
 
 def check_startable(launch: Launch) -> None:
-    """Raise for a launch that is text for others, or whose run is known to fail."""
+    """Raise for a launch that trimtab does not start, or whose run is known to fail."""
     if launch.kind not in RUNS:
         raise WrongUse(
             "--yes",
@@ -146,7 +146,7 @@ def check_startable(launch: Launch) -> None:
 
 
 def exec_launch(launch: Launch, here: Mapping[str, str], *, quiet: bool) -> NoReturn:
-    """Run a launch on this machine in place of this process: signals and the terminal are its from here on.
+    """Replace this process by the launch on this machine; it gets all signals and the terminal.
 
     The program is the one that runs now, whatever of its name comes first in PATH. `quiet`: what it would
     print on stdout goes to stderr.
@@ -161,7 +161,7 @@ def exec_launch(launch: Launch, here: Mapping[str, str], *, quiet: bool) -> NoRe
 
 
 def run_launch(launch: Launch, here: Mapping[str, str]) -> Launch:
-    """Run a launch on this machine and wait for its end; raises where it does not end well."""
+    """Run a launch on this machine and wait for its end; raise if it fails."""
     write_launch_files(launch)
     with subprocess.Popen(_command_words(launch), env={**here, **launch.environment}) as process:  # noqa: S603 - words of ours
         code = process.wait()

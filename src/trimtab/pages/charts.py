@@ -78,7 +78,7 @@ class Ratio:
 def draw_stack(
     label: str, slices: list[BarPart], limits: list[LimitLine], *, whole: float, width: int
 ) -> Markup:
-    """Parts of a whole in one bar, then one row a part: its name, its own bar and its value."""
+    """Draw the parts of a whole in one bar, then one row a part: its name, its bar and its value."""
     across = Scale(0, whole or 1.0, 0, width - 1)
     top, thick = 30.0, 34.0
     parts, begin = [draw_box(0, top, width - 1, thick, "outline")], 0.0
@@ -112,7 +112,7 @@ def draw_stack(
 
 
 def _draw_rows(slices: list[BarPart], first: float, width: int) -> Markup:
-    """One row a part."""
+    """Draw one row for each part."""
     begin, end = (104.0, width - 78.0) if is_narrow(width) else (150.0, width - 110.0)
     most = max((slice_.value for slice_ in slices), default=1.0) or 1.0
     across = Scale(0, most, begin, end)
@@ -137,7 +137,7 @@ def draw_columns(  # noqa: PLR0913 - bars, the line across them, and the axis
     along_name: str,
     width: int,
 ) -> Markup:
-    """One bar a count, its value above it, and a line that is not to be passed."""
+    """Draw one bar for each count, its value above it, and a limit line."""
     frame = Frame(46, width - 8, 44, 250)
     highest = max(
         [tick.value for tick in up] + [bar.value or 0 for bar in bars] + ([limit.value] if limit else [])
@@ -186,7 +186,7 @@ def _draw_column(  # noqa: PLR0913, PLR0917 - a bar and its place
 
 
 def draw_ratios(label: str, rows: list[Ratio], *, width: int) -> Markup:
-    """Measured over predicted, one row a figure, around the line where they agree."""
+    """Draw measured over predicted, one row each, around the line where they are equal."""
     narrow = is_narrow(width)
     begin, end = (96.0, width - 12.0) if narrow else (150.0, width - 230.0)
     furthest = max([abs(row.ratio - 1) for row in rows] + [0.05])
@@ -280,7 +280,7 @@ def draw_layers(  # noqa: PLR0913 - layers, both axes, and what to point out
     notes: list[Point],
     width: int,
 ) -> Markup:
-    """Layers on one another, each named where it is thickest."""
+    """Draw stacked layers, each labelled where it is thickest."""
     frame = Frame(46, width - 8, 44, 280)
     x, y = frame.scales((along.low, along.high), (up.low, up.high))
     parts: list[object] = [_draw_axes(frame, x, y, along, up)]
@@ -304,7 +304,7 @@ def draw_layers(  # noqa: PLR0913 - layers, both axes, and what to point out
 
 
 def _draw_key(stacked: list[Layer], first: float, width: int) -> tuple[Markup, float]:
-    """A colour and a name for each layer, in as many rows as they need, and how deep those are."""
+    """Draw a colour and a name for each layer; return the drawing and its height."""
     parts: list[object] = []
     at, y = 0.0, first
     for layer in stacked:
@@ -322,7 +322,7 @@ def _draw_key(stacked: list[Layer], first: float, width: int) -> tuple[Markup, f
 def _label_layer(
     layer: Layer, xs: tuple[float, ...], below: list[float], x: Scale, y: Scale
 ) -> list[Callable[[Labels], Markup | None]]:
-    """What writes the name of a layer at its thickest place, where it fits in and nothing else is written."""
+    """Return a function that writes a layer's name at its thickest place, if it fits there."""
     if not xs:
         return []
     thickest = max(range(len(xs)), key=lambda index: layer.values[index])
@@ -353,7 +353,7 @@ def draw_points(  # noqa: PLR0913 - points, the line along the best, both axes, 
     limit: LimitLine | None,
     width: int,
 ) -> Markup:
-    """Points, with a line through those that no other beats."""
+    """Draw points, with a line through those that no other point beats."""
     frame = Frame(52, width - 12, 44, 300)
     x, y = frame.scales((along.low, along.high), (up.low, up.high))
     parts: list[object] = [_draw_axes(frame, x, y, along, up)]
@@ -387,7 +387,7 @@ def draw_points(  # noqa: PLR0913 - points, the line along the best, both axes, 
 
 
 def _draw_arrow(right: float, y: float) -> Markup:
-    """A point beyond the right end of the axis."""
+    """Draw a point beyond the right end of the axis."""
     return draw_path([(right - 4, y - 5), (right + 3, y), (right - 4, y + 5)], "beyond")
 
 
@@ -403,7 +403,7 @@ def draw_curve(  # noqa: PLR0913 - a line with its range, both axes, and what to
     limits: list[LimitLine],
     width: int,
 ) -> Markup:
-    """A line over steps with the range around it, values to know of, and events along the bottom."""
+    """Draw a line over steps with its range, limit lines, and events along the bottom."""
     frame = Frame(52, width - 12, 44, 260)
     x, y = frame.scales((along.low, along.high), (up.low, up.high))
     parts: list[object] = [_draw_axes(frame, x, y, along, up)]
@@ -445,7 +445,7 @@ def _draw_axes(frame: Frame, x: Scale, y: Scale, along: Axis, up: Axis) -> Marku
 
 
 def _draw_places(xs: list[float], ys: list[float], says: list[str], frame: Frame) -> list[Markup]:
-    """Places along a line that say their value: as many as can be told apart."""
+    """Draw places along a line that show their value, as many as can be told apart."""
     every = -(-len(xs) // MOST_MARKS) or 1
     chosen = list(range(0, len(xs), every))
     marks = []
@@ -473,7 +473,7 @@ def _draw_note(note: Point, x: Scale, y: Scale, frame: Frame, labels: Labels) ->
 
 
 def _draw_label(point: Point, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
-    """The label of a point, on the side where there is room for it and clear of other labels."""
+    """Draw the label of a point, on the side with room and clear of other labels."""
     if not point.label:
         return Markup("")
     at, wide = x.at(point.x), len(point.label) * BOLD_LETTER
@@ -486,7 +486,7 @@ def _draw_label(point: Point, x: Scale, y: Scale, frame: Frame, labels: Labels) 
 
 
 def _draw_front_name(front: Front, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
-    """The name of a line at its end, on the side where there is room, or nowhere: the table has it too."""
+    """Draw the name of a line at its end, or nothing if there is no room; the table has it too."""
     at, level = x.at(front.places[-1][0]), y.at(front.places[-1][1]) + 4
     leftward = at + 12 + len(front.name) * BOLD_LETTER > frame.right
     place, anchor = (at - 12, "end") if leftward else (at + 12, "start")

@@ -64,7 +64,7 @@ class Figure:
 
 
 def memory_figure(plan: Plan) -> Figure:
-    """The bar of a GPU's memory by what it is for."""
+    """Show a GPU's memory by part."""
     estimate = plan.estimate
     parts = {name: getattr(estimate.parts, name) for name in estimate.parts.__struct_fields__}
     cached = max(0, estimate.process_bytes - estimate.parts.total)
@@ -99,7 +99,7 @@ def memory_figure(plan: Plan) -> Figure:
 
 
 def step_time_figure(estimate: Estimate) -> Figure | None:
-    """The bar of a step's seconds by what they are spent on."""
+    """Show the time of a step by part."""
     step = estimate.step_time
     if step is None or not step.total_s:
         return None
@@ -122,7 +122,7 @@ def step_time_figure(estimate: Estimate) -> Figure | None:
 
 
 def timeline_figure(story: ReportData) -> Figure | None:
-    """Live tensors through a step, layer on layer."""
+    """Show live tensors through a step, as stacked layers."""
     line = story.timeline
     if line is None:
         return None
@@ -187,7 +187,7 @@ def timeline_figure(story: ReportData) -> Figure | None:
 
 
 def candidates_figure(plan: Plan) -> Figure | None:
-    """Speed against memory of all that was looked at, and for each number of GPUs the line nothing beats."""
+    """Show speed against memory of all candidates, with the best line for each number of GPUs."""
     looks = [look for look in _collect_looks(plan) if look.samples_per_s is not None]
     if not looks:
         return None
@@ -268,7 +268,7 @@ def _frontier_line(gpus: int, ahead: list[Look], size: int) -> Front:
 
 
 def _collect_looks(plan: Plan) -> list[Look]:
-    """All that is known of what was looked at; plans of earlier versions keep fewer."""
+    """Return all candidates that were looked at; plans of earlier versions keep fewer."""
     found = {look.setting: look for look in plan.looked_at}
     told = [
         (plan.choice, plan.estimate),
@@ -290,7 +290,7 @@ def _collect_looks(plan: Plan) -> list[Look]:
 
 
 def find_frontier(looks: Sequence[Look]) -> list[Look]:
-    """Those that fit and that no other beats in both memory and speed, from small to large."""
+    """Return the candidates that fit and that no other beats in memory and speed, smallest first."""
     best: list[Look] = []
     for look in sorted(
         (look for look in looks if look.fits),
@@ -302,7 +302,7 @@ def find_frontier(looks: Sequence[Look]) -> list[Look]:
 
 
 def scaling_figure(plan: Plan) -> Figure | None:
-    """How long the run takes by the number of GPUs, and until when it has to be done."""
+    """Show the length of the run by number of GPUs, and the deadline."""
     rows = plan.comparison
     if not rows:
         return None
@@ -342,7 +342,7 @@ def scaling_figure(plan: Plan) -> Figure | None:
 
 
 def _rate_figure(plan: Plan) -> Figure | None:
-    """Samples a second by the number of GPUs, where the job does not say how many samples it has."""
+    """Show samples a second by number of GPUs, for a job without a number of samples."""
     rates = [row.estimate.samples_per_s if row.estimate else None for row in plan.comparison]
     if not any(rates):
         return None
@@ -410,12 +410,12 @@ def _list_counts(rows: Sequence[Comparison]) -> str:
 
 
 def make_ticks(low: float, high: float) -> list[Tick]:
-    """The round numbers of an axis."""
+    """Return the ticks of an axis."""
     return [Tick(value, format_number(value)) for value in round_ticks(low, high)]
 
 
 def pick_evenly(count: int, most: int = MOST_ROWS) -> list[int]:
-    """At most so many of a row of indices, evenly, the last one included.
+    """Pick at most `most` of `count` indices, evenly spread, the last one included.
 
     >>> pick_evenly(3), pick_evenly(10, 4)
     ([0, 1, 2], [0, 3, 6, 9])
@@ -426,7 +426,7 @@ def pick_evenly(count: int, most: int = MOST_ROWS) -> list[int]:
 
 
 def format_seconds(value: float) -> str:
-    """A short time with three digits that matter."""
+    """Format a short time with three significant digits."""
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
@@ -439,7 +439,7 @@ MOST_EVENTS = 200
 
 
 def loss_figure(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
-    """The loss over steps, with validation and events."""
+    """Show the loss over steps, with validation and events."""
     told = _keep_finite((line.step, line.loss) for line in lines)
     checks = _keep_finite((line.step, line.validation_loss) for line in lines)
     if not told:
@@ -482,7 +482,7 @@ def loss_figure(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | N
 
 
 def speed_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
-    """Samples a second over steps, beside what the plan expects."""
+    """Show samples a second over steps, against the plan."""
     told = _keep_finite((line.step, line.samples_per_s) for line in lines)
     if not told:
         return None
@@ -515,7 +515,7 @@ def speed_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
 
 
 def reserved_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
-    """Memory that the allocator holds over steps, beside the plan's."""
+    """Show reserved memory over steps, against the plan."""
     told = _keep_finite((line.step, line.reserved_bytes) for line in lines)
     if not told or not any(value for _, value in told):
         return None
@@ -553,7 +553,7 @@ def reserved_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
 
 
 def comparison_figure(pairs: Sequence[tuple[str, float, float]]) -> Figure | None:
-    """Predicted beside measured, as shares of what was predicted."""
+    """Show measured values as shares of the predicted ones."""
     rows = [
         Ratio(
             _field_name(field),
@@ -578,7 +578,7 @@ def comparison_figure(pairs: Sequence[tuple[str, float, float]]) -> Figure | Non
 
 
 def compare_run(lines: Sequence[Line], plan: Plan | None) -> list[tuple[str, float, float]]:
-    """What the plan expects and what the steps of a run came to, where both are known.
+    """Return the values that the plan predicts and the run measured, where both are known.
 
     Steps of another batch than the plan's say nothing about its step, so only those count that have its
     samples, its processes and no second attempt.
@@ -605,7 +605,7 @@ def compare_run(lines: Sequence[Line], plan: Plan | None) -> list[tuple[str, flo
 
 
 def compare_profile(found: Profile) -> list[tuple[str, float, float]]:
-    """The figures that were both predicted and measured."""
+    """Return the values that were both predicted and measured."""
     return [
         (field, guess, truth)
         for field, guess in found.predicted.items()
@@ -614,7 +614,7 @@ def compare_profile(found: Profile) -> list[tuple[str, float, float]]:
 
 
 def bucket_steps(told: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) -> ValueBand:
-    """A line through many steps as the mean of stretches, with the lowest and highest of each.
+    """Reduce many steps to the mean of stretches, with the lowest and highest of each.
 
     >>> bucket_steps([(1, 4.0), (2, 2.0), (3, 3.0)], most=2)
     ValueBand(xs=(2.0, 3.0), low=(2.0, 3.0), middle=(3.0, 3.0), high=(4.0, 3.0))
@@ -631,7 +631,7 @@ def bucket_steps(told: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) ->
 
 
 def _keep_finite(told: object) -> list[tuple[int, float]]:
-    """Those with a value that can be drawn."""
+    """Keep the values that can be drawn."""
     return [
         (step, float(value))
         for step, value in told  # type: ignore[attr-defined]
@@ -649,7 +649,7 @@ def _step_axis(first: int, last: int) -> Axis:
 
 
 def _describe_steps(name: str, band: ValueBand, shown: Callable[[float], str]) -> list[str]:
-    """What each place along a line says."""
+    """Return the text for each place along a line."""
     return [
         f"step {at:,.0f}: {name} {shown(middle)}"
         + (f" ({shown(low)} to {shown(high)})" if low < high else "")

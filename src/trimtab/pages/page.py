@@ -33,12 +33,12 @@ MOST_EVENTS = 500
 
 @cache
 def read_asset(name: str) -> str:
-    """The page's own style or script."""
+    """Read the page's own style or script."""
     return files("trimtab.pages").joinpath(name).read_text(encoding="utf-8")
 
 
 def draw_figures(story: ReportData) -> list[Figure]:
-    """Every figure that there is something for: what happened first, then what was planned."""
+    """Return every figure that has data: the run first, then the plan."""
     found: list[Figure | None] = []
     plan, run = story.plan, story.run
     if run is not None:
@@ -59,7 +59,7 @@ def draw_figures(story: ReportData) -> list[Figure]:
 
 
 def build_page(story: ReportData, shown: Sequence[Figure]) -> str:
-    """The whole file."""
+    """Build the whole HTML file."""
     style, script = read_asset("style.css"), read_asset("script.js")
     policy = f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'"
     head = tag(
@@ -82,7 +82,7 @@ def build_page(story: ReportData, shown: Sequence[Figure]) -> str:
 
 
 def _csp_hash(content: str) -> str:
-    """What the page's policy knows a script by: no other one runs."""
+    """Return the hash by which the page's policy allows a script; no other script runs."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
 
 
@@ -127,7 +127,7 @@ def _build_header(story: ReportData) -> Markup:
 
 
 def _describe_setting(plan: Plan) -> str:
-    """The setting and its devices; a plan for the CPU has none."""
+    """Describe the setting and its devices; a plan for the CPU has none."""
     words = setting_words(plan.choice)
     return f"{words} · {used(plan.places)}" if plan.places else words.partition(", ")[2]
 
@@ -197,7 +197,7 @@ def _build_figure(figure: Figure) -> Markup:
 
 
 def _build_table(headings: Row, rows: Sequence[Row]) -> Markup:
-    """A table; columns of figures are set to the right."""
+    """Build a table; columns of numbers are right-aligned."""
     numeric = [all(FIGURE.fullmatch(row[index]) for row in rows) for index in range(len(headings))]
     sides = ["number" if is_number else None for is_number in numeric]
     return tag(
@@ -299,7 +299,7 @@ def _what_if_row(change: WhatIf) -> Row:
 
 
 def _describe_change(change: WhatIf) -> str:
-    """The setting, and the pin that it could not keep."""
+    """Describe the setting, and the pin that it could not keep."""
     if change.setting is None:
         return change.why
     return setting_words(change.setting) + (f"; {change.why}" if change.unpinned else "")

@@ -34,7 +34,7 @@ PATIENCE_S = 60.0
 
 
 def build_svg_file(figure: Figure) -> str:
-    """A figure as an SVG file: light, on white, with its title and the colours written out."""
+    """Build an SVG file of a figure: light, on white, with its title and literal colours."""
     drawing = str(figure.draw(WIDE))
     head, _, rest = drawing.partition(">")
     width, height = (int(head.partition(f' {name}="')[2].partition('"')[0]) for name in ("width", "height"))
@@ -47,7 +47,7 @@ def build_svg_file(figure: Figure) -> str:
 
 
 def _read_plain_style() -> str:
-    """The rules for figures with the light colours put in, for programs that know no variables."""
+    """Return the rules for figures with literal light colours, for programs without CSS variables."""
     text = read_asset("style.css")
     light = text[text.index("{") + 1 : text.index("}")]
     colours = (rule.split(":", 1) for rule in light.split(";") if ":" in rule)
@@ -60,7 +60,7 @@ def _read_plain_style() -> str:
 def write_figures(
     figures: Sequence[Figure], folder: Path, *, say: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Path], list[str]]:
-    """Write every figure; the files, and what could not be done."""
+    """Write every figure; return the files, and notes on what could not be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files = []
@@ -86,7 +86,7 @@ def write_figures(
 
 
 def find_png_converter() -> Callable[[Path, Path], None] | None:
-    """Whatever here turns SVG into PNG, the lightest first."""
+    """Return an installed converter from SVG to PNG, the lightest first; None if there is none."""
     try:
         import cairosvg  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except (ImportError, OSError):
@@ -145,7 +145,7 @@ def write_report(
     complete: Callable[[ReportData], ReportData] = lambda story: story,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Write the page of a plan or a run to `out`; what was written and what is missing in it.
+    """Write the page of a plan or a run to `out`; return what was written and what is missing.
 
     `complete` adds what lies outside the file or folder, such as the trace of a plan.
     """
@@ -163,7 +163,7 @@ def write_report(
 
 
 def _write_page(out: Path, text: str) -> None:
-    """Write a file in one instant: whoever has it open in a browser sees the old page or the new one."""
+    """Write the file atomically: an open browser sees the old page or the new one."""
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         if out.is_dir():

@@ -45,7 +45,7 @@ class ReportData:
 
 
 def read_report_data(place: Path) -> ReportData:
-    """The story of a file or a folder; an error where there is nothing to tell."""
+    """Read the data of a file or a folder; raise if there is nothing to show."""
     if place.is_dir():
         return _read_run(place)
     try:
@@ -76,7 +76,7 @@ def _read_run(place: Path) -> ReportData:
 
 
 def _name_runs_below(place: Path) -> str:
-    """The runs in a folder that is none itself."""
+    """Name the runs inside a folder that is not a run itself."""
     try:
         runs = sorted(log.parent for log in place.glob("*/log.jsonl"))[:3]
     except OSError:

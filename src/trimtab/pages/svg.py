@@ -24,7 +24,7 @@ class Markup(str):
 
 
 def escape_text(value: object) -> Markup:
-    r"""A value as text of the page: markup in it is shown, control characters are spelt out.
+    r"""Escape a value: markup in it is shown as text, control characters are spelt out.
 
     >>> escape_text('<b>"hi"</b>\x1b[31m')
     '&lt;b&gt;&quot;hi&quot;&lt;/b&gt;\\x1b[31m'
@@ -33,12 +33,12 @@ def escape_text(value: object) -> Markup:
 
 
 def join_markup(parts: object, between: str = "") -> Markup:
-    """Several parts one after the other."""
+    """Join several parts."""
     return Markup(between.join(escape_text(part) for part in parts))  # type: ignore[attr-defined]
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
-    """An element. `class_` is the attribute class, underscores are hyphens, None leaves an attribute out.
+    """Build an element. `class_` is the attribute class, underscores are hyphens, None omits an attribute.
 
     >>> tag("p", "1 < 2", class_="note", data_tip='"')
     '<p class="note" data-tip="&quot;">1 &lt; 2</p>'
@@ -59,7 +59,7 @@ def _attribute(value: object) -> str:
 
 
 def format_coordinate(value: float) -> str:
-    """A coordinate, short and the same on every machine.
+    """Format a coordinate, short and the same on every machine.
 
     >>> format_coordinate(1.0), format_coordinate(2.345), format_coordinate(-0.001)
     ('1', '2.3', '0')
@@ -82,14 +82,14 @@ class Scale:
     end: float
 
     def at(self, value: float) -> float:
-        """Where a value lies; all in the middle where there is one value only."""
+        """Return the place of a value; the middle if the scale has a single value."""
         if self.high == self.low:
             return (self.start + self.end) / 2
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
 def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from low to high, about as many as asked.
+    """Return round numbers from low to high, about `count` of them.
 
     >>> round_ticks(0, 38)
     [0.0, 10.0, 20.0, 30.0]
@@ -111,7 +111,7 @@ def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def round_up(values: list[float]) -> float:
-    """A round number at or above all of them, for an axis that begins at zero.
+    """Return a round number at or above all values, for an axis that begins at zero.
 
     >>> round_up([3.0, 17.2]), round_up([])
     (20.0, 1.0)
@@ -125,7 +125,7 @@ def round_up(values: list[float]) -> float:
 
 
 def pick_byte_unit(most: float) -> tuple[int, str]:
-    """The unit that an axis of bytes is written in.
+    """Pick the unit for an axis of bytes.
 
     >>> pick_byte_unit(3 * 2**30)
     (1073741824, 'GiB')
@@ -135,7 +135,7 @@ def pick_byte_unit(most: float) -> tuple[int, str]:
 
 
 def pick_time_unit(most_s: float) -> tuple[float, str]:
-    """The unit that an axis of time is written in.
+    """Pick the unit for an axis of time.
 
     >>> pick_time_unit(7200), pick_time_unit(0.2)
     ((3600.0, 'hours'), (0.001, 'ms'))
@@ -146,7 +146,7 @@ def pick_time_unit(most_s: float) -> tuple[float, str]:
 
 
 def format_number(value: float) -> str:
-    """A number on an axis or in a table, in as few digits as it needs.
+    """Format a number for an axis or a table, in as few digits as it needs.
 
     >>> [format_number(value) for value in (1200.0, 0.25, 3.0, 1e-7, 2.5e9)]
     ['1,200', '0.25', '3', '1e-07', '2.5e+09']
@@ -185,7 +185,7 @@ class Frame:
     bottom: float
 
     def scales(self, x: tuple[float, float], y: tuple[float, float]) -> tuple[Scale, Scale]:
-        """From values to places, along and up."""
+        """Return the scales along and up."""
         return Scale(*x, self.left, self.right), Scale(*y, self.bottom, self.top)
 
 
@@ -201,7 +201,7 @@ class Labels:
         self._taken: list[tuple[float, float, float, float]] = []
 
     def place(self, x: float, y: float, said: str, *, anchor: str = "start") -> float | None:
-        """The baseline nearest to `y` where the label is inside and overlaps no other; None if none is."""
+        """Return the baseline nearest to `y` where the label fits and overlaps no other, or None."""
         left, right, top, bottom = self._bounds
         wide = len(said) * BOLD_LETTER
         begin = x if anchor == "start" else x - wide if anchor == "end" else x - wide / 2
@@ -225,12 +225,12 @@ def _overlap(area: tuple[float, float, float, float], other: tuple[float, float,
 
 
 def is_narrow(width: int) -> bool:
-    """Whether a drawing is for a phone."""
+    """Return whether a drawing is for a phone."""
     return width < (WIDE + NARROW) / 2
 
 
 def draw_svg(label: str, width: int, height: float, *parts: object) -> Markup:
-    """A whole drawing; the first of its marks is the one that the tab key comes to."""
+    """Draw a whole SVG; the tab key reaches the first of its marks."""
     inner = Markup(join_markup(parts).replace('tabindex="-1"', 'tabindex="0"', 1))
     return tag(
         "svg",
@@ -246,12 +246,12 @@ def draw_svg(label: str, width: int, height: float, *parts: object) -> Markup:
 
 
 def draw_mark(says: str, *shapes: object) -> Markup:
-    """Shapes that stand for a value, with the words for it."""
+    """Draw shapes that stand for a value, with its text."""
     return tag("g", *shapes, tag("title", says), class_="mark", tabindex=-1, role="img", aria_label=says)
 
 
 def draw_text(x: float, y: float, said: object, *, class_: str = "label", anchor: str = "start") -> Markup:
-    """A label."""
+    """Draw a label."""
     return tag(
         "text",
         said,
@@ -263,12 +263,12 @@ def draw_text(x: float, y: float, said: object, *, class_: str = "label", anchor
 
 
 def draw_line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
-    """A straight line."""
+    """Draw a straight line."""
     return tag("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_)
 
 
 def draw_box(x: float, y: float, width: float, height: float, class_: str) -> Markup:
-    """A rectangle; none has less than nothing."""
+    """Draw a rectangle; negative sizes become zero."""
     return tag(
         "rect",
         x=float(x),
@@ -280,12 +280,12 @@ def draw_box(x: float, y: float, width: float, height: float, class_: str) -> Ma
 
 
 def draw_dot(x: float, y: float, radius: float, class_: str) -> Markup:
-    """A point."""
+    """Draw a point."""
     return tag("circle", cx=float(x), cy=float(y), r=float(radius), class_=class_)
 
 
 def draw_path(points: list[tuple[float, float]], class_: str, *, closed: bool = False) -> Markup:
-    """A line through points; with fewer than two there is none."""
+    """Draw a line through points; fewer than two draw nothing."""
     if len(points) < 2:  # noqa: PLR2004 - a line has two ends
         return Markup("")
     steps = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -303,7 +303,7 @@ def draw_axes(  # noqa: PLR0913 - two axes, each with its numbers and its name
     up_name: str,
     below_by: float = 36,
 ) -> Markup:
-    """Lines across at every number of the upright axis, numbers, and what is counted in what unit."""
+    """Draw grid lines, ticks, and the names and units of both axes."""
     across = [
         join_markup(
             (
@@ -329,7 +329,7 @@ def draw_axes(  # noqa: PLR0913 - two axes, each with its numbers and its name
 
 
 def fit_label(said: str, room: float) -> str:
-    """As much of a label as there is room for.
+    """Cut a label to the room that there is.
 
     >>> fit_label("activations", 45), fit_label("activations", 100)
     ('activa…', 'activations')

@@ -46,7 +46,7 @@ STEPS_ENOUGH = 5
 def advise(
     run: WatchedRun, plan: Plan | None, looks: Mapping[str, Sequence[Gauge]], *, steps: int
 ) -> tuple[Advice, ...]:
-    """What can be said about a run that is under way.
+    """Return advice about a running run.
 
     `looks` are the last looks at each of its GPUs, by key, and `steps` how many of its steps were seen.
     """
@@ -63,7 +63,7 @@ def advise(
 
 
 def is_low(run: WatchedRun) -> bool:
-    """Whether a run is slower than it should be: by its rating, or beside its plan.
+    """Return whether a run is slower than it should be: by its rating, or by its plan.
 
     Where neither is known, it may be.
     """
@@ -93,7 +93,7 @@ def _advise_data(run: WatchedRun, plan: Plan | None) -> list[Advice]:
 
 
 def _advise_launches(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    """GPUs that stand idle while nobody waits for data: the host does not launch fast enough."""
+    """Advise on GPUs that are idle though data is there: the host launches too slowly."""
     found = []
     waits = "" if run.data_wait is None else f", and {run.data_wait:.0%} of a step waits for data"
     shares = [share for looks in seen.values() if (share := _full_share(looks)) is not None]
@@ -115,7 +115,7 @@ def _advise_launches(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[A
 
 
 def _advise_memory(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    """GPUs that are busy with moving bytes, at a low share of their peak."""
+    """Advise on GPUs that are busy moving bytes, at a low share of their peak."""
     found = []
     for key, looks in seen.items():
         busy, moving = _mean(look.busy for look in looks), _mean(look.memory_busy for look in looks)
@@ -183,7 +183,7 @@ def _advise_full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
 
 
 def _advise_shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    """Others on the GPU of a run, beyond one process of its own."""
+    """Advise on other processes on the GPU of a run."""
     found = []
     for key, looks in seen.items():
         several = looks[-1].processes or ()
@@ -205,7 +205,7 @@ def _advise_shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
 
 
 def _advise_uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    """One GPU that does much more than another of the same run, which waits for it."""
+    """Advise on one GPU that does much more than another, which waits for it."""
     busy = {
         key: share for key, looks in seen.items() if (share := _mean(look.busy for look in looks)) is not None
     }
@@ -226,7 +226,7 @@ def _advise_uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
 
 
 def _advise_slow(run: WatchedRun) -> list[Advice]:
-    """Low, and no measurement says why."""
+    """Say that the run is slow and that no measurement shows why."""
     if not _is_behind(run) or run.samples_per_s is None or not run.planned_samples_per_s:
         return []
     share = run.samples_per_s / run.planned_samples_per_s
@@ -251,7 +251,7 @@ def _mean(values: object) -> float | None:
 
 
 def _device_name(key: str) -> str:
-    """How people call a device.
+    """Return the name of a device for people.
 
     >>> _device_name("gpu0"), _device_name("gpu1/mig2")
     ('GPU 0', 'GPU 1 slice 2')

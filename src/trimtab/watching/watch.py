@@ -42,12 +42,12 @@ UNDER_WAY = ("starting", "running", "stalled")
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's."""
+    """Return whether a folder is a run's."""
     return (folder / LOG).is_file() or (folder / IDENTITY).is_file()
 
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
-    """The runs among and below the folders given; an error for one that is not there."""
+    """Find the runs among and below the folders given; raise for a missing folder."""
     found: dict[Path, None] = {}
     for folder in given:
         if not folder.is_dir():
@@ -64,7 +64,7 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
 
 
 def _runs_below(root: Path) -> list[Path]:
-    """Runs in a folder, not too deep and not too many to look through."""
+    """Find runs in a folder, to a limited depth and number of folders."""
     runs, level, looked = [], [root], 0
     for _ in range(DEEPEST):
         deeper: list[Path] = []
@@ -86,7 +86,7 @@ def _runs_below(root: Path) -> list[Path]:
 
 
 def recent_runs(runs: Sequence[Path], now: float) -> list[Path]:
-    """Of runs that nobody named, those that wrote something in the last day, the latest of them."""
+    """Keep the latest of the runs that wrote something in the last day."""
     ages = {run: age for run in runs if (age := _file_age(run / LOG, now)) is not None and age < RECENT_S}
     kept = sorted(ages, key=lambda run: ages[run])[:MOST_UNNAMED]
     return [run for run in runs if run in kept]
@@ -107,7 +107,7 @@ class RunFollower:
     _plan_at: float | None = None
 
     def look(self, now: float, world: World, gauges: Sequence[Gauge]) -> WatchedRun:
-        """The run as it is now; devices only where they can be told for certain."""
+        """Return the state of the run now; devices only if they are certain."""
         self._read()
         note = attempt_of(self.folder)
         plan, last = self.plan, self.lines[-1] if self.lines else None
@@ -144,7 +144,7 @@ class RunFollower:
         )
 
     def _read(self) -> None:
-        """Take in what is new in the folder."""
+        """Read what is new in the folder."""
         self._log = self._log or _open_at_end(self.folder / LOG)
         self._told = self._told or _open_at_end(self.folder / EVENTS)
         before = self._log.at
@@ -173,7 +173,7 @@ class RunFollower:
         typical: float | None,
         world: World,
     ) -> tuple[str, str]:
-        """Whether the run moves, and what that rests on where it is not plain."""
+        """Return the state of the run, and its reason if it is not obvious."""
         step = self.lines[-1].step if self.lines else 0
         said_end = note is not None and note.state == "ended"
         if (steps is not None and step >= steps) or (said_end and steps is None):
@@ -186,7 +186,7 @@ class RunFollower:
         return _progress_state(silent, typical)
 
     def _devices(self, world: World, gauges: Sequence[Gauge]) -> tuple[str, ...]:
-        """GPUs of this machine that are the run's: by the process that holds it, the others by its plan.
+        """Return this machine's GPUs that the run uses: by its process, the others by its plan.
 
         The plan counts GPUs as its process saw them, so it is believed only where it has the first one right.
         """
@@ -207,7 +207,7 @@ class RunFollower:
 
 
 def _progress_state(silent: float | None, typical: float | None) -> tuple[str, str]:
-    """Whether steps still come, for a run that has not ended."""
+    """Return whether steps still come, for a run that has not ended."""
     if typical is None:
         return "starting", "no step has been taken yet"
     if silent is not None and silent > max(SILENT_S, SILENT_STEPS * typical):
@@ -216,7 +216,7 @@ def _progress_state(silent: float | None, typical: float | None) -> tuple[str, s
 
 
 def read_lock_holder(folder: Path) -> tuple[int, str]:
-    """The process that trains into a folder and its machine, as the lock says; 0 where it does not."""
+    """Return process and machine that train into a folder, by its lock; 0 if it does not say."""
     try:
         words = (folder / LOCK).read_text(encoding="utf-8", errors="replace")[:300].split()
     except OSError:
@@ -227,21 +227,21 @@ def read_lock_holder(folder: Path) -> tuple[int, str]:
 
 
 def _seconds_left(last: Line | None, steps: int | None, typical: float | None) -> float | None:
-    """Seconds to the end of the run, if its steps go on as the last ones did."""
+    """Return the seconds to the end of the run, at the speed of the last steps."""
     if last is None or steps is None or typical is None:
         return None
     return max(0, steps - last.step) * typical
 
 
 def _total_steps(note: Attempt | None, plan: Plan | None) -> int | None:
-    """Steps of the whole run: as it says itself, or as its plan has it."""
+    """Return the steps of the whole run: from its note, or from its plan."""
     if note is not None and note.steps:
         return note.steps
     return plan.workload.steps if plan is not None and plan.workload is not None else None
 
 
 def _open_at_end(file: Path) -> Tail:
-    """A tail that skips most of what is there already; it begins within a line, which is then left out."""
+    """Return a tail that skips most of a file; it begins within a line, which is left out."""
     try:
         size = file.stat().st_size
     except OSError:
@@ -250,7 +250,7 @@ def _open_at_end(file: Path) -> Tail:
 
 
 def _file_age(file: Path, now: float) -> float | None:
-    """Seconds since a file was written; None where there is none."""
+    """Return the seconds since a file was written; None if there is none."""
     try:
         written = file.stat().st_mtime
     except OSError:
@@ -264,7 +264,7 @@ def _median(values: list[float | None]) -> float | None:
 
 
 def _rate_mfu(mfu: float | None, plan: Plan | None) -> str | None:
-    """The word for a measured MFU, beside the figures that the plan names."""
+    """Return the rating of a measured MFU, against the plan's reference."""
     from trimtab.predict.rating import rating
 
     return None if mfu is None or plan is None else rating(mfu, plan.estimate.mfu_reference)
@@ -294,7 +294,7 @@ class RunWatcher:
     _found_s: float | None = None
 
     def sample(self) -> Sample:
-        """Everything, now."""
+        """Sample everything now."""
         now = self.now()
         found, why = gauges(self.world)
         for gauge in found:
@@ -312,7 +312,7 @@ class RunWatcher:
         return view.replace(advice=advise(view, follower.plan, self.looks, steps=follower.seen))
 
     def samples(self, interval_s: float, most: int | None = None) -> Iterator[Sample]:
-        """One sample each interval: for ever, so many, or until all runs that were named have ended."""
+        """Yield one sample each interval: forever, `most` times, or until all named runs have ended."""
         count = 0
         begun = self.now()
         while True:
