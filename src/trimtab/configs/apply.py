@@ -57,10 +57,10 @@ class StagePlan(Noun, frozen=True, kw_only=True):
 def read_stage(document: ConfigDocument, stage: StageFormat, *, file: str, stem: str) -> StageConfig | None:
     """Return the stage that a document describes; None if it is something else."""
     entries = document.entries()
-    found = find_roots(stage.marks, KeyIndex(entries))
-    if not found:
+    stage_roots = find_roots(stage.marks, KeyIndex(entries))
+    if not stage_roots:
         return None
-    root = found[0]
+    root = stage_roots[0]
     values = {entry.path: entry for entry in entries}
     options = {
         option: entry.value
@@ -91,35 +91,35 @@ def plan_stages(
 
     `replan` finds the best plan for the job with some options changed, all else pinned as in the plan.
     """
-    found: dict[str, Plan] = {}
-    said: list[str] = []
+    plans: dict[str, Plan] = {}
+    notes: list[str] = []
     chosen = []
     for stage in stages:
         key = repr(sorted(stage.options.items()))
-        if key not in found:
-            found[key] = _plan_stage(stage, plan, replan, said)
-        setting, _ = make_exact(found[key].choice, f"plan for stage {stage.name}")
+        if key not in plans:
+            plans[key] = _plan_stage(stage, plan, replan, notes)
+        setting, _ = make_exact(plans[key].choice, f"plan for stage {stage.name}")
         chosen.append(
             StagePlan(
                 name=stage.name,
                 file=stage.file,
                 options=stage.options,
                 setting=setting,
-                estimate=found[key].estimate,
+                estimate=plans[key].estimate,
             )
         )
-    return tuple(chosen), said
+    return tuple(chosen), notes
 
 
 def _plan_stage(
-    stage: StageConfig, plan: Plan, replan: Callable[[dict[str, Any]], Plan], said: list[str]
+    stage: StageConfig, plan: Plan, replan: Callable[[dict[str, Any]], Plan], notes: list[str]
 ) -> Plan:
     if all(plan.options.get(name) == value for name, value in stage.options.items()):
         return plan
     try:
         return replan(stage.options)
     except UnknownName as problem:
-        said.append(
+        notes.append(
             f"All stages run as the plan does: {problem.found}, so it cannot be told what they change."
         )
         return plan
@@ -150,20 +150,20 @@ def edit_stage(
 ) -> list[Edit]:
     """Return the edits of a stage's file; none if the stage runs as the main config says."""
     values = {entry.path: entry for entry in document.entries()}
-    wanted = {
+    new_values = {
         stage.micro_batch: ("micro_batch", chosen.setting.micro_batch),
         stage.accumulation: ("accumulation", chosen.setting.accumulation),
     }
-    paths = {key: config.root + split_key(key) for key in wanted}
-    same = main is not None and all(getattr(main, name) == value for name, value in wanted.values())
+    paths = {key: config.root + split_key(key) for key in new_values}
+    same = main is not None and all(getattr(main, name) == value for name, value in new_values.values())
     if same and not any(path in values for path in paths.values()):
         return []
-    found = []
-    for key, (field_name, value) in wanted.items():
+    edits = []
+    for key, (field_name, value) in new_values.items():
         entry = values.get(paths[key])
         if entry is not None and not entry.computed and _stage_number(entry) == value:
             continue
-        found.append(
+        edits.append(
             Edit(
                 file=config.file,
                 key=format_path(paths[key]),
@@ -174,7 +174,7 @@ def edit_stage(
                 field=field_name,
             )
         )
-    return found
+    return edits
 
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json", ".jsonc")
@@ -198,9 +198,9 @@ class Aim:
 
 def parse_aim(text: str) -> Aim:
     """Parse FILE or FILE:PATH. A file whose own name has a colon is found first."""
-    whole = Path(text)
-    if whole.exists() or ":" not in text:
-        return Aim(whole)
+    path = Path(text)
+    if path.exists() or ":" not in text:
+        return Aim(path)
     file, _, below = text.rpartition(":")
     while ":" in file and not Path(file).exists():
         file, _, more = file.rpartition(":")
@@ -267,32 +267,32 @@ def propose_edits(  # noqa: PLR0913 - what goes where, and whom to ask
     replan: Callable[[dict[str, Any]], Plan],
 ) -> Proposal:
     """Find the edits that write a plan into all the files, and what none of them can hold."""
-    found = Proposal()
+    proposal = Proposal()
     drafts: list[Draft] = []
     for target_aim in aims:
         layout = find_layout(target_aim, known, opened=opened, name=name)
-        found.folders += [target_aim.file] if target_aim.file.is_dir() else []
+        proposal.folders += [target_aim.file] if target_aim.file.is_dir() else []
         stages, said = plan_stages([config for config, _ in layout.stages], plan, replan)
-        found.said += said
+        proposal.said += said
         chosen = safest_setting(plan, stages) if stages else None
         if layout.main is not None:
             file = str(layout.main.file)
             where, document = layout.main.site, layout.main.document
             drafts.append(draft_edits(where, document, plan, file=file, setting=chosen, beside=beside))
-            found.files.append(file)
+            proposal.files.append(file)
         for (config, document), how in zip(layout.stages, stages, strict=True):
             assert layout.stage is not None  # noqa: S101 - stages come from it
             new = edit_stage(layout.stage, config, how, document, main=chosen if layout.main else None)
             drafts.append(Draft(file=config.file, edits=new, settled={"micro_batch", "accumulation"}))
             if new and layout.stage.caveat:
                 drafts[-1].say(layout.stage.caveat)
-            found.files.append(config.file)
-        found.stages += stages
-    _merge_drafts(found, drafts)
-    return found
+            proposal.files.append(config.file)
+        proposal.stages += stages
+    _merge_drafts(proposal, drafts)
+    return proposal
 
 
-def _merge_drafts(found: Proposal, drafts: Sequence[Draft]) -> None:
+def _merge_drafts(proposal: Proposal, drafts: Sequence[Draft]) -> None:
     """Merge all edits; report what a file cannot hold only if no other file holds it."""
     settled = set().union(*(draft.settled for draft in drafts))
     if settled & {"gpus", "gpus_per_node"}:
@@ -301,24 +301,24 @@ def _merge_drafts(found: Proposal, drafts: Sequence[Draft]) -> None:
     for draft in drafts:
         for edit in draft.edits:
             place = (str(Path(edit.file).resolve()), edit.path)
-            if taken.setdefault(place, edit.after) == edit.after and edit not in found.edits:
-                found.edits.append(edit)
-        found.said += [text for text in draft.said if text not in found.said]
+            if taken.setdefault(place, edit.after) == edit.after and edit not in proposal.edits:
+                proposal.edits.append(edit)
+        proposal.said += [text for text in draft.said if text not in proposal.said]
         for field_name, missing in draft.missing.items():
             if field_name in settled:
                 continue
             if field_name == "gpus":
                 # Every launcher has to be given it: that is how these frameworks are started.
-                found.said += [missing.text] * (missing.text not in found.said)
+                proposal.said += [missing.text] * (missing.text not in proposal.said)
             else:
-                _add_warning(found, missing)
+                _add_warning(proposal, missing)
         for warning in draft.warnings:
-            _add_warning(found, warning)
+            _add_warning(proposal, warning)
 
 
-def _add_warning(found: Proposal, warning: ConfigWarning) -> None:
-    if all((warning.text, warning.file) != (other.text, other.file) for other in found.warnings):
-        found.warnings.append(warning)
+def _add_warning(proposal: Proposal, warning: ConfigWarning) -> None:
+    if all((warning.text, warning.file) != (other.text, other.file) for other in proposal.warnings):
+        proposal.warnings.append(warning)
 
 
 def find_layout(
@@ -394,14 +394,14 @@ def _lay_out_folder(
 
 def list_configs(folder: Path) -> list[Path]:
     """List the files of a folder that may be configs, without hidden ones and backups."""
-    found = sorted(_walk_configs(folder, DEEPEST))
-    if len(found) > MOST_FILES:
+    files = sorted(_walk_configs(folder, DEEPEST))
+    if len(files) > MOST_FILES:
         raise WrongUse(
             str(folder),
             found=f"it holds more than {MOST_FILES} files that may be configs",
             cure="Name one of them.",
         )
-    return found
+    return files
 
 
 def _walk_configs(folder: Path, depth: int) -> Iterator[Path]:

@@ -192,8 +192,8 @@ def list_numbers(folder: Path) -> list[int]:
 def list_backups(file: Path) -> list[Backup]:
     """List all backups that hold a file, oldest first; one without a manifest was never finished."""
     real = file.resolve()
-    found = [_read_manifest(real.parent, number) for number in list_numbers(real.parent)]
-    return [backup for backup in found if backup is not None and backup.saved(real.name)]
+    manifests = [_read_manifest(real.parent, number) for number in list_numbers(real.parent)]
+    return [backup for backup in manifests if backup is not None and backup.saved(real.name)]
 
 
 def _read_manifest(folder: Path, number: int) -> Backup | None:
@@ -259,7 +259,7 @@ def list_undoable(history: Sequence[Backup]) -> list[int]:
 def choose_backup(file: Path, number: int | None, now: str) -> Backup:
     """Return the backup named, or that of the last write that still stands; `now` is the file's sha256."""
     history = list_backups(file)
-    known = ", ".join(f"{backup.number} ({backup.date[:16].replace('T', ' ')})" for backup in history[-5:])
+    listed = ", ".join(f"{backup.number} ({backup.date[:16].replace('T', ' ')})" for backup in history[-5:])
     if not history:
         raise WrongUse(
             str(file),
@@ -271,13 +271,13 @@ def choose_backup(file: Path, number: int | None, now: str) -> Backup:
             if backup.number == number:
                 return backup
         given = f"{file} --backup {number}"
-        raise UnknownName(given, found="there is no such backup", cure=f"There are {known}.")
+        raise UnknownName(given, found="there is no such backup", cure=f"There are {listed}.")
     stack = list_undoable(drop_unfinished(history, file.resolve().name, now))
     if not stack:
         raise WrongUse(
             str(file),
             found="every write of trimtab to it has been taken back already",
-            cure=f"Name a backup to go to with --backup N: there are {known}.",
+            cure=f"Name a backup to go to with --backup N: there are {listed}.",
         )
     return next(backup for backup in history if backup.number == stack[-1])
 
@@ -430,13 +430,13 @@ def write_files(
             unchanged=unchanged, said=("Nothing to change: the files hold these values already.",)
         )
     note = Backup(number=0, date=_format_date(clock), words=words, plan=fingerprint)
-    said = tuple(sentence for file in changed for sentence in _warn_hard_links(file))
+    warnings = tuple(sentence for file in changed for sentence in _warn_hard_links(file))
     made = _replace_files(changed, note, replace)
     return WriteResult(
         files=tuple(file.file for file in changed),
         unchanged=unchanged,
         backups=tuple(map(str, made)),
-        said=said,
+        said=warnings,
     )
 
 

@@ -47,13 +47,15 @@ def read_config(source: Path | bytes | str, origin: str = "", kind: str | None =
         origin = origin or str(source)
         source = read_bytes(source, origin)
     text = decode_text(source, origin) if isinstance(source, bytes) else source
-    known = kind or guess_format(text, origin)
-    if known not in KINDS:
+    format_name = kind or guess_format(text, origin)
+    if format_name not in KINDS:
         raise WrongUse(
-            f"the format {known}", found="it is not one that is known", cure=f"Name one of {_list_formats()}."
+            f"the format {format_name}",
+            found="it is not one that is known",
+            cure=f"Name one of {_list_formats()}.",
         )
-    module = import_module(f"trimtab.configs.{'shell' if known == 'sbatch' else known}_text")
-    page: ParsedConfig = getattr(module, f"read_{known}")(text, origin)
+    module = import_module(f"trimtab.configs.{'shell' if format_name == 'sbatch' else format_name}_text")
+    page: ParsedConfig = getattr(module, f"read_{format_name}")(text, origin)
     return page
 
 
@@ -69,15 +71,15 @@ def read_bytes(path: Path, origin: str = "") -> bytes:
         if about.st_size > LARGEST:
             raise _size_error(origin, about.st_size)
         with path.open("rb") as file:
-            found = file.read(LARGEST + 1)
+            data = file.read(LARGEST + 1)
     except FileNotFoundError:
         raise WrongUse(origin, found="there is no such file", cure="Check the name.") from None
     except OSError as problem:
         cure = "Make it readable, or name another."
         raise EnvironmentFault(origin, found=f"it cannot be read: {problem.strerror}", cure=cure) from None
-    if len(found) > LARGEST:  # it grew, or its size was not told
-        raise _size_error(origin, len(found))
-    return found
+    if len(data) > LARGEST:  # it grew, or its size was not told
+        raise _size_error(origin, len(data))
+    return data
 
 
 def _size_error(origin: str, size: int) -> WrongUse:

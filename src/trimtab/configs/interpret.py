@@ -76,8 +76,8 @@ def parse_count(knob: Knob, value: Any) -> int | None:
 
 def _count_in_text(knob: Knob, value: str) -> int | None:
     if knob.pattern:
-        found = re.fullmatch(knob.pattern, value)
-        return int(found["n"]) if found else None
+        match = re.fullmatch(knob.pattern, value)
+        return int(match["n"]) if match else None
     if knob.listed and "," in value:
         return len([part for part in value.split(",") if part.strip()])
     return int(value) if re.fullmatch(r"[+-]?\d[\d_]*", value) else None
@@ -92,9 +92,9 @@ def format_count(knob: Knob, before: Any, wanted: int) -> Any:
 
 def words_of_value(knob: Knob, value: Any) -> list[str]:
     """Return our words that a value means; none if it is unknown here."""
-    found = [word for word, written in knob.words.items() if same_meaning(written, value)]
-    return found + [
-        word for said, word in knob.reads.items() if same_meaning(said, value) and word not in found
+    words = [word for word, written in knob.words.items() if same_meaning(written, value)]
+    return words + [
+        word for spelling, word in knob.reads.items() if same_meaning(spelling, value) and word not in words
     ]
 
 
@@ -205,9 +205,9 @@ def interpret_config(
     for knob in sorted(site.target.knobs, key=lambda key: (bool(key.only), bool(key.soft))):
         if _applies(knob, heard.likely(), site.root, values):
             path, entry = find_entry(knob, site.root, values)
-            if entry is None and (whole := find_table(knob, site.root, values)):
+            if entry is None and (table_path := find_table(knob, site.root, values)):
                 heard.left_open.add(knob.field)
-                heard.said.append(f"{format_path(whole)} holds a table, and is not known")
+                heard.said.append(f"{format_path(table_path)} holds a table, and is not known")
             else:
                 heard.listen(knob, path, entry, root=site.root)
     numbers = dict(heard.numbers)
@@ -259,7 +259,7 @@ def find_violations(
     """Return the keys of a requirement with another value: path, value, and the entry if any."""
     if not _applies(requirement, facts, root, values):
         return []
-    found: list[tuple[KeyPath, Any, Entry | None]] = []
+    violations: list[tuple[KeyPath, Any, Entry | None]] = []
     seen = False
     for key in requirement.keys:
         path = root + split_key(key)
@@ -267,16 +267,16 @@ def find_violations(
         if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
             seen = True
             if "table" not in requirement.values:
-                found.append((path, "a table", None))
+                violations.append((path, "a table", None))
         elif entry is not None:
             seen = True
             if entry.computed or not any(
                 same_meaning(entry.value, value) for value in _plain_values(requirement)
             ):
-                found.append((path, entry.computed or entry.value, entry))
+                violations.append((path, entry.computed or entry.value, entry))
     if not seen and not any(same_meaning(requirement.default, value) for value in _plain_values(requirement)):
-        found.append((root + split_key(requirement.keys[0]), requirement.default, None))
-    return found
+        violations.append((root + split_key(requirement.keys[0]), requirement.default, None))
+    return violations
 
 
 def _plain_values(requirement: Requirement) -> tuple[Any, ...]:
@@ -391,7 +391,7 @@ def _strategy_from_degrees(facts: Mapping[str, int | str]) -> dict[str, str]:
     return {"strategy": strategy_by_degrees(replicated=replicated, sharded=sharded).value}
 
 
-def solve_products(numbers: dict[str, int], implied: Mapping[str, str], said: list[str]) -> dict[str, int]:
+def solve_products(numbers: dict[str, int], implied: Mapping[str, str], notes: list[str]) -> dict[str, int]:
     """Return the numbers with everything that follows from them.
 
     >>> known = {"micro_batch": 4, "accumulation": 2, "gpus": 8, "tensor": 1, "pp": 1}
@@ -412,19 +412,24 @@ def solve_products(numbers: dict[str, int], implied: Mapping[str, str], said: li
             )
     for product, factor, other in PRODUCTS:
         if {product, factor, other} <= known.keys() and known[factor] * known[other] != known[product]:
-            said.append(
+            notes.append(
                 f"{_plain_name(factor)} {known[factor]} x {_plain_name(other)} {known[other]} "
                 f"does not make {_plain_name(product)} {known[product]}"
             )
     return {field: value for field, value in known.items() if field not in {"model", "split"}}
 
 
-def _solve_product(known: dict[str, int], product: str, first: str, other: str) -> None:
-    if first in known and other in known:
-        known.setdefault(product, known[first] * known[other])
+def _solve_product(numbers: dict[str, int], product: str, first: str, other: str) -> None:
+    if first in numbers and other in numbers:
+        numbers.setdefault(product, numbers[first] * numbers[other])
     for factor, rest in ((first, other), (other, first)):
-        if product in known and factor in known and rest not in known and known[product] % known[factor] == 0:
-            known[rest] = known[product] // known[factor]
+        if (
+            product in numbers
+            and factor in numbers
+            and rest not in numbers
+            and numbers[product] % numbers[factor] == 0
+        ):
+            numbers[rest] = numbers[product] // numbers[factor]
 
 
 def _plain_name(field: str) -> str:

@@ -79,31 +79,31 @@ def split_knobs(texts: Sequence[str]) -> dict[str, str]:
     >>> split_knobs(["batch_size=12"])
     {'batch_size': '12'}
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise WrongUse(
                 f"--knob {text}", found="it is not NAME=VALUE", cure="Write it like --knob batch_size=12."
             )
-        if name in found:
-            raise WrongUse(f"--knob {text}", found=f"{name} is also {found[name]}", cure="Give it once.")
-        found[name] = value
-    return found
+        if name in values:
+            raise WrongUse(f"--knob {text}", found=f"{name} is also {values[name]}", cure="Give it once.")
+        values[name] = value
+    return values
 
 
 def read_knobs(document: ConfigDocument, origin: str, below: KeyPath = ()) -> dict[str, Any]:
     """Read the knobs in a config: all keys of the table that has batch_size, max_length and the like."""
     entries = document.entries()
-    found = [below] if below else find_roots([list(MARKS)], KeyIndex(entries), ())
-    if len(found) != 1:
-        many = f"{len(found)} tables of them" if found else "none"
+    tables = [below] if below else find_roots([list(MARKS)], KeyIndex(entries), ())
+    if len(tables) != 1:
+        many = f"{len(tables)} tables of them" if tables else "none"
         raise WrongUse(
             f"--config {origin}",
             found=f"it should have one table with knobs such as {', '.join(MARKS[:3])}, and has {many}",
             cure="Name the table, as in --config config.py:slm_config.",
         )
-    root = found[0]
+    root = tables[0]
     depth = len(root) + 1
     values: dict[str, Any] = {}
     for entry in entries:
@@ -131,30 +131,30 @@ def apply_knobs(
 
     `joint`: batch_size makes the global batch, as nobody else does. All that cannot be is raised at once.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     wrong: list[TrimtabError] = []
     for name, value in given.items():
         try:
-            found[name] = _parse_value(_find_knob(name), value)
+            values[name] = _parse_value(_find_knob(name), value)
         except TrimtabError as error:
             wrong.append(error)
     if wrong:
         raise _join_errors(wrong)
     made = _KnobCollector()
-    for name, value in found.items():
+    for name, value in values.items():
         made.add_knob(load_knobs()[name], given[name], value)
-    made.set_precision(found, bf16=bf16)
-    made.set_betas(found)
+    made.set_precision(values, bf16=bf16)
+    made.set_betas(values)
     if joint:
-        made.set_global_batch(found, ranks)
+        made.set_global_batch(values, ranks)
     return made.build_settings()
 
 
 def _find_knob(name: str) -> TrainerKnob:
-    known = load_knobs()
-    if name in known:
-        return known[name]
-    close = nearest(name, known)
+    all_knobs = load_knobs()
+    if name in all_knobs:
+        return all_knobs[name]
+    close = nearest(name, all_knobs)
     meant = f"; the nearest are {', '.join(close[:3])}" if close else ""
     raise UnknownName(f"knob {name}", found=f"there is no such knob{meant}", cure=SEE)
 

@@ -148,12 +148,12 @@ def make_exact(setting: Setting, given: str) -> tuple[Setting, str]:
     if share == setting.micro_batch * setting.accumulation:
         return setting, ""
     micro = max(divisor for divisor in range(1, min(setting.micro_batch, share) + 1) if share % divisor == 0)
-    said = (
+    note = (
         f"The plan's micro-batch {setting.micro_batch} x {setting.accumulation} ends in a smaller one, which "
         f"only trimtab's own trainer runs: {micro} x {share // micro} keeps the global batch of "
         f"{setting.global_batch} exactly."
     )
-    return setting.replace(micro_batch=micro, accumulation=share // micro), said
+    return setting.replace(micro_batch=micro, accumulation=share // micro), note
 
 
 def plan_sequence_length(plan: Plan) -> int | None:
@@ -207,8 +207,8 @@ def find_edits(  # noqa: PLR0913 - a plan, where it goes, and how
     `setting` stands in for the plan's choice where a stage has one of its own; with `beside`, values that
     another key gives are replaced too.
     """
-    found = draft_edits(site, document, plan, file=file, setting=setting, beside=beside)
-    return found.edits, found.texts()
+    draft = draft_edits(site, document, plan, file=file, setting=setting, beside=beside)
+    return draft.edits, draft.texts()
 
 
 def draft_edits(  # noqa: PLR0913 - as above
@@ -232,35 +232,35 @@ def draft_edits(  # noqa: PLR0913 - as above
         )
     exact, note = make_exact(setting or plan.choice, given)
     draft.said += [note] if note else []
-    wanted = list_facts(exact, nodes, plan_sequence_length(plan))
+    facts = list_facts(exact, nodes, plan_sequence_length(plan))
     entries = document.entries()
     values = {entry.path: entry for entry in entries}
     present = {knob.field for knob in site.target.knobs if find_entry(knob, site.root, values)[1] is not None}
     for knob in site.target.knobs:
         now = {entry.path: entry for entry in overlay_edits(entries, draft.edits)} if knob.when else values
-        if all(wanted.get(key) in among for key, among in knob.only.items()) and conditions_hold(
+        if all(facts.get(key) in among for key, among in knob.only.items()) and conditions_hold(
             knob.when, site.root, now
         ):
             path, entry = find_entry(knob, site.root, values)
-            if knob.field not in wanted:
+            if knob.field not in facts:
                 _warn_unplanned(draft, knob, path, entry)
-            elif entry is None and (whole := find_table(knob, site.root, values)):
+            elif entry is None and (table_path := find_table(knob, site.root, values)):
                 draft.settled.add(knob.field)
                 draft.warn(
-                    f"{format_path(whole)} holds a table, and stays; planned: {wanted[knob.field]}.",
+                    f"{format_path(table_path)} holds a table, and stays; planned: {facts[knob.field]}.",
                     field=knob.field,
-                    key=format_path(whole),
-                    planned=wanted[knob.field],
+                    key=format_path(table_path),
+                    planned=facts[knob.field],
                 )
             else:
-                _edit_key(draft, knob, path, entry, wanted, present)
+                _edit_key(draft, knob, path, entry, facts, present)
     for requirement in site.target.requires:
-        _apply_requirement(draft, requirement, site.root, entries, wanted)
+        _apply_requirement(draft, requirement, site.root, entries, facts)
     if not beside:
         _refuse_borrowed(draft)
-    _note_missing(draft, site.target, wanted)
-    _check_global_batch(site, entries, draft, wanted)
-    _warn_differences(site, entries, draft, exact, wanted)
+    _note_missing(draft, site.target, facts)
+    _check_global_batch(site, entries, draft, facts)
+    _warn_differences(site, entries, draft, exact, facts)
     _warn_job_options(site, values, draft, plan)
     return draft
 
@@ -532,21 +532,21 @@ def find_differences(
 
     A plan with no data loader processes leaves their number to the config.
     """
-    found: list[tuple[str, Any, Any]] = []
+    differences: list[tuple[str, Any, Any]] = []
     for name in (
         *("strategy", "gpus", "micro_batch", "accumulation", "global_batch", "precision", "recompute"),
         *("compile", "sync_batchnorm", "optimizer", "allocator", "workers"),
     ):
         ours, other = getattr(planned, name), getattr(got, name)
         if ours != other and not (name == "workers" and ours == 0):
-            found.append((name, format_value(ours), format_value(other)))
+            differences.append((name, format_value(ours), format_value(other)))
     same_strategy = planned.strategy is got.strategy and planned.gpus == got.gpus
     if same_strategy and planned.mesh != got.mesh:
         meshes = [f"{mesh.dp_replicate} x {mesh.dp_shard}" for mesh in (planned.mesh, got.mesh)]
-        found.append(("mesh", meshes[0], meshes[1]))
+        differences.append(("mesh", meshes[0], meshes[1]))
     if seq is not None and seq != got_seq:
-        found.append(("seq", seq, got_seq))
-    return found
+        differences.append(("seq", seq, got_seq))
+    return differences
 
 
 def _warn_job_options(site: TargetSite, values: Mapping[KeyPath, Entry], draft: Draft, plan: Plan) -> None:

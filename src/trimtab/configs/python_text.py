@@ -65,8 +65,8 @@ def _parse_tree(text: str, origin: str) -> ast.Module:
             warnings.simplefilter("ignore")  # odd escapes in the user's strings are not our business
             return ast.parse(text)
     except SyntaxError as problem:
-        said = f"Python cannot read it: {problem.msg}"
-        raise parse_error(origin, problem.lineno or 1, problem.offset or 1, said, kind="Python") from None
+        message = f"Python cannot read it: {problem.msg}"
+        raise parse_error(origin, problem.lineno or 1, problem.offset or 1, message, kind="Python") from None
     except (RecursionError, MemoryError):
         raise parse_error(origin, 1, 1, "it is nested too deeply for Python", kind="Python") from None
     except ValueError as problem:

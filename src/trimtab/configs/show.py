@@ -116,15 +116,15 @@ def find_job(target: ConfigTarget, opened: OpenedConfig | None) -> tuple[str | N
 def read_options(subject: Subject, root: tuple[str | int, ...], entries: Sequence[Entry]) -> dict[str, Any]:
     """Read options of the job from the keys that hold them, or from the framework's defaults."""
     values = {entry.path: entry for entry in entries}
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for option, key in subject.options.items():
         if not conditions_hold(subject.when.get(option, {}), root, values):
             continue
         entry = values.get(root + split_key(key))
         value = subject.defaults.get(option) if entry is None else None if entry.computed else entry.value
         if value is not None:
-            found[option] = value
-    return found
+            options[option] = value
+    return options
 
 
 def build_display(  # noqa: PLR0913 - what to show, and for whom
@@ -153,18 +153,18 @@ def build_display(  # noqa: PLR0913 - what to show, and for whom
     seq = reading.number("seq")
     if seq is not None and (target.subject.name or target.subject.folder):
         options.setdefault("seq", seq)
-    said = [*reading.said, *_note_unknown(reading, target, gpus), *_note_single_gpu(reading, setting, gpus)]
-    said += [
+    notes = [*reading.said, *_note_unknown(reading, target, gpus), *_note_single_gpu(reading, setting, gpus)]
+    notes += [
         f"{name} {word} is assumed: no key says it, and the model of this layout does it."
         for name, word in assumed.items()
     ]
     if no_device:
-        said.append("This machine has no GPU: name one with --on for memory and time.")
+        notes.append("This machine has no GPU: name one with --on for memory and time.")
     elif seer is None and not target.partial and not sought:
-        said.append("Which job this trains is not in the file: name it with --job for memory and time.")
+        notes.append("Which job this trains is not in the file: name it with --job for memory and time.")
     if sought:
-        said.append(f"The model was not found: {sought}. Name it with --job hf:FOLDER for memory and time.")
-    said += [warning.text for warning in reading.warnings]
+        notes.append(f"The model was not found: {sought}. Name it with --job hf:FOLDER for memory and time.")
+    notes += [warning.text for warning in reading.warnings]
     file = str(opened.file) if opened else layout.stages[0][0].file
     plain = [
         ShownStage(
@@ -175,7 +175,7 @@ def build_display(  # noqa: PLR0913 - what to show, and for whom
         )
         for stage, _ in layout.stages
     ] or [ShownStage(name=Path(file).stem, file=file, options=options, setting=setting)]
-    shown = [_estimate_stage(stage, seer, said) for stage in plain]
+    shown = [_estimate_stage(stage, seer, notes) for stage in plain]
     return Display(
         file=file,
         target=target.name,
@@ -186,20 +186,20 @@ def build_display(  # noqa: PLR0913 - what to show, and for whom
         global_batch=reading.number("global_batch"),
         seq=seq,
         stages=tuple(shown),
-        said=tuple(dict.fromkeys(said)),
+        said=tuple(dict.fromkeys(notes)),
         warnings=tuple(warning.replace(file=file) for warning in reading.warnings),
     )
 
 
 def _note_unknown(reading: Reading, target: ConfigTarget, gpus: int | None) -> list[str]:
     """Note what is assumed where the config leaves it open."""
-    found = []
+    notes = []
     if reading.number("micro_batch") is None and not target.partial:
-        found.append("The micro-batch is not known: 1 is assumed.")
+        notes.append("The micro-batch is not known: 1 is assumed.")
     asked = reading.number("gpus")
     if asked and gpus and asked > gpus:
-        found.append(f"The config asks for {asked} GPUs, and there {'is' if gpus == 1 else 'are'} {gpus}.")
-    return found
+        notes.append(f"The config asks for {asked} GPUs, and there {'is' if gpus == 1 else 'are'} {gpus}.")
+    return notes
 
 
 def _note_single_gpu(reading: Reading, setting: Setting, gpus: int | None) -> list[str]:
@@ -227,37 +227,37 @@ def _stage_setting(setting: Setting, stage: StageConfig) -> Setting:
     )
 
 
-def _estimate_stage(plain: ShownStage, seer: JobEstimator | None, said: list[str]) -> ShownStage:
+def _estimate_stage(plain: ShownStage, seer: JobEstimator | None, notes: list[str]) -> ShownStage:
     """Add an estimate and advice to a stage."""
     if seer is None:
         return plain
     asked, setting = plain.options, plain.setting
     try:
         try:
-            found = seer.estimate(asked, setting)
+            estimate = seer.estimate(asked, setting)
         except UnknownName as problem:
             # The user's own job need not have the options that the built-in one has.
-            said.append(f"{problem.given} is left out: {problem.found}.")
+            notes.append(f"{problem.given} is left out: {problem.found}.")
             asked = {}
-            found = seer.estimate(asked, setting)
+            estimate = seer.estimate(asked, setting)
     except TrimtabError as problem:
-        said.append(f"{plain.name} cannot be estimated: {problem.found}. {problem.cure}")
+        notes.append(f"{plain.name} cannot be estimated: {problem.found}. {problem.cure}")
         if isinstance(problem, JobFailed):
             raise
         return plain
-    capacity = found.capacity_bytes
+    capacity = estimate.capacity_bytes
     return plain.replace(
-        memory_bytes=found.process_bytes,
+        memory_bytes=estimate.process_bytes,
         capacity_bytes=capacity,
-        utilization=found.process_bytes / capacity if capacity else None,
-        fits=found.fits,
-        rating="does not fit" if found.fits is False else found.mfu_rating,
-        step_s=found.step_s,
-        samples_per_s=found.samples_per_s,
-        mfu=found.mfu,
+        utilization=estimate.process_bytes / capacity if capacity else None,
+        fits=estimate.fits,
+        rating="does not fit" if estimate.fits is False else estimate.mfu_rating,
+        step_s=estimate.step_s,
+        samples_per_s=estimate.samples_per_s,
+        mfu=estimate.mfu,
         advice=(
-            *([found.verdict_reason] if found.fits and found.verdict_reason else []),
-            *_build_advice(asked, setting, found, seer),
+            *([estimate.verdict_reason] if estimate.fits and estimate.verdict_reason else []),
+            *_build_advice(asked, setting, estimate, seer),
         ),
     )
 

@@ -340,11 +340,13 @@ class KeyIndex:
 
 def find_roots(marks: Sequence[Sequence[str]], index: KeyIndex, below: KeyPath = ()) -> list[KeyPath]:
     """Return the paths below which there is one key of every group."""
-    found = {root for key in marks[0] for root in index.above(split_key(key)) if root[: len(below)] == below}
+    candidates = {
+        root for key in marks[0] for root in index.above(split_key(key)) if root[: len(below)] == below
+    }
     return sorted(
         (
             root
-            for root in found
+            for root in candidates
             if all(any(root + split_key(key) in index.paths for key in group) for group in marks)
         ),
         key=lambda root: (len(root), str(root)),
@@ -356,14 +358,14 @@ def find_sites(
 ) -> list[TargetSite]:
     """Return every target that a document can be, and where."""
     index = KeyIndex(document.entries())
-    found = [
+    candidates = [
         TargetSite(target=target, root=root)
         for target in known
         if not target.formats or document.kind in target.formats
         for root in find_roots(target.marks, index, below)
         if not any(root + split_key(key) in index.paths for key in target.never)
     ]
-    return [place for place in found if not any(_beats(other, place) for other in found)]
+    return [place for place in candidates if not any(_beats(other, place) for other in candidates)]
 
 
 def _beats(site: TargetSite, other: TargetSite) -> bool:
@@ -434,26 +436,26 @@ def read_targets(file: Path) -> tuple[ConfigTarget, ...]:
     """Read the targets of a trimtab.toml."""
     given = str(file)
     try:
-        held = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise BrokenFile(given, found=f"it cannot be read ({error.strerror})", cure=_CURE) from error
     except UnicodeDecodeError as error:
         raise BrokenFile(given, found="it is not UTF-8 text", cure=_CURE) from error
     except tomllib.TOMLDecodeError as error:
         raise BrokenFile(given, found=f"it is not TOML: {error}", cure=_CURE) from error
-    rows = held.get("target", [])
+    rows = content.get("target", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BrokenFile(
             given, found="target is no list of tables", cure="Write [[target]], with two brackets."
         )
-    found = []
+    targets = []
     for row in rows:
         try:
-            found.append(msgspec.convert(row, ConfigTarget))
+            targets.append(msgspec.convert(row, ConfigTarget))
         except msgspec.ValidationError as error:
             name = row.get("name", "without a name")
             raise BrokenFile(given, found=f"the target {name} is not right: {error}", cure=_CURE) from error
-    return tuple(found)
+    return tuple(targets)
 
 
 def find_target_files(files: Iterable[Path]) -> list[Path]:
@@ -462,16 +464,16 @@ def find_target_files(files: Iterable[Path]) -> list[Path]:
     Nothing above the current folder counts for a config within it: what lies there belongs to someone else.
     """
     here = Path.cwd()
-    found: dict[Path, None] = {}
+    target_files: dict[Path, None] = {}
     for file in files:
         start = file.absolute() if file.is_dir() else file.absolute().parent
         for folder in (start, *start.parents):
             if (folder / PROJECT_FILE).is_file():
-                found[folder / PROJECT_FILE] = None
+                target_files[folder / PROJECT_FILE] = None
                 break
             if folder == here:
                 break
-    return list(found)
+    return list(target_files)
 
 
 def list_targets(files: Iterable[Path] = ()) -> tuple[ConfigTarget, ...]:

@@ -394,17 +394,17 @@ def same_value(found: Any, wanted: Any) -> bool:
 def replace_list(page: ParsedConfig, node: TextNode, text: str, comment: str) -> Splice:
     """Replace a whole list in brackets; its comments follow the new text."""
     pattern = re.compile(comment)
-    at, found = node.start, []
+    at, comments = node.start, []
     leaves = sorted((leaf.start, leaf.end) for _, leaf in walk_nodes(node) if leaf.items is None)
     for start, end in [*leaves, (node.end, node.end)] if node.items else []:
-        found += [match[0] for match in pattern.finditer(page.text, at, max(at, start))]
+        comments += [match[0] for match in pattern.finditer(page.text, at, max(at, start))]
         at = end
-    if not found:
+    if not comments:
         return Splice(node.start, node.end, text)
     rest = page.text[node.end : page.line_end(node.end)]
     ends_line = not rest.strip() or pattern.match(page.text, node.end + len(rest) - len(rest.lstrip()))
     tail = "" if ends_line else page.newline + page.indent(node.start)
-    return Splice(node.start, node.end, f"{text}  {' '.join(found)}{tail}")
+    return Splice(node.start, node.end, f"{text}  {' '.join(comments)}{tail}")
 
 
 def _extend_list(page: ParsedConfig, node: TextNode, text: str, comment: str) -> list[Splice]:
@@ -531,19 +531,19 @@ def _is_writable(value: Any) -> bool:
 
 
 def _build_splices(page: ParsedConfig, changes: Changes, *, beside: bool, add: bool) -> list[Splice]:
-    found = {path: _find_node(page, path) for path in changes}
+    nodes = {path: _find_node(page, path) for path in changes}
     stays = {
         path
-        for path, node in found.items()
+        for path, node in nodes.items()
         if node is not None
         and (not node.computed or isinstance(changes[path], str))
         and is_entry(node)
         and page.format.means(node, changes[path])
     }
-    moving = {id(node) for path, node in found.items() if node is not None and path not in stays}
+    moving = {id(node) for path, node in nodes.items() if node is not None and path not in stays}
     splices: list[Splice] = []
     missing: list[KeyPath] = []
-    for path, node in found.items():
+    for path, node in nodes.items():
         if path in stays:
             continue
         if node is None or node.inherited:
@@ -554,7 +554,7 @@ def _build_splices(page: ParsedConfig, changes: Changes, *, beside: bool, add: b
             splices += _keep_beside(page, path, node, allowed=beside)
         splices += page.format.replace(page, node, changes[path], moving)
     if not add:
-        absent = next((path for path in missing if found[path] is None), None)
+        absent = next((path for path in missing if nodes[path] is None), None)
         if absent is not None:
             _refuse_missing(page, absent)
     return splices + _add_keys(page, {path: changes[path] for path in missing})

@@ -225,8 +225,8 @@ def _load_toml(text: str, origin: str) -> dict[str, Any]:
         where = _WHERE.match(str(problem))
         if where and where[2]:
             raise parse_error(origin, int(where[2]), int(where[3]), where[1], kind="TOML") from None
-        said = f"the file ends too early: {where[1]}" if where else str(problem)
-        raise parse_error_at(origin, text, len(text), said, kind="TOML") from None
+        message = f"the file ends too early: {where[1]}" if where else str(problem)
+        raise parse_error_at(origin, text, len(text), message, kind="TOML") from None
     except RecursionError:
         raise parse_error(origin, 1, 1, "it is nested too deeply", kind="TOML") from None
     except ValueError as problem:

@@ -118,8 +118,8 @@ class _Composer:
         except yaml.MarkedYAMLError as problem:
             mark = problem.problem_mark or problem.context_mark
             line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-            said = ", ".join(part for part in (problem.context, problem.problem) if part)
-            raise parse_error(self.origin, line, column, said or "not YAML", kind="YAML") from None
+            message = ", ".join(part for part in (problem.context, problem.problem) if part)
+            raise parse_error(self.origin, line, column, message or "not YAML", kind="YAML") from None
         except yaml.reader.ReaderError as problem:
             at = problem.position if isinstance(problem.position, int) else 0
             found = f"a character that YAML does not allow ({problem.reason})"
@@ -367,17 +367,17 @@ class _YamlFormat(ConfigFormat):
     comment = _COMMENT
 
     def parse(self, text: str, origin: str) -> TextNode:
-        found = list(_Composer(text, origin).documents())
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        documents = list(_Composer(text, origin).documents())
+        if len(documents) == 1:
+            return documents[0]
+        if not documents:
             return TextNode(
                 len(text), len(text), items={}, style="nothing", extra=_YamlExtra(begin=len(text))
             )
         return TextNode(
             0,
             len(text),
-            items=dict(enumerate(found)),
+            items=dict(enumerate(documents)),
             is_list=True,
             style="documents",
             extra=_YamlExtra(begin=0),
@@ -590,14 +590,14 @@ def _write_inline(page: ParsedConfig, node: TextNode, text: str) -> list[Splice]
 def _find_dashes(page: ParsedConfig, node: TextNode) -> list[int]:
     """Find the dashes of a block list: all in the column of the first."""
     column = page.place(node.start)[1] - 1
-    found = [node.start]
+    dashes = [node.start]
     children = list((node.items or {}).values())
     for child in children[:-1]:
         at = page.next_line(_content_end(page, child))
         while page.text[at : at + column].strip(" ") or page.text[at + column : at + column + 1] != "-":
             at = page.next_line(at)
-        found.append(at + column)
-    return found
+        dashes.append(at + column)
+    return dashes
 
 
 def _remove_item(page: ParsedConfig, start: int, end: int) -> Splice:

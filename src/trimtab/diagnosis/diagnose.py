@@ -161,9 +161,9 @@ class LogReader:
             step = incident.step if incident.step is not None else 0
             lines.append(f"trimtab: {' '.join(strip_escapes(incident.replace(step=step).text).split())}")
         text = "\n".join(lines).encode()
-        found = LogScanner(name).scan(io.BytesIO(text).read, lambda _: None)
+        sightings = LogScanner(name).scan(io.BytesIO(text).read, lambda _: None)
         self.sightings += [
-            replace(sighting, text=sighting.text.removeprefix("trimtab: ")) for sighting in found
+            replace(sighting, text=sighting.text.removeprefix("trimtab: ")) for sighting in sightings
         ]
         self.read.append(name)
 
@@ -172,7 +172,7 @@ class LogReader:
         from trimtab.probe.world import here
         from trimtab.watching.watch import RunFollower, read_lock_holder
 
-        found = []
+        ends = []
         for folder in folders:
             where = world or here()
             run = RunFollower(folder).look(time.time(), where, ())
@@ -181,8 +181,8 @@ class LogReader:
             alive = seen and where.host(f"process:{pid}") is not None
             note = folder / ATTEMPT
             file = note if note.is_file() else folder / LOG
-            found.append(describe_end(run, alive=alive if seen else None, host=host, file=str(file)))
-        return found
+            ends.append(describe_end(run, alive=alive if seen else None, host=host, file=str(file)))
+        return ends
 
 
 def _is_run_folder(folder: Path) -> bool:
@@ -202,17 +202,17 @@ def diagnose_logs(
     names: Sequence[str], say: Callable[[str], None] = lambda _: None, *, world: World | None = None
 ) -> Diagnosis:
     """Diagnose the named logs, folders and records together; `world` replaces this machine in tests."""
-    found, notes = log_files.find_sources(names)
+    sources, notes = log_files.find_sources(names)
     reader = LogReader(say)
-    folders = dict.fromkeys(source.path.parent for source in found if source.path is not None)
+    folders = dict.fromkeys(source.path.parent for source in sources if source.path is not None)
     runs = [folder for folder in folders if _is_run_folder(folder)]
     # A log that lies in the folder of a run is of that run, and its events say the rest.
-    named = {source.path for source in found}
+    named = {source.path for source in sources}
     events = [
         folder / EVENTS for folder in runs if (folder / EVENTS).is_file() and folder / EVENTS not in named
     ]
     beside = [log_files.LogSource(name=str(file), path=file, named=False) for file in events]
-    for source in (*found, *beside):
+    for source in (*sources, *beside):
         try:
             reader.read_source(source)
         except WrongUse as error:

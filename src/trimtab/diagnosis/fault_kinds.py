@@ -61,8 +61,8 @@ class FaultKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def fill_template(self, template: str, captured: Mapping[str, str]) -> str:
         """Fill a sentence of the row with what the log said."""
-        said = self.defaults | {name: shortened(text, MOST_CAPTURED) for name, text in captured.items()}
-        return _PLACE.sub(lambda place: said.get(place.group(1), "?"), template)
+        values = self.defaults | {name: shortened(text, MOST_CAPTURED) for name, text in captured.items()}
+        return _PLACE.sub(lambda place: values.get(place.group(1), "?"), template)
 
 
 class LogFact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

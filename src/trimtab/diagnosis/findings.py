@@ -122,16 +122,16 @@ def parse_size(text: str) -> int | None:
 
 def parse_shortage(text: str, captured: Mapping[str, str]) -> Shortage:
     """Parse the numbers of a message of torch 1 or 2, or of a snapshot's event."""
-    found: dict[str, int | None] = {}
+    sizes: dict[str, int | None] = {}
     for name, forms in _NUMBERS.items():
         match = next((hit for form in forms if (hit := re.search(form, text))), None)
         stated = captured.get(f"{name}_bytes", "")
-        found[name] = int(stated) if stated.isdecimal() else parse_size(match.group(1)) if match else None
-    reserved = found.pop("reserved")
-    if found["idle"] is None and reserved is not None and found["allocated"] is not None:
-        found["idle"] = max(0, reserved - found["allocated"])
+        sizes[name] = int(stated) if stated.isdecimal() else parse_size(match.group(1)) if match else None
+    reserved = sizes.pop("reserved")
+    if sizes["idle"] is None and reserved is not None and sizes["allocated"] is not None:
+        sizes["idle"] = max(0, reserved - sizes["allocated"])
     others = sum(parse_size(text_size) or 0 for text_size in _OTHERS.findall(text))
-    return Shortage(**found, others=others)
+    return Shortage(**sizes, others=others)
 
 
 def is_evaluating(frames: Sequence[str]) -> bool:
@@ -162,9 +162,9 @@ def same_global_batch(most: int, micro_batch: int, accumulation: int) -> tuple[i
     >>> same_global_batch(7, 8, 2), same_global_batch(34, 45, 5)
     ((4, 4), (25, 9))
     """
-    whole = micro_batch * accumulation
-    micro = max(divisor for divisor in range(1, most + 1) if whole % divisor == 0)
-    return micro, whole // micro
+    rank_batch = micro_batch * accumulation
+    micro = max(divisor for divisor in range(1, most + 1) if rank_batch % divisor == 0)
+    return micro, rank_batch // micro
 
 
 def out_of_memory_advice(short: Shortage, facts: Mapping[str, int], fixed_bytes: int = 0) -> str:
@@ -300,26 +300,26 @@ def judge_sightings(
 ) -> tuple[Diagnosed, ...]:
     """Return the findings. `known` are facts from a run folder's plan; they win over the logs'."""
     facts = _collect_facts(sightings) | dict(known or {})
-    told = _drop_caught(_drop_repeats([sighting for sighting in sightings if not sighting.is_fact]))
-    told += _compute_kinds(sightings)
+    kept = _drop_caught(_drop_repeats([sighting for sighting in sightings if not sighting.is_fact]))
+    kept += _compute_kinds(sightings)
     groups = [
         refined
-        for name in dict.fromkeys(sighting.of for sighting in told)
+        for name in dict.fromkeys(sighting.of for sighting in kept)
         if (
             refined := _refine_group(
                 name,
-                _sort_sightings([sighting for sighting in told if sighting.of == name]),
+                _sort_sightings([sighting for sighting in kept if sighting.of == name]),
                 facts,
                 fixed_bytes,
             )
         )
     ]
-    groups.sort(key=lambda group: _sort_key(group.first, _is_one_file(told)))
+    groups.sort(key=lambda group: _sort_key(group.first, _is_one_file(kept)))
     return _rank_groups(groups, facts)
 
 
-def _is_one_file(told: Iterable[Sighting]) -> bool:
-    return len({sighting.file for sighting in told}) <= 1
+def _is_one_file(sightings: Iterable[Sighting]) -> bool:
+    return len({sighting.file for sighting in sightings}) <= 1
 
 
 def _sort_key(sighting: Sighting, one_file: bool) -> tuple[float, str, int]:
@@ -328,9 +328,9 @@ def _sort_key(sighting: Sighting, one_file: bool) -> tuple[float, str, int]:
     return (clock, sighting.file, sighting.line)
 
 
-def _sort_sightings(told: list[Sighting]) -> tuple[Sighting, ...]:
-    alone = _is_one_file(told)
-    return tuple(sorted(told, key=lambda sighting: _sort_key(sighting, alone)))
+def _sort_sightings(sightings: list[Sighting]) -> tuple[Sighting, ...]:
+    alone = _is_one_file(sightings)
+    return tuple(sorted(sightings, key=lambda sighting: _sort_key(sighting, alone)))
 
 
 def _collect_facts(sightings: Iterable[Sighting]) -> dict[str, int]:
@@ -344,44 +344,44 @@ def _collect_facts(sightings: Iterable[Sighting]) -> dict[str, int]:
     }
 
 
-def _drop_repeats(told: list[Sighting]) -> list[Sighting]:
+def _drop_repeats(sightings: list[Sighting]) -> list[Sighting]:
     """Drop exceptions whose message is of a known kind."""
     named: dict[str, list[Sighting]] = {}
-    for sighting in told:
+    for sighting in sightings:
         if sighting.of != PYTHON_ERROR:
             named.setdefault(sighting.file, []).append(sighting)
     return [
         sighting
-        for sighting in told
+        for sighting in sightings
         if sighting.of != PYTHON_ERROR
         or not any(_is_message(other, sighting) for other in named.get(sighting.file, ()))
     ]
 
 
-def _drop_caught(told: list[Sighting]) -> list[Sighting]:
+def _drop_caught(sightings: list[Sighting]) -> list[Sighting]:
     """Drop exceptions after which the run continued, unless a launcher saw a process fail."""
-    failed = {sighting.file for sighting in told if sighting.of in SAID_BY_LAUNCHERS}
+    failed = {sighting.file for sighting in sightings if sighting.of in SAID_BY_LAUNCHERS}
     return [
         sighting
-        for sighting in told
+        for sighting in sightings
         if sighting.file in failed or sighting.captured.get("signs_of_life", "0") == "0"
     ]
 
 
-def _is_message(told: Sighting, error: Sighting) -> bool:
+def _is_message(message: Sighting, error: Sighting) -> bool:
     """Return whether a sighting is on the line of an exception, or on the next lines of its message."""
-    distance = told.line - error.line
+    distance = message.line - error.line
     if distance == 0:
         return True
-    if load_kinds()[told.of].follows:
+    if load_kinds()[message.of].follows:
         # Launchers and other ranks speak soon after an exception too: theirs is no part of it.
-        return 0 < distance <= NEXT_LINES and told.rank == error.rank and told.of in SAID_BY_EXCEPTIONS
-    return 0 < distance <= SAME_PLACE and (told.rank == error.rank or None in (told.rank, error.rank))
+        return 0 < distance <= NEXT_LINES and message.rank == error.rank and message.of in SAID_BY_EXCEPTIONS
+    return 0 < distance <= SAME_PLACE and (message.rank == error.rank or None in (message.rank, error.rank))
 
 
 def _compute_kinds(sightings: Sequence[Sighting]) -> list[Sighting]:
     """Return sightings of kinds that no single line tells."""
-    found = []
+    computed = []
     timeouts = [sighting for sighting in sightings if sighting.of == "nccl-timeout"]
     if pair := find_mismatch(timeouts):
         first, second = pair
@@ -389,11 +389,11 @@ def _compute_kinds(sightings: Sequence[Sighting]) -> list[Sighting]:
             "first": f"rank {first.rank} in {describe_call(first)}",
             "second": f"rank {second.rank} in {describe_call(second)}",
         }
-        found.append(replace(second, of="mismatched-collectives", captured=words))
+        computed.append(replace(second, of="mismatched-collectives", captured=words))
     rates = [sighting for sighting in sightings if sighting.of == "mfu"]
     usual = late_median([float(rate.captured["value"]) for rate in rates])
     if usual is not None and usual < LOW_MFU:
-        found.append(replace(rates[-1], of="low-mfu", captured={"mfu": f"{usual:.1f}"}, is_fact=False))
+        computed.append(replace(rates[-1], of="low-mfu", captured={"mfu": f"{usual:.1f}"}, is_fact=False))
     waits = [sighting for sighting in sightings if sighting.of == "data_wait"]
     shares = [
         float(wait.captured["value"]) / step for wait in waits if (step := float(wait.captured["step"])) > 0
@@ -401,34 +401,41 @@ def _compute_kinds(sightings: Sequence[Sighting]) -> list[Sighting]:
     share = late_median(shares)
     if share is not None and share > LONG_WAIT:
         captured = {"share": f"{100 * share:.0f}"}
-        found.append(replace(waits[-1], of="waits-for-data", captured=captured, is_fact=False))
-    return found
+        computed.append(replace(waits[-1], of="waits-for-data", captured=captured, is_fact=False))
+    return computed
 
 
 def _refine_group(
-    name: str, told: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: int
+    name: str, sightings: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: int
 ) -> FindingGroup | None:
     """Return the group of a kind, maybe of a more precise kind; None if there is too little of it."""
     kind = load_kinds()[name]
-    if len(told) < kind.times:
+    if len(sightings) < kind.times:
         return None
-    captured = dict(told[0].captured)
+    captured = dict(sightings[0].captured)
     if name == "out-of-memory":
-        return _refine_out_of_memory(told, facts, fixed_bytes)
+        return _refine_out_of_memory(sightings, facts, fixed_bytes)
     if name == "gradient-overflow":
-        captured |= {"count": _format_count(len(told)), "scale": told[-1].captured.get("scale", "?")}
+        captured |= {
+            "count": _format_count(len(sightings)),
+            "scale": sightings[-1].captured.get("scale", "?"),
+        }
     if name == PYTHON_ERROR:
         captured |= {"error": shorten_line(captured["error"])}
-    return FindingGroup(kind=kind, sightings=told, captured=captured)
+    return FindingGroup(kind=kind, sightings=sightings, captured=captured)
 
 
 def _refine_out_of_memory(
-    told: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: int
+    sightings: tuple[Sighting, ...], facts: Mapping[str, int], fixed_bytes: int
 ) -> FindingGroup:
     # The first message with numbers: libraries repeat it without.
     best = next(
-        (sighting for sighting in told if "Tried" in sighting.text or "tried_bytes" in sighting.captured),
-        told[0],
+        (
+            sighting
+            for sighting in sightings
+            if "Tried" in sighting.text or "tried_bytes" in sighting.captured
+        ),
+        sightings[0],
     )
     short = parse_shortage(best.text, best.captured)
     name = "out-of-memory"
@@ -443,7 +450,9 @@ def _refine_out_of_memory(
     advice = out_of_memory_advice(short, facts, fixed_bytes) if name == "out-of-memory" else ""
     missing = f"It was short of {format_bytes(short.short)}: {short.words}." if short.short else ""
     ordered = (
-        (best, *(sighting for sighting in told if sighting is not best)) if best is not told[0] else told
+        (best, *(sighting for sighting in sightings if sighting is not best))
+        if best is not sightings[0]
+        else sightings
     )
     return FindingGroup(
         kind=load_kinds()[name], sightings=ordered, captured=captured, cure=advice, cause=missing
@@ -573,5 +582,5 @@ def _format_count(number: int) -> str:
 
 def count_severities(findings: Iterable[Finding]) -> dict[str, int]:
     """Count the findings of each severity."""
-    found = Counter(finding.severity for finding in findings)
-    return {severity.value: found[severity] for severity in SEVERITIES if found[severity]}
+    counts = Counter(finding.severity for finding in findings)
+    return {severity.value: counts[severity] for severity in SEVERITIES if counts[severity]}

@@ -116,11 +116,11 @@ def read_up_to(raw: io.BufferedReader, count: int) -> tuple[bytes, str]:
 
 def find_sources(names: Sequence[str]) -> tuple[list[LogSource], list[str]]:
     """Find the sources that the names lead to, folders walked, and notes on what was left out."""
-    found: list[LogSource] = []
+    sources: list[LogSource] = []
     notes: list[str] = []
     for name in names:
         if name == STDIN:
-            found.append(LogSource(name="stdin", path=None))
+            sources.append(LogSource(name="stdin", path=None))
             continue
         path = Path(name)
         try:
@@ -138,14 +138,14 @@ def find_sources(names: Sequence[str]) -> tuple[list[LogSource], list[str]]:
             )
         if is_folder:
             inside = list(_walk_logs(path))
-            found += [LogSource(name=str(file), path=file, named=False) for file in inside[:MOST_FILES]]
+            sources += [LogSource(name=str(file), path=file, named=False) for file in inside[:MOST_FILES]]
             if len(inside) > MOST_FILES:
                 notes.append(f"{name}: {len(inside)} files; the first {MOST_FILES} were read.")
             if not inside:
                 notes.append(f"{name}: no logs in it ({', '.join(sorted(ENDINGS - {''}))}).")
         else:
-            found.append(LogSource(name=name, path=path))
-    return found, notes
+            sources.append(LogSource(name=name, path=path))
+    return sources, notes
 
 
 def _walk_logs(folder: Path) -> Iterator[Path]:

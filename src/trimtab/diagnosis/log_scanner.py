@@ -122,12 +122,12 @@ def find_time(text: str) -> float | None:
     >>> find_time("[E1115 12:43:00.5 x]") == find_time("2026-11-15 12:43:00,500")
     True
     """
-    found = None
+    seconds = None
     for match in (*_ISO.finditer(text), *_GLOG.finditer(text)):
         month, day, hour, minute, second = (int(digits) for digits in match.groups()[:5])
         part = float(f"0.{match.group(6) or 0}")
-        found = (((month * 31 + day) * 24 + hour) * 60 + minute) * 60 + second + part
-    return found
+        seconds = (((month * 31 + day) * 24 + hour) * 60 + minute) * 60 + second + part
+    return seconds
 
 
 SMALL_BYTES = 1 << 20
@@ -160,8 +160,8 @@ class NeedleSieve:
         """Return where needles begin, from `begin` to before `end`, in order; they may reach past `end`."""
         if not self.needles:
             return []
-        found = self._few(data, begin, end) if end - begin < SMALL_BYTES else self._many(data, begin, end)
-        return sorted(set(found))
+        places = self._few(data, begin, end) if end - begin < SMALL_BYTES else self._many(data, begin, end)
+        return sorted(set(places))
 
     def _few(self, data: bytes, begin: int, end: int) -> list[tuple[int, bytes]]:
         return [
@@ -174,14 +174,14 @@ class NeedleSieve:
     def _many(self, data: bytes, begin: int, end: int) -> list[tuple[int, bytes]]:
         longest = max(map(len, self.needles))
         last = min(len(data), end + longest)
-        found: list[tuple[int, bytes]] = []
+        places: list[tuple[int, bytes]] = []
         for start in range(begin, last, STRIDE):
             for position in self._candidates(data, start, min(start + STRIDE, last)):
                 for offset, needle in self._at.get(data[position : position + 2 * GRAM], ()):
                     at = position - offset
                     if begin <= at < end and data.startswith(needle, at):
-                        found.append((at, needle))
-        return found
+                        places.append((at, needle))
+        return places
 
     def _candidates(self, data: bytes, start: int, stop: int) -> Sequence[int]:
         """Return the places at which eight bytes look like those of a needle."""
@@ -330,20 +330,20 @@ class LogScanner:
     def _sighting(
         self, pattern: LogPattern, match: re.Match[str], text: str, line: int, behind: bytes
     ) -> Sighting:
-        captured = {name: said.strip() for name, said in match.groupdict().items() if said}
-        whole = text.split("\n", 1)[0]
+        captured = {name: value.strip() for name, value in match.groupdict().items() if value}
+        first_line = text.split("\n", 1)[0]
         own = captured.get("rank", "")
-        rank = int(own) if own.isdecimal() and len(own) < 8 else find_rank(whole)  # noqa: PLR2004
+        rank = int(own) if own.isdecimal() and len(own) < 8 else find_rank(first_line)  # noqa: PLR2004
         earlier = strip_escapes(behind.decode("utf-8", "replace"))
         return Sighting(
             of=pattern.of,
             file=self.name,
             line=line,
-            text=text.replace("\n", " ") if pattern.lines > 1 else whole,
+            text=text.replace("\n", " ") if pattern.lines > 1 else first_line,
             captured=captured,
             rank=rank if rank is not None else self.rank,
-            at=find_time(whole) or find_time(earlier[-2048:]),
-            frames=() if pattern.is_fact else _find_frames(earlier, split_label(whole)[0]),
+            at=find_time(first_line) or find_time(earlier[-2048:]),
+            frames=() if pattern.is_fact else _find_frames(earlier, split_label(first_line)[0]),
             is_fact=pattern.is_fact,
         )
 
@@ -406,10 +406,10 @@ class LogScanner:
 @cache
 def _load_sieve() -> tuple[dict[bytes, list[LogPattern]], NeedleSieve]:
     """Load all patterns by their needles, and the sieve for those; both are never changed."""
-    found: dict[bytes, list[LogPattern]] = {}
+    by_needle: dict[bytes, list[LogPattern]] = {}
     for pattern in load_patterns():
-        found.setdefault(pattern.needle, []).append(pattern)
-    return found, NeedleSieve([*found, TRACEBACK])
+        by_needle.setdefault(pattern.needle, []).append(pattern)
+    return by_needle, NeedleSieve([*by_needle, TRACEBACK])
 
 
 def _line_start(data: bytes, at: int) -> int:

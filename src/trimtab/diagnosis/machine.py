@@ -87,8 +87,8 @@ def examine_machine(world: World | None = None) -> Diagnosis:
     """Return what is wrong with this machine, the worst first. Never raises for a broken machine."""
     world = world or here()
     cluster = detect(world)
-    found = [*cluster.findings, *(finding for check in CHECKS for finding in check(world, cluster))]
-    unique = {(finding.severity, finding.what): finding for finding in found}
+    findings = [*cluster.findings, *(finding for check in CHECKS for finding in check(world, cluster))]
+    unique = {(finding.severity, finding.what): finding for finding in findings}
     ordered = sorted(unique.values(), key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(
         findings=tuple(
@@ -213,12 +213,12 @@ def _check_disks(world: World, _: Cluster) -> Iterator[Finding]:
         "temporary files": world.env.get("TMPDIR") or "/tmp",  # noqa: S108 - asked for its room only
         "the cache of Hugging Face": world.env.get("HF_HOME") or (f"{home}/.cache" if home else None),
     }
-    told: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set()
     for what, path in places.items():
         disk = world.host(f"disk:{path}") if path else None
-        if not disk or (disk["total"], disk["free"]) in told:
+        if not disk or (disk["total"], disk["free"]) in seen:
             continue
-        told.add((disk["total"], disk["free"]))
+        seen.add((disk["total"], disk["free"]))
         if disk["free"] < LITTLE_DISK:
             yield Finding(
                 severity=Severity.ERROR if disk["free"] < NO_DISK else Severity.WARNING,

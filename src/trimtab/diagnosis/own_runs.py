@@ -51,17 +51,17 @@ def settle_runs(sightings: Iterable[Sighting], ends: Sequence[Sighting] = ()) ->
 
     The file of such an end is in the folder whose events it is about.
     """
-    found = _tell_apart(list(sightings))
-    foreign = [sighting for sighting in found if not is_own_kind(sighting.of)]
+    all_sightings = _tell_apart(list(sightings))
+    foreign = [sighting for sighting in all_sightings if not is_own_kind(sighting.of)]
     by_file: dict[str, list[Sighting]] = {}
-    for sighting in found:
+    for sighting in all_sightings:
         if is_own_kind(sighting.of):
             by_file.setdefault(sighting.file, []).append(sighting)
-    known = {_events_file(end.file): end for end in ends}
+    end_by_file = {_events_file(end.file): end for end in ends}
     settled: list[Sighting] = []
     for file, own in by_file.items():
-        settled += _settle_run(own, known.pop(file, None))
-    settled = _join_resumes(_drop_repeated([*known.values(), *settled]))
+        settled += _settle_run(own, end_by_file.pop(file, None))
+    settled = _join_resumes(_drop_repeated([*end_by_file.values(), *settled]))
     there = {sighting.of for sighting in (*foreign, *settled)}
     # A warning that only repeats what another kind tells better is left out; errors go below their cause.
     kept = [
@@ -82,16 +82,16 @@ def _events_file(file: str) -> str:
     return f"{head}{slash}{EVENTS}"
 
 
-def _tell_apart(found: list[Sighting]) -> list[Sighting]:
+def _tell_apart(sightings: list[Sighting]) -> list[Sighting]:
     """Keep one sighting for each line of trimtab's own: an end if it tells one, never another kind."""
     best: dict[tuple[str, int], str] = {}
-    for sighting in found:
+    for sighting in sightings:
         if is_own_kind(sighting.of) and not sighting.is_fact:
             place = (sighting.file, sighting.line)
             best[place] = sighting.of if sighting.of in ENDINGS or place not in best else best[place]
     return [
         sighting
-        for sighting in found
+        for sighting in sightings
         if sighting.is_fact or best.get((sighting.file, sighting.line), sighting.of) == sighting.of
     ]
 
@@ -177,18 +177,18 @@ def _is_in_folder(sighting: Sighting) -> bool:
 
 def _count_kinds(settled: list[Sighting]) -> list[Sighting]:
     """Add how often each kind occurred, and at which steps; keep the last answer."""
-    found: list[Sighting] = []
+    counted: list[Sighting] = []
     for name in dict.fromkeys(sighting.of for sighting in settled):
         alike = [sighting for sighting in settled if sighting.of == name]
         last = alike[-1].captured if name not in STATES else {}
-        words = {key: said.rstrip(".") for key, said in last.items()} | {
+        words = {key: text.rstrip(".") for key, text in last.items()} | {
             "times": format_times(len(alike), [sighting.captured.get("step", "") for sighting in alike])
         }
-        found += [
+        counted += [
             replace(sighting, captured=load_kinds()[name].defaults | sighting.captured | words)
             for sighting in alike
         ]
-    return found
+    return counted
 
 
 def format_times(count: int, steps: Iterable[str]) -> str:
@@ -197,13 +197,13 @@ def format_times(count: int, steps: Iterable[str]) -> str:
     >>> format_times(1, ["3"]), format_times(3, ["3", "5", "5"]), format_times(2, ["", ""])
     ('once, at step 3', '3 times, at steps 3 to 5', '2 times')
     """
-    known = sorted({int(step) for step in steps if step.isdecimal()})
+    numbers = sorted({int(step) for step in steps if step.isdecimal()})
     often = "once" if count == 1 else f"{count} times"
-    if not known:
+    if not numbers:
         return often
-    if len(known) == 1:
-        return f"{often}, at step {known[0]}"
-    return f"{often}, at steps {known[0]} to {known[-1]}"
+    if len(numbers) == 1:
+        return f"{often}, at step {numbers[0]}"
+    return f"{often}, at steps {numbers[0]} to {numbers[-1]}"
 
 
 def describe_end(run: WatchedRun, *, alive: bool | None, host: str, file: str) -> Sighting:

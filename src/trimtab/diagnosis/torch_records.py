@@ -215,10 +215,10 @@ class FlightRecord:
         return min(open_ones, default=None)
 
 
-def compare_flights(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Sighting]:
+def compare_flights(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Sighting]:
     """Compare the records of several ranks: who is late, who does something else, or nobody."""
     groups: dict[str, list[FlightRecord]] = {}
-    for order, (name, value) in enumerate(found):
+    for order, (name, value) in enumerate(records):
         rank = rank_from_path(name)
         rank = rank if rank is not None else _as_count(value.get("rank", order))
         for group, entries in _group_entries(value).items():
@@ -228,15 +228,15 @@ def compare_flights(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Sig
 
 
 def _group_entries(value: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    groups: dict[str, dict[int, dict[str, Any]]] = {}
     for entry in _only_dicts(value["entries"]):
         if entry.get("is_p2p"):
             continue
         group = entry.get("process_group", entry.get("pg_id", 0))
         name = str(group[0]) if isinstance(group, list | tuple) and group else str(group)
         number = _as_count(entry.get("collective_seq_id", entry.get("seq_id")))
-        found.setdefault(name, {})[number] = entry
-    return found
+        groups.setdefault(name, {})[number] = entry
+    return groups
 
 
 def _op_name(entry: dict[str, Any]) -> str:

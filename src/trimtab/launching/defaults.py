@@ -91,38 +91,38 @@ def read_defaults(folder: Path) -> LaunchDefaults:
     """Read the launch defaults of a folder's trimtab.toml; none if there is no such file or table."""
     file = folder / PROJECT_FILE
     try:
-        held = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return LaunchDefaults()
     except OSError as error:
         raise _file_error(file, f"it cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise _file_error(file, f"it is not TOML: {error}") from error
-    return parse_defaults(held, file)
+    return parse_defaults(content, file)
 
 
-def parse_defaults(held: dict[str, Any], file: Path) -> LaunchDefaults:
+def parse_defaults(content: dict[str, Any], file: Path) -> LaunchDefaults:
     """Convert the content of a trimtab.toml to launch defaults."""
-    strange = [key for key in held if key not in TABLES]
+    strange = [key for key in content if key not in TABLES]
     if strange:
         raise _file_error(file, f"there is {_name_unknown(strange[0], TABLES)}")
-    table = held.get(TABLE, {})
+    table = content.get(TABLE, {})
     if not isinstance(table, dict):
         raise _file_error(file, f"{TABLE} is no table: write [{TABLE}] on a line of its own")
-    known = LaunchDefaults.__struct_fields__
-    strange = [key for key in table if key not in known]
+    fields = LaunchDefaults.__struct_fields__
+    strange = [key for key in table if key not in fields]
     if strange:
-        raise _file_error(file, f"[{TABLE}] has {_name_unknown(strange[0], known)}")
+        raise _file_error(file, f"[{TABLE}] has {_name_unknown(strange[0], fields)}")
     try:
         return msgspec.convert(table, LaunchDefaults)
     except msgspec.ValidationError as error:
         raise _file_error(file, f"[{TABLE}] is not right: {error}") from error
 
 
-def _name_unknown(name: str, known: tuple[str, ...]) -> str:
-    close = nearest(name, known, count=1)
+def _name_unknown(name: str, names: tuple[str, ...]) -> str:
+    close = nearest(name, names, count=1)
     hint = f" (perhaps {close[0]})" if close else ""
-    return f"{name!r}, which is none of {', '.join(known)}{hint}"
+    return f"{name!r}, which is none of {', '.join(names)}{hint}"
 
 
 def _file_error(file: Path, found: str) -> BrokenFile:

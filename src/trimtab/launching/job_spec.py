@@ -112,24 +112,24 @@ def build_environment(
     starts on this machine, and None where a scheduler hands out the devices.
     """
     resources, choice = job_spec.resources, job_spec.plan.choice
-    found: dict[str, tuple[str, str]] = {}
+    variables: dict[str, tuple[str, str]] = {}
     if choice.allocator is Allocator.EXPANDABLE:
         for name, value in allocator_variables(choice, here or {}).items():
-            found[name] = value, "the plan's allocator: expandable segments"
+            variables[name] = value, "the plan's allocator: expandable segments"
     if cores:
         threads = max(1, cores // resources.procs)
-        found["OMP_NUM_THREADS"] = str(threads), _explain_threads(cores, resources.procs)
+        variables["OMP_NUM_THREADS"] = str(threads), _explain_threads(cores, resources.procs)
     if resources.gpus and resources.gpus * resources.nodes > 1:
-        found["NCCL_DEBUG"] = "WARN", "NCCL says why, where it fails"
+        variables["NCCL_DEBUG"] = "WARN", "NCCL says why, where it fails"
     if offline or job_spec.plan.job.startswith(FOLDER):
         why = "trimtab.toml says offline" if offline else "all that the job needs is in its folder"
-        found["HF_HUB_OFFLINE"] = "1", why
+        variables["HF_HUB_OFFLINE"] = "1", why
     if here is not None and resources.gpus:
-        found["CUDA_VISIBLE_DEVICES"] = (
+        variables["CUDA_VISIBLE_DEVICES"] = (
             visible_devices(job_spec.plan, here),
             "the devices that the plan chose",
         )
-    return found
+    return variables
 
 
 def visible_devices(plan: Plan, here: Mapping[str, str]) -> str:

@@ -193,12 +193,12 @@ def read_sacct(text: str) -> tuple[QueuedJob, ...]:
 
 
 def _parse_records(records: Sequence[str], names: tuple[str, ...]) -> tuple[QueuedJob, ...]:
-    found = []
+    jobs = []
     for record in records:
         values = record.removeprefix("\n").split(FIELD)
         if len(values) == len(names):
-            found.append(_parse_job(dict(zip(names, values, strict=True))))
-    return tuple(job for job in found if job is not None)
+            jobs.append(_parse_job(dict(zip(names, values, strict=True))))
+    return tuple(job for job in jobs if job is not None)
 
 
 def read_scontrol(text: str) -> QueuedJob | None:
@@ -298,20 +298,20 @@ def explain_state(job: QueuedJob) -> str:
     'it is next, and waits until enough nodes and GPUs are free'
     """
     if is_over(job):
-        known = ENDINGS.get(job.state, "")
+        ending = ENDINGS.get(job.state, "")
         # What is left of a cancelled job's reason is why it had waited.
-        told = job.reason not in (None, "NonZeroExitCode") and job.state == "FAILED"
-        return f"{known} ({job.reason})" if told and known else known
+        has_reason = job.reason not in (None, "NonZeroExitCode") and job.state == "FAILED"
+        return f"{ending} ({job.reason})" if has_reason and ending else ending
     if job.state not in WAITING or job.reason is None:
         return ""
     fitting = (words for shape, words in REASONS.items() if fnmatchcase(job.reason, shape))
     words = next(fitting, None)
     if words is None:
         return f"Slurm says {job.reason}"
-    said = words.format(job_id=job.job_id, partition=job.partition)
+    text = words.format(job_id=job.job_id, partition=job.partition)
     if job.reason == "BeginTime" and job.starts:
-        return f"until {job.starts.replace('T', ' ')} {said}"
-    return said
+        return f"until {job.starts.replace('T', ' ')} {text}"
+    return text
 
 
 NOTE = "launch.json"
@@ -435,7 +435,7 @@ def is_alive(folder: Path, attempt: Attempt) -> bool:
 
 def find_folders(places: Sequence[Path]) -> list[Path]:
     """Find run folders: those given, or those inside of them; by default those in ./runs."""
-    found: list[Path] = []
+    folders: list[Path] = []
     for place in places or [RUNS]:
         if places and not place.is_dir():
             raise WrongUse(
@@ -444,10 +444,10 @@ def find_folders(places: Sequence[Path]) -> list[Path]:
                 cure="Give the folder of a run, or one that has such folders in it.",
             )
         inside = [place, *sorted(place.iterdir())] if place.is_dir() else []
-        found += [
+        folders += [
             path.absolute() for path in inside if (path / "run.json").exists() or (path / NOTE).exists()
         ]
-    return found
+    return folders
 
 
 def list_jobs(
@@ -463,10 +463,10 @@ def list_jobs(
     except EnvironmentFault as error:
         return _local_views(folders), [error]
     views = [_view_with_run(job, at, lines) for job in queued]
-    known = {view.id for view in views} | {view.run.folder for view in views if view.run is not None}
+    listed = {view.id for view in views} | {view.run.folder for view in views if view.run is not None}
     for folder in folders:
         job_id = slurm_job_of(folder)
-        if job_id is not None and job_id not in known and str(folder) not in known and at.has("squeue"):
+        if job_id is not None and job_id not in listed and str(folder) not in listed and at.has("squeue"):
             ended = find_slurm_job(job_id, at)
             views += [] if ended is None else [_view_with_run(ended, at, lines, folder)]
     return [*views, *_local_views(folders)], []
@@ -500,21 +500,21 @@ def queued_jobs(at: SlurmClient) -> list[QueuedJob]:
 def find_slurm_job(job_id: str, at: SlurmClient) -> QueuedJob | None:
     """Find a job that may have ended, by squeue, then sacct; None if both have forgotten it."""
     try:
-        found = read_squeue(at.ask(squeue_command(job_id=job_id)))
+        jobs = read_squeue(at.ask(squeue_command(job_id=job_id)))
     except EnvironmentFault as error:
         if "invalid job id" not in error.found.lower():
             raise _slurm_error(error) from error
     else:
-        if found:
-            return found[0]
+        if jobs:
+            return jobs[0]
     if not at.has("sacct"):
         return None
     try:
-        found = read_sacct(at.ask(sacct_command([job_id])))
+        jobs = read_sacct(at.ask(sacct_command([job_id])))
     except EnvironmentFault:
         # A cluster that keeps no accounts.
         return None
-    return found[0] if found else None
+    return jobs[0] if jobs else None
 
 
 def read_job_output(job_id: str, at: SlurmClient) -> QueuedJob | None:
@@ -632,8 +632,8 @@ def _read_field(file: Path, key: str) -> str | None:
         value = msgspec.json.decode(file.read_bytes())
     except (OSError, msgspec.DecodeError):
         return None
-    found = value.get(key) if isinstance(value, dict) else None
-    return found if isinstance(found, str) else None
+    text = value.get(key) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else None
 
 
 def _read_end(file: Path) -> bytes:
@@ -650,15 +650,15 @@ def _read_end(file: Path) -> bytes:
 
 def _last_lines(file: Path) -> list[dict[str, Any]]:
     """Read the last JSON lines of a file; skip broken ones."""
-    found = []
+    values = []
     for line in _read_end(file).split(b"\n"):
         try:
             value = msgspec.json.decode(line) if line else None
         except msgspec.DecodeError:
             continue
         if isinstance(value, dict):
-            found.append(value)
-    return found
+            values.append(value)
+    return values
 
 
 def _read_tail(file: Path, lines: int) -> list[str]:

@@ -137,9 +137,9 @@ def build_train_job(job_spec: JobSpec, defaults: LaunchDefaults, *, script_file:
             },
         },
     }
-    found = _manifest_launch(LaunchKind.KUBEFLOW, [job], script_file, job_spec, defaults)
+    launch = _manifest_launch(LaunchKind.KUBEFLOW, [job], script_file, job_spec, defaults)
     note = f"the runtime {defaults.runtime} has to mount the folder {defaults.mount}, which all pods share"
-    return found.replace(notes=(*found.notes, note))
+    return launch.replace(notes=(*launch.notes, note))
 
 
 def escape_dollars(text: str) -> str:
@@ -160,12 +160,12 @@ def shorten_plan(job_spec: JobSpec, *, indent: int = 0) -> str:
 
 def pod_resources(resources: Resources) -> dict[str, dict[str, str]]:
     """Return the resources of a pod: GPUs are limits, from which Kubernetes makes requests."""
-    found = {"requests": {"cpu": str(resources.cpus)}}
+    pod = {"requests": {"cpu": str(resources.cpus)}}
     if resources.memory_bytes:
-        found["requests"]["memory"] = f"{-(-resources.memory_bytes // MIB)}Mi"
+        pod["requests"]["memory"] = f"{-(-resources.memory_bytes // MIB)}Mi"
     if resources.gpus:
-        found["limits"] = {_gpu_resource(resources): str(resources.gpus)}
-    return found
+        pod["limits"] = {_gpu_resource(resources): str(resources.gpus)}
+    return pod
 
 
 def _gpu_resource(resources: Resources) -> str:
@@ -198,9 +198,9 @@ def _manifest_launch(
 
 
 def _pod_environment(job_spec: JobSpec, defaults: LaunchDefaults) -> dict[str, str]:
-    found = build_environment(job_spec, cores=job_spec.resources.cpus, offline=defaults.offline)
+    variables = build_environment(job_spec, cores=job_spec.resources.cpus, offline=defaults.offline)
     return {
-        **{name: value for name, (value, _) in found.items()},
+        **{name: value for name, (value, _) in variables.items()},
         "PYTHONUNBUFFERED": "1",
         **defaults.environment,
     }
@@ -217,10 +217,10 @@ def _require_image(defaults: LaunchDefaults) -> str:
 
 
 def _metadata(name: str, defaults: LaunchDefaults) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name}
+    metadata: dict[str, Any] = {"name": name}
     if defaults.namespace:
-        found["namespace"] = defaults.namespace
-    return {**found, "labels": {"app.kubernetes.io/managed-by": "trimtab"}}
+        metadata["namespace"] = defaults.namespace
+    return {**metadata, "labels": {"app.kubernetes.io/managed-by": "trimtab"}}
 
 
 def _path_below(mount: str, out: str) -> str:
@@ -312,9 +312,9 @@ def sky_accelerator(devices: tuple[str, ...]) -> str:
     if len(devices) == 1:
         name = devices[0]
         first = name.split()[0]
-        known = ACCELERATORS.get(name) or (first if first in PLAIN else None)
-        if known:
-            return known
+        accelerator = ACCELERATORS.get(name) or (first if first in PLAIN else None)
+        if accelerator:
+            return accelerator
     raise WrongUse(
         f"--sky with a plan for {' and '.join(devices)}",
         found="SkyPilot has no name for that that is known here",

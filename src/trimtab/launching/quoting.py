@@ -119,10 +119,10 @@ def make_label(text: str) -> str:
     >>> make_label("trimtab slm:tiny"), make_label("___")
     ('trimtab-slm-tiny', 'trimtab')
     """
-    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_LABEL_MOST].strip("-")
-    if not found:
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_LABEL_MOST].strip("-")
+    if not label:
         return "trimtab"
-    return found if found[0].isalpha() else f"t-{found}"[:_LABEL_MOST]
+    return label if label[0].isalpha() else f"t-{label}"[:_LABEL_MOST]
 
 
 def dump_yaml(documents: Sequence[Any]) -> str:

@@ -265,16 +265,16 @@ def build_launch(  # noqa: PLR0913 - an order and the world it is for
     files = {} if plan_file is not None else {what.plan_file: plan.to_json(indent=2) + "\n"}
     if order.kind is LaunchKind.SLURM:
         script = f"{what.out}/{SCRIPTS[order.kind]}"
-        found = build_sbatch_launch(
+        launch = build_sbatch_launch(
             what, defaults, site, script_file=script, time=order.time, silence=silence
         )
     elif order.kind in MANIFESTS:
         script = f"{what.out}/{SCRIPTS[order.kind]}"
-        found = MANIFESTS[order.kind](what, defaults, script_file=script)
+        launch = MANIFESTS[order.kind](what, defaults, script_file=script)
         # A manifest carries the plan itself.
         files = files if order.kind is LaunchKind.SKY else {}
     elif order.kind in OTHERS:
-        found = build_script_launch(
+        launch = build_script_launch(
             order.kind,
             what,
             defaults,
@@ -291,5 +291,5 @@ def build_launch(  # noqa: PLR0913 - an order and the world it is for
                 found="they need a place to meet",
                 cure="Give --rendezvous HOST:PORT, where HOST is one of them; or --slurm, which finds one.",
             )
-        found = build_local_launch(what, defaults, cores=cores, here=here, rendezvous=order.rendezvous)
-    return found.replace(files={**files, **found.files})
+        launch = build_local_launch(what, defaults, cores=cores, here=here, rendezvous=order.rendezvous)
+    return launch.replace(files={**files, **launch.files})

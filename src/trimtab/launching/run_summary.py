@@ -92,27 +92,27 @@ def _usual_steps(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) 
 
 def _build_checks(plan: Plan, attempt: Attempt, lines: Sequence[dict[str, Any]]) -> tuple[Check, ...]:
     """Compare predictions with measurements on as many processes as were planned."""
-    known = plan.estimate
+    estimate = plan.estimate
     alike = [line for line in lines if line.get("gpus") == attempt.procs]
-    whole = _usual_steps(plan, attempt, lines)
-    step_s = median(line["time_s"] for line in whole) if whole else None
+    steps = _usual_steps(plan, attempt, lines)
+    step_s = median(line["time_s"] for line in steps) if steps else None
     rate = plan.choice.global_batch / step_s if step_s else None
-    found = [
-        Check(what="step_s", predicted=known.step_s, real=step_s),
-        Check(what="samples_per_s", predicted=known.samples_per_s, real=rate),
+    checks = [
+        Check(what="step_s", predicted=estimate.step_s, real=step_s),
+        Check(what="samples_per_s", predicted=estimate.samples_per_s, real=rate),
         # A plan without an estimate has zeros for bytes.
         Check(
             what="allocated_bytes",
-            predicted=known.allocated_bytes or None,
+            predicted=estimate.allocated_bytes or None,
             real=_highest_value(alike, "allocated_bytes"),
         ),
         Check(
             what="reserved_bytes",
-            predicted=known.reserved_bytes or None,
+            predicted=estimate.reserved_bytes or None,
             real=_highest_value(alike, "reserved_bytes"),
         ),
     ]
-    return tuple(check for check in found if check.predicted is not None or check.real is not None)
+    return tuple(check for check in checks if check.predicted is not None or check.real is not None)
 
 
 def format_summary(summary: Summary) -> str:
@@ -160,11 +160,11 @@ def _format_devices(summary: Summary) -> str:
 
 
 def _format_runtime(summary: Summary) -> str:
-    whole = (
+    total = (
         f"{format_duration(summary.runtime_s)} ({summary.runtime_s:.0f} s, {summary.runtime_s / 3600:.2f} h)"
     )
     several = f", in {summary.attempts} attempts" if summary.attempts > 1 else ""
-    return f"{whole}, of it {format_duration(summary.steps_s)} in steps{several}"
+    return f"{total}, of it {format_duration(summary.steps_s)} in steps{several}"
 
 
 def _format_memory(summary: Summary) -> str:

@@ -132,14 +132,14 @@ def parse_cluster(answers: dict[str, str]) -> SlurmCluster:
             is_up=available.strip().lower() == "up",
             limit_s=parse_slurm_time(limit.strip()),
         )
-        held = SlurmNode(
+        slurm_node = SlurmNode(
             name=node,
             gpus=parse_gpus(gres),
             cpus=parse_whole(cpus.rstrip("+")) or None,
             memory_bytes=(parse_whole(memory.rstrip("+")) or 0) * MIB or None,
             state=state,
         )
-        partitions[name] = seen.replace(nodes=(*seen.nodes, held))
+        partitions[name] = seen.replace(nodes=(*seen.nodes, slurm_node))
     selects = re.search(r"^SelectType\s*=\s*(\S+)", answers.get("config", ""), re.MULTILINE)
     return SlurmCluster(
         partitions=tuple(partitions.values()),
@@ -153,11 +153,11 @@ def parse_gpus(gres: str) -> dict[str, int]:
     >>> parse_gpus("gpu:h100:4(S:0-1),lustre:1"), parse_gpus("gpu:2"), parse_gpus("(null)")
     ({'h100': 4}, {'': 2}, {})
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for match in _GPUS.finditer(gres):
         kind = match["type"] or ""
-        found[kind] = found.get(kind, 0) + int(match["count"])
-    return found
+        counts[kind] = counts.get(kind, 0) + int(match["count"])
+    return counts
 
 
 def slurm_time(seconds: float) -> str:
@@ -321,18 +321,18 @@ def _node_range(resources: Resources) -> str:
     )
 
 
-def choose_partition(site: SlurmCluster, wanted: str | None, resources: Resources) -> Partition:
+def choose_partition(site: SlurmCluster, name: str | None, resources: Resources) -> Partition:
     """Choose the partition named, or the default one; it must have what the plan needs."""
-    known = {partition.name: partition for partition in site.partitions}
+    by_name = {partition.name: partition for partition in site.partitions}
     listed = "; ".join(partition.words() for partition in site.partitions)
-    if wanted is not None:
-        if wanted not in known:
+    if name is not None:
+        if name not in by_name:
             raise UnknownName(
-                f"--partition {wanted}",
+                f"--partition {name}",
                 found=f"the cluster has no such partition; it has {listed}",
                 cure="Give one of these, here or as partition in [launch] of trimtab.toml.",
             )
-        chosen = known[wanted]
+        chosen = by_name[name]
     else:
         default = next((partition for partition in site.partitions if partition.is_default), None)
         if default is None:
@@ -406,8 +406,8 @@ def is_same_gpu(kind: str, device: str) -> bool:
 
 def _name_words(name: str) -> list[str]:
     """Return the words of a device's name, without vendors and units."""
-    found = re.findall(r"[a-z0-9]+", name.lower())
-    return [re.sub(r"(?<=[0-9])(gib|gb|g)$", "", word) for word in found if word not in VENDORS]
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return [re.sub(r"(?<=[0-9])(gib|gb|g)$", "", word) for word in words if word not in VENDORS]
 
 
 def _smallest_node(partition: Partition, resources: Resources) -> SlurmNode | None:
@@ -443,8 +443,8 @@ def _host_memory(resources: Resources, node: SlurmNode | None, cpus: int) -> tup
     """Return the host memory to ask for: the share of the GPUs or cores, at least what is needed."""
     if node is None or node.memory_bytes is None:
         return None, "host memory is left to the cluster's default: what a node has is not known"
-    held = sum(node.gpus.values())
-    share = resources.gpus / held if resources.gpus and held else cpus / (node.cpus or cpus)
+    node_gpus = sum(node.gpus.values())
+    share = resources.gpus / node_gpus if resources.gpus and node_gpus else cpus / (node.cpus or cpus)
     asked = max(int(node.memory_bytes * share), resources.memory_bytes)
     if asked > node.memory_bytes:
         raise EnvironmentFault(
@@ -453,7 +453,11 @@ def _host_memory(resources: Resources, node: SlurmNode | None, cpus: int) -> tup
             f"{format_bytes(node.memory_bytes)} of host memory",
             cure="Plan for more nodes, or for another partition.",
         )
-    part = f"{resources.gpus} of {held} GPUs" if resources.gpus and held else f"{cpus} of {node.cpus} cores"
+    part = (
+        f"{resources.gpus} of {node_gpus} GPUs"
+        if resources.gpus and node_gpus
+        else f"{cpus} of {node.cpus} cores"
+    )
     return asked, f"host memory: {format_bytes(asked)} of {format_bytes(node.memory_bytes)}, for {part}"
 
 
@@ -474,14 +478,13 @@ def _time_limit(
         return seconds, ""
     if resources.seconds is None:
         return None, "the time limit is the partition's default: nobody knows how long the run takes"
-    wanted = add_margin(resources.seconds)
-    if most is not None and wanted > most:
+    seconds = add_margin(resources.seconds)
+    if most is not None and seconds > most:
         return most, (
-            f"{explain_time(resources, wanted)}; the partition allows {format_duration(most)}: at the limit "
-            "the run "
-            "saves, is queued again, and goes on"
+            f"{explain_time(resources, seconds)}; the partition allows {format_duration(most)}: at the limit "
+            "the run saves, is queued again, and goes on"
         )
-    return wanted, explain_time(resources, wanted)
+    return seconds, explain_time(resources, seconds)
 
 
 def _place_note(partition: Partition | None, silence: str) -> str:

@@ -112,21 +112,21 @@ def submit_launch(launch: Launch) -> Launch:
     if shutil.which(launch.command[0]) is None:
         raise no_slurm_error(launch.command[0])
     write_launch_files(launch)
-    said = ask_slurm(launch.command).strip()
+    output = ask_slurm(launch.command).strip()
     # --parsable prints NUMBER, or NUMBER;CLUSTER.
-    number = said.splitlines()[-1].partition(";")[0] if said else ""
+    number = output.splitlines()[-1].partition(";")[0] if output else ""
     if not number.isdigit():
         raise EnvironmentFault(
             " ".join(launch.command),
-            found=f"it printed {shortened(said)!r}, which is no number of a job",
+            found=f"it printed {shortened(output)!r}, which is no number of a job",
             cure="Look for the job with `squeue --me` before you submit it again.",
         )
-    done = launch.replace(job_id=number)
-    if done.out is not None:
+    submitted = launch.replace(job_id=number)
+    if submitted.out is not None:
         # `trimtab jobs` finds the run by it. It is submitted: what cannot be written is no reason to fail.
         with contextlib.suppress(OSError):
-            Path(done.out, NOTE).write_text(done.to_json(indent=2) + "\n", encoding="utf-8")
-    return done
+            Path(submitted.out, NOTE).write_text(submitted.to_json(indent=2) + "\n", encoding="utf-8")
+    return submitted
 
 
 def check_startable(launch: Launch) -> None:

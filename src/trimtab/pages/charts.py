@@ -176,9 +176,9 @@ def _draw_column(  # noqa: PLR0913, PLR0917 - a bar and its place
         )
         return draw_mark(f"{column.label}: {column.shown}", shape, below)
     top = y.at(column.value)
-    said = ", ".join(part for part in (column.shown, column.note) if part)
+    text = ", ".join(part for part in (column.shown, column.note) if part)
     return draw_mark(
-        f"{column.label}: {said}",
+        f"{column.label}: {text}",
         draw_box(middle - thick / 2, top, thick, frame.bottom - top, f"bar {column.kind}"),
         draw_text(middle, top - 6, fit_label(column.shown, step), class_="value", anchor="middle"),
         below,
@@ -480,9 +480,9 @@ def _draw_label(point: Point, x: Scale, y: Scale, frame: Frame, labels: Labels) 
     leftward = at + 12 + wide > frame.right
     room = at - 12 - frame.left if leftward else frame.right - at - 12
     place, anchor = (at - 12, "end") if leftward else (at + 12, "start")
-    said = point.label if wide <= room else fit_label(point.label, room * LETTER / BOLD_LETTER)
-    level = labels.place(place, y.at(point.y) - 10, said, anchor=anchor)
-    return Markup("") if level is None else draw_text(place, level, said, class_="strong", anchor=anchor)
+    text = point.label if wide <= room else fit_label(point.label, room * LETTER / BOLD_LETTER)
+    level = labels.place(place, y.at(point.y) - 10, text, anchor=anchor)
+    return Markup("") if level is None else draw_text(place, level, text, class_="strong", anchor=anchor)
 
 
 def _draw_front_name(front: Front, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
@@ -490,5 +490,9 @@ def _draw_front_name(front: Front, x: Scale, y: Scale, frame: Frame, labels: Lab
     at, level = x.at(front.places[-1][0]), y.at(front.places[-1][1]) + 4
     leftward = at + 12 + len(front.name) * BOLD_LETTER > frame.right
     place, anchor = (at - 12, "end") if leftward else (at + 12, "start")
-    found = labels.place(place, level, front.name, anchor=anchor)
-    return Markup("") if found is None else draw_text(place, found, front.name, class_="front", anchor=anchor)
+    level_found = labels.place(place, level, front.name, anchor=anchor)
+    return (
+        Markup("")
+        if level_found is None
+        else draw_text(place, level_found, front.name, class_="front", anchor=anchor)
+    )

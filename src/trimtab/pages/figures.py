@@ -72,7 +72,7 @@ def memory_figure(plan: Plan) -> Figure:
     if cached:
         slices.append(BarPart("cached", "cached", cached, format_bytes(cached)))
     most = estimate.capacity_bytes or estimate.process_bytes
-    whole = max(most, estimate.band.high_bytes, sum(slice_.value for slice_ in slices))
+    total = max(most, estimate.band.high_bytes, sum(slice_.value for slice_ in slices))
     limits = [
         LimitLine(estimate.band.high_bytes, f"at most {format_bytes(estimate.band.high_bytes)}", "band")
     ]
@@ -91,10 +91,10 @@ def memory_figure(plan: Plan) -> Figure:
         "Memory by part",
         says,
         lambda width: draw_stack(
-            "Memory of the fullest GPU by part", slices, limits, whole=whole, width=width
+            "Memory of the fullest GPU by part", slices, limits, whole=total, width=width
         ),
         ("part", "bytes", "size", "share"),
-        tuple((s.name, f"{s.value:,.0f}", s.shown, f"{s.value / whole:.1%}") for s in slices),
+        tuple((s.name, f"{s.value:,.0f}", s.shown, f"{s.value / total:.1%}") for s in slices),
     )
 
 
@@ -269,14 +269,14 @@ def _frontier_line(gpus: int, ahead: list[Look], size: int) -> Front:
 
 def _collect_looks(plan: Plan) -> list[Look]:
     """Return all candidates that were looked at; plans of earlier versions keep fewer."""
-    found = {look.setting: look for look in plan.looked_at}
-    told = [
+    looks = {look.setting: look for look in plan.looked_at}
+    settings = [
         (plan.choice, plan.estimate),
         *((runner_up.setting, runner_up.estimate) for runner_up in plan.runners_up),
     ]
-    told += [(row.setting, row.estimate) for row in plan.comparison if row.setting and row.estimate]
-    for setting, estimate in told:
-        found.setdefault(
+    settings += [(row.setting, row.estimate) for row in plan.comparison if row.setting and row.estimate]
+    for setting, estimate in settings:
+        looks.setdefault(
             setting,
             Look(
                 setting=setting,
@@ -286,7 +286,7 @@ def _collect_looks(plan: Plan) -> list[Look]:
                 fits=True,
             ),
         )
-    return list(found.values())
+    return list(looks.values())
 
 
 def find_frontier(looks: Sequence[Look]) -> list[Look]:
@@ -421,8 +421,8 @@ def pick_evenly(count: int, most: int = MOST_ROWS) -> list[int]:
     ([0, 1, 2], [0, 3, 6, 9])
     """
     every = max(1, -(-(count - 1) // (most - 1))) if count > 1 else 1
-    found = list(range(0, count, every))
-    return found if not count or found[-1] == count - 1 else [*found[: most - 1], count - 1]
+    indices = list(range(0, count, every))
+    return indices if not count or indices[-1] == count - 1 else [*indices[: most - 1], count - 1]
 
 
 def format_seconds(value: float) -> str:
@@ -440,16 +440,16 @@ MOST_EVENTS = 200
 
 def loss_figure(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
     """Show the loss over steps, with validation and events."""
-    told = _keep_finite((line.step, line.loss) for line in lines)
+    values_by_step = _keep_finite((line.step, line.loss) for line in lines)
     checks = _keep_finite((line.step, line.validation_loss) for line in lines)
-    if not told:
+    if not values_by_step:
         return None
-    band = bucket_steps(told)
+    band = bucket_steps(values_by_step)
     values = [value for _, value in checks]
     low, high = min([*band.low, *values]), max([*band.high, *values])
     # A loss near zero is drawn from zero; one that never comes near it would be a flat line there.
     base = 0.0 if 0 <= low < high / 2 else low
-    (first, began), (last, ended) = told[0], told[-1]
+    (first, began), (last, ended) = values_by_step[0], values_by_step[-1]
     says = f"Loss {format_number(began)} at step {first:,}, {format_number(ended)} at step {last:,}"
     says += f"; validation {format_number(checks[-1][1])}." if checks else "."
     notes = [
@@ -483,12 +483,12 @@ def loss_figure(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | N
 
 def speed_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
     """Show samples a second over steps, against the plan."""
-    told = _keep_finite((line.step, line.samples_per_s) for line in lines)
-    if not told:
+    values_by_step = _keep_finite((line.step, line.samples_per_s) for line in lines)
+    if not values_by_step:
         return None
-    band = bucket_steps(told)
+    band = bucket_steps(values_by_step)
     expected = plan.estimate.samples_per_s if plan is not None else None
-    usual = statistics.median(value for _, value in told[WARM_UP:] or told)
+    usual = statistics.median(value for _, value in values_by_step[WARM_UP:] or values_by_step)
     top = round_up([*band.high, expected or 0.0])
     says = f"The median step makes {format_number(usual)} samples/s"
     says += (
@@ -501,7 +501,7 @@ def speed_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
         lambda width: draw_curve(
             "Samples a second over steps",
             band,
-            _step_axis(told[0][0], told[-1][0]),
+            _step_axis(values_by_step[0][0], values_by_step[-1][0]),
             Axis("samples/s", make_ticks(0, top), 0, top),
             says=_describe_steps("samples/s", band, format_number),
             notes=[],
@@ -516,14 +516,14 @@ def speed_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
 
 def reserved_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
     """Show reserved memory over steps, against the plan."""
-    told = _keep_finite((line.step, line.reserved_bytes) for line in lines)
-    if not told or not any(value for _, value in told):
+    values_by_step = _keep_finite((line.step, line.reserved_bytes) for line in lines)
+    if not values_by_step or not any(value for _, value in values_by_step):
         return None
     expected = plan.estimate.reserved_bytes if plan is not None else 0
-    size, unit = pick_byte_unit(max([value for _, value in told] + [expected]))
-    band = bucket_steps([(step, value / size) for step, value in told])
+    size, unit = pick_byte_unit(max([value for _, value in values_by_step] + [expected]))
+    band = bucket_steps([(step, value / size) for step, value in values_by_step])
     top = round_up([*band.high, expected / size])
-    most = max(value for _, value in told)
+    most = max(value for _, value in values_by_step)
     says = f"At most {format_bytes(most)} were reserved"
     says += f"; the plan expects {format_bytes(expected)} ({most / expected - 1:+.1%})." if expected else "."
 
@@ -537,7 +537,7 @@ def reserved_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
         lambda width: draw_curve(
             "Reserved memory over steps",
             band,
-            _step_axis(told[0][0], told[-1][0]),
+            _step_axis(values_by_step[0][0], values_by_step[-1][0]),
             Axis(f"reserved, {unit}", make_ticks(0, top), 0, top),
             says=_describe_steps("reserved", band, shown),
             notes=[],
@@ -594,33 +594,33 @@ def compare_run(lines: Sequence[Line], plan: Plan | None) -> list[tuple[str, flo
         and line.attempts == 1
         and not line.skipped
     ]
-    found: list[tuple[str, float | None, float | None]] = [
+    pairs: list[tuple[str, float | None, float | None]] = [
         ("step_s", estimate.step_s, _median([line.time_s for line in alike])),
         ("samples_per_s", estimate.samples_per_s, _median([line.samples_per_s for line in alike])),
     ]
     for field in ("allocated_bytes", "reserved_bytes"):
         seen = [value for line in alike if (value := getattr(line, field)) is not None]
-        found.append((field, getattr(estimate, field), max(seen, default=None)))
-    return [(field, guess, truth) for field, guess, truth in found if guess and truth]
+        pairs.append((field, getattr(estimate, field), max(seen, default=None)))
+    return [(field, guess, truth) for field, guess, truth in pairs if guess and truth]
 
 
-def compare_profile(found: Profile) -> list[tuple[str, float, float]]:
+def compare_profile(profile: Profile) -> list[tuple[str, float, float]]:
     """Return the values that were both predicted and measured."""
     return [
         (field, guess, truth)
-        for field, guess in found.predicted.items()
-        if guess is not None and (truth := found.measured.get(field)) is not None
+        for field, guess in profile.predicted.items()
+        if guess is not None and (truth := profile.measured.get(field)) is not None
     ]
 
 
-def bucket_steps(told: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) -> ValueBand:
+def bucket_steps(points: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) -> ValueBand:
     """Reduce many steps to the mean of stretches, with the lowest and highest of each.
 
     >>> bucket_steps([(1, 4.0), (2, 2.0), (3, 3.0)], most=2)
     ValueBand(xs=(2.0, 3.0), low=(2.0, 3.0), middle=(3.0, 3.0), high=(4.0, 3.0))
     """
-    size = max(1, -(-len(told) // most))
-    stretches = [told[begin : begin + size] for begin in range(0, len(told), size)]
+    size = max(1, -(-len(points) // most))
+    stretches = [points[begin : begin + size] for begin in range(0, len(points), size)]
     values = [[value for _, value in stretch] for stretch in stretches]
     return ValueBand(
         tuple(float(stretch[-1][0]) for stretch in stretches),
@@ -630,11 +630,11 @@ def bucket_steps(told: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) ->
     )
 
 
-def _keep_finite(told: object) -> list[tuple[int, float]]:
+def _keep_finite(values: object) -> list[tuple[int, float]]:
     """Keep the values that can be drawn."""
     return [
         (step, float(value))
-        for step, value in told  # type: ignore[attr-defined]
+        for step, value in values  # type: ignore[attr-defined]
         if value is not None and math.isfinite(value)
     ]
 
@@ -644,8 +644,8 @@ def _median(values: list[float]) -> float | None:
 
 
 def _step_axis(first: int, last: int) -> Axis:
-    whole = [tick for tick in make_ticks(first, last) if tick.value == int(tick.value)]
-    return Axis("optimizer steps", whole, float(first), float(last))
+    ticks = [tick for tick in make_ticks(first, last) if tick.value == int(tick.value)]
+    return Axis("optimizer steps", ticks, float(first), float(last))
 
 
 def _describe_steps(name: str, band: ValueBand, shown: Callable[[float], str]) -> list[str]:

@@ -39,23 +39,23 @@ def read_asset(name: str) -> str:
 
 def draw_figures(story: ReportData) -> list[Figure]:
     """Return every figure that has data: the run first, then the plan."""
-    found: list[Figure | None] = []
+    figures_found: list[Figure | None] = []
     plan, run = story.plan, story.run
     if run is not None:
-        found.append(figures.loss_figure(run.lines, run.events))
-        found.append(figures.comparison_figure(figures.compare_run(run.lines, plan)))
-        found.append(figures.speed_figure(run.lines, plan))
-        found.append(figures.reserved_figure(run.lines, plan))
+        figures_found.append(figures.loss_figure(run.lines, run.events))
+        figures_found.append(figures.comparison_figure(figures.compare_run(run.lines, plan)))
+        figures_found.append(figures.speed_figure(run.lines, plan))
+        figures_found.append(figures.reserved_figure(run.lines, plan))
     if story.profile is not None:
-        found.append(figures.comparison_figure(figures.compare_profile(story.profile)))
+        figures_found.append(figures.comparison_figure(figures.compare_profile(story.profile)))
     if plan is not None and plan.estimate.process_bytes:
-        found += [
+        figures_found += [
             figures.memory_figure(plan),
             figures.timeline_figure(story),
             figures.candidates_figure(plan),
         ]
-        found += [figures.scaling_figure(plan), figures.step_time_figure(plan.estimate)]
-    return [figure for figure in found if figure is not None]
+        figures_found += [figures.scaling_figure(plan), figures.step_time_figure(plan.estimate)]
+    return [figure for figure in figures_found if figure is not None]
 
 
 def build_page(story: ReportData, shown: Sequence[Figure]) -> str:
@@ -169,8 +169,8 @@ def _run_tiles(run: Record) -> list[tuple[str, str]]:
     if not run.lines:
         return []
     last = run.lines[-1]
-    whole = run.attempt.steps if run.attempt is not None else None
-    tiles = [("steps taken", f"{last.step:,}" + (f" of {whole:,}" if whole else ""))]
+    steps = run.attempt.steps if run.attempt is not None else None
+    tiles = [("steps taken", f"{last.step:,}" + (f" of {steps:,}" if steps else ""))]
     tiles += [("loss", format_number(last.loss))] if last.loss is not None else []
     spent = sum(line.time_s for line in run.lines)
     tiles.append(("time in steps", format_duration(max(spent, 0.0))))

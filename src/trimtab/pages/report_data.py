@@ -64,15 +64,15 @@ def _read_run(place: Path) -> ReportData:
             found=f"there is no {', no '.join(MARKS)} in it{_name_runs_below(place)}",
             cure=CURE,
         )
-    found = record.read(place)
-    if not found.lines and not found.events and found.plan is None:
+    run = record.read(place)
+    if not run.lines and not run.events and run.plan is None:
         raise BrokenFile(
-            f"report {place}", found=f"nothing in it can be shown: {'; '.join(found.said)}", cure=CURE
+            f"report {place}", found=f"nothing in it can be shown: {'; '.join(run.said)}", cure=CURE
         )
-    missing = found.said
-    if not found.lines and not any(text.startswith(record.LOG) for text in missing):
+    missing = run.said
+    if not run.lines and not any(text.startswith(record.LOG) for text in missing):
         missing = (*missing, f"{record.LOG} is empty: the run has not taken a step")
-    return ReportData(origin=str(place), plan=found.plan, run=found, missing=missing)
+    return ReportData(origin=str(place), plan=run.plan, run=run, missing=missing)
 
 
 def _name_runs_below(place: Path) -> str:
@@ -85,10 +85,10 @@ def _name_runs_below(place: Path) -> str:
 
 
 def _read_file(place: Path, data: bytes) -> ReportData:
-    said: list[str] = []
-    found = noun_of(data, Plan, said, name=place.name)
-    if found is not None:
-        return ReportData(origin=str(place), plan=found, missing=tuple(said))
+    problems: list[str] = []
+    plan = noun_of(data, Plan, problems, name=place.name)
+    if plan is not None:
+        return ReportData(origin=str(place), plan=plan, missing=tuple(problems))
     staged = noun_of(data, StagedPlan, [], name=place.name)
     if staged is not None and staged.stages:
         names = [stage.stage.name for stage in staged.stages]
@@ -99,13 +99,13 @@ def _read_file(place: Path, data: bytes) -> ReportData:
     profile = _read_profile(data)
     if profile is not None:
         return ReportData(origin=str(place), profile=profile)
-    raise BrokenFile(f"report {place}", found="; ".join(said), cure=CURE)
+    raise BrokenFile(f"report {place}", found="; ".join(problems), cure=CURE)
 
 
 def _read_profile(data: bytes) -> Profile | None:
     try:
         value: Any = msgspec.json.decode(data)
-        told = {key: value[key] for key in ("predicted", "measured")}
-        return Profile.from_builtins(told)
+        fields = {key: value[key] for key in ("predicted", "measured")}
+        return Profile.from_builtins(fields)
     except (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError):
         return None

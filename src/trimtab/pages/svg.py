@@ -43,15 +43,15 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
     >>> tag("p", "1 < 2", class_="note", data_tip='"')
     '<p class="note" data-tip="&quot;">1 &lt; 2</p>'
     """
-    told = "".join(
+    attribute_text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
     inner = "".join(escape_text(child) for child in children if child is not None)
     if not inner and name in VOID:
-        return Markup(f"<{name}{told}>")
-    return Markup(f"<{name}{told}>{inner}</{name}>")
+        return Markup(f"<{name}{attribute_text}>")
+    return Markup(f"<{name}{attribute_text}>{inner}</{name}>")
 
 
 def _attribute(value: object) -> str:
@@ -130,8 +130,8 @@ def pick_byte_unit(most: float) -> tuple[int, str]:
     >>> pick_byte_unit(3 * 2**30)
     (1073741824, 'GiB')
     """
-    known = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
-    return next(((size, name) for size, name in known if most >= size), (1, "B"))
+    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+    return next(((size, name) for size, name in units if most >= size), (1, "B"))
 
 
 def pick_time_unit(most_s: float) -> tuple[float, str]:
@@ -140,8 +140,8 @@ def pick_time_unit(most_s: float) -> tuple[float, str]:
     >>> pick_time_unit(7200), pick_time_unit(0.2)
     ((3600.0, 'hours'), (0.001, 'ms'))
     """
-    known = ((86400.0 * 2, 86400.0, "days"), (3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"))
-    longer = next(((size, name) for least, size, name in known if most_s >= least), None)
+    units = ((86400.0 * 2, 86400.0, "days"), (3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"))
+    longer = next(((size, name) for least, size, name in units if most_s >= least), None)
     return longer or ((1.0, "s") if most_s >= 1 else (1e-3, "ms"))
 
 
@@ -200,10 +200,10 @@ class Labels:
         self._bounds = left, right, top, bottom
         self._taken: list[tuple[float, float, float, float]] = []
 
-    def place(self, x: float, y: float, said: str, *, anchor: str = "start") -> float | None:
+    def place(self, x: float, y: float, text: str, *, anchor: str = "start") -> float | None:
         """Return the baseline nearest to `y` where the label fits and overlaps no other, or None."""
         left, right, top, bottom = self._bounds
-        wide = len(said) * BOLD_LETTER
+        wide = len(text) * BOLD_LETTER
         begin = x if anchor == "start" else x - wide if anchor == "end" else x - wide / 2
         if begin < left or begin + wide > right:
             return None
@@ -250,11 +250,11 @@ def draw_mark(says: str, *shapes: object) -> Markup:
     return tag("g", *shapes, tag("title", says), class_="mark", tabindex=-1, role="img", aria_label=says)
 
 
-def draw_text(x: float, y: float, said: object, *, class_: str = "label", anchor: str = "start") -> Markup:
+def draw_text(x: float, y: float, text: object, *, class_: str = "label", anchor: str = "start") -> Markup:
     """Draw a label."""
     return tag(
         "text",
-        said,
+        text,
         x=float(x),
         y=float(y),
         class_=class_,
@@ -328,11 +328,11 @@ def draw_axes(  # noqa: PLR0913 - two axes, each with its numbers and its name
     )
 
 
-def fit_label(said: str, room: float) -> str:
+def fit_label(text: str, room: float) -> str:
     """Cut a label to the room that there is.
 
     >>> fit_label("activations", 45), fit_label("activations", 100)
     ('activa…', 'activations')
     """
     most = int(room / LETTER)
-    return said if len(said) <= most else said[: max(most - 1, 0)].rstrip() + "…"
+    return text if len(text) <= most else text[: max(most - 1, 0)].rstrip() + "…"

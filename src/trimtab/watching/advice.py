@@ -53,13 +53,13 @@ def advise(
     if run.state != "running" or steps < STEPS_ENOUGH:
         return ()
     seen = {key: list(looks[key]) for key in run.devices if len(looks.get(key, ())) >= ENOUGH}
-    found = [*_advise_throttling(seen), *_advise_full(seen), *_advise_shared(seen)]
+    advice = [*_advise_throttling(seen), *_advise_full(seen), *_advise_shared(seen)]
     if is_low(run):
         waiting = _advise_data(run, plan)
-        found += waiting or [*_advise_launches(run, seen), *_advise_uneven(seen), *_advise_memory(run, seen)]
-        if not found:
-            found = _advise_slow(run)
-    return tuple(found)
+        advice += waiting or [*_advise_launches(run, seen), *_advise_uneven(seen), *_advise_memory(run, seen)]
+        if not advice:
+            advice = _advise_slow(run)
+    return tuple(advice)
 
 
 def is_low(run: WatchedRun) -> bool:
@@ -67,8 +67,8 @@ def is_low(run: WatchedRun) -> bool:
 
     Where neither is known, it may be.
     """
-    known = run.mfu_rating is not None or bool(run.planned_samples_per_s)
-    return not known or run.mfu_rating in LOW_RATINGS or _is_behind(run)
+    is_rated = run.mfu_rating is not None or bool(run.planned_samples_per_s)
+    return not is_rated or run.mfu_rating in LOW_RATINGS or _is_behind(run)
 
 
 def _is_behind(run: WatchedRun) -> bool:
@@ -81,20 +81,20 @@ def _advise_data(run: WatchedRun, plan: Plan | None) -> list[Advice]:
     if run.data_wait is None or run.data_wait < WAITING or not run.step_s:
         return []
     workers = plan.choice.workers if plan is not None else None
-    told = f" (now {workers} a process)" if workers is not None else ""
+    now = f" (now {workers} a process)" if workers is not None else ""
     return [
         Advice(
             kind="data-bound",
             where="",
             what=f"{run.data_wait:.0%} of a step of {format_duration(run.step_s)} waits for data",
-            cure=f"use more data loader workers{told}, or prepare the samples beforehand",
+            cure=f"use more data loader workers{now}, or prepare the samples beforehand",
         )
     ]
 
 
 def _advise_launches(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     """Advise on GPUs that are idle though data is there: the host launches too slowly."""
-    found = []
+    advice = []
     waits = "" if run.data_wait is None else f", and {run.data_wait:.0%} of a step waits for data"
     shares = [share for looks in seen.values() if (share := _full_share(looks)) is not None]
     fullest = max(shares, default=None)
@@ -103,7 +103,7 @@ def _advise_launches(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[A
     for key, looks in seen.items():
         busy = _mean(look.busy for look in looks)
         if busy is not None and busy < IDLE:
-            found.append(
+            advice.append(
                 Advice(
                     kind="launch-bound",
                     where=_device_name(key),
@@ -111,18 +111,18 @@ def _advise_launches(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[A
                     cure=f"compile, so that there are fewer and larger kernels{larger}",
                 )
             )
-    return found
+    return advice
 
 
 def _advise_memory(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     """Advise on GPUs that are busy moving bytes, at a low share of their peak."""
-    found = []
+    advice = []
     for key, looks in seen.items():
         busy, moving = _mean(look.busy for look in looks), _mean(look.memory_busy for look in looks)
         if busy is None or moving is None or busy < ALWAYS_BUSY or moving < MEMORY_BUSY:
             continue
         rated = f"MFU {run.mfu:.1%}" if run.mfu is not None else "its speed"
-        found.append(
+        advice.append(
             Advice(
                 kind="memory-bound",
                 where=_device_name(key),
@@ -130,11 +130,11 @@ def _advise_memory(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Adv
                 cure="compile, which fuses passes over memory, or use bf16 if it is not in use",
             )
         )
-    return found
+    return advice
 
 
 def _advise_throttling(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    found = []
+    advice = []
     for key, looks in seen.items():
         last = looks[-1]
         held = bool(last.clock_hz and last.top_clock_hz and last.clock_hz < HELD_DOWN * last.top_clock_hz)
@@ -143,7 +143,7 @@ def _advise_throttling(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
         ]
         lasting = [reason for reason in reasons if all(reason in look.throttles for look in looks[-ENOUGH:])]
         if lasting:
-            found.append(
+            advice.append(
                 Advice(
                     kind="throttled",
                     where=_device_name(key),
@@ -151,26 +151,26 @@ def _advise_throttling(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
                     cure="look at its cooling and at its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
                 )
             )
-    return found
+    return advice
 
 
 def _format_clocks(last: Gauge) -> str:
-    told = []
+    parts = []
     if last.clock_hz and last.top_clock_hz:
-        told.append(f"{last.clock_hz / 1e6:.0f} of {last.top_clock_hz / 1e6:.0f} MHz")
+        parts.append(f"{last.clock_hz / 1e6:.0f} of {last.top_clock_hz / 1e6:.0f} MHz")
     if last.power_w and last.power_limit_w:
-        told.append(f"{last.power_w:.0f} of {last.power_limit_w:.0f} W")
+        parts.append(f"{last.power_w:.0f} of {last.power_limit_w:.0f} W")
     if last.temperature_c is not None:
-        told.append(f"{last.temperature_c:.0f} C")
-    return f": {', '.join(told)}" if told else ""
+        parts.append(f"{last.temperature_c:.0f} C")
+    return f": {', '.join(parts)}" if parts else ""
 
 
 def _advise_full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    found = []
+    advice = []
     for key, looks in seen.items():
         last, share = looks[-1], _full_share(looks)
         if share is not None and share >= FULL and last.used_bytes is not None and last.memory_bytes:
-            found.append(
+            advice.append(
                 Advice(
                     kind="full",
                     where=_device_name(key),
@@ -179,29 +179,29 @@ def _advise_full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
                     cure="a longer batch may not fit; use a smaller micro-batch, the global batch stays",
                 )
             )
-    return found
+    return advice
 
 
 def _advise_shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     """Advise on other processes on the GPU of a run."""
-    found = []
+    advice = []
     for key, looks in seen.items():
         several = looks[-1].processes or ()
         if len(several) > 1:
-            told = ", ".join(
+            listed = ", ".join(
                 f"{process.name or 'process'} {process.pid}"
                 + (f" ({format_bytes(process.used_bytes)})" if process.used_bytes else "")
                 for process in several[:4]
             )
-            found.append(
+            advice.append(
                 Advice(
                     kind="shared",
                     where=_device_name(key),
-                    what=f"has {len(several)} processes on it: {told}",
+                    what=f"has {len(several)} processes on it: {listed}",
                     cure="end what is not needed there, or give the run another GPU",
                 )
             )
-    return found
+    return advice
 
 
 def _advise_uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
@@ -246,8 +246,8 @@ def _full_share(looks: Sequence[Gauge]) -> float | None:
 
 
 def _mean(values: object) -> float | None:
-    known = [value for value in values if value is not None]  # type: ignore[attr-defined]
-    return statistics.fmean(known) if known else None
+    numbers = [value for value in values if value is not None]  # type: ignore[attr-defined]
+    return statistics.fmean(numbers) if numbers else None
 
 
 def _device_name(key: str) -> str:

@@ -48,7 +48,7 @@ def is_run(folder: Path) -> bool:
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
     """Find the runs among and below the folders given; raise for a missing folder."""
-    found: dict[Path, None] = {}
+    runs: dict[Path, None] = {}
     for folder in given:
         if not folder.is_dir():
             raise WrongUse(
@@ -57,10 +57,10 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
                 cure="Give the folder of a run (trimtab train --out), or one that runs are in.",
             )
         if is_run(folder):
-            found[folder] = None
+            runs[folder] = None
         else:
-            found |= dict.fromkeys(_runs_below(folder))
-    return list(found)
+            runs |= dict.fromkeys(_runs_below(folder))
+    return list(runs)
 
 
 def _runs_below(root: Path) -> list[Path]:
@@ -259,8 +259,8 @@ def _file_age(file: Path, now: float) -> float | None:
 
 
 def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None
 
 
 def _rate_mfu(mfu: float | None, plan: Plan | None) -> str | None:
@@ -296,19 +296,19 @@ class RunWatcher:
     def sample(self) -> Sample:
         """Sample everything now."""
         now = self.now()
-        found, why = gauges(self.world)
-        for gauge in found:
+        gauges_found, why = gauges(self.world)
+        for gauge in gauges_found:
             self.looks.setdefault(gauge.key, deque(maxlen=KEPT_LOOKS)).append(gauge)
         if self._found_s is None or now - self._found_s >= FIND_EVERY_S:
             self._found_s = now
             found_runs = find_runs(self.places) if self.places else recent_runs(find_runs([Path()]), now)
             for place in found_runs:
                 self.followers.setdefault(place, RunFollower(place))
-        runs = tuple(self._view(follower, now, found) for follower in self.followers.values())
-        return Sample(at_s=now, gpus=found, no_gpus=why, runs=runs)
+        runs = tuple(self._view(follower, now, gauges_found) for follower in self.followers.values())
+        return Sample(at_s=now, gpus=gauges_found, no_gpus=why, runs=runs)
 
-    def _view(self, follower: RunFollower, now: float, found: Sequence[Gauge]) -> WatchedRun:
-        view = follower.look(now, self.world, found)
+    def _view(self, follower: RunFollower, now: float, gauges_found: Sequence[Gauge]) -> WatchedRun:
+        view = follower.look(now, self.world, gauges_found)
         return view.replace(advice=advise(view, follower.plan, self.looks, steps=follower.seen))
 
     def samples(self, interval_s: float, most: int | None = None) -> Iterator[Sample]:
