@@ -121,9 +121,9 @@ def step_time_figure(estimate: Estimate) -> Figure | None:
     )
 
 
-def timeline_figure(story: ReportData) -> Figure | None:
+def timeline_figure(data: ReportData) -> Figure | None:
     """Show live tensors through a step, as stacked layers."""
-    line = story.timeline
+    line = data.timeline
     if line is None:
         return None
     order = [PARTS.index(name) for name in STATIC]
@@ -162,7 +162,7 @@ def timeline_figure(story: ReportData) -> Figure | None:
             )
         )
     caption = f"Live tensors peak at {format_bytes(peak)}, while {line.operation or 'nothing'} runs."
-    caption += f" {story.timeline_of}" if story.timeline_of else ""
+    caption += f" {data.timeline_of}" if data.timeline_of else ""
     along = Axis("allocations and frees of one step, in order", make_ticks(0, line.total), 0, line.total)
     return Figure(
         "timeline",

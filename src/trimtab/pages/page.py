@@ -10,12 +10,12 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from trimtab import __version__
 from trimtab.pages import figures
 from trimtab.pages.svg import NARROW, WIDE, Markup, format_number, join_markup, pick_byte_unit, tag
 from trimtab.planner.stale import used
 from trimtab.render import setting_words
 from trimtab.units import format_duration
+from trimtab.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,28 +37,28 @@ def read_asset(name: str) -> str:
     return files("trimtab.pages").joinpath(name).read_text(encoding="utf-8")
 
 
-def draw_figures(story: ReportData) -> list[Figure]:
+def draw_figures(data: ReportData) -> list[Figure]:
     """Return every figure that has data: the run first, then the plan."""
     figures_found: list[Figure | None] = []
-    plan, run = story.plan, story.run
+    plan, run = data.plan, data.run
     if run is not None:
         figures_found.append(figures.loss_figure(run.lines, run.events))
         figures_found.append(figures.comparison_figure(figures.compare_run(run.lines, plan)))
         figures_found.append(figures.speed_figure(run.lines, plan))
         figures_found.append(figures.reserved_figure(run.lines, plan))
-    if story.profile is not None:
-        figures_found.append(figures.comparison_figure(figures.compare_profile(story.profile)))
+    if data.profile is not None:
+        figures_found.append(figures.comparison_figure(figures.compare_profile(data.profile)))
     if plan is not None and plan.estimate.process_bytes:
         figures_found += [
             figures.memory_figure(plan),
-            figures.timeline_figure(story),
+            figures.timeline_figure(data),
             figures.candidates_figure(plan),
         ]
         figures_found += [figures.scaling_figure(plan), figures.step_time_figure(plan.estimate)]
     return [figure for figure in figures_found if figure is not None]
 
 
-def build_page(story: ReportData, shown: Sequence[Figure]) -> str:
+def build_page(data: ReportData, shown: Sequence[Figure]) -> str:
     """Build the whole HTML file."""
     style, script = read_asset("style.css"), read_asset("script.js")
     policy = f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'"
@@ -68,13 +68,13 @@ def build_page(story: ReportData, shown: Sequence[Figure]) -> str:
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"{_title(story)} · trimtab"),
+        tag("title", f"{_title(data)} · trimtab"),
         tag("style", Markup(style)),
     )
     body = tag(
         "body",
-        tag("main", *_build_sections(story, shown)),
-        tag("footer", f"trimtab {__version__} · {story.origin}"),
+        tag("main", *_build_sections(data, shown)),
+        tag("footer", f"trimtab {VERSION} · {data.origin}"),
         tag("div", id="tip", role="status", aria_live="polite"),
         tag("script", Markup(script)),
     )
@@ -86,11 +86,11 @@ def _csp_hash(content: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
 
 
-def _build_sections(story: ReportData, shown: Sequence[Figure]) -> list[Markup]:
-    plan, run = story.plan, story.run
-    parts = [_build_header(story)]
-    if story.missing:
-        parts.append(_listing("missing", "Not shown", story.missing, class_="missing"))
+def _build_sections(data: ReportData, shown: Sequence[Figure]) -> list[Markup]:
+    plan, run = data.plan, data.run
+    parts = [_build_header(data)]
+    if data.missing:
+        parts.append(_listing("missing", "Not shown", data.missing, class_="missing"))
     for figure in shown:
         parts.append(_build_figure(figure))
         if figure.name == "loss" and run is not None:
@@ -102,23 +102,23 @@ def _build_sections(story: ReportData, shown: Sequence[Figure]) -> list[Markup]:
     return parts
 
 
-def _title(story: ReportData) -> str:
-    if story.plan is not None:
-        return story.plan.workload.name if story.plan.workload else story.plan.job
-    if story.run is not None and story.run.identity is not None:
-        return story.run.identity.job
-    return story.origin
+def _title(data: ReportData) -> str:
+    if data.plan is not None:
+        return data.plan.workload.name if data.plan.workload else data.plan.job
+    if data.run is not None and data.run.identity is not None:
+        return data.run.identity.job
+    return data.origin
 
 
-def _build_header(story: ReportData) -> Markup:
-    plan = story.plan
+def _build_header(data: ReportData) -> Markup:
+    plan = data.plan
     lead = plan.recommendation if plan is not None else ""
-    so_far = _run_tiles(story.run) if story.run is not None else []
+    so_far = _run_tiles(data.run) if data.run is not None else []
     planned = _plan_tiles(plan) if plan is not None and plan.estimate.process_bytes else []
     return tag(
         "header",
-        tag("p", _page_kind(story), class_="kind"),
-        tag("h1", _title(story)),
+        tag("p", _page_kind(data), class_="kind"),
+        tag("h1", _title(data)),
         tag("p", _describe_setting(plan), class_="setting") if plan is not None else None,
         tag("p", lead, class_="lead") if lead else None,
         _build_tiles("So far", so_far) if so_far else None,
@@ -139,8 +139,8 @@ def _build_tiles(name: str, tiles: Sequence[tuple[str, str]]) -> Markup:
     )
 
 
-def _page_kind(story: ReportData) -> str:
-    return "Run" if story.run is not None else "Plan" if story.plan is not None else "Profile"
+def _page_kind(data: ReportData) -> str:
+    return "Run" if data.run is not None else "Plan" if data.plan is not None else "Profile"
 
 
 def _plan_tiles(plan: Plan) -> list[tuple[str, str]]:

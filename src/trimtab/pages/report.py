@@ -142,22 +142,22 @@ def write_report(
     out: Path,
     *,
     figures: Path | None = None,
-    complete: Callable[[ReportData], ReportData] = lambda story: story,
+    complete: Callable[[ReportData], ReportData] = lambda data: data,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write the page of a plan or a run to `out`; return what was written and what is missing.
 
     `complete` adds what lies outside the file or folder, such as the trace of a plan.
     """
-    story = complete(read_report_data(place))
-    shown = page.draw_figures(story)
-    _write_page(out, page.build_page(story, shown))
+    data = complete(read_report_data(place))
+    shown = page.draw_figures(data)
+    _write_page(out, page.build_page(data, shown))
     files, notes = ([], []) if figures is None else write_figures(shown, figures, say=say)
     return {
         "file": str(out),
         "figures": [str(file) for file in files],
         "shown": [figure.name for figure in shown],
-        "missing": list(story.missing),
+        "missing": list(data.missing),
         "notes": list(notes),
     }
 

@@ -21,8 +21,7 @@ from trimtab.strategies import strategy_of
 if TYPE_CHECKING:
     from trimtab.engine.cached import WholeLoss
     from trimtab.training import preparing
-    from trimtab.training.parts import Part
-    from trimtab.training.stepper import Stepper
+    from trimtab.training.parts import Part, StepRunner
 
 LOSS_TRIES = 2
 """How often the loss of the global batch is tried before its memory is found too small."""
@@ -38,7 +37,7 @@ class RandomState(NamedTuple):
 class Caching:
     """Computes the parts of an attempt in two passes over them."""
 
-    def __init__(self, stepper: Stepper, job: Any) -> None:
+    def __init__(self, stepper: StepRunner, job: Any) -> None:
         if not strategy_of(stepper.setting).runs_whole_model:
             raise WrongUse(
                 f"strategy {stepper.setting.strategy} for a job with embed() and loss_of()",
