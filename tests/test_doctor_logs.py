@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trimtab.diagnosis import fault_kinds, findings, log_files, log_scanner
 from trimtab.diagnosis.diagnose import diagnose_logs
 from trimtab.diagnosis.fault_kinds import (
-    FaultKind,
+    DiagnosisKind,
     blank_captures,
     find_needle,
     load_kinds,
@@ -106,7 +106,7 @@ def test_all_healthy_logs_together_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("row", load_table().kind, ids=lambda row: row.name)
-def test_a_row_is_whole(row: FaultKind) -> None:
+def test_a_row_is_whole(row: DiagnosisKind) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row.name)
     assert row.realm in (fault_kinds.JOB, fault_kinds.ENVIRONMENT)
     for text in (row.what, row.cause, row.cure, row.source):

@@ -119,7 +119,7 @@ def count_nodes(plan: Plan) -> int:
 def make_exact(setting: Setting, given: str) -> tuple[Setting, str]:
     """Return the setting with full micro-batches only, as frameworks need it, and a note.
 
-    trimtab's own trainer makes the last micro-batch smaller; others run as many full ones as they are told. A
+    trimtab's own trainer makes the last micro-batch smaller; other trainers run full ones only. A
     smaller micro-batch in more rounds fits as well, and keeps the global batch.
     """
     if setting.shares:

@@ -140,7 +140,7 @@ def build_display(  # noqa: PLR0913 - what to show, and for whom
 ) -> Display:
     """Describe the config, with an estimate for every stage if there is an estimator.
 
-    `sought` says where the model's folder was looked for in vain.
+    `sought` says where the model's folder was looked for and not found.
     """
     opened = layout.main
     entries = opened.document.entries() if opened else []

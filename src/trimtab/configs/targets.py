@@ -312,10 +312,10 @@ def conditions_hold(
 
 def _key_has(path: KeyPath, among: Sequence[Any], values: Mapping[KeyPath, Entry]) -> bool:
     entry = values.get(path)
-    held = "null" if entry is None or entry.value is None else entry.value
+    current = "null" if entry is None or entry.value is None else entry.value
     if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
-        held = "table"
-    return any(str(held).lower() == str(value).lower() for value in among)
+        current = "table"
+    return any(str(current).lower() == str(value).lower() for value in among)
 
 
 class KeyIndex:
@@ -461,7 +461,7 @@ def read_targets(file: Path) -> tuple[ConfigTarget, ...]:
 def find_target_files(files: Iterable[Path]) -> list[Path]:
     """Find the trimtab.toml of each config: in its folder, or the nearest one above.
 
-    Nothing above the current folder counts for a config within it: what lies there belongs to someone else.
+    Nothing above the current folder counts for a config within it: what is there belongs to someone else.
     """
     here = Path.cwd()
     target_files: dict[Path, None] = {}

@@ -74,7 +74,7 @@ class LogReader:
         stream = log_files.Utf8Stream(raw, head, log_files.detect_encoding(head))
         scanner = LogScanner(name)
         self.sightings += scanner.scan(
-            stream.read, lambda count: self.say(f"reading {name}: {format_bytes(count)}")
+            stream.read_chunk, lambda count: self.say(f"reading {name}: {format_bytes(count)}")
         )
         self.read.append(name)
         if stream.broken:

@@ -31,7 +31,7 @@ _CLASSES = frozenset("wWdDsSbBAZx")
 """Letters that mean a class or a place when a backslash is before them."""
 
 
-class FaultKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DiagnosisKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that can go wrong, how it shows, why it happens and what to do.
 
     `what`, `cause` and `cure` may name captures of the patterns in braces; `defaults` stands in for those
@@ -52,7 +52,7 @@ class FaultKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     follows: bool = False
     """Whether it is what other ranks and launchers say once something else has failed."""
     after: tuple[str, ...] = ()
-    """Kinds that explain it; it is told below them."""
+    """Kinds that explain it; it is listed below them."""
     times: int = 1
     """How often it has to be seen before it is worth a word."""
     lines: int = 1
@@ -108,7 +108,7 @@ def _compiled_bytes(text: str) -> re.Pattern[bytes]:
 class KindTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
-    kind: tuple[FaultKind, ...]
+    kind: tuple[DiagnosisKind, ...]
     fact: tuple[LogFact, ...]
 
 
@@ -120,7 +120,7 @@ def load_table() -> KindTable:
 
 
 @cache
-def load_kinds() -> dict[str, FaultKind]:
+def load_kinds() -> dict[str, DiagnosisKind]:
     """Load every kind, by name."""
     return {row.name: row for row in load_table().kind}
 

@@ -22,7 +22,7 @@ from trimtab.units import GIB, KIB, MIB, TIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from trimtab.diagnosis.fault_kinds import FaultKind
+    from trimtab.diagnosis.fault_kinds import DiagnosisKind
 
 _UNITS = {"bytes": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
 _SIZE = r"([\d.]+ (?:[KMGT]iB|bytes|B))"
@@ -277,7 +277,7 @@ class Diagnosis(Noun, frozen=True, kw_only=True):
 class FindingGroup:
     """All sightings of one kind."""
 
-    kind: FaultKind
+    kind: DiagnosisKind
     sightings: tuple[Sighting, ...]
     captured: dict[str, str]
     cure: str = ""
@@ -484,7 +484,7 @@ def _is_named(after: Sequence[str], name: str) -> bool:
     return name in after or f"{BEFORE}{name}" in after
 
 
-def _kind_order(kind: FaultKind) -> tuple[bool, bool, int]:
+def _kind_order(kind: DiagnosisKind) -> tuple[bool, bool, int]:
     """Sort errors first, then the state of trimtab's own runs, then the rest by severity."""
     is_error = kind.severity is Severity.ERROR
     return (not is_error, kind.name not in STATES, SEVERITIES.index(kind.severity))

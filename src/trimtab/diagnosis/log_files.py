@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STDIN = "-"
 HEAD = 1 << 16
 MOST_FILES = 4096
-"""Files of a folder that are read; more are told of, and left."""
+"""Files of a folder that are read; a note counts the rest."""
 MOST_OTHER_SHARE = 0.05
 """A file with more letters than this that no text has is none."""
 ENDINGS = frozenset(
@@ -201,7 +201,7 @@ class Utf8Stream:
         self._decoder = None if encoding == "utf-8" else codecs.getincrementaldecoder(encoding)("replace")
         self.broken = ""
 
-    def read(self, count: int) -> bytes:
+    def read_chunk(self, count: int) -> bytes:
         """Read about `count` more bytes; none at the end."""
         while True:
             data, self._head = self._head, b""

@@ -32,7 +32,7 @@ CHECKED = (
     "disk space, clock, network interfaces, InfiniBand",
 )
 SMALL_SHM = GIB
-"""Containers get 64 MiB unless they are told; a loader worker passes batches of hundreds of MiB."""
+"""Containers get 64 MiB by default; a loader worker passes batches of hundreds of MiB."""
 FEW_FILES = 1024
 GOOD_FILES = 4096
 FEW_LOCKED = GIB
@@ -483,4 +483,4 @@ CHECKS: tuple[Callable[[World, Cluster], Iterator[Finding]], ...] = (
     _check_variables,
     _check_clock,
 )
-"""In the order in which findings of one severity are told."""
+"""In the order in which findings of one severity are listed."""

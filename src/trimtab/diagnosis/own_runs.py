@@ -117,7 +117,7 @@ def _settle_run(own: list[Sighting], end: Sighting | None) -> list[Sighting]:
 
 
 def _drop_said_twice(own: list[Sighting]) -> list[Sighting]:
-    """Drop an end that is told again in other words, as by an event and by the error after it."""
+    """Drop an end that is repeated in other words, as by an event and by the error after it."""
     seen: set[tuple[str, str]] = set()
     kept = []
     for sighting in own:

@@ -97,17 +97,17 @@ def read_snapshot(value: dict[str, Any], name: str) -> Iterator[Sighting]:
                 yield _oom_sighting(event, number, device, by_device.get(device, []), name)
                 break
     for device, segments in by_device.items():
-        held = _sum_segments(segments)
-        if not failed and held.idle >= max(GIB, IDLE_SHARE * held.reserved):
+        totals = _sum_segments(segments)
+        if not failed and totals.idle >= max(GIB, IDLE_SHARE * totals.reserved):
             yield Sighting(
                 of="idle-memory",
                 file=name,
                 line=1,
-                text=f"GPU {device}: {held.words}",
+                text=f"GPU {device}: {totals.words}",
                 captured={
-                    "idle": format_bytes(held.idle),
-                    "reserved": format_bytes(held.reserved),
-                    "largest": format_bytes(held.largest_idle),
+                    "idle": format_bytes(totals.idle),
+                    "reserved": format_bytes(totals.reserved),
+                    "largest": format_bytes(totals.largest_idle),
                 },
             )
 
@@ -173,20 +173,20 @@ def _innermost_frame(frames: Any) -> str:
 def _oom_sighting(
     event: dict[Any, Any], number: int, device: int, segments: list[dict[Any, Any]], name: str
 ) -> Sighting:
-    held = _sum_segments(segments)
+    totals = _sum_segments(segments)
     tried, free = _as_count(event.get("size")), _as_count(event.get("device_free"))
     return Sighting(
         of="out-of-memory",
         file=name,
         line=number + 1,
         text=f"event {number} of GPU {device}: oom, {format_bytes(tried)} asked for, "
-        f"{format_bytes(free)} free; {held.words}",
+        f"{format_bytes(free)} free; {totals.words}",
         captured={
             "tried": format_bytes(tried, digits=2),
             "tried_bytes": str(tried),
             "free_bytes": str(free),
-            "allocated_bytes": str(held.allocated),
-            "idle_bytes": str(held.idle),
+            "allocated_bytes": str(totals.allocated),
+            "idle_bytes": str(totals.idle),
         },
     )
 

@@ -109,7 +109,7 @@ def build_environment(
     """Return the variables of the run, each with its reason.
 
     `cores` are those of a node that the run may use; `here` is this process's own environment where the run
-    starts on this machine, and None where a scheduler hands out the devices.
+    starts on this machine, and None where a scheduler assigns the devices.
     """
     resources, choice = job_spec.resources, job_spec.plan.choice
     variables: dict[str, tuple[str, str]] = {}

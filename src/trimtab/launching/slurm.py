@@ -178,7 +178,7 @@ def _describe_gpus(node: SlurmNode) -> str:
 
 
 WARNING_S = 120
-"""How long before the limit the run is told to save and end."""
+"""How long before the limit Slurm signals the run to save and end."""
 STOPPED = 138
 """What `trimtab train` leaves with when SIGUSR1 ended it: 128 and the signal's number."""
 ENDED = 143
@@ -187,7 +187,7 @@ REQUEUES = 100
 """After so many a run that is queued again at its limit is taken to have gone wrong."""
 VENDORS = ("nvidia", "geforce", "tesla", "quadro", "amd", "instinct")
 FIRST_PORT, PORTS = 12_000, 20_000
-"""Below those that Linux hands out by itself, from 32768 up."""
+"""Below the ports that Linux assigns itself, from 32768 up."""
 SRUN = (
     "srun",
     "--ntasks-per-node=1",

@@ -240,7 +240,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Point:
+class ChartPoint:
     """A point with its words."""
 
     x: float
@@ -277,7 +277,7 @@ def draw_layers(  # noqa: PLR0913 - layers, both axes, and what to point out
     up: Axis,
     *,
     says: list[str],
-    notes: list[Point],
+    notes: list[ChartPoint],
     width: int,
 ) -> Markup:
     """Draw stacked layers, each labelled where it is thickest."""
@@ -345,7 +345,7 @@ def _label_layer(
 
 def draw_points(  # noqa: PLR0913 - points, the line along the best, both axes, and what limits them
     label: str,
-    dots: list[Point],
+    dots: list[ChartPoint],
     fronts: list[Front],
     along: Axis,
     up: Axis,
@@ -398,8 +398,8 @@ def draw_curve(  # noqa: PLR0913 - a line with its range, both axes, and what to
     up: Axis,
     *,
     says: list[str],
-    notes: list[Point],
-    events: list[Point],
+    notes: list[ChartPoint],
+    events: list[ChartPoint],
     limits: list[LimitLine],
     width: int,
 ) -> Markup:
@@ -445,7 +445,7 @@ def _draw_axes(frame: Frame, x: Scale, y: Scale, along: Axis, up: Axis) -> Marku
 
 
 def _draw_places(xs: list[float], ys: list[float], says: list[str], frame: Frame) -> list[Markup]:
-    """Draw places along a line that show their value, as many as can be told apart."""
+    """Draw places along a line that show their value, as many as can be distinguished."""
     every = -(-len(xs) // MOST_MARKS) or 1
     chosen = list(range(0, len(xs), every))
     marks = []
@@ -463,7 +463,7 @@ def _draw_places(xs: list[float], ys: list[float], says: list[str], frame: Frame
     return marks
 
 
-def _draw_note(note: Point, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
+def _draw_note(note: ChartPoint, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
     return join_markup(
         (
             draw_mark(note.says, draw_dot(x.at(note.x), y.at(note.y), 5, note.kind)),
@@ -472,7 +472,7 @@ def _draw_note(note: Point, x: Scale, y: Scale, frame: Frame, labels: Labels) ->
     )
 
 
-def _draw_label(point: Point, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
+def _draw_label(point: ChartPoint, x: Scale, y: Scale, frame: Frame, labels: Labels) -> Markup:
     """Draw the label of a point, on the side with room and clear of other labels."""
     if not point.label:
         return Markup("")

@@ -11,10 +11,10 @@ from trimtab.pages.charts import (
     Axis,
     BarColumn,
     BarPart,
+    ChartPoint,
     Front,
     Layer,
     LimitLine,
-    Point,
     Ratio,
     ValueBand,
     draw_columns,
@@ -127,7 +127,7 @@ def timeline_figure(data: ReportData) -> Figure | None:
     if line is None:
         return None
     order = [PARTS.index(name) for name in STATIC]
-    totals = [sum(held[index] for held in line.held) for index in range(len(line.moments))]
+    totals = [sum(part_bytes[index] for part_bytes in line.held) for index in range(len(line.moments))]
     size, unit = pick_byte_unit(max(totals))
     top = round_up([value / size for value in totals])
     stacked = [
@@ -142,7 +142,7 @@ def timeline_figure(data: ReportData) -> Figure | None:
     ]
     peak = totals[line.peak]
     notes = [
-        Point(
+        ChartPoint(
             line.moments[line.peak],
             peak / size,
             f"peak: {says[line.peak]}",
@@ -153,7 +153,7 @@ def timeline_figure(data: ReportData) -> Figure | None:
     if line.first_gradient is not None:
         near = min(range(len(line.moments)), key=lambda i: abs(line.moments[i] - (line.first_gradient or 0)))
         notes.append(
-            Point(
+            ChartPoint(
                 line.moments[near],
                 totals[near] / size,
                 "the first gradient is written",
@@ -247,13 +247,13 @@ def candidates_figure(plan: Plan) -> Figure | None:
     )
 
 
-def _candidate_point(look: Look, plan: Plan, size: int) -> Point:
+def _candidate_point(look: Look, plan: Plan, size: int) -> ChartPoint:
     rate = look.samples_per_s or 0.0
     words = (
         f"{setting_words(look.setting)}: {format_bytes(look.process_bytes)}, {format_number(rate)} samples/s"
     )
     chosen = look.setting == plan.choice
-    return Point(
+    return ChartPoint(
         look.process_bytes / size,
         rate,
         words if look.fits else f"{words}; does not fit",
@@ -453,11 +453,13 @@ def loss_figure(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | N
     says = f"Loss {format_number(began)} at step {first:,}, {format_number(ended)} at step {last:,}"
     says += f"; validation {format_number(checks[-1][1])}." if checks else "."
     notes = [
-        Point(step, value, f"step {step:,}: validation {format_number(value)}", "check")
+        ChartPoint(step, value, f"step {step:,}: validation {format_number(value)}", "check")
         for step, value in checks
     ]
     marked = [
-        Point(event.step, base, f"step {event.step:,}: {event.kind}: {event.why}; {event.done}", "warned")
+        ChartPoint(
+            event.step, base, f"step {event.step:,}: {event.kind}: {event.why}; {event.done}", "warned"
+        )
         for event in events
         if event.step is not None and first <= event.step <= last
     ]

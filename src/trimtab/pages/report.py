@@ -147,7 +147,7 @@ def write_report(
 ) -> dict[str, Any]:
     """Write the page of a plan or a run to `out`; return what was written and what is missing.
 
-    `complete` adds what lies outside the file or folder, such as the trace of a plan.
+    `complete` adds what is outside the file or folder, such as the trace of a plan.
     """
     data = complete(read_report_data(place))
     shown = page.draw_figures(data)

@@ -137,9 +137,13 @@ def _advise_throttling(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     advice = []
     for key, looks in seen.items():
         last = looks[-1]
-        held = bool(last.clock_hz and last.top_clock_hz and last.clock_hz < HELD_DOWN * last.top_clock_hz)
+        is_slowed = bool(
+            last.clock_hz and last.top_clock_hz and last.clock_hz < HELD_DOWN * last.top_clock_hz
+        )
         reasons = [
-            throttle for throttle in last.throttles if throttle in HOT or (throttle == "power cap" and held)
+            throttle
+            for throttle in last.throttles
+            if throttle in HOT or (throttle == "power cap" and is_slowed)
         ]
         lasting = [reason for reason in reasons if all(reason in look.throttles for look in looks[-ENOUGH:])]
         if lasting:

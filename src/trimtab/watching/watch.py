@@ -36,7 +36,7 @@ FIRST_BYTES = 1 << 20
 """Of a log that was there already: as many of its last bytes are read, which is more than RECENT lines."""
 SILENT_STEPS, SILENT_S = 20, 60.0
 """A run stalls that has said nothing for this many of its own steps, and at least for so long: a checkpoint
-or an evaluation lies between two lines as well."""
+or an evaluation may be between two lines."""
 SHOWN_EVENTS = 3
 UNDER_WAY = ("starting", "running", "stalled")
 
