@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from trimtab.configs.applying import Proposal
-    from trimtab.configs.files import Prepared, Written
-    from trimtab.configs.knobs import Wired
-    from trimtab.configs.showing import Display
+    from trimtab.configs.apply import Proposal
+    from trimtab.configs.files import PreparedFile, WriteResult
+    from trimtab.configs.knobs import KnobSettings
+    from trimtab.configs.show import Display
     from trimtab.spec import (
         Cluster,
         Estimate,
@@ -35,23 +35,23 @@ def propose(request: ApplyRequest) -> tuple[Plan, Proposal]:
     """Return the plan, and what `apply` would change, before it changes anything."""
     from os import PathLike
 
-    from trimtab.configs.applying import aim, proposed
-    from trimtab.configs.documents import read
-    from trimtab.configs.mapping import known
+    from trimtab.configs.apply import parse_aim, propose_edits
+    from trimtab.configs.formats import read_config
+    from trimtab.configs.targets import list_targets
     from trimtab.probe.detect import as_cluster
 
     found, unchecked = (
         plan_from(request.plan) if isinstance(request.plan, str | PathLike) else (request.plan, "")
     )
     on = request.on if request.network is None else as_cluster(request.on, network=request.network)
-    aims = [aim(place) for place in config_places(request.to)]
+    aims = [parse_aim(place) for place in config_places(request.to)]
 
     def replan(options: dict[str, Any]) -> Plan:
         return _same_but(found, options, on, cache=request.cache, say=request.say)
 
-    among = known(aimed.file for aimed in aims)
-    proposal = proposed(
-        aims, found, among, opened=read, name=request.target, beside=request.beside, replan=replan
+    among = list_targets(aimed.file for aimed in aims)
+    proposal = propose_edits(
+        aims, found, among, opened=read_config, name=request.target, beside=request.beside, replan=replan
     )
     proposal.said += [unchecked] if unchecked else []
     return found, proposal
@@ -61,7 +61,7 @@ def _same_but(
     found: Plan, options: dict[str, Any], on: str | Cluster | None, *, cache: bool, say: Callable[[str], None]
 ) -> Plan:
     """The best plan for the job with some options changed, all but the cut of the batch as it was."""
-    from trimtab.configs.stages import pins_of
+    from trimtab.configs.apply import stage_pins
     from trimtab.planner.stale import devices_of
 
     return plan(
@@ -69,7 +69,7 @@ def _same_but(
         on if on is not None else devices_of(found),
         global_batch=found.choice.global_batch,
         memory=found.policy.memory_share,
-        pins=pins_of(found.choice),
+        pins=stage_pins(found.choice),
         options={**found.options, **options},
         cache=cache,
         say=say,
@@ -84,19 +84,21 @@ def apply(request: ApplyRequest) -> dict[str, Any]:
     trimtab.apply("plan.json", ["conf/config.yaml", "train.sbatch"], dry=True)["diff"]
     """
     plan, proposal = propose(request)
-    ready = proposal.prepared(beside=request.beside)
+    ready = proposal.prepare(beside=request.beside)
     return applied(proposal, ready, None if request.dry else write_plan(ready, plan))
 
 
-def write_plan(ready: Sequence[Prepared], plan: Plan) -> Written:
+def write_plan(ready: Sequence[PreparedFile], plan: Plan) -> WriteResult:
     """Write files that are ready, with backups that say what for."""
-    from trimtab.configs.files import write
+    from trimtab.configs.files import write_files
     from trimtab.render import setting_words
 
-    return write(ready, words=f"{plan.job}: {setting_words(plan.choice)}", fingerprint=plan.fingerprint())
+    return write_files(
+        ready, words=f"{plan.job}: {setting_words(plan.choice)}", fingerprint=plan.fingerprint()
+    )
 
 
-def applied(proposal: Proposal, ready: Sequence[Prepared], written: Written | None) -> dict[str, Any]:
+def applied(proposal: Proposal, ready: Sequence[PreparedFile], written: WriteResult | None) -> dict[str, Any]:
     """What `apply` answers: the edits and the diff, and where the backup is once they are written."""
     backups = list(written.backups) if written else []
     return {
@@ -126,7 +128,7 @@ def revert(
 
     With `write=False` nothing is written: the answer has the diff.
     """
-    from trimtab.configs.files import revert as put_back
+    from trimtab.configs.files import revert_file as put_back
 
     done = put_back(str(file), number=backup, force=force, write=write)
     return {
@@ -144,30 +146,29 @@ def show(request: ShowRequest) -> Display:
 
     trimtab.show("conf", "RTX 6000").stages[0].advice
     """
-    from trimtab.configs.applying import aim, laid_out
-    from trimtab.configs.documents import read
-    from trimtab.configs.mapping import known
-    from trimtab.configs.showing import display, find_job
-    from trimtab.configs.targets import named
+    from trimtab.configs.apply import find_layout, parse_aim
+    from trimtab.configs.formats import read_config
+    from trimtab.configs.show import build_display, find_job
+    from trimtab.configs.targets import find_target, list_targets
     from trimtab.probe.detect import as_cluster
 
-    place = aim(str(request.file))
-    among = known([place.file])
-    layout = laid_out(place, among, opened=read, name=request.target)
+    place = parse_aim(str(request.file))
+    among = list_targets([place.file])
+    layout = find_layout(place, among, opened=read_config, name=request.target)
     target = layout.main.site.target if layout.main else None
     if target is None and request.target:
-        target = named(request.target, among)
+        target = find_target(request.target, among)
     elif target is None:
         target = next(known for known in among if known.stage is layout.stage)
     job, sought = (request.job, "") if request.job is not None else find_job(target, layout.main)
     where = as_cluster(request.on, network=request.network)
     if not where.devices:
-        return display(
+        return build_display(
             layout, target, job=job, gpus=None, device=None, seer=None, no_device=True, sought=sought
         )
     options = request.options or {}
     seer = None if job is None else _Seer(job, where, options, cache=request.cache, say=request.say)
-    return display(
+    return build_display(
         layout,
         target,
         job=job if isinstance(job, str) or job is None else _name(job),
@@ -254,15 +255,15 @@ def turn_knobs(  # noqa: PLR0913 - what knobs may meet
     ranks: int | None = None,
     options: Mapping[str, Any] | None = None,
     pins: Sequence[str] = (),
-) -> Wired:
+) -> KnobSettings:
     """What knobs such as batch_size set here, with those of a config file; `given` counts before the file.
 
     `ranks` is how many processes will train, where that is settled; else as many as there are GPUs. What is
     also in `options` or `pins` is refused, so that nothing is said twice.
     """
     from trimtab.configs import knobs
-    from trimtab.configs.applying import aim
-    from trimtab.configs.documents import read
+    from trimtab.configs.apply import parse_aim
+    from trimtab.configs.formats import read_config
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import load as find
     from trimtab.jobs.load import name_of
@@ -270,14 +271,14 @@ def turn_knobs(  # noqa: PLR0913 - what knobs may meet
 
     asked: dict[str, Any] = {}
     if config is not None:
-        place = aim(str(config))
-        asked |= knobs.read(read(place.file), str(config), place.below)
-    asked |= given if isinstance(given, dict) else knobs.split(tuple(given))
+        place = parse_aim(str(config))
+        asked |= knobs.read_knobs(read_config(place.file), str(config), place.below)
+    asked |= given if isinstance(given, dict) else knobs.split_knobs(tuple(given))
     if not asked:
-        return knobs.Wired()
+        return knobs.KnobSettings()
     fixed, chosen = read_pins(pins), dict(options or {})
     devices = () if where is None else where.devices
-    found = knobs.wire(
+    found = knobs.apply_knobs(
         asked,
         ranks=int(fixed.get("gpus") or ranks or len(devices) or 1),
         bf16=all(one.bf16 is not False for one in devices),

@@ -40,10 +40,10 @@ def start_launch(one: Launch) -> Launch:
     """Submit a launch, or run it here to its end."""
     import os
 
-    from trimtab.launching import doing
+    from trimtab.launching import submit
 
-    doing.check_runs(one)
-    return doing.submit(one) if one.script is not None else doing.run(one, os.environ)
+    submit.check_startable(one)
+    return submit.submit_launch(one) if one.script is not None else submit.run_launch(one, os.environ)
 
 
 @accepts(LaunchRequest)
@@ -53,17 +53,21 @@ def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
     import sys
     from pathlib import Path
 
-    from trimtab.launching import doing, habits, orders
+    from trimtab.launching import request as launch_request
+    from trimtab.launching import submit
+    from trimtab.launching.defaults import read_defaults
     from trimtab.spec import LaunchKind
 
     kind = LaunchKind(request.kind)
-    given = {name: getattr(request, name) for name in orders.HEARD_BY}
-    orders.refuse_unheard(kind, given)
-    defaults = habits.read(Path.cwd())
+    given = {name: getattr(request, name) for name in launch_request.HEARD_BY}
+    launch_request.refuse_unused(kind, given)
+    site_defaults = read_defaults(Path.cwd())
     site_options = ("partition", "account", "qos", "activate", "image")
-    defaults = defaults.replace(**{name: given[name] for name in site_options if given[name] is not None})
+    site_defaults = site_defaults.replace(
+        **{name: given[name] for name in site_options if given[name] is not None}
+    )
     compare = tuple(request.compare)
-    order = orders.Order(
+    order = launch_request.LaunchOrder(
         kind=kind,
         nodes=request.nodes,
         rendezvous=request.rendezvous,
@@ -77,13 +81,13 @@ def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
         python=sys.executable,
         compares=bool(compare),
     )
-    site, silence = doing.slurm_site() if kind is LaunchKind.SLURM else (None, "")
+    site, silence = submit.read_slurm_cluster() if kind is LaunchKind.SLURM else (None, "")
     plans = _plans_to_launch(request, compare)
     fault = _fault(plans[0][0], kind, cache=request.cache)
     cores = detect().cpu_cores if kind is LaunchKind.TORCHRUN else None
     return tuple(
-        orders.ordered(
-            order, plan, file, defaults, site=site, silence=silence, cores=cores, here=os.environ
+        launch_request.build_launch(
+            order, plan, file, site_defaults, site=site, silence=silence, cores=cores, here=os.environ
         ).replace(fault=fault)
         for plan, file in plans
     )
@@ -180,9 +184,10 @@ def find_jobs(*places: Path | str, tail: int = 5) -> tuple[list[JobView], list[T
     """Our jobs, and why others could not be asked after."""
     from pathlib import Path
 
-    from trimtab.launching.jobs import desk, listed
+    from trimtab.launching.jobs import list_jobs
+    from trimtab.launching.submit import real_slurm
 
-    return listed(desk(), [Path(one) for one in places], lines=tail)
+    return list_jobs(real_slurm(), [Path(one) for one in places], lines=tail)
 
 
 def cancel(job_id: str | int, *, force: bool = False) -> JobView:
@@ -191,7 +196,7 @@ def cancel(job_id: str | int, *, force: bool = False) -> JobView:
     >>> trimtab.cancel(4711).state  # doctest: +SKIP
     'running'
     """
-    from trimtab.launching.jobs import cancel as end
-    from trimtab.launching.jobs import desk
+    from trimtab.launching.jobs import cancel_job as end
+    from trimtab.launching.submit import real_slurm
 
-    return end(str(job_id), desk(), force=force)
+    return end(str(job_id), real_slurm(), force=force)

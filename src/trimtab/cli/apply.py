@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from trimtab.configs.files import Written
-    from trimtab.configs.showing import Display, Shown
-    from trimtab.configs.stages import StagePlan
-    from trimtab.configs.targets import Target
+    from trimtab.configs.apply import StagePlan
+    from trimtab.configs.files import WriteResult
+    from trimtab.configs.show import Display, ShownStage
+    from trimtab.configs.targets import ConfigTarget
 
 _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 NOTHING_WRITTEN = "nothing was written; --yes writes"
@@ -67,7 +67,7 @@ def apply(
     request = state_devices(request)
     with progress("planning") as shown:
         plan, proposal = api.propose(request.replace(say=shown.say))
-    ready = proposal.prepared(beside=request.beside)
+    ready = proposal.prepare(beside=request.beside)
     preview = api.applied(proposal, ready, None)
     if not json:
         _show_proposal(preview, proposal.stages)
@@ -104,10 +104,10 @@ def _confirmed() -> bool:
 
 
 def _list_targets(places: Sequence[str], *, json: bool) -> None:
-    from trimtab.configs.applying import aim
-    from trimtab.configs.mapping import known
+    from trimtab.configs.apply import parse_aim
+    from trimtab.configs.targets import list_targets
 
-    targets = known([aim(place).file for place in places] or [aim(".").file])
+    targets = list_targets([parse_aim(place).file for place in places] or [parse_aim(".").file])
     if json:
         print_json({"targets": [target.to_builtins() for target in targets]})
     else:
@@ -178,7 +178,7 @@ def _print_diff(diff: str) -> None:
     print_text(text)
 
 
-def _written(written: Written) -> RenderableType:
+def _written(written: WriteResult) -> RenderableType:
     """Return which files are new, and how to revert them."""
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     return Group(
@@ -234,7 +234,7 @@ def _as_it_runs(found: Display) -> str:
     return f"{setting_words(setting)}{batch}{length}"
 
 
-def _stages(stages: Sequence[Shown]) -> Columns:
+def _stages(stages: Sequence[ShownStage]) -> Columns:
     rows = tuple(
         (
             stage.name,
@@ -251,7 +251,7 @@ def _stages(stages: Sequence[Shown]) -> Columns:
     return Columns(headings, rows, left=("stage", "rating"), folds="stage", narrowest=10)
 
 
-def _targets(targets: Sequence[Target]) -> RenderableType:
+def _targets(targets: Sequence[ConfigTarget]) -> RenderableType:
     """Return every target, with the keys it is known by."""
     table = _words_table("left", "left")
     for target in targets:

@@ -44,7 +44,7 @@ def jobs(
     Your jobs in Slurm's queue, jobs recorded in run folders, and runs on this machine.
     """
     if summary is not None:
-        from trimtab.launching.summary import read, text
+        from trimtab.launching.run_summary import format_summary, read_summary
 
         if places:
             raise WrongUse(
@@ -52,11 +52,11 @@ def jobs(
                 found="they ask for two things",
                 cure="Give one of them.",
             )
-        found = read(summary)
+        found = read_summary(summary)
         if json:
             print_json(found.to_builtins())
         else:
-            typer.echo(text(found), nl=False)
+            typer.echo(format_summary(found), nl=False)
         return
     if tail < 0:
         raise WrongUse(f"--tail {tail}", found="it is below 0", cure="Give --tail at least 0.")

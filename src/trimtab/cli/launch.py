@@ -14,8 +14,8 @@ from trimtab.cli.console import Json, print_json, print_notes, say
 from trimtab.cli.options import command, state_devices
 from trimtab.cli.progress import progress
 from trimtab.errors import WrongUse
-from trimtab.launching import doing
-from trimtab.launching.quoting import assignment, comment, shell_line
+from trimtab.launching import submit
+from trimtab.launching.quoting import format_comment, shell_assignment, shell_line
 from trimtab.spec.requests import LaunchRequest
 
 if TYPE_CHECKING:
@@ -48,29 +48,29 @@ def launch(
     with progress("planning") as shown:
         launches = api.prepare_launch(state_devices(request).replace(say=shown.say))
     if request.yes:
-        doing.check_runs(launches[0])
+        submit.check_startable(launches[0])
     if not json:
         _show(launches)
     if write and not request.yes:
-        files = [name for launch in launches for name in doing.write(launch)]
+        files = [name for launch in launches for name in submit.write_launch_files(launch)]
         say(f"wrote {', '.join(files)}" if files else "there is no file to write")
     runs_here = request.yes and launches[0].script is None
     if runs_here:
         launches = tuple(launch.replace(job_id=str(os.getpid())) for launch in launches)
     elif request.yes:
-        launches = tuple(doing.submit(launch) for launch in launches)
+        launches = tuple(submit.submit_launch(launch) for launch in launches)
         say(f"submitted: job {launches[0].job_id}")
     if json:
         shown_launches = [launch.to_builtins() for launch in launches]
         print_json({"launches": shown_launches} if counts else shown_launches[0])
     if runs_here:
-        doing.become(launches[0], os.environ, quiet=json)
+        submit.exec_launch(launches[0], os.environ, quiet=json)
     if not (request.yes or write or json):
         say(_what_next(launches[0]))
 
 
 def _what_next(launch: Launch) -> str:
-    if launch.kind in doing.RUNS:
+    if launch.kind in submit.RUNS:
         return "nothing was started or written: --yes starts it, --write writes the files that it names"
     return f"nothing was written or started{'; --write writes' if launch.script is not None else ''}"
 
@@ -84,10 +84,10 @@ def _show(launches: Sequence[Launch]) -> None:
 
 def launch_text(launch: Launch, *, several: bool) -> str:
     """Return what a launch would run, as a shell takes it: the script, or the command with its variables."""
-    head = f"{comment(launch.script_file or '')}\n" if several else ""
+    head = f"{format_comment(launch.script_file or '')}\n" if several else ""
     if launch.script is not None:
         return head + launch.script
-    sets = [f"{assignment(name, value)} \\\n" for name, value in launch.environment.items()]
+    sets = [f"{shell_assignment(name, value)} \\\n" for name, value in launch.environment.items()]
     return head + "".join(sets) + shell_line(launch.command) + "\n"
 
 

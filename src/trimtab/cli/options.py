@@ -18,7 +18,7 @@ from trimtab.spec.requests import CommandOption, CommandRequest, JobFlag, option
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from trimtab.configs.knobs import Wired
+    from trimtab.configs.knobs import KnobSettings
     from trimtab.spec import Cluster
 
 RequestType = TypeVar("RequestType", bound=CommandRequest)
@@ -221,7 +221,7 @@ def add_knobs(
     *,
     where: Cluster | None,
     ranks: int | None = None,
-) -> tuple[RequestType, Wired]:
+) -> tuple[RequestType, KnobSettings]:
     """Return the request with what --knob and --config set, and all that they set.
 
     Says on stderr what they meant. What the request has already is refused, so that nothing is set twice.

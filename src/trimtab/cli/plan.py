@@ -17,7 +17,7 @@ from trimtab.spec import Plan
 from trimtab.spec.requests import PlanRequest
 
 if TYPE_CHECKING:
-    from trimtab.configs.knobs import Wired
+    from trimtab.configs.knobs import KnobSettings
     from trimtab.spec import StagedPlan
 
 CONTINUES = "run the same command again to continue from the traces made so far."
@@ -80,7 +80,7 @@ def plan_with_knobs(request: PlanRequest, knobs: list[str] | None, config: str |
     return request.replace(options=options, samples=samples)
 
 
-def _samples(request: PlanRequest, wired: Wired) -> int | None:
+def _samples(request: PlanRequest, wired: KnobSettings) -> int | None:
     """Return the samples per epoch that a number of steps takes; name the knobs that no plan depends on."""
     others = dict(wired.train)
     steps = others.pop("steps", None)
