@@ -62,7 +62,8 @@ def written(text: str, file: str, one: Plan) -> tuple[ConfigDocument, list[Edit]
     """The document after the plan is in it."""
     before = formats.read_config(text, file)
     where = find_site(before, builtin_targets(), origin=file)
-    changed, said = plan_edits.find_edits(where, before, one, file=file)
+    draft = plan_edits.draft_edits(where, before, one, file=file)
+    changed, said = draft.edits, draft.texts()
     return (
         formats.read_config(before.edit({x.path: x.after for x in changed}, add=True), file),
         changed,
@@ -493,7 +494,8 @@ def test_a_project_teaches_its_own_config(tmp_path: Path) -> None:
     document = formats.read_config(file)
     where = find_site(document, known, origin="train.yaml")
     assert where.target.name == "ours"
-    changed, said = plan_edits.find_edits(where, document, plan(FSDP), file="train.yaml")
+    draft = plan_edits.draft_edits(where, document, plan(FSDP), file="train.yaml")
+    changed, said = draft.edits, draft.texts()
     assert {one.key: one.after for one in changed} == {
         "optim.per_rank": 32,
         "optim.chunk": 8,

@@ -193,25 +193,7 @@ def list_facts(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict
     }
 
 
-def find_edits(  # noqa: PLR0913 - a plan, where it goes, and how
-    site: TargetSite,
-    document: ConfigDocument,
-    plan: Plan,
-    *,
-    file: str,
-    setting: Setting | None = None,
-    beside: bool = False,
-) -> tuple[list[Edit], list[str]]:
-    """Return the edits that make a config say what a plan does, and what it cannot say.
-
-    `setting` stands in for the plan's choice where a stage has one of its own; with `beside`, values that
-    another key gives are replaced too.
-    """
-    draft = draft_edits(site, document, plan, file=file, setting=setting, beside=beside)
-    return draft.edits, draft.texts()
-
-
-def draft_edits(  # noqa: PLR0913 - as above
+def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
     site: TargetSite,
     document: ConfigDocument,
     plan: Plan,
@@ -220,7 +202,11 @@ def draft_edits(  # noqa: PLR0913 - as above
     setting: Setting | None = None,
     beside: bool = False,
 ) -> Draft:
-    """Draft the edits as in `find_edits`; keep apart what no key holds, since another file may hold it."""
+    """Draft the edits that make a config say what a plan does.
+
+    `setting` replaces the plan's choice for a stage with its own. With `beside`, values that another key
+    gives are replaced too. What no key holds is kept apart, since another file of the same job may hold it.
+    """
     draft = Draft(file=file)
     nodes = count_nodes(plan)
     given = f"plan for {plan.job}"

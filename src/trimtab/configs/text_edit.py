@@ -28,6 +28,8 @@ from trimtab.spec.base import Noun
 KeyPath = tuple[str | int, ...]
 """Keys from the outside in; a number is a place in a list."""
 Changes = Mapping[KeyPath, Any]
+NewKeys = dict[str | int, Any]
+"""Keys to add to a section; a dict among the values becomes a section."""
 
 DEEPEST = 200
 """Levels of nesting. A config has five; a file made to break parsers has a hundred thousand."""
@@ -119,9 +121,7 @@ class ConfigFormat:
         """Format a value in the style of the old text."""
         raise NotImplementedError
 
-    def add(
-        self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
-    ) -> list[Splice]:
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
         """Add keys to a section; a dict among the values becomes a section."""
         raise NotImplementedError
 
