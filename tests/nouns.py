@@ -146,7 +146,7 @@ FIELDS: dict[str, dict[str, Values]] = {
     },
     "Launch": {"command": tuples(names, 1)},
     "Link": {"source": source},
-    "Need": dict.fromkeys(("nodes", "procs", "least_nodes", "gpus"), few),
+    "Resources": dict.fromkeys(("nodes", "procs", "least_nodes", "gpus"), few),
     "Node": {"devices": st.deferred(lambda: tuples(NOUNS[spec.Device], 0, 3))},
     "Setting": {
         **dict.fromkeys(("micro_batch", "accumulation", "global_batch"), few),
@@ -166,7 +166,7 @@ FIELDS: dict[str, dict[str, Values]] = {
     "Ending": {"asked": st.sampled_from(["", "SIGTERM", "SIGUSR1"])},
     "Finding": SAID,
     "FileMark": {"sha256": st.text("0123456789abcdef", min_size=64, max_size=64)},
-    "Habits": {
+    "LaunchDefaults": {
         "sbatch": tuples(one_line.map(lambda text: f"--{text}")),
         "environment": st.dictionaries(one_line, one_line, max_size=2),
         **dict.fromkeys(("modules", "lines"), tuples(one_line)),
@@ -188,10 +188,11 @@ FIELDS: dict[str, dict[str, Values]] = {
     "Question": {"what": st.sampled_from(sorted(ANSWERS))},
     "Reason": {"why": sentences},
     "Requirement": {"keys": tuples(names, 1), "values": st.just((1, "all")), "write": st.just(1)},
-    "Stage": {"name": st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True), "marks": marks},
+    "Stage": {"name": st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True)},
+    "StageFormat": {"marks": marks},
     "StagedPlan": {"stages": st.deferred(lambda: tuples(NOUNS[spec.PlannedStage], 1, 1))},
     "Suspect": {"phase": st.sampled_from([BATCH, FORWARD, BACKWARD])},
-    "Target": {
+    "ConfigTarget": {
         "knobs": st.deferred(lambda: tuples(NOUNS[Knob], 1)),
         "name": st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True),
         "marks": marks,
@@ -256,7 +257,7 @@ def fit_link(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "node": 0 if is_inside else None, "devices": (0, 1) if is_inside else ()}
 
 
-def fit_need(values: dict[str, Any]) -> dict[str, Any]:
+def fit_resources(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "gpus": values["procs"] * (values["nodes"] % 2), "least_nodes": 1}
 
 
@@ -318,7 +319,7 @@ FITTED: dict[str, Any] = {
     "Link": fit_link,
     "Measurement": ordered("allocated_bytes", "reserved_bytes"),
     "MfuReference": ordered("low", "high"),
-    "Need": fit_need,
+    "Resources": fit_resources,
     "Node": fit_node,
     "Scheduler": fit_scheduler,
     "Setting": fit_setting,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nouns import NOUNS, all_nouns
+from nouns import FIELDS, FITTED, NOUNS, all_nouns
 from trimtab import spec
 from trimtab.errors import BrokenFile
 from trimtab.spec import Cluster, Device, Estimate, Footprint, Link, Mesh, Node, Setting, Strategy
@@ -20,6 +20,7 @@ def test_every_noun_has_a_strategy_here() -> None:
     ours = {one for one in all_nouns() if one.__module__.startswith("trimtab.")}
     assert ours == set(NOUNS)
     assert len(ours) > 100
+    assert {*FIELDS, *FITTED} <= {cls.__name__ for cls in ours}
 
 
 @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.__name__)

@@ -15,7 +15,7 @@ from torch.nn import functional
 import trimtab
 from outlooks import workload
 from trimtab import cluster
-from trimtab.api.predicting import first_device, look_closely, make_setting
+from trimtab.api.estimating import first_device, look_closely, make_setting
 from trimtab.engine.sync_norm import synchronise
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.planner import pins, whole_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -97,3 +98,10 @@ def test_nothing_is_left_when_a_session_is_killed() -> None:
             os.waitpid(-process.pid, os.WNOHANG)
         time.sleep(0.01)
     pytest.fail("something of the session is left")
+
+
+@pytest.mark.parametrize("module", warm_start.IMPORTED)
+def test_what_is_imported_ahead_is_there(module: str) -> None:
+    if module.startswith("transformers"):
+        pytest.importorskip("transformers")
+    assert importlib.util.find_spec(module) is not None

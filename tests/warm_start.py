@@ -124,7 +124,7 @@ def _gains(words: list[str], env: Any) -> bool:
         return False
     if words[2] == "trimtab":
         return bool(VERBS.intersection(words[3:4]))
-    return words[2].startswith(("trimtab.trace.", "trimtab.training."))
+    return words[2].startswith("trimtab.")
 
 
 def _server() -> socket.socket:
@@ -295,9 +295,9 @@ def bind_late() -> None:
 
     for owner in (CudaInterface, CudaInterface.Worker):
         for name, value in list(vars(owner).items()):
-            function = getattr(value, "__func__", None)
-            if function is not None and getattr(torch.cuda, function.__name__, None) is function:
-                setattr(owner, name, late(function.__name__))
+            taken = getattr(getattr(value, "__func__", None), "__name__", "")
+            if taken and getattr(torch.cuda, taken, None) is value.__func__:
+                setattr(owner, name, late(taken))
 
 
 def _run(words: list[str]) -> int:
@@ -331,7 +331,8 @@ if __name__ == "__main__":
     sys.modules["warm_start"], sys.modules["__main__"] = sys.modules["__main__"], type(sys)("__main__")
     sys.modules["__main__"].__dict__["__builtins__"] = __builtins__
     for module in IMPORTED:
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     bind_late()
     gc.collect()
     # Copies share memory until one of them writes; collecting garbage would write everywhere.

@@ -1,67 +1,49 @@
-"""The best configuration that fits, and plans as files."""
+"""The functions `plan` and `read_plan`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.predicting import first_device
+from trimtab.api.estimating import first_device
+from trimtab.spec.requests import PlanRequest, accepts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from trimtab.spec import Cluster, Plan, Policy
 
 
-def plan(  # noqa: PLR0913 - each is an option of the command
-    job: Any,
-    on: str | Cluster | None = None,
-    *,
-    global_batch: int | None = None,
-    samples: int | None = None,
-    epochs: int | None = None,
-    memory: float = 0.9,
-    deadline: str | float | None = None,
-    objective: str = "speed",
-    compare: Iterable[int] = (),
-    price: float | None = None,
-    pins: Mapping[str, Any] | Iterable[str] = (),
-    clip: float | None = None,
-    options: dict[str, Any] | None = None,
-    network: str | None = None,
-    cache: bool = True,
-    say: Callable[[str], None] = lambda _: None,
-    say_best: Callable[[str], None] = lambda _: None,
-    partial: bool = False,
-) -> Plan:
-    """The best configuration that fits, with reasons, without a GPU.
+@accepts(PlanRequest)
+def plan(request: PlanRequest) -> Plan:
+    """Find the best configuration that fits, with reasons, without a GPU.
 
     trimtab.plan("job.py:MyJob", "4xA100-40GB").choice
     trimtab.plan(MyJob, "8xH100", deadline="12h", objective="gpus", compare=[1, 2, 4, 8]).recommendation
 
-    `say` is told what is being done, `say_best` the best so far. With `partial`, Ctrl-C gives the best so far
-    as a plan that is not `complete`; without it, or where nothing was found, KeyboardInterrupt is raised.
+    `say` gets each activity in words, `say_best` the best setting so far. With `partial`, Ctrl-C gives the
+    best so far as a plan that is not `complete`; otherwise KeyboardInterrupt is raised.
     """
     from trimtab.jobs.load import name_of
     from trimtab.planner.plan import make_plan
     from trimtab.probe.detect import as_cluster
 
-    policy = make_policy(memory, deadline, objective, price, pins)
-    cluster = as_cluster(on, network=network)
+    policy = make_policy(request.memory, request.deadline, request.objective, request.price, request.pins)
+    cluster = as_cluster(request.on, network=request.network)
     first_device(cluster)
-    name, changed = name_of(job)
+    name, changed = name_of(request.job)
     return make_plan(
         name,
-        changed | (options or {}),
+        changed | (request.options or {}),
         cluster,
         policy,
-        given={"global_batch": global_batch, "samples": samples, "epochs": epochs},
-        compare=compare,
-        clip=clip,
-        cache=cache,
-        say=say,
-        say_best=say_best,
-        partial=partial,
+        given={key: getattr(request, key) for key in ("global_batch", "samples", "epochs")},
+        compare=request.compare,
+        clip=request.clip,
+        cache=request.cache,
+        say=request.say,
+        say_best=request.say_best,
+        partial=request.partial,
     )
 
 
@@ -72,7 +54,7 @@ def make_policy(
     price: float | None,
     pins: Mapping[str, Any] | Iterable[str],
 ) -> Policy:
-    """A Policy from what people type."""
+    """Return a Policy from what people type."""
     from collections.abc import Mapping as AnyMapping
 
     from trimtab.errors import WrongUse
@@ -85,7 +67,7 @@ def make_policy(
             f"--memory {memory:g}", found="it is no share of the free memory", cure="Give one from 0.1 to 1."
         )
     if objective not in set(Objective):
-        known = ", ".join(one.value for one in Objective)
+        known = ", ".join(word.value for word in Objective)
         raise WrongUse(f"--objective {objective}", found=f"it is none of {known}", cure="Use one of those.")
     if price is not None and not 0 <= price < float("inf"):
         found = "it is below 0" if price < 0 else "it is no amount of money"
@@ -100,7 +82,7 @@ def make_policy(
 
 
 def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -> Plan:
-    """A plan from its file; refused where the job, the versions or the cluster are not what it assumed.
+    """Read a plan from its file; raise if the job, the versions or the cluster have changed.
 
     Without `job` the job that the plan names is looked at; without `on` the cluster is left out, so that a
     plan can be read anywhere.

@@ -16,7 +16,7 @@ from trimtab.engine import cached
 from trimtab.engine.step import check_loss
 from trimtab.errors import WrongUse
 from trimtab.jobs.embeddings import Embeddings, check_samples, comparable, direct_loss, embed
-from trimtab.strategies import strategy_of
+from trimtab.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from trimtab.engine.cached import WholeLoss
@@ -38,11 +38,12 @@ class Caching:
     """Computes the parts of an attempt in two passes over them."""
 
     def __init__(self, stepper: StepRunner, job: Any) -> None:
-        if not strategy_of(stepper.setting).runs_whole_model:
+        whole = [strategy.word for strategy in STRATEGIES.values() if strategy.runs_whole_model]
+        if stepper.setting.strategy not in whole:
             raise WrongUse(
                 f"strategy {stepper.setting.strategy} for a job with embed() and loss_of()",
                 found="gradient caching needs ranks that each hold the whole model or shards of it",
-                cure="Use strategy single, ddp, fsdp or hsdp.",
+                cure=f"Use one of the strategies {', '.join(whole)}.",
             )
         self._stepper = stepper
         self._job = job
