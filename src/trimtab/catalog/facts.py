@@ -1,0 +1,141 @@
+"""Figures that were measured on a device, read from TOML files beside their source.
+
+    facts_of(device).step.gap_s        # of the device's own file, or else of the fallback
+    device_facts()                     # every measured device, the fallback first
+
+A second measured GPU is a file in `calibrations/`; h200.toml says what each figure means.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+    from trimtab.spec import Device
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Figures that one program or document is the source of."""
+
+    source: str
+
+
+class HostFacts(Facts, frozen=True, kw_only=True):
+    """Seconds of the host for each thing that a step does."""
+
+    bare_forward_s: float
+    forward_s: float
+    backward_s: float
+    plain_s: float
+    view_s: float
+    call_s: float
+    tensor_s: float
+    wait_s: float
+    compiled_s: float
+
+
+class StepFacts(Facts, frozen=True, kw_only=True):
+    """What a step costs beside its operations: launches, gaps, throttling."""
+
+    queue: int
+    gap_s: float
+    start_s: float
+    selective_s: float
+    fresh_s: float
+    piece_s: float
+    pieces: tuple[tuple[str, int], ...]
+    throttled: float
+    throttles_from: float
+    throttles_at: float
+
+    def pieces_of(self, operation: str) -> int:
+        """Return how many launches an operation takes on the host."""
+        return next((count for name, count in self.pieces if name == operation), 1)
+
+
+class LawFacts(Facts, frozen=True, kw_only=True):
+    """The figures of the roofline that operations are compared with."""
+
+    sustained: float
+    streamed: float
+    launch_s: float
+    tiles: tuple[tuple[int, int, float], ...]
+    misaligned: tuple[tuple[int, float], ...]
+    cell_kernel_s: float
+    cell_launch_s: float
+    cell_in_a_step: float
+
+    def loading(self, alignment: int) -> float:
+        """Return the share of the speed that is left where rows are aligned to so many bytes."""
+        return next((share for size, share in self.misaligned if size == alignment), 1.0)
+
+
+class MemoryFacts(Facts, frozen=True, kw_only=True):
+    """What a process takes beside its tensors, and how far predictions of memory are off."""
+
+    context_bytes: int
+    sharded_context_bytes: int
+    band_low: float
+    band_high: float
+    compiled_band_low: float
+    guessed_low: float
+    guessed_high: float
+    guessed_again: float
+
+    def with_context(self, size: int) -> MemoryFacts:
+        """Return the same figures with a context of this many bytes."""
+        return msgspec.structs.replace(self, context_bytes=size, sharded_context_bytes=size)
+
+
+class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All figures that were measured on one device."""
+
+    device: str
+    """A row of devices.toml."""
+    spoken: str
+    """The device in a sentence."""
+    fallback: bool = False
+    """Whether devices without a file take these figures; true in exactly one file."""
+    taken_on: str
+    versions: dict[str, str]
+    operations: tuple[str, ...]
+    """Files with the seconds of single operations."""
+    host: HostFacts
+    step: StepFacts
+    law: LawFacts
+    memory: MemoryFacts
+
+
+def calibration_file(name: str) -> Traversable:
+    """Return a file of the folder that calibrations are in."""
+    return files("trimtab.catalog").joinpath("calibrations").joinpath(name)
+
+
+@cache
+def device_facts() -> tuple[DeviceFacts, ...]:
+    """Read the figures of every measured device, the fallback first."""
+    texts = [
+        file.read_text(encoding="utf-8")
+        for file in sorted(files("trimtab.catalog").joinpath("calibrations").iterdir(), key=lambda f: f.name)
+        if file.name.endswith(".toml")
+    ]
+    found = [msgspec.convert(tomllib.loads(text), DeviceFacts) for text in texts]
+    return tuple(sorted(found, key=lambda facts: not facts.fallback))
+
+
+def fallback_facts() -> DeviceFacts:
+    """Return the figures that devices without a file of their own take."""
+    return device_facts()[0]
+
+
+def facts_of(device: Device) -> DeviceFacts:
+    """Return the figures of a device's own file, or else those of the fallback."""
+    own = (facts for facts in device_facts() if facts.device in (device.model, device.name))
+    return next(own, fallback_facts())
