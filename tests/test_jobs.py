@@ -21,9 +21,10 @@ from trimtab.exams.sit import cases
 from trimtab.jobs import load as load_module
 from trimtab.jobs.head import IGNORED, mean_token_loss, token_losses
 from trimtab.jobs.job import samples_in
-from trimtab.jobs.load import BUILT_IN, file_of, name_of
-from trimtab.jobs.naics import lorentz_distance, on_hyperboloid
+from trimtab.jobs.load import file_of, name_of
+from trimtab.jobs.naics.model import lorentz_distance, on_hyperboloid
 from trimtab.jobs.options import options
+from trimtab.jobs.registry import BUILT_IN
 from trimtab.trace.redraw import redraws
 
 TINY = [f"{name}:tiny" for name in BUILT_IN]

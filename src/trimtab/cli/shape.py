@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.errors import WrongUse
-from trimtab.jobs.load import FOLDER, expanded
+from trimtab.jobs.load import expanded
+from trimtab.jobs.registry import FOLDER
 
 if TYPE_CHECKING:
     from trimtab.configs.knobs import Wired

@@ -57,7 +57,7 @@ class Page:
         return f"{self.file}, line {line}" if line else str(self.file)
 
 
-def read(file: Path) -> Page:
+def read_yaml(file: Path) -> Page:
     """A file whose top is a section; raises what is wrong with it."""
     import yaml
 

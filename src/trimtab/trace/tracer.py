@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab import __version__
 from trimtab.errors import TrimtabError
 from trimtab.jobs import load
-from trimtab.jobs.load import BUILT_IN, FOLDER
+from trimtab.jobs.registry import FOLDER, comes_with_trimtab
 from trimtab.spec import Allocator, Trace
 from trimtab.trace.forks import at_once
 from trimtab.trace.standing import Standing
@@ -168,8 +168,8 @@ def _sources(job: str) -> list[Path]:
     """The files whose text the trace depends on: trimtab's tracer, and the job's file with its neighbours."""
     here = Path(__file__).parent
     own = [*sorted(here.glob("*.py")), *sorted((here.parent / "engine").glob("*.py"))]
-    if job.startswith(FOLDER) or job.partition(":")[0] in BUILT_IN:
-        own += sorted(Path(load.__file__).parent.glob("*.py"))
+    if comes_with_trimtab(job):
+        own += sorted(Path(load.__file__).parent.rglob("*.py"))
         return [*own, Path(job.removeprefix(FOLDER)) / "config.json"] if job.startswith(FOLDER) else own
     place = Path(job.rpartition(":")[0])
     if place.suffix == ".py" and place.is_file():

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import UnknownName, WrongUse, nearest
-from trimtab.jobs import naics_pairs
-from trimtab.jobs.yaml_files import read
+from trimtab.jobs.naics.pairs import Pairs, read_pairs
+from trimtab.jobs.yaml_files import read_yaml
 from trimtab.spec.stage import Stage
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from trimtab.jobs.yaml_files import Page
 
-SHIPPED = Path(__file__).parent / "naics_conf"
-PAIRS = naics_pairs.Pairs.__struct_fields__
+SHIPPED = Path(__file__).parent / "conf"
+PAIRS = Pairs.__struct_fields__
 COUNTS = {"n_positives": "positives", "n_negatives": "negatives"}
 CUT = ("batch_size", "accumulate_grad_batches")
 """What `trimtab apply` writes into a stage for other trainers; here every stage is planned."""
@@ -74,7 +74,7 @@ LEFT = (
 WHOLE = ("rank", "experts", "favourites", "expert_width", "epochs", "warmup")
 
 
-def stages(folder: str) -> tuple[Stage, ...]:
+def read_stages(folder: str) -> tuple[Stage, ...]:
     """The stages that a folder describes, in order; those that ship where none is named."""
     main, files, chains = _sorted_out(Path(folder) if folder else SHIPPED)
     shared = {} if main is None else _main(main)
@@ -88,10 +88,10 @@ def stages(folder: str) -> tuple[Stage, ...]:
     return tuple(_linked(found[name], shared, own) for name, own in links)
 
 
-def stage(given: str, among: tuple[Stage, ...]) -> Stage:
+def find_stage(given: str, among: tuple[Stage, ...]) -> Stage:
     """One of them by its name, or by the beginning of it.
 
-    >>> stage("02", stages("")).options["negatives"]
+    >>> find_stage("02", read_stages("")).options["negatives"]
     8
     """
     matches = [one for one in among if one.name == given] or [
@@ -113,7 +113,7 @@ def _sorted_out(folder: Path) -> tuple[Page | None, list[Page], list[Page]]:
         raise WrongUse(f"--stages {folder}", found=found, cure="Name a folder with stage files below it.")
     places = [folder, *sorted(one for one in folder.iterdir() if one.is_dir() and one.name[0] != ".")]
     files = [one for place in places for one in sorted(place.iterdir()) if one.suffix in (".yaml", ".yml")]
-    pages = [read(one) for one in files]
+    pages = [read_yaml(file) for file in files]
     kinds: dict[str, list[Page]] = {"main": [], "stage": [], "chain": [], "other": []}
     for page in pages:
         kinds[_kind(page)].append(page)
@@ -172,7 +172,7 @@ def _stage(page: Page) -> Stage:
     pairs = {key: body[key] for key in PAIRS if body.get(key) is not None}
     for key, value in pairs.items():
         try:
-            naics_pairs.read({key: value})
+            read_pairs({key: value})
         except UnknownName as error:
             raise UnknownName(
                 f"{page.at(*root, key)}: {error.given}", found=error.found, cure=error.cure
