@@ -94,6 +94,86 @@ class MemoryFacts(Facts, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, context_bytes=size, sharded_context_bytes=size)
 
 
+class WorkspaceFacts(Facts, frozen=True, kw_only=True):
+    """What sizes of workspaces follow from beside shapes."""
+
+    multiprocessors: int
+
+
+class ConvolutionFacts(Facts, frozen=True, kw_only=True):
+    """The limits by which cuDNN chooses an algorithm for a convolution."""
+
+    few_channels: int
+    matrix_workspace_bytes: int
+    line_copy_window: int
+    line_copy_numbers: int
+    image_copy_pixels: int
+    image_copy_channels: int
+    fft_kernel: int
+    fft_side: int
+    fft_channels: int
+    fft_many_samples: int
+    fft_small_side: int
+    fft_few_samples_side: int
+    fft_few_samples_product: int
+    tiled_kernel: int
+    tiled_channels: int
+    tiled_source: int
+    tiled_side: int
+    tiled_small_side: int
+    tiled_small_side_product: int
+    winograd_channels: int
+    winograd_source: int
+    winograd_large_side: int
+    winograd_large_side_source: int
+    line_fp16_channels: int
+    wave_blocks: int
+    wave_tiles: int
+    small_wave_blocks: int
+    wave_work: int
+    wave_channels: int
+    wave_channels_work: int
+    volume_work: int
+    volume_product: int
+    stays_source: int
+    stays_result: int
+    stays_samples: int
+    stays_pixels: int
+    thin_result: int
+    thin_work: int
+    direct_pixels: int
+    indirect_half_pixels: int
+    copied_forward_pixels: int
+    copied_backward_pixels: int
+    few_forward_window: int
+    few_backward_window: int
+    stem_window: int
+
+
+class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numbers a hidden unit in cuDNN's workspace: for each input, and for each sample of each layer."""
+
+    padded: tuple[int, int]
+    padded_both: tuple[int, int]
+    packed: tuple[int, int]
+    packed_both: tuple[int, int]
+
+    def numbers(self, *, packed: bool, both: bool) -> tuple[int, int]:
+        """Return those for packed or padded sequences, in one direction or both."""
+        one_way, two_ways = (self.packed, self.packed_both) if packed else (self.padded, self.padded_both)
+        return two_ways if both else one_way
+
+
+class RecurrentFacts(Facts, frozen=True, kw_only=True):
+    """Workspaces of recurrent layers, by kind of cell."""
+
+    kernel_bytes: int
+    narrow: int
+    lstm: CellFacts
+    gru: CellFacts
+    plain: CellFacts
+
+
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All figures that were measured on one device."""
 
@@ -111,6 +191,9 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step: StepFacts
     law: LawFacts
     memory: MemoryFacts
+    workspace: WorkspaceFacts
+    convolution: ConvolutionFacts
+    recurrent: RecurrentFacts
 
 
 def calibration_file(name: str) -> Traversable:

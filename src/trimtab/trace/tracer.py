@@ -168,6 +168,7 @@ def _sources(job: str) -> list[Path]:
     """The files whose text the trace depends on: trimtab's tracer, and the job's file with its neighbours."""
     here = Path(__file__).parent
     own = [*sorted(here.glob("*.py")), *sorted((here.parent / "engine").glob("*.py"))]
+    own += sorted((here.parent / "catalog" / "calibrations").glob("*.toml"))
     if comes_with_trimtab(job):
         own += sorted(Path(load.__file__).parent.rglob("*.py"))
         return [*own, Path(job.removeprefix(FOLDER)) / "config.json"] if job.startswith(FOLDER) else own
