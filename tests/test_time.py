@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 H200 = trimtab.cluster("H200").devices[0]
 RATES = pace.rates(H200) or pytest.fail("the H200 has figures")
 FACTS = facts_of(H200)
-HOST = time.Host(10e-6, 10e-6, 10e-6, 1e-6, 1e-6, 1e-6, 10e-6, 5e-6, FACTS.step)
+HOST = time.HostCosts(10e-6, 10e-6, 10e-6, 1e-6, 1e-6, 1e-6, 10e-6, 5e-6, FACTS.step)
 
 
 def matrix(rows: int, columns: int, inner: int, alignment: int = 16, dtype: str = "bfloat16") -> Work:

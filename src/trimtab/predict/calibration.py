@@ -24,7 +24,7 @@ class Speed(NamedTuple):
     """How fast a device and its host are."""
 
     pace: pace.Pace
-    host: time.Host
+    host: time.HostCosts
     own: bool
     """Whether this device itself was calibrated."""
     source: str

@@ -27,7 +27,7 @@ OVERLAPPED = 0.9
 """Share of the computing that collectives can hide behind: they take some of the device's own time."""
 
 
-class Host(NamedTuple):
+class HostCosts(NamedTuple):
     """Seconds of the host for each thing that a step does; h200.toml says what each is."""
 
     forward_s: float
@@ -42,12 +42,12 @@ class Host(NamedTuple):
     """What a step costs whatever the host."""
 
 
-def host(calibration: dict[str, float], facts: DeviceFacts) -> Host:
+def host(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
     """Scale the measured costs of a host by the time of a bare operation on the calibrated one."""
     measured = facts.host
     slower = calibration.get("forward_s", measured.bare_forward_s) / measured.bare_forward_s
-    costs = {name: getattr(measured, name) * slower for name in Host._fields if name != "step"}
-    return Host(**costs, step=facts.step)
+    costs = {name: getattr(measured, name) * slower for name in HostCosts._fields if name != "step"}
+    return HostCosts(**costs, step=facts.step)
 
 
 class Clocks(NamedTuple):
@@ -63,7 +63,7 @@ class Clocks(NamedTuple):
 def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
     works: list[Work],
     pace: Pace,
-    host: Host,
+    host: HostCosts,
     *,
     backward: range,
     compiled: bool = False,
@@ -116,7 +116,7 @@ def _taken(work: Work, pace: Pace, gap_s: float) -> float | None:
 
 
 def _handing_out(  # noqa: PLR0911 - one way out for each kind
-    work: Work, host: Host, *, backward: bool, after: bool, compiled: bool
+    work: Work, host: HostCosts, *, backward: bool, after: bool, compiled: bool
 ) -> float:
     if work.kind == "view":
         return 0.0 if compiled else host.view_s
@@ -159,7 +159,7 @@ ARITHMETIC = {"matrix", "attention", "convolution", "recurrent"}
 
 
 def step(  # noqa: PLR0913 - what runs, how fast, and where
-    trace: Trace, setting: Setting, pace: Pace, host: Host, among: comms.Links, *, fusing: bool = False
+    trace: Trace, setting: Setting, pace: Pace, host: HostCosts, among: comms.Links, *, fusing: bool = False
 ) -> Step:
     """Seconds of an optimizer step: `accumulation` passes forward and backward, and the optimizer.
 
@@ -260,7 +260,7 @@ def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered
     sequence: tuple[int, ...],
     bounds: tuple[int, int],
     pace: Pace,
-    host: Host,
+    host: HostCosts,
     how: tuple[bool, bool],
     sums: tuple[int, ...] | None,
 ) -> Alone:

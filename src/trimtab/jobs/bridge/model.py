@@ -48,7 +48,7 @@ class Pooler(nn.Module):
         return self.last_norm(x + self.narrow(functional.gelu(self.wide(x))))
 
 
-class Encoder(nn.Module):
+class LatentEncoder(nn.Module):
     """From bytes to latents."""
 
     waves: torch.Tensor
@@ -82,7 +82,7 @@ def _waves(length: int, width: int) -> torch.Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-class Adapter(nn.Module):
+class PrefixAdapter(nn.Module):
     """From latents to a prefix that a frozen model reads as if it were words."""
 
     def __init__(self, job: Bridge, width: int, spread: float) -> None:
@@ -189,12 +189,12 @@ class BridgeModel(nn.Module):
     def __init__(self, job: Bridge) -> None:
         super().__init__()
         self.job = job
-        self.encoder = Encoder(job)
+        self.encoder = LatentEncoder(job)
         self.refiner = Refiner(job) if job.refiner else None
         frozen: dict[str, Any] = dict(job.frozen_models())
         self.adapters = nn.ModuleDict(
             {
-                name: Adapter(job, model.config.hidden_size, model.config.initializer_range)
+                name: PrefixAdapter(job, model.config.hidden_size, model.config.initializer_range)
                 for name, model in frozen.items()
             }
         )
