@@ -11,7 +11,7 @@ import pytest
 import trimtab
 from test_cli import trimtab_cli
 from trimtab.catalog.facts import calibration_file, device_facts, facts_of, fallback_facts
-from trimtab.catalog.tables import devices
+from trimtab.catalog.tables import collectives, devices
 from trimtab.errors import EnvironmentFault
 from trimtab.predict import comms, pace, time
 from trimtab.predict.calibration import read_own_calibration, shipped, speed, write_own_calibration
@@ -225,7 +225,7 @@ def test_collectives_grow_with_size_and_are_slower_between_nodes() -> None:
 
 def test_gpus_of_a_node_add_their_network_ports_up() -> None:
     """DGX H100: eight ports of 50 GB/s carry 400 GB/s between nodes: the bus bandwidth of nccl-tests."""
-    size, share = 2**34, comms.BUS_SHARE
+    size, share = 2**34, collectives().bus_share
     h100 = comms.links(trimtab.cluster("4x8xH100"), 32)
     assert h100.all_gather_s(size, 32) == pytest.approx(size * 31 / 32 / (400e9 * share), rel=0.01)
     slow = comms.links(trimtab.cluster("4x8xH100", network="80Gb/node"), 32)
@@ -239,7 +239,7 @@ def test_copies_of_a_shard_have_one_port_each() -> None:
     """hsdp over four nodes: the four copies of a shard lie on four nodes, one GPU in each."""
     size, among = 2**32, comms.links(trimtab.cluster("4x8xH100"), 32)
     found = among.all_reduce_s(size, 4, apart=8)
-    assert found == pytest.approx(2 * size * 3 / 4 / (50e9 * comms.BUS_SHARE), rel=0.01)
+    assert found == pytest.approx(2 * size * 3 / 4 / (50e9 * collectives().bus_share), rel=0.01)
 
 
 def test_the_network_that_was_taken_is_said_with_its_source() -> None:

@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trimtab.catalog.tables import collectives
 from trimtab.predict.accumulate import gradients
 from trimtab.predict.fusion import fused
 from trimtab.spec import Precision, Recompute, Work
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from trimtab.predict import comms
     from trimtab.predict.pace import Pace
     from trimtab.spec import Setting, Trace
-
-OVERLAPPED = 0.9
-"""Share of the computing that collectives can hide behind: they take some of the device's own time."""
 
 
 class HostCosts(NamedTuple):
@@ -334,7 +332,7 @@ def communication(
             setting=setting,
             links=among,
             gradient_bytes=gradient_bytes(trace, setting),
-            hidden_forward_s=OVERLAPPED * forward_s,
-            hidden_backward_s=OVERLAPPED * backward_s,
+            hidden_forward_s=collectives().overlapped * forward_s,
+            hidden_backward_s=collectives().overlapped * backward_s,
         )
     )
