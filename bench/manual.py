@@ -258,9 +258,9 @@ def reference() -> str:
         ("[Files](#files), [variables](#variables)", "what trimtab reads and writes"),
     ]
     codes = api.explain("exit-codes")
-    from trimtab.configs.targets import built_in
+    from trimtab.configs.targets import builtin_targets
 
-    targets = [(f"`{one.name}`", cell(one.title)) for one in built_in()]
+    targets = [(f"`{one.name}`", cell(one.title)) for one in builtin_targets()]
     parts = [
         "# Reference",
         MADE,

@@ -15,7 +15,7 @@ from trimtab import api
 from trimtab.cli.choose import _horizon
 from trimtab.cli.shape import turned
 from trimtab.configs import knobs
-from trimtab.configs.knobs import wire
+from trimtab.configs.knobs import apply_knobs
 from trimtab.errors import TrimtabError, UnknownName, WrongUse
 from trimtab.jobs.options import options
 from trimtab.planner.pins import KEYS
@@ -62,9 +62,9 @@ def test_the_examples_are_true() -> None:
 
 
 def test_every_knob_of_the_glossary_is_known_and_sets_something_that_there_is() -> None:
-    assert not set(GLOSSARY) - set(knobs.knobs())
+    assert not set(GLOSSARY) - set(knobs.load_knobs())
     of_slm, of_training = set(options(api.load("slm"))), set(Task.__struct_fields__)
-    for knob in knobs.knobs().values():
+    for knob in knobs.load_knobs().values():
         assert not knob.option or knob.option in of_slm, knob.name
         assert not knob.pin or knob.pin in KEYS, knob.name
         assert not knob.train or knob.train in of_training, knob.name
@@ -80,7 +80,7 @@ def test_every_knob_of_the_glossary_is_known_and_sets_something_that_there_is() 
 def test_every_knob_is_in_the_documentation() -> None:
     page = (Path(__file__).parent.parent / "docs" / "knobs.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
-    assert listed == set(knobs.knobs())
+    assert listed == set(knobs.load_knobs())
 
 
 @pytest.mark.parametrize(
@@ -110,19 +110,19 @@ def test_every_knob_is_in_the_documentation() -> None:
     ],
 )
 def test_a_knob_sets_what_the_table_says(given: dict[str, Any], place: str, expected: dict[str, Any]) -> None:
-    assert getattr(wire(given), place) == expected
+    assert getattr(apply_knobs(given), place) == expected
 
 
 def test_a_batch_of_one_process_makes_the_global_batch() -> None:
-    found = wire({"batch_size": 12, "gradient_accumulation_steps": 2}, ranks=4)
+    found = apply_knobs({"batch_size": 12, "gradient_accumulation_steps": 2}, ranks=4)
     assert found.options == {"global_batch": 96}
     assert found.pins == {"micro_batch": 12, "accumulation": 2}
     assert "global batch 96: batch_size 12 x 2 x 4 processes" in found.said
-    assert wire({"batch_size": 12}, ranks=4, joint=False).options == {}
+    assert apply_knobs({"batch_size": 12}, ranks=4, joint=False).options == {}
 
 
 def test_bf16_becomes_fp16_where_there_is_none_and_that_is_said() -> None:
-    found = wire({"enable_amp": True, "amp_dtype": "bf16"}, bf16=False)
+    found = apply_knobs({"enable_amp": True, "amp_dtype": "bf16"}, bf16=False)
     assert found.pins == {"precision": "fp16"}
     assert any("only emulated" in one for one in found.said)
     assert api.turn_knobs("slm", ["amp_dtype=bf16"], where=api.cluster("T4")).pins == {"precision": "fp16"}

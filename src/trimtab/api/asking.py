@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.catalog.words import Word
-    from trimtab.diagnosis.judge import Diagnosis
+    from trimtab.diagnosis.findings import Diagnosis
     from trimtab.spec import (
         Cluster,
     )
@@ -78,7 +78,7 @@ def explain(word: str) -> Word:
     'out-of-memory'
     """
     from trimtab.catalog.words import word as look_up
-    from trimtab.diagnosis.words import kind_words
+    from trimtab.diagnosis.fault_kinds import kind_words
 
     return look_up(word, VERBS, more=kind_words())
 
@@ -86,7 +86,7 @@ def explain(word: str) -> Word:
 def all_words() -> dict[str, Word]:
     """Every entry that `explain` has, by name: our own words, and kinds of what `trimtab doctor` finds."""
     from trimtab.catalog.words import words
-    from trimtab.diagnosis.words import kind_words
+    from trimtab.diagnosis.fault_kinds import kind_words
 
     ours = words(VERBS)
     return ours | {name: one for name, one in kind_words().items() if name not in ours}
@@ -101,12 +101,12 @@ def doctor(*logs: str | Path, say: Callable[[str], None] = lambda _: None) -> Di
     if logs:
         from os import fspath
 
-        from trimtab.diagnosis.diagnose import diagnose
+        from trimtab.diagnosis.diagnose import diagnose_logs
 
-        return diagnose([fspath(one) for one in logs], say)
-    from trimtab.diagnosis.machine import examine
+        return diagnose_logs([fspath(one) for one in logs], say)
+    from trimtab.diagnosis.machine import examine_machine
 
-    return examine()
+    return examine_machine()
 
 
 def load(name: str, **options: Any) -> Any:

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from trimtab.configs.applying import Proposal
-    from trimtab.configs.files import Prepared, Written
-    from trimtab.configs.knobs import Wired
-    from trimtab.configs.showing import Display
+    from trimtab.configs.apply import Proposal
+    from trimtab.configs.files import PreparedFile, WriteResult
+    from trimtab.configs.knobs import KnobSettings
+    from trimtab.configs.show import Display
     from trimtab.spec import (
         Cluster,
         Estimate,
@@ -34,24 +34,24 @@ def propose(  # noqa: PLR0913 - each is an option of the command
     say: Callable[[str], None] = lambda _: None,
 ) -> Proposal:
     """What `apply` would change, before it changes anything."""
-    from trimtab.configs.applying import aim, proposed
-    from trimtab.configs.documents import read
-    from trimtab.configs.mapping import known
+    from trimtab.configs.apply import parse_aim, propose_edits
+    from trimtab.configs.formats import read_config
+    from trimtab.configs.targets import list_targets
 
-    aims = [aim(str(one)) for one in to]
+    aims = [parse_aim(str(one)) for one in to]
 
     def replan(options: dict[str, Any]) -> Plan:
         return _same_but(plan, options, on, cache=cache, say=say)
 
-    among = known(one.file for one in aims)
-    return proposed(aims, plan, among, opened=read, name=target, beside=beside, replan=replan)
+    among = list_targets(one.file for one in aims)
+    return propose_edits(aims, plan, among, opened=read_config, name=target, beside=beside, replan=replan)
 
 
 def _same_but(
     found: Plan, options: dict[str, Any], on: str | Cluster | None, *, cache: bool, say: Callable[[str], None]
 ) -> Plan:
     """The best plan for the job with some options changed, all but the cut of the batch as it was."""
-    from trimtab.configs.stages import pins_of
+    from trimtab.configs.apply import stage_pins
     from trimtab.planner.stale import devices_of
 
     return plan(
@@ -59,7 +59,7 @@ def _same_but(
         on if on is not None else devices_of(found),
         global_batch=found.choice.global_batch,
         memory=found.policy.memory_share,
-        pins=pins_of(found.choice),
+        pins=stage_pins(found.choice),
         options={**found.options, **options},
         cache=cache,
         say=say,
@@ -86,19 +86,21 @@ def apply(  # noqa: PLR0913 - each is an option of the command
     found = plan_from(plan)[0] if isinstance(plan, str | PathLike) else plan
     places = [to] if isinstance(to, str | PathLike) else list(to)
     proposal = propose(found, [str(one) for one in places], target=target, on=on, beside=beside, cache=cache)
-    ready = proposal.prepared(beside=beside)
+    ready = proposal.prepare(beside=beside)
     return applied(proposal, ready, None if dry else write_plan(ready, found))
 
 
-def write_plan(ready: Sequence[Prepared], plan: Plan) -> Written:
+def write_plan(ready: Sequence[PreparedFile], plan: Plan) -> WriteResult:
     """Write files that are ready, with backups that say what for."""
-    from trimtab.configs.files import write
+    from trimtab.configs.files import write_files
     from trimtab.render import setting_words
 
-    return write(ready, words=f"{plan.job}: {setting_words(plan.choice)}", fingerprint=plan.fingerprint())
+    return write_files(
+        ready, words=f"{plan.job}: {setting_words(plan.choice)}", fingerprint=plan.fingerprint()
+    )
 
 
-def applied(proposal: Proposal, ready: Sequence[Prepared], written: Written | None) -> dict[str, Any]:
+def applied(proposal: Proposal, ready: Sequence[PreparedFile], written: WriteResult | None) -> dict[str, Any]:
     """What `apply` answers: the edits and the diff, and where the backup is once they are written."""
     backups = list(written.backups) if written else []
     return {
@@ -128,7 +130,7 @@ def revert(
 
     With `write=False` nothing is written: the answer has the diff.
     """
-    from trimtab.configs.files import revert as put_back
+    from trimtab.configs.files import revert_file as put_back
 
     done = put_back(str(file), number=backup, force=force, write=write)
     return {
@@ -154,29 +156,30 @@ def show(  # noqa: PLR0913 - each is an option of the command
 
     trimtab.show("conf", "RTX 6000").stages[0].advice
     """
-    from trimtab.configs.applying import aim, laid_out
-    from trimtab.configs.documents import read
-    from trimtab.configs.mapping import known
-    from trimtab.configs.showing import display, find_job
-    from trimtab.configs.targets import named
+    from trimtab.configs.apply import find_layout, parse_aim
+    from trimtab.configs.formats import read_config
+    from trimtab.configs.show import build_display, find_job
+    from trimtab.configs.targets import find_target, list_targets
     from trimtab.probe.detect import as_cluster
 
-    one = aim(str(file))
-    among = known([one.file])
-    layout = laid_out(one, among, opened=read, name=target)
+    one = parse_aim(str(file))
+    among = list_targets([one.file])
+    layout = find_layout(one, among, opened=read_config, name=target)
     meant = layout.main.site.target if layout.main else None
     if meant is None:
         meant = (
-            named(target, among) if target else next(known for known in among if known.stage is layout.stage)
+            find_target(target, among)
+            if target
+            else next(known for known in among if known.stage is layout.stage)
         )
     asked, sought = (job, "") if job is not None else find_job(meant, layout.main)
     where = as_cluster(on)
     if not where.devices:
-        return display(
+        return build_display(
             layout, meant, job=asked, gpus=None, device=None, seer=None, no_device=True, sought=sought
         )
     seer = _Seer(asked, where, options or {}, cache=cache, say=say) if asked is not None else None
-    return display(
+    return build_display(
         layout,
         meant,
         job=asked if isinstance(asked, str) or asked is None else _name(asked),
@@ -263,15 +266,15 @@ def turn_knobs(  # noqa: PLR0913 - what knobs may meet
     ranks: int | None = None,
     options: Mapping[str, Any] | None = None,
     pins: Sequence[str] = (),
-) -> Wired:
+) -> KnobSettings:
     """What knobs such as batch_size set here, with those of a config file; `given` counts before the file.
 
     `ranks` is how many processes will train, where that is settled; else as many as there are GPUs. What is
     also in `options` or `pins` is refused, so that nothing is said twice.
     """
     from trimtab.configs import knobs
-    from trimtab.configs.applying import aim
-    from trimtab.configs.documents import read
+    from trimtab.configs.apply import parse_aim
+    from trimtab.configs.formats import read_config
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import load as find
     from trimtab.jobs.load import name_of
@@ -279,14 +282,14 @@ def turn_knobs(  # noqa: PLR0913 - what knobs may meet
 
     asked: dict[str, Any] = {}
     if config is not None:
-        place = aim(str(config))
-        asked |= knobs.read(read(place.file), str(config), place.below)
-    asked |= given if isinstance(given, dict) else knobs.split(tuple(given))
+        place = parse_aim(str(config))
+        asked |= knobs.read_knobs(read_config(place.file), str(config), place.below)
+    asked |= given if isinstance(given, dict) else knobs.split_knobs(tuple(given))
     if not asked:
-        return knobs.Wired()
+        return knobs.KnobSettings()
     fixed, chosen = read_pins(pins), dict(options or {})
     devices = () if where is None else where.devices
-    found = knobs.wire(
+    found = knobs.apply_knobs(
         asked,
         ranks=int(fixed.get("gpus") or ranks or len(devices) or 1),
         bf16=all(one.bf16 is not False for one in devices),

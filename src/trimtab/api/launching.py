@@ -41,10 +41,10 @@ def start_launch(one: Launch) -> Launch:
     """Submit a launch, or run it here to its end."""
     import os
 
-    from trimtab.launching import doing
+    from trimtab.launching import submit
 
-    doing.check_runs(one)
-    return doing.submit(one) if one.script is not None else doing.run(one, os.environ)
+    submit.check_startable(one)
+    return submit.submit_launch(one) if one.script is not None else submit.run_launch(one, os.environ)
 
 
 def prepare_launch(  # noqa: PLR0913 - each is an option of the command
@@ -82,17 +82,17 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
     import sys
     from pathlib import Path
 
-    from trimtab.launching import doing, habits, orders
+    from trimtab.launching import defaults, request, submit
     from trimtab.spec import LaunchKind
 
     wanted = LaunchKind(kind)
     named = {"partition": partition, "account": account, "qos": qos, "activate": activate}
     others = {"time": time, "rendezvous": rendezvous, "image": image, "script": script}
-    orders.refuse_unheard(wanted, named | others)
-    told = habits.read(Path.cwd())
+    request.refuse_unused(wanted, named | others)
+    told = defaults.read_defaults(Path.cwd())
     given = {name: value for name, value in (named | {"image": image}).items() if value is not None}
     told = told.replace(**given)
-    order = orders.Order(
+    order = request.LaunchOrder(
         kind=wanted,
         nodes=nodes,
         rendezvous=rendezvous,
@@ -106,13 +106,13 @@ def prepare_launch(  # noqa: PLR0913 - each is an option of the command
         python=sys.executable,
         compares=bool(tuple(compare)),
     )
-    site, silence = doing.slurm_site() if wanted is LaunchKind.SLURM else (None, "")
+    site, silence = submit.read_slurm_cluster() if wanted is LaunchKind.SLURM else (None, "")
     question = (options or {}, pins, tuple(compare), cache, say)
     plans = plans_to_launch(plan_or_job, on, procs, start_nodes(nodes), question)
     fault = _fault(plans[0][0], wanted, cache=cache)
     cores = detect().cpu_cores if wanted is LaunchKind.TORCHRUN else None
     return tuple(
-        orders.ordered(
+        request.build_launch(
             order, found, file, told, site=site, silence=silence, cores=cores, here=os.environ
         ).replace(fault=fault)
         for found, file in plans
@@ -217,9 +217,10 @@ def find_jobs(*places: Path | str, tail: int = 5) -> tuple[list[JobView], list[T
     """Our jobs, and why others could not be asked after."""
     from pathlib import Path
 
-    from trimtab.launching.jobs import desk, listed
+    from trimtab.launching.jobs import list_jobs
+    from trimtab.launching.submit import real_slurm
 
-    return listed(desk(), [Path(one) for one in places], lines=tail)
+    return list_jobs(real_slurm(), [Path(one) for one in places], lines=tail)
 
 
 def cancel(job_id: str | int, *, force: bool = False) -> JobView:
@@ -228,7 +229,7 @@ def cancel(job_id: str | int, *, force: bool = False) -> JobView:
     >>> trimtab.cancel(4711).state  # doctest: +SKIP
     'running'
     """
-    from trimtab.launching.jobs import cancel as end
-    from trimtab.launching.jobs import desk
+    from trimtab.launching.jobs import cancel_job as end
+    from trimtab.launching.submit import real_slurm
 
-    return end(str(job_id), desk(), force=force)
+    return end(str(job_id), real_slurm(), force=force)

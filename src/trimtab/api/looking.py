@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from trimtab.pages.story import Story
+    from trimtab.pages.report_data import ReportData
     from trimtab.spec import Sample
 
 
@@ -26,13 +26,13 @@ def report(
     """
     from pathlib import Path
 
-    from trimtab.pages.writing import write
+    from trimtab.pages.report import write_report
 
     folder = None if figures is None else Path(figures)
-    return write(Path(place), Path(out), figures=folder, complete=_with_timeline, say=say)
+    return write_report(Path(place), Path(out), figures=folder, complete=_with_timeline, say=say)
 
 
-def _with_timeline(story: Story) -> Story:
+def _with_timeline(story: ReportData) -> ReportData:
     """The story with the memory of a step, where a trace of the plan's setting is at hand."""
     from dataclasses import replace
 
@@ -58,6 +58,6 @@ def watch(
     from pathlib import Path
 
     from trimtab.probe.world import here
-    from trimtab.watching.watch import Watcher
+    from trimtab.watching.watch import RunWatcher
 
-    return Watcher(world=here(), places=[Path(one) for one in runs]).samples(interval_s, samples)
+    return RunWatcher(world=here(), places=[Path(one) for one in runs]).samples(interval_s, samples)

@@ -80,7 +80,7 @@ def apply(  # noqa: PLR0913, PLR0917 - each is an option
         say = shown.say
         proposal = api.propose(found, to, target=target, on=where, beside=beside, cache=not no_cache, say=say)
     proposal.said += [unchecked] if unchecked else []
-    ready = proposal.prepared(beside=beside)
+    ready = proposal.prepare(beside=beside)
     preview = api.applied(proposal, ready, None)
     if not json:
         _show_proposal(preview, proposal.stages)
@@ -120,10 +120,10 @@ def _asked() -> bool:
 
 def _list_targets(to: Sequence[str], *, json: bool) -> None:
     from trimtab.cli import views
-    from trimtab.configs.applying import aim
-    from trimtab.configs.mapping import known
+    from trimtab.configs.apply import parse_aim
+    from trimtab.configs.targets import list_targets
 
-    found = known([aim(one).file for one in to] or [aim(".").file])
+    found = list_targets([parse_aim(one).file for one in to] or [parse_aim(".").file])
     if json:
         _print_json({"targets": [one.to_builtins() for one in found]})
     else:

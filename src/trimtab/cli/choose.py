@@ -36,7 +36,7 @@ from trimtab.cli.shape import (
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
-    from trimtab.configs.knobs import Wired
+    from trimtab.configs.knobs import KnobSettings
     from trimtab.spec import Plan, StagedPlan
 
 GOES_ON = "the same command goes on from the traces made so far."
@@ -150,7 +150,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option
         raise typer.Exit(INTERRUPTED)
 
 
-def _horizon(job: str, set_up: Wired, samples: int | None, epochs: int | None) -> int | None:
+def _horizon(job: str, set_up: KnobSettings, samples: int | None, epochs: int | None) -> int | None:
     """The samples of so many optimizer steps; says which knobs a plan does not depend on."""
     from trimtab import api
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from trimtab.diagnosis.judge import Diagnosed, Diagnosis
+    from trimtab.diagnosis.findings import Diagnosed, Diagnosis
 
 MOST_CONSEQUENCES = 6
 TO_SEND = (
@@ -81,12 +81,12 @@ def _below(one: Diagnosed) -> list[RenderableType]:
 
 
 def _heading(found: Diagnosis, *, about_logs: bool) -> str:
-    from trimtab.diagnosis.judge import counted
+    from trimtab.diagnosis.findings import count_severities
 
     if not found.read:
         return "nothing could be read"
     what = found.read[0] if len(found.read) == 1 else f"{len(found.read)} files"
-    counts = counted(found.findings)
+    counts = count_severities(found.findings)
     if not counts:
         return f"{what}: nothing recognised" if about_logs else "This machine: nothing wrong"
     parts = [f"{number} {name}{'s' * (number > 1 and name != 'info')}" for name, number in counts.items()]

@@ -32,7 +32,7 @@ def jobs(
     from trimtab.cli import job_views as views
 
     if summary is not None:
-        from trimtab.launching.summary import read, text
+        from trimtab.launching.run_summary import format_summary, read_summary
 
         if places:
             raise WrongUse(
@@ -40,11 +40,11 @@ def jobs(
                 found="they ask for two things",
                 cure="Give one of them.",
             )
-        found = read(summary)
+        found = read_summary(summary)
         if json:
             _print_json(found.to_builtins())
         else:
-            typer.echo(text(found), nl=False)
+            typer.echo(format_summary(found), nl=False)
         return
     if tail < 0:
         raise WrongUse(f"--tail {tail}", found="it is below 0", cure="Give --tail at least 0.")

@@ -182,27 +182,27 @@ def launch(  # noqa: PLR0913, PLR0917 - each is an option
 
 def _answer(found: tuple[Launch, ...], *, yes: bool, write: bool, json: bool, several: bool) -> None:
     """Show the launches, and do what was asked with them."""
-    from trimtab.launching import doing
+    from trimtab.launching import submit
 
     if yes:
-        doing.check_runs(found[0])
+        submit.check_startable(found[0])
     if not json:
         _show(found)
     if write and not yes:
-        written = [name for one in found for name in doing.write(one)]
+        written = [name for one in found for name in submit.write_launch_files(one)]
         _say(f"wrote {', '.join(written)}" if written else "there is no file to write")
     runs_here = yes and found[0].script is None
     if runs_here:
         found = tuple(one.replace(job_id=str(os.getpid())) for one in found)
     elif yes:
-        found = tuple(doing.submit(one) for one in found)
+        found = tuple(submit.submit_launch(one) for one in found)
         _say(f"submitted: job {found[0].job_id}")
     if json:
         _print_json({"launches": [one.to_builtins() for one in found]} if several else found[0].to_builtins())
     if runs_here:
-        doing.become(found[0], os.environ, quiet=json)
+        submit.exec_launch(found[0], os.environ, quiet=json)
     if not (yes or write or json):
-        can_run = found[0].kind in doing.RUNS
+        can_run = found[0].kind in submit.RUNS
         _say(
             "nothing was started or written: --yes starts it, --write writes the files that it names"
             if can_run

@@ -12,7 +12,7 @@ from trimtab.jobs.load import expanded
 from trimtab.jobs.registry import FOLDER
 
 if TYPE_CHECKING:
-    from trimtab.configs.knobs import Wired
+    from trimtab.configs.knobs import KnobSettings
     from trimtab.spec import Cluster
 
 FLAGS = {"evaluate_steps": "evaluate-every", "checkpoint_steps": "checkpoint-every"}
@@ -208,7 +208,7 @@ def turned(  # noqa: PLR0913 - what knobs may meet
     flags: dict[str, Any],
     where: Cluster | None,
     ranks: int | None = None,
-) -> Wired:
+) -> KnobSettings:
     """What --knob and --config set, with what other flags have set already; says on stderr what it meant."""
     import sys
 

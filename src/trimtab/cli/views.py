@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from trimtab.configs.files import Written
-    from trimtab.configs.reading import ConfigWarning
-    from trimtab.configs.showing import Display, Shown
-    from trimtab.configs.stages import StagePlan
-    from trimtab.configs.targets import Target
+    from trimtab.configs.apply import StagePlan
+    from trimtab.configs.files import WriteResult
+    from trimtab.configs.interpret import ConfigWarning
+    from trimtab.configs.show import Display, ShownStage
+    from trimtab.configs.targets import ConfigTarget
     from trimtab.spec import Launch
 
 _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
@@ -37,7 +37,7 @@ def diff(text: str) -> Text:
     return shown
 
 
-def written(done: Written) -> RenderableType:
+def written(done: WriteResult) -> RenderableType:
     """Which files are new, and the way back."""
     count = len(done.files)
     many = f"{count} files" if count > 1 else done.files[0]
@@ -104,7 +104,7 @@ def _as_it_runs(found: Display) -> str:
     return f"{setting_words(setting)}{batch}{length}"
 
 
-def _stages(stages: Sequence[Shown]) -> Columns:
+def _stages(stages: Sequence[ShownStage]) -> Columns:
     rows = tuple(
         (
             one.name,
@@ -121,7 +121,7 @@ def _stages(stages: Sequence[Shown]) -> Columns:
     return Columns(headings, rows, left=("stage", "rating"), folds="stage", narrowest=10)
 
 
-def targets(known: Sequence[Target]) -> RenderableType:
+def targets(known: Sequence[ConfigTarget]) -> RenderableType:
     """Every target, with the keys it is known by."""
     table = _words_table("left", "left")
     for one in known:
@@ -145,12 +145,12 @@ def _seconds(value: float | None) -> str:
 
 def launch_text(one: Launch, *, several: bool) -> str:
     """What a launch would run, as a shell would take it: the script, or the command with its variables."""
-    from trimtab.launching.quoting import assignment, comment, shell_line
+    from trimtab.launching.quoting import format_comment, shell_assignment, shell_line
 
-    head = f"{comment(one.script_file or '')}\n" if several else ""
+    head = f"{format_comment(one.script_file or '')}\n" if several else ""
     if one.script is not None:
         return head + one.script
-    sets = [f"{assignment(name, value)} \\\n" for name, value in one.environment.items()]
+    sets = [f"{shell_assignment(name, value)} \\\n" for name, value in one.environment.items()]
     return head + "".join(sets) + shell_line(one.command) + "\n"
 
 
