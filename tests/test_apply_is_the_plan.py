@@ -11,7 +11,7 @@ import pytest
 import config_samples as samples
 import trimtab
 from config_plans import GRID, plan
-from trimtab.api import plan_from, planning
+from trimtab.api import plan_from
 from trimtab.configs import formats, interpret
 from trimtab.configs.apply import find_layout, parse_aim
 from trimtab.configs.plan_edits import (
@@ -23,6 +23,7 @@ from trimtab.configs.plan_edits import (
 )
 from trimtab.configs.show import find_job, read_options
 from trimtab.configs.targets import builtin_targets, find_site
+from trimtab.planner import stale
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Workload
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ def opened(file: Path) -> tuple[ConfigTarget, OpenedConfig]:
 
 def test_a_plan_finds_its_job_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Workload(name="mine", global_batch=8)
-    monkeypatch.setattr(planning, "workload_of", lambda *_: told)
+    monkeypatch.setattr(stale, "summary", lambda *_: told)
     made, other, plans = (tmp_path / name for name in ("made", "other", "plans"))
     for folder in (made, other, plans):
         folder.mkdir()

@@ -12,13 +12,14 @@ import pytest
 
 from test_cli import trimtab_cli
 from trimtab import api
-from trimtab.cli.choose import _horizon
-from trimtab.cli.shape import turned
+from trimtab.cli.options import add_knobs
+from trimtab.cli.plan import plan_with_knobs
 from trimtab.configs import knobs
 from trimtab.configs.knobs import apply_knobs
 from trimtab.errors import TrimtabError, UnknownName, WrongUse
 from trimtab.jobs.options import options
 from trimtab.planner.pins import KEYS
+from trimtab.spec.requests import PlanRequest, TrainRequest
 from trimtab.training.task import Task
 
 GLOSSARY = (
@@ -237,24 +238,30 @@ def test_a_run_does_what_the_knobs_of_a_config_say(tmp_path: Path) -> None:
 
 
 def test_a_knob_and_a_flag_that_say_the_same_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    def asked(**flags: Any) -> Any:
-        given = ["max_steps=8", "eval_steps=2", "batch_size=4"]
-        rest: Any = {"options": {"seq": "8"}, "pins": ["gpus=2"], "where": None}
-        return turned("slm:tiny", given, None, flags=flags, **rest)
+    knobs = ["max_steps=8", "eval_steps=2", "batch_size=4"]
+
+    def asked(**fields: Any) -> TrainRequest:
+        request = TrainRequest("slm:tiny", options={"seq": "8"}, pins=("gpus=2",), **fields)
+        return add_knobs(request, knobs, None, where=None)[0]
 
     with pytest.raises(WrongUse, match="max_steps=8: --steps 3 is given too"):
         asked(steps=3)
     with pytest.raises(WrongUse, match="eval_steps=2: --evaluate-every 5 is given too"):
         asked(evaluate_steps=5)
     capsys.readouterr()
-    found = asked(steps=None, seed=3)
-    assert found.train == {"steps": 8, "evaluate_steps": 2, "seed": 3}
+    found = asked(seed=3)
+    assert (found.steps, found.evaluate_steps, found.seed) == (8, 2, 3)
     assert found.pins == {"gpus": "2", "micro_batch": 4}
     assert found.options == {"seq": "8", "horizon": 8, "global_batch": 8}
     assert capsys.readouterr().err == "trimtab: global batch 8: batch_size 4 x 1 x 2 processes\n"
-    assert _horizon("slm:tiny", found, None, None) == 64
-    assert _horizon("slm:tiny", found, 10, None) == 10
-    assert "not for a plan: seed=3, eval_steps=2" in capsys.readouterr().err
+
+
+def test_knobs_of_a_plan_give_its_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    knobs = ["max_steps=8", "eval_steps=2", "batch_size=4", "seed=3"]
+    request = PlanRequest("slm:tiny", "2xA30", options={"seq": "8"}, pins=("gpus=2",))
+    assert plan_with_knobs(request, knobs, None).samples == 64
+    assert plan_with_knobs(request.replace(samples=10), knobs, None).samples == 10
+    assert "not for a plan: eval_steps=2, seed=3" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ import run_samples as samples
 from browser import CHROMIUM, WHY_NOT, Browser
 from nouns import plans
 from trimtab import api
-from trimtab.cli.commands import main_code
+from trimtab.cli.main import main_code
 from trimtab.errors import BrokenFile, WrongUse
 from trimtab.pages import page, report
 from trimtab.pages.figures import candidates_figure, find_frontier, pick_evenly

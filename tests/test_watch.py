@@ -19,8 +19,8 @@ from rich.console import Console
 import live_machines as live
 import machines as m
 import run_samples as samples
-from trimtab.cli.commands import main_code
-from trimtab.cli.screen import Lines, picture
+from trimtab.cli.main import main_code
+from trimtab.cli.watch import Lines, picture
 from trimtab.errors import WrongUse
 from trimtab.probe.gauges import gauges
 from trimtab.probe.world import World, replayed

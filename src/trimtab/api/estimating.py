@@ -1,10 +1,11 @@
-"""What a configuration would need, and how good such answers are."""
+"""The functions `estimate`, `profile`, `exam` and `calibrate`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect
+from trimtab.api.detecting import detect
+from trimtab.spec.requests import EstimateRequest, accepts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,51 +25,47 @@ if TYPE_CHECKING:
     from trimtab.trace.worker import Request
 
 
-def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name people type
-    job: Any,
-    on: str | Cluster | None = None,
-    *,
-    micro_batch: int = 1,
-    precision: str = "bf16",
-    recompute: str = "none",
-    compile: bool = False,  # noqa: A002 - the contract's name
-    strategy: str = "single",
-    gpus: int | None = None,
-    optimizer: str = "fused",
-    allocator: str = "default",
-    sync_batchnorm: bool = False,
-    clip: float | None = None,
-    options: dict[str, Any] | None = None,
-    network: str | None = None,
-    cache: bool = True,
-) -> Estimate:
+@accepts(EstimateRequest)
+def estimate(request: EstimateRequest) -> Estimate:
     """What one configuration would need, without running it and without a GPU.
 
     trimtab.estimate("job.py:MyJob", "H200", micro_batch=16).process_bytes
     trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"vocab": 50_304}).fits
     trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
     """
+    where, setting = requested_setting(request)
+    return look_closely(
+        request.job,
+        setting,
+        first_device(where),
+        where=where,
+        options=request.options,
+        clip=request.clip,
+        cache=request.cache,
+        always_least=True,
+    )[0]
+
+
+def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
+    """Return the cluster and the setting that an estimate is asked for."""
     from trimtab.probe.detect import as_cluster
 
-    where = as_cluster(on, network=network)
-    device = first_device(where)
+    where = as_cluster(request.on, network=request.network)
+    first_device(where)
     setting = make_setting(
-        micro_batch=micro_batch,
-        precision=precision,
-        recompute=recompute,
-        compile=compile,
-        strategy=strategy,
-        gpus=gpus if gpus is not None else len(where.devices),
-        optimizer=optimizer,
-        allocator=allocator,
-        sync_batchnorm=sync_batchnorm,
+        micro_batch=request.micro_batch,
+        precision=request.precision,
+        recompute=request.recompute,
+        compile=request.compile,
+        strategy=request.strategy,
+        gpus=request.gpus if request.gpus is not None else len(where.devices),
+        optimizer=request.optimizer,
+        allocator=request.allocator,
+        sync_batchnorm=request.sync_batchnorm,
         nodes=len(where.nodes),
-        **spread_of(job, strategy, options),
+        **_spread_of(request.job, request.strategy, request.options),
     )
-    found = look_closely(
-        job, setting, device, where=where, options=options, clip=clip, cache=cache, always_least=True
-    )
-    return found[0]
+    return where, setting
 
 
 def look_closely(  # noqa: PLR0913 - a question and where it is asked
@@ -280,7 +277,7 @@ def module_classes(
     return {path: known[path] for path in sorted(bare) if path in known}
 
 
-def spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -> dict[str, int]:
+def _spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -> dict[str, int]:
     """What a strategy has to know of a job; reading a job by name runs its file.
 
     Branch and hybrid ask how many branches it has; hybrid, whose branches may take unlike numbers of
@@ -314,19 +311,21 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
     *,
     options: dict[str, Any] | None = None,
     clip: float | None = None,
-    keep: Path | None = None,
+    keep: Path | str | None = None,
 ) -> dict[str, Any]:
     """Run a setting for real for a few steps, and set prediction against measurement.
 
     `keep` names a file of cases that the run is added to, for `trimtab exam --cases`.
     """
+    from pathlib import Path
+
     from trimtab.exams.measure import case_of, measured
     from trimtab.exams.sit import keep as add
 
     request = make_request(job, setting, device, options=options, clip=clip)
     found = measured(request)
     if keep is not None and not found.out_of_memory:
-        add(case_of(request, found), keep)
+        add(case_of(request, found), Path(keep))
     predicted, _, _ = look_closely(job, setting, device, options=options, clip=clip)
     figures = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s")
     guess = {figure: getattr(predicted, figure) for figure in figures}

@@ -1,4 +1,4 @@
-"""What this machine is, what words mean, what went wrong, and finding a job."""
+"""The functions `detect`, `cluster`, `explain`, `doctor` and `load`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages about plans and runs, and a live view."""
+"""The functions `report` and `watch`."""
 
 from __future__ import annotations
 

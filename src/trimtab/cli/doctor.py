@@ -1,4 +1,4 @@
-"""The command that names causes and cures: doctor."""
+"""The command `trimtab doctor`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.main import Json, _console, _print, _print_json, app
+from trimtab.cli.console import Json, console, print_json, print_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +25,6 @@ TO_SEND = (
 )
 
 
-@app.command()
 def doctor(
     logs: Annotated[
         list[str] | None,
@@ -47,9 +46,9 @@ def doctor(
     with _progress() as say:
         found = api.doctor(*(logs or ()), say=say)
     if json:
-        _print_json(found.to_builtins())
+        print_json(found.to_builtins())
     else:
-        _print(_shown(found, about_logs=bool(logs)))
+        print_text(_shown(found, about_logs=bool(logs)))
     if found.exit_code:
         raise typer.Exit(found.exit_code)
 
@@ -61,8 +60,8 @@ def _shown(found: Diagnosis, *, about_logs: bool) -> RenderableType:
     from trimtab import render
 
     parts: list[RenderableType] = [Text(render.inert(_heading(found, about_logs=about_logs)), style="bold")]
-    for one in found.findings:
-        parts += [Text(), render.finding(one), *_below(one)]
+    for finding in found.findings:
+        parts += [Text(), render.finding(finding), *_below(finding)]
     if not found.findings and found.read:
         said = TO_SEND if about_logs else _checked()
         parts.append(render.labelled("send" if about_logs else "checked", said, "cyan"))
@@ -70,11 +69,11 @@ def _shown(found: Diagnosis, *, about_logs: bool) -> RenderableType:
     return Group(*parts)
 
 
-def _below(one: Diagnosed) -> list[RenderableType]:
+def _below(finding: Diagnosed) -> list[RenderableType]:
     from trimtab import render
 
-    parts = [render.labelled("then", told, "dim") for told in one.consequences[:MOST_CONSEQUENCES]]
-    more = len(one.consequences) - MOST_CONSEQUENCES
+    parts = [render.labelled("then", text, "dim") for text in finding.consequences[:MOST_CONSEQUENCES]]
+    more = len(finding.consequences) - MOST_CONSEQUENCES
     if more > 0:
         parts.append(render.labelled("then", f"{more} more; --json has them all", "dim"))
     return parts
@@ -90,10 +89,10 @@ def _heading(found: Diagnosis, *, about_logs: bool) -> str:
     if not counts:
         return f"{what}: nothing recognised" if about_logs else "This machine: nothing wrong"
     parts = [f"{number} {name}{'s' * (number > 1 and name != 'info')}" for name, number in counts.items()]
-    told = f"{what if about_logs else 'This machine'}: {', '.join(parts)}"
+    heading = f"{what if about_logs else 'This machine'}: {', '.join(parts)}"
     if about_logs and counts.get("error", 0) > 1:
-        return f"{told}; begin with the first, which came first"
-    return told
+        return f"{heading}; begin with the first, which came first"
+    return heading
 
 
 def _checked() -> str:
@@ -110,5 +109,5 @@ def _progress() -> Iterator[Callable[[str], None]]:
         return
     from trimtab import render
 
-    with _console(errors=True).status("looking") as status:
+    with console(errors=True).status("looking") as status:
         yield lambda what: status.update(render.inert(what))

@@ -1,11 +1,12 @@
-"""Plans in the config files of others, and settings under the names of others."""
+"""The functions `apply`, `show` and `revert` for config files, and knobs under other trainers' names."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trimtab.api.estimating import first_device, look_closely
 from trimtab.api.planning import plan, plan_from
-from trimtab.api.predicting import first_device, look_closely
+from trimtab.spec.requests import ApplyRequest, ShowRequest, accepts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,28 +24,37 @@ if TYPE_CHECKING:
     )
 
 
-def propose(  # noqa: PLR0913 - each is an option of the command
-    plan: Plan,
-    to: Sequence[str],
-    *,
-    target: str | None = None,
-    on: str | Cluster | None = None,
-    beside: bool = False,
-    cache: bool = True,
-    say: Callable[[str], None] = lambda _: None,
-) -> Proposal:
-    """What `apply` would change, before it changes anything."""
+def config_places(to: str | Path | Sequence[str | Path] | None) -> list[str]:
+    """Return the config files that `to` names, as a list."""
+    from os import PathLike
+
+    return [str(place) for place in ([to] if isinstance(to, str | PathLike) else to or ())]
+
+
+def propose(request: ApplyRequest) -> tuple[Plan, Proposal]:
+    """Return the plan, and what `apply` would change, before it changes anything."""
+    from os import PathLike
+
     from trimtab.configs.apply import parse_aim, propose_edits
     from trimtab.configs.formats import read_config
     from trimtab.configs.targets import list_targets
+    from trimtab.probe.detect import as_cluster
 
-    aims = [parse_aim(str(one)) for one in to]
+    found, unchecked = (
+        plan_from(request.plan) if isinstance(request.plan, str | PathLike) else (request.plan, "")
+    )
+    on = request.on if request.network is None else as_cluster(request.on, network=request.network)
+    aims = [parse_aim(place) for place in config_places(request.to)]
 
     def replan(options: dict[str, Any]) -> Plan:
-        return _same_but(plan, options, on, cache=cache, say=say)
+        return _same_but(found, options, on, cache=request.cache, say=request.say)
 
-    among = list_targets(one.file for one in aims)
-    return propose_edits(aims, plan, among, opened=read_config, name=target, beside=beside, replan=replan)
+    among = list_targets(aimed.file for aimed in aims)
+    proposal = propose_edits(
+        aims, found, among, opened=read_config, name=request.target, beside=request.beside, replan=replan
+    )
+    proposal.said += [unchecked] if unchecked else []
+    return found, proposal
 
 
 def _same_but(
@@ -66,28 +76,16 @@ def _same_but(
     )
 
 
-def apply(  # noqa: PLR0913 - each is an option of the command
-    plan: Plan | Path | str,
-    to: str | Path | Sequence[str | Path],
-    *,
-    target: str | None = None,
-    on: str | Cluster | None = None,
-    beside: bool = False,
-    dry: bool = False,
-    cache: bool = True,
-) -> dict[str, Any]:
+@accepts(ApplyRequest)
+def apply(request: ApplyRequest) -> dict[str, Any]:
     """Write a plan into config files: all of them, or none where one of them fails.
 
     trimtab.apply(trimtab.plan("slm", "2xA30"), "config.py:slm_config")["edits"]
     trimtab.apply("plan.json", ["conf/config.yaml", "train.sbatch"], dry=True)["diff"]
     """
-    from os import PathLike
-
-    found = plan_from(plan)[0] if isinstance(plan, str | PathLike) else plan
-    places = [to] if isinstance(to, str | PathLike) else list(to)
-    proposal = propose(found, [str(one) for one in places], target=target, on=on, beside=beside, cache=cache)
-    ready = proposal.prepare(beside=beside)
-    return applied(proposal, ready, None if dry else write_plan(ready, found))
+    plan, proposal = propose(request)
+    ready = proposal.prepare(beside=request.beside)
+    return applied(proposal, ready, None if request.dry else write_plan(ready, plan))
 
 
 def write_plan(ready: Sequence[PreparedFile], plan: Plan) -> WriteResult:
@@ -142,16 +140,8 @@ def revert(
     }
 
 
-def show(  # noqa: PLR0913 - each is an option of the command
-    file: str | Path,
-    on: str | Cluster | None = None,
-    *,
-    job: Any = None,
-    target: str | None = None,
-    options: dict[str, Any] | None = None,
-    cache: bool = True,
-    say: Callable[[str], None] = lambda _: None,
-) -> Display:
+@accepts(ShowRequest)
+def show(request: ShowRequest) -> Display:
     """What a config would use, stage by stage, and what would be better.
 
     trimtab.show("conf", "RTX 6000").stages[0].advice
@@ -162,27 +152,26 @@ def show(  # noqa: PLR0913 - each is an option of the command
     from trimtab.configs.targets import find_target, list_targets
     from trimtab.probe.detect import as_cluster
 
-    one = parse_aim(str(file))
-    among = list_targets([one.file])
-    layout = find_layout(one, among, opened=read_config, name=target)
-    meant = layout.main.site.target if layout.main else None
-    if meant is None:
-        meant = (
-            find_target(target, among)
-            if target
-            else next(known for known in among if known.stage is layout.stage)
-        )
-    asked, sought = (job, "") if job is not None else find_job(meant, layout.main)
-    where = as_cluster(on)
+    place = parse_aim(str(request.file))
+    among = list_targets([place.file])
+    layout = find_layout(place, among, opened=read_config, name=request.target)
+    target = layout.main.site.target if layout.main else None
+    if target is None and request.target:
+        target = find_target(request.target, among)
+    elif target is None:
+        target = next(known for known in among if known.stage is layout.stage)
+    job, sought = (request.job, "") if request.job is not None else find_job(target, layout.main)
+    where = as_cluster(request.on, network=request.network)
     if not where.devices:
         return build_display(
-            layout, meant, job=asked, gpus=None, device=None, seer=None, no_device=True, sought=sought
+            layout, target, job=job, gpus=None, device=None, seer=None, no_device=True, sought=sought
         )
-    seer = _Seer(asked, where, options or {}, cache=cache, say=say) if asked is not None else None
+    options = request.options or {}
+    seer = None if job is None else _Seer(job, where, options, cache=request.cache, say=request.say)
     return build_display(
         layout,
-        meant,
-        job=asked if isinstance(asked, str) or asked is None else _name(asked),
+        target,
+        job=job if isinstance(job, str) or job is None else _name(job),
         gpus=len(where.devices),
         device=first_device(where).name,
         seer=seer,
