@@ -17,7 +17,7 @@ from test_targets import ESTIMATE, FSDP, SINGLE, plan
 from trimtab.configs import formats
 from trimtab.configs.apply import find_layout, parse_aim, propose_edits
 from trimtab.configs.files import write_files
-from trimtab.configs.show import Display, build_display, find_job_name
+from trimtab.configs.show import Display, build_display, find_job
 from trimtab.configs.targets import builtin_targets, find_target
 from trimtab.errors import NothingFits, UnknownName, WrongUse
 from trimtab.planner.stale import devices_of
@@ -467,10 +467,10 @@ def test_the_folder_of_a_model_is_its_job(tmp_path: Path) -> None:
     file.write_text(samples.AXOLOTL, encoding="utf-8")
     layout = find_layout(parse_aim(str(file)), builtin_targets(), opened=formats.read_config)
     assert layout.main is not None
-    assert find_job_name(layout.main.site.target, layout.main) is None
+    assert find_job(layout.main.site.target, layout.main)[0] is None
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
-    assert find_job_name(layout.main.site.target, layout.main) == f"hf:{tmp_path}/model"
+    assert find_job(layout.main.site.target, layout.main)[0] == f"hf:{tmp_path}/model"
 
 
 SHARDED = '{"output_dir": "o", "per_device_train_batch_size": 4, "fsdp": "full_shard auto_wrap"}'

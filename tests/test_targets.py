@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.configs.plan_edits import Edit
-    from trimtab.configs.text_edit import ConfigDocument
+    from trimtab.configs.text_edit import ParsedConfig
 
 ESTIMATE = Estimate(
     allocated_bytes=1,
@@ -58,11 +58,12 @@ def plan(setting: Setting, nodes: int = 1) -> Plan:
     return Plan(job="job.py:Mine", choice=setting, estimate=ESTIMATE, places=places)
 
 
-def written(text: str, file: str, one: Plan) -> tuple[ConfigDocument, list[Edit], list[str]]:
+def written(text: str, file: str, one: Plan) -> tuple[ParsedConfig, list[Edit], list[str]]:
     """The document after the plan is in it."""
     before = formats.read_config(text, file)
     where = find_site(before, builtin_targets(), origin=file)
-    changed, said = plan_edits.find_edits(where, before, one, file=file)
+    draft = plan_edits.draft_edits(where, before, one, file=file)
+    changed, said = draft.edits, draft.texts()
     return (
         formats.read_config(before.edit({x.path: x.after for x in changed}, add=True), file),
         changed,
@@ -493,7 +494,8 @@ def test_a_project_teaches_its_own_config(tmp_path: Path) -> None:
     document = formats.read_config(file)
     where = find_site(document, known, origin="train.yaml")
     assert where.target.name == "ours"
-    changed, said = plan_edits.find_edits(where, document, plan(FSDP), file="train.yaml")
+    draft = plan_edits.draft_edits(where, document, plan(FSDP), file="train.yaml")
+    changed, said = draft.edits, draft.texts()
     assert {one.key: one.after for one in changed} == {
         "optim.per_rank": 32,
         "optim.chunk": 8,

@@ -15,6 +15,7 @@ from trimtab.configs.text_edit import (
     DEEPEST,
     ConfigFormat,
     KeyPath,
+    NewKeys,
     ParsedConfig,
     Splice,
     TextNode,
@@ -183,9 +184,7 @@ class _JsonFormat(ConfigFormat):
     def write(self, value: Any, like: str = "") -> str:
         return format_json(value, like)
 
-    def add(
-        self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
-    ) -> list[Splice]:
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
         if not node.is_section:
             refuse_leaf(page, path, node)
         members = [(json.dumps(key), value) for key, value in new.items()]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trimtab.configs.targets import ConfigTarget, Knob, Requirement, TargetSite
-    from trimtab.configs.text_edit import ConfigDocument, Entry, KeyPath
+    from trimtab.configs.text_edit import Entry, KeyPath, ParsedConfig
     from trimtab.spec import Plan, Setting
 
 PLAIN: dict[str, int | str] = {
@@ -78,6 +78,13 @@ class Edit(Noun, frozen=True, kw_only=True):
     """None where the key is added."""
     field: str = ""
     """What of ours it holds."""
+
+
+def make_edit(file: str, path: KeyPath, entry: Entry | None, after: Any, field_name: str) -> Edit:
+    """Return the edit of one key; `entry` is None if the key is added."""
+    before, line = (None, None) if entry is None else (entry.computed or entry.value, entry.line)
+    key = format_path(path)
+    return Edit(file=file, key=key, before=before, after=after, path=path, line=line, field=field_name)
 
 
 @dataclass
@@ -193,34 +200,20 @@ def list_facts(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict
     }
 
 
-def find_edits(  # noqa: PLR0913 - a plan, where it goes, and how
+def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
     site: TargetSite,
-    document: ConfigDocument,
-    plan: Plan,
-    *,
-    file: str,
-    setting: Setting | None = None,
-    beside: bool = False,
-) -> tuple[list[Edit], list[str]]:
-    """Return the edits that make a config say what a plan does, and what it cannot say.
-
-    `setting` stands in for the plan's choice where a stage has one of its own; with `beside`, values that
-    another key gives are replaced too.
-    """
-    draft = draft_edits(site, document, plan, file=file, setting=setting, beside=beside)
-    return draft.edits, draft.texts()
-
-
-def draft_edits(  # noqa: PLR0913 - as above
-    site: TargetSite,
-    document: ConfigDocument,
+    document: ParsedConfig,
     plan: Plan,
     *,
     file: str,
     setting: Setting | None = None,
     beside: bool = False,
 ) -> Draft:
-    """Draft the edits as in `find_edits`; keep apart what no key holds, since another file may hold it."""
+    """Draft the edits that make a config say what a plan does.
+
+    `setting` replaces the plan's choice for a stage with its own. With `beside`, values that another key
+    gives are replaced too. What no key holds is kept apart, since another file of the same job may hold it.
+    """
     draft = Draft(file=file)
     nodes = count_nodes(plan)
     given = f"plan for {plan.job}"
@@ -299,17 +292,7 @@ def _apply_requirement(
                 draft.say(
                     f"{key} becomes {format_value(requirement.write)} (it was {shown}): {requirement.why}"
                 )
-            draft.edits.append(
-                Edit(
-                    file=draft.file,
-                    key=key,
-                    before=None if is_missing else value,
-                    after=requirement.write,
-                    path=path,
-                    line=None if entry is None else entry.line,
-                    field=requirement.field,
-                )
-            )
+            draft.edits.append(make_edit(draft.file, path, entry, requirement.write, requirement.field))
         else:
             by_default = " by default" if is_missing else ""
             draft.warn(
@@ -373,17 +356,7 @@ def _edit_key(  # noqa: PLR0913, PLR0917 - a key, what is there and what is want
     _warn_caveat(draft, knob, value)
     if knob.field in ("tensor", "context"):
         draft.say(f"{key} becomes 1: the plan does not split the model that way.")
-    draft.edits.append(
-        Edit(
-            file=draft.file,
-            key=key,
-            before=None if entry is None else entry.computed or entry.value,
-            after=after,
-            path=path,
-            line=None if entry is None else entry.line,
-            field=knob.field,
-        )
-    )
+    draft.edits.append(make_edit(draft.file, path, entry, after, knob.field))
 
 
 def _value_to_write(draft: Draft, knob: Knob, current: Any, value: int | str, key: str) -> tuple[Any, bool]:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trimtab.configs.text_edit import (
     ConfigFormat,
     KeyPath,
+    NewKeys,
     ParsedConfig,
     Splice,
     TextNode,
@@ -384,9 +385,7 @@ class _PythonFormat(ConfigFormat):
             old = "(" if is_tuple else "["
         return [replace_list(page, node, format_python(value, old, quote), _COMMENT)]
 
-    def add(
-        self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
-    ) -> list[Splice]:
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
         if node.style in ("dict", "call"):
             return _add_to_brackets(page, node, new)
         if node.style == "scope" and path and isinstance(node.extra, ast.ClassDef):
@@ -438,7 +437,7 @@ def _add_comment(page: ParsedConfig, node: TextNode) -> Splice:
     return Splice(at, at, f"  # was: {' '.join(node.computed.split())}")
 
 
-def _add_to_brackets(page: ParsedConfig, node: TextNode, new: dict[str | int, Any]) -> list[Splice]:
+def _add_to_brackets(page: ParsedConfig, node: TextNode, new: NewKeys) -> list[Splice]:
     """Add keys after the last one of a dict or a call, on their own lines if it has its own."""
     quote = _house_quote(page)
     is_call = node.style == "call"
@@ -489,14 +488,14 @@ def _own_line_indent(page: ParsedConfig, node: TextNode) -> str | None:
     return page.indent(start) if not before.strip(" \t*") else None
 
 
-def _add_at_end(page: ParsedConfig, new: dict[str | int, Any]) -> Splice:
+def _add_at_end(page: ParsedConfig, new: NewKeys) -> Splice:
     quote = _house_quote(page)
     return page.insert_lines(
         len(page.text), [f"{key} = {format_python(value, quote=quote)}" for key, value in new.items()]
     )
 
 
-def _add_to_class(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]) -> Splice:
+def _add_to_class(page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> Splice:
     """Add a default after the last field of a class, with a type if the class is a dataclass."""
     body = node.extra.body
     place = _Collector(page.text, page.origin)

@@ -25,6 +25,7 @@ from typing import Any
 from trimtab.configs.text_edit import (
     ConfigFormat,
     KeyPath,
+    NewKeys,
     ParsedConfig,
     Splice,
     TextNode,
@@ -328,9 +329,7 @@ class _ShellFormat(ConfigFormat):
     def replace(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
         return [replace_word(page, node, value, loose=page.root.extra.loose)]
 
-    def add(
-        self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
-    ) -> list[Splice]:
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
         return [add_variables(page, path, node, new)]
 
     def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
@@ -350,7 +349,7 @@ def replace_word(page: ParsedConfig, node: TextNode, value: Any, *, loose: bool 
     return Splice(node.start, node.end, format_word(value, page.text[node.start : node.end], loose=loose))
 
 
-def add_variables(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]) -> Splice:
+def add_variables(page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> Splice:
     """Add variables below the last that are set, or above the first command."""
     if node.style != "variables":
         refuse_leaf(page, path, node)
@@ -608,9 +607,7 @@ class _SbatchFormat(ConfigFormat):
             return [Splice(node.start, node.end, f":{value}" if node.style == "one" else str(value))]
         return [replace_word(page, node, value)]
 
-    def add(
-        self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
-    ) -> list[Splice]:
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
         if path == (ENV,):
             return [add_variables(page, path, node, new)]
         if path:
@@ -619,7 +616,7 @@ class _SbatchFormat(ConfigFormat):
         splices = [add_variables(page, (ENV,), node.extra.variables, variables)] if variables else []
         return splices + ([self.new_options(page, node, new)] if new else [])
 
-    def new_options(self, page: ParsedConfig, node: TextNode, new: dict[str | int, Any]) -> Splice:
+    def new_options(self, page: ParsedConfig, node: TextNode, new: NewKeys) -> Splice:
         for name, value in new.items():
             if isinstance(value, dict) or not re.fullmatch(r"[a-z][a-z0-9-]*", str(name)):
                 raise WrongUse(

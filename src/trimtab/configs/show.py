@@ -78,11 +78,6 @@ class JobEstimator(Protocol):
         """Plan the fastest way to run the same global batch on as many GPUs in the same precision."""
 
 
-def find_job_name(target: ConfigTarget, opened: OpenedConfig | None) -> str | None:
-    """Return the job that a config describes, or None."""
-    return find_job(target, opened)[0]
-
-
 def find_job(target: ConfigTarget, opened: OpenedConfig | None) -> tuple[str | None, str]:
     """Return the job that a config describes, or where it was looked for.
 

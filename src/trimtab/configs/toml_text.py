@@ -17,6 +17,7 @@ from typing import Any
 from trimtab.configs.text_edit import (
     ConfigFormat,
     KeyPath,
+    NewKeys,
     ParsedConfig,
     Splice,
     TextNode,
@@ -290,9 +291,7 @@ class _TomlFormat(ConfigFormat):
     def write(self, value: Any, like: str = "") -> str:
         return format_toml(value, like)
 
-    def add(
-        self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
-    ) -> list[Splice]:
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
         if not node.is_section:
             refuse_leaf(page, path, node)
         if node.extra.flow:
@@ -305,14 +304,14 @@ class _TomlFormat(ConfigFormat):
         return splices
 
 
-def _add_to_braces(node: TextNode, new: dict[str | int, Any]) -> Splice:
+def _add_to_braces(node: TextNode, new: NewKeys) -> Splice:
     body = ", ".join(f"{_format_key(key)} = {format_toml(value)}" for key, value in new.items())
     if node.extra.last is None:
         return Splice(node.start + 1, node.end - 1, f" {body} ")
     return Splice(node.extra.last, node.extra.last, f", {body}")
 
 
-def _add_to_table(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]) -> Splice:
+def _add_to_table(page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> Splice:
     """Add keys after the last one of a table, or in a new table if it has no place of its own."""
     own = node.extra.header is not None or node.extra.last is not None
     if not own:
@@ -327,7 +326,7 @@ def _add_to_table(page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[s
     return page.insert_lines(page.next_line(node.extra.last), lines)
 
 
-def _add_tables(page: ParsedConfig, path: KeyPath, tables: dict[str | int, Any]) -> Splice:
+def _add_tables(page: ParsedConfig, path: KeyPath, tables: NewKeys) -> Splice:
     """Add tables at the end of the file."""
     lines: list[str] = []
     for name, table in tables.items():
@@ -337,7 +336,7 @@ def _add_tables(page: ParsedConfig, path: KeyPath, tables: dict[str | int, Any])
     return Splice(put.start, put.end, put.text, order=1)  # below keys that an open table gains there
 
 
-def _format_table(path: KeyPath, table: dict[str | int, Any]) -> list[str]:
+def _format_table(path: KeyPath, table: NewKeys) -> list[str]:
     values = {key: value for key, value in table.items() if not isinstance(value, dict)}
     lines = [f"{_format_key(key)} = {format_toml(value)}" for key, value in values.items()]
     if lines or not table:

@@ -24,6 +24,7 @@ from trimtab.configs.text_edit import (
     MOST_NODES,
     ConfigFormat,
     KeyPath,
+    NewKeys,
     ParsedConfig,
     Splice,
     TextNode,
@@ -402,9 +403,7 @@ class _YamlFormat(ConfigFormat):
             return kept + _replace_block_list(self, page, node, value, moving)
         return kept + _drop_tag(page, node, value) + _replace_scalar(page, node, value)
 
-    def add(
-        self, page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
-    ) -> list[Splice]:
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
         if node.style == "alias" and node.is_section:
             merged = ", ".join(f"{format_yaml(key)}: {format_yaml(value)}" for key, value in new.items())
             return [Splice(node.start, node.end, f"{{<<: *{node.extra.anchor}, {merged}}}")]
@@ -609,7 +608,7 @@ def _remove_item(page: ParsedConfig, start: int, end: int) -> Splice:
     return Splice(start, end + len(after) - len(after.lstrip()), "")
 
 
-def _add_to_flow(page: ParsedConfig, node: TextNode, new: dict[str | int, Any]) -> Splice:
+def _add_to_flow(page: ParsedConfig, node: TextNode, new: NewKeys) -> Splice:
     quoted = any(page.text[at] == '"' for at in node.extra.keys.values())
     names = [_quote_text(str(key)) if quoted else format_yaml(key) for key in new]
     members = zip(names, new.values(), strict=True)
@@ -628,15 +627,13 @@ def _quote_text(text: str) -> str:
     return '"' + "".join(map(_escape_letter, text)) + '"'
 
 
-def _add_to_block(page: ParsedConfig, node: TextNode, new: dict[str | int, Any]) -> Splice:
+def _add_to_block(page: ParsedConfig, node: TextNode, new: NewKeys) -> Splice:
     indent = " " * (page.place(node.start)[1] - 1)
     at = page.next_line(_content_end(page, node))
     return page.insert_lines(at, _format_lines(new, indent, _yaml_indent(page)))
 
 
-def _replace_null(
-    page: ParsedConfig, path: KeyPath, node: TextNode, new: dict[str | int, Any]
-) -> list[Splice]:
+def _replace_null(page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
     """Make a section of `key:` with nothing or null."""
     parent = page.root
     for key in path[:-1]:
@@ -655,7 +652,7 @@ def _replace_null(
     return [Splice(node.start, node.end, ""), lines]
 
 
-def _format_lines(new: dict[str | int, Any], indent: str, step: str) -> list[str]:
+def _format_lines(new: NewKeys, indent: str, step: str) -> list[str]:
     lines = []
     for key, value in new.items():
         if isinstance(value, dict):

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
+from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
 from trimtab.probe.scheduler import node_names
 from trimtab.spec import Attempt, Headway, Incident, JobView, QueuedJob
-from trimtab.training.folder import ATTEMPT
+from trimtab.training.record import attempt_of
 from trimtab.training.task import RUNS
 from trimtab.units import parse_whole
 
@@ -399,7 +399,7 @@ def why_not_cancel(job: QueuedJob, me: str) -> str:
 
 def read_progress(folder: Path) -> Headway | None:
     """Read the progress of the run in a folder; None if there is no run in it yet."""
-    attempt = last_attempt(folder)
+    attempt = attempt_of(folder)
     lines = _last_lines(folder / "log.jsonl")
     job = _read_field(folder / "run.json", "job")
     if attempt is None and not lines and job is None:
@@ -410,14 +410,6 @@ def read_progress(folder: Path) -> Headway | None:
     except msgspec.ValidationError:
         last = None
     return measure_progress(str(folder), job, attempt, lines, last)
-
-
-def last_attempt(folder: Path) -> Attempt | None:
-    """Read the note of the last attempt of a run."""
-    try:
-        return Attempt.from_json((folder / ATTEMPT).read_bytes())
-    except (OSError, BrokenFile):
-        return None
 
 
 def is_alive(folder: Path, attempt: Attempt) -> bool:
@@ -474,7 +466,7 @@ def list_jobs(
 
 def _local_views(folders: Sequence[Path]) -> list[JobView]:
     """List runs on this machine that no scheduler started."""
-    attempts = [(folder, last_attempt(folder)) for folder in folders]
+    attempts = [(folder, attempt_of(folder)) for folder in folders]
     return [
         _local_view(folder, attempt)
         for folder, attempt in attempts
@@ -535,14 +527,14 @@ def cancel_job(job_id: str, at: SlurmClient, *, force: bool = False, places: Seq
     given = f"job {shortened(job_id)}"
     folder = Path(job_id).absolute()
     if (folder / "run.json").exists() or (folder / NOTE).exists():
-        attempt, number = last_attempt(folder), slurm_job_of(folder)
+        attempt, number = attempt_of(folder), slurm_job_of(folder)
         here = attempt is not None and attempt.job_id is None and is_alive(folder, attempt)
         if here or number is None:
             return _end_local(folder, given)
         job_id = number
     if job_id.startswith(LOCAL):
         for place in find_folders(places):
-            attempt = last_attempt(place)
+            attempt = attempt_of(place)
             if attempt is not None and f"{LOCAL}{attempt.pid}" == job_id:
                 return _end_local(place, given)
         raise UnknownName(
@@ -560,7 +552,7 @@ def cancel_job(job_id: str, at: SlurmClient, *, force: bool = False, places: Seq
 
 
 def _end_local(folder: Path, given: str) -> JobView:
-    attempt = last_attempt(folder)
+    attempt = attempt_of(folder)
     if attempt is None or not is_alive(folder, attempt):
         raise WrongUse(
             given, found=f"nothing trains into {folder} on this machine", cure="See `trimtab jobs`."
@@ -620,7 +612,7 @@ def _view_with_run(job: QueuedJob, at: SlurmClient, lines: int, folder: Path | N
 
 def slurm_job_of(folder: Path) -> str | None:
     """Return the Slurm id that a run was last submitted as; None for a run on this machine."""
-    attempt = last_attempt(folder)
+    attempt = attempt_of(folder)
     submitted = _read_field(folder / NOTE, "job_id")
     numbers = [number for number in (attempt and attempt.job_id, submitted) if number and number.isdigit()]
     # Numbers grow: what was submitted again comes after what ran.

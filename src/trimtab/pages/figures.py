@@ -313,7 +313,6 @@ def scaling_figure(plan: Plan) -> Figure | None:
     size, unit = pick_time_unit(max([3600 * value for value in hours] + ([deadline] if deadline else [])))
     bars = [_scaling_bar(row, plan, size) for row in rows]
     limit = LimitLine(deadline / size, f"deadline {format_duration(deadline)}") if deadline else None
-    top = round_up([bar.value or 0 for bar in bars] + ([limit.value] if limit else []))
     late = [row for row in rows if row.meets_deadline is False]
     says = f"The whole run on {_list_counts(rows)} GPUs"
     says += (
@@ -323,22 +322,7 @@ def scaling_figure(plan: Plan) -> Figure | None:
         if deadline
         else "."
     )
-    return Figure(
-        "scaling",
-        "Scaling",
-        says,
-        lambda width: draw_columns(
-            "Length of the run by number of GPUs",
-            bars,
-            limit,
-            up=make_ticks(0, top),
-            up_name=unit,
-            along_name="GPUs, and how well they scale",
-            width=width,
-        ),
-        ("GPUs", "how", "memory", "samples/s", "total", "GPU-hours", "in time", "scaling"),
-        tuple(_scaling_row(row) for row in rows),
-    )
+    return _columns_figure(plan, says, "Length of the run by number of GPUs", bars, unit, limit)
 
 
 def _rate_figure(plan: Plan) -> Figure | None:
@@ -356,17 +340,25 @@ def _rate_figure(plan: Plan) -> Figure | None:
         )
         for row, rate in zip(plan.comparison, rates, strict=True)
     ]
-    top = round_up([bar.value or 0 for bar in bars])
+    says = "Samples a second by number of GPUs; the job does not say how many samples there are."
+    return _columns_figure(plan, says, "Samples a second by number of GPUs", bars, "samples/s")
+
+
+def _columns_figure(  # noqa: PLR0913, PLR0917 - bars, their axis, and the sentence
+    plan: Plan, says: str, label: str, bars: list[BarColumn], unit: str, limit: LimitLine | None = None
+) -> Figure:
+    """Show one bar for each number of GPUs."""
+    top = round_up([bar.value or 0 for bar in bars] + ([limit.value] if limit else []))
     return Figure(
         "scaling",
         "Scaling",
-        "Samples a second by number of GPUs; the job does not say how many samples there are.",
+        says,
         lambda width: draw_columns(
-            "Samples a second by number of GPUs",
+            label,
             bars,
-            None,
+            limit,
             up=make_ticks(0, top),
-            up_name="samples/s",
+            up_name=unit,
             along_name="GPUs, and how well they scale",
             width=width,
         ),
@@ -463,23 +455,14 @@ def loss_figure(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | N
         for event in events
         if event.step is not None and first <= event.step <= last
     ]
-    return Figure(
-        "loss",
-        "Loss",
-        says,
-        lambda width: draw_curve(
-            "Loss over steps",
-            band,
-            _step_axis(first, last),
-            Axis("loss", make_ticks(base, high), base, high),
-            says=_describe_steps("loss", band, format_number),
-            notes=[notes[index] for index in pick_evenly(len(notes), MOST_EVENTS)],
-            events=[marked[index] for index in pick_evenly(len(marked), MOST_EVENTS)],
-            limits=[],
-            width=width,
-        ),
-        ("step", "lowest", "mean", "highest"),
-        _band_rows(band, format_number),
+    return _step_figure(
+        ("loss", "Loss", says, "Loss over steps"),
+        band,
+        (first, last),
+        Axis("loss", make_ticks(base, high), base, high),
+        ("loss", format_number),
+        notes=notes,
+        events=marked,
     )
 
 
@@ -496,23 +479,13 @@ def speed_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
     says += (
         f"; the plan expects {format_number(expected)} ({usual / expected - 1:+.1%})." if expected else "."
     )
-    return Figure(
-        "speed",
-        "Speed",
-        says,
-        lambda width: draw_curve(
-            "Samples a second over steps",
-            band,
-            _step_axis(values_by_step[0][0], values_by_step[-1][0]),
-            Axis("samples/s", make_ticks(0, top), 0, top),
-            says=_describe_steps("samples/s", band, format_number),
-            notes=[],
-            events=[],
-            limits=[LimitLine(expected, f"plan: {format_number(expected)}", "band")] if expected else [],
-            width=width,
-        ),
-        ("step", "lowest", "mean", "highest"),
-        _band_rows(band, format_number),
+    return _step_figure(
+        ("speed", "Speed", says, "Samples a second over steps"),
+        band,
+        (values_by_step[0][0], values_by_step[-1][0]),
+        Axis("samples/s", make_ticks(0, top), 0, top),
+        ("samples/s", format_number),
+        limits=[LimitLine(expected, f"plan: {format_number(expected)}", "band")] if expected else [],
     )
 
 
@@ -532,21 +505,44 @@ def reserved_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
     def shown(value: float) -> str:
         return format_bytes(value * size)
 
+    limit = [LimitLine(expected / size, f"plan: {format_bytes(expected)}", "band")] if expected else []
+    return _step_figure(
+        ("occupied", "Memory over the run", says, "Reserved memory over steps"),
+        band,
+        (values_by_step[0][0], values_by_step[-1][0]),
+        Axis(f"reserved, {unit}", make_ticks(0, top), 0, top),
+        ("reserved", shown),
+        limits=limit,
+    )
+
+
+def _step_figure(  # noqa: PLR0913 - a line over steps, its axes, and what to point out
+    texts: tuple[str, str, str, str],
+    band: ValueBand,
+    steps: tuple[int, int],
+    axis: Axis,
+    value: tuple[str, Callable[[float], str]],
+    *,
+    notes: Sequence[ChartPoint] = (),
+    events: Sequence[ChartPoint] = (),
+    limits: Sequence[LimitLine] = (),
+) -> Figure:
+    """Show values over steps. `texts` are name, title, sentence and label; `value` its name and format."""
+    name, title, says, label = texts
+    what, shown = value
     return Figure(
-        "occupied",
-        "Memory over the run",
+        name,
+        title,
         says,
         lambda width: draw_curve(
-            "Reserved memory over steps",
+            label,
             band,
-            _step_axis(values_by_step[0][0], values_by_step[-1][0]),
-            Axis(f"reserved, {unit}", make_ticks(0, top), 0, top),
-            says=_describe_steps("reserved", band, shown),
-            notes=[],
-            events=[],
-            limits=[LimitLine(expected / size, f"plan: {format_bytes(expected)}", "band")]
-            if expected
-            else [],
+            _step_axis(*steps),
+            axis,
+            says=_describe_steps(what, band, shown),
+            notes=[notes[index] for index in pick_evenly(len(notes), MOST_EVENTS)],
+            events=[events[index] for index in pick_evenly(len(events), MOST_EVENTS)],
+            limits=list(limits),
             width=width,
         ),
         ("step", "lowest", "mean", "highest"),
