@@ -39,7 +39,7 @@ TOLD = (LOG, ATTEMPT, IDENTITY, LOCK, "summary.json", "summary.txt")
 
 
 class LogReader:
-    """What was read so far."""
+    """Reads sources and collects what they say."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say

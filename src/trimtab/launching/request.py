@@ -189,7 +189,7 @@ HEARD_BY = {
 
 
 class LaunchOrder(Noun, frozen=True, kw_only=True):
-    """A launch as it was asked for."""
+    """The options of a launch."""
 
     kind: LaunchKind = LaunchKind.TORCHRUN
     nodes: str | None = None

@@ -54,7 +54,7 @@ _GPUS = re.compile(
 
 
 class SlurmNode(Noun, frozen=True, kw_only=True):
-    """A node as Slurm counts it."""
+    """A node as Slurm describes it."""
 
     name: str
     gpus: dict[str, int] = {}
@@ -76,7 +76,7 @@ class SlurmNode(Noun, frozen=True, kw_only=True):
 
 
 class Partition(Noun, frozen=True, kw_only=True):
-    """A queue and the nodes behind it."""
+    """A partition of the cluster and its nodes."""
 
     name: str
     is_default: bool = False
