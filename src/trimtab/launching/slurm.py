@@ -160,10 +160,10 @@ def parse_gpus(gres: str) -> dict[str, int]:
     return counts
 
 
-def slurm_time(seconds: float) -> str:
+def format_slurm_time(seconds: float) -> str:
     """Format a time limit for Slurm, in whole minutes, at least one.
 
-    >>> slurm_time(3600), slurm_time(93661)
+    >>> format_slurm_time(3600), format_slurm_time(93661)
     ('01:00:00', '1-02:02:00')
     """
     minutes = max(1, -int(-seconds // 60))
@@ -246,7 +246,7 @@ def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
         *gpus,
         batch_option("cpus-per-task", cpus),
         *([] if memory is None else [batch_option("mem", f"{memory // MIB}M")]),
-        *([] if limit is None else [batch_option("time", slurm_time(limit))]),
+        *([] if limit is None else [batch_option("time", format_slurm_time(limit))]),
         batch_option("chdir", job_spec.folder),
         batch_option("output", f"{escape_percent(job_spec.out)}/slurm-%j.log"),
         batch_option("open-mode", "append"),
