@@ -12,7 +12,7 @@ import trimtab
 PACKAGE = Path(trimtab.__file__).parent
 
 FLOORS = [
-    {"units", "errors"},
+    {"units", "errors", "files", "cache"},
     {"spec"},
     {"catalog", "jobs"},
     {"engine", "probe"},

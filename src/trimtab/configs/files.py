@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
 import os
 import shutil
 import stat
@@ -28,6 +27,7 @@ from trimtab.configs import backups, documents, texts
 from trimtab.configs.backups import MANIFEST, Backup, Saved, digest
 from trimtab.configs.locks import locked, refuse, scratch
 from trimtab.errors import EnvironmentFault, WrongUse
+from trimtab.files import sync_folder
 from trimtab.spec.base import Noun
 
 _DIFF_LINES = 40
@@ -344,8 +344,8 @@ def _keep(folder: Path, ready: Sequence[Prepared], note: Backup, made: list[Path
         manifest = note.replace(number=number, files=tuple(saved))
         _put(home / f"{MANIFEST}.new", manifest.to_json().encode(), 0o644)
         (home / f"{MANIFEST}.new").replace(home / MANIFEST)
-        _settle(home)
-        _settle(place)
+        sync_folder(home)
+        sync_folder(place)
     except OSError as problem:
         refuse(home, problem, "the backup cannot be written")
 
@@ -357,18 +357,6 @@ def _put(path: Path, data: bytes, mode: int) -> None:
         file.flush()
         os.fchmod(handle, stat.S_IMODE(mode))
         os.fsync(file.fileno())
-
-
-def _settle(folder: Path) -> None:
-    """The names in a folder, on the disk as well; some disks do not offer that."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as problem:
-        if problem.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
 
 
 def _swap(ready: Sequence[Prepared], made: list[Path], replace: Replace) -> None:
@@ -388,7 +376,7 @@ def _swap(ready: Sequence[Prepared], made: list[Path], replace: Replace) -> None
         raise
     for folder in {one.real.parent for one in ready}:
         with contextlib.suppress(OSError):  # the files are in place: an error here would only mislead
-            _settle(folder)
+            sync_folder(folder)
 
 
 def _clear(ready: Sequence[Prepared], made: list[Path]) -> None:

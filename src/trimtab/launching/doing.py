@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse, shortened
+from trimtab.files import write_atomic
 from trimtab.launching.errand import PROGRAM
 from trimtab.launching.site import QUESTIONS, Site
 from trimtab.launching.site import read as read_site
@@ -90,9 +91,7 @@ def write(launch: Launch) -> tuple[str, ...]:
         file = Path(name)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            beside = file.with_name(f".{file.name}.{os.getpid()}")
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(file)
+            write_atomic(file, text)
         except OSError as error:
             raise WrongUse(
                 shortened(str(file)),

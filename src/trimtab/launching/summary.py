@@ -14,8 +14,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
+from trimtab.files import write_atomic
 from trimtab.spec import Check, Summary
-from trimtab.training.folder import RunFolder, write_whole
+from trimtab.training.folder import RunFolder
 from trimtab.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -194,8 +195,8 @@ def gpus_on_node(folder: Path = ALL_GPUS) -> int | None:
 
 def write(folder: Path, one: Summary) -> None:
     """Put a summary into a run's folder."""
-    write_whole(folder / JSON, one.to_json(indent=2).encode() + b"\n")
-    write_whole(folder / TEXT, text(one).encode())
+    write_atomic(folder / JSON, one.to_json(indent=2).encode() + b"\n", sync=True)
+    write_atomic(folder / TEXT, text(one).encode(), sync=True)
 
 
 def forget(folder: Path) -> None:

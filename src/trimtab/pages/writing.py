@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
+from trimtab.files import write_atomic
 from trimtab.pages import page, pictures
 from trimtab.pages.story import read
 
@@ -43,14 +43,11 @@ def write(
 
 def _whole(out: Path, text: str) -> None:
     """Write a file in one instant: whoever has it open in a browser sees the old page or the new one."""
-    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         if out.is_dir():
             raise IsADirectoryError(21, "it is a folder")
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(out)
+        write_atomic(out, text)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise WrongUse(
             f"-o {out}",
             found=f"it cannot be written ({error.strerror})",

@@ -13,6 +13,7 @@ from trimtab.catalog.clusters import row_device
 from trimtab.catalog.lookup import reported
 from trimtab.catalog.tables import devices
 from trimtab.errors import EnvironmentFault, TrimtabError
+from trimtab.files import write_atomic
 from trimtab.predict import pace, time
 from trimtab.spec import Calibration
 
@@ -109,9 +110,7 @@ def write_own_calibration(calibration: Calibration) -> Path:
     file = _own_file(calibration.device)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(calibration.to_json(), encoding="utf-8")
-        scratch.replace(file)
+        write_atomic(file, calibration.to_json())
     except OSError as error:
         raise EnvironmentFault(
             f"the folder {file.parent}",

@@ -16,15 +16,15 @@ import time
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from trimtab.trace.child import answering, died, told, too_long
 from trimtab.trace.host import limit_bytes, resident_bytes, too_much
 from trimtab.trace.lifeline import end_with_parent
+from trimtab.trace.server import answer_with, encode_error, process_died, took_too_long
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trimtab.errors import TrimtabError
-    from trimtab.trace.child import Say
+    from trimtab.trace.server import Say
 
 AT_ONCE = 2
 """Copies of a process at a time, where there are as many cores; a copy may have as many of its own."""
@@ -64,8 +64,8 @@ def forked(
 ) -> Iterator[tuple[int, bytes]]:
     """Run every task in a copy of this process; number and answer of each, as they come.
 
-    An answer is JSON as `child.told` reads it. `given` names the job in errors. `learn` sees each answer
-    while there are copies yet to be made.
+    An answer is JSON as `server.decode_answer` reads it. `given` names the job in errors. `learn` sees each
+    answer while there are copies yet to be made.
     """
     most = at_once()
     waiting = list(enumerate(tasks))
@@ -103,7 +103,7 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
         _use_one_thread()
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
-        answering(task, answer)
+        answer_with(task, answer)
         code = 0
     except BaseException:  # noqa: BLE001 - a copy must never go on with what its original was doing
         sys.excepthook(*sys.exc_info())
@@ -132,7 +132,7 @@ def _watch(running: list[Fork], given: str, timeout_s: float) -> None:
     """End the copy that takes too long, and the largest one where they take too much memory together."""
     late = [one for one in running if time.monotonic() > one.ends_at]
     for one in late:
-        _end(one, too_long(given, timeout_s))
+        _end(one, took_too_long(given, timeout_s))
     sizes = {one.pid: resident_bytes(one.pid) for one in running}
     if sum(sizes.values()) > limit_bytes():
         _end(max(running, key=lambda one: sizes[one.pid]), too_much(given))
@@ -152,4 +152,4 @@ def _answer(one: Fork, status: int, given: str) -> bytes:
             return said
         one.errors.seek(0)
         text = one.errors.read().decode(errors="replace")
-    return told(one.failure or died(given, status, text))
+    return encode_error(one.failure or process_died(given, status, text))

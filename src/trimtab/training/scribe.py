@@ -8,9 +8,10 @@ import time
 from typing import TYPE_CHECKING
 
 from trimtab.errors import BrokenFile, TrimtabError
+from trimtab.files import write_atomic
 from trimtab.spec import Attempt, Incident, IncidentKind
 from trimtab.training.control import LEADER
-from trimtab.training.folder import ATTEMPT, write_whole
+from trimtab.training.folder import ATTEMPT
 from trimtab.training.settle import gathered, nodes_of
 from trimtab.training.worker import is_lost
 from trimtab.units import parse_whole
@@ -201,7 +202,7 @@ class Scribe:
 
     def _note(self, state: str) -> None:
         self.attempt = self.attempt.replace(state=state, at_s=time.time())
-        write_whole(self.folder.root / ATTEMPT, self.attempt.to_json().encode())
+        write_atomic(self.folder.root / ATTEMPT, self.attempt.to_json().encode(), sync=True)
 
 
 def _written_s(file: Path) -> float:
