@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from trimtab.engine.additive import batch_norms
-from trimtab.spec import Precision, Strategy
+from trimtab.spec import Precision
+from trimtab.strategies import strategy_of
 
 if TYPE_CHECKING:
     from trimtab.spec import Setting
 
 AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
-SHARDED = (Strategy.FSDP, Strategy.HSDP)
 
 
 def configure(setting: Setting) -> None:
@@ -26,7 +26,7 @@ def configure(setting: Setting) -> None:
 
 def autocast_dtype(setting: Setting) -> torch.dtype | None:
     """Return the dtype of autocast, or None where there is none. FSDP casts by itself."""
-    return None if setting.strategy in SHARDED else AUTOCAST.get(setting.precision)
+    return None if strategy_of(setting).is_sharded else AUTOCAST.get(setting.precision)
 
 
 def cast_weights(model: nn.Module, setting: Setting) -> None:
