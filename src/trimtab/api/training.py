@@ -176,6 +176,7 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
     from trimtab.spec import Plan
     from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan, several_nodes
+    from trimtab.units import plural
 
     name, job, overrides, here = question
     policy = make_policy(0.9, None, "speed", None, pins)
@@ -204,7 +205,7 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
     if ranks is not None and ranks > nodes * len(here.devices):
         raise WrongUse(
             f"--procs {ranks}",
-            found=f"this machine has {len(here.devices)} GPU{'s' * (len(here.devices) > 1)}",
+            found=f"this machine has {plural(len(here.devices), 'GPU')}",
             cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU.",
         )
     fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})

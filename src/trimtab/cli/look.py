@@ -10,6 +10,7 @@ import typer
 
 from trimtab.cli.main import Json, _console, _print, _print_json, app
 from trimtab.errors import WrongUse
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +53,7 @@ def report(
         _print_json(done)
         return
     many = len(done["shown"])
-    _print(render.inert(f"{done['file']}: {many} figure{'s' * (many != 1)}"))
+    _print(render.inert(f"{done['file']}: {plural(many, 'figure')}"))
     if done["figures"]:
         _print(render.inert(f"{figures}: {len(done['figures'])} files"))
     for line in views.notes([f"not shown: {one}" for one in done["missing"]] + done["notes"]):

@@ -11,6 +11,7 @@ from trimtab.launching.quoting import check_path
 from trimtab.spec import Allocator, Plan
 from trimtab.spec.base import Noun
 from trimtab.training.precision import allocator_variables
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -140,7 +141,7 @@ def visible(plan: Plan, here: Mapping[str, str]) -> str:
     if max(numbers) >= len(shown):
         raise WrongUse(
             f"CUDA_VISIBLE_DEVICES={here['CUDA_VISIBLE_DEVICES']}",
-            found=f"it shows {len(shown)} device{'s' * (len(shown) > 1)}, and the plan uses {len(numbers)}",
+            found=f"it shows {plural(len(shown), 'device')}, and the plan uses {len(numbers)}",
             cure="Unset it, or plan again with it set.",
         )
     return ",".join(shown[number] for number in numbers)

@@ -9,7 +9,7 @@ import re
 
 from trimtab.errors import EnvironmentFault
 from trimtab.spec.base import Noun, below
-from trimtab.units import MIB, parse_whole
+from trimtab.units import MIB, parse_whole, plural
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "nodes": ("sinfo", "--noheader", "--Node", "--format=%P|%N|%G|%c|%m|%l|%T|%a"),
@@ -69,7 +69,7 @@ class Partition(Noun, frozen=True, kw_only=True):
     def words(self) -> str:
         """What it has, in a few words."""
         kinds = sorted({_held(node) for node in self.nodes})
-        return f"{self.name} ({len(self.nodes)} node{'s' * (len(self.nodes) != 1)} with {' or '.join(kinds)})"
+        return f"{self.name} ({plural(len(self.nodes), 'node')} with {' or '.join(kinds)})"
 
 
 class Site(Noun, frozen=True, kw_only=True):

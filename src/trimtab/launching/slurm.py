@@ -30,7 +30,7 @@ from trimtab.launching.quoting import (
 )
 from trimtab.launching.site import slurm_time
 from trimtab.spec import Launch, LaunchKind
-from trimtab.units import MIB, format_bytes, format_duration, parse_duration
+from trimtab.units import MIB, format_bytes, format_duration, parse_duration, plural
 
 if TYPE_CHECKING:
     from trimtab.launching.errand import Errand
@@ -223,7 +223,7 @@ def choose(site: Site, wanted: str | None, need: Need) -> Partition:
 
 
 def _wanted(need: Need) -> str:
-    many = f"{need.least_nodes} node{'s' * (need.least_nodes > 1)} with {need.gpus} x "
+    many = f"{plural(need.least_nodes, 'node')} with {need.gpus} x "
     return many + (need.devices[0] if len(need.devices) == 1 else "GPU")
 
 

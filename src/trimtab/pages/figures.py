@@ -11,7 +11,7 @@ from trimtab.pages.drawing import Tick
 from trimtab.pages.scales import byte_unit, short, ticks, time_unit, upper
 from trimtab.render import gradient_words, setting_words
 from trimtab.spec import PARTS, Comparison, Estimate, Look, Plan, Verdict
-from trimtab.units import format_bytes, format_duration
+from trimtab.units import format_bytes, format_duration, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -237,7 +237,7 @@ def _dot(one: Look, plan: Plan, size: int) -> Dot:
 
 def _front(gpus: int, ahead: list[Look], size: int) -> Front:
     places = tuple((one.process_bytes / size, one.samples_per_s or 0.0) for one in ahead)
-    return Front(f"{gpus} GPU{'s' * (gpus > 1)}", places)
+    return Front(plural(gpus, "GPU"), places)
 
 
 def _looks(plan: Plan) -> list[Look]:

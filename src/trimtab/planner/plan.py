@@ -25,6 +25,7 @@ from trimtab.trace.server import WorkerProcess
 from trimtab.trace.summary import Named, is_known, named_key, summary
 from trimtab.trace.tracer import NOT_TRACING, trace_key
 from trimtab.trace.worker import Requests
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -212,7 +213,7 @@ def _describe(seen: Seen) -> str:
     """Return a setting with its speed in words."""
     setting, step_s = seen.setting, seen.estimate.step_s
     speed = "" if not step_s else f", {setting.global_batch / step_s:.3g} samples/s"
-    return f"{spoken(setting)} on {setting.gpus} GPU{'s' * (setting.gpus > 1)}{speed}"
+    return f"{spoken(setting)} on {plural(setting.gpus, 'GPU')}{speed}"
 
 
 def _read_estimates(data: bytes) -> EstimateCache:
