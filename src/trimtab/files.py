@@ -1,11 +1,13 @@
-"""Writes files so that no reader and no crash sees half of one."""
+"""Writes files so that no reader and no crash sees half of one, and reads files that may be damaged."""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +30,19 @@ def write_atomic(file: Path, data: str | bytes, *, sync: bool = False) -> None:
         temporary.unlink(missing_ok=True)
     if sync:
         sync_folder(file.parent)
+
+
+def read_json_lines(data: bytes) -> list[dict[str, Any]]:
+    """Return the JSON objects in lines; leave out what is none, such as a line that a crash has cut off."""
+    found = []
+    for line in data.split(b"\n"):
+        try:
+            value = msgspec.json.decode(line) if line else None
+        except msgspec.DecodeError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
 
 
 def write_synced(file: Path, data: bytes) -> None:

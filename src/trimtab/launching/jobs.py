@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
+from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
+from trimtab.files import read_json_lines
 from trimtab.launching import queue
 from trimtab.spec import Attempt, Headway, Incident, JobView, QueuedJob
 from trimtab.training.folder import ATTEMPT
@@ -117,11 +118,11 @@ def refusal(job: QueuedJob, me: str) -> str:
 def look(folder: Path) -> Headway | None:
     """How far the run in a folder has come; None where there is no run in it yet."""
     attempt = last_attempt(folder)
-    lines = _last_lines(folder / "log.jsonl")
+    lines = read_json_lines(_end(folder / "log.jsonl"))
     job = _field(folder / "run.json", "job")
     if attempt is None and not lines and job is None:
         return None
-    incidents = _last_lines(folder / "events.jsonl")
+    incidents = read_json_lines(_end(folder / "events.jsonl"))
     try:
         last = Incident.from_builtins(incidents[-1]) if incidents else None
     except msgspec.ValidationError:
@@ -130,11 +131,8 @@ def look(folder: Path) -> Headway | None:
 
 
 def last_attempt(folder: Path) -> Attempt | None:
-    """What the last attempt at a run has noted of itself."""
-    try:
-        return Attempt.from_json((folder / ATTEMPT).read_bytes())
-    except (OSError, BrokenFile):
-        return None
+    """Return what the last attempt at a run has written about itself."""
+    return Attempt.from_file(folder / ATTEMPT)
 
 
 def is_alive(folder: Path, attempt: Attempt) -> bool:
@@ -361,19 +359,6 @@ def _end(file: Path) -> bytes:
     except OSError:
         return b""
     return data if size <= END_BYTES else data.partition(b"\n")[2]
-
-
-def _last_lines(file: Path) -> list[dict[str, Any]]:
-    """The last JSON lines of a file; what is torn is left out."""
-    found = []
-    for line in _end(file).split(b"\n"):
-        try:
-            value = msgspec.json.decode(line) if line else None
-        except msgspec.DecodeError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
 
 
 def _tail(file: Path, lines: int) -> list[str]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trimtab import errors
 from trimtab.cache import key_of
 from trimtab.errors import TrimtabError
 from trimtab.planner.outlook import Floor, kind, room_bytes
@@ -64,11 +63,11 @@ def step_s(trace: Trace, setting: Setting, layout: Layout, own: Calibration | No
 
 @dataclass
 class Results:
-    """Results for one question, in plain values."""
+    """Results for one question."""
 
-    estimates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    estimates: dict[str, Estimate] = field(default_factory=dict)
     times: dict[str, float | None] = field(default_factory=dict)
-    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    failures: dict[str, TrimtabError] = field(default_factory=dict)
     held_bytes: dict[str, int] = field(default_factory=dict)
     """Weights and optimizer state of the whole model, by precision."""
     rates: dict[str, float] = field(default_factory=dict)
@@ -186,15 +185,14 @@ class Foresight:
         """Return the estimate, from earlier results or from a trace."""
         key = self._place(setting, layout)
         if key in self.results.failures:
-            raise _revived(self.results.failures[key])
+            raise self.results.failures[key]
         known = self.results.estimates.get(key)
         if known is None:
-            known = self._estimated(setting, layout, key).to_builtins()
+            # Through plain values, as a cached one comes: then both are equal to the last digit.
+            known = Estimate.from_builtins(self._estimated(setting, layout, key).to_builtins())
             # The key changes where the number of shards turned out to lie on no line.
             self.results.estimates[self._place(setting, layout)] = known
-        room = room_bytes(layout.device)
-        found = Estimate.from_builtins(known)
-        return found.judge_quickly(room)
+        return known.judge_quickly(room_bytes(layout.device))
 
     def judge_within(
         self, setting: Setting, layout: Layout, limit_bytes: int, *, explain: bool = False
@@ -231,7 +229,7 @@ class Foresight:
             (trace,) = self.trace_all([one], device, self.changes)
             self.derived[self._key(one, device)] = trace
         if isinstance(trace, TrimtabError):
-            self.results.failures[key] = _plain(trace)
+            self.results.failures[key] = trace
             raise trace
         device = layout.device
         found, _ = judge(
@@ -547,12 +545,3 @@ def spoken(setting: Setting) -> str:
     compiled = ", compiled" if setting.compile else ""
     again = "" if setting.recompute is Recompute.NONE else f", recompute {setting.recompute}"
     return f"{setting.strategy}, micro-batch {setting.micro_batch}, {setting.precision}{again}{compiled}"
-
-
-def _plain(error: TrimtabError) -> dict[str, str]:
-    return {"kind": type(error).__name__, "given": error.given, "found": error.found, "cure": error.cure}
-
-
-def _revived(told: dict[str, str]) -> TrimtabError:
-    made: TrimtabError = getattr(errors, told["kind"])(told["given"], found=told["found"], cure=told["cure"])
-    return made

@@ -15,7 +15,6 @@ import ast
 import contextlib
 import importlib
 import inspect
-import json
 import os
 import select
 import signal
@@ -29,9 +28,8 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 import msgspec
 
-from trimtab import errors
 from trimtab.catalog.torch_release import require_supported_torch
-from trimtab.errors import JobFailed, TrimtabError
+from trimtab.errors import JobFailed, TrimtabError, error_from_dict
 from trimtab.jobs.job import Job
 from trimtab.trace.host import limit_bytes, resident_bytes, too_much
 from trimtab.trace.lifeline import end_with_parent, parent_variable
@@ -143,8 +141,7 @@ def _exchange(
 
 def encode_error(error: TrimtabError) -> bytes:
     """Return an error as a line that `decode_answer` reads."""
-    parts = {"given": error.given, "found": error.found, "cure": error.cure}
-    return json.dumps({"error": {**parts, "kind": type(error).__name__}}).encode()
+    return msgspec.json.encode({"error": error.to_dict()})
 
 
 def decode_answer(line: bytes) -> dict[str, Any] | TrimtabError:
@@ -152,13 +149,7 @@ def decode_answer(line: bytes) -> dict[str, Any] | TrimtabError:
     answer: dict[str, Any] = msgspec.json.decode(line)
     if not isinstance(answer, dict):
         raise ValueError(line)  # noqa: TRY004 - the same as a line that is no JSON
-    if "error" not in answer:
-        return answer
-    parts = answer["error"]
-    error: TrimtabError = getattr(errors, parts["kind"])(
-        parts["given"], found=parts["found"], cure=parts["cure"]
-    )
-    return error
+    return error_from_dict(answer["error"]) if "error" in answer else answer
 
 
 def process_died(job: str, status: int, said: str) -> JobFailed:

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse
-from trimtab.files import write_atomic, write_synced
+from trimtab.files import read_json_lines, write_atomic, write_synced
 from trimtab.spec import Incident
 from trimtab.spec.base import Noun, below
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _PROBE_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -162,12 +162,12 @@ class RunFolder:
 
     def lines(self) -> list[dict[str, Any]]:
         """What was logged, in order."""
-        return list(_whole_lines(self.log_file))
+        return _lines_of(self.log_file)
 
     def events(self) -> list[Incident]:
         """What happened, in order; lines of other versions that cannot be read are left out."""
         found = []
-        for line in _whole_lines(self.events_file):
+        for line in _lines_of(self.events_file):
             try:
                 found.append(Incident.from_builtins(line))
             except msgspec.ValidationError:
@@ -343,17 +343,8 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _whole_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file; one that a crash has torn is left out."""
-    if not file.exists():
-        return
-    for line in file.read_bytes().split(b"\n"):
-        try:
-            value = msgspec.json.decode(line) if line else None
-        except msgspec.DecodeError:
-            continue
-        if isinstance(value, dict):
-            yield value
+def _lines_of(file: Path) -> list[dict[str, Any]]:
+    return read_json_lines(file.read_bytes()) if file.exists() else []
 
 
 def _mend(file: Path) -> None:

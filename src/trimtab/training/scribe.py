@@ -7,7 +7,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from trimtab.errors import BrokenFile, TrimtabError
+from trimtab.errors import TrimtabError
 from trimtab.files import write_atomic
 from trimtab.spec import Attempt, Incident, IncidentKind
 from trimtab.training.control import LEADER
@@ -195,10 +195,7 @@ class Scribe:
         )
 
     def _before(self) -> Attempt | None:
-        try:
-            return Attempt.from_json((self.folder.root / ATTEMPT).read_bytes())
-        except (OSError, BrokenFile):
-            return None
+        return Attempt.from_file(self.folder.root / ATTEMPT)
 
     def _note(self, state: str) -> None:
         self.attempt = self.attempt.replace(state=state, at_s=time.time())
