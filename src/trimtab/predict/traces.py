@@ -48,12 +48,11 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
         Request(job=job, overrides=overrides or {}, setting=one, device=device, clip=clip) for one in settings
     ]
     names = [family_key(one) for one in requests]
-    kept = {} if families is None else families
-    known = {}
+    families = {} if families is None else families
     for name, request in zip(names, requests, strict=True):
-        if name not in kept:
-            kept[name] = dict(cached_family(request)) if cache else {}
-        known[name] = kept[name]
+        if name not in families:
+            families[name] = dict(cached_family(request)) if cache else {}
+    known = {name: families[name] for name in names}
     for choose in (_ends, _every):
         chosen = _chosen(list(zip(names, settings, strict=True)), known, choose)
         if cache and choose is _ends and _is_alone(chosen, known):
