@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab import __version__
 from trimtab.cache import TRACES, code_fingerprint, fingerprint, key_of
 from trimtab.errors import TrimtabError
 from trimtab.jobs.load import BUILT_IN, FOLDER
@@ -15,6 +14,7 @@ from trimtab.spec import Trace
 from trimtab.trace.forks import at_once
 from trimtab.trace.server import WorkerProcess
 from trimtab.trace.worker import Requests
+from trimtab.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +139,7 @@ def job_key(job: str, *question: Any) -> str:
     """Return a cache key of a question about a job; it changes with the job, our code, the versions."""
     from importlib.metadata import PackageNotFoundError, version
 
-    versions = {"trimtab": __version__, "python": sys.version}
+    versions = {"trimtab": VERSION, "python": sys.version}
     for package in ("torch", "transformers", "peft"):
         try:
             versions[package] = version(package)
