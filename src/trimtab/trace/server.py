@@ -244,13 +244,13 @@ class WorkerProcess:
     def ask_all(self, requests: Requests, *, timeout_s: float) -> list[Answer]:
         """Return the answer or the error to each request; only one error if the job cannot be loaded."""
         self.last = requests
-        wanted = [(requests.clip, one) for one in requests.settings]
+        wanted = [(requests.clip, setting) for setting in requests.settings]
         try:
             self._ensure_process(requests)
-            coming = {(sent.clip, one) for sent in self._pending for one in sent.settings}
+            coming = {(sent.clip, setting) for sent in self._pending for setting in sent.settings}
             missing = [key for key in wanted if key not in self._prefetched and key not in coming]
             if missing or not wanted:
-                self._send(requests.replace(settings=tuple(one for _, one in missing)))
+                self._send(requests.replace(settings=tuple(setting for _, setting in missing)))
             ends_at = time.monotonic() + timeout_s
             while self._pending and not (wanted and all(key in self._prefetched for key in wanted)):
                 sent = self._pending.popleft()

@@ -76,7 +76,7 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
         settings=tuple(settings),
         device=device,
         clip=clip,
-        timeout_s=COMPILED_TIMEOUT_S if any(one.compile for one in settings) else TIMEOUT_S,
+        timeout_s=COMPILED_TIMEOUT_S if any(setting.compile for setting in settings) else TIMEOUT_S,
     )
     keys = [trace_key(request) for request in requests.each()]
     found: dict[str, Trace | TrimtabError] = {}
