@@ -44,6 +44,7 @@ CLEAN_DOCSTRINGS: tuple[str, ...] = (
     "pages",
     "render.py",
     "spec/requests.py",
+    "strategies",
     "units.py",
     "watching",
 )
