@@ -154,7 +154,7 @@ class SavedFile(Noun, frozen=True, kw_only=True):
 
 
 class Backup(Noun, frozen=True, kw_only=True):
-    """What one write replaced."""
+    """The files that one write replaced."""
 
     number: int
     date: str
@@ -290,7 +290,7 @@ Replace = Callable[[Path, Path], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class FileChange:
-    """What is to change in one file."""
+    """The changes of one file."""
 
     file: str
     """As the user wrote it, or as it was found in a folder that the user named."""
@@ -306,7 +306,7 @@ class FileChange:
 
 
 class WriteResult(Noun, frozen=True, kw_only=True):
-    """What was done."""
+    """The files that were written, and those that were not."""
 
     files: tuple[str, ...] = ()
     """Those that are new now."""
@@ -319,7 +319,7 @@ class WriteResult(Noun, frozen=True, kw_only=True):
 
 
 class RevertResult(Noun, frozen=True, kw_only=True):
-    """What was put back."""
+    """The file that was put back."""
 
     file: str
     number: int

@@ -22,7 +22,7 @@ SHAPES = ("seq", "lora")
 
 
 class JobSpec(Noun, frozen=True, kw_only=True):
-    """A plan, its resources, and where the run is kept."""
+    """A plan, its resources, and the folder of the run."""
 
     plan: Plan
     plan_file: str

@@ -328,7 +328,7 @@ LOCAL = "local-"
 
 
 class SlurmClient(NamedTuple):
-    """Where jobs are asked after; `submit.real_slurm()` is the real one."""
+    """Access to Slurm; `submit.real_slurm()` is the real one."""
 
     ask: Callable[[Sequence[str]], str]
     """What a command of Slurm prints, or an EnvironmentFault in its own words."""
@@ -338,7 +338,7 @@ class SlurmClient(NamedTuple):
     """The user."""
 
 
-# pure: from what was read to nouns
+# Pure functions: from what was read to values.
 
 
 def measure_progress(
@@ -395,7 +395,7 @@ def why_not_cancel(job: QueuedJob, me: str) -> str:
     return ""
 
 
-# hands: folders, processes, the scheduler
+# Functions with effects: folders, processes, the scheduler.
 
 
 def read_progress(folder: Path) -> Headway | None:

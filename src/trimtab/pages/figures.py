@@ -50,7 +50,7 @@ STATIC = ("weights", "optimizer", "gradients", "inputs", "communication", "activ
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its words and the table behind it."""
+    """A figure with its sentence and the table behind it."""
 
     name: str
     """Of its file, and of its place on the page."""
