@@ -175,7 +175,7 @@ MANIFESTS = {
     LaunchKind.SKY: build_sky_task,
 }
 OTHERS = (LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED)
-HEARD_BY = {
+USED_BY = {
     "partition": (LaunchKind.SLURM,),
     "account": (LaunchKind.SLURM,),
     "qos": (LaunchKind.SLURM,),
@@ -189,7 +189,7 @@ HEARD_BY = {
 
 
 class LaunchOrder(Noun, frozen=True, kw_only=True):
-    """A launch as it was asked for."""
+    """The options of a launch."""
 
     kind: LaunchKind = LaunchKind.TORCHRUN
     nodes: str | None = None
@@ -214,8 +214,8 @@ class LaunchOrder(Noun, frozen=True, kw_only=True):
 def refuse_unused(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
     """Raise for an option that has no effect on this kind of launch."""
     for name, value in given.items():
-        if value is not None and kind not in HEARD_BY[name]:
-            kinds = " or ".join(f"--{other}" for other in HEARD_BY[name])
+        if value is not None and kind not in USED_BY[name]:
+            kinds = " or ".join(f"--{other}" for other in USED_BY[name])
             raise WrongUse(
                 f"--{name} {value}",
                 found=f"it means nothing to a launch by {kind}",
