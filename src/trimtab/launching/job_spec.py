@@ -11,6 +11,7 @@ from trimtab.launching.resources import Resources
 from trimtab.spec import Allocator, Plan
 from trimtab.spec.base import Noun
 from trimtab.training.precision import allocator_variables
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -145,7 +146,7 @@ def visible_devices(plan: Plan, here: Mapping[str, str]) -> str:
     if max(numbers) >= len(shown):
         raise WrongUse(
             f"CUDA_VISIBLE_DEVICES={here['CUDA_VISIBLE_DEVICES']}",
-            found=f"it shows {len(shown)} device{'s' * (len(shown) > 1)}, and the plan uses {len(numbers)}",
+            found=f"it shows {plural(len(shown), 'device')}, and the plan uses {len(numbers)}",
             cure="Unset it, or plan again with it set.",
         )
     return ",".join(shown[number] for number in numbers)

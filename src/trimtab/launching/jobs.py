@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
+from trimtab.files import read_json_lines
 from trimtab.probe.scheduler import node_names
 from trimtab.spec import Attempt, Headway, Incident, JobView, QueuedJob
 from trimtab.training.record import attempt_of
@@ -400,11 +401,11 @@ def why_not_cancel(job: QueuedJob, me: str) -> str:
 def read_progress(folder: Path) -> Headway | None:
     """Read the progress of the run in a folder; None if there is no run in it yet."""
     attempt = attempt_of(folder)
-    lines = _last_lines(folder / "log.jsonl")
+    lines = read_json_lines(_read_end(folder / "log.jsonl"))
     job = _read_field(folder / "run.json", "job")
     if attempt is None and not lines and job is None:
         return None
-    incidents = _last_lines(folder / "events.jsonl")
+    incidents = read_json_lines(_read_end(folder / "events.jsonl"))
     try:
         last = Incident.from_builtins(incidents[-1]) if incidents else None
     except msgspec.ValidationError:
@@ -638,19 +639,6 @@ def _read_end(file: Path) -> bytes:
     except OSError:
         return b""
     return data if size <= END_BYTES else data.partition(b"\n")[2]
-
-
-def _last_lines(file: Path) -> list[dict[str, Any]]:
-    """Read the last JSON lines of a file; skip broken ones."""
-    values = []
-    for line in _read_end(file).split(b"\n"):
-        try:
-            value = msgspec.json.decode(line) if line else None
-        except msgspec.DecodeError:
-            continue
-        if isinstance(value, dict):
-            values.append(value)
-    return values
 
 
 def _read_tail(file: Path, lines: int) -> list[str]:

@@ -33,7 +33,7 @@ from trimtab.launching.quoting import (
 from trimtab.launching.resources import add_margin, explain_time
 from trimtab.spec import Launch, LaunchKind
 from trimtab.spec.base import Noun, below
-from trimtab.units import MIB, format_bytes, format_duration, parse_duration, parse_whole
+from trimtab.units import MIB, format_bytes, format_duration, parse_duration, parse_whole, plural
 
 if TYPE_CHECKING:
     from trimtab.launching.defaults import LaunchDefaults
@@ -97,7 +97,7 @@ class Partition(Noun, frozen=True, kw_only=True):
     def words(self) -> str:
         """Describe the partition in a few words."""
         kinds = sorted({_describe_gpus(node) for node in self.nodes})
-        return f"{self.name} ({len(self.nodes)} node{'s' * (len(self.nodes) != 1)} with {' or '.join(kinds)})"
+        return f"{self.name} ({plural(len(self.nodes), 'node')} with {' or '.join(kinds)})"
 
 
 class SlurmCluster(Noun, frozen=True, kw_only=True):
@@ -367,7 +367,7 @@ def choose_partition(site: SlurmCluster, name: str | None, resources: Resources)
 
 
 def _describe_need(resources: Resources) -> str:
-    many = f"{resources.least_nodes} node{'s' * (resources.least_nodes > 1)} with {resources.gpus} x "
+    many = f"{plural(resources.least_nodes, 'node')} with {resources.gpus} x "
     return many + (resources.devices[0] if len(resources.devices) == 1 else "GPU")
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from trimtab.catalog.clusters import row_device
 from trimtab.catalog.lookup import reported
 from trimtab.catalog.tables import devices
-from trimtab.errors import EnvironmentFault, TrimtabError
+from trimtab.errors import EnvironmentFault
+from trimtab.files import write_atomic
 from trimtab.predict import pace, time
 from trimtab.spec import Calibration
 
@@ -109,9 +110,7 @@ def write_own_calibration(calibration: Calibration) -> Path:
     file = _own_file(calibration.device)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(calibration.to_json(), encoding="utf-8")
-        scratch.replace(file)
+        write_atomic(file, calibration.to_json())
     except OSError as error:
         raise EnvironmentFault(
             f"the folder {file.parent}",
@@ -126,8 +125,5 @@ def read_own_calibration(device: Device) -> Calibration | None:
     for name in (device.kind,) if device.slice else (device.model, device.name):
         file = _own_file(name) if name else None
         if file is not None and file.is_file():
-            try:
-                return Calibration.from_json(file.read_text(encoding="utf-8"), origin=str(file))
-            except (TrimtabError, OSError):
-                return None
+            return Calibration.from_file(file)
     return None

@@ -7,10 +7,11 @@ operations is as slow as the host, one of few large ones as slow as the device, 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.cache import MemoryCache, key_of
 from trimtab.predict.accumulate import gradients
 from trimtab.predict.fusion import fused
 from trimtab.spec import Precision, Recompute, Work
@@ -276,23 +277,24 @@ def _bounds(trace: Trace) -> tuple[int, int]:
     return trace.phases.get("backward", length), trace.phases.get("optimizer", length)
 
 
-_FUSED: OrderedDict[Any, Trace] = OrderedDict()
-_FUSED_KEPT = 64
+_FUSED: MemoryCache[Trace] = MemoryCache(max_entries=64)
+NOT_FUSED = frozenset(
+    {
+        *("strategy", "mesh", "micro_batch", "accumulation", "global_batch", "shares", "sync_batchnorm"),
+        *("compile", "optimizer", "allocator", "workers"),
+    }
+)
+"""Fields of a Setting that do not change what the compiler makes of a trace."""
 
 
 def _fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
-    """What the compiler would make of a trace; remembered, as a plan asks for it with many layouts."""
-    key = trace.works, trace.sequence, setting.precision, setting.recompute, pace
-    found = _FUSED.get(key)
-    if found is None:
-        found = _FUSED[key] = fused(trace, setting, pace)
-        if len(_FUSED) > _FUSED_KEPT:
-            _FUSED.popitem(last=False)
-    return found
+    """Return what the compiler would make of a trace; cached, as a plan asks for it with many layouts."""
+    key = trace.works, trace.sequence, key_of(setting, NOT_FUSED), pace
+    return _FUSED.get(key, lambda: fused(trace, setting, pace))
 
 
 @lru_cache(maxsize=128)
-def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered by
+def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, as cache key
     works: tuple[Work, ...],
     sequence: tuple[int, ...],
     bounds: tuple[int, int],
