@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse, shortened
-from trimtab.jobs.load import FOLDER
+from trimtab.jobs.registry import FOLDER
 from trimtab.launching.quoting import check_path
 from trimtab.launching.resources import Resources
 from trimtab.spec import Allocator, Plan

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.clusters import row_device
+from trimtab.catalog.facts import calibration_file, device_facts, facts_of
 from trimtab.catalog.lookup import reported
 from trimtab.catalog.tables import devices
 from trimtab.errors import EnvironmentFault
@@ -20,16 +20,12 @@ from trimtab.spec import Calibration
 if TYPE_CHECKING:
     from trimtab.spec import Device
 
-SHIPPED = (("h200", "h200-jobs"),)
-"""Files of each calibration that comes with trimtab: the menu, and operations of whole jobs beside it."""
-FOLDER = "calibrations"
-
 
 class Speed(NamedTuple):
     """How fast a device and its host are."""
 
     pace: pace.Pace
-    host: time.Host
+    host: time.HostCosts
     own: bool
     """Whether this device itself was calibrated."""
     source: str
@@ -39,13 +35,12 @@ class Speed(NamedTuple):
 @cache
 def shipped() -> tuple[Calibration, ...]:
     """The calibrations that come with trimtab."""
-    return tuple(merged([read(name) for name in names]) for names in SHIPPED)
+    return tuple(merged([read_calibration(name) for name in facts.operations]) for facts in device_facts())
 
 
-def read(name: str) -> Calibration:
-    """One file of those that come with trimtab."""
-    text = files("trimtab.catalog").joinpath(FOLDER).joinpath(f"{name}.json").read_text(encoding="utf-8")
-    return Calibration.from_json(text, origin=name)
+def read_calibration(name: str) -> Calibration:
+    """Read a file of those that come with trimtab, such as h200.json."""
+    return Calibration.from_json(calibration_file(name).read_text(encoding="utf-8"), origin=name)
 
 
 def merged(parts: list[Calibration]) -> Calibration:
@@ -70,7 +65,7 @@ def speed(device: Device, own: Calibration | None = None) -> Speed | None:
         return None
     return Speed(
         pace=_pace(chosen.device, target, measured_on) if own is None else _fresh(own, target, measured_on),
-        host=time.host(chosen.host),
+        host=time.host(chosen.host, facts_of(device)),
         own=own is not None or known is not None,
         source=chosen.device,
     )

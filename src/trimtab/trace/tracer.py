@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.cache import TRACES, code_fingerprint, fingerprint, key_of
 from trimtab.errors import TrimtabError
-from trimtab.jobs.load import BUILT_IN, FOLDER
+from trimtab.jobs.registry import FOLDER, comes_with_trimtab
 from trimtab.spec import Trace
 from trimtab.trace.forks import at_once
 from trimtab.trace.server import WorkerProcess
@@ -153,7 +153,7 @@ def _sources(job: str) -> list[Path]:
     """Return the files of a job outside of trimtab: its file with its neighbours, or its config.json."""
     if job.startswith(FOLDER):
         return [Path(job.removeprefix(FOLDER)) / "config.json"]
-    if job.partition(":")[0] in BUILT_IN:
+    if comes_with_trimtab(job):
         return []
     place = Path(job.rpartition(":")[0])
     if place.suffix == ".py" and place.is_file():

@@ -14,7 +14,8 @@ import msgspec
 
 from trimtab.cache import JOB_FAULTS, MODULE_CLASSES
 from trimtab.errors import JobFailed, TrimtabError
-from trimtab.jobs.load import BUILT_IN, FOLDER, load
+from trimtab.jobs.load import load
+from trimtab.jobs.registry import comes_with_trimtab
 from trimtab.spec import Noun
 from trimtab.trace.server import Say, ask, serve
 from trimtab.trace.summary import TIMEOUT_S, Named, named_key
@@ -37,7 +38,7 @@ class Question(Noun, frozen=True, kw_only=True):
 
 def fault_of(job: str, options: dict[str, Any], *, cache: bool = True) -> JobFailed | None:
     """Why a run of the job would end before its first step; None where nothing is known against it."""
-    if job.startswith(FOLDER) or job.partition(":")[0] in BUILT_IN:
+    if comes_with_trimtab(job):
         return None
     said = _answer(Question(what=TRAINABLE, job=job, overrides=options), cache=cache)
     return JobFailed(**said) if said else None
