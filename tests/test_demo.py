@@ -40,6 +40,7 @@ def test_the_demo_detects_plans_trains_and_estimates_and_ends_with_what_is_next(
     assert "rm -rf $(VENV)/demo" in recipe
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_demo_falls_visibly(tmp_path: Path) -> None:
     (train,) = (one for one in COMMANDS if one.startswith("train"))
     assert train.startswith("train slm:tiny ")

@@ -42,13 +42,14 @@ def real_output(command: str, *, h200: bool) -> str:
     return done.stdout + done.stderr
 
 
+HEAVY = re.compile(r"estimate (trimtab.exams.jobs:GPT|slm) ")
 CASES = [
-    # A model of a hundred million weights is traced for half a minute.
+    # Models of a hundred million weights are traced for half a minute.
     pytest.param(
         page,
         match,
         id=f"{page.name}: {match['command']}",
-        marks=[pytest.mark.slow] if "estimate trimtab.exams.jobs:GPT" in match["command"] else [],
+        marks=[pytest.mark.slow] if HEAVY.search(match["command"]) else [],
     )
     for page in PAGES
     for match in BLOCK.finditer(page.read_text(encoding="utf-8"))

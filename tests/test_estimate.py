@@ -341,7 +341,7 @@ def test_what_does_not_fit_leaves_with_exit_code_3() -> None:
     assert "does not fit" in done.stdout
 
 
-FEW = ["gpt-bf16-b16", "llama4-bf16true-b4", "t5-bf16-b16", "lstm-bf16-b64", "fsdp16-gpt-fp32-b8"]
+FEW = ["gpt-bf16-b16", "llama4-bf16true-b4", "lstm-bf16-b64", "fsdp16-gpt-fp32-b8"]
 
 
 @pytest.mark.parametrize("name", FEW)

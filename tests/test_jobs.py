@@ -266,7 +266,10 @@ def test_every_built_in_has_blocks_to_recompute(name: str) -> None:
     assert repeated_blocks(on_meta(trimtab.load(f"{name}:tiny")))
 
 
-@pytest.mark.parametrize("name", TINY)
+# Two models are traced for half a minute.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "bridge:tiny")) for name in TINY]
+)
 def test_tiny_jobs_are_estimated(name: str) -> None:
     job = trimtab.load(name)
     found = trimtab.estimate(name, "A100-40GB", micro_batch=4)
@@ -461,7 +464,13 @@ def test_a_config_becomes_a_job_that_learns(tmp_path: Path, architecture: str, h
 ESTIMATED = ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration"]
 
 
-@pytest.mark.parametrize("architecture", [*ESTIMATED, "ViTForImageClassification"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "LlamaForCausalLM"))
+        for name in (*ESTIMATED, "ViTForImageClassification")
+    ],
+)
 def test_a_config_is_estimated(tmp_path: Path, architecture: str) -> None:
     name = written(tmp_path, *FAMILIES[architecture], architecture)
     found = trimtab.estimate(name, "H200", micro_batch=2)

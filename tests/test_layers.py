@@ -294,7 +294,10 @@ def whole_and_few(folder: Path, name: str, setting: Setting) -> list[Trace]:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "recompute", "precision"), SETTINGS)
+@pytest.mark.parametrize(
+    ("strategy", "recompute", "precision"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] is Strategy.SINGLE)) for one in SETTINGS],
+)
 def test_a_job_traced_by_few_blocks_is_the_job_traced_whole(
     strategy: Strategy,
     recompute: Recompute,

@@ -92,6 +92,7 @@ def test_padding_changes_nothing() -> None:
     assert job.loss(model, longer).item() == pytest.approx(job.loss(model, batch).item(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_step_compiles_as_one_graph() -> None:
     job = trimtab.load("naics:tiny")
     model, batch = job.model(), some_rows(job, 2)

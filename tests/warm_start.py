@@ -118,13 +118,17 @@ def _gains(words: list[str], env: Any) -> bool:
     """Whether a process would import torch in any case, and nobody looks at how it starts."""
     if words[0] != sys.executable or (env or os.environ).get(COLD):
         return False
-    if words[1] == "-c":
-        return "worlds.be_rank" in words[2]
-    if words[1] != "-m":
-        return False
-    if words[2] == "trimtab":
-        return bool(VERBS.intersection(words[3:4]))
-    return words[2].startswith("trimtab.")
+    kind, program, *more = [*_without_option(words), "", ""][:3]
+    if kind == "-c":
+        return "worlds.be_rank" in program
+    if program == "trimtab":
+        return kind == "-m" and more[0] in VERBS
+    return kind == "-m" and program.startswith("trimtab.")
+
+
+def _without_option(words: list[str]) -> list[str]:
+    """Return the words after the program, without the option -u of Python, which torchrun gives."""
+    return words[2:] if words[1:2] == ["-u"] else words[1:]
 
 
 def _server() -> socket.socket:
@@ -217,11 +221,11 @@ def _be_started(order: dict[str, Any], files: list[int], base: list[str]) -> NoR
         os.environ.clear()
         os.environ.update(order["env"])
         os.chdir(order["folder"])
-        words = order["words"][1:]
+        words = _without_option(order["words"])
         paths = [path for path in order["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
         sys.path[:] = ["" if words[0] == "-c" else str(Path.cwd()), *paths, *base]
         sys.orig_argv[:] = order["words"]
-        _renew_streams()
+        _renew_streams(at_once="-u" in order["words"][1:2])
         _have_server(base)
         _renew_torch()
         code = _run(words)
@@ -256,8 +260,9 @@ def _have_server(base: list[str]) -> None:
     serve(theirs, base)
 
 
-def _renew_streams() -> None:
+def _renew_streams(*, at_once: bool) -> None:
     """Open stdin, stdout and stderr as a new process does."""
+    at_once = at_once or bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         raw = open(number, "rb" if number == 0 else "wb", closefd=False)  # noqa: SIM115 - stays open
         stream = io.TextIOWrapper(
@@ -265,7 +270,7 @@ def _renew_streams() -> None:
             encoding="utf-8",
             errors="backslashreplace" if name == "stderr" else "strict",
             line_buffering=name == "stderr" or os.isatty(number),
-            write_through=name != "stdin" and bool(os.environ.get("PYTHONUNBUFFERED")),
+            write_through=name != "stdin" and at_once,
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -330,6 +335,8 @@ if __name__ == "__main__":
     # The main module of a copy is an empty one, as in a new process.
     sys.modules["warm_start"], sys.modules["__main__"] = sys.modules["__main__"], type(sys)("__main__")
     sys.modules["__main__"].__dict__["__builtins__"] = __builtins__
+    # Before anything takes subprocess.Popen over by its name.
+    install()
     for module in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
