@@ -109,9 +109,8 @@ def batch_warnings(
 def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
     """Raise where a setting computes in bf16 and the device only pretends to."""
     from trimtab.errors import WrongUse
-    from trimtab.spec import Precision
 
-    if device.bf16 is False and setting.precision in (Precision.BF16, Precision.BF16_TRUE):
+    if device.bf16 is False and setting.dtypes.is_bf16:
         raise WrongUse(
             f"{setting.precision} on {device.name}",
             found=f"{device.name} does not compute in bf16",

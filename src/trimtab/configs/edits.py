@@ -156,7 +156,7 @@ def seq_of(plan: Plan) -> int | None:
 
 def facts_of(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict[str, int | str]:
     """Everything that a key can hold, for a setting whose micro-batches are full."""
-    length = {} if seq is None else {"seq": seq}
+    length: dict[str, int | str] = {} if seq is None else {"seq": seq}
     return length | {
         "micro_batch": setting.micro_batch,
         "accumulation": setting.accumulation,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from trimtab.errors import WrongUse
 from trimtab.launching.errand import variables
 from trimtab.launching.quoting import check_path
-from trimtab.spec import Launch, LaunchKind, Precision, Strategy
+from trimtab.spec import Launch, LaunchKind, Strategy
+from trimtab.spec.precision import BFLOAT16, FLOAT16
 from trimtab.training.meeting import Meeting
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from trimtab.launching.errand import Errand
     from trimtab.launching.habits import Habits
 
-MIXED = {Precision.BF16: "bf16", Precision.FP16: "fp16"}
-"""Precisions as accelerate says them; the others are no autocast."""
+MIXED = {BFLOAT16: "bf16", FLOAT16: "fp16", None: "no"}
+"""The dtypes of autocast in the words of accelerate."""
 PORT = 29500
 
 
@@ -71,7 +72,7 @@ def _accelerate(errand: Errand, rendezvous: str | None) -> list[str]:
     need, choice = errand.need, errand.plan.choice
     ranks = need.nodes * need.procs
     words = ["accelerate", "launch", f"--num_processes={ranks}", f"--num_machines={need.nodes}"]
-    words.append(f"--mixed_precision={MIXED.get(choice.precision, 'no')}")
+    words.append(f"--mixed_precision={MIXED[choice.dtypes.autocast]}")
     words.append(f"--dynamo_backend={'inductor' if choice.compile else 'no'}")
     if not need.gpus:
         words.append("--cpu")

@@ -21,6 +21,7 @@ from trimtab.predict.derive import derived, simpler
 from trimtab.predict.estimate import estimate as judge
 from trimtab.predict.verdict import judge_fully
 from trimtab.spec import PARTS, Allocator, Estimate, Mesh, Recompute, Strategy
+from trimtab.spec.precision import BFLOAT16, FLOAT16
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +43,6 @@ EVENNESS = 0.95
 better, but for the last wave of blocks on the multiprocessors."""
 OUTSIDE = ("collective", "wait")
 """Kinds of work that a bound on computing leaves out."""
-PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
 HELD = (PARTS.index("weights"), PARTS.index("optimizer"))
 
 
@@ -489,7 +489,8 @@ def peak_s(trace: Trace, device: Device) -> float:
     total = 0.0
     for number in computing(trace).sequence:
         work = trace.works[number]
-        rate = getattr(device.peaks, PEAKS.get(work.dtype, ""), None) or max(known, default=None)
+        half = device.peaks.of(work.dtype) if work.dtype in (FLOAT16, BFLOAT16) else None
+        rate = half or max(known, default=None)
         total += work.flops / rate if rate else 0.0
     return total
 

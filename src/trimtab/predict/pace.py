@@ -12,6 +12,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.spec.precision import BFLOAT16, FLOAT16
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ LEAST_SPLIT = 256
 """The sum over k is split between multiprocessors where that leaves so much for each."""
 MISALIGNED = {16: 1.0, 8: 0.65, 4: 0.38, 2: 0.2}
 """Share of the speed that is left when rows of a matrix are aligned to so many bytes only."""
-HALF = {"float16", "bfloat16"}
+HALF = {FLOAT16, BFLOAT16}
 NEAREST = 5
 OTHER_OP, OTHER_DTYPE = 16.0, 6.0
 """Squared distance between operations of different name or dtype, in doublings of a size."""

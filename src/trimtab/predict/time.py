@@ -15,7 +15,8 @@ from trimtab.engine.limits import BUCKET_BYTES
 from trimtab.predict import comms
 from trimtab.predict.accumulate import gradients
 from trimtab.predict.fusion import fused
-from trimtab.spec import Precision, Recompute, Strategy, Work
+from trimtab.spec import Recompute, Strategy, Work
+from trimtab.spec.precision import DTYPE_BYTES
 from trimtab.spec.trace import STATISTICS
 
 if TYPE_CHECKING:
@@ -370,7 +371,7 @@ def device_flops(trace: Trace, setting: Setting) -> float:
 
 def gradient_bytes(trace: Trace, setting: Setting) -> int:
     """What a replica has to tell the others."""
-    return trace.trainable * (2 if setting.precision is Precision.BF16_TRUE else 4)
+    return trace.trainable * DTYPE_BYTES[setting.dtypes.gradients]
 
 
 def communication(
@@ -441,7 +442,8 @@ def _sharded(
     backward = max(0.0, gathered / 2 + scattered - OVERLAPPED * backward_s)
     replicas = setting.mesh.dp_replicate
     # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
-    across = comms.all_reduce_s(gradient_bytes(trace, setting) // shards, replicas, among, apart=shards)
+    shard_bytes = trace.trainable * DTYPE_BYTES[setting.dtypes.reductions] // shards
+    across = comms.all_reduce_s(shard_bytes, replicas, among, apart=shards)
     return passes * (forward + backward) + max(0.0, across - OVERLAPPED * backward_s)
 
 

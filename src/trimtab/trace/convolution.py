@@ -43,8 +43,8 @@ class Shape:
     last: bool
     """Channels last in memory."""
     bytes: int
-    precision: str
-    """fp32, tf32, fp16 or bf16."""
+    arithmetic: str
+    """How it multiplies: fp32, tf32, fp16 or bf16, as the fields of Peaks are called."""
 
     @property
     def window(self) -> int:
@@ -109,7 +109,7 @@ def shape_of(
         weight_source=weight.shape[1],
         last=channels_last(source, weight),
         bytes=source.element_size(),
-        precision=names.get(source.dtype, plain),
+        arithmetic=names.get(source.dtype, plain),
     )
 
 
@@ -117,7 +117,7 @@ def workspace(shape: Shape, phase: str) -> int:
     """Bytes of workspace; phase is forward, source (its gradient) or weight (its gradient)."""
     if shape.groups > 1 and shape.groups == shape.source:
         return 0
-    return _exact(shape, phase) if shape.precision == "fp32" else _tensor_cores(shape, phase)
+    return _exact(shape, phase) if shape.arithmetic == "fp32" else _tensor_cores(shape, phase)
 
 
 def _exact(shape: Shape, phase: str) -> int:
@@ -199,9 +199,9 @@ def _winograd(shape: Shape) -> int:
 def _partial_sums(shape: Shape) -> int:
     """fp32 weight gradients, one copy a group of multiprocessors that shares the work."""
     gradient = shape.result * shape.weight_source * shape.window * 4
-    if len(shape.image) == 1 and shape.precision == "fp16" and min(shape.source, shape.result) > 256:  # noqa: PLR2004
+    if len(shape.image) == 1 and shape.arithmetic == "fp16" and min(shape.source, shape.result) > 256:  # noqa: PLR2004
         return 0
-    if shape.precision == "tf32":
+    if shape.arithmetic == "tf32":
         tiles = shape.window * _ceil(shape.source, 128) * _ceil(shape.result, 128)
         parts = MULTIPROCESSORS // tiles
         return parts * gradient if parts > 1 else MULTIPROCESSORS * 2**16
@@ -219,15 +219,15 @@ def _partial_sums(shape: Shape) -> int:
 
 
 def _tensor_cores(shape: Shape, phase: str) -> int:
-    stem = shape.precision == "fp16" and shape.source <= FEW_CHANNELS and shape.window == 49  # noqa: PLR2004
-    align = 4 if shape.precision == "tf32" or (stem and phase != "source") else 8
+    stem = shape.arithmetic == "fp16" and shape.source <= FEW_CHANNELS and shape.window == 49  # noqa: PLR2004
+    align = 4 if shape.arithmetic == "tf32" or (stem and phase != "source") else 8
     if shape.last:
         return _already_last(shape, phase, align)
     if shape.window == 1 and shape.stride == 1:
         return _pointwise(shape, phase, align)
     if shape.source <= FEW_CHANNELS:
         return _few_channels(shape, phase, align)
-    if phase == "forward" and shape.precision == "tf32" and _small_output_stays(shape):
+    if phase == "forward" and shape.arithmetic == "tf32" and _small_output_stays(shape):
         source = shape.padded(shape.source, prod(shape.image), align)
         return source + _up(shape.result, align) * _up(shape.weight_source, align) * shape.window * 4
     moved = shape.copies(align, weight=shape.window > 1)
@@ -255,7 +255,7 @@ def _already_last(shape: Shape, phase: str, align: int) -> int:
     if shape.result % align:
         total += shape.padded(shape.result, shape.pixels, align)
     if shape.source <= FEW_CHANNELS and phase == "forward":
-        if shape.precision == "tf32":
+        if shape.arithmetic == "tf32":
             total = shape.padded(shape.source, prod(shape.image), 1) if shape.window > 1 else 0
         elif shape.window <= 9:  # noqa: PLR2004
             total = 0
@@ -279,7 +279,7 @@ def _pointwise(shape: Shape, phase: str, align: int) -> int:
 
 def _few_channels(shape: Shape, phase: str, align: int) -> int:
     moved = shape.copies(align)
-    plain = shape.precision == "tf32"
+    plain = shape.arithmetic == "tf32"
     if phase == "forward":
         return 0 if shape.window <= 9 or (plain and len(shape.image) == 1) else moved  # noqa: PLR2004
     if plain and shape.window <= 10:  # noqa: PLR2004

@@ -15,14 +15,15 @@ from trimtab.engine.build import HOST_BUILT, build_device, building
 from trimtab.engine.compile import Compiling
 from trimtab.engine.entries import Entries, entries_of
 from trimtab.engine.optimizer import implementation_for, make_optimizer
-from trimtab.engine.precision import SHARDED
+from trimtab.engine.precision import SHARDED, torch_dtype
 from trimtab.engine.stages import keep_stage
 from trimtab.engine.step import arrange
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import failed
 from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, UNSYNCHRONISED, not_synchronised
-from trimtab.spec import Precision, Strategy
+from trimtab.spec import Strategy
+from trimtab.spec.precision import FLOAT32
 from trimtab.training import world
 from trimtab.training.fitting import Fitting, Gauge
 from trimtab.training.order import bounds
@@ -219,9 +220,9 @@ def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str | 
         )
     if setting.strategy not in HOST_BUILT:
         model.to(device)
-    if wanted.model is not None and setting.precision is Precision.BF16_TRUE:
+    if wanted.model is not None and setting.dtypes.weights != FLOAT32:
         # A model that was not built under this precision: its buffers have to follow.
-        model.to(torch.bfloat16)
+        model.to(torch_dtype(setting.dtypes.weights))
     return model, branch, own
 
 
@@ -287,7 +288,7 @@ def _built_on(job: Any, setting: Setting, device: str) -> Any:
             cure="Give prepare(model), or Run(job=...).",
         )
     try:
-        with building(setting.precision, device):
+        with building(setting.dtypes, device):
             model = job.model()
     except Exception as error:
         raise failed("model()", error, "Mend the job; it builds its model on the default device.") from error
