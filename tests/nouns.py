@@ -19,6 +19,7 @@ from trimtab.jobs.naics_pairs import Pairs
 from trimtab.pace.measure import Order
 from trimtab.pages.story import Profile
 from trimtab.predict.timeline import Timeline
+from trimtab.spec.precision import DTYPE_BYTES, FLOAT32
 from trimtab.trace.batch_loss import Look
 from trimtab.trace.rehearse import Rehearsal
 from trimtab.trace.summary import Named
@@ -57,6 +58,17 @@ def sources(cls: type[spec.Noun]) -> st.SearchStrategy[dict[str, str]]:
 
 peaks = st.builds(
     spec.Peaks, fp32=maybe(rates), tf32=maybe(rates), fp16=maybe(rates), bf16=maybe(rates), fp8=maybe(rates)
+)
+dtype = st.sampled_from([*DTYPE_BYTES])
+dtypes = st.builds(
+    spec.Dtypes,
+    autocast=maybe(dtype.filter(lambda name: name != FLOAT32)),
+    weights=dtype,
+    frozen_weights=dtype,
+    reductions=dtype,
+    scales_loss=st.booleans(),
+    tf32_products=st.booleans(),
+    tf32_convolutions=st.booleans(),
 )
 process = st.builds(spec.DeviceProcess, pid=counts, used_bytes=maybe(counts), name=maybe(names))
 mig = st.builds(spec.Slice, profile=names, parent=names, sm_share=st.floats(min_value=0.01, max_value=1))
@@ -594,6 +606,7 @@ NOUNS: dict[type[spec.Noun], st.SearchStrategy[Any]] = {
     Diagnosed: diagnosed,
     Diagnosis: diagnoses,
     spec.Peaks: peaks,
+    spec.Dtypes: dtypes,
     spec.DeviceProcess: process,
     spec.Slice: mig,
     spec.Device: devices(),
