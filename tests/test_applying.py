@@ -14,13 +14,13 @@ import config_samples as samples
 import trimtab
 from test_cli import trimtab_cli
 from test_targets import ESTIMATE, FSDP, SINGLE, plan
-from trimtab.api import devices_of
 from trimtab.configs import documents
 from trimtab.configs.applying import aim, laid_out, proposed
 from trimtab.configs.files import write
 from trimtab.configs.showing import Display, display, job_of
 from trimtab.configs.targets import built_in, named
 from trimtab.errors import NothingFits, UnknownName, WrongUse
+from trimtab.planner.stale import devices_of
 from trimtab.spec import Band, Footprint, Place, Precision, Recompute, Setting
 from trimtab.units import GIB
 

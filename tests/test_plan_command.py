@@ -17,8 +17,7 @@ from test_planner import planned
 from trimtab import render
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import Job
-from trimtab.pace import store
-from trimtab.predict.calibration import shipped
+from trimtab.predict.calibration import shipped, write_own_calibration
 from trimtab.spec import Objective, Plan
 from trimtab.trace.summary import described
 from trimtab.units import GIB
@@ -106,7 +105,7 @@ def test_a_plan_is_made_anew_once_the_user_has_calibrated(
 
     by_the_shipped_one = step_s()
     own = next(one for one in shipped() if one.device == "H200 SXM 141GB")
-    store.remember(own.replace(host={**own.host, "forward_s": 10 * own.host["forward_s"]}))
+    write_own_calibration(own.replace(host={**own.host, "forward_s": 10 * own.host["forward_s"]}))
     slower = step_s()
     assert slower is not None
     assert by_the_shipped_one is not None

@@ -10,9 +10,8 @@ import pytest
 import trimtab
 from test_cli import trimtab_cli
 from trimtab.errors import EnvironmentFault
-from trimtab.pace import store
 from trimtab.predict import comms, pace, time
-from trimtab.predict.calibration import shipped, speed
+from trimtab.predict.calibration import read_own_calibration, shipped, speed, write_own_calibration
 from trimtab.spec import Calibration, Mesh, Precision, Setting, Slice, Strategy, Trace, Work
 from trimtab.trace.tracer import traced
 from trimtab.trace.worker import Request
@@ -94,9 +93,9 @@ def test_a_slice_of_a_gpu_that_was_measured_is_slower_by_its_share(
     large = matrix(8192, 8192, 8192)
     assert cut.pace.seconds(large) / whole.pace.seconds(large) == pytest.approx(1 / share, rel=0.1)
     # What is measured on a slice is the slice's, and no other's.
-    store.remember(shipped()[0].replace(device=part.kind))
-    assert store.recall(H200) is None
-    own = speed(part, store.recall(part))
+    write_own_calibration(shipped()[0].replace(device=part.kind))
+    assert read_own_calibration(H200) is None
+    own = speed(part, read_own_calibration(part))
     assert own is not None
     assert own.own
 
@@ -349,12 +348,12 @@ def test_a_calibration_is_found_again_and_a_broken_one_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRIMTAB_CALIBRATIONS", str(tmp_path))
-    assert store.recall(H200) is None
+    assert read_own_calibration(H200) is None
     own = Calibration(device="H200 SXM 141GB", works=(copy(2**20),), seconds=(1e-5,))
-    file = store.remember(own)
-    assert store.recall(H200) == own
+    file = write_own_calibration(own)
+    assert read_own_calibration(H200) == own
     file.write_text("{", encoding="utf-8")
-    assert store.recall(H200) is None
+    assert read_own_calibration(H200) is None
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_a_cure(
@@ -363,7 +362,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_a_cure(
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("TRIMTAB_CALIBRATIONS", str(tmp_path / "file"))
     with pytest.raises(EnvironmentFault, match="TRIMTAB_CALIBRATIONS"):
-        store.remember(Calibration(device="x"))
+        write_own_calibration(Calibration(device="x"))
 
 
 def test_calibrating_without_a_gpu_leaves_with_exit_code_5() -> None:

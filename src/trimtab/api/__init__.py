@@ -34,18 +34,13 @@ from trimtab.api.launching import (
 )
 from trimtab.api.looking import (
     report,
-    step_of,
     watch,
 )
 from trimtab.api.planning import (
-    devices_of,
-    foresight,
     make_policy,
     plan,
     plan_from,
     read_plan,
-    versions,
-    workload_of,
 )
 from trimtab.api.predicting import (
     batch_warnings,
@@ -61,7 +56,6 @@ from trimtab.api.predicting import (
     make_setting,
     module_classes,
     profile,
-    refuse_emulated,
     spread_of,
 )
 from trimtab.api.training import (
@@ -85,14 +79,12 @@ __all__ = [
     "cancel",
     "cluster",
     "detect",
-    "devices_of",
     "doctor",
     "estimate",
     "exam",
     "explain",
     "find_jobs",
     "first_device",
-    "foresight",
     "gpu_here",
     "is_known",
     "launch",
@@ -114,7 +106,6 @@ __all__ = [
     "profile",
     "propose",
     "read_plan",
-    "refuse_emulated",
     "report",
     "revert",
     "run_training",
@@ -124,12 +115,9 @@ __all__ = [
     "start_launch",
     "start_nodes",
     "stated_network",
-    "step_of",
     "train",
     "train_stages",
     "turn_knobs",
-    "versions",
     "watch",
-    "workload_of",
     "write_plan",
 ]

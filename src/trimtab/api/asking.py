@@ -59,32 +59,9 @@ def cluster(on: str | Path | None = None, *, network: str | None = None) -> Clus
     >>> cluster("2x8xH100", network="100Gb/node").links[-1].bandwidth_bytes_per_s
     1562500000.0
     """
-    if network is not None:
-        return stated_network(cluster(on), network)
-    from os import PathLike, fspath
-    from pathlib import Path
+    from trimtab.probe.detect import as_cluster
 
-    from trimtab.catalog.clusters import from_file, stated
-    from trimtab.errors import WrongUse
-
-    if on is None:
-        return detect()
-    if isinstance(on, PathLike):
-        return from_file(Path(fspath(on)))
-    if not isinstance(on, str):
-        raise WrongUse(
-            f"cluster({on!r})",
-            found=f"it is of type {type(on).__name__}",
-            cure="Give a string such as '4xA100-40GB', the path of a detect file, or None for this machine.",
-        )
-    return stated(on)
-
-
-def find_cluster(on: str | Path | Cluster | None) -> Cluster:
-    """Return the cluster that `on` names or is; without it, this machine."""
-    from trimtab.spec import Cluster
-
-    return on if isinstance(on, Cluster) else cluster(on)
+    return as_cluster(on, network=network)
 
 
 def stated_network(where: Cluster, network: str) -> Cluster:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import find_cluster
-from trimtab.api.planning import devices_of, plan, plan_from
-from trimtab.api.predicting import first_device, look_closely, refuse_emulated
+from trimtab.api.planning import plan, plan_from
+from trimtab.api.predicting import first_device, look_closely
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +52,7 @@ def _same_but(
 ) -> Plan:
     """The best plan for the job with some options changed, all but the cut of the batch as it was."""
     from trimtab.configs.stages import pins_of
+    from trimtab.planner.stale import devices_of
 
     return plan(
         found.job,
@@ -159,6 +159,7 @@ def show(  # noqa: PLR0913 - each is an option of the command
     from trimtab.configs.mapping import known
     from trimtab.configs.showing import display, find_job
     from trimtab.configs.targets import named
+    from trimtab.probe.detect import as_cluster
 
     one = aim(str(file))
     among = known([one.file])
@@ -169,7 +170,7 @@ def show(  # noqa: PLR0913 - each is an option of the command
             named(target, among) if target else next(known for known in among if known.stage is layout.stage)
         )
     asked, sought = (job, "") if job is not None else find_job(meant, layout.main)
-    where = find_cluster(on)
+    where = as_cluster(on)
     if not where.devices:
         return display(
             layout, meant, job=asked, gpus=None, device=None, seer=None, no_device=True, sought=sought
@@ -203,6 +204,7 @@ class _Seer:
     def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
         """What a setting needs, and how fast it is."""
         from trimtab.errors import WrongUse
+        from trimtab.planner.estimates import refuse_emulated
 
         if setting.compile and setting.gpus > 1:
             raise WrongUse(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import cluster, detect, load
-from trimtab.api.planning import devices_of, make_policy, plan, plan_from
+from trimtab.api.asking import detect, load
+from trimtab.api.planning import make_policy, plan, plan_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -146,6 +146,8 @@ def plans_to_launch(
 
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import name_of
+    from trimtab.planner.stale import devices_of
+    from trimtab.probe.detect import as_cluster
     from trimtab.spec import Plan
     from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan
@@ -169,7 +171,7 @@ def plans_to_launch(
         name, overrides = found.job, found.options
     else:
         name, changed = name_of(plan_or_job)
-        overrides, where = changed | options, cluster(on) if isinstance(on, str) else on or detect()
+        overrides, where = changed | options, as_cluster(on)
     if not where.devices:
         if counts:
             raise WrongUse(

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.planning import devices_of
-from trimtab.api.predicting import make_request
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from trimtab.pages.story import Story
-    from trimtab.predict.timeline import Timeline
-    from trimtab.spec import (
-        Plan,
-        Sample,
-    )
+    from trimtab.spec import Sample
 
 
 def report(
@@ -43,49 +36,15 @@ def _with_timeline(story: Story) -> Story:
     """The story with the memory of a step, where a trace of the plan's setting is at hand."""
     from dataclasses import replace
 
+    from trimtab.planner.estimates import cached_timeline
+
     found = story.plan
     if found is None or not found.estimate.process_bytes:
         return story
-    line, words = step_of(found)
+    line, words = cached_timeline(found)
     if line is None:
         return replace(story, missing=(*story.missing, f"memory through a step: {words}"))
     return replace(story, timeline=line, timeline_of=words)
-
-
-def step_of(found: Plan) -> tuple[Timeline | None, str]:
-    """What a step of a plan holds at every moment, from traces that are kept; and a word on them, or why not.
-
-    Nothing is traced for it, and no code of the job's is run.
-    """
-    from trimtab.errors import TrimtabError
-    from trimtab.planner.foresight import plain_device, traced_as
-    from trimtab.predict.derive import derived, simpler
-    from trimtab.predict.timeline import timeline
-    from trimtab.predict.traces import kept
-
-    again = f"`trimtab plan {found.job}` for the same devices traces it again"
-    asked = traced_as(found.choice)
-    trace = None
-    # Its shards may have been traced as they are, or derived from other numbers of them.
-    for direct in ({asked.mesh.dp_shard}, set[int]()):
-        try:
-            device = plain_device(devices_of(found).devices[0])
-            parts = [
-                kept(make_request(found.job, one, device, options=found.options, clip=None))
-                for one in simpler(asked, direct)
-            ]
-        except TrimtabError as error:
-            return None, f"its devices are not known here ({error.found})"
-        held = [one for one in parts if one is not None]
-        if trace is None and held and len(held) == len(parts):
-            trace = derived(asked, held)
-    line = None if trace is None else timeline(trace)
-    if line is None:
-        return None, f"no trace of the setting is kept on this machine; {again}"
-    words = [f"One micro-batch of {found.choice.micro_batch}"]
-    words += ["without compiling, which may need less"] if found.choice.compile else []
-    words += [f"of {found.choice.accumulation} a step"] if found.choice.accumulation > 1 else []
-    return line, f"{', '.join(words)}."
 
 
 def watch(

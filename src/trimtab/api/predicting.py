@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect, find_cluster, stated_network
+from trimtab.api.asking import detect
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,8 +48,9 @@ def estimate(  # noqa: PLR0913 - each is a field of Setting, under the name peop
     trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"vocab": 50_304}).fits
     trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
     """
-    where = find_cluster(on)
-    where = where if network is None else stated_network(where, network)
+    from trimtab.probe.detect import as_cluster
+
+    where = as_cluster(on, network=network)
     device = first_device(where)
     setting = make_setting(
         micro_batch=micro_batch,
@@ -106,18 +107,6 @@ def batch_warnings(
     return warnings(found, setting)
 
 
-def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
-    """Raise where a setting computes in bf16 and the device only pretends to."""
-    from trimtab.errors import WrongUse
-
-    if device.bf16 is False and setting.dtypes.is_bf16:
-        raise WrongUse(
-            f"{setting.precision} on {device.name}",
-            found=f"{device.name} does not compute in bf16",
-            cure=cure,
-        )
-
-
 def look_at_all(  # noqa: PLR0913 - as above
     job: Any,
     settings: Sequence[Setting],
@@ -134,40 +123,20 @@ def look_at_all(  # noqa: PLR0913 - as above
     All that has to be traced is traced in one go. `always_least` finds the smallest capacity that runs also
     for settings that fit, which takes several replays.
     """
-    from trimtab.errors import TrimtabError
     from trimtab.jobs.load import name_of
-    from trimtab.pace.store import recall
-    from trimtab.predict.estimate import estimate as judge
-    from trimtab.predict.traces import traces
-
-    for one in settings:
-        refuse_emulated(one, device, cure="Use --precision fp16 or fp32, or look at another GPU.")
+    from trimtab.planner.estimates import estimate_settings
 
     name, changed = name_of(job)
-    own = recall(device)
-    found = traces(name, settings, device, overrides=changed | (options or {}), clip=clip, cache=cache)
-    return [
-        one
-        if isinstance(one, TrimtabError)
-        else _finished(
-            *judge(one, setting, device, cluster=where, calibration=own),
-            one,
-            setting,
-            always_least=always_least,
-        )
-        for one, setting in zip(found, settings, strict=True)
-    ]
-
-
-def _finished(
-    found: Estimate, details: Memory, trace: Trace, setting: Setting, *, always_least: bool
-) -> tuple[Estimate, Memory, Trace]:
-    """The estimate with what accumulation adds, and with its verdict."""
-    from trimtab.predict.accumulate import accumulated
-    from trimtab.predict.verdict import judge_fully
-
-    whole = accumulated(found, trace, setting)
-    return judge_fully(whole, trace, setting, always_least=always_least), details, trace
+    return estimate_settings(
+        name,
+        settings,
+        device,
+        cluster=where,
+        overrides=changed | (options or {}),
+        clip=clip,
+        cache=cache,
+        always_least=always_least,
+    )
 
 
 def is_known(  # noqa: PLR0913 - as above
@@ -198,13 +167,9 @@ def make_request(
 
 def first_device(where: Cluster) -> Device:
     """The device that an estimate is for: the one with the least memory."""
-    from trimtab.errors import WrongUse
+    from trimtab.planner.estimates import first_device as least
 
-    if not where.devices:
-        raise WrongUse(
-            "no --on", found="this machine has no GPU", cure="Name one, as in --on H200 or --on 4xA100-40GB."
-        )
-    return min(where.devices, key=lambda one: one.free_bytes or one.memory_bytes)
+    return least(where)
 
 
 def gpu_here(verb: str = "profile") -> Device:
@@ -374,8 +339,8 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
 def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
     """Measure the GPU of this machine and remember it; the calibration and the file it is kept in."""
     from trimtab.pace.measure import BUDGET_S, calibrated
-    from trimtab.pace.store import remember
+    from trimtab.predict.calibration import write_own_calibration
 
     device = gpu_here("calibrate")
     found = calibrated(device.kind, budget_s=budget_s or BUDGET_S)
-    return found, remember(found)
+    return found, write_own_calibration(found)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect, find_cluster
-from trimtab.api.planning import make_policy, plan, still_true
+from trimtab.api.asking import detect
+from trimtab.api.planning import make_policy, plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -172,7 +172,7 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
     from pathlib import Path
 
     from trimtab.errors import WrongUse
-    from trimtab.planner.stale import read
+    from trimtab.planner.stale import check_plan, read_plan_file
     from trimtab.spec import Plan
     from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan, several_nodes
@@ -186,11 +186,11 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
                 found="the plan has made its choices",
                 cure="Pin them where it is made: trimtab plan JOB --pin KEY=VALUE --out FILE.",
             )
-        found = given if isinstance(given, Plan) else read(Path(given))
+        found = given if isinstance(given, Plan) else read_plan_file(Path(given))
         if not isinstance(given, Plan):
             # Of other nodes no more is known than that they are like this one.
             planned_nodes = len({one.node for one in found.places}) if per_node is not None else 1
-            found = still_true(found, str(given), job=name, on=several_nodes(here, planned_nodes))
+            check_plan(found, str(given), job=name, on=several_nodes(here, planned_nodes))
         if ranks is not None and per_node is None and ranks != found.choice.gpus:
             raise WrongUse(
                 f"--procs {ranks} with a plan for {found.choice.gpus} processes",
@@ -249,12 +249,13 @@ def plan_stages(
     (rates, which samples) costs no tracing.
     """
     from trimtab.jobs.load import load as find
+    from trimtab.probe.detect import as_cluster
     from trimtab.spec import PlannedStage, StagedPlan
     from trimtab.trace.summary import described
 
     name, overrides, stages = stages_of(job, files, options)
     say = asked.get("say") or (lambda _: None)
-    where = find_cluster(on)
+    where = as_cluster(on)
     found = []
     for stage in stages:
         say(f"stage {stage.name}")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from trimtab.engine.additive import batch_norms
 from trimtab.spec import Strategy
 from trimtab.spec.precision import FLOAT32
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from trimtab.spec import Dtypes, Setting
 
 HALF = (torch.float16, torch.bfloat16)
@@ -57,45 +56,3 @@ def cast_weights(model: nn.Module, dtypes: Dtypes) -> None:
         dtype = torch_dtype(dtypes.weights if parameter.requires_grad else dtypes.frozen_weights)
         if parameter.is_floating_point() and parameter.dtype is not dtype:
             parameter.data = parameter.data.to(dtype)
-
-
-def widen_norms(model: nn.Module) -> None:
-    """Let BatchNorm layers compute with fp32 weights, where fsdp gathers these in half precision.
-
-    Their running statistics are fp32, and torch refuses weights of another dtype beside them.
-    """
-    for layer in batch_norms(model):
-        if not issubclass(type(layer), _WideWeights):
-            layer.__class__ = _with_wide_weights(type(layer))  # type: ignore[arg-type]
-
-
-class _WideWeights:
-    """Stands before the class of a BatchNorm layer; its weights are read in fp32."""
-
-    _parameters: dict[str, torch.Tensor | None]
-    _buffers: dict[str, torch.Tensor | None]
-
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """The weight, in the dtype of the running statistics."""
-        return self._widened("weight")
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The bias, in the dtype of the running statistics."""
-        return self._widened("bias")
-
-    def _widened(self, name: str) -> torch.Tensor | None:
-        parameter = self._parameters.get(name)
-        half = parameter is not None and parameter.dtype in HALF
-        # A sharded parameter is only looked at, never computed with.
-        if parameter is None or not half or hasattr(parameter, "full_tensor"):
-            return parameter
-        running = self._buffers.get("running_mean")
-        return parameter.to(torch.float32 if running is None else running.dtype)
-
-
-@functools.cache
-def _with_wide_weights(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer of that class whose weights are read in fp32."""
-    return type(kind.__name__, (_WideWeights, kind), {"__module__": kind.__module__})

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from trimtab.engine.blocks import shard_units
-from trimtab.engine.precision import torch_dtype, widen_norms
+from trimtab.engine.precision import torch_dtype
+from trimtab.engine.sync_norm import widen_norms
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:

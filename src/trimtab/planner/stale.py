@@ -1,26 +1,28 @@
-"""Whether a plan still holds: what it assumed against what there is."""
+"""Plan files: reads them, and refuses a plan whose job, versions or cluster are not what it assumed."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import BrokenFile, WrongUse
+from trimtab import __version__
+from trimtab.errors import BrokenFile, UnknownName, WrongUse
+from trimtab.jobs.load import name_of
 from trimtab.planner.outlook import kind, room_bytes
 from trimtab.spec import Plan
+from trimtab.trace.summary import summary
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trimtab.spec import Cluster, Place, Workload
 
 FILE = "file "
 """What the key of a source file begins with."""
 
 
-def read(file: Path) -> Plan:
-    """A plan as its file has it, whether it still holds or not."""
+def read_plan_file(file: Path) -> Plan:
+    """Return the plan in a file, whether it still holds or not."""
     try:
         text = file.read_bytes()
     except OSError as error:
@@ -144,3 +146,104 @@ def _devices(plan: Plan) -> str:
         return ""
     counted = "+".join(f"{names.count(one)}x{one}" for one in dict.fromkeys(names))
     return f" --on {quote(counted)}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a plan depends on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        torch = version("torch").partition("+")[0]
+    except PackageNotFoundError:
+        torch = "none"
+    return {"trimtab": __version__, "torch": torch}
+
+
+def check_plan(
+    plan: Plan,
+    origin: str,
+    *,
+    job: Any = None,
+    on: str | Cluster | None = None,
+    is_moved: bool = False,
+) -> None:
+    """Raise if the job, the versions or the cluster are not what the plan assumed.
+
+    Without `job`, check the job that the plan names; without `on`, leave the cluster out. With `is_moved`,
+    `job` is the plan's own job by a longer path. `origin` names the plan in the error.
+    """
+    from trimtab.probe.detect import as_cluster
+
+    name, overrides = name_of(plan.job if job is None else job)
+    workload = summary(name, overrides or plan.options)
+    if plan.workload is not None:
+        # A global batch from the command line belongs to the plan, not to the job.
+        workload = workload.replace(global_batch=plan.workload.global_batch)
+    cluster = None if on is None else as_cluster(on)
+    now = fingerprints(plan.job if is_moved else name, workload, plan.places, versions())
+    refuse(plan, origin, changes(plan, now, cluster))
+
+
+def read_checked_plan(file: Path) -> tuple[Plan, str]:
+    """Return the plan in a file, and a note on where its job was found; refuse it if it is stale.
+
+    A relative path in the plan starts at the folder where the plan was made. If the job is not there any
+    more, it is searched beside the plan's file and in the current folder. The plan comes back with the path
+    at which its job was found.
+    """
+    plan = read_plan_file(file)
+    prefix, place, rest = _split_job(plan.job)
+    if not place:
+        try:
+            check_plan(plan, str(file))
+        except UnknownName as problem:
+            if ":" not in plan.job:
+                raise
+            return plan, f"Whether the plan still holds was not checked: {problem.found}."
+        return plan, ""
+    bases = dict.fromkeys(
+        base.resolve() for base in (Path(plan.folder or "."), file.resolve().parent, Path())
+    )
+    places = list(dict.fromkeys(base / place for base in bases))
+    there = [path for path in places if (path / "config.json" if prefix else path).is_file()]
+    if not there:
+        looked = " and ".join(dict.fromkeys(str(path.parent) for path in places))
+        return plan, (
+            f"{place} is not here: whether the plan still holds for it was not checked. Looked in {looked}."
+        )
+    stale: list[WrongUse] = []
+    for path in there:
+        try:
+            return _check_at(plan, str(file), f"{prefix}{path}{rest}", place)
+        except WrongUse as problem:
+            stale.append(problem)
+    raise stale[0]
+
+
+def _check_at(plan: Plan, origin: str, job: str, place: str) -> tuple[Plan, str]:
+    """Return the plan with its job at this path, and a note if it is elsewhere; refuse a stale plan."""
+    path = Path(_split_job(job)[1])
+    name = plan.job if Path(place).is_absolute() or Path(place).resolve() == path else job
+    check_plan(plan, origin, job=name, is_moved=True)
+    if name == plan.job:
+        return plan, ""
+    return plan.replace(job=job), f"{place} is {path}: paths in a plan start where it was made."
+
+
+def _split_job(job: str) -> tuple[str, str, str]:
+    """Split a job's name around the path in it: hf:FOLDER, FILE.py:NAME; the path is empty if it has none."""
+    if job.startswith("hf:"):
+        return "hf:", job.removeprefix("hf:"), ""
+    source, colon, name = job.rpartition(":")
+    return ("", source, f"{colon}{name}") if source.endswith(".py") else ("", "", "")
+
+
+def devices_of(plan: Plan) -> Cluster:
+    """Return the devices that a plan is for; this machine for a plan without devices."""
+    from trimtab.probe.detect import as_cluster
+
+    nodes = len({place.node for place in plan.places})
+    if not nodes:
+        return as_cluster(None)
+    each = "+".join(used(plan.places).removeprefix(f"{nodes} nodes of ").split(" + "))
+    return as_cluster(f"{nodes}x{each}" if nodes > 1 else each)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.clusters import row_device
 from trimtab.catalog.lookup import reported
 from trimtab.catalog.tables import devices
+from trimtab.errors import EnvironmentFault, TrimtabError
 from trimtab.predict import pace, time
 from trimtab.spec import Calibration
 
@@ -84,3 +88,46 @@ def _fresh(calibration: Calibration, target: pace.Rates, measured_on: pace.Rates
 def _rates(name: str) -> pace.Rates | None:
     row = next((one for one in devices() if one.name == name), None) or reported(name)
     return pace.rates(row_device(row, 0, "the calibration")) if row is not None else None
+
+
+def own_folder() -> Path:
+    """Return the folder of the user's own calibrations; TRIMTAB_CALIBRATIONS names another one."""
+    named = os.environ.get("TRIMTAB_CALIBRATIONS")
+    if named:
+        return Path(named)
+    from platformdirs import user_data_path
+
+    return user_data_path("trimtab") / "calibrations"
+
+
+def _own_file(device: str) -> Path:
+    return own_folder() / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+
+
+def write_own_calibration(calibration: Calibration) -> Path:
+    """Write a calibration where `read_own_calibration` finds it; return its file."""
+    file = _own_file(calibration.device)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}.tmp")
+        scratch.write_text(calibration.to_json(), encoding="utf-8")
+        scratch.replace(file)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"the folder {file.parent}",
+            found=f"it cannot be written: {error.strerror}",
+            cure="Name another in TRIMTAB_CALIBRATIONS.",
+        ) from error
+    return file
+
+
+def read_own_calibration(device: Device) -> Calibration | None:
+    """Return the user's own calibration of a device; None if there is none, or none that can be read."""
+    for name in (device.kind,) if device.slice else (device.model, device.name):
+        file = _own_file(name) if name else None
+        if file is not None and file.is_file():
+            try:
+                return Calibration.from_json(file.read_text(encoding="utf-8"), origin=str(file))
+            except (TrimtabError, OSError):
+                return None
+    return None

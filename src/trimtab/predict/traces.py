@@ -90,11 +90,11 @@ def _chosen(
 
 def is_known(request: Request) -> bool:
     """Whether the trace of a request can be had without tracing."""
-    return kept(request) is not None
+    return cached_trace(request) is not None
 
 
-def kept(request: Request) -> Trace | None:
-    """The trace of a request, where it can be had without tracing."""
+def cached_trace(request: Request) -> Trace | None:
+    """Return the trace of a request from the cache, itself or by two others; None if it has to be traced."""
     found = between(_cached(request), request.setting.micro_batch)
     return found if isinstance(found, Trace) else None
 

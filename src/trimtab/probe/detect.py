@@ -15,6 +15,8 @@ from trimtab.spec import Cluster, Device, Finding, Link, Node, Scheduler, Severi
 from trimtab.units import MIB, format_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trimtab.probe.nvml import NvmlReading
 
 TENANT_BYTES = 256 * MIB
@@ -81,6 +83,35 @@ def detect(world: World | None = None) -> Cluster:
             *device_findings,
         ),
     )
+
+
+def as_cluster(on: str | Path | Cluster | None, *, network: str | None = None) -> Cluster:
+    """Return the cluster that `on` is or names: a text such as 4xH100, a detect file; None is this machine.
+
+    `network` states the bandwidth between nodes.
+    """
+    from os import PathLike, fspath
+    from pathlib import Path
+
+    from trimtab.catalog.clusters import from_file, stated
+    from trimtab.catalog.network import with_network
+    from trimtab.errors import WrongUse
+
+    if isinstance(on, Cluster):
+        cluster = on
+    elif on is None:
+        cluster = detect()
+    elif isinstance(on, PathLike):
+        cluster = from_file(Path(fspath(on)))
+    elif isinstance(on, str):
+        cluster = stated(on)
+    else:
+        raise WrongUse(
+            f"cluster({on!r})",
+            found=f"it is of type {type(on).__name__}",
+            cure="Give a string such as '4xA100-40GB', the path of a detect file, or None for this machine.",
+        )
+    return cluster if network is None else with_network(cluster, network)
 
 
 def _devices_source(devices: tuple[Device, ...]) -> str:

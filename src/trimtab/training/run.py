@@ -73,7 +73,7 @@ class Run:
         `connected` is the world of a caller who has made the process group, and will leave it.
         """
         self.job = load(job) if isinstance(job, str) else job
-        self.plan = stale.read(Path(plan)) if isinstance(plan, str | Path) else plan
+        self.plan = stale.read_plan_file(Path(plan)) if isinstance(plan, str | Path) else plan
         gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
         self._connects = connected is None
         self.world: World = connected or world.read(os.environ, gpus)

@@ -1,0 +1,104 @@
+"""Estimates of given settings of a job, each with the trace that it comes from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import TrimtabError, WrongUse
+from trimtab.planner.foresight import plain_device, traced_as
+from trimtab.planner.stale import devices_of
+from trimtab.predict.accumulate import accumulated
+from trimtab.predict.calibration import read_own_calibration
+from trimtab.predict.derive import derived, simpler
+from trimtab.predict.estimate import estimate
+from trimtab.predict.timeline import timeline
+from trimtab.predict.traces import cached_trace, traces
+from trimtab.predict.verdict import judge_fully
+from trimtab.trace.worker import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trimtab.predict.memory import Memory
+    from trimtab.predict.timeline import Timeline
+    from trimtab.spec import Cluster, Device, Estimate, Plan, Setting, Trace
+
+    Estimated = tuple[Estimate, Memory, Trace]
+
+
+def first_device(cluster: Cluster) -> Device:
+    """Return the device that an estimate is for: the one with the least memory."""
+    if not cluster.devices:
+        raise WrongUse(
+            "no --on", found="this machine has no GPU", cure="Name one, as in --on H200 or --on 4xA100-40GB."
+        )
+    return min(cluster.devices, key=lambda device: device.free_bytes or device.memory_bytes)
+
+
+def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
+    """Raise if a setting computes in bf16 and the device only emulates it."""
+    if device.bf16 is False and setting.dtypes.is_bf16:
+        raise WrongUse(
+            f"{setting.precision} on {device.name}",
+            found=f"{device.name} does not compute in bf16",
+            cure=cure,
+        )
+
+
+def estimate_settings(  # noqa: PLR0913 - a question and where it is asked
+    job: str,
+    settings: Sequence[Setting],
+    device: Device,
+    *,
+    cluster: Cluster | None = None,
+    overrides: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+    always_least: bool = False,
+) -> list[Estimated | TrimtabError]:
+    """Return the estimate of each setting with its memory and its trace, or why there is none.
+
+    One worker process traces all that is not cached. `always_least` finds the smallest capacity that runs
+    also for settings that fit, which takes several replays.
+    """
+    for setting in settings:
+        refuse_emulated(setting, device, cure="Use --precision fp16 or fp32, or look at another GPU.")
+    calibration = read_own_calibration(device)
+    found = traces(job, settings, device, overrides=overrides, clip=clip, cache=cache)
+    answers: list[Estimated | TrimtabError] = []
+    for trace, setting in zip(found, settings, strict=True):
+        if isinstance(trace, TrimtabError):
+            answers.append(trace)
+            continue
+        step, memory = estimate(trace, setting, device, cluster=cluster, calibration=calibration)
+        whole = accumulated(step, trace, setting)
+        answers.append((judge_fully(whole, trace, setting, always_least=always_least), memory, trace))
+    return answers
+
+
+def cached_timeline(plan: Plan) -> tuple[Timeline | None, str]:
+    """Return the memory through one step of a plan from cached traces, with a note on them or why it is None.
+
+    It traces nothing, and runs no code of the job.
+    """
+    again = f"`trimtab plan {plan.job}` for the same devices traces it again"
+    setting = traced_as(plan.choice)
+    trace = None
+    # Its shards may have been traced as they are, or derived from other numbers of them.
+    for direct in ({setting.mesh.dp_shard}, set[int]()):
+        try:
+            device = plain_device(devices_of(plan).devices[0])
+            request = Request(job=plan.job, overrides=plan.options, setting=setting, device=device)
+            parts = [cached_trace(request.replace(setting=part)) for part in simpler(setting, direct)]
+        except TrimtabError as error:
+            return None, f"its devices are not known here ({error.found})"
+        traced = [part for part in parts if part is not None]
+        if trace is None and traced and len(traced) == len(parts):
+            trace = derived(setting, traced)
+    line = None if trace is None else timeline(trace)
+    if line is None:
+        return None, f"no trace of the setting is kept on this machine; {again}"
+    words = [f"One micro-batch of {plan.choice.micro_batch}"]
+    words += ["without compiling, which may need less"] if plan.choice.compile else []
+    words += [f"of {plan.choice.accumulation} a step"] if plan.choice.accumulation > 1 else []
+    return line, f"{', '.join(words)}."

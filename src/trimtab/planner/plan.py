@@ -1,0 +1,241 @@
+"""Makes a plan: owns the worker process that traces, the caches, and tracing ahead of the search."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+import trimtab
+from trimtab.errors import BrokenFile, WrongUse
+from trimtab.planner.decide import Question, decide
+from trimtab.planner.foresight import Foresight, Kept, plain_device, spoken
+from trimtab.planner.outlook import room_bytes
+from trimtab.planner.space import shard_counts
+from trimtab.planner.stale import fingerprints, versions
+from trimtab.predict.calibration import own_folder, read_own_calibration
+from trimtab.predict.derive import direct_shards
+from trimtab.predict.traces import traces
+from trimtab.spec import Plan, Recompute
+from trimtab.trace.batch_loss import batch_loss
+from trimtab.trace.standing import Standing
+from trimtab.trace.summary import Named, fingerprint, is_known, summary
+from trimtab.trace.tracer import cache_file, cache_folder, keep
+from trimtab.trace.worker import Requests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from trimtab.errors import TrimtabError
+    from trimtab.planner.search import Seen
+    from trimtab.predict.traces import Family
+    from trimtab.spec import Cluster, Device, Policy, Setting, Trace, Workload
+
+SLOW_S = 3.0
+"""If one round of traces takes longer, the next round is traced ahead."""
+TOO_SLOW_S = 20.0
+"""If one round takes longer than this, nothing is traced ahead: a wrong guess would make the search wait."""
+NEXT_RECOMPUTE = {Recompute.NONE: Recompute.SELECTIVE, Recompute.SELECTIVE: Recompute.FULL}
+"""The search tries the fastest way of recomputing first."""
+ESTIMATING_CODE = ("predict", "planner", "catalog")
+
+
+@dataclass(kw_only=True)
+class Tracing:
+    """Traces of one job for one plan, from one worker process."""
+
+    job: str
+    overrides: dict[str, Any]
+    worker: Standing
+    clip: float | None = None
+    cache: bool = True
+    is_ahead: bool = False
+    """Whether the next way of recomputing may be traced while the search computes."""
+    families: dict[str, Family] = field(default_factory=dict)
+    is_slow: bool = False
+
+    def trace_all(
+        self, settings: Sequence[Setting], device: Device, changes: dict[str, Any]
+    ) -> list[Trace | TrimtabError]:
+        """Return the trace of each setting, or why there is none; `changes` are further job options."""
+        start = monotonic()
+        self.worker.last = None
+        found = traces(
+            self.job,
+            settings,
+            device,
+            overrides={**self.overrides, **changes},
+            clip=self.clip,
+            cache=self.cache,
+            families=self.families,
+            standing=self.worker,
+        )
+        seconds = monotonic() - start
+        self.is_slow = self.is_slow or seconds > SLOW_S
+        if self.is_ahead and self.is_slow and seconds < TOO_SLOW_S:
+            self._trace_ahead()
+        return found
+
+    def _trace_ahead(self) -> None:
+        """Send the last requests once more with the next way of recomputing: the search asks for it next."""
+        last = self.worker.last
+        if last is None:
+            return
+        settings = [
+            setting.replace(recompute=NEXT_RECOMPUTE[setting.recompute])
+            for setting in last.settings
+            if setting.recompute in NEXT_RECOMPUTE
+        ]
+        likely = last.replace(settings=tuple(settings))
+        missing = tuple(request.setting for request in likely.each() if not cache_file(request).exists())
+        if missing:
+            self.worker.expect(likely.replace(settings=missing))
+
+
+def make_plan(  # noqa: PLR0913 - what a plan depends on
+    job: str,
+    overrides: dict[str, Any],
+    cluster: Cluster,
+    policy: Policy,
+    *,
+    given: Mapping[str, int | None] | None = None,
+    compare: Iterable[int] = (),
+    clip: float | None = None,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+    say_best: Callable[[str], None] = lambda _: None,
+    partial: bool = False,
+) -> Plan:
+    """Return the best configuration of a job on a cluster, with reasons.
+
+    `overrides` are options of the job, `given` what the caller says in place of the job: `global_batch`,
+    `samples`, `epochs`. `say` gets each activity in words, `say_best` the best setting so far. With
+    `partial`, Ctrl-C returns the best so far as a plan that is not `complete`.
+    """
+    given = given or {}
+    with Standing() as worker:
+        if not (cache and is_known(job, overrides)):
+            # The worker process will be needed: it loads the job while this process reads the workload.
+            device = plain_device(min(cluster.devices, key=room_bytes))
+            worker.warm(Requests(job=job, overrides=overrides, settings=(), device=device))
+        workload = workload_of(job, overrides, given, cache=cache, say=say)
+        workload = with_batch_loss(job, overrides, workload, cache=cache, say=say)
+        question = Question(
+            job=job, workload=workload, cluster=cluster, policy=policy, compare=tuple(compare)
+        )
+        # The loss of a cached step is over the whole global batch, which its trace has to know.
+        batch = given.get("global_batch")
+        traced = overrides | ({"global_batch": batch} if workload.cached and batch else {})
+        prints = fingerprint(Named(job=job, overrides={**traced, "clip": clip})), _estimator_fingerprint()
+        file = cache_folder() / f"plan-{_digest(*prints, question)}.json"
+        found = _cached_plan(file) if cache else None
+        if found is None:
+            tracing = Tracing(
+                job=job,
+                overrides=traced,
+                worker=worker,
+                clip=clip,
+                cache=cache,
+                is_ahead="recompute" not in policy.pins,
+            )
+            found = _decide(question, tracing, prints, say=say, say_best=say_best)
+            if not (found.complete or partial):
+                raise KeyboardInterrupt
+            assumed = fingerprints(job, workload, found.places, versions())
+            found = found.replace(fingerprints=assumed, options=overrides)
+            if found.complete:
+                keep(file, found.to_json())
+    return found.replace(folder=str(Path.cwd()))
+
+
+def _decide(
+    question: Question,
+    tracing: Tracing,
+    prints: tuple[str, str],
+    *,
+    say: Callable[[str], None],
+    say_best: Callable[[str], None],
+) -> Plan:
+    """Return the plan by a search; store the estimates that it computed, even if it fails."""
+    file = cache_folder() / f"outlook-{'-'.join(prints)}.json"
+    kept = _cached_estimates(file) if tracing.cache else Kept()
+    outlook = Foresight(trace_all=tracing.trace_all, recall=read_own_calibration, say=say, kept=kept)
+    outlook.direct |= direct_shards(shard_counts(question.workload, question.cluster, question.policy))
+    try:
+        return decide(question, outlook, notice=lambda seen: say_best(_describe(seen)))
+    finally:
+        if tracing.cache and kept.changed:
+            kept.changed = False
+            keep(file, msgspec.json.encode(kept).decode())
+
+
+def workload_of(
+    job: str,
+    overrides: dict[str, Any],
+    given: Mapping[str, int | None],
+    *,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Workload:
+    """Return what a job says of itself, with the values that the caller gives in its place."""
+    for key, value in given.items():
+        if value is not None and value < 1:
+            option = f"--{key.replace('_', '-')}"
+            raise WrongUse(f"{option} {value}", found="it is below 1", cure=f"Give {option} at least 1.")
+    say("reading the job")
+    found = summary(job, overrides, cache=cache)
+    return found.replace(**{key: value for key, value in given.items() if value is not None})
+
+
+def with_batch_loss(
+    job: str,
+    overrides: dict[str, Any],
+    workload: Workload,
+    *,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Workload:
+    """Add to the workload whether its loss is additive, from a small batch; skip it if the job says so."""
+    if workload.batch_loss is not None or workload.cached or workload.global_batch == 1:
+        return workload
+    say("comparing the loss of a small batch with those of its halves")
+    return workload.replace(batch_loss=batch_loss(job, overrides, cache=cache))
+
+
+def _describe(seen: Seen) -> str:
+    """Return a setting with its speed in words."""
+    setting, step_s = seen.setting, seen.estimate.step_s
+    speed = "" if not step_s else f", {setting.global_batch / step_s:.3g} samples/s"
+    return f"{spoken(setting)} on {setting.gpus} GPU{'s' * (setting.gpus > 1)}{speed}"
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:32]
+
+
+def _cached_plan(file: Path) -> Plan | None:
+    try:
+        return Plan.from_json(file.read_bytes(), origin=str(file))
+    except (OSError, BrokenFile):
+        return None
+
+
+def _cached_estimates(file: Path) -> Kept:
+    try:
+        return msgspec.convert(msgspec.json.decode(file.read_bytes()), Kept)
+    except (msgspec.MsgspecError, OSError):
+        return Kept()
+
+
+def _estimator_fingerprint() -> str:
+    """Return a fingerprint of what turns traces into estimates: the source, and the user's calibrations."""
+    package = Path(trimtab.__file__).parent
+    files = [file for part in ESTIMATING_CODE for file in package.glob(f"{part}/**/*")]
+    files = [file for file in files if "__pycache__" not in file.parts]
+    files += own_folder().glob("*.json")
+    text = b"".join(file.read_bytes() for file in sorted(files) if file.is_file())
+    return hashlib.sha256(text).hexdigest()[:12]
