@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
-from trimtab.engine import limits, sharded
+from trimtab.engine import sharded
 from trimtab.errors import JobFailed, NothingFits, WrongUse
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy
+from trimtab.strategies import limits
 from trimtab.training.caching import Caching
 from trimtab.training.run import Run
 from worlds import Drill, everywhere

@@ -14,6 +14,7 @@ PACKAGE = Path(trimtab.__file__).parent
 FLOORS = [
     {"units", "errors"},
     {"spec"},
+    {"strategies"},
     {"catalog", "jobs"},
     {"engine", "probe"},
     {"trace"},

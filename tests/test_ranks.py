@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.engine import limits
 from trimtab.engine import sharded as fsdp_gradients
 from trimtab.errors import NothingFits
 from trimtab.spec import IncidentKind, Mesh, Setting, Share, Strategy
+from trimtab.strategies import limits
 from trimtab.training.run import Run
 from worlds import Drill, everywhere
 

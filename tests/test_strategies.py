@@ -12,8 +12,8 @@ import trimtab
 from test_estimate import job_file
 from trimtab.engine.branches import Absent, Nothing, branch_loss, branches_of, keep_branch
 from trimtab.errors import JobFailed, WrongUse
-from trimtab.predict.meshes import spread
-from trimtab.spec import Mesh, Strategy
+from trimtab.spec import Mesh
+from trimtab.strategies import STRATEGIES
 from trimtab.trace.summary import summary
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def test_a_rank_of_hsdp_keeps_the_share_of_its_node(tmp_path: Path) -> None:
     ],
 )
 def test_a_strategy_has_its_mesh(how: str, given: dict[str, int], mesh: Mesh) -> None:
-    assert spread(Strategy(how), **given) == mesh
+    assert STRATEGIES[how].mesh(**given) == mesh
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_strategy_has_its_mesh(how: str, given: dict[str, int], mesh: Mesh) ->
 )
 def test_a_strategy_that_cannot_be_is_refused(how: str, given: dict[str, int], found: str) -> None:
     with pytest.raises(WrongUse, match=found) as caught:
-        spread(Strategy(how), **given)
+        STRATEGIES[how].mesh(**given)
     assert caught.value.exit_code == 2
 
 

@@ -480,7 +480,7 @@ def test_a_trace_has_its_collectives_and_the_time_counts_them() -> None:
     assert synced_.step_time is not None
     among = comms.links(where, 4)
     # Two layers gather 17 numbers a rank forward, and sum 16 backward.
-    talk_s = 2 * (comms.all_gather_s(17 * 4 * 4, 4, among) + comms.all_reduce_s(16 * 4, 4, among))
+    talk_s = 2 * (among.all_gather_s(17 * 4 * 4, 4) + among.all_reduce_s(16 * 4, 4))
     assert synced_.step_time.communication_s - plain.step_time.communication_s == pytest.approx(
         talk_s, rel=0.01
     )

@@ -211,28 +211,28 @@ def test_the_host_cannot_run_more_than_a_queue_ahead() -> None:
 def test_collectives_grow_with_size_and_are_slower_between_nodes() -> None:
     inside = comms.links(trimtab.cluster("8xH100"), 8)
     across = comms.links(trimtab.cluster("2x8xH100"), 16)
-    assert comms.all_reduce_s(2**30, 1, inside) == 0
-    assert comms.all_reduce_s(2**30, 8, inside) > 1.9 * comms.all_gather_s(2**30, 8, inside)
-    assert comms.all_reduce_s(2**31, 8, inside) > 1.8 * comms.all_reduce_s(2**30, 8, inside)
-    assert comms.all_reduce_s(2**30, 16, across) > comms.all_reduce_s(2**30, 8, inside)
+    assert inside.all_reduce_s(2**30, 1) == 0
+    assert inside.all_reduce_s(2**30, 8) > 1.9 * inside.all_gather_s(2**30, 8)
+    assert inside.all_reduce_s(2**31, 8) > 1.8 * inside.all_reduce_s(2**30, 8)
+    assert across.all_reduce_s(2**30, 16) > inside.all_reduce_s(2**30, 8)
 
 
 def test_gpus_of_a_node_add_their_network_ports_up() -> None:
     """DGX H100: eight ports of 50 GB/s carry 400 GB/s between nodes: the bus bandwidth of nccl-tests."""
     size, share = 2**34, comms.BUS_SHARE
     h100 = comms.links(trimtab.cluster("4x8xH100"), 32)
-    assert comms.all_gather_s(size, 32, h100) == pytest.approx(size * 31 / 32 / (400e9 * share), rel=0.01)
+    assert h100.all_gather_s(size, 32) == pytest.approx(size * 31 / 32 / (400e9 * share), rel=0.01)
     slow = comms.links(trimtab.cluster("4x8xH100", network="80Gb/node"), 32)
-    assert comms.all_gather_s(size, 32, slow) == pytest.approx(size * 31 / 32 / (10e9 * share), rel=0.01)
+    assert slow.all_gather_s(size, 32) == pytest.approx(size * 31 / 32 / (10e9 * share), rel=0.01)
     # NVLink is the limit where the network is faster.
     fast = comms.links(trimtab.cluster("4x8xH100", network="3200Gb/gpu"), 32)
-    assert comms.all_gather_s(size, 32, fast) == pytest.approx(size * 31 / 32 / (450e9 * share), rel=0.01)
+    assert fast.all_gather_s(size, 32) == pytest.approx(size * 31 / 32 / (450e9 * share), rel=0.01)
 
 
 def test_copies_of_a_shard_have_one_port_each() -> None:
     """hsdp over four nodes: the four copies of a shard lie on four nodes, one GPU in each."""
     size, among = 2**32, comms.links(trimtab.cluster("4x8xH100"), 32)
-    found = comms.all_reduce_s(size, 4, among, apart=8)
+    found = among.all_reduce_s(size, 4, apart=8)
     assert found == pytest.approx(2 * size * 3 / 4 / (50e9 * comms.BUS_SHARE), rel=0.01)
 
 

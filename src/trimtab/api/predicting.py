@@ -207,8 +207,6 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     as `global_batch` takes.
     """
     from trimtab.errors import WrongUse
-    from trimtab.planner.pins import UNSYNCHRONISED, not_synchronised
-    from trimtab.predict.meshes import spread
     from trimtab.spec import (
         Allocator,
         OptimizerImplementation,
@@ -217,6 +215,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         Setting,
         Strategy,
     )
+    from trimtab.strategies import STRATEGIES
 
     def word(kind: Any, text: str, option: str) -> Any:
         try:
@@ -228,23 +227,24 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
             ) from None
 
     how = word(Strategy, strategy, "strategy")
-    if compile and how is not Strategy.SINGLE:
+    rules = STRATEGIES[how]
+    if compile and rules.needs_several_gpus:
         raise WrongUse(
             f"--compile with --strategy {strategy}",
             found="compiled code is estimated on one device only",
             cure="Leave one of the two out.",
         )
-    if sync_batchnorm and how in UNSYNCHRONISED:
+    if sync_batchnorm and rules.why_not_synchronised:
         raise WrongUse(
             f"--sync-batchnorm with --strategy {strategy}",
-            found=not_synchronised(how),
+            found=rules.why_not_synchronised,
             cure="Leave one of the two out.",
         )
     if micro_batch < 1:
         raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
-    mesh = spread(how, gpus, nodes=nodes, branches=branches)
+    mesh = rules.mesh(gpus, nodes=nodes, branches=branches)
     whole = micro_batch * mesh.data_parallel
-    if mesh.copies or mesh.pp > 1:
+    if rules.uses_global_batch(mesh):
         whole = max(global_batch or 0, whole)
     return Setting(
         strategy=how,
@@ -286,16 +286,17 @@ def spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) ->
     micro-batches, and pipeline, which idles for as long as one, ask for the global batch.
     """
     from trimtab.jobs.load import name_of
-    from trimtab.spec import Strategy
+    from trimtab.strategies import STRATEGIES
     from trimtab.trace.summary import summary
 
-    if strategy not in (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE):
+    # A word that is no strategy is refused where the setting is made.
+    facts = STRATEGIES[strategy].job_facts if strategy in STRATEGIES else ()
+    if not facts:
         return {}
     name, changed = name_of(job)
     found = summary(name, changed | (options or {}))
-    if strategy == Strategy.BRANCH:
-        return {"branches": len(found.branches)}
-    return {"branches": len(found.branches), "global_batch": found.global_batch}
+    known = {"branches": len(found.branches), "global_batch": found.global_batch}
+    return {name: known[name] for name in facts}
 
 
 def exam(only: str = "*", *, cache: bool = True) -> Marks:

@@ -81,6 +81,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     when it does not fit, 4 when the job's code fails.
     """
     from trimtab import api, render
+    from trimtab.strategies import strategy_of
 
     options = job_options(
         job, given, seq=seq, lora=lora, frozen=frozen, llama=llama, qwen=qwen, sequential=sequential
@@ -120,7 +121,8 @@ def estimate(  # noqa: PLR0913, PLR0917 - each is an option
     else:
         heading = f"{job} on {device.name}, micro-batch {micro_batch}, {precision}"
         if setting.accumulation > 1:
-            heading += f", {setting.spread}, {setting.accumulation} micro-batches"
+            spread = strategy_of(setting).describe(setting.mesh)
+            heading += f", {spread}, {setting.accumulation} micro-batches"
         _print(render.estimate(found, details, heading=heading, help_lines=help_lines, classes=classes))
     if not found.fits:
         raise typer.Exit(3)

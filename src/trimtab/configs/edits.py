@@ -11,7 +11,8 @@ from trimtab.configs.reading import ConfigWarning, as_setting, held, read, table
 from trimtab.configs.targets import WORDS, counts, parts
 from trimtab.configs.texts import dotted
 from trimtab.errors import TrimtabError, WrongUse
-from trimtab.spec import Noun, Strategy
+from trimtab.spec import Noun
+from trimtab.strategies import STRATEGIES, strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from trimtab.configs.texts import Document, Entry
     from trimtab.spec import Plan, Setting
 
-DATA_PARALLEL = (Strategy.SINGLE, Strategy.DDP, Strategy.FSDP, Strategy.HSDP)
-"""Strategies under which every device sees data of its own."""
 PLAIN: dict[str, int | str] = {
     "accumulation": 1,
     "nodes": 1,
@@ -116,16 +115,14 @@ def exactly(setting: Setting, given: str) -> tuple[Setting, str]:
             found="its ranks take unlike shares of the batch, which only trimtab's own trainer does",
             cure="Plan for GPUs that are alike, as in --on 2xRTX3090, or for one of them.",
         )
-    if setting.strategy not in DATA_PARALLEL:
+    strategy = strategy_of(setting)
+    if not strategy.is_in_frameworks:
         raise WrongUse(
             given,
             found=f"its strategy is {setting.strategy}, which only trimtab's own trainer runs",
             cure="Plan again with --pin strategy=ddp, or fsdp.",
         )
-    if setting.strategy is Strategy.HSDP and 1 in (setting.mesh.dp_replicate, setting.mesh.dp_shard):
-        # One group of shards is plain sharding, and groups of one rank are plain replicas.
-        plain = Strategy.FSDP if setting.mesh.dp_replicate == 1 else Strategy.DDP
-        setting = setting.replace(strategy=plain)
+    setting = strategy.config_form(setting)
     share, over = divmod(setting.global_batch, setting.data_parallel)
     if over:
         raise WrongUse(
@@ -401,8 +398,8 @@ def _says(
         return value == (wanted[stands_for] if stands_for else words.number(knob, current))
     spelt = words.spelt(knob, current)
     word = knob.near.get(str(value), str(value))
-    # One process runs alone and under DDP alike.
-    return word in spelt or (word == Strategy.SINGLE and Strategy.DDP in spelt)
+    strategy = STRATEGIES.get(word) if knob.field == "strategy" else None
+    return word in spelt or any(other in spelt for other in (strategy.also_spelt if strategy else ()))
 
 
 def _warn(draft: Draft, knob: Knob, value: int | str) -> None:
@@ -429,7 +426,9 @@ def _elsewhere(draft: Draft, target: Target, wanted: Mapping[str, int | str]) ->
     by_degrees = {"strategy"} if "dp_shard" in target.fields() else set()
     for one in (*BATCH[:2], *WORDS, "workers", "seq"):
         value = wanted.get(one)
-        if value is None or one in settled | by_degrees or value == PLAIN.get(one) or value == Strategy.DDP:
+        if value is None or one in settled | by_degrees or value == PLAIN.get(one):
+            continue
+        if one == "strategy" and not STRATEGIES[str(value)].needs_config_key:
             continue
         if one == "accumulation" and "global_batch" in settled:
             continue

@@ -10,7 +10,6 @@ from trimtab.configs.targets import WORDS, counts, parts
 from trimtab.configs.texts import dotted
 from trimtab.spec import (
     Allocator,
-    Mesh,
     Noun,
     OptimizerImplementation,
     Precision,
@@ -18,6 +17,7 @@ from trimtab.spec import (
     Setting,
     Strategy,
 )
+from trimtab.strategies import STRATEGIES, strategy_by_degrees, usual_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,8 +135,9 @@ def read(
     facts: dict[str, int | str] = {**heard.likely(), **solved(numbers, heard.implied, heard.said)}
     if "strategy" not in site.target.fields() and "dp_shard" in site.target.fields():
         facts |= _strategy(facts)
-    if facts.get("strategy") == Strategy.FSDP and _several(facts.get("dp_replicate")):
-        facts["strategy"] = Strategy.HSDP.value
+    strategy = STRATEGIES.get(str(facts.get("strategy")))
+    if strategy is not None and strategy.degrees == (False, True) and _several(facts.get("dp_replicate")):
+        facts["strategy"] = strategy_by_degrees(replicated=True, sharded=True).value
     broken = [
         (one, place) for one in site.target.requires for place in violated(one, site.root, values, facts)
     ]
@@ -282,9 +283,7 @@ def _strategy(facts: Mapping[str, int | str]) -> dict[str, str]:
     if not all(isinstance(one, int) for one in degrees):
         return {}
     replicated, sharded = (one != 1 for one in degrees)
-    if sharded:
-        return {"strategy": (Strategy.HSDP if replicated else Strategy.FSDP).value}
-    return {"strategy": (Strategy.DDP if replicated else Strategy.SINGLE).value}
+    return {"strategy": strategy_by_degrees(replicated=replicated, sharded=sharded).value}
 
 
 def solved(numbers: dict[str, int], implied: Mapping[str, str], said: list[str]) -> dict[str, int]:
@@ -329,15 +328,15 @@ def _plain(field: str) -> str:
 def as_setting(reading: Reading, *, gpus: int = 1) -> Setting:
     """How the config would run: what it leaves open is as in a plain run on `gpus` devices."""
     facts = reading.facts
-    strategy = Strategy(str(facts.get("strategy", Strategy.DDP)))
     count = reading.number("gpus") or gpus
-    if count == 1:
-        strategy = Strategy.SINGLE
-    elif strategy is Strategy.SINGLE:
-        strategy = Strategy.DDP
+    usual, _ = usual_strategy(count)
+    strategy = Strategy(str(facts.get("strategy", usual)))
+    if count == 1 or not STRATEGIES[strategy].needs_several_gpus:
+        strategy = usual
     micro = reading.number("micro_batch") or 1
     accumulation = reading.number("accumulation") or 1
-    mesh = _mesh(reading, strategy, count)
+    shards = reading.number("dp_shard") or reading.number("gpus_per_node")
+    mesh = STRATEGIES[strategy].config_mesh(count, shards)
     return Setting(
         strategy=strategy,
         mesh=mesh,
@@ -352,12 +351,3 @@ def as_setting(reading: Reading, *, gpus: int = 1) -> Setting:
         allocator=Allocator(str(facts.get("allocator", Allocator.DEFAULT))),
         workers=reading.number("workers") or 0,
     )
-
-
-def _mesh(reading: Reading, strategy: Strategy, count: int) -> Mesh:
-    if strategy is Strategy.FSDP:
-        return Mesh(dp_shard=count)
-    if strategy is Strategy.HSDP:
-        shard = reading.number("dp_shard") or reading.number("gpus_per_node") or count
-        return Mesh(dp_shard=shard, dp_replicate=max(1, count // shard))
-    return Mesh(dp_replicate=count)

@@ -9,7 +9,8 @@ from trimtab.configs.edits import exactly
 from trimtab.configs.reading import ConfigWarning, Found, Reading, as_setting, read
 from trimtab.configs.targets import counts, parts
 from trimtab.errors import JobFailed, NothingFits, TrimtabError, UnknownName
-from trimtab.spec import Noun, Setting, Strategy
+from trimtab.spec import Noun, Setting
+from trimtab.strategies import STRATEGIES
 from trimtab.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -199,8 +200,8 @@ def _unknown(reading: Reading, target: Target, gpus: int | None) -> list[str]:
 
 def _spread(reading: Reading, setting: Setting, gpus: int | None) -> list[str]:
     """A strategy that takes several GPUs, shown on one: why, and how it will run on more."""
-    strategy = str(reading.facts.get("strategy", Strategy.SINGLE))
-    if setting.gpus > 1 or strategy in {Strategy.SINGLE, Strategy.DDP}:
+    strategy = reading.facts.get("strategy")
+    if setting.gpus > 1 or strategy is None or not STRATEGIES[str(strategy)].needs_config_key:
         return []
     on_one = "on one it runs as single"
     more = f"--on 4xA100-40GB, or the GPUs that you have, shows it as {strategy}."

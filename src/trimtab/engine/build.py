@@ -9,18 +9,15 @@ import torch
 from torch import nn
 
 from trimtab.engine.branches import branches_of, keep_branch
-from trimtab.engine.precision import SHARDED, configure, torch_dtype
+from trimtab.engine.precision import configure, torch_dtype
 from trimtab.errors import JobFailed
-from trimtab.spec import Strategy
 from trimtab.spec.precision import FLOAT32
+from trimtab.strategies import strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trimtab.spec import Dtypes, Setting
-
-HOST_BUILT = (*SHARDED, Strategy.PIPELINE)
-"""Strategies under which a device holds a share of the model only: it is built on the host."""
 
 
 @contextlib.contextmanager
@@ -38,7 +35,7 @@ def building(dtypes: Dtypes, device: str) -> Iterator[None]:
 
 def build_device(setting: Setting, device: str) -> str:
     """Return where the model is built: on the host where the device gets only a share of it."""
-    return "cpu" if setting.strategy in HOST_BUILT else device
+    return "cpu" if strategy_of(setting).is_built_on_host else device
 
 
 def make_batch(job: Any, setting: Setting, device: str) -> Any:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trimtab.engine import limits
 from trimtab.errors import JobFailed
+from trimtab.strategies import limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trimtab.spec import Strategy
 from trimtab.spec.precision import FLOAT32
+from trimtab.strategies import strategy_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from trimtab.spec import Dtypes, Setting
 
 HALF = (torch.float16, torch.bfloat16)
-SHARDED = (Strategy.FSDP, Strategy.HSDP)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -44,7 +43,7 @@ def configure(dtypes: Dtypes) -> None:
 def autocast_dtype(setting: Setting) -> torch.dtype | None:
     """Return the dtype of autocast, or None where there is none. FSDP casts by itself."""
     name = setting.dtypes.autocast
-    return None if name is None or setting.strategy in SHARDED else torch_dtype(name)
+    return None if name is None or strategy_of(setting).is_sharded else torch_dtype(name)
 
 
 def cast_weights(model: nn.Module, dtypes: Dtypes) -> None:

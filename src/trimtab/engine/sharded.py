@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from trimtab.engine import limits
 from trimtab.engine.gradients import summed_squares
+from trimtab.strategies import limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

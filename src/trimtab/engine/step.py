@@ -21,12 +21,13 @@ from trimtab.engine.compile import Compiling
 from trimtab.engine.entries import Entries, entries_of
 from trimtab.engine.gradients import Gradients, OwnGradients, Reducer
 from trimtab.engine.optimizer import implementation_for, make_optimizer, use_foreach_for_shards
-from trimtab.engine.precision import SHARDED, autocast_dtype, cast_weights
+from trimtab.engine.precision import autocast_dtype, cast_weights
 from trimtab.engine.recompute import recompute
 from trimtab.engine.shard import place, shard
 from trimtab.engine.sync_norm import SyncReducer, synchronise
 from trimtab.errors import JobFailed
 from trimtab.jobs.job import loss_function
+from trimtab.strategies import strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -160,7 +161,7 @@ def arrange(  # noqa: PLR0913 - what differs between tracing and training
             group; by default all ranks sum all of them.
         mid_backward: is called whenever a gradient arrives.
     """
-    sharded = setting.strategy in SHARDED
+    sharded = strategy_of(setting).is_sharded
     statistics = synchronise(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting.dtypes)
     recomputed = recompute(model, setting.recompute)
@@ -233,7 +234,7 @@ def _gradients(  # noqa: PLR0913, PLR0917 - what arrange() knows
     statistics: Statistics | None,
 ) -> Gradients:
     """Where the gradients live: scattered, in buckets that ranks sum, or where autograd puts them."""
-    if setting.strategy in SHARDED:
+    if strategy_of(setting).is_sharded:
         from trimtab.engine.sharded import ShardedGradients
 
         return ShardedGradients(
@@ -325,7 +326,7 @@ def update(state: Prepared, scale: float, clip: float | None) -> None:
     fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     if divisor is None:
         optimizer.step()
-    elif fused and device.type == "cuda" and state.setting.strategy not in SHARDED:
+    elif fused and device.type == "cuda" and not strategy_of(state.setting).is_sharded:
         # The kernel reads both on the device, so that the host does not wait.
         optimizer.grad_scale = divisor.float()
         optimizer.found_inf = torch.zeros((), device=device)

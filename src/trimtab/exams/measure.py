@@ -117,11 +117,12 @@ def measure_rank(
     import torch
 
     from trimtab.engine import step as steps
-    from trimtab.engine.precision import SHARDED
+    from trimtab.strategies import strategy_of
 
     if setting.gpus > 1:
         _join_fake_group(setting.gpus)
     state = steps.prepare(job, setting, values=setting.gpus == 1)
+    has_values = setting.gpus == 1 or not strategy_of(setting).is_sharded
     batch = steps.make_batch(job, setting, "cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -142,7 +143,7 @@ def measure_rank(
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "process_bytes": _process_bytes(),
         # Arithmetic on weights without values is faster than on real ones.
-        "step_s": statistics.median(times) if setting.gpus == 1 or setting.strategy not in SHARDED else None,
+        "step_s": statistics.median(times) if has_values else None,
         "loss": float(steps.step(state, [batch], clip=clip)),
     }
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from trimtab.errors import WrongUse
 from trimtab.launching.errand import variables
 from trimtab.launching.quoting import check_path
-from trimtab.spec import Launch, LaunchKind, Strategy
+from trimtab.spec import Launch, LaunchKind
 from trimtab.spec.precision import BFLOAT16, FLOAT16
+from trimtab.strategies import strategy_of
 from trimtab.training.meeting import Meeting
 
 if TYPE_CHECKING:
@@ -44,10 +45,10 @@ def line(  # noqa: PLR0913 - an errand, a script and where it runs
             cure="Give your own with --script train.py, and its words after --.",
         )
     check_path("--script", script)
-    strategy = errand.plan.choice.strategy
-    if strategy in (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE):
+    strategy = strategy_of(errand.plan.choice)
+    if not strategy.is_in_frameworks:
         raise WrongUse(
-            f"--{kind} with a plan of strategy {strategy}",
+            f"--{kind} with a plan of strategy {strategy.word}",
             found=f"{kind} has nothing like it",
             cure="Plan again with --pin strategy=ddp or fsdp, or launch `trimtab train` without this option.",
         )
@@ -76,8 +77,8 @@ def _accelerate(errand: Errand, rendezvous: str | None) -> list[str]:
     words.append(f"--dynamo_backend={'inductor' if choice.compile else 'no'}")
     if not need.gpus:
         words.append("--cpu")
-    elif choice.strategy in (Strategy.FSDP, Strategy.HSDP):
-        words += ["--use_fsdp", "--fsdp_version=2"]
+    elif flags := strategy_of(choice).accelerate_flags:
+        words += flags
     elif ranks > 1:
         words.append("--multi_gpu")
     if need.nodes > 1:

@@ -18,8 +18,8 @@ from trimtab.spec import (
     Reason,
     Recompute,
     Rejection,
-    Strategy,
 )
+from trimtab.strategies import strategy_of
 from trimtab.units import format_bytes, format_duration, format_flops
 
 if TYPE_CHECKING:
@@ -164,18 +164,10 @@ def _why_strategy(best: Seen, result: Result, space: Space) -> str:
     if said := _pinned(space, "strategy"):
         return said
     setting = best.setting
-    if setting.strategy is Strategy.SINGLE:
-        return "one GPU needs none"
-    mesh = setting.mesh
-    what = {
-        Strategy.DDP: "every GPU holds the whole model",
-        Strategy.FSDP: f"weights, gradients and optimizer state are cut in {mesh.dp_shard}",
-        Strategy.HSDP: f"cut in {mesh.dp_shard} within a node, copied {mesh.dp_replicate} times",
-        Strategy.BRANCH: "every GPU holds the model of its own branch only",
-        Strategy.HYBRID: f"{mesh.branch} branches, on {' + '.join(map(str, mesh.branch_ranks))} GPUs",
-        Strategy.PIPELINE: f"the layers are cut in {mesh.pp} stages"
-        + f", each on {mesh.dp_replicate} GPUs" * (mesh.dp_replicate > 1),
-    }[setting.strategy]
+    strategy = strategy_of(setting)
+    what = strategy.explain(setting.mesh)
+    if not strategy.needs_several_gpus:
+        return what
     if setting.shares:
         return f"{what}; unlike GPUs share the batch out by speed: {split(best)}"
     alike = _only(result, lambda one: one.gpus, best)

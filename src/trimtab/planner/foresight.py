@@ -20,8 +20,9 @@ from trimtab.predict.calibration import speed
 from trimtab.predict.derive import derived, simpler
 from trimtab.predict.estimate import estimate as judge
 from trimtab.predict.verdict import judge_fully
-from trimtab.spec import PARTS, Allocator, Estimate, Mesh, Recompute, Strategy
+from trimtab.spec import PARTS, Allocator, Estimate, Recompute
 from trimtab.spec.precision import BFLOAT16, FLOAT16
+from trimtab.strategies import one_micro_batch, one_replica, strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     Clock = Callable[[Trace, Setting, Layout, Calibration | None], float | None]
     KnownTime = Callable[[Setting, Layout], float | None]
 
-SHARDED = (Strategy.FSDP, Strategy.HSDP)
 SLACK = 0.98
 """Of static memory, for the bound from below: small tensors may not be cut evenly."""
 EVENNESS = 0.95
@@ -212,7 +212,8 @@ class Foresight:
         if known is not None and self._known_time(setting, layout) is not None:
             return Estimate.from_builtins(known)
         trace = self._trace(setting, layout)
-        if trace is None and setting.strategy in SHARDED and setting.mesh.dp_shard not in self.direct:
+        is_sharded = strategy_of(setting).is_sharded
+        if trace is None and is_sharded and setting.mesh.dp_shard not in self.direct:
             # No line leads to this number of shards: its micro-batches are traced and lie on lines of their
             # own.
             self.direct.add(setting.mesh.dp_shard)
@@ -280,11 +281,11 @@ class Foresight:
 
     def sharpen(self, setting: Setting, layout: Layout) -> Floor:
         """The bound with the time of the same setting without recomputing, where two traces give that one."""
-        if setting.mesh.pp > 1:
+        if strategy_of(setting).is_bounded_by_one_device:
             # Its bound is as good as what is known of one device with the same micro-batches.
             alone = only_one(layout)
-            if self._known_time(on_one(setting), alone) is None:
-                self.sharpen(on_one(setting), alone)
+            if self._known_time(one_replica(setting), alone) is None:
+                self.sharpen(one_replica(setting), alone)
             return self.floor(setting, layout)
         none = setting.replace(recompute=Recompute.NONE)
         if none.micro_batch == 1 and none.accumulation > 1:
@@ -310,20 +311,16 @@ class Foresight:
         """A time that the setting cannot beat, though it was never traced.
 
         Recomputing takes no less than not recomputing; spreading over devices no less than the samples of one
-        rank take by themselves; and nothing less than its operations take at the peak of the device. A branch
-        does other work than the whole, which says nothing of it.
+        rank take by themselves; and nothing less than its operations take at the peak of the device. A rank
+        that runs a part of the model does other work: its strategy says what follows from the whole.
         """
         none = setting.replace(recompute=Recompute.NONE)
         known = known_time(none, layout) if none != setting else None
         above = max(self._from_above(one, layout) for one in (setting, none))
-        if setting.mesh.branch > 1:
-            return max(known or 0.0, above)
-        if setting.mesh.pp > 1:
-            # At best its stages share the work of one device evenly, and wait for one another no longer than
-            # they have to.
-            stages, rounds = setting.mesh.pp, setting.accumulation
-            shared = self._alone(setting, layout, known_time) / stages * (rounds + stages - 1) / rounds
-            return max(known or 0.0, SLACK * shared)
+        strategy = strategy_of(setting)
+        if not strategy.runs_whole_model:
+            shared = strategy.least_step_s(setting, lambda: self._alone(setting, layout, known_time))
+            return max(known or 0.0, above if shared is None else SLACK * shared)
         samples = setting.micro_batch * setting.accumulation
         rates = [self.memo.rates.get(_pace(one, layout.device), 0.0) for one in (setting, none)]
         limit = self.memo.limits.get(_peak_key(setting, layout.device), 0.0)
@@ -331,7 +328,7 @@ class Foresight:
 
     def _alone(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
         """What the samples of one replica take at least on one device."""
-        one, alone = on_one(setting), only_one(layout)
+        one, alone = one_replica(setting), only_one(layout)
         known = known_time(one, alone)
         return self._bound(one, alone, known_time) if known is None else known
 
@@ -400,12 +397,13 @@ class Foresight:
 
     def _learn(self, trace: Trace, setting: Setting, layout: Layout) -> None:
         """What a trace of the whole model says of settings that were not traced."""
-        if setting.mesh.branch * setting.mesh.pp > 1:
+        strategy = strategy_of(setting)
+        if not strategy.runs_whole_model:
             return
         if setting.precision.value not in self.memo.held_bytes:
-            shards = setting.mesh.dp_shard if setting.strategy in SHARDED else 1
-            self.memo.held_bytes[setting.precision.value] = held_bytes(trace) * shards
-        alone, one = only_one(layout), as_single(setting)
+            shares = strategy.weight_shares(setting.mesh) or 1
+            self.memo.held_bytes[setting.precision.value] = held_bytes(trace) * shares
+        alone, one = only_one(layout), one_micro_batch(setting)
         for compiled in (False, True):
             like = one.replace(compile=compiled)
             key = f"{self._key(setting, plain_device(layout.device))} {compiled}"
@@ -423,10 +421,10 @@ class Foresight:
 
     def _held(self, setting: Setting) -> int:
         """What a rank holds at least, where any trace has told."""
-        if setting.mesh.branch > 1:
+        shares = strategy_of(setting).weight_shares(setting.mesh)
+        if shares is None:
             return 0
-        shards = setting.mesh.dp_shard if setting.strategy in SHARDED else setting.mesh.pp
-        return int(SLACK * self.memo.held_bytes.get(setting.precision.value, 0) / shards)
+        return int(SLACK * self.memo.held_bytes.get(setting.precision.value, 0) / shares)
 
     def _is_known(self, setting: Setting, layout: Layout) -> bool:
         key = self._place(setting, layout)
@@ -448,7 +446,8 @@ class Foresight:
                 for one in layout.cluster.links
             )
             self.names[layout] = f"{plain_device(layout.device).fingerprint()} {nodes} {links}"
-        direct = " direct" if setting.strategy in SHARDED and setting.mesh.dp_shard in self.direct else ""
+        is_direct = strategy_of(setting).is_sharded and setting.mesh.dp_shard in self.direct
+        direct = " direct" if is_direct else ""
         return f"{self.names[layout]} {short(setting)}{direct}"
 
 
@@ -495,28 +494,6 @@ def peak_s(trace: Trace, device: Device) -> float:
     return total
 
 
-def as_single(setting: Setting) -> Setting:
-    """One micro-batch of the setting on one device."""
-    return setting.replace(
-        strategy=Strategy.SINGLE,
-        mesh=Mesh(),
-        accumulation=1,
-        global_batch=setting.micro_batch,
-        shares=(),
-    )
-
-
-def on_one(setting: Setting) -> Setting:
-    """The micro-batches of one replica of the setting, on one device."""
-    return setting.replace(
-        strategy=Strategy.SINGLE,
-        mesh=Mesh(),
-        global_batch=setting.micro_batch * setting.accumulation,
-        allocator=Allocator.DEFAULT,
-        shares=(),
-    )
-
-
 def only_one(layout: Layout) -> Layout:
     """The fullest device of a layout by itself."""
     node = layout.cluster.nodes[0].replace(devices=(layout.device,))
@@ -553,22 +530,11 @@ def plain_device(device: Device) -> Device:
 def traced_as(setting: Setting) -> Setting:
     """The setting whose trace serves: what has no say in it is put back to one value.
 
-    Replicas see other data and nothing else, so that two stand for any number. What compiling changes is
-    guessed from the eager step: the compiler takes longer than planning may.
+    What compiling changes is guessed from the eager step: the compiler takes longer than planning may.
     """
-    mesh = setting.mesh
-    if setting.strategy is Strategy.DDP:
-        mesh = Mesh(dp_replicate=2)
-    if setting.strategy in (Strategy.BRANCH, Strategy.HYBRID):
-        mesh = Mesh(branch=mesh.branch)
-        setting = setting.replace(
-            strategy=Strategy.BRANCH, mesh=mesh, accumulation=1, global_batch=setting.micro_batch, shares=()
-        )
-    if setting.strategy is Strategy.PIPELINE:
-        mesh = Mesh(pp=mesh.pp)
-    if setting.strategy is Strategy.HSDP:
-        mesh = Mesh(dp_replicate=2, dp_shard=mesh.dp_shard)
+    strategy, mesh = strategy_of(setting).traced_as(setting.mesh)
     return setting.replace(
+        strategy=strategy,
         mesh=mesh,
         accumulation=1,
         global_batch=setting.micro_batch * mesh.data_parallel,

@@ -17,14 +17,13 @@ from trimtab.planner.search import Seen
 from trimtab.planner.space import runs, workers
 from trimtab.spec import (
     Allocator,
-    Mesh,
     OptimizerImplementation,
     Precision,
     Recompute,
     Rejection,
     Setting,
-    Strategy,
 )
+from trimtab.strategies import strategy_by_speed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,9 +154,10 @@ class _Ask:
     def _setting(self, micro: int, rounds: int, whole: int, shares: tuple[Share, ...] = ()) -> Setting:
         pins = self.space.policy.pins
         precision = self.space.precision(self.layout.cluster.devices)
+        strategy = strategy_by_speed()
         return Setting(
-            strategy=Strategy.DDP,
-            mesh=Mesh(dp_replicate=self.layout.gpus),
+            strategy=strategy.word,
+            mesh=strategy.mesh(self.layout.gpus),
             micro_batch=micro,
             accumulation=rounds,
             global_batch=whole,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import UnknownName, WrongUse, nearest
 from trimtab.spec import Allocator, OptimizerImplementation, Precision, Recompute, Strategy
+from trimtab.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,11 +35,6 @@ TRUTHS = {
     "off": False,
     "0": False,
 }
-SEVERAL = (Strategy.DDP, Strategy.FSDP, Strategy.HSDP, Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE)
-
-NOT_COMPILED = "pipeline compiled: a stage ends in the middle of the model, which a compiler cannot follow"
-UNSYNCHRONISED = (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE)
-"""Strategies whose ranks run different layers."""
 NOT_COMPILED_SYNCHRONISED = (
     "sync_batchnorm with compile on several GPUs: every BatchNorm layer waits for the other ranks, which a "
     "compiled graph cannot do and survive an out-of-memory of one of them"
@@ -47,18 +43,14 @@ NOT_COMPILED_SYNCHRONISED = (
 Pins = dict[str, str | int | bool]
 
 
-def not_synchronised(strategy: Strategy | str) -> str:
-    """Why BatchNorm is not synchronised under a strategy."""
-    return f"{strategy} with sync_batchnorm: its ranks run different layers, and all must run the same ones"
-
-
 def _unsynchronised(pins: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Pins under which BatchNorm is not synchronised, though that is pinned."""
-    strategy = pins.get("strategy")
-    if not pins.get("sync_batchnorm") or not ((pins.get("gpus") or 1) > 1 or strategy in SEVERAL):
+    strategy = STRATEGIES.get(str(pins.get("strategy")))
+    is_spread = strategy is not None and strategy.needs_several_gpus
+    if not pins.get("sync_batchnorm") or not ((pins.get("gpus") or 1) > 1 or is_spread):
         return []
-    if strategy in UNSYNCHRONISED:
-        return [(f"strategy={not_synchronised(str(strategy))}", "leave one of the two out")]
+    if strategy is not None and strategy.why_not_synchronised:
+        return [(f"strategy={strategy.why_not_synchronised}", "leave one of the two out")]
     return [(NOT_COMPILED_SYNCHRONISED, "leave one of the two out")] if pins.get("compile") else []
 
 
@@ -123,39 +115,14 @@ def checked(name: str, value: str, given: str) -> str | int | bool:
 
 def contradictions(pins: Mapping[str, Any], workload: Workload, available: int) -> list[tuple[str, str]]:
     """What cannot be together: what is wrong, and what to do."""
-    wrong = []
-    gpus, strategy = pins.get("gpus"), pins.get("strategy")
+    wrong: list[tuple[str, str]] = []
+    gpus, strategy = pins.get("gpus"), STRATEGIES.get(str(pins.get("strategy")))
     if gpus is not None and gpus > available:
         wrong.append(
             (f"gpus={gpus}, and there are {available}", f"pin gpus={available} or fewer, or name more")
         )
-    if strategy == Strategy.SINGLE and (gpus or 1) > 1:
-        wrong.append((f"strategy=single runs on one GPU, and gpus={gpus}", "leave one of the two out"))
-    if strategy in SEVERAL and (gpus == 1 or available == 1):
-        wrong.append(
-            (f"strategy={strategy} needs several GPUs, and there is one", "pin strategy=single, or name more")
-        )
-    if strategy == Strategy.PIPELINE and pins.get("compile"):
-        wrong.append(
-            (f"strategy={NOT_COMPILED}".replace("compiled", "with compile=true"), "leave one of the two out")
-        )
-    branches = len(workload.branches)
-    if strategy in (Strategy.BRANCH, Strategy.HYBRID):
-        if branches < 2:  # noqa: PLR2004 - several
-            what = f"{branches} branches" if branches else "no branches"
-            wrong.append(
-                (f"strategy={strategy}, and the job has {what}", "give the job losses() and branches")
-            )
-        elif (gpus or available) < branches or (gpus and strategy == Strategy.BRANCH and gpus % branches):
-            wrong.append(
-                (f"strategy={strategy} with gpus={gpus or available}, and the job has {branches} branches",
-                 f"pin a multiple of {branches} GPUs")
-            )  # fmt: skip
-        elif strategy == Strategy.HYBRID and (gpus or available) == branches:
-            wrong.append(
-                (f"strategy=hybrid with {branches} GPUs for {branches} branches: none has a copy",
-                 f"pin strategy=branch, or use {branches + 1} GPUs or more")
-            )  # fmt: skip
+    if strategy is not None:
+        wrong += strategy.pin_conflicts(pins, available, len(workload.branches))
     return wrong + _unsynchronised(pins) + _wrong_batch(pins, workload.global_batch)
 
 
@@ -164,10 +131,11 @@ def _wrong_batch(pins: Mapping[str, Any], whole: int) -> list[tuple[str, str]]:
     gpus, ranks = pins.get("gpus"), pins.get("data_parallel")
     if ranks is not None and gpus is not None and gpus % ranks:
         return [(f"data_parallel={ranks} with gpus={gpus}", f"pin a divisor of {gpus}")]
-    if pins.get("strategy") in (Strategy.DDP, Strategy.FSDP, Strategy.HSDP):
-        ranks = ranks or gpus
-    elif gpus == 1 or pins.get("strategy") == Strategy.SINGLE:
-        ranks = 1
+    strategy = STRATEGIES.get(str(pins.get("strategy")))
+    following = gpus if gpus == 1 else None
+    if strategy is not None:
+        following = strategy.pinned_data_parallel(gpus)
+    ranks = 1 if following == 1 else ranks or following
     if ranks is not None and ranks > whole:
         return [
             (

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
 from trimtab.planner.outlook import room_bytes
-from trimtab.spec import Objective, Recompute, Strategy, Verdict
+from trimtab.spec import Objective, Recompute, Verdict
+from trimtab.strategies import STRATEGIES, strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from trimtab.planner.outlook import Layout, Outlook
     from trimtab.planner.space import Cut, Family, Space
-    from trimtab.spec import Estimate, Policy, Setting, Workload
+    from trimtab.spec import Estimate, Policy, Setting, Strategy, Workload
 
 RUNNERS_UP = 5
 MARGIN = 0.1
@@ -34,26 +35,6 @@ TIE = 0.02
 """Predicted times that differ by less are one and the same: predictions are further off than that in the
 median, on devices that were measured too. The simpler of two such plans is taken."""
 
-SIMPLE_FIRST = (
-    Strategy.SINGLE,
-    Strategy.DDP,
-    Strategy.BRANCH,
-    Strategy.HSDP,
-    Strategy.FSDP,
-    Strategy.HYBRID,
-    Strategy.PIPELINE,
-)
-"""By how many ranks have to exchange how much in the midst of a step."""
-PROBE_FIRST = (
-    Strategy.FSDP,
-    Strategy.SINGLE,
-    Strategy.DDP,
-    Strategy.HSDP,
-    Strategy.BRANCH,
-    Strategy.HYBRID,
-    Strategy.PIPELINE,
-)
-"""Before anything is known the strategy that tells most is looked at: what it shards, others hold whole."""
 RECOMPUTES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 
 Notice = Callable[["Seen"], None]
@@ -130,7 +111,7 @@ def taste(setting: Setting) -> tuple[int, ...]:
     """Between equals: fewer devices, the simpler strategy, less recomputing, no compiling, less memory."""
     return (
         setting.gpus,
-        SIMPLE_FIRST.index(setting.strategy),
+        strategy_of(setting).complexity,
         RECOMPUTES.index(setting.recompute),
         setting.compile,
         setting.micro_batch,
@@ -378,7 +359,7 @@ class _Search:
     def _push_bound(self, family: Family, cut: Cut) -> None:
         setting = family.setting(cut)
         # Of equal bounds the one that tells most: the largest micro-batch bounds those below it.
-        order = (PROBE_FIRST.index(family.strategy), -family.layout.gpus, *taste(setting)[2:-1], -cut[0])
+        order = (STRATEGIES[family.strategy].probe_order, -family.layout.gpus, *taste(setting)[2:-1], -cut[0])
         bound = self._bound(family, cut)
         heapq.heappush(self.heap, (bound, True, order, next(self.numbers), family, cut, None))
 
@@ -433,8 +414,8 @@ class _Search:
         if value(setting, floor.step_s, self.policy.objective) > bound:
             self._push_bound(family, cut)
             return True
-        staged = family.strategy is Strategy.PIPELINE
-        if family not in self.looked and (staged or family.recompute not in self.prepared):
+        bounded = STRATEGIES[family.strategy].is_bounded_by_one_device
+        if family not in self.looked and (bounded or family.recompute not in self.prepared):
             sharp = self.outlook.sharpen(setting, family.layout)
             if value(setting, sharp.step_s, self.policy.objective) > bound:
                 self._push_bound(family, cut)
@@ -458,8 +439,8 @@ class _Search:
             for one in self.space.families:
                 # The most devices of each strategy: fewer lie on the same lines.
                 is_alike = one.recompute is family.recompute and not one.compile
-                # A pipeline's stages are traced for no other's sake, and mostly its bound is enough.
-                if is_alike and one.strategy is not Strategy.PIPELINE:
+                # Where one device gives a bound, that is mostly enough.
+                if is_alike and not STRATEGIES[one.strategy].is_bounded_by_one_device:
                     known = wanted.get(one.strategy)
                     if known is None or one.layout.gpus > known.layout.gpus:
                         wanted[one.strategy] = one

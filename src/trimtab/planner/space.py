@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
@@ -11,14 +10,9 @@ from trimtab.planner import whole_batch
 from trimtab.planner.batch import cut, cuts
 from trimtab.planner.layouts import layouts
 from trimtab.planner.pins import (
-    NOT_COMPILED,
     NOT_COMPILED_SYNCHRONISED,
-    SEVERAL,
-    UNSYNCHRONISED,
     contradictions,
-    not_synchronised,
 )
-from trimtab.predict.meshes import by_branch
 from trimtab.spec import (
     Allocator,
     Mesh,
@@ -29,6 +23,7 @@ from trimtab.spec import (
     Setting,
     Strategy,
 )
+from trimtab.strategies import STRATEGIES, strategy_by_speed
 from trimtab.units import format_flops
 
 if TYPE_CHECKING:
@@ -39,8 +34,6 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 8
 """Loader processes per rank: more rarely feed a device faster, and each holds batches in RAM."""
-MOST_STAGES = 16
-"""Of a pipeline: with more of them most wait most of the time."""
 USUAL_WORKERS = 4
 """Where nobody knows how many cores there are."""
 WITHOUT_AUTOCAST = (Precision.TF32, Precision.FP32)
@@ -143,6 +136,7 @@ def space(
     refusals = _Refusals()
     families: list[Family] = []
     mixed: list[Layout] = []
+    by_speed = strategy_by_speed().word
     for layout in every:
         if layout.gpus > 1 and any(device.slice for device in layout.cluster.devices):
             refusals.add(SLICES_APART, 1)
@@ -150,11 +144,11 @@ def space(
             refusals.add(whole_batch.why_one_rank(workload), 1)
         elif len(layout.kinds) == 1:
             families += _families(layout, workload, policy, failed, refusals)
-        elif pins.get("strategy") in (None, Strategy.DDP):
+        elif pins.get("strategy") in {None, by_speed}:
             mixed.append(layout)
             refusals.add(
-                "any strategy but ddp on unlike GPUs: all ranks would wait for the slowest; ddp alone shares "
-                "the batch out by speed",
+                f"any strategy but {by_speed} on unlike GPUs: all ranks would wait for the slowest; "
+                f"{by_speed} alone shares the batch out by speed",
                 1,
             )
     if not families and not mixed:
@@ -243,7 +237,8 @@ def _joined_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tu
     """Pins that ask for more devices than there are whole GPUs, where some are MIG slices."""
     slices = [one for one in devices if one.slice]
     asked = max(int(pins.get(key) or 1) for key in ("gpus", "data_parallel"))
-    if pins.get("strategy") in SEVERAL:
+    strategy = STRATEGIES.get(str(pins.get("strategy")))
+    if strategy is not None and strategy.needs_several_gpus:
         asked = max(asked, 2)
     whole = len(devices) - len(slices)
     # Where the devices are too few anyway, that is what is said.
@@ -324,7 +319,8 @@ def _families(
             )
             continue
         refused = whole_batch.why_not(workload, strategy, mesh)
-        refused = refused or not_synchronised(strategy) * (synchronised and strategy in UNSYNCHRONISED)
+        rules = STRATEGIES[strategy]
+        refused = refused or (rules.why_not_synchronised if synchronised else "")
         if refused:
             refusals.add(refused, ways)
             continue
@@ -334,10 +330,11 @@ def _families(
                 f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
             )
             continue
-        staged, tied = strategy is Strategy.PIPELINE, synchronised and layout.gpus > 1
-        refusals.add(NOT_COMPILED, len(recomputes) * (staged and True in compiles))
+        why_not_compiled = f"{strategy} compiled: {rules.why_not_compiled}" if rules.why_not_compiled else ""
+        tied = synchronised and layout.gpus > 1
+        refusals.add(why_not_compiled, len(recomputes) * (bool(why_not_compiled) and True in compiles))
         refusals.add(NOT_COMPILED_SYNCHRONISED, len(recomputes) * (tied and True in compiles))
-        usable = [False] if staged else [one for one in compiles if not (one and tied)]
+        usable = [False] if why_not_compiled else [one for one in compiles if not (one and tied)]
         for recompute in recomputes:
             for compiled in usable:
                 yield Family(
@@ -357,25 +354,12 @@ def _families(
 
 def _meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
     """Every way to spread a job over the devices of a layout."""
-    count = layout.gpus
-    if count == 1:
-        yield Strategy.SINGLE, Mesh()
-        return
-    yield Strategy.DDP, Mesh(dp_replicate=count)
-    yield Strategy.FSDP, Mesh(dp_shard=count)
     per_node = {len(node.devices) for node in layout.cluster.nodes}
-    nodes = len(layout.cluster.nodes)
-    if nodes > 1 and len(per_node) == 1 and count > nodes:
-        # Groups that shard are nodes: the fast links carry most.
-        yield Strategy.HSDP, Mesh(dp_replicate=nodes, dp_shard=count // nodes)
-    if 1 < branches <= count:
-        how = Strategy.BRANCH if count == branches else Strategy.HYBRID
-        # As even as there can be; where some have one rank more, each may be that one.
-        for larger in combinations(range(branches), count % branches):
-            yield how, by_branch(count, branches, larger)
-    for stages in range(2, min(count, MOST_STAGES) + 1):
-        if count % stages == 0:
-            yield Strategy.PIPELINE, Mesh(pp=stages, dp_replicate=count // stages)
+    # Nodes of different sizes count as one: no strategy can make groups of them.
+    nodes = len(layout.cluster.nodes) if len(per_node) == 1 else 1
+    for rules in STRATEGIES.values():
+        for mesh in rules.meshes(layout.gpus, nodes=nodes, branches=branches):
+            yield rules.word, mesh
 
 
 def _members(workload: Workload, mesh: Mesh, policy: Policy, refusals: _Refusals, ways: int) -> list[Cut]:

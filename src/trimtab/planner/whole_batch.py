@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.spec import Reason, Strategy
+from trimtab.spec import Reason
+from trimtab.strategies import STRATEGIES, strategy_of
 
 if TYPE_CHECKING:
-    from trimtab.spec import BatchLoss, Mesh, Setting, Workload
-
-UNCACHED = (Strategy.BRANCH, Strategy.HYBRID, Strategy.PIPELINE)
-"""Strategies whose ranks do not each embed samples of their own with the whole model."""
+    from trimtab.spec import BatchLoss, Mesh, Setting, Strategy, Workload
 
 
 def why_not(workload: Workload, strategy: Strategy, mesh: Mesh) -> str:
     """Why a way to spread the job would change its training; empty where it would not."""
-    if workload.cached and strategy in UNCACHED:
+    if workload.cached and not STRATEGIES[strategy].runs_whole_model:
         return f"{strategy}: embed() and loss_of() need ranks that each run the whole model"
     if workload.is_indivisible and mesh.data_parallel > 1:
         return why_one_rank(workload)
@@ -98,7 +96,8 @@ def _statistics(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
             f", not over the global batch of {whole}: another training than in one piece. A larger "
             "micro-batch, GroupNorm or LayerNorm avoid it"
         )
-    if sees < whole and not setting.sync_batchnorm and ranks > 1 and setting.strategy not in UNCACHED:
+    can_synchronise = not strategy_of(setting).why_not_synchronised
+    if sees < whole and not setting.sync_batchnorm and ranks > 1 and can_synchronise:
         more = seen_samples(setting.replace(sync_batchnorm=True))
         why += f"; --pin sync_batchnorm=true computes them over all {ranks} ranks together, {more} samples"
     return (Reason(subject="batchnorm", value=f"sees {sees} samples", why=why),)
@@ -139,7 +138,7 @@ def warnings(known: BatchLoss, setting: Setting) -> tuple[str, ...]:
         found.append(f"{_layers(known)} see{'s' * (known.batch_norms == 1)} {among}{rest}")
         return tuple(found)
     said = f"{_layers(known)} see the {micro_batch} samples of a micro-batch, not the global batch of {whole}"
-    if setting.data_parallel > 1 and setting.strategy not in UNCACHED:
+    if setting.data_parallel > 1 and not strategy_of(setting).why_not_synchronised:
         said += f"; --sync-batchnorm lets them see those of all {setting.data_parallel} GPUs"
     found.append(said)
     return tuple(found)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.engine.limits import keeps_whole
-from trimtab.spec import PARTS, Estimate, Strategy
+from trimtab.spec import PARTS, Estimate
+from trimtab.strategies import strategy_of
+from trimtab.strategies.limits import keeps_whole
 
 if TYPE_CHECKING:
     from trimtab.spec import Setting, Trace
@@ -22,9 +23,7 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
     if setting.accumulation == 1:
         return estimate
     more = max(sum(gradients(one)) if setting.compile else _risen(one) for one in trace.ranks)
-    if setting.strategy in (Strategy.FSDP, Strategy.HSDP) and keeps_whole(
-        trace.trainable, estimate.capacity_bytes or 0
-    ):
+    if strategy_of(setting).is_sharded and keeps_whole(trace.trainable, estimate.capacity_bytes or 0):
         more += 4 * trace.trainable
     if not more:
         return estimate

@@ -28,6 +28,27 @@ class Links(NamedTuple):
     per_node: int
     nodes: int
 
+    def all_gather_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
+        """Each rank gets the `size` bytes that all of them hold a share of."""
+        if ranks <= 1:
+            return 0.0
+        spread = group(ranks, self, apart)
+        return _latency(spread) + size * (ranks - 1) / ranks / _rate(spread, self)
+
+    def reduce_scatter_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
+        """Each rank ends with the sum of its share: an all-gather backwards."""
+        return self.all_gather_s(size, ranks, apart=apart)
+
+    def all_reduce_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
+        """Each rank gets the sum of `size` bytes: a reduce-scatter and an all-gather."""
+        return 2 * self.all_gather_s(size, ranks, apart=apart)
+
+    def send_s(self, size: int, apart: int) -> float:
+        """One rank gets `size` bytes from another, whose number is `apart` from its own."""
+        if apart < self.per_node:
+            return HOP_S + size / (self.within * BUS_SHARE)
+        return NETWORK_HOP_S + size / (min(self.within, self.between) * BUS_SHARE)
+
 
 def links(cluster: Cluster, gpus: int) -> Links:
     """The links among the first `gpus` devices of a cluster, node by node."""
@@ -81,30 +102,6 @@ def group(ranks: int, among: Links, apart: int = 1) -> Group:
     """
     local = max(1, min(ranks, among.per_node // max(1, apart)))
     return Group(local, -(-ranks // local))
-
-
-def all_gather_s(size: int, ranks: int, among: Links, *, apart: int = 1) -> float:
-    """Each rank gets the `size` bytes that all of them hold a share of."""
-    if ranks <= 1:
-        return 0.0
-    spread = group(ranks, among, apart)
-    return _latency(spread) + size * (ranks - 1) / ranks / _rate(spread, among)
-
-
-reduce_scatter_s = all_gather_s
-"""The same way backwards: each rank ends with the sum of its share."""
-
-
-def all_reduce_s(size: int, ranks: int, among: Links, *, apart: int = 1) -> float:
-    """Each rank gets the sum of `size` bytes: a reduce-scatter and an all-gather."""
-    return 2 * all_gather_s(size, ranks, among, apart=apart)
-
-
-def send_s(size: int, apart: int, among: Links) -> float:
-    """One rank gets `size` bytes from another, whose number is `apart` from its own."""
-    if apart < among.per_node:
-        return HOP_S + size / (among.within * BUS_SHARE)
-    return NETWORK_HOP_S + size / (min(among.within, among.between) * BUS_SHARE)
 
 
 def _rate(spread: Group, among: Links) -> float:

@@ -9,19 +9,19 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from trimtab.engine.limits import BUCKET_BYTES
 from trimtab.predict.affine import at
 from trimtab.predict.time import gradient_bytes
-from trimtab.spec import PARTS, Mesh, Strategy, Work
+from trimtab.spec import PARTS, Work
 from trimtab.spec.trace import GRADIENT
+from trimtab.strategies import strategy_of
+from trimtab.strategies.base import Derivation
+from trimtab.strategies.fsdp import ANCHORS
+from trimtab.strategies.limits import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from trimtab.spec import Setting, Trace
-
-ANCHORS = (4, 16)
-"""Numbers of shards that are traced, where several are asked about."""
 
 
 def simpler(setting: Setting, direct: Collection[int] = ()) -> list[Setting]:
@@ -29,20 +29,7 @@ def simpler(setting: Setting, direct: Collection[int] = ()) -> list[Setting]:
 
     Of branches and of pipelines, one copy each. Numbers of shards in `direct` are traced as they are.
     """
-    if setting.strategy is Strategy.DDP and setting.sync_batchnorm:
-        # Its layers are others than on one device.
-        return [_on(setting, Strategy.DDP, Mesh(dp_replicate=2))]
-    if setting.strategy is Strategy.DDP:
-        return [_on(setting, Strategy.SINGLE, Mesh())]
-    if setting.strategy in (Strategy.BRANCH, Strategy.HYBRID):
-        return [_on(setting, Strategy.BRANCH, Mesh(branch=setting.mesh.branch))]
-    if setting.strategy is Strategy.PIPELINE:
-        return [_on(setting, Strategy.PIPELINE, Mesh(pp=setting.mesh.pp))]
-    if setting.strategy in (Strategy.FSDP, Strategy.HSDP):
-        shards = setting.mesh.dp_shard
-        numbers = (shards,) if shards in ANCHORS or shards in direct else ANCHORS
-        return [_on(setting, Strategy.FSDP, Mesh(dp_shard=number)) for number in numbers]
-    return [setting]
+    return strategy_of(setting).trace_parts(setting, direct)
 
 
 def direct_shards(numbers: Collection[int]) -> set[int]:
@@ -58,17 +45,12 @@ def direct_shards(numbers: Collection[int]) -> set[int]:
     return several if len(several) <= len(ANCHORS) else set()
 
 
-def _on(setting: Setting, strategy: Strategy, mesh: Mesh) -> Setting:
-    return setting.replace(
-        strategy=strategy, mesh=mesh, accumulation=1, global_batch=setting.micro_batch * mesh.data_parallel
-    )
-
-
 def derived(setting: Setting, traces: list[Trace]) -> Trace | None:
     """The trace of a setting from those of `simpler`; None where shards do not lie on a line."""
-    if setting.strategy is Strategy.DDP and not setting.sync_batchnorm:
+    how = strategy_of(setting).derivation(setting)
+    if how is Derivation.BUCKETS:
         return with_buckets(traces[0], gradient_bytes(traces[0], setting))
-    if len(traces) == 1:
+    if how is Derivation.AS_TRACED or len(traces) == 1:
         return traces[0]
     few, many = ANCHORS
     return at(traces[0], traces[1], Fraction(1, few), Fraction(1, many), Fraction(1, setting.mesh.dp_shard))

@@ -9,7 +9,8 @@ from trimtab.predict import comms, time
 from trimtab.predict.calibration import speed
 from trimtab.predict.memory import BAND_HIGH, BAND_LOW, Memory, memory
 from trimtab.predict.rating import doubt_of, model_kind, rating, reference
-from trimtab.spec import Allocator, Band, Estimate, Recompute, StepTime, Strategy
+from trimtab.spec import Allocator, Band, Estimate, Recompute, StepTime
+from trimtab.strategies import strategy_of
 
 if TYPE_CHECKING:
     from trimtab.spec import Calibration, Cluster, Device, Setting, Trace
@@ -78,19 +79,16 @@ def rank_memory(trace: Trace, setting: Setting) -> tuple[Memory, Memory]:
     alone = memory(
         trace,
         expandable=setting.allocator is Allocator.EXPANDABLE,
-        sharded=setting.strategy in (Strategy.FSDP, Strategy.HSDP),
+        sharded=strategy_of(setting).is_sharded,
         compiled=setting.compile,
     )
     return in_flight(alone, trace, setting), alone
 
 
 def in_flight(found: Memory, trace: Trace, setting: Setting) -> Memory:
-    """The memory of a pipeline stage with all the micro-batches that are on their way through those after it.
-
-    With one forward, one backward in turns, a stage holds as many as there are stages from it to the end.
-    """
-    more = min(setting.mesh.pp - trace.part, setting.accumulation) - 1
-    if setting.mesh.pp == 1 or more < 1:
+    """The memory of a rank with all the micro-batches that it holds at the same time, as in a pipeline."""
+    more = strategy_of(setting).held_micro_batches(setting, trace.part) - 1
+    if more < 1:
         return found
     kept, inputs = more * trace.kept_bytes, more * found.parts.inputs
     size = kept + inputs
@@ -144,11 +142,7 @@ def _timed(  # noqa: PLR0913 - as above
     if not pace.own:
         name = device.kind if device.slice else device.name
         said.append(f"time: {name} was not calibrated; its datasheet with the efficiencies of {pace.source}")
-    if setting.mesh.pp > 1:
-        said.append(
-            "pipeline: the stages between the first and the last are taken to be like the first, and what "
-            "stages hand over is not hidden behind computing; a pipeline was never measured"
-        )
+    said += strategy_of(setting).time_assumptions
     if not alone:
         said.append("time: collectives by the bandwidth of the links, not measured")
     if not (alone and pace.own) and (doubt := doubt_of(mfu, usual)):

@@ -11,15 +11,15 @@ from collections import OrderedDict, deque
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trimtab.engine.limits import BUCKET_BYTES
-from trimtab.predict import comms
 from trimtab.predict.accumulate import gradients
 from trimtab.predict.fusion import fused
-from trimtab.spec import Recompute, Strategy, Work
+from trimtab.spec import Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
-from trimtab.spec.trace import STATISTICS
+from trimtab.strategies import strategy_of
+from trimtab.strategies.base import Traffic
 
 if TYPE_CHECKING:
+    from trimtab.predict import comms
     from trimtab.predict.pace import Pace
     from trimtab.spec import Setting, Trace
 
@@ -226,13 +226,7 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
         found.append(_spent(alone, rounds, _exposed(one, setting, among, alone)))
         passes.append(alone.again_s)
     slowest = max(range(len(found)), key=lambda number: found[number].total_s)
-    if setting.mesh.pp == 1:
-        return found[slowest]
-    first, last = passes[0], passes[-1]
-    # Those between are like the first. A micro-batch goes through all of them before the slowest is at work
-    # all the time, and after it was.
-    others = (setting.mesh.pp - 2) * first + (last if slowest == 0 else first)
-    return found[slowest]._replace(bubble_s=others)
+    return found[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))
 
 
 def rounds_of(trace: Trace, setting: Setting) -> int:
@@ -378,75 +372,13 @@ def communication(
     trace: Trace, setting: Setting, among: comms.Links, *, forward_s: float, backward_s: float
 ) -> float:
     """Seconds of collectives that computing does not hide."""
-    ranks = setting.gpus
-    gradients = gradient_bytes(trace, setting)
-    if setting.strategy in (Strategy.DDP, Strategy.BRANCH, Strategy.HYBRID):
-        whole = comms.all_reduce_s(gradients, ranks, among)
-        buckets = -(-gradients // BUCKET_BYTES)
-        whole += max(0, buckets - 1) * comms.all_reduce_s(0, ranks, among)
-        if setting.sync_batchnorm and setting.strategy is Strategy.DDP:
-            # Buckets are sent when the last backward pass is over.
-            return whole + _statistics(trace, setting, among)
-        # The last bucket is only full when the backward pass is over.
-        last = comms.all_reduce_s(min(gradients, BUCKET_BYTES), ranks, among)
-        return max(last, whole - OVERLAPPED * backward_s)
-    if setting.strategy is Strategy.PIPELINE:
-        return _handed(trace, setting, among, backward_s=backward_s)
-    if setting.strategy in (Strategy.FSDP, Strategy.HSDP):
-        sharded = _sharded(trace, setting, among, forward_s=forward_s, backward_s=backward_s)
-        return sharded + _statistics(trace, setting, among)
-    return 0.0
-
-
-def _statistics(trace: Trace, setting: Setting, among: comms.Links) -> float:
-    """Collectives of synchronised BatchNorm layers: each layer waits for its own, forward and backward."""
-    ranks = setting.gpus
-    works = (trace.works[number] for number in trace.sequence)
-    once = sum(
-        # Of what is gathered, a trace on fewer ranks knows the bytes of one.
-        comms.all_gather_s(one.write_bytes * ranks, ranks, among)
-        if "gather" in one.op
-        else comms.all_reduce_s(one.read_bytes, ranks, among)
-        for one in works
-        if one.op.startswith(STATISTICS)
+    return strategy_of(setting).exposed_s(
+        Traffic(
+            trace=trace,
+            setting=setting,
+            links=among,
+            gradient_bytes=gradient_bytes(trace, setting),
+            hidden_forward_s=OVERLAPPED * forward_s,
+            hidden_backward_s=OVERLAPPED * backward_s,
+        )
     )
-    return setting.accumulation * once
-
-
-def _handed(trace: Trace, setting: Setting, among: comms.Links, *, backward_s: float) -> float:
-    """What stages hand over, there and back, and the gradients that they or their copies sum.
-
-    A stage waits for what it is handed, and for nothing that it hands on.
-    """
-    mesh = setting.mesh
-    crossings = 2 * (setting.accumulation + mesh.pp - 2)
-    handed = crossings * comms.send_s(trace.handed_bytes, mesh.data_parallel, among)
-    width = gradient_bytes(trace, setting) / max(1, trace.trainable)
-    shared = comms.all_reduce_s(int(trace.shared * width), setting.gpus, among)
-    own = comms.all_reduce_s(int((trace.trainable - trace.shared) * width), mesh.data_parallel, among)
-    return handed + shared + max(0.0, own - OVERLAPPED * backward_s)
-
-
-def _sharded(
-    trace: Trace, setting: Setting, among: comms.Links, *, forward_s: float, backward_s: float
-) -> float:
-    """Weights are gathered before each use, gradients scattered after; each while the last block computes."""
-    shards = setting.mesh.dp_shard
-    gathers = [one for one in _collectives(trace) if "gather" in one.op]
-    scatters = [one for one in _collectives(trace) if "scatter" in one.op]
-    gathered = sum(comms.all_gather_s(one.read_bytes, shards, among) for one in gathers)
-    scattered = sum(comms.reduce_scatter_s(one.read_bytes, shards, among) for one in scatters)
-    first = comms.all_gather_s(max((one.read_bytes for one in gathers), default=0), shards, among)
-    passes = setting.accumulation
-    forward = max(first, gathered / 2 - OVERLAPPED * forward_s)
-    backward = max(0.0, gathered / 2 + scattered - OVERLAPPED * backward_s)
-    replicas = setting.mesh.dp_replicate
-    # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
-    shard_bytes = trace.trainable * DTYPE_BYTES[setting.dtypes.reductions] // shards
-    across = comms.all_reduce_s(shard_bytes, replicas, among, apart=shards)
-    return passes * (forward + backward) + max(0.0, across - OVERLAPPED * backward_s)
-
-
-def _collectives(trace: Trace) -> list[Work]:
-    works = (trace.works[number] for number in trace.sequence)
-    return [one for one in works if one.kind == "collective" and not one.op.startswith(STATISTICS)]

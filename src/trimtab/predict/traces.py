@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError
 from trimtab.predict.affine import at, close, corner
-from trimtab.spec import Mesh, Strategy, Trace
+from trimtab.spec import Trace
+from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.trace.tracer import cache_file, family, relatives, remember, remembered, traced_all
 from trimtab.trace.worker import Request
 
@@ -120,10 +121,8 @@ def _corners(chosen: list[tuple[str, Setting]]) -> dict[tuple[str, Setting], lis
     found = {}
     by_shards: dict[Setting, dict[int, tuple[str, list[Setting]]]] = {}
     for name, one in chosen:
-        if one.strategy is Strategy.FSDP and one.micro_batch > 1:
-            alike = one.replace(
-                strategy=Strategy.SINGLE, mesh=Mesh(), micro_batch=1, accumulation=1, global_batch=1
-            )
+        if strategy_of(one).spans_shard_lines and one.micro_batch > 1:
+            alike = one_micro_batch(one).replace(micro_batch=1, global_batch=1)
             several = by_shards.setdefault(alike, {})
             several.setdefault(one.mesh.dp_shard, (name, []))[1].append(one)
     for several in by_shards.values():

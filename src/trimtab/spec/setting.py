@@ -160,16 +160,6 @@ class Setting(Noun, frozen=True, kw_only=True):
         """The dtypes of a step."""
         return self.precision.dtypes
 
-    @property
-    def spread(self) -> str:
-        """The strategy in words: hybrid 2 + 1, or pipeline of 2 stages x 2."""
-        if self.strategy is Strategy.HYBRID:
-            return f"hybrid {' + '.join(map(str, self.mesh.branch_ranks))}"
-        if self.strategy is Strategy.PIPELINE:
-            copies = f" x {self.mesh.dp_replicate}" * (self.mesh.dp_replicate > 1)
-            return f"pipeline of {self.mesh.pp} stages{copies}"
-        return self.strategy.value
-
     def faults(self) -> list[str]:
         """The global batch is reached, and with no micro-batch to spare."""
         wrong = below(

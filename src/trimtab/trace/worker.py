@@ -20,8 +20,10 @@ import msgspec
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import cannot_follow, failed, load
-from trimtab.spec import PARTS, Device, Mesh, Noun, Recompute, Setting, Strategy, Trace
+from trimtab.spec import PARTS, Device, Noun, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
+from trimtab.strategies import one_micro_batch, strategy_of
+from trimtab.strategies.base import ALIKE, RankKind
 from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
 from trimtab.trace.child import Say, apart, heard, told
 from trimtab.trace.forks import forked
@@ -50,20 +52,6 @@ class Request(Noun, frozen=True, kw_only=True):
     setting: Setting
     device: Device
     clip: float | None = None
-
-
-class Rank(NamedTuple):
-    """A kind of ranks, where not all of a setting hold the same."""
-
-    branch: str = ""
-    stage: int | None = None
-    number: int = 0
-    """Of the branch or the stage."""
-    words: str = ""
-
-
-ALIKE = Rank()
-"""Where all ranks hold the same."""
 
 
 WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
@@ -117,7 +105,7 @@ def trace(  # noqa: PLR0913 - what to trace, and how
     request: Request,
     deliver: Callable[[Trace, str], None],
     *,
-    rank: Rank = ALIKE,
+    rank: RankKind = ALIKE,
     how: str = CHECKED,
     timeout_s: float = 600.0,
 ) -> None:
@@ -162,7 +150,7 @@ class _Built(NamedTuple):
     model: Any
     request: Request
     recorder: Any
-    rank: Rank
+    rank: RankKind
 
 
 def _whole(built: _Built, *, forward: bool = False) -> Trace:
@@ -255,10 +243,7 @@ def _plainly(built: _Built) -> _Built:
     """The same model on one device, nothing recomputed."""
     setting = built.request.setting.replace(recompute=Recompute.NONE)
     if not built.rank.branch:
-        micro = setting.micro_batch
-        setting = setting.replace(
-            strategy=Strategy.SINGLE, mesh=Mesh(), accumulation=1, global_batch=micro, shares=()
-        )
+        setting = one_micro_batch(setting)
     return built._replace(request=built.request.replace(setting=setting))
 
 
@@ -521,7 +506,7 @@ class _Part(NamedTuple):
     number: int
     """Which of the requests."""
     request: Request
-    rank: Rank
+    rank: RankKind
 
 
 class Sure:
@@ -558,7 +543,7 @@ def _answers(job: Any, requests: Requests, sure: Sure) -> bytes:
     parts = [
         _Part(number, one, rank) for number, one in enumerate(requests.each()) for rank in _ranks(job, one)
     ]
-    lines: dict[int, dict[Rank, bytes]] = {}
+    lines: dict[int, dict[RankKind, bytes]] = {}
     for part, answer in zip(parts, _traced(job, requests, parts, sure), strict=True):
         lines.setdefault(part.number, {})[part.rank] = _judged(answer, part.request, sure)
     return b"\n".join(map(_together, lines.values()))
@@ -633,30 +618,18 @@ def _told(job: Any, requests: Requests, parts: list[tuple[_Part, str]]) -> list[
     return [answers[place] for place in range(len(parts))]
 
 
-def _ranks(job: Any, request: Request) -> list[Rank]:
-    """The kinds of ranks of a setting, which differ in what they hold.
+def _ranks(job: Any, request: Request) -> list[RankKind]:
+    """The kinds of ranks of a setting, which differ in what they hold."""
+    strategy = strategy_of(request.setting)
+    branches: list[str] = []
+    if strategy.needs_branches:
+        from trimtab.engine.branches import branches_of
 
-    One a branch; of a pipeline the first stage, which holds the most micro-batches, and the last, which has
-    the head.
-    """
-    setting = request.setting
-    if setting.strategy is Strategy.PIPELINE:
-        stages = setting.mesh.pp
-        return [
-            Rank(stage=stage, number=stage, words=f"stage {stage + 1} of {stages}")
-            for stage in (0, stages - 1)
-        ]
-    if setting.strategy not in (Strategy.BRANCH, Strategy.HYBRID):
-        return [ALIKE]
-    from trimtab.engine.branches import branches_of
-
-    return [
-        Rank(branch=branch, number=number, words=f"branch {branch}")
-        for number, branch in enumerate(branches_of(job))
-    ]
+        branches = list(branches_of(job))
+    return strategy.rank_kinds(request.setting.mesh, branches)
 
 
-def _together(answers: dict[Rank, bytes]) -> bytes:
+def _together(answers: dict[RankKind, bytes]) -> bytes:
     """The trace of the first kind of ranks with the others beside it, or the first error."""
     if len(answers) == 1:
         return next(iter(answers.values()))

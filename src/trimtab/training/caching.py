@@ -16,7 +16,7 @@ from trimtab.engine import cached
 from trimtab.engine.step import check_loss
 from trimtab.errors import WrongUse
 from trimtab.jobs.embeddings import Embeddings, check_samples, comparable, direct_loss, embed
-from trimtab.spec import Strategy
+from trimtab.strategies import strategy_of
 
 if TYPE_CHECKING:
     from trimtab.engine.cached import WholeLoss
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from trimtab.training.parts import Part
     from trimtab.training.stepper import Stepper
 
-DATA_PARALLEL = (Strategy.SINGLE, Strategy.DDP, Strategy.FSDP, Strategy.HSDP)
 LOSS_TRIES = 2
 """How often the loss of the global batch is tried before its memory is found too small."""
 
@@ -40,7 +39,7 @@ class Caching:
     """Computes the parts of an attempt in two passes over them."""
 
     def __init__(self, stepper: Stepper, job: Any) -> None:
-        if stepper.setting.strategy not in DATA_PARALLEL:
+        if not strategy_of(stepper.setting).runs_whole_model:
             raise WrongUse(
                 f"strategy {stepper.setting.strategy} for a job with embed() and loss_of()",
                 found="gradient caching needs ranks that each hold the whole model or shards of it",

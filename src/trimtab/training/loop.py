@@ -28,6 +28,7 @@ from trimtab.launching.summary import JSON as SUMMARY
 from trimtab.launching.summary import forget, gpus_on_node, summed, write
 from trimtab.planner import whole_batch
 from trimtab.spec import BatchLoss, IncidentKind
+from trimtab.strategies import strategy_of
 from trimtab.training.control import given
 from trimtab.training.evaluate import evaluate, validation_of
 from trimtab.training.faults import Faults, tear
@@ -345,8 +346,9 @@ class Training:
         choice = self.plan.choice
         words = f"micro-batch {choice.micro_batch} x {choice.accumulation} x {choice.data_parallel}"
         where = "without a GPU" if self.run.device.type == "cpu" else f"on {torch.cuda.get_device_name()}"
+        spread = strategy_of(choice).describe(choice.mesh)
         self.scribe.meters.say(
-            f"{self.task.job}, {choice.spread}, {words} = global batch {choice.global_batch}, "
+            f"{self.task.job}, {spread}, {words} = global batch {choice.global_batch}, "
             f"{choice.precision}, {self.world.size} process{'es' * (self.world.size > 1)} {where}"
         )
         for note in self._batch_notes():

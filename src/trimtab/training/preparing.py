@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from trimtab.engine.branches import branch_loss, branches_of, keep_branch
-from trimtab.engine.build import HOST_BUILT, build_device, building
+from trimtab.engine.build import build_device, building
 from trimtab.engine.compile import Compiling
 from trimtab.engine.entries import Entries, entries_of
 from trimtab.engine.optimizer import implementation_for, make_optimizer
-from trimtab.engine.precision import SHARDED, torch_dtype
+from trimtab.engine.precision import torch_dtype
 from trimtab.engine.stages import keep_stage
 from trimtab.engine.step import arrange
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import failed
-from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, UNSYNCHRONISED, not_synchronised
-from trimtab.spec import Strategy
+from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED
 from trimtab.spec.precision import FLOAT32
+from trimtab.strategies import strategy_of
 from trimtab.training import world
 from trimtab.training.fitting import Fitting, Gauge
 from trimtab.training.order import bounds
@@ -88,18 +88,17 @@ class Prepared:
 
 def check(setting: Setting, here: World) -> None:
     """Whether there are the processes that a setting is for."""
-    if setting.strategy is Strategy.PIPELINE and setting.compile:
+    strategy = strategy_of(setting)
+    if strategy.why_not_compiled and setting.compile:
         raise WrongUse(
-            "strategy pipeline with compile",
-            found="a stage ends in the middle of the model, where the compiler cannot follow",
+            f"strategy {strategy.word} with compile",
+            found=strategy.why_not_compiled,
             cure="Plan with compile=false, or with fsdp.",
         )
     if setting.sync_batchnorm and setting.gpus > 1:
-        found = not_synchronised(setting.strategy) if setting.strategy in UNSYNCHRONISED else ""
-        if not found and setting.compile:
-            found = NOT_COMPILED_SYNCHRONISED
+        found = strategy.why_not_synchronised or (NOT_COMPILED_SYNCHRONISED if setting.compile else "")
         if found:
-            other = f"strategy {setting.strategy}" if setting.strategy in UNSYNCHRONISED else "compile"
+            other = f"strategy {strategy.word}" if strategy.why_not_synchronised else "compile"
             raise WrongUse(
                 f"sync_batchnorm with {other}", found=found, cure="Plan again, and leave one of the two out."
             )
@@ -119,7 +118,7 @@ def prepare(
     """Build or take the model, place and cast it, spread it over ranks, compile it."""
     setting, groups = wanted.setting, wanted.groups
     device = torch.device(wanted.world.device)
-    sharded = setting.strategy in SHARDED
+    sharded = strategy_of(setting).is_sharded
     model, branch, own = _model(wanted, device)
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     stage = _Stage(groups, device) if groups.stages > 1 else None
@@ -218,7 +217,7 @@ def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str | 
         raise WrongUse(
             "a model on the meta device", found="its weights have no values", cure="Build it on the CPU."
         )
-    if setting.strategy not in HOST_BUILT:
+    if not strategy_of(setting).is_built_on_host:
         model.to(device)
     if wanted.model is not None and setting.dtypes.weights != FLOAT32:
         # A model that was not built under this precision: its buffers have to follow.
@@ -229,7 +228,7 @@ def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str | 
 def _built(wanted: Wanted, device: torch.device) -> Any:
     """Build the job's model; without values where another rank gives them and the host is too small."""
     job, setting, here = wanted.job, wanted.setting, wanted.world
-    if job is not None and setting.strategy in SHARDED and here.rank > 0:
+    if job is not None and strategy_of(setting).is_sharded and here.rank > 0:
         model = _without_values(job, setting, here)
         if model is not None:
             return model
@@ -335,7 +334,7 @@ def _optimizer(
             found=f"{len(foreign)} parameters of the optimizer are not the model's",
             cure="Make the optimizer from model.parameters(), or give a function that makes it.",
         )
-    if wanted.setting.strategy not in HOST_BUILT:
+    if not strategy_of(wanted.setting).is_built_on_host:
         return given
     if given.state:
         raise WrongUse(

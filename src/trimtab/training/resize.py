@@ -10,7 +10,6 @@ from trimtab.planner import whole_batch
 from trimtab.planner.batch import cut, cuts
 from trimtab.planner.pins import contradictions
 from trimtab.planner.space import word
-from trimtab.predict.meshes import spread
 from trimtab.spec import (
     Band,
     Estimate,
@@ -25,14 +24,13 @@ from trimtab.spec import (
     Setting,
     Strategy,
 )
+from trimtab.strategies import STRATEGIES, strategy_of, usual_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trimtab.spec import Cluster, Workload
 
-FILLED = 2
-"""Micro-batches for each stage of a pipeline."""
 UNKNOWN = "nothing was estimated: the memory and the speed of a CPU are not predicted"
 
 
@@ -84,7 +82,7 @@ def several_nodes(one: Cluster, nodes: int) -> Cluster:
 
 def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Setting:
     """How processes without a GPU share the work."""
-    strategy = Strategy(pins.get("strategy", Strategy.DDP if procs > 1 else Strategy.SINGLE))
+    strategy = Strategy(pins.get("strategy", usual_strategy(procs)[0]))
     wrong = contradictions({**pins, "gpus": procs, "strategy": strategy}, workload, procs)
     if pins.get("gpus", procs) != procs:
         wrong.append((f"gpus={pins['gpus']}, and there are {procs} processes", f"use --procs {pins['gpus']}"))
@@ -96,10 +94,10 @@ def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Sett
             found=what.replace("GPUs", "processes").replace("GPU", "process"),
             cure=cure.replace("GPUs", "processes").capitalize() + ".",
         )
-    mesh = spread(strategy, procs, branches=len(workload.branches))
+    rules = STRATEGIES[strategy]
+    mesh = rules.mesh(procs, branches=len(workload.branches))
     _refuse_cut(workload, strategy, mesh, pins)
-    # A pipeline of which all stages are to be busy takes several micro-batches.
-    least = FILLED * mesh.pp if mesh.pp > 1 else 1
+    least = rules.least_rounds(mesh)
     micro, rounds = _cut(workload.global_batch, mesh.data_parallel, pins, least=least)
     return Setting(
         strategy=strategy,
@@ -157,7 +155,7 @@ def divided(setting: Setting, procs: int, *, nodes: int = 1, branches: int = 0) 
     The micro-batch never grows, so that what fitted one device still does where weights are replicated; a
     strategy that the new number does not allow gives way to its nearest kin.
     """
-    strategy, mesh = _kin(setting, procs, nodes, branches)
+    strategy, mesh = strategy_of(setting).resized(setting.mesh, procs, nodes=nodes, branches=branches)
     share = -(-setting.global_batch // mesh.data_parallel)
     micro = min(setting.micro_batch, share)
     rounds = -(-share // micro)
@@ -177,26 +175,3 @@ def divided(setting: Setting, procs: int, *, nodes: int = 1, branches: int = 0) 
         f"{found.micro_batch} x {found.accumulation}; the global batch stays {setting.global_batch}"
     )
     return found, words
-
-
-def _kin(setting: Setting, procs: int, nodes: int, branches: int) -> tuple[Strategy, Mesh]:
-    """The strategy and the mesh nearest to what was, for so many processes."""
-    strategy, stages = setting.strategy, setting.mesh.pp
-    if procs == 1:
-        return Strategy.SINGLE, Mesh()
-    if strategy is Strategy.PIPELINE:
-        if procs < stages or procs % stages == 0:
-            stages = min(stages, procs)
-            return strategy, Mesh(pp=stages, dp_replicate=procs // stages)
-        # Nobody knows here whether there are layers for more stages.
-        return Strategy.FSDP, spread(Strategy.FSDP, procs)
-    wanted = Strategy.DDP if strategy is Strategy.SINGLE else strategy
-    if wanted is Strategy.HSDP and (nodes < 2 or procs % nodes or procs == nodes):  # noqa: PLR2004 - several
-        wanted = Strategy.FSDP
-    if wanted in (Strategy.BRANCH, Strategy.HYBRID):
-        if 1 < branches <= procs:
-            wanted = Strategy.BRANCH if procs == branches else Strategy.HYBRID
-        else:
-            # Every rank needs every branch again: sharded, they need the least room.
-            wanted = Strategy.FSDP
-    return wanted, spread(wanted, procs, nodes=nodes, branches=branches)

@@ -25,7 +25,8 @@ from trimtab.errors import WrongUse
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import load
 from trimtab.planner import stale
-from trimtab.spec import Mesh, Plan, Setting, Strategy
+from trimtab.spec import Plan, Setting
+from trimtab.strategies import usual_strategy
 from trimtab.training import preparing, status, world
 from trimtab.training.batches import on_device
 from trimtab.training.loading import Loader, checked_order
@@ -171,9 +172,10 @@ class Run:
         size = self.world.size
         # Without a plan and a job there is no limit but what a batch brings.
         batch = int(getattr(self.job, "global_batch", 0) or size * 2**20)
+        strategy, mesh = usual_strategy(size)
         return Setting(
-            strategy=Strategy.DDP if size > 1 else Strategy.SINGLE,
-            mesh=Mesh(dp_replicate=size),
+            strategy=strategy,
+            mesh=mesh,
             micro_batch=-(-batch // size),
             global_batch=batch,
         )

@@ -1,0 +1,65 @@
+"""Strategies: how a job is spread over devices, one object in one file each.
+
+`STRATEGIES` finds one by its word, `strategy_of` that of a setting. docs/architecture.md has the recipe for a
+new one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.strategies.base import ParallelStrategy, usual_strategy
+from trimtab.strategies.branch import BranchStrategy, HybridStrategy
+from trimtab.strategies.ddp import DdpStrategy
+from trimtab.strategies.fsdp import FsdpStrategy
+from trimtab.strategies.hsdp import HsdpStrategy
+from trimtab.strategies.pipeline import PipelineStrategy
+from trimtab.strategies.single import SingleStrategy, one_micro_batch, one_replica
+
+if TYPE_CHECKING:
+    from trimtab.spec import Setting, Strategy
+
+__all__ = [
+    "STRATEGIES",
+    "ParallelStrategy",
+    "one_micro_batch",
+    "one_replica",
+    "strategy_by_degrees",
+    "strategy_by_speed",
+    "strategy_of",
+    "usual_strategy",
+]
+
+STRATEGIES: dict[str, ParallelStrategy] = {
+    strategy.word: strategy
+    for strategy in (
+        SingleStrategy(),
+        DdpStrategy(),
+        FsdpStrategy(),
+        HsdpStrategy(),
+        BranchStrategy(),
+        HybridStrategy(),
+        PipelineStrategy(),
+    )
+}
+"""By word, in the order in which a plan considers and lists them."""
+
+
+def strategy_of(setting: Setting) -> ParallelStrategy:
+    """Return the strategy of a setting."""
+    return STRATEGIES[setting.strategy]
+
+
+def strategy_by_degrees(*, replicated: bool, sharded: bool) -> Strategy:
+    """Return the strategy of a config that says how many replicas and shards there are.
+
+    >>> strategy_by_degrees(replicated=True, sharded=True).value
+    'hsdp'
+    """
+    degrees = (replicated, sharded)
+    return next(strategy.word for strategy in STRATEGIES.values() if strategy.degrees == degrees)
+
+
+def strategy_by_speed() -> ParallelStrategy:
+    """Return the strategy that shares the batch out by speed among unlike devices."""
+    return next(strategy for strategy in STRATEGIES.values() if strategy.shares_by_speed)

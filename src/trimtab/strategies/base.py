@@ -1,0 +1,347 @@
+"""What every strategy answers: its meshes, its traces, what it sends, how it is wrapped and explained.
+
+A strategy is one object in one file of this package. It gives plain values and descriptions: the engine, the
+tracer, the predictor, the planner and the config writer act on them, and none of them knows its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from trimtab.errors import WrongUse
+from trimtab.spec import Mesh, Strategy
+from trimtab.spec.trace import STATISTICS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from trimtab.spec import Setting, Trace, Work
+
+
+class Wrapping(Enum):
+    """What the engine leaves of a model on one device."""
+
+    WHOLE = auto()
+    """All of it."""
+    SHARDS = auto()
+    """A share of every parameter (FSDP2)."""
+    BRANCH = auto()
+    """What one branch of the loss needs."""
+    STAGE = auto()
+    """Some of the layers."""
+
+
+class Derivation(Enum):
+    """How the trace of a setting follows from those of its `trace_parts`."""
+
+    AS_TRACED = auto()
+    """It is the trace of the first part."""
+    BUCKETS = auto()
+    """The same with gradients in buckets, which ranks sum."""
+    SHARD_LINE = auto()
+    """Two parts with different numbers of shards; sizes are affine in 1 / shards."""
+
+
+class Refusal(NamedTuple):
+    """Why a strategy cannot be used, and what to do."""
+
+    found: str
+    cure: str
+
+
+class RankKind(NamedTuple):
+    """A kind of ranks, where not all of a setting hold the same."""
+
+    branch: str = ""
+    stage: int | None = None
+    number: int = 0
+    """Of the branch or the stage."""
+    words: str = ""
+
+
+ALIKE = RankKind()
+"""Where all ranks hold the same."""
+
+
+class LinkCosts(Protocol):
+    """What sending costs on the links of a cluster."""
+
+    def all_gather_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
+        """Return the seconds until each rank has the `size` bytes that all of them hold a share of."""
+
+    def reduce_scatter_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
+        """Return the seconds until each rank has the sum of its share."""
+
+    def all_reduce_s(self, size: int, ranks: int, *, apart: int = 1) -> float:
+        """Return the seconds until each rank has the sum of `size` bytes."""
+
+    def send_s(self, size: int, apart: int) -> float:
+        """Return the seconds until a rank has `size` bytes of the rank `apart` numbers away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What the communication time of one optimizer step depends on."""
+
+    trace: Trace
+    setting: Setting
+    links: LinkCosts
+    gradient_bytes: int
+    """Of all trainable parameters of the traced rank."""
+    hidden_forward_s: float
+    """Seconds of one forward pass that collectives can hide behind."""
+    hidden_backward_s: float
+
+    def collectives(self, *, statistics: bool = False) -> list[Work]:
+        """List the traced collectives: those of synchronised BatchNorm, or all others."""
+        works = (self.trace.works[number] for number in self.trace.sequence)
+        return [
+            work
+            for work in works
+            if (work.op.startswith(STATISTICS) if statistics else _is_plain_collective(work))
+        ]
+
+    def statistics_s(self) -> float:
+        """Return the seconds of synchronised BatchNorm: each layer waits for the ranks, both ways."""
+        ranks = self.setting.gpus
+        once = sum(
+            # A trace on fewer ranks knows the gathered bytes of one rank.
+            self.links.all_gather_s(work.write_bytes * ranks, ranks)
+            if "gather" in work.op
+            else self.links.all_reduce_s(work.read_bytes, ranks)
+            for work in self.collectives(statistics=True)
+        )
+        return self.setting.accumulation * once
+
+
+def _is_plain_collective(work: Work) -> bool:
+    return work.kind == "collective" and not work.op.startswith(STATISTICS)
+
+
+class ParallelStrategy(ABC):
+    """One way to spread a job over devices.
+
+    Subclasses are stateless. What a subclass leaves out has the answer of a strategy under which every rank
+    runs the whole model on samples of its own.
+    """
+
+    word: ClassVar[Strategy]
+    """Its name in JSON and on the command line."""
+    wrapping: ClassVar[Wrapping]
+    complexity: ClassVar[int]
+    """Order by how much ranks exchange in the middle of a step: of two plans that predictions cannot tell
+    apart, the lower one is taken."""
+    probe_order: ClassVar[int]
+    """Order in which the search looks at strategies before anything is known: first what tells most."""
+
+    needs_several_gpus: ClassVar[bool] = True
+    job_facts: ClassVar[tuple[str, ...]] = ()
+    """What an estimate has to know of the job: `branches`, `global_batch`."""
+    runs_whole_model: ClassVar[bool] = True
+    """Whether every rank computes the whole model on samples of its own."""
+    shares_by_speed: ClassVar[bool] = False
+    """Whether unlike devices may take different shares of the batch."""
+    is_bounded_by_one_device: ClassVar[bool] = False
+    """Whether `least_step_s` follows from the time on one device. Mostly that bound is enough, and the
+    strategy is traced only when its turn comes."""
+    spans_shard_lines: ClassVar[bool] = False
+    """Whether its traces at two numbers of shards give those at any other."""
+    time_assumptions: ClassVar[tuple[str, ...]] = ()
+    """What a predicted time takes for granted."""
+    why_not_compiled: ClassVar[str] = ""
+    """Why torch.compile does not go with it; empty where it does."""
+
+    degrees: ClassVar[tuple[bool, bool] | None] = None
+    """Whether a config that says it by degrees has several replicas, and several shards; None where
+    frameworks do not have it."""
+    needs_config_key: ClassVar[bool] = True
+    """Whether a config has to say it: frameworks run the others by the number of processes alone."""
+    also_spelt: ClassVar[tuple[Strategy, ...]] = ()
+    """Other strategies whose words in a config mean the same run."""
+    accelerate_flags: ClassVar[tuple[str, ...]] = ()
+    """Flags of `accelerate launch` that turn it on."""
+
+    # predicates
+
+    @property
+    def needs_branches(self) -> bool:
+        """Whether the job has to have losses() and branches."""
+        return "branches" in self.job_facts
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards parameters, gradients and optimizer state."""
+        return self.wrapping is Wrapping.SHARDS
+
+    @property
+    def is_built_on_host(self) -> bool:
+        """Whether a device holds a share of the model only, so that the model is built on the host."""
+        return self.wrapping in {Wrapping.SHARDS, Wrapping.STAGE}
+
+    @property
+    def is_in_frameworks(self) -> bool:
+        """Whether trainers other than trimtab's own can run it."""
+        return self.degrees is not None
+
+    @property
+    def why_not_synchronised(self) -> str:
+        """Why BatchNorm is not synchronised under it; empty where it is."""
+        if self.runs_whole_model:
+            return ""
+        return (
+            f"{self.word} with sync_batchnorm: its ranks run different layers, and all must run the same ones"
+        )
+
+    # which meshes are legal, and why not
+
+    def refusal(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Refusal | None:
+        """Return why it cannot use so many GPUs in so many nodes of one size; None where it can."""
+        if self.needs_several_gpus and gpus < 2:  # noqa: PLR2004 - several
+            return Refusal("there is one GPU", "Name several, as in --on 8xH100.")
+        return None
+
+    @abstractmethod
+    def usual_mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Mesh:
+        """Return the mesh on all of these GPUs when the user names the strategy and nothing else."""
+
+    def meshes(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Iterator[Mesh]:
+        """Yield every mesh on all of these GPUs that a plan may choose."""
+        if self.refusal(gpus, nodes=nodes, branches=branches) is None:
+            yield self.usual_mesh(gpus, nodes=nodes, branches=branches)
+
+    def mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Mesh:
+        """Return the usual mesh; raise WrongUse where the strategy is refused."""
+        refusal = self.refusal(gpus, nodes=nodes, branches=branches)
+        if refusal is not None:
+            raise WrongUse(f"--strategy {self.word}", found=refusal.found, cure=refusal.cure)
+        return self.usual_mesh(gpus, nodes=nodes, branches=branches)
+
+    def pin_conflicts(self, pins: Mapping[str, Any], available: int, branches: int) -> list[Refusal]:
+        """List the pins that cannot go with this strategy, which is pinned too."""
+        conflicts = []
+        if self.needs_several_gpus and (pins.get("gpus") == 1 or available == 1):
+            conflicts.append(
+                Refusal(
+                    f"strategy={self.word} needs several GPUs, and there is one",
+                    "pin strategy=single, or name more",
+                )
+            )
+        if self.why_not_compiled and pins.get("compile"):
+            conflicts.append(
+                Refusal(
+                    f"strategy={self.word} with compile=true: {self.why_not_compiled}",
+                    "leave one of the two out",
+                )
+            )
+        return conflicts
+
+    def pinned_data_parallel(self, gpus: int | None) -> int | None:
+        """Return the data-parallel ranks that follow from a pinned number of GPUs; None where none do."""
+        return gpus if self.runs_whole_model or gpus == 1 else None
+
+    def resized(self, mesh: Mesh, ranks: int, *, nodes: int = 1, branches: int = 0) -> tuple[Strategy, Mesh]:
+        """Return the nearest strategy and mesh for another number of ranks; `mesh` is the one until now."""
+        if ranks == 1 or self.refusal(ranks, nodes=nodes, branches=branches) is None:
+            return alone_or(self, ranks, nodes=nodes, branches=branches)
+        return Strategy.FSDP, Mesh(dp_shard=ranks)
+
+    def least_rounds(self, mesh: Mesh) -> int:
+        """Return the number of micro-batches a step below which ranks would idle."""
+        return 1
+
+    def uses_global_batch(self, mesh: Mesh) -> bool:
+        """Whether an estimate needs the micro-batches of the whole global batch, not of one round."""
+        return False
+
+    # how it is traced, and what follows from which trace
+
+    def rank_kinds(self, mesh: Mesh, branches: Sequence[str]) -> list[RankKind]:
+        """List the kinds of ranks that hold different things: each is traced by itself."""
+        return [ALIKE]
+
+    @abstractmethod
+    def traced_as(self, mesh: Mesh) -> tuple[Strategy, Mesh]:
+        """Return the strategy and mesh whose trace serves: numbers of no consequence put to one value."""
+
+    @abstractmethod
+    def trace_parts(self, setting: Setting, direct: Collection[int]) -> list[Setting]:
+        """List the settings to trace for one that `traced_as` gave.
+
+        Numbers of shards in `direct` are traced as they are.
+        """
+
+    def derivation(self, setting: Setting) -> Derivation:
+        """Return how the trace of a setting follows from those of its parts."""
+        return Derivation.AS_TRACED
+
+    # what it costs
+
+    @abstractmethod
+    def weight_shares(self, mesh: Mesh) -> int | None:
+        """Return into how many parts weights and optimizer state are cut; None where nobody can say."""
+
+    def least_step_s(self, setting: Setting, alone_s: Callable[[], float]) -> float | None:
+        """Return a lower bound for a step from the time of the same samples on one device.
+
+        Asked only where not every rank runs the whole model; None where that time says nothing.
+        """
+        return None
+
+    def held_micro_batches(self, setting: Setting, part: int) -> int:
+        """Return how many micro-batches have their activations on a rank of kind `part` at the same time."""
+        return 1
+
+    def idle_s(self, setting: Setting, passes_s: Sequence[float], slowest: int) -> float:
+        """Return the seconds of a step for which the slowest kind of rank waits for the others.
+
+        `passes_s` is the time of one micro-batch on each kind of rank.
+        """
+        return 0.0
+
+    @abstractmethod
+    def exposed_s(self, traffic: Traffic) -> float:
+        """Return the seconds of a step's communication that computing does not hide."""
+
+    # how it is explained
+
+    def describe(self, mesh: Mesh) -> str:
+        """Return the strategy in few words: hybrid 2 + 1, or pipeline of 2 stages x 2."""
+        return self.word.value
+
+    @abstractmethod
+    def explain(self, mesh: Mesh) -> str:
+        """Return what each device holds, for the reasons of a plan."""
+
+    # how it is written into configs
+
+    def config_mesh(self, gpus: int, shards: int | None) -> Mesh:
+        """Return the mesh of a config that names the strategy; `shards` where the config says how many."""
+        return Mesh(dp_replicate=gpus)
+
+    def config_form(self, setting: Setting) -> Setting:
+        """Return the plainest setting that frameworks run in the same way."""
+        return setting
+
+
+def usual_strategy(ranks: int) -> tuple[Strategy, Mesh]:
+    """Return what runs where nobody names a strategy: replicas, or one device."""
+    return (Strategy.DDP if ranks > 1 else Strategy.SINGLE), Mesh(dp_replicate=ranks)
+
+
+def alone_or(
+    strategy: ParallelStrategy, ranks: int, *, nodes: int = 1, branches: int = 0
+) -> tuple[Strategy, Mesh]:
+    """Return a strategy with its usual mesh; on one rank, what runs there."""
+    if ranks == 1:
+        return usual_strategy(ranks)
+    return strategy.word, strategy.usual_mesh(ranks, nodes=nodes, branches=branches)
+
+
+def on_mesh(setting: Setting, strategy: Strategy, mesh: Mesh) -> Setting:
+    """Return one micro-batch of a setting under another strategy and mesh."""
+    return setting.replace(
+        strategy=strategy, mesh=mesh, accumulation=1, global_batch=setting.micro_batch * mesh.data_parallel
+    )

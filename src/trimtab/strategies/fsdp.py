@@ -1,0 +1,80 @@
+"""Shards: every device keeps a share of weights, gradients and optimizer state, and gathers them for use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.spec import Mesh, Strategy
+from trimtab.strategies.base import Derivation, ParallelStrategy, Traffic, Wrapping, on_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from trimtab.spec import Setting
+
+ANCHORS = (4, 16)
+"""Numbers of shards that are traced, where several are asked about."""
+
+
+class FsdpStrategy(ParallelStrategy):
+    """Shards over all devices, by FSDP2; frozen weights are sharded too."""
+
+    word = Strategy.FSDP
+    wrapping = Wrapping.SHARDS
+    complexity = 4
+    # What it shards, others hold whole.
+    probe_order = 0
+    spans_shard_lines = True
+    degrees = (False, True)
+    accelerate_flags = ("--use_fsdp", "--fsdp_version=2")
+
+    def usual_mesh(self, gpus: int, *, nodes: int = 1, branches: int = 0) -> Mesh:
+        """Return as many shards as there are devices."""
+        return Mesh(dp_shard=gpus)
+
+    def traced_as(self, mesh: Mesh) -> tuple[Strategy, Mesh]:
+        """Return itself: what a rank holds depends on the number of shards."""
+        return self.word, mesh
+
+    def trace_parts(self, setting: Setting, direct: Collection[int]) -> list[Setting]:
+        """Return two anchors, which give any number of shards; or that number itself."""
+        shards = setting.mesh.dp_shard
+        numbers = (shards,) if shards in ANCHORS or shards in direct else ANCHORS
+        return [on_mesh(setting, Strategy.FSDP, Mesh(dp_shard=number)) for number in numbers]
+
+    def derivation(self, setting: Setting) -> Derivation:
+        """Find the number of shards on the line through two anchors."""
+        return Derivation.SHARD_LINE
+
+    def weight_shares(self, mesh: Mesh) -> int | None:
+        """Return the number of shards."""
+        return mesh.dp_shard
+
+    def exposed_s(self, traffic: Traffic) -> float:
+        """Return what is not hidden of gathering weights before each use and scattering gradients after.
+
+        Each runs while the block before it computes.
+        """
+        setting, links = traffic.setting, traffic.links
+        shards = setting.mesh.dp_shard
+        gathers = [work for work in traffic.collectives() if "gather" in work.op]
+        scatters = [work for work in traffic.collectives() if "scatter" in work.op]
+        gathered = sum(links.all_gather_s(work.read_bytes, shards) for work in gathers)
+        scattered = sum(links.reduce_scatter_s(work.read_bytes, shards) for work in scatters)
+        first = links.all_gather_s(max((work.read_bytes for work in gathers), default=0), shards)
+        passes = setting.accumulation
+        forward = max(first, gathered / 2 - traffic.hidden_forward_s)
+        backward = max(0.0, gathered / 2 + scattered - traffic.hidden_backward_s)
+        replicas = setting.mesh.dp_replicate
+        # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
+        across = links.all_reduce_s(traffic.gradient_bytes // shards, replicas, apart=shards)
+        sharded = passes * (forward + backward) + max(0.0, across - traffic.hidden_backward_s)
+        return sharded + traffic.statistics_s()
+
+    def explain(self, mesh: Mesh) -> str:
+        """Say what is cut, and in how many parts."""
+        return f"weights, gradients and optimizer state are cut in {mesh.dp_shard}"
+
+    def config_mesh(self, gpus: int, shards: int | None) -> Mesh:
+        """Return shards over all devices."""
+        return Mesh(dp_shard=gpus)
