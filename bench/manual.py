@@ -1,8 +1,8 @@
-"""Writes docs/reference.md and docs/glossary.md from the program itself.
+"""Write docs/reference.md and docs/glossary.md from the program itself.
 
     python bench/manual.py
 
-Tests compare both pages with what this makes, so that no option, function or word goes without them.
+Tests compare both pages with the output of this program, so every option, function and word is in them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ DOCS = Path(__file__).parent.parent / "docs"
 MADE = "<!-- made by `python bench/manual.py`: change the program, not this page -->"
 
 OPENING = """\
-Everything that can be typed, called, read or set. What it is for is in the [how-tos](howto.md) and in the
-page of each verb; words are in the [glossary](glossary.md)."""
+Everything that you can type, call, read or set. The [how-tos](howto.md) and the page of each command tell you
+when to use it; the [glossary](glossary.md) explains the words."""
 OUTPUT = """\
-Each command is a function of `trimtab` too. stdout has the answer, stderr everything else; with `--json`,
-stdout is one JSON object, also when the answer is an error. Sizes are bytes and times seconds there;
-unknown is null."""
+You can call each command as a function of `trimtab` too. You get the answer on stdout and everything else on
+stderr. With `--json`, stdout is one JSON object, also in case of an error. There, sizes are bytes, times are
+seconds, and unknown is null."""
 VALUES = """\
-Frozen values in `trimtab.spec`, JSON both ways by `to_json()` and `from_json()`: what `--json` prints,
-and what plans, logs and summaries hold."""
+These are the frozen value types of `trimtab.spec`. You find them in the output of `--json`, and in plans,
+logs and summaries. You convert them with `to_json()` and `from_json()`."""
 WORDS = """\
-The entries of `trimtab explain WORD`, which also knows other spellings of them (`trimtab explain oom`),
-and the kinds of findings that are listed in [doctor](doctor.md#kinds)."""
+For each word you find what it is, what it costs, and when to change it. `trimtab explain WORD` prints the
+same entry, and accepts other spellings (`trimtab explain oom`). It also explains the commands of the
+[reference](reference.md#commands), the [errors](errors.md), and the findings of [doctor](doctor.md#kinds)."""
 KINDS = {
     "int": "N",
     "integer": "N",
@@ -46,38 +47,38 @@ KINDS = {
     "str": "TEXT",
     "text": "TEXT",
 }
-"""What versions of typer call a value, and what stands for it here."""
+"""Names of value types in the versions of typer, and the placeholder for each."""
 FULL = {"train": api.prepare_training, "launch": api.prepare_launch}
-"""Functions that hand on what they are asked, and to whom."""
+"""Functions that pass their options on, and the function that takes them."""
 
 VARIABLES = (
-    ("TRIMTAB_CACHE", "where traces and tokens are kept; default: `trimtab` in the user's cache folder"),
+    ("TRIMTAB_CACHE", "folder for cached traces and tokens; default: `trimtab` in your cache folder"),
     (
         "TRIMTAB_CALIBRATIONS",
-        "where `trimtab calibrate` keeps what it measured; default: the user's data folder",
+        "folder for the measurements of `trimtab calibrate`; default: your data folder",
     ),
-    ("TRIMTAB_HOST_GIB", "host memory that tracing a job may take; 3 unless set"),
-    ("TRIMTAB_PROGRESS", "0: no lines or status about progress on stderr"),
-    ("TRIMTAB_PARENT", "set by trimtab for processes that end when it ends"),
+    ("TRIMTAB_HOST_GIB", "host memory that tracing a job may use, in GiB; default 3"),
+    ("TRIMTAB_PROGRESS", "0 turns progress messages on stderr off"),
+    ("TRIMTAB_PARENT", "set by trimtab for child processes, which end when it ends"),
     (
         "TRIMTAB_CONTROL, TRIMTAB_CONTROL_SINCE, TRIMTAB_CONTROL_OWN, TRIMTAB_LEADER",
         "set by trimtab for its ranks",
     ),
     ("TRIMTAB_PLAN", "set in the pods of `trimtab launch --kubeflow`: the plan itself"),
-    ("CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER", "which GPUs there are, by CUDA's own rules"),
+    ("CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER", "visible GPUs and their order, as in CUDA"),
     (
         "PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF",
-        "set from a plan's allocator where it is not set; checked by doctor",
+        "set from a plan's allocator if you have not set it; checked by doctor",
     ),
     (
         "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
-        "a launcher's, or set by hand, all of them",
+        "set by a launcher, or all of them by you",
     ),
     (
         "SLURM_*, PET_*, KUBERNETES_SERVICE_HOST, TORCHELASTIC_RUN_ID",
-        "which scheduler and launcher the process is under",
+        "how trimtab recognises the scheduler and launcher",
     ),
-    ("OMP_NUM_THREADS", "kept where it is set; else the cores that a process may use"),
+    ("OMP_NUM_THREADS", "used if you set it; default: the cores that a process may use"),
     ("COLUMNS, NO_COLOR, FORCE_COLOR", "width and colours of the output"),
 )
 FILES = (
@@ -93,29 +94,29 @@ FILES = (
     ),
     (
         "`launch.sbatch`, `launch-plan.json`, `launch.json`",
-        "in the run's folder: what was submitted, its plan, the job's number",
+        "in the run folder: the submitted script, its plan, the job's number",
         "[launching](launching.md)",
     ),
     (
         "`trimtab.toml`",
-        "`[launch]`: what a site always wants; `[[target]]`: further config formats",
+        "`[launch]`: defaults of your site; `[[target]]`: further config formats",
         "[site](launching.md#what-a-site-always-wants), [target](configs.md#teaching-it-another-config)",
     ),
     (
         "`.trimtab/backups/N/`",
-        "beside a config that `apply` wrote: what it was before",
+        "next to a config that `apply` changed: earlier versions",
         "[configs](configs.md#backups)",
     ),
     ("a file from `detect --json`", "a machine, for `--on` elsewhere", "[detect](detect.md)"),
     (
         "a file from `detect --record`",
-        "every question to a machine and its answer, for a report",
+        "every query to a machine and its answer, for a bug report",
         "[detect](detect.md)",
     ),
-    ("faults.json (`train --faults`)", "a drill", "[training](training.md#drills)"),
+    ("faults.json (`train --faults`)", "faults to inject", "[training](training.md#drills)"),
     (
         "cases.jsonl (`profile --keep`, `exam --cases`)",
-        "measurements to sit the exam with",
+        "measurements for the exam",
         "[memory](memory.md)",
     ),
 )
@@ -207,7 +208,7 @@ def functions() -> str:
                 first, rest = taken.rpartition("**")[0], signature(FULL[name]).partition("*, ")[2]
                 taken = f"{first.removesuffix('*, ')}{'' if '*, ' in first else '*, '}{rest}"
             rows.append((f"`trimtab.{name}{cell(taken)}`", first_line(value)))
-    return table(("function", "gives"), rows)
+    return table(("function", "does"), rows)
 
 
 def classes() -> str:
@@ -243,7 +244,7 @@ def nouns() -> str:
             rows.append(
                 (f"`{name}`", first_line(value), "one of " + ", ".join(f"`{one.value}`" for one in value))
             )
-    return table(("noun", "is", "has"), rows)
+    return table(("type", "is", "fields"), rows)
 
 
 def reference() -> str:
@@ -251,10 +252,10 @@ def reference() -> str:
     listed = commands()
     contents = [
         ("[Commands](#commands)", ", ".join(f"[{name}](#trimtab-{name})" for name in listed)),
-        ("[Python](#python)", "functions, classes, nouns and the keys of their JSON"),
+        ("[Python](#python)", "functions, classes, value types and the keys of their JSON"),
         ("[Exit codes](#exit-codes), errors", "and [errors](errors.md)"),
         ("[Targets](#targets)", "config formats that plans are written into"),
-        ("[Files](#files), [variables](#variables)", "what is read and written"),
+        ("[Files](#files), [variables](#variables)", "what trimtab reads and writes"),
     ]
     codes = api.explain("exit-codes")
     from trimtab.configs.targets import built_in
@@ -269,10 +270,10 @@ def reference() -> str:
         OUTPUT,
         *(command_text(name, command) for name, command in listed.items()),
         "## Python",
-        "`import trimtab` costs nothing: names are loaded when they are first used.",
+        "`import trimtab` is fast: names are loaded when you first use them.",
         functions(),
         classes(),
-        "### Nouns",
+        "### Values",
         VALUES,
         nouns(),
         "## Exit codes",
@@ -298,9 +299,8 @@ TITLES = {
     "strategy": "Strategies",
     "term": "Terms",
     "hardware": "Hardware",
-    "verb": "Verbs",
-    "error": "Errors",
 }
+"""Sections of the glossary. Commands and errors are on other pages."""
 
 
 def anchor(name: str) -> str:
@@ -312,14 +312,20 @@ def anchor(name: str) -> str:
     return re.sub(r"[^\w-]", "", name.lower().replace(" ", "-"))
 
 
+def link(word: Word) -> str:
+    """Return a link to where a word is explained."""
+    places = {"verb": f"reference.md#trimtab-{word.name}", "error": "errors.md"}
+    return f"[{word.name}]({places.get(word.kind, f'#{anchor(word.name)}')})"
+
+
 def word_text(word: Word, known: dict[str, Word]) -> str:
-    """One entry."""
+    """Return one entry."""
     lines = [f"### {word.name}", word.what]
     lines += [f"*{label}:* {text}" for label, text in (("Cost", word.cost), ("When", word.change)) if text]
     if word.use:
         lines.append(" ".join(word.use))
     if word.see:
-        lines.append("*See* " + ", ".join(f"[{one}](#{anchor(one)})" for one in word.see if one in known))
+        lines.append("*See* " + ", ".join(link(known[name]) for name in word.see if name in known))
     return "\n\n".join(lines)
 
 
@@ -333,7 +339,7 @@ def glossary() -> str:
     ]
     for kind, title in TITLES.items():
         chosen = sorted((one for one in known.values() if one.kind == kind), key=lambda one: one.name.lower())
-        parts += [f"## {title}", ", ".join(f"[{one.name}](#{anchor(one.name)})" for one in chosen)]
+        parts += [f"## {title}", ", ".join(link(word) for word in chosen)]
         parts += [word_text(one, known) for one in chosen]
     return "\n\n".join(parts) + "\n"
 
