@@ -174,7 +174,7 @@ def test_every_face_knows_a_precision(precision: Precision) -> None:
     assert runs(v100, precision) is (v100.peaks.of(precision.dtypes.products) is not None)
 
 
-@pytest.mark.parametrize(("precision", "chosen"), permutations(Precision, 2))
+@pytest.mark.parametrize(("precision", "chosen"), [*permutations(Precision, 2)])
 def test_a_plan_says_why_it_does_not_take_a_precision(precision: Precision, chosen: Precision) -> None:
     if chosen.dtypes.keeps_float32:
         assert precision.value in _why_not(precision, chosen, stated("H100").devices)
