@@ -12,7 +12,7 @@ import trimtab
 PACKAGE = Path(trimtab.__file__).parent
 
 FLOORS = [
-    {"units", "errors"},
+    {"units", "errors", "version"},
     {"spec"},
     {"strategies"},
     {"catalog", "jobs"},
@@ -39,8 +39,7 @@ def imported_rooms(source: str) -> list[tuple[int, str]]:
             continue
         dotted = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom) and node.module == "trimtab":
-            # `from trimtab import __version__` is a constant of the package, not a room.
-            dotted = [f"trimtab.{name}" for name in dotted if name != "__version__"]
+            dotted = [f"trimtab.{name}" for name in dotted]
         elif isinstance(node, ast.ImportFrom):
             dotted = [node.module or ""]
         found += [(node.lineno, name.split(".")[1]) for name in dotted if name.startswith("trimtab.")]
@@ -85,16 +84,14 @@ def test_an_upward_import_is_caught(source: str) -> None:
 
 
 def test_a_sideways_and_a_downward_import_are_allowed() -> None:
-    source = (
-        "from trimtab.catalog import lookup\nfrom trimtab.units import GIB\nfrom trimtab import __version__"
-    )
+    source = "from trimtab.catalog import lookup\nfrom trimtab.units import GIB\nfrom trimtab import version"
     assert upward("catalog", source) == []
 
 
 def test_the_package_itself_imports_nothing_when_it_is_imported() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     names = [n.module for n in tree.body if isinstance(n, ast.ImportFrom)]
-    assert names == ["__future__", "typing"]
+    assert names == ["__future__", "typing", "trimtab.version"]
 
 
 def test_every_room_has_a_floor() -> None:

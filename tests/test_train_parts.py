@@ -351,7 +351,7 @@ def test_several_nodes_need_a_place_to_meet() -> None:
     ],
 )
 def test_a_lost_peer_is_told_from_a_bug(text: str, lost: bool) -> None:
-    assert worker.is_lost(RuntimeError(text)) is lost
+    assert control_module.is_lost(RuntimeError(text)) is lost
 
 
 def test_the_end_of_a_run_is_an_exit_code() -> None:

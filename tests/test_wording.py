@@ -1,7 +1,7 @@
 """Lint for words: pages, glossary, help text, docstrings and identifiers use plain, guessable English.
 
-The documentation is checked as a whole. Source code is checked for the packages and commands listed in CLEAN;
-extend the lists as packages become clean, and never shorten them.
+The documentation is checked as a whole. Source code is checked for the packages in CLEAN_*:
+extend the lists as packages become clean, until they name every package.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "trimtab"
 WORDS = SOURCE / "catalog" / "words.toml"
 
-CLEAN_IDENTIFIERS: tuple[str, ...] = ()
+CLEAN_IDENTIFIERS: tuple[str, ...] = ("strategies",)
 """Packages and modules below src/trimtab, as `spec` or `units.py`, without a banned identifier."""
-CLEAN_DOCSTRINGS: tuple[str, ...] = ()
+CLEAN_DOCSTRINGS: tuple[str, ...] = ("cli", "errors.py", "render.py", "units.py")
 """Packages and modules whose docstrings and comments have no banned word."""
-CLEAN_COMMANDS: tuple[str, ...] = ()
-"""Commands whose help text has no banned word."""
+UNCLEAN_COMMANDS = frozenset({"apply", "show"})
+"""Commands whose help text still has a banned word."""
 
 NOT_YET = frozenset({"architecture.md"})
 """Pages that are still to be rewritten."""
@@ -110,9 +110,9 @@ def test_no_entry_of_the_glossary_uses_a_banned_word() -> None:
 
 
 def test_no_help_text_uses_a_banned_word() -> None:
-    commands = manual.commands()
-    for name in CLEAN_COMMANDS:
-        command = commands[name]
+    for name, command in manual.commands().items():
+        if name in UNCLEAN_COMMANDS:
+            continue
         texts = [command.help or "", *(parameter.help or "" for parameter in command.params)]
         assert banned_words(" ".join(texts)) == [], name
 
@@ -121,6 +121,7 @@ def modules(packages: tuple[str, ...]) -> Iterator[tuple[str, ast.Module]]:
     """Yield the modules of some packages, with their path below src/trimtab."""
     for package in packages:
         place = SOURCE / package
+        assert place.exists(), package
         for file in [place] if place.suffix else sorted(place.rglob("*.py")):
             yield str(file.relative_to(SOURCE)), ast.parse(file.read_text(encoding="utf-8"))
 

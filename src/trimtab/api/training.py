@@ -139,13 +139,14 @@ def run_training(task: Task, fleet: Fleet | None) -> Ending:
     """Train, in this process or in those that it starts."""
     from trimtab.errors import EnvironmentFault
     from trimtab.training import start, worker
+    from trimtab.training.control import is_lost
 
     if fleet is not None:
         return start.launch(task, fleet)
     try:
         return worker.run(task)
     except Exception as error:
-        if not worker.is_lost(error):
+        if not is_lost(error):
             raise
         raise EnvironmentFault(
             "trimtab train",

@@ -178,9 +178,9 @@ def _show_error(error: TrimtabError) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from trimtab import __version__
+        from trimtab.version import VERSION
 
-        typer.echo(f"trimtab {__version__}")
+        typer.echo(f"trimtab {VERSION}")
         raise typer.Exit
 
 

@@ -10,7 +10,6 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from trimtab import __version__
 from trimtab.pages import figures, run_figures
 from trimtab.pages.drawing import NARROW, WIDE
 from trimtab.pages.markup import Markup, join, tag
@@ -18,6 +17,7 @@ from trimtab.pages.scales import byte_unit, short
 from trimtab.planner.stale import used
 from trimtab.render import setting_words
 from trimtab.units import format_duration
+from trimtab.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +72,7 @@ def page(story: Story, shown: Sequence[Figure]) -> str:
     body = tag(
         "body",
         tag("main", *_sections(story, shown)),
-        tag("footer", f"trimtab {__version__} · {story.origin}"),
+        tag("footer", f"trimtab {VERSION} · {story.origin}"),
         tag("div", id="tip", role="status", aria_live="polite"),
         tag("script", Markup(script)),
     )

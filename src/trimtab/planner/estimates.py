@@ -9,11 +9,12 @@ from trimtab.planner.foresight import plain_device, traced_as
 from trimtab.planner.stale import devices_of
 from trimtab.predict.accumulate import accumulated
 from trimtab.predict.calibration import read_own_calibration
-from trimtab.predict.derive import derived, simpler
+from trimtab.predict.derive import derived
 from trimtab.predict.estimate import estimate
 from trimtab.predict.timeline import timeline
 from trimtab.predict.traces import cached_trace, traces
 from trimtab.predict.verdict import judge_fully
+from trimtab.strategies import strategy_of
 from trimtab.trace.worker import Request
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def cached_timeline(plan: Plan) -> tuple[Timeline | None, str]:
         try:
             device = plain_device(devices_of(plan).devices[0])
             request = Request(job=plan.job, overrides=plan.options, setting=setting, device=device)
-            parts = [cached_trace(request.replace(setting=part)) for part in simpler(setting, direct)]
+            needed = strategy_of(setting).trace_parts(setting, direct)
+            parts = [cached_trace(request.replace(setting=part)) for part in needed]
         except TrimtabError as error:
             return None, f"its devices are not known here ({error.found})"
         traced = [part for part in parts if part is not None]

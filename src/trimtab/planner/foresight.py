@@ -17,7 +17,7 @@ from trimtab.planner.outlook import Floor, kind, room_bytes
 from trimtab.predict import comms, time
 from trimtab.predict.accumulate import accumulated
 from trimtab.predict.calibration import speed
-from trimtab.predict.derive import derived, simpler
+from trimtab.predict.derive import derived
 from trimtab.predict.estimate import estimate as judge
 from trimtab.predict.verdict import judge_fully
 from trimtab.spec import PARTS, Allocator, Estimate, Recompute
@@ -249,7 +249,8 @@ class Foresight:
         one, device = traced_as(setting), plain_device(layout.device)
         key = self._key(one, device)
         if key not in self.derived:
-            parts = [self.traces.get(self._key(part, device)) for part in simpler(one, self.direct)]
+            needed = strategy_of(one).trace_parts(one, self.direct)
+            parts = [self.traces.get(self._key(part, device)) for part in needed]
             wrong = next((part for part in parts if isinstance(part, TrimtabError)), None)
             known = [part for part in parts if part is not None and not isinstance(part, TrimtabError)]
             if wrong is None and len(known) < len(parts):
@@ -302,7 +303,8 @@ class Foresight:
 
     def _parts(self, setting: Setting) -> list[Setting]:
         """The settings whose traces give this one's."""
-        return simpler(traced_as(setting), self.direct)
+        traced = traced_as(setting)
+        return strategy_of(traced).trace_parts(traced, self.direct)
 
     def _line(self, setting: Setting, device: Device) -> str:
         return self._key(setting.replace(micro_batch=1, global_batch=setting.data_parallel), device)

@@ -6,13 +6,13 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from trimtab import __version__
 from trimtab.errors import BrokenFile, UnknownName, WrongUse
 from trimtab.jobs.load import name_of
 from trimtab.planner.outlook import kind, room_bytes
 from trimtab.spec import Plan
 from trimtab.trace.summary import summary
 from trimtab.units import format_bytes
+from trimtab.version import VERSION
 
 if TYPE_CHECKING:
     from trimtab.spec import Cluster, Place, Workload
@@ -156,7 +156,7 @@ def versions() -> dict[str, str]:
         torch = version("torch").partition("+")[0]
     except PackageNotFoundError:
         torch = "none"
-    return {"trimtab": __version__, "torch": torch}
+    return {"trimtab": VERSION, "torch": torch}
 
 
 def check_plan(

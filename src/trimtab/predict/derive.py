@@ -24,14 +24,6 @@ if TYPE_CHECKING:
     from trimtab.spec import Setting, Trace
 
 
-def simpler(setting: Setting, direct: Collection[int] = ()) -> list[Setting]:
-    """Return the settings to trace instead of one: one device for replicas, two anchors for shards.
-
-    Of branches and of pipelines, one copy each. Numbers of shards in `direct` are traced as they are.
-    """
-    return strategy_of(setting).trace_parts(setting, direct)
-
-
 def direct_shards(numbers: Collection[int]) -> set[int]:
     """Return the numbers of shards to trace as they are, of all that a plan may use.
 
@@ -46,7 +38,7 @@ def direct_shards(numbers: Collection[int]) -> set[int]:
 
 
 def derived(setting: Setting, traces: list[Trace]) -> Trace | None:
-    """The trace of a setting from those of `simpler`; None where shards do not lie on a line."""
+    """The trace of a setting from those of its `trace_parts`; None where shards do not lie on a line."""
     how = strategy_of(setting).derivation(setting)
     if how is Derivation.BUCKETS:
         return with_buckets(traces[0], gradient_bytes(traces[0], setting))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from trimtab import __version__
 from trimtab.catalog.describe import capability
 from trimtab.catalog.tables import drivers, torch_builds, torch_releases
 from trimtab.catalog.torch_release import is_supported, requirement
 from trimtab.spec import Device, Finding, Severity, Versions
+from trimtab.version import VERSION
 
 if TYPE_CHECKING:
     from trimtab.probe.world import World
@@ -21,7 +21,7 @@ def read(world: World, driver: str | None, driver_cuda: str | None, driver_sourc
     package = _nccl_package(_assigned(text, "cuda"))
     nccl = world.host(f"package:{package}") if package else None
     known = {
-        "trimtab": (__version__, "detected: this program"),
+        "trimtab": (VERSION, "detected: this program"),
         "python": (world.host("python"), "detected: this interpreter"),
         "torch": (world.host("package:torch"), "detected: package metadata"),
         "torch_cuda": (_assigned(text, "cuda"), "detected: torch/version.py"),

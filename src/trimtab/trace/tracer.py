@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab import __version__
 from trimtab.errors import TrimtabError
 from trimtab.jobs import load
 from trimtab.jobs.load import BUILT_IN, FOLDER
@@ -18,6 +17,7 @@ from trimtab.spec import Allocator, Trace
 from trimtab.trace.forks import at_once
 from trimtab.trace.standing import Standing
 from trimtab.trace.worker import Requests
+from trimtab.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,7 +154,7 @@ def fingerprint(job: str, question: str) -> str:
     """What an answer about a job depends on: the question, the job's source, and the versions in use."""
     from importlib.metadata import PackageNotFoundError, version
 
-    parts = [question, __version__, sys.version]
+    parts = [question, VERSION, sys.version]
     for package in ("torch", "transformers", "peft"):
         try:
             parts.append(version(package))

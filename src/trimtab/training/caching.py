@@ -16,13 +16,12 @@ from trimtab.engine import cached
 from trimtab.engine.step import check_loss
 from trimtab.errors import WrongUse
 from trimtab.jobs.embeddings import Embeddings, check_samples, comparable, direct_loss, embed
-from trimtab.strategies import strategy_of
+from trimtab.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from trimtab.engine.cached import WholeLoss
     from trimtab.training import preparing
-    from trimtab.training.parts import Part
-    from trimtab.training.stepper import Stepper
+    from trimtab.training.parts import Part, StepRunner
 
 LOSS_TRIES = 2
 """How often the loss of the global batch is tried before its memory is found too small."""
@@ -38,12 +37,13 @@ class RandomState(NamedTuple):
 class Caching:
     """Computes the parts of an attempt in two passes over them."""
 
-    def __init__(self, stepper: Stepper, job: Any) -> None:
-        if not strategy_of(stepper.setting).runs_whole_model:
+    def __init__(self, stepper: StepRunner, job: Any) -> None:
+        whole = [strategy.word for strategy in STRATEGIES.values() if strategy.runs_whole_model]
+        if stepper.setting.strategy not in whole:
             raise WrongUse(
                 f"strategy {stepper.setting.strategy} for a job with embed() and loss_of()",
                 found="gradient caching needs ranks that each hold the whole model or shards of it",
-                cure="Use strategy single, ddp, fsdp or hsdp.",
+                cure=f"Use one of the strategies {', '.join(whole)}.",
             )
         self._stepper = stepper
         self._job = job

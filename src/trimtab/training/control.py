@@ -30,6 +30,19 @@ OWN = "TRIMTAB_CONTROL_OWN"
 """What the notes of one node are called, where several share the folder."""
 LOST = 75
 """Exit code of a rank whose peers are gone: try again, as sysexits.h has it."""
+LOST_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "timed out waiting",
+    "timeout waiting for",
+    "nccl communicator was aborted",
+    "remote process has exited",
+    "watchdog caught collective operation timeout",
+)
+"""How torch's backends say that another rank is gone."""
 SAME = 3
 """Crashes alike in a row, with no step between them, that make a bug."""
 
@@ -190,3 +203,16 @@ def given() -> Control | None:
 def _who(trace: str) -> dict[str, Any]:
     """Which rank of which node says it."""
     return {"rank": parse_whole(os.environ.get("RANK", "")), "host": socket.gethostname(), "trace": trace}
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank is gone.
+
+    >>> is_lost(RuntimeError("[..pair.cc:553] Connection closed by peer [127.0.0.1]:4711"))
+    True
+    """
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    text = str(error).lower()
+    return bool(kinds & {"DistBackendError", "DistNetworkError", "NeighbourFailed"}) or any(
+        words in text for words in LOST_WORDS
+    )

@@ -22,7 +22,7 @@ from trimtab.training.recovery import is_out_of_memory
 if TYPE_CHECKING:
     from trimtab.training import preparing
     from trimtab.training.loading import Window
-    from trimtab.training.stepper import Stepper
+    from trimtab.training.parts import StepRunner
 
 STATED = "the job says additive = False"
 
@@ -30,7 +30,7 @@ STATED = "the job says additive = False"
 class Divisible:
     """Whether the batch of a run may be cut; found out when it matters."""
 
-    def __init__(self, stepper: Stepper, job: Any) -> None:
+    def __init__(self, stepper: StepRunner, job: Any) -> None:
         self._stepper = stepper
         stated = None if job is None else stated_additive(job)
         self._found = None if stated is None else BatchLoss(additive=stated, stated=True, why=STATED)
@@ -115,7 +115,7 @@ class Divisible:
         )
 
 
-def refusal(stepper: Stepper, found: BatchLoss) -> WrongUse:
+def refusal(stepper: StepRunner, found: BatchLoss) -> WrongUse:
     """The error of a run that would cut a batch whose loss cannot be cut."""
     setting = stepper.setting
     ways = (

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset, default_collate
 
 from trimtab.errors import JobFailed
 from trimtab.jobs.job import samples_in
+from trimtab.strategies import strategy_of
 from trimtab.training.loading import cut
 from trimtab.training.order import bounds
 from trimtab.training.recovery import is_out_of_memory
@@ -99,9 +100,9 @@ def _loss(run: Run, batch: Any) -> float:
             return float(run.loss_of(run.on_device(batch)))
     except Exception as error:
         samples = samples_in(batch)
-        mesh = run.setting.mesh
-        # Ranks that compute together cannot take halves alone.
-        if not is_out_of_memory(error) or samples < 2 or mesh.dp_shard * mesh.pp > 1:  # noqa: PLR2004 - halves
+        # Ranks that compute together, each with a share of the weights, cannot take halves alone.
+        shares = strategy_of(run.setting).weight_shares(run.setting.mesh) or 1
+        if not is_out_of_memory(error) or samples < 2 or shares > 1:  # noqa: PLR2004 - halves
             raise
     gc.collect()
     torch.cuda.empty_cache()

@@ -29,7 +29,7 @@ from trimtab.launching.summary import forget, gpus_on_node, summed, write
 from trimtab.planner import whole_batch
 from trimtab.spec import BatchLoss, IncidentKind
 from trimtab.strategies import strategy_of
-from trimtab.training.control import given
+from trimtab.training.control import given, is_lost
 from trimtab.training.evaluate import evaluate, validation_of
 from trimtab.training.faults import Faults, tear
 from trimtab.training.folder import RunFolder, RunIdentity
@@ -46,7 +46,6 @@ from trimtab.training.signals import SILENCE_S, Request, Signals, described, mea
 from trimtab.training.states import snapshot
 from trimtab.training.task import Ending, check_trainable
 from trimtab.training.trouble import Trouble
-from trimtab.training.worker import is_lost
 from trimtab.training.world import connect, disconnect, read
 from trimtab.units import format_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 import torch
@@ -16,7 +16,48 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from trimtab.training.stepper import Stepper
+    from trimtab.spec import Setting
+    from trimtab.training.precision import LossScale
+    from trimtab.training.reduce import Groups
+    from trimtab.training.world import World
+
+
+class StepRunner(Protocol):
+    """What the passes of a step ask of the object that runs the step: a Stepper, or one in a test."""
+
+    setting: Setting
+    world: World
+    groups: Groups
+    device: torch.device
+    autocast: torch.dtype | None
+    scale: LossScale
+
+    def at(self, point: str) -> Any:
+        """Inject the fault that is scheduled for a point, if there is one."""
+
+    def enter(self, part: Part) -> None:
+        """Prepare the forward pass of a micro-batch."""
+
+    def left(self) -> None:
+        """Finish the backward pass of a micro-batch."""
+
+    def backward(self, loss: Any, share: Any) -> None:
+        """Run the backward pass of a loss that has this share in the loss of the step."""
+
+    def backward_from(self, surrogate: torch.Tensor) -> None:
+        """Run the backward pass of a micro-batch whose loss has been counted already."""
+
+    def counts(self, loss: torch.Tensor) -> None:
+        """Take a loss as this rank's part in the loss of the step."""
+
+    def gives_up(self, why: str) -> None:
+        """End the run on all ranks with a cause: no smaller micro-batch helps."""
+
+    def count_statistics(self, ready: Any, part: Part) -> None:
+        """Let BatchNorm's statistics over all ranks see only samples that count."""
+
+    def swallows(self, error: BaseException) -> str | None:
+        """Describe an error that the step recovers from; return None for any other."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +111,7 @@ class Part:
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913 - made by the stepper alone
-        self, stepper: Stepper, host: Any, *, samples: int, share: Any, number: int, count: int
+        self, stepper: StepRunner, host: Any, *, samples: int, share: Any, number: int, count: int
     ) -> None:
         self._stepper = stepper
         self.host = host

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import BrokenFile, TrimtabError
 from trimtab.spec import Attempt, Incident, IncidentKind
-from trimtab.training.control import LEADER
+from trimtab.training.control import LEADER, is_lost
 from trimtab.training.folder import ATTEMPT, write_whole
 from trimtab.training.settle import gathered, nodes_of
-from trimtab.training.worker import is_lost
 from trimtab.units import parse_whole
 
 if TYPE_CHECKING:

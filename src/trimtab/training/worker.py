@@ -10,24 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import TrimtabError
-from trimtab.training.control import LOST, Control, end_with_parent, given
+from trimtab.training.control import LOST, Control, end_with_parent, given, is_lost
 
 if TYPE_CHECKING:
     from trimtab.training.task import Ending, Task
-
-LOST_WORDS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "timed out waiting",
-    "timeout waiting for",
-    "nccl communicator was aborted",
-    "remote process has exited",
-    "watchdog caught collective operation timeout",
-)
-"""How torch's backends say that another rank is gone."""
 
 
 def main(arguments: list[str]) -> int:
@@ -68,19 +54,6 @@ def run(task: Task) -> Ending:
     from trimtab.training.loop import train
 
     return train(task)
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank is gone.
-
-    >>> is_lost(RuntimeError("[..pair.cc:553] Connection closed by peer [127.0.0.1]:4711"))
-    True
-    """
-    kinds = {one.__name__ for one in type(error).__mro__}
-    text = str(error).lower()
-    return bool(kinds & {"DistBackendError", "DistNetworkError", "NeighbourFailed"}) or any(
-        one in text for one in LOST_WORDS
-    )
 
 
 def _unforeseen(error: Exception, control: Control | None) -> int:
