@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from machine import machine  # type: ignore[import-not-found] # beside this file
 
-from trimtab.configs import documents, files
+from trimtab.configs import files, formats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.configs.texts import KeyPath
+    from trimtab.configs.text_edit import KeyPath
 
 LINES = 10_000
 RUNS = 5
@@ -87,14 +87,14 @@ def main() -> None:
         source = text()
 
         def edit(source: str = source, name: str = name) -> str:
-            return documents.read(source, name).edited(changes)
+            return formats.read_config(source, name).edit(changes)
 
         def there_and_back(source: str = source, name: str = name) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / name
                 file.write_text(source, encoding="utf-8")
-                files.write(files.prepared([files.Wanted(file=str(file), changes=changes)]))
-                files.revert(str(file))
+                files.write_files(files.prepare_files([files.FileChange(file=str(file), changes=changes)]))
+                files.revert_file(str(file))
 
         print(f"{name:10} {best(edit):8.3f}s {best(there_and_back):17.3f}s")
 

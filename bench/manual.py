@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import trimtab
 from trimtab import api, spec
-from trimtab.spec import Noun
+from trimtab.spec import Noun, requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,6 +32,10 @@ OUTPUT = """\
 You can call each command as a function of `trimtab` too. You get the answer on stdout and everything else on
 stderr. With `--json`, stdout is one JSON object, also in case of an error. There, sizes are bytes, times are
 seconds, and unknown is null."""
+REQUESTS = """\
+These are the options of the commands as values, in `trimtab.spec.requests`. You can call
+`trimtab.plan(request)` in place of `trimtab.plan(job, ...)`. You store a request with `to_json()`, read it
+with `from_json()`, and get its JSON schema with `schema()`."""
 VALUES = """\
 These are the frozen value types of `trimtab.spec`. You find them in the output of `--json`, and in plans,
 logs and summaries. You convert them with `to_json()` and `from_json()`."""
@@ -48,8 +52,6 @@ KINDS = {
     "text": "TEXT",
 }
 """Names of value types in the versions of typer, and the placeholder for each."""
-FULL = {"train": api.prepare_training, "launch": api.prepare_launch}
-"""Functions that pass their options on, and the function that takes them."""
 
 VARIABLES = (
     ("TRIMTAB_CACHE", "folder for cached traces and tokens; default: `trimtab` in your cache folder"),
@@ -136,12 +138,9 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def commands() -> dict[str, Any]:
     """Every command of the program, in the order of its help."""
-    import typer
+    from trimtab.cli.main import COMMANDS, load_command
 
-    from trimtab.cli.commands import app
-
-    found: Any = typer.main.get_command(app)
-    return dict(found.commands)
+    return {name: load_command(name) for name in COMMANDS}
 
 
 def command_text(name: str, command: Any) -> str:
@@ -203,11 +202,7 @@ def functions() -> str:
     for name in sorted(trimtab.__all__):
         value = getattr(trimtab, name)
         if inspect.isfunction(value):
-            taken = signature(value)
-            if name in FULL:
-                first, rest = taken.rpartition("**")[0], signature(FULL[name]).partition("*, ")[2]
-                taken = f"{first.removesuffix('*, ')}{'' if '*, ' in first else '*, '}{rest}"
-            rows.append((f"`trimtab.{name}{cell(taken)}`", first_line(value)))
+            rows.append((f"`trimtab.{name}{cell(signature(value))}`", first_line(value)))
     return table(("function", "does"), rows)
 
 
@@ -247,6 +242,16 @@ def nouns() -> str:
     return table(("type", "is", "fields"), rows)
 
 
+def request_rows() -> str:
+    """What each request has: the arguments of its function, and the keys of its JSON."""
+    rows = []
+    for name, value in sorted(vars(requests).items()):
+        if name.endswith("Request") and name != "CommandRequest":
+            fields = ", ".join(f"`{field}`" for field in requests.options_of(value))
+            rows.append((f"`{name}`", first_line(value), fields))
+    return table(("request", "is", "has"), rows)
+
+
 def reference() -> str:
     """The page docs/reference.md."""
     listed = commands()
@@ -258,9 +263,9 @@ def reference() -> str:
         ("[Files](#files), [variables](#variables)", "what trimtab reads and writes"),
     ]
     codes = api.explain("exit-codes")
-    from trimtab.configs.targets import built_in
+    from trimtab.configs.targets import builtin_targets
 
-    targets = [(f"`{one.name}`", cell(one.title)) for one in built_in()]
+    targets = [(f"`{one.name}`", cell(one.title)) for one in builtin_targets()]
     parts = [
         "# Reference",
         MADE,
@@ -273,6 +278,9 @@ def reference() -> str:
         "`import trimtab` is fast: names are loaded when you first use them.",
         functions(),
         classes(),
+        "### Requests",
+        REQUESTS,
+        request_rows(),
         "### Values",
         VALUES,
         nouns(),

@@ -17,7 +17,7 @@ from pathlib import Path
 from machine import machine  # type: ignore[import-not-found] # beside this file
 
 import trimtab
-from trimtab.cli.screen import Lines
+from trimtab.cli.watch import Lines
 
 SECONDS = 60
 READINGS = ("memory_bytes", "used_bytes", "busy", "memory_busy", "power_w", "temperature_c", "clock_hz")

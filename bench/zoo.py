@@ -796,8 +796,8 @@ class Line:
 
 def trace_entry(entry: Entry) -> Line:
     """Trace one model in this process, which cannot be used for anything else afterwards."""
-    from trimtab.api.asking import cluster
-    from trimtab.api.predicting import first_device
+    from trimtab.api.detecting import cluster
+    from trimtab.api.estimating import first_device
     from trimtab.errors import TrimtabError
     from trimtab.predict.estimate import estimate
     from trimtab.spec import Precision, Setting, Trace
@@ -904,11 +904,11 @@ def import_once() -> None:
     import transformers
     import transformers.modeling_utils
 
-    import trimtab.api.predicting
+    import trimtab.api.estimating
     import trimtab.predict.estimate
     import trimtab.trace.worker
 
-    _ = transformers.PreTrainedModel, trimtab.api.predicting.estimate
+    _ = transformers.PreTrainedModel, trimtab.api.estimating.estimate
 
 
 if __name__ == "__main__":

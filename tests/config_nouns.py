@@ -6,14 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from trimtab.configs.backups import Backup, Saved
-from trimtab.configs.edits import Edit
-from trimtab.configs.files import Restored, Written
-from trimtab.configs.reading import ConfigWarning, Found, Reading
-from trimtab.configs.showing import Display, Shown
-from trimtab.configs.stages import StageConfig, StagePlan
-from trimtab.configs.targets import COUNTS, WORDS, Knob, Requirement, Site, Stage, Subject, Target
-from trimtab.configs.texts import Entry
+from trimtab.configs.apply import StageConfig, StagePlan
+from trimtab.configs.files import Backup, RevertResult, SavedFile, WriteResult
+from trimtab.configs.interpret import ConfigWarning, FoundKey, Reading
+from trimtab.configs.plan_edits import Edit
+from trimtab.configs.show import Display, ShownStage
+from trimtab.configs.targets import (
+    COUNTS,
+    WORDS,
+    ConfigTarget,
+    Knob,
+    Requirement,
+    StageFormat,
+    Subject,
+    TargetSite,
+)
+from trimtab.configs.text_edit import Entry
 
 if TYPE_CHECKING:
     from trimtab import spec
@@ -56,9 +64,9 @@ knobs = word_knobs() | st.builds(
     listed=st.booleans(),
 )
 subjects = st.builds(Subject, name=names, folder=names, options=tables)
-stages = st.builds(Stage, marks=marks, options=tables, micro_batch=names, accumulation=names)
+stages = st.builds(StageFormat, marks=marks, options=tables, micro_batch=names, accumulation=names)
 targets = st.builds(
-    Target,
+    ConfigTarget,
     name=st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True),
     title=names,
     marks=marks,
@@ -76,30 +84,30 @@ requirements = st.builds(
 warnings = st.builds(
     ConfigWarning, text=names, file=names, key=names, value=plain, field=names, planned=plain
 )
-found = st.builds(Found, field=names, key=names, value=plain, line=st.none() | places, computed=names)
-saved = st.builds(Saved, file=names, sha256=names, after_sha256=names)
+found = st.builds(FoundKey, field=names, key=names, value=plain, line=st.none() | places, computed=names)
+saved = st.builds(SavedFile, file=names, sha256=names, after_sha256=names)
 
 
 def config_nouns(
     settings: st.SearchStrategy[spec.Setting], estimates: st.SearchStrategy[spec.Estimate]
 ) -> dict[type[spec.Noun], st.SearchStrategy[Any]]:
     """By class; some of them hold settings and estimates."""
-    shown = st.builds(Shown, name=names, file=names, setting=settings, options=options, advice=texts)
+    shown = st.builds(ShownStage, name=names, file=names, setting=settings, options=options, advice=texts)
     return {
         Knob: knobs,
         Requirement: requirements,
         ConfigWarning: warnings,
         Subject: subjects,
-        Stage: stages,
-        Target: targets,
-        Site: st.builds(Site, target=targets, root=paths),
+        StageFormat: stages,
+        ConfigTarget: targets,
+        TargetSite: st.builds(TargetSite, target=targets, root=paths),
         Entry: st.builds(Entry, path=paths, value=plain, line=places, column=places, computed=names),
-        Found: found,
+        FoundKey: found,
         Reading: st.builds(Reading, target=names, found=st.lists(found, max_size=1).map(tuple), facts=facts),
         Edit: st.builds(Edit, file=names, key=names, before=plain, after=plain, path=paths),
         StageConfig: st.builds(StageConfig, name=names, file=names, root=paths, options=options),
         StagePlan: st.builds(StagePlan, name=names, file=names, setting=settings, estimate=estimates),
-        Shown: shown,
+        ShownStage: shown,
         Display: st.builds(
             Display,
             file=names,
@@ -109,8 +117,8 @@ def config_nouns(
             stages=st.lists(shown, max_size=1).map(tuple),
             said=texts,
         ),
-        Saved: saved,
+        SavedFile: saved,
         Backup: st.builds(Backup, number=places, date=names, files=st.lists(saved, max_size=1).map(tuple)),
-        Written: st.builds(Written, files=texts, unchanged=texts, backups=texts, said=texts),
-        Restored: st.builds(Restored, file=names, number=places, backup=st.none() | names),
+        WriteResult: st.builds(WriteResult, files=texts, unchanged=texts, backups=texts, said=texts),
+        RevertResult: st.builds(RevertResult, file=names, number=places, backup=st.none() | names),
     }

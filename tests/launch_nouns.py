@@ -7,11 +7,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from trimtab import spec
-from trimtab.launching.errand import Errand
-from trimtab.launching.habits import Habits
-from trimtab.launching.need import Need
-from trimtab.launching.orders import Order
-from trimtab.launching.site import Partition, Site, SiteNode
+from trimtab.launching.defaults import LaunchDefaults
+from trimtab.launching.job_spec import JobSpec
+from trimtab.launching.request import LaunchOrder
+from trimtab.launching.resources import Resources
+from trimtab.launching.slurm import Partition, SlurmCluster, SlurmNode
 
 words = st.text(min_size=1, max_size=12)
 one_line = st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), min_size=1, max_size=12)
@@ -39,9 +39,9 @@ def launches(draw: st.DrawFn) -> spec.Launch:
 
 
 @st.composite
-def needs(draw: st.DrawFn) -> Need:
+def needs(draw: st.DrawFn) -> Resources:
     nodes, procs = draw(few), draw(few)
-    return Need(
+    return Resources(
         nodes=nodes,
         least_nodes=draw(st.integers(min_value=1, max_value=nodes)),
         procs=procs,
@@ -54,7 +54,7 @@ def needs(draw: st.DrawFn) -> Need:
 
 
 habits = st.builds(
-    Habits,
+    LaunchDefaults,
     modules=st.lists(one_line, max_size=2).map(tuple),
     activate=one_line,
     partition=maybe_line,
@@ -72,7 +72,7 @@ habits = st.builds(
     runtime=one_line,
 )
 site_nodes = st.builds(
-    SiteNode,
+    SlurmNode,
     name=words,
     gpus=st.dictionaries(words, few, max_size=2),
     cpus=st.none() | few,
@@ -88,10 +88,12 @@ partitions = st.builds(
     nodes=st.lists(site_nodes, max_size=2).map(tuple),
 )
 sites = st.builds(
-    Site, partitions=st.lists(partitions, min_size=1, max_size=2).map(tuple), counts_gpus=st.booleans()
+    SlurmCluster,
+    partitions=st.lists(partitions, min_size=1, max_size=2).map(tuple),
+    counts_gpus=st.booleans(),
 )
 orders = st.builds(
-    Order,
+    LaunchOrder,
     kind=st.sampled_from(spec.LaunchKind),
     nodes=st.none() | words,
     rendezvous=st.none() | words,
@@ -109,10 +111,10 @@ orders = st.builds(
 
 def launch_nouns(plans: st.SearchStrategy[spec.Plan]) -> dict[type[spec.Noun], st.SearchStrategy[Any]]:
     errands = st.builds(
-        Errand,
+        JobSpec,
         plan=plans,
         plan_file=words,
-        need=needs(),
+        resources=needs(),
         out=words,
         folder=words,
         program=st.lists(words, min_size=1, max_size=3).map(tuple),
@@ -121,11 +123,11 @@ def launch_nouns(plans: st.SearchStrategy[spec.Plan]) -> dict[type[spec.Noun], s
     )
     return {
         spec.Launch: launches(),
-        Need: needs(),
-        Habits: habits,
-        SiteNode: site_nodes,
+        Resources: needs(),
+        LaunchDefaults: habits,
+        SlurmNode: site_nodes,
         Partition: partitions,
-        Site: sites,
-        Order: orders,
-        Errand: errands,
+        SlurmCluster: sites,
+        LaunchOrder: orders,
+        JobSpec: errands,
     }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.launching.errand import Errand
-from trimtab.launching.need import needed
-from trimtab.launching.site import Site, read
+from trimtab.launching.job_spec import JobSpec
+from trimtab.launching.resources import compute_resources
+from trimtab.launching.slurm import SlurmCluster, parse_cluster
 from trimtab.spec import Band, Estimate, Footprint, Mesh, Place, Plan, Precision, Setting, Strategy
 
 H100 = "H100 SXM5 80GB"
@@ -26,8 +26,8 @@ CONFIG = (
 )
 
 
-def site(nodes: str = SINFO, config: str = CONFIG) -> Site:
-    return read({"nodes": nodes, "config": config})
+def site(nodes: str = SINFO, config: str = CONFIG) -> SlurmCluster:
+    return parse_cluster({"nodes": nodes, "config": config})
 
 
 def plan(  # noqa: PLR0917 - a plan has many parts
@@ -75,14 +75,14 @@ def on_cpus(procs: int = 2, job: str = "slm:tiny") -> Plan:
     return found.replace(places=(), estimate=found.estimate.replace(step_s=None))
 
 
-def errand(what: Plan | None = None, **changes: Any) -> Errand:
+def errand(what: Plan | None = None, **changes: Any) -> JobSpec:
     what = what or plan()
     nodes = changes.pop("nodes", None)
-    return Errand(
+    return JobSpec(
         **{
             "plan": what,
             "plan_file": "/work/plan.json",
-            "need": needed(what, nodes=nodes),
+            "resources": compute_resources(what, nodes=nodes),
             "out": "/work/runs/slm",
             "folder": "/work",
             **changes,

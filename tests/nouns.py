@@ -12,12 +12,12 @@ from launch_nouns import launch_nouns
 from text_nouns import text_nouns
 from trimtab import spec
 from trimtab.catalog.words import KINDS, Word
-from trimtab.diagnosis.judge import Diagnosed, Diagnosis
+from trimtab.diagnosis.findings import Diagnosed, Diagnosis
 from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
 from trimtab.jobs.naics_pairs import Pairs
 from trimtab.pace.measure import Order
-from trimtab.pages.story import Profile
+from trimtab.pages.report_data import Profile
 from trimtab.predict.timeline import Timeline
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT32
 from trimtab.trace.batch_loss import Look

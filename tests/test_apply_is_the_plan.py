@@ -11,19 +11,26 @@ import pytest
 import config_samples as samples
 import trimtab
 from config_plans import GRID, plan
-from trimtab.api import plan_from, planning
-from trimtab.configs import documents, reading
-from trimtab.configs.applying import aim, laid_out
-from trimtab.configs.edits import differences, drafted, exactly, nodes_of, seq_of
-from trimtab.configs.showing import find_job, options_in
-from trimtab.configs.targets import built_in, site
+from trimtab.api import plan_from
+from trimtab.configs import formats, interpret
+from trimtab.configs.apply import find_layout, parse_aim
+from trimtab.configs.plan_edits import (
+    count_nodes,
+    draft_edits,
+    find_differences,
+    make_exact,
+    plan_sequence_length,
+)
+from trimtab.configs.show import find_job, read_options
+from trimtab.configs.targets import builtin_targets, find_site
+from trimtab.planner import stale
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Workload
 
 if TYPE_CHECKING:
-    from trimtab.configs.applying import Opened
-    from trimtab.configs.edits import Draft
-    from trimtab.configs.reading import Reading
-    from trimtab.configs.targets import Target
+    from trimtab.configs.apply import OpenedConfig
+    from trimtab.configs.interpret import Reading
+    from trimtab.configs.plan_edits import Draft
+    from trimtab.configs.targets import ConfigTarget
     from trimtab.spec import Plan
 
 FILES = {
@@ -49,17 +56,17 @@ SAME_AS = {"mesh": "strategy", "global_batch": "micro_batch", "accumulation": "m
 
 def applied(name: str, file: str, text: str, one: Plan) -> tuple[str, Draft]:
     """The file's text after the plan is written into it."""
-    document = documents.read(text, file)
-    where = site(document, built_in(), origin=file, name=name)
-    draft = drafted(where, document, one, file=file)
-    return document.edited({edit.path: edit.after for edit in draft.edits}, add=True), draft
+    document = formats.read_config(text, file)
+    where = find_site(document, builtin_targets(), origin=file, name=name)
+    draft = draft_edits(where, document, one, file=file)
+    return document.edit({edit.path: edit.after for edit in draft.edits}, add=True), draft
 
 
 def shown(name: str, file: str, text: str, one: Plan) -> Reading:
     """What the file says to `show`, on the plan's GPUs."""
-    document = documents.read(text, file)
-    where = site(document, built_in(), origin=file, name=name)
-    return reading.read(where, document.entries(), gpus=one.choice.gpus, nodes=nodes_of(one))
+    document = formats.read_config(text, file)
+    where = find_site(document, builtin_targets(), origin=file, name=name)
+    return interpret.interpret_config(where, document.entries(), gpus=one.choice.gpus, nodes=count_nodes(one))
 
 
 @pytest.mark.parametrize("label", FILES)
@@ -68,10 +75,13 @@ def test_a_file_reads_back_as_the_plan_or_every_difference_is_warned_of(label: s
     for one in GRID:
         after, draft = applied(name, file, text, one)
         found = shown(name, file, after, one)
-        choice, _ = exactly(one.choice, "plan")
+        choice, _ = make_exact(one.choice, "plan")
         warned = {warning.field for warning in (*draft.warnings, *draft.missing.values())}
-        left = differences(
-            choice, reading.as_setting(found, gpus=choice.gpus), seq_of(one), found.number("seq")
+        left = find_differences(
+            choice,
+            interpret.make_setting(found, gpus=choice.gpus),
+            plan_sequence_length(one),
+            found.number("seq"),
         )
         if name in PARTIAL:
             left = [row for row in left if row[0] in {"gpus", "allocator"}]
@@ -139,19 +149,21 @@ def test_deepspeed_offloads_no_longer() -> None:
 
 def test_a_qlora_config_of_axolotl_is_read_as_it_runs() -> None:
     file, text = samples.CONTRADICTING["axolotl"]
-    document = documents.read(text, file)
-    found = reading.read(site(document, built_in(), origin=file), document.entries(), gpus=1)
+    document = formats.read_config(text, file)
+    found = interpret.interpret_config(
+        find_site(document, builtin_targets(), origin=file), document.entries(), gpus=1
+    )
     assert found.facts["precision"] == "bf16"  # bf16: auto, with the adapter's weights in fp32
     assert found.facts["seq"] == 77
     assert {"load_in_4bit", "sample_packing", "gradient_checkpointing"} <= {one.key for one in found.warnings}
     whole = text.replace("adapter: qlora\n", "").replace("load_in_4bit: true", "load_in_4bit: false")
-    document = documents.read(whole, file)
-    where = site(document, built_in(), origin=file)
-    assert reading.read(where, document.entries(), gpus=1).facts["precision"] == "bf16-true"
+    document = formats.read_config(whole, file)
+    where = find_site(document, builtin_targets(), origin=file)
+    assert interpret.interpret_config(where, document.entries(), gpus=1).facts["precision"] == "bf16-true"
     # Without an adapter its rank counts for nothing.
-    assert options_in(where.target.subject, (), document.entries()) == {}
-    older = documents.read(whole.replace("bf16: auto", "bf16: auto\nfp16: true"), file)
-    assert reading.read(where, older.entries(), gpus=1).facts["precision"] == "fp16"
+    assert read_options(where.target.subject, (), document.entries()) == {}
+    older = formats.read_config(whole.replace("bf16: auto", "bf16: auto\nfp16: true"), file)
+    assert interpret.interpret_config(where, older.entries(), gpus=1).facts["precision"] == "fp16"
 
 
 def test_an_adapter_that_the_plan_does_not_have_is_warned_of() -> None:
@@ -207,15 +219,15 @@ def test_show_says_where_it_looked_for_a_model(tmp_path: Path, monkeypatch: pyte
     assert any(sought in one and "--job hf:FOLDER" in one for one in found.said)
 
 
-def opened(file: Path) -> tuple[Target, Opened]:
-    layout = laid_out(aim(str(file)), built_in(), opened=documents.read)
+def opened(file: Path) -> tuple[ConfigTarget, OpenedConfig]:
+    layout = find_layout(parse_aim(str(file)), builtin_targets(), opened=formats.read_config)
     assert layout.main is not None
     return layout.main.site.target, layout.main
 
 
 def test_a_plan_finds_its_job_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Workload(name="mine", global_batch=8)
-    monkeypatch.setattr(planning, "workload_of", lambda *_: told)
+    monkeypatch.setattr(stale, "summary", lambda *_: told)
     made, other, plans = (tmp_path / name for name in ("made", "other", "plans"))
     for folder in (made, other, plans):
         folder.mkdir()

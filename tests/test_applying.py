@@ -14,11 +14,11 @@ import config_samples as samples
 import trimtab
 from test_cli import trimtab_cli
 from test_targets import ESTIMATE, FSDP, SINGLE, plan
-from trimtab.configs import documents
-from trimtab.configs.applying import aim, laid_out, proposed
-from trimtab.configs.files import write
-from trimtab.configs.showing import Display, display, job_of
-from trimtab.configs.targets import built_in, named
+from trimtab.configs import formats
+from trimtab.configs.apply import find_layout, parse_aim, propose_edits
+from trimtab.configs.files import write_files
+from trimtab.configs.show import Display, build_display, find_job
+from trimtab.configs.targets import builtin_targets, find_target
 from trimtab.errors import NothingFits, UnknownName, WrongUse
 from trimtab.planner.stale import devices_of
 from trimtab.spec import Band, Footprint, Place, Precision, Recompute, Setting
@@ -27,7 +27,7 @@ from trimtab.units import GIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trimtab.configs.applying import Proposal
+    from trimtab.configs.apply import Proposal
     from trimtab.spec import Estimate, Plan
 
 STAGES = {1: (32, 24), 2: (16, 8), 3: (64, 8)}
@@ -58,11 +58,11 @@ def by_negatives(options: dict[str, Any]) -> Plan:
 
 
 def proposal(*to: Path | str, one: Plan = MAIN, name: str | None = None) -> Proposal:
-    return proposed(
-        [aim(str(place)) for place in to],
+    return propose_edits(
+        [parse_aim(str(place)) for place in to],
         one,
-        built_in(),
-        opened=documents.read,
+        builtin_targets(),
+        opened=formats.read_config,
         name=name,
         replan=by_negatives,
     )
@@ -85,9 +85,9 @@ def test_stages_get_their_own_cut_of_one_global_batch(conf: Path) -> None:
         assert one.estimate == ESTIMATE
     assert [one.name for one in found.stages] == ["01_stage", "02_stage", "03_stage"]
     assert any("only where your trainer reads them" in one for one in found.said)
-    (second,) = [one for one in found.prepared() if one.file.endswith("02_stage.yaml")]
+    (second,) = [one for one in found.prepare() if one.file.endswith("02_stage.yaml")]
     assert second.after.decode().startswith(samples.STAGE.format(number=2, positives=16, negatives=8))
-    done = write(found.prepared(), words="a test")
+    done = write_files(found.prepare(), words="a test")
     assert len(done.files) == 3
     assert values(proposal(conf)) == {}
     for file in done.files:
@@ -102,7 +102,7 @@ def test_positives_change_nothing_in_memory(conf: Path) -> None:
         asked.append(options)
         return MAIN
 
-    proposed([aim(str(conf))], MAIN, built_in(), opened=documents.read, replan=replan)
+    propose_edits([parse_aim(str(conf))], MAIN, builtin_targets(), opened=formats.read_config, replan=replan)
     assert asked == [{"negatives": 8}]  # two stages with other positives and the same negatives: once
 
 
@@ -124,7 +124,9 @@ def test_a_job_that_does_not_know_the_stages_options_runs_them_all_alike(conf: P
     def replan(_: dict[str, Any]) -> Plan:
         raise UnknownName("option negatives=8", found="the job has no option 'negatives'", cure="")
 
-    found = proposed([aim(str(conf))], MAIN, built_in(), opened=documents.read, replan=replan)
+    found = propose_edits(
+        [parse_aim(str(conf))], MAIN, builtin_targets(), opened=formats.read_config, replan=replan
+    )
     assert {one.setting.micro_batch for one in found.stages} == {16}
     assert any("no option 'negatives'" in one for one in found.said)
 
@@ -134,7 +136,9 @@ def test_a_stage_for_which_nothing_fits_is_named(conf: Path) -> None:
         raise NothingFits("naics on T4", found="nothing fits", cure="Use two GPUs.")
 
     with pytest.raises(NothingFits, match="stage 02_stage: naics on T4"):
-        proposed([aim(str(conf))], MAIN, built_in(), opened=documents.read, replan=replan)
+        propose_edits(
+            [parse_aim(str(conf))], MAIN, builtin_targets(), opened=formats.read_config, replan=replan
+        )
 
 
 def test_a_broken_stage_stops_everything(conf: Path) -> None:
@@ -166,10 +170,10 @@ def test_the_same_file_named_twice_is_edited_once(tmp_path: Path) -> None:
 def test_a_colon_may_be_part_of_a_name(tmp_path: Path) -> None:
     file = tmp_path / "a:b.yaml"
     file.write_text("x: 1", encoding="utf-8")
-    assert aim(str(file)).file == file
-    found = aim(f"{file}:x.y")
+    assert parse_aim(str(file)).file == file
+    found = parse_aim(f"{file}:x.y")
     assert (found.file, found.below) == (file, ("x", "y"))
-    assert aim("nowhere.yaml").below == ()
+    assert parse_aim("nowhere.yaml").below == ()
 
 
 @pytest.mark.parametrize(
@@ -352,7 +356,9 @@ def test_wrong_use_of_the_commands_is_an_error_in_three_parts(
 
 def test_the_targets_are_listed() -> None:
     done = trimtab_cli("apply", "--list-targets", "--json")
-    assert [one["name"] for one in json.loads(done.stdout)["targets"]] == [one.name for one in built_in()]
+    assert [one["name"] for one in json.loads(done.stdout)["targets"]] == [
+        one.name for one in builtin_targets()
+    ]
     plain = trimtab_cli("apply", "--list-targets").stdout
     assert max(map(len, plain.splitlines())) <= 80
     assert "hydra-lightning" in plain
@@ -395,9 +401,9 @@ class Oracle:
 
 
 def shown(place: Path | str, oracle: Oracle | None, gpus: int | None = 1) -> Display:
-    layout = laid_out(aim(str(place)), built_in(), opened=documents.read)
-    target = layout.main.site.target if layout.main else named("hydra-lightning", built_in())
-    return display(layout, target, job="naics" if oracle else None, gpus=gpus, device="T4", seer=oracle)
+    layout = find_layout(parse_aim(str(place)), builtin_targets(), opened=formats.read_config)
+    target = layout.main.site.target if layout.main else find_target("hydra-lightning", builtin_targets())
+    return build_display(layout, target, job="naics" if oracle else None, gpus=gpus, device="T4", seer=oracle)
 
 
 def test_what_a_layouts_model_does_without_a_key_is_assumed_and_said(conf: Path) -> None:
@@ -459,12 +465,12 @@ def test_without_a_job_the_settings_are_shown_and_the_job_is_asked_for(tmp_path:
 def test_the_folder_of_a_model_is_its_job(tmp_path: Path) -> None:
     file = tmp_path / "axolotl.yaml"
     file.write_text(samples.AXOLOTL, encoding="utf-8")
-    layout = laid_out(aim(str(file)), built_in(), opened=documents.read)
+    layout = find_layout(parse_aim(str(file)), builtin_targets(), opened=formats.read_config)
     assert layout.main is not None
-    assert job_of(layout.main.site.target, layout.main) is None
+    assert find_job(layout.main.site.target, layout.main)[0] is None
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
-    assert job_of(layout.main.site.target, layout.main) == f"hf:{tmp_path}/model"
+    assert find_job(layout.main.site.target, layout.main)[0] == f"hf:{tmp_path}/model"
 
 
 SHARDED = '{"output_dir": "o", "per_device_train_batch_size": 4, "fsdp": "full_shard auto_wrap"}'
@@ -484,9 +490,11 @@ def test_a_sharded_config_on_one_gpu_says_why_it_runs_as_single(
 ) -> None:
     file = tmp_path / "args.json"
     file.write_text(text, encoding="utf-8")
-    target = named("transformers", built_in())
-    layout = laid_out(aim(str(file)), built_in(), opened=documents.read, name="transformers")
-    shown = display(layout, target, job=None, gpus=gpus, device=None, seer=None)
+    target = find_target("transformers", builtin_targets())
+    layout = find_layout(
+        parse_aim(str(file)), builtin_targets(), opened=formats.read_config, name="transformers"
+    )
+    shown = build_display(layout, target, job=None, gpus=gpus, device=None, seer=None)
     assert shown.stages[0].setting.strategy == ("fsdp" if gpus == 4 else "single")
     told = [one for one in shown.said if "strategy" in one]
     assert len(told) == (said is not None)

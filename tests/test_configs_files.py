@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from trimtab.configs import backups, documents, files, locks
-from trimtab.configs.files import Wanted
+from trimtab.configs import files, formats
+from trimtab.configs.files import FileChange
 from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError, UnknownName, WrongUse
 
 OLD = b"batch: 4  # small\nname: a\n"
@@ -34,9 +34,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def apply(*names: str | Path, value: Any = 8, **options: Any) -> files.Written:
-    wanted = [Wanted(file=str(name), changes={("batch",): value}) for name in names]
-    return files.write(files.prepared(wanted), **options)
+def apply(*names: str | Path, value: Any = 8, **options: Any) -> files.WriteResult:
+    wanted = [FileChange(file=str(name), changes={("batch",): value}) for name in names]
+    return files.write_files(files.prepare_files(wanted), **options)
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -47,16 +47,16 @@ def test_a_write_changes_the_file_and_keeps_the_old_one(file: Path) -> None:
     done = apply("train.yaml", words="plan of slm on 4xH100", fingerprint="abc", clock=lambda: 0.0)
     assert file.read_bytes() == NEW
     assert done.files == ("train.yaml",)
-    (kept,) = backups.backups(file)
+    (kept,) = files.list_backups(file)
     assert (Path(done.backups[0]) / "train.yaml").read_bytes() == OLD
     assert (kept.number, kept.words, kept.plan, kept.date[:4]) == (1, "plan of slm on 4xH100", "abc", "1970")
-    assert kept.files[0].sha256 == backups.digest(OLD)
+    assert kept.files[0].sha256 == files.hash_bytes(OLD)
     assert (file.parent / ".trimtab" / ".gitignore").read_text() == "*\n"
     assert left_behind(file.parent) == []
 
 
 def test_the_diff_comes_before_anything_is_written(file: Path) -> None:
-    (ready,) = files.prepared([Wanted(file="train.yaml", changes=CHANGE)])
+    (ready,) = files.prepare_files([FileChange(file="train.yaml", changes=CHANGE)])
     assert ready.diff().splitlines() == [
         "--- train.yaml (now)",
         "+++ train.yaml (new)",
@@ -70,7 +70,7 @@ def test_the_diff_comes_before_anything_is_written(file: Path) -> None:
 
 def test_a_diff_says_that_the_last_line_has_no_end(file: Path) -> None:
     file.write_bytes(b"batch: 4")
-    (ready,) = files.prepared([Wanted(file="train.yaml", changes=CHANGE)])
+    (ready,) = files.prepare_files([FileChange(file="train.yaml", changes=CHANGE)])
     assert ready.diff().endswith("+batch: 8\n\\ No newline at end of file\n")
 
 
@@ -101,25 +101,25 @@ def test_files_of_one_folder_share_a_backup_and_others_have_their_own(file: Path
         path.write_bytes(OLD)
     done = apply("train.yaml", "conf/a.yaml", "conf/b.yaml")
     assert len(done.backups) == 2
-    assert {one.file for one in backups.backups(folder / "a.yaml")[0].files} == {"a.yaml", "b.yaml"}
-    files.revert("conf/a.yaml")
+    assert {one.file for one in files.list_backups(folder / "a.yaml")[0].files} == {"a.yaml", "b.yaml"}
+    files.revert_file("conf/a.yaml")
     assert (folder / "a.yaml").read_bytes() == OLD
     assert (folder / "b.yaml").read_bytes() == NEW
 
 
 def test_one_file_named_twice_takes_both_wishes(file: Path) -> None:
     wanted = [
-        Wanted(file="train.yaml", changes={("batch",): 8}),
-        Wanted(file="./train.yaml", changes={("name",): "b"}),
+        FileChange(file="train.yaml", changes={("batch",): 8}),
+        FileChange(file="./train.yaml", changes={("name",): "b"}),
     ]
-    files.write(files.prepared(wanted))
+    files.write_files(files.prepare_files(wanted))
     assert file.read_bytes() == b"batch: 8  # small\nname: b\n"
 
 
 def test_two_wishes_that_contradict_each_other_are_refused(file: Path) -> None:
-    wanted = [Wanted(file="train.yaml", changes={("batch",): one}) for one in (8, 16)]
+    wanted = [FileChange(file="train.yaml", changes={("batch",): one}) for one in (8, 16)]
     with pytest.raises(WrongUse, match="both 8 and 16"):
-        files.prepared(wanted)
+        files.prepare_files(wanted)
     assert file.read_bytes() == OLD
 
 
@@ -131,32 +131,32 @@ def test_revert_goes_back_step_by_step_and_stops_at_the_first(file: Path) -> Non
         apply("train.yaml", value=value)
     seen = []
     for _ in range(3):
-        files.revert("train.yaml")
-        seen.append(documents.read(file).entries()[0].value)
+        files.revert_file("train.yaml")
+        seen.append(formats.read_config(file).entries()[0].value)
     assert seen == [16, 8, 4]
     assert file.read_bytes() == OLD
     with pytest.raises(WrongUse, match=r"every write .* taken back already.*there are 2 .*6 "):
-        files.revert("train.yaml")
+        files.revert_file("train.yaml")
 
 
 def test_any_backup_can_be_named_and_a_revert_can_be_taken_back(file: Path) -> None:
     for value in (8, 16, 32):
         apply("train.yaml", value=value)
-    assert files.revert("train.yaml", number=2).backup is not None
-    assert documents.read(file).entries()[0].value == 8
-    files.revert("train.yaml", number=4)  # what the revert replaced
-    assert documents.read(file).entries()[0].value == 32
-    files.revert("train.yaml")
-    assert documents.read(file).entries()[0].value == 16
+    assert files.revert_file("train.yaml", number=2).backup is not None
+    assert formats.read_config(file).entries()[0].value == 8
+    files.revert_file("train.yaml", number=4)  # what the revert replaced
+    assert formats.read_config(file).entries()[0].value == 32
+    files.revert_file("train.yaml")
+    assert formats.read_config(file).entries()[0].value == 16
 
 
 def test_a_file_that_was_edited_since_is_not_overwritten(file: Path) -> None:
     apply("train.yaml")
     file.write_bytes(NEW + b"mine: 1\n")
     with pytest.raises(WrongUse, match=r"edited after trimtab wrote it(?s:.*)-mine: 1(?s:.*)--force"):
-        files.revert("train.yaml")
+        files.revert_file("train.yaml")
     assert file.read_bytes() == NEW + b"mine: 1\n"
-    done = files.revert("train.yaml", force=True)
+    done = files.revert_file("train.yaml", force=True)
     assert file.read_bytes() == OLD
     assert (Path(done.backup or "") / "train.yaml").read_bytes() == NEW + b"mine: 1\n"
 
@@ -165,42 +165,42 @@ def test_an_edit_between_two_writes_does_not_stand_in_the_way(file: Path) -> Non
     apply("train.yaml")
     file.write_bytes(NEW + b"mine: 1\n")
     apply("train.yaml", value=16)
-    files.revert("train.yaml")
+    files.revert_file("train.yaml")
     assert file.read_bytes() == NEW + b"mine: 1\n"
 
 
 def test_reverting_to_what_is_there_already_writes_nothing(file: Path) -> None:
     apply("train.yaml")
     file.write_bytes(OLD)
-    assert files.revert("train.yaml", number=1).backup is None
-    assert len(backups.backups(file)) == 1
+    assert files.revert_file("train.yaml", number=1).backup is None
+    assert len(files.list_backups(file)) == 1
 
 
 def test_a_file_that_was_deleted_comes_back(file: Path) -> None:
     apply("train.yaml")
     file.unlink()
-    files.revert("train.yaml", force=True)
+    files.revert_file("train.yaml", force=True)
     assert file.read_bytes() == OLD
 
 
 @pytest.mark.usefixtures("file")
 def test_without_a_backup_there_is_nothing_to_put_back() -> None:
     with pytest.raises(WrongUse, match="no backup of it"):
-        files.revert("train.yaml")
+        files.revert_file("train.yaml")
 
 
 @pytest.mark.usefixtures("file")
 def test_a_backup_that_does_not_exist_is_named() -> None:
     apply("train.yaml")
     with pytest.raises(UnknownName, match=r"no such backup. There are 1 \(20"):
-        files.revert("train.yaml", number=7)
+        files.revert_file("train.yaml", number=7)
 
 
 def test_a_damaged_backup_is_not_put_back(file: Path) -> None:
     done = apply("train.yaml")
     (Path(done.backups[0]) / "train.yaml").write_bytes(b"batch: 5\n")
     with pytest.raises(BrokenFile, match="checksum differs"):
-        files.revert("train.yaml")
+        files.revert_file("train.yaml")
     assert file.read_bytes() == NEW
 
 
@@ -209,21 +209,21 @@ def test_a_damaged_manifest_is_said() -> None:
     done = apply("train.yaml")
     (Path(done.backups[0]) / "manifest.json").write_bytes(b"{")
     with pytest.raises(BrokenFile, match="manifest cannot be read"):
-        files.revert("train.yaml")
+        files.revert_file("train.yaml")
 
 
 def test_a_backup_that_was_never_finished_does_not_count_and_its_number_is_not_taken(file: Path) -> None:
     (file.parent / ".trimtab" / "backups" / "1").mkdir(parents=True)
     apply("train.yaml")
-    assert [one.number for one in backups.backups(file)] == [2]
+    assert [one.number for one in files.list_backups(file)] == [2]
 
 
 def test_a_write_that_was_killed_before_it_replaced_is_passed_over(file: Path) -> None:
     apply("train.yaml")
-    (ready,) = files.prepared([Wanted(file="train.yaml", changes={("batch",): 16})])
-    note = backups.Backup(number=0, date="2030-01-01T00:00:00+0000")
-    files._keep(file.parent, [ready], note, [])  # noqa: SLF001 - what is there at the moment of the kill
-    files.revert("train.yaml")
+    (ready,) = files.prepare_files([FileChange(file="train.yaml", changes={("batch",): 16})])
+    note = files.Backup(number=0, date="2030-01-01T00:00:00+0000")
+    files._write_backup(file.parent, [ready], note, [])  # noqa: SLF001 - what is there at the moment of the kill
+    files.revert_file("train.yaml")
     assert file.read_bytes() == OLD
 
 
@@ -236,7 +236,7 @@ def test_rights_are_kept_on_the_file_and_its_backup(file: Path, mode: int) -> No
     done = apply("train.yaml")
     assert stat.S_IMODE(file.stat().st_mode) == mode
     assert stat.S_IMODE((Path(done.backups[0]) / "train.yaml").stat().st_mode) == mode
-    files.revert("train.yaml")
+    files.revert_file("train.yaml")
     assert stat.S_IMODE(file.stat().st_mode) == mode
 
 
@@ -254,7 +254,7 @@ def test_a_link_is_followed_and_stays_a_link(file: Path) -> None:
     assert link.is_symlink()
     assert file.read_bytes() == NEW
     assert done.files == ("link.yaml",)
-    files.revert("link.yaml")
+    files.revert_file("link.yaml")
     assert file.read_bytes() == OLD
 
 
@@ -323,17 +323,17 @@ def test_a_file_that_was_found_and_not_named_must_lie_inside(
     inner = file.parent / "project"
     inner.mkdir()
     monkeypatch.chdir(inner)
-    wanted = [Wanted(file=str(file), changes=CHANGE, named=False)]
+    wanted = [FileChange(file=str(file), changes=CHANGE, named=False)]
     with pytest.raises(WrongUse, match="found, not named"):
-        files.prepared(wanted)
-    assert len(files.prepared(wanted, roots=[file.parent])) == 1
+        files.prepare_files(wanted)
+    assert len(files.prepare_files(wanted, roots=[file.parent])) == 1
 
 
 def test_a_file_that_changed_while_the_user_looked_is_not_written(file: Path) -> None:
-    ready = files.prepared([Wanted(file="train.yaml", changes=CHANGE)])
+    ready = files.prepare_files([FileChange(file="train.yaml", changes=CHANGE)])
     file.write_bytes(b"batch: 5\n")
     with pytest.raises(WrongUse, match="changed since it was read"):
-        files.write(ready)
+        files.write_files(ready)
     assert file.read_bytes() == b"batch: 5\n"
 
 
@@ -391,20 +391,20 @@ def test_when_the_second_replace_fails_the_first_is_put_back(file: Path) -> None
         apply("train.yaml", "z.yaml", replace=replace)
     assert (file.read_bytes(), other.read_bytes()) == (OLD, OLD)
     assert left_behind(file.parent) == []
-    assert backups.backups(file) == []
+    assert files.list_backups(file) == []
 
 
 def test_no_room_for_the_new_text_changes_nothing(file: Path) -> None:
     """A limit on the size of files stands in for a full disk: the write fails half way."""
     large = OLD + b"# " + b"x" * 100_000 + b"\n"
     file.write_bytes(large)
-    ready = files.prepared([Wanted(file="train.yaml", changes=CHANGE)])
+    ready = files.prepare_files([FileChange(file="train.yaml", changes=CHANGE)])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
         with pytest.raises(EnvironmentFault, match=r"cannot be written: File too large. Nothing was changed"):
-            files.write(ready)
+            files.write_files(ready)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
@@ -436,21 +436,21 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_two_at_once_take_turns(file: Path) -> None:
-    with locks.locked([file.parent]):
+    with files.lock_folders([file.parent]):
         start = time.monotonic()
         busy = pytest.raises(EnvironmentFault, match=f"process {os.getpid()}, is writing here")
-        with busy, locks.locked([file.parent], patience_s=0.1):
+        with busy, files.lock_folders([file.parent], patience_s=0.1):
             pass
         assert 0.1 <= time.monotonic() - start < 2
-    with locks.locked([file.parent], patience_s=0):
+    with files.lock_folders([file.parent], patience_s=0):
         pass
 
 
 def test_the_lock_of_a_process_that_died_does_not_hold(file: Path) -> None:
     script = (
         "import os, sys, signal, pathlib\n"
-        "from trimtab.configs import locks\n"
-        "with locks.locked([pathlib.Path(sys.argv[1])]):\n"
+        "from trimtab.configs import files\n"
+        "with files.lock_folders([pathlib.Path(sys.argv[1])]):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(file.parent)], check=False)
@@ -491,8 +491,8 @@ def killed(file: Path, tries: int) -> int:
         os.kill(pid, signal.SIGKILL)
         early += os.waitpid(pid, 0)[1] == signal.SIGKILL
         assert file.read_bytes() in whole
-        for one in backups.backups(file):
-            assert backups.content(file, one) in whole
+        for one in files.list_backups(file):
+            assert files.read_backup(file, one) in whole
         if number % 20 == 19:
             apply(file, value=500 + number)  # the next one finds everything in order
             assert left_behind(file.parent) == []

@@ -21,13 +21,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import config_texts as c
-from trimtab.configs import documents, files
+from trimtab.configs import files, formats
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.configs.texts import KeyPath
+    from trimtab.configs.text_edit import KeyPath
 
 
 def so_many(count: int) -> settings:
@@ -140,8 +140,8 @@ def survives(sample: c.Sample, after: str) -> None:
 
 def check_an_edit(kind: Kind, sample: c.Sample, changes: dict[KeyPath, Any]) -> None:
     assert strict(kind.judge(sample.text)) == strict(sample.tree), "the sample itself is wrong"
-    page = documents.read(sample.text.encode(), kind.file)
-    after = page.edited(changes)
+    page = formats.read_config(sample.text.encode(), kind.file)
+    after = page.edit(changes)
     expected = with_changes(sample.tree, changes)
     found = kind.judge(after)
     # What is equal already is left as it is written: 4.0 stays where 4 is wanted.
@@ -152,8 +152,8 @@ def check_an_edit(kind: Kind, sample: c.Sample, changes: dict[KeyPath, Any]) -> 
     survives(sample, after)
     assert ("\r\n" in after) <= ("\r\n" in sample.text)
     assert after.startswith("\ufeff") == sample.text.startswith("\ufeff")
-    again = documents.read(after, kind.file)
-    assert again.edited(changes) == after, "applied twice is applied once"
+    again = formats.read_config(after, kind.file)
+    assert again.edit(changes) == after, "applied twice is applied once"
 
 
 def at_path(tree: Any, path: KeyPath) -> Any:
@@ -166,12 +166,12 @@ def check_back(kind: Kind, sample: c.Sample, changes: dict[KeyPath, Any]) -> Non
     with TemporaryDirectory() as folder:
         file = Path(folder) / kind.file
         file.write_bytes(sample.text.encode())
-        ready = files.prepared([files.Wanted(file=str(file), changes=changes)])
-        done = files.write(ready)
+        ready = files.prepare_files([files.FileChange(file=str(file), changes=changes)])
+        done = files.write_files(ready)
         assert bool(done.files) == ready[0].changed
         if done.files:
             assert file.read_bytes() == ready[0].after
-            files.revert(str(file))
+            files.revert_file(str(file))
         assert file.read_bytes() == sample.text.encode()
 
 
@@ -232,11 +232,11 @@ def added(count: int, name: str) -> None:
     @given(additions(kind))
     def attempt(case: tuple[c.Sample, dict[KeyPath, Any]]) -> None:
         sample, changes = case
-        page = documents.read(sample.text.encode(), kind.file)
-        after = page.edited(changes, add=True)
+        page = formats.read_config(sample.text.encode(), kind.file)
+        after = page.edit(changes, add=True)
         assert strict(kind.judge(after)) == strict(with_additions(sample.tree, changes))
         survives(sample, after)
-        assert documents.read(after, kind.file).edited(changes) == after
+        assert formats.read_config(after, kind.file).edit(changes) == after
 
     attempt()
 
@@ -306,7 +306,7 @@ def scripts(count: int) -> None:
         chosen = data.draw(st.lists(st.sampled_from(sorted(tree)), min_size=1, max_size=3, unique=True))
         changes: dict[KeyPath, Any] = {(key,): data.draw(shell_values) for key in chosen}
         changes["X_NEW",] = data.draw(shell_values)
-        after = documents.read(text, "run.sh").edited(changes, add=True)
+        after = formats.read_config(text, "run.sh").edit(changes, add=True)
         found = by_shell(after)
         for (key,), value in changes.items():
             # A flag keeps the words that it was written in.
@@ -358,7 +358,7 @@ def batches(count: int) -> None:
         text = "\n".join(c.sbatch_lines(pen, tree))
         before = {key: str(value) for key, value in tree.items()}
         assert by_sbatch(text) == before, "the sample itself is wrong"
-        after = documents.read(text, "run.sbatch").edited(
+        after = formats.read_config(text, "run.sbatch").edit(
             {(key,): one for key, one in wanted.items()}, add=True
         )
         assert by_sbatch(after) == before | {key: str(one) for key, one in wanted.items()}
@@ -438,7 +438,7 @@ def damaged(count: int, name: str) -> None:
             at = int(share * len(text))
             text = text[:at] + scrap + text[at + (len(scrap) % 2) :]
         try:
-            page = documents.read(text.encode(), name)
+            page = formats.read_config(text.encode(), name)
         except WrongUse:
             return
         entries = [one for one in page.entries() if one.path]
@@ -447,10 +447,10 @@ def damaged(count: int, name: str) -> None:
         entry = data.draw(st.sampled_from(entries))
         changes: dict[KeyPath, Any] = {entry.path: data.draw(st.sampled_from([8, "bf16", True, [1, 2], 0.5]))}
         try:
-            after = page.edited(changes, beside=True)
+            after = page.edit(changes, beside=True)
         except WrongUse:
             return
-        assert documents.read(after, name).edited(changes, beside=True) == after
+        assert formats.read_config(after, name).edit(changes, beside=True) == after
 
     attempt()
 

@@ -10,30 +10,29 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from trimtab.configs import documents, texts
+from trimtab.configs import formats, text_edit
 from trimtab.errors import BrokenFile, TrimtabError, UnknownName, WrongUse
 
 if TYPE_CHECKING:
-    from trimtab.configs.texts import KeyPath
+    from trimtab.configs.text_edit import KeyPath
 
 MODULES = [
-    "texts",
+    "text_edit",
     "yaml_text",
     "json_text",
     "toml_text",
     "python_text",
     "shell_text",
-    "sbatch_text",
-    "documents",
+    "formats",
 ]
 
 
 def edited(file: str, text: str, changes: dict[KeyPath, Any], **options: bool) -> str:
-    return documents.read(text, file).edited(changes, **options)
+    return formats.read_config(text, file).edit(changes, **options)
 
 
 def values(file: str, text: str) -> dict[KeyPath, Any]:
-    return {one.path: one.computed or one.value for one in documents.read(text, file).entries()}
+    return {one.path: one.computed or one.value for one in formats.read_config(text, file).entries()}
 
 
 def refused(file: str, text: str, changes: dict[KeyPath, Any], **options: bool) -> TrimtabError:
@@ -258,14 +257,14 @@ def test_interpolations_are_computed() -> None:
 )
 def test_broken_yaml_is_refused_with_its_place(text: str, found: str) -> None:
     with pytest.raises(BrokenFile, match=found):
-        documents.read(text, "a.yaml")
+        formats.read_config(text, "a.yaml")
 
 
 def test_aliases_that_multiply_without_end_are_refused() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
     with pytest.raises(BrokenFile, match="more than 200000 values, aliases counted"):
-        documents.read("\n".join(lines), "a.yaml")
+        formats.read_config("\n".join(lines), "a.yaml")
 
 
 def test_an_alias_of_itself_is_no_loop() -> None:
@@ -280,7 +279,7 @@ def test_custom_tags_and_odd_keys_are_left_alone() -> None:
 
 
 def test_entries_know_their_lines() -> None:
-    (first, second) = documents.read("# c\na:\n  b: 1\n  c: x\n", "a.yaml").entries()
+    (first, second) = formats.read_config("# c\na:\n  b: 1\n  c: x\n", "a.yaml").entries()
     assert (first.path, first.value, first.line, first.column) == (("a", "b"), 1, 3, 6)
     assert (second.line, second.column, second.computed) == (4, 6, "")
 
@@ -342,7 +341,7 @@ def test_a_missing_json_key_is_added(text: str, changes: dict[KeyPath, Any], aft
 )
 def test_broken_json_is_refused_with_its_place(text: str, found: str) -> None:
     with pytest.raises(BrokenFile, match=f"a.json:.*{found}"):
-        documents.read(text, "a.json")
+        formats.read_config(text, "a.json")
 
 
 def test_json_has_no_word_for_infinity() -> None:
@@ -406,7 +405,7 @@ def test_a_missing_toml_key_is_added(text: str, changes: dict[KeyPath, Any], aft
 )
 def test_broken_toml_is_refused_with_its_place(text: str, found: str) -> None:
     with pytest.raises(BrokenFile, match=found):
-        documents.read(text, "a.toml")
+        formats.read_config(text, "a.toml")
 
 
 def test_toml_has_no_word_for_nothing() -> None:
@@ -539,7 +538,7 @@ def test_no_comment_is_put_into_a_text_that_runs_over_lines() -> None:
     ],
 )
 def test_what_python_sets_twice_is_read_but_not_changed(text: str, path: KeyPath, lines: str) -> None:
-    documents.read(text, "a.py").entries()
+    formats.read_config(text, "a.py").entries()
     assert lines in refused("a.py", text, {path: 4}).found
 
 
@@ -571,7 +570,7 @@ def test_places_behind_letters_of_many_bytes_are_found() -> None:
 )
 def test_broken_python_is_refused_with_its_place(text: str, found: str) -> None:
     with pytest.raises(BrokenFile, match=found):
-        documents.read(text, "a.py")
+        formats.read_config(text, "a.py")
 
 
 # Shell and Slurm
@@ -669,7 +668,7 @@ def test_only_the_head_of_a_batch_script_counts() -> None:
 )
 def test_broken_scripts_are_refused_with_their_place(file: str, text: str, found: str) -> None:
     with pytest.raises(BrokenFile, match=found):
-        documents.read(text, file)
+        formats.read_config(text, file)
 
 
 @pytest.mark.parametrize(
@@ -749,26 +748,26 @@ def test_nothing_to_change_changes_nothing(file: str, text: str) -> None:
     ],
 )
 def test_the_format_is_known_by_name_and_by_content(name: str, text: str, kind: str) -> None:
-    assert documents.read(text, name).kind == kind
+    assert formats.read_config(text, name).kind == kind
 
 
 def test_a_format_that_cannot_be_told_is_asked_for() -> None:
     with pytest.raises(WrongUse, match=r"neither its name nor its content.*Name one of yaml, toml"):
-        documents.read("hello", "notes.txt")
+        formats.read_config("hello", "notes.txt")
     with pytest.raises(WrongUse, match="the format ini: it is not one that is known"):
-        documents.read("a: 1", "a.yaml", kind="ini")
-    assert documents.read("a: 1", "notes.txt", kind="yaml").kind == "yaml"
+        formats.read_config("a: 1", "a.yaml", kind="ini")
+    assert formats.read_config("a: 1", "notes.txt", kind="yaml").kind == "yaml"
 
 
 @pytest.mark.parametrize("path", [("a",), ("a", 0, "b"), ("a.b", "c d"), ('q"', 12, "x[0]")])
 def test_paths_are_written_and_read_back(path: KeyPath) -> None:
-    assert texts.undotted(texts.dotted(path)) == path
+    assert text_edit.parse_path(text_edit.format_path(path)) == path
 
 
 @pytest.mark.parametrize("text", ["a..b", "a[", "a[x]", "[", 'a."b'])
 def test_a_path_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(WrongUse, match="cannot be read from character"):
-        texts.undotted(text)
+        text_edit.parse_path(text)
 
 
 @pytest.mark.parametrize(
@@ -791,4 +790,4 @@ def test_a_word_of_a_script_stays_only_where_a_program_reads_the_same(
 ) -> None:
     for name, text in (("run.sh", "export A={}\n"), ("job.sbatch", "#!/bin/bash\n#SBATCH --comment={}\n")):
         key = ("A",) if name == "run.sh" else ("comment",)
-        assert documents.read(text.format(old), name).edited({key: wanted}) == text.format(new), name
+        assert formats.read_config(text.format(old), name).edit({key: wanted}) == text.format(new), name

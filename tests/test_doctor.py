@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 import trimtab
 from test_cli import trimtab_cli
-from trimtab.diagnosis import sums
-from trimtab.diagnosis.diagnose import diagnose
-from trimtab.diagnosis.judge import Diagnosed, Diagnosis
-from trimtab.diagnosis.kinds import kinds
-from trimtab.diagnosis.unpickle import NotPlain, load
+from trimtab.diagnosis import findings
+from trimtab.diagnosis.diagnose import diagnose_logs
+from trimtab.diagnosis.fault_kinds import load_kinds
+from trimtab.diagnosis.findings import Diagnosed, Diagnosis
+from trimtab.diagnosis.log_files import NotPlainPickle, load_plain_pickle
 from trimtab.errors import UnknownName, WrongUse
 from trimtab.units import GIB, MIB
 
@@ -38,7 +38,7 @@ FAULT = b"step 1 loss 2\nOSError: [Errno 28] No space left on device\nstep 2 los
 def read(tmp_path: Path, data: bytes, name: str = "a.log") -> Diagnosis:
     file = tmp_path / name
     file.write_bytes(data)
-    return diagnose([str(file)])
+    return diagnose_logs([str(file)])
 
 
 def only(found: Diagnosis) -> Diagnosed:
@@ -47,7 +47,7 @@ def only(found: Diagnosis) -> Diagnosed:
 
 
 def log(name: str) -> Diagnosis:
-    return diagnose([str(LOGS / name)])
+    return diagnose_logs([str(LOGS / name)])
 
 
 # ---------------------------------------------------------------------------------------------- arithmetic
@@ -73,21 +73,21 @@ def test_without_a_micro_batch_nothing_is_said_about_one() -> None:
     [(8, 0, 7), (1, 0, 0), (8, 30 * GIB, 6), (8, 39 * GIB, 0), (8, 80 * GIB, 0)],
 )
 def test_what_does_not_grow_with_the_batch_leaves_less_room_for_it(micro: int, fixed: int, most: int) -> None:
-    short = sums.Shortage(tried=3 * GIB, free=GIB, allocated=38 * GIB)
-    assert sums.largest_fitting(short, micro, fixed) == most
+    short = findings.Shortage(tried=3 * GIB, free=GIB, allocated=38 * GIB)
+    assert findings.largest_fitting(short, micro, fixed) == most
 
 
 def test_a_smaller_micro_batch_always_fits_by_the_same_sum() -> None:
     for micro in range(2, 40):
-        short = sums.Shortage(tried=2 * GIB, free=GIB // 2, allocated=20 * GIB)
-        most = sums.largest_fitting(short, micro)
+        short = findings.Shortage(tried=2 * GIB, free=GIB // 2, allocated=20 * GIB)
+        most = findings.largest_fitting(short, micro)
         assert most is not None
         assert 22 * GIB * most / micro <= 20.5 * GIB
 
 
 def test_a_message_without_numbers_gives_no_sum() -> None:
-    assert sums.largest_fitting(sums.shortage("CUDA error: out of memory", {}), 8) is None
-    assert sums.out_of_memory_advice(sums.Shortage(), {"micro_batch": 8}) == ""
+    assert findings.largest_fitting(findings.parse_shortage("CUDA error: out of memory", {}), 8) is None
+    assert findings.out_of_memory_advice(findings.Shortage(), {"micro_batch": 8}) == ""
 
 
 @pytest.mark.parametrize(
@@ -97,27 +97,27 @@ def test_a_message_without_numbers_gives_no_sum() -> None:
             "Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 2.00 GiB of which 0 bytes is free. "
             "Process 7 has 1.00 GiB memory in use. 512.00 MiB is allocated by PyTorch, and 100.00 MiB is "
             "reserved by PyTorch but unallocated.",
-            sums.Shortage(
+            findings.Shortage(
                 tried=20 * MIB, total=2 * GIB, free=0, allocated=512 * MIB, idle=100 * MIB, others=GIB
             ),
         ),
         pytest.param(
             "Tried to allocate 2.00 GiB (GPU 0; 6.00 GiB total capacity; 1.00 GiB already allocated; "
             "3.00 GiB free; 1.50 GiB reserved in total by PyTorch)",
-            sums.Shortage(tried=2 * GIB, total=6 * GIB, free=3 * GIB, allocated=GIB, idle=GIB // 2),
+            findings.Shortage(tried=2 * GIB, total=6 * GIB, free=3 * GIB, allocated=GIB, idle=GIB // 2),
         ),
-        ("Tried to allocate many things. 1e999 GiB is free", sums.Shortage()),
+        ("Tried to allocate many things. 1e999 GiB is free", findings.Shortage()),
     ],
 )
-def test_numbers_are_read_from_messages_of_every_age(text: str, short: sums.Shortage) -> None:
-    assert sums.shortage(text, {}) == short
+def test_numbers_are_read_from_messages_of_every_age(text: str, short: findings.Shortage) -> None:
+    assert findings.parse_shortage(text, {}) == short
 
 
 def test_a_run_folder_gives_the_micro_batch_and_what_does_not_grow(tmp_path: Path) -> None:
     plan = json.loads(PLANS.read_text(encoding="utf-8"))["eager"]
     (tmp_path / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     (tmp_path / "stderr.log").write_bytes((LOGS / "oom-old-torch.log").read_bytes())
-    found = diagnose([str(tmp_path)])
+    found = diagnose_logs([str(tmp_path)])
     assert f"in place of {plan['choice']['micro_batch']}" in only(found).cure
     assert len(found.read) == 2
 
@@ -147,7 +147,10 @@ def test_between_files_the_clock_tells_who_was_first(tmp_path: Path) -> None:
     for first, second in (("rank_0.log", "rank_1.log"), ("rank_1.log", "rank_0.log")):
         (tmp_path / first).write_text(early, encoding="utf-8")
         (tmp_path / second).write_text(late, encoding="utf-8")
-        assert [one.kind for one in diagnose([str(tmp_path)]).findings] == ["disk-full", "worker-timeout"]
+        assert [one.kind for one in diagnose_logs([str(tmp_path)]).findings] == [
+            "disk-full",
+            "worker-timeout",
+        ]
 
 
 def test_an_error_nobody_knows_is_told_with_its_frame_and_explains_the_timeouts() -> None:
@@ -232,7 +235,7 @@ def test_flight_records_tell_who_did_not_come(
 ) -> None:
     for rank, states in enumerate(records):
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(flight(rank, states)))
-    found = diagnose([str(tmp_path)])
+    found = diagnose_logs([str(tmp_path)])
     assert [one.kind for one in found.findings] == ([kind] if kind else [])
     if kind:
         assert said in only(found).what
@@ -242,7 +245,7 @@ def test_flight_records_tell_which_ranks_did_different_things(tmp_path: Path) ->
     (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(flight(0, ["completed", "started"])))
     other = flight(1, ["completed", "started"], "nccl:broadcast")
     (tmp_path / "nccl_trace_rank_1").write_bytes(pickle.dumps(other))
-    one = only(diagnose([str(tmp_path)]))
+    one = only(diagnose_logs([str(tmp_path)]))
     assert one.kind == "mismatched-collectives"
     assert "rank 0 in all_reduce" in one.what
     assert "rank 1 in broadcast" in one.what
@@ -256,7 +259,7 @@ def test_torchruns_error_file_is_read_as_the_log_it_holds(tmp_path: Path) -> Non
     folder = tmp_path / "attempt_0" / "5"
     folder.mkdir(parents=True)
     (folder / "error.json").write_text(json.dumps(value), encoding="utf-8")
-    one = only(diagnose([str(tmp_path)]))
+    one = only(diagnose_logs([str(tmp_path)]))
     assert one.what == "The program raised ZeroDivisionError: division by zero (rank 5)."
 
 
@@ -284,8 +287,8 @@ def test_a_pickle_that_is_no_record_is_told_of(tmp_path: Path) -> None:
 def test_a_damaged_pickle_is_refused_and_nothing_else(noise: bytes, at: int) -> None:
     whole = pickle.dumps(snapshot(oom=True))
     try:
-        load(io.BytesIO(whole[:at] + noise))
-    except NotPlain as error:
+        load_plain_pickle(io.BytesIO(whole[:at] + noise))
+    except NotPlainPickle as error:
         assert str(error)
 
 
@@ -408,7 +411,7 @@ def test_no_bytes_at_all_make_it_fail(tmp_path: Path, data: bytes) -> None:
 )
 def test_a_log_that_is_not_there(names: list[str], said: str) -> None:
     with pytest.raises(WrongUse, match=said):
-        diagnose(names)
+        diagnose_logs(names)
 
 
 def test_a_folder_is_walked_for_logs_only(tmp_path: Path) -> None:
@@ -419,12 +422,12 @@ def test_a_folder_is_walked_for_logs_only(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "slurm-1.out").write_bytes(b"step 1 loss 2\n")
     (tmp_path / "job.e4711").write_bytes(b"step 1 loss 2\n")
-    found = diagnose([str(tmp_path)])
+    found = diagnose_logs([str(tmp_path)])
     assert found.findings == ()
     assert sorted(Path(one).name for one in found.read) == ["job.e4711", "slurm-1.out"]
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no logs in it" in diagnose([str(empty)]).notes[0]
+    assert "no logs in it" in diagnose_logs([str(empty)]).notes[0]
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -462,7 +465,7 @@ def test_standard_input_and_a_healthy_log() -> None:
 
 
 def test_explain_knows_every_kind() -> None:
-    for name in kinds():
+    for name in load_kinds():
         assert trimtab.explain(name).text
     assert trimtab.explain("disk-full").kind == "fault"
     assert trimtab.explain("out-of-memory").kind != "fault"  # a word of ours is more than its row

@@ -13,15 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.diagnosis import kinds as kinds_module
-from trimtab.diagnosis import lines as lines_module
-from trimtab.diagnosis import sieve as sieve_module
-from trimtab.diagnosis.diagnose import diagnose
-from trimtab.diagnosis.judge import BEFORE
-from trimtab.diagnosis.kinds import Kind, kinds, needle, patterns, table
-from trimtab.diagnosis.scan import Scanner
-from trimtab.diagnosis.sieve import SMALL_BYTES, Sieve
-from trimtab.diagnosis.words import general
+from trimtab.diagnosis import fault_kinds, findings, log_files, log_scanner
+from trimtab.diagnosis.diagnose import diagnose_logs
+from trimtab.diagnosis.fault_kinds import (
+    DiagnosisKind,
+    blank_captures,
+    find_needle,
+    load_kinds,
+    load_patterns,
+    load_table,
+)
+from trimtab.diagnosis.findings import BEFORE
+from trimtab.diagnosis.log_scanner import SMALL_BYTES, LogScanner, NeedleSieve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +37,7 @@ MADE = {"idle-memory", "run-gone", "run-under-way", "run-stalled"}
 
 
 def found(*names: str | Path) -> list[str | None]:
-    return [one.kind for one in diagnose([str(name) for name in names]).findings]
+    return [one.kind for one in diagnose_logs([str(name) for name in names]).findings]
 
 
 def test_there_are_enough_logs_of_enough_kinds() -> None:
@@ -50,7 +53,7 @@ def test_every_log_gives_exactly_its_findings() -> None:
 
 def test_every_log_is_listed_and_every_kind_has_one() -> None:
     assert {one.name for one in FOLDER.iterdir()} == {*EXPECTED, "expected.toml"}
-    assert {kind for told in EXPECTED.values() for kind in told} | MADE == set(kinds())
+    assert {kind for told in EXPECTED.values() for kind in told} | MADE == set(load_kinds())
 
 
 @functools.cache
@@ -102,15 +105,15 @@ def test_all_healthy_logs_together_say_nothing() -> None:
 # ---------------------------------------------------------------------------------------------- the table
 
 
-@pytest.mark.parametrize("row", table().kind, ids=lambda row: row.name)
-def test_a_row_is_whole(row: Kind) -> None:
+@pytest.mark.parametrize("row", load_table().kind, ids=lambda row: row.name)
+def test_a_row_is_whole(row: DiagnosisKind) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row.name)
-    assert row.realm in (kinds_module.JOB, kinds_module.ENVIRONMENT)
+    assert row.realm in (fault_kinds.JOB, fault_kinds.ENVIRONMENT)
     for text in (row.what, row.cause, row.cure, row.source):
         assert text.strip()
         assert text.isascii()
     assert row.what.endswith(".")
-    assert {one.removeprefix(BEFORE) for one in row.after} <= {*kinds(), "*"}
+    assert {one.removeprefix(BEFORE) for one in row.after} <= {*load_kinds(), "*"}
     named = {place for text in (row.what, row.cause, row.cure) for place in re.findall(r"\{(\w+)\}", text)}
     for pattern in row.patterns:
         captured = set(re.compile(pattern).groupindex)
@@ -122,7 +125,7 @@ def test_a_row_is_whole(row: Kind) -> None:
 
 
 def test_no_name_is_used_twice() -> None:
-    names = [row.name for row in table().kind]
+    names = [row.name for row in load_table().kind]
     assert len(set(names)) == len(names)
 
 
@@ -139,7 +142,7 @@ def test_no_name_is_used_twice() -> None:
     ],
 )
 def test_what_a_pattern_promises(pattern: str, promised: bytes) -> None:
-    assert needle(pattern) == promised
+    assert find_needle(pattern) == promised
 
 
 @pytest.mark.parametrize(
@@ -147,13 +150,13 @@ def test_what_a_pattern_promises(pattern: str, promised: bytes) -> None:
 )
 def test_a_pattern_that_promises_too_little_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"alternatives at its top|bytes are needed"):
-        needle(pattern)
+        find_needle(pattern)
 
 
 def test_what_a_healthy_log_says_is_rarely_looked_into() -> None:
     """A needle that is in every line makes a large log slow."""
     text = b"".join((FOLDER / name).read_bytes() for name, told in EXPECTED.items() if not told)
-    hits = {one.needle: text.count(one.needle) for one in patterns() if not one.is_fact}
+    hits = {one.needle: text.count(one.needle) for one in load_patterns() if not one.is_fact}
     assert {one: count for one, count in hits.items() if count > 2} == {}
 
 
@@ -163,7 +166,8 @@ TABLE = re.compile(r"(?<=writes this table -->\n).*(?=<!-- end of kinds -->)", r
 
 def test_the_table_of_kinds_in_the_documentation_is_fresh() -> None:
     rows = [
-        f"| `{row.name}` | {row.severity.value} | {row.realm} | {general(row.what)} |" for row in table().kind
+        f"| `{row.name}` | {row.severity.value} | {row.realm} | {blank_captures(row.what)} |"
+        for row in load_table().kind
     ]
     fresh = "\n".join(["", "| kind | severity | change | what |", "|---|---|---|---|", *rows, "", ""])
     page = PAGE.read_text(encoding="utf-8")
@@ -178,7 +182,7 @@ def test_the_table_of_kinds_in_the_documentation_is_fresh() -> None:
 # ---------------------------------------------------------------------------------------------- the sieve
 
 
-ALL = Sieve(one.needle for one in patterns())
+ALL = NeedleSieve(one.needle for one in load_patterns())
 
 
 @settings(deadline=None, max_examples=50)
@@ -202,16 +206,14 @@ def test_a_needle_across_the_border_of_two_reads_is_found_once() -> None:
             place += count
             return data[place - count : place]
 
-        told = list(Scanner("x").read(read, lambda _: None))
+        told = list(LogScanner("x").scan(read, lambda _: None))
         assert [(one.of, one.line) for one in told] == [("disk-full", size // 14 + 1)]
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
     import doctest
 
-    from trimtab.diagnosis import judge, reading, sums, words
-
-    for module in (kinds_module, lines_module, sieve_module, judge, reading, sums, words):
+    for module in (fault_kinds, findings, log_files, log_scanner):
         assert doctest.testmod(module).failed == 0, module
 
 
@@ -232,23 +234,23 @@ def test_the_examples_in_the_docstrings_hold() -> None:
     ],
 )
 def test_what_followed_from_a_cause_is_told_below_it(log: str, told_below: list[str]) -> None:
-    first = diagnose([str(FOLDER / log)]).findings[0]
+    first = diagnose_logs([str(FOLDER / log)]).findings[0]
     for words in told_below:
         assert any(one.startswith(words) for one in first.consequences), (words, first.consequences)
 
 
 def test_a_hub_that_is_not_reached_is_not_blamed_on_how_ranks_meet() -> None:
     for log in ("hub-dns.log", "hub-dns-httpx.log", "web-dns.log"):
-        for one in diagnose([str(FOLDER / log)]).findings:
+        for one in diagnose_logs([str(FOLDER / log)]).findings:
             assert "MASTER_ADDR" not in f"{one.what} {one.cause} {one.cure}", log
-    assert "MASTER_ADDR" in diagnose([str(FOLDER / "master-misspelt.log")]).findings[0].cure
+    assert "MASTER_ADDR" in diagnose_logs([str(FOLDER / "master-misspelt.log")]).findings[0].cure
 
 
 def test_of_several_causes_the_one_that_came_first_is_first(tmp_path: Path) -> None:
     lines = (FOLDER / "two-causes.log").read_text(encoding="utf-8").splitlines()
     file = tmp_path / "backwards.log"
     file.write_text("\n".join(reversed(lines)) + "\n", encoding="utf-8")
-    kinds_found = [one.kind for one in diagnose([str(file)]).findings]
+    kinds_found = [one.kind for one in diagnose_logs([str(file)]).findings]
     assert kinds_found == ["disk-full", "not-a-number"]
 
 
@@ -257,4 +259,4 @@ def test_infiniband_that_failed_first_is_the_cause(tmp_path: Path) -> None:
     first = [line for line in lines if "NET/IB" in line]
     file = tmp_path / "ib.log"
     file.write_text("\n".join([*first, *(line for line in lines if "NET/IB" not in line)]), encoding="utf-8")
-    assert diagnose([str(file)]).findings[0].kind == "ib-port-down"
+    assert diagnose_logs([str(file)]).findings[0].kind == "ib-port-down"

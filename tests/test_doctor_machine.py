@@ -10,8 +10,8 @@ import pytest
 import machines as m
 from test_cli import trimtab_cli
 from trimtab.catalog.tables import bad_versions
-from trimtab.diagnosis.judge import Diagnosis
-from trimtab.diagnosis.machine import ALLOCATOR_KEYS, examine
+from trimtab.diagnosis.findings import Diagnosis
+from trimtab.diagnosis.machine import ALLOCATOR_KEYS, examine_machine
 from trimtab.probe.world import here, recorded, replayed
 from trimtab.units import GIB, MIB
 
@@ -40,7 +40,7 @@ def look(
         **{"run": SYNCED} | changes,
     )
     record["nvml"] |= {question: {"answer": answer} for question, answer in (nvml or {}).items()}
-    return examine(replayed(record))
+    return examine_machine(replayed(record))
 
 
 def told(found: Diagnosis) -> list[tuple[str, str]]:
@@ -220,18 +220,18 @@ def test_a_broken_setting_of_the_allocator_is_one_sentence_and_no_error_of_ours(
 
 
 def test_the_recorded_h200_has_only_what_its_record_can_tell() -> None:
-    found = examine(replayed(m.recorded("h200")))
+    found = examine_machine(replayed(m.recorded("h200")))
     assert told(found) == []
 
 
 def test_a_machine_that_answers_nothing_is_no_error() -> None:
-    assert isinstance(examine(replayed({})), Diagnosis)
+    assert isinstance(examine_machine(replayed({})), Diagnosis)
 
 
 def test_this_machine_can_be_recorded_and_looked_at_again() -> None:
     world, notes = recorded(here())
-    live = examine(world)
-    again = examine(replayed(json.loads(json.dumps(notes))))
+    live = examine_machine(world)
+    again = examine_machine(replayed(json.loads(json.dumps(notes))))
     assert told(again) == told(live)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from trimtab.diagnosis.diagnose import diagnose
-from trimtab.diagnosis.kinds import kinds
-from trimtab.diagnosis.scan import Sighting
-from trimtab.diagnosis.stories import ENDINGS, STATES, told
+from trimtab.diagnosis.diagnose import diagnose_logs
+from trimtab.diagnosis.fault_kinds import load_kinds
+from trimtab.diagnosis.log_scanner import Sighting
+from trimtab.diagnosis.own_runs import ENDINGS, STATES, settle_runs
 from trimtab.probe.world import World, replayed
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training.signals import HEARD, described
@@ -32,7 +32,7 @@ def copied(name: str, tmp_path: Path) -> Path:
 
 
 def kinds_of(*names: Path | str, world: World | None = None) -> list[str | None]:
-    return [one.kind for one in diagnose([str(one) for one in names], world=world).findings]
+    return [one.kind for one in diagnose_logs([str(one) for one in names], world=world).findings]
 
 
 def append(folder: Path, **event: Any) -> None:
@@ -43,7 +43,7 @@ def append(folder: Path, **event: Any) -> None:
 
 def test_a_run_whose_process_is_no_more_is_gone(tmp_path: Path) -> None:
     folder = copied("run-unfinished", tmp_path)
-    found = diagnose([str(folder)], world=machine("n1"))
+    found = diagnose_logs([str(folder)], world=machine("n1"))
     assert [one.kind for one in found.findings] == ["run-gone"]
     assert found.exit_code == 5
     assert "4711" in found.findings[0].what
@@ -53,7 +53,7 @@ def test_a_run_whose_process_is_no_more_is_gone(tmp_path: Path) -> None:
 def test_a_run_that_takes_steps_is_under_way(tmp_path: Path) -> None:
     folder = copied("run-unfinished", tmp_path)
     (folder / "log.jsonl").touch()
-    found = diagnose([str(folder)], world=machine("n1", 4711))
+    found = diagnose_logs([str(folder)], world=machine("n1", 4711))
     assert [one.kind for one in found.findings] == ["run-under-way"]
     assert found.exit_code == 0
 
@@ -65,14 +65,14 @@ def test_a_run_that_takes_none_stands_still(tmp_path: Path) -> None:
 
 
 def test_from_another_machine_nobody_says_whether_it_runs(tmp_path: Path) -> None:
-    found = diagnose([str(copied("run-unfinished", tmp_path))], world=machine("n2", 4711)).findings[0]
+    found = diagnose_logs([str(copied("run-unfinished", tmp_path))], world=machine("n2", 4711)).findings[0]
     assert found.kind == "run-unfinished"
     assert "n1" in found.cure
 
 
 def test_a_finished_run_is_never_said_to_go_on(tmp_path: Path) -> None:
     done = copied("run-resumed", tmp_path)
-    found = diagnose([str(done)]).findings
+    found = diagnose_logs([str(done)]).findings
     assert "is done: all of its 30 steps" in found[0].what
     assert found[0].severity.value == "info"
     # What ended the attempt before is told as over.
@@ -85,14 +85,14 @@ def test_a_run_that_was_asked_to_end_twice_has_ended_once(tmp_path: Path) -> Non
     lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
     (folder / "log.jsonl").write_text("\n".join(lines[:20]) + "\n", encoding="utf-8")
     append(folder, kind="time-limit", step=20, why="SIGUSR1 asked for the end", done="it was saved")
-    found = diagnose([str(folder)]).findings
+    found = diagnose_logs([str(folder)]).findings
     assert [one.kind for one in found] == ["run-asked-to-end", "run-incident", "run-resumed"]
     assert "SIGUSR1 at step 20" in found[0].what
     assert "same command" in found[0].cure
 
 
 def test_an_error_that_ended_the_run_is_told_with_its_own_cure(tmp_path: Path) -> None:
-    found = diagnose([str(copied("run-failed", tmp_path))])
+    found = diagnose_logs([str(copied("run-failed", tmp_path))])
     assert found.exit_code == 4
     assert "a bad sample" in found.findings[0].what
     assert found.findings[0].cure.startswith("Mend the job.")
@@ -101,14 +101,14 @@ def test_an_error_that_ended_the_run_is_told_with_its_own_cure(tmp_path: Path) -
 def test_a_log_in_the_folder_of_a_run_is_read_with_its_events(tmp_path: Path) -> None:
     folder = copied("run-failed", tmp_path)
     (folder / "slurm-1.log").write_text("step 4 of 64\n", encoding="utf-8")
-    found = diagnose([str(folder / "slurm-1.log")])
-    assert [one.kind for one in found.findings] == [one.kind for one in diagnose([str(folder)]).findings]
+    found = diagnose_logs([str(folder / "slurm-1.log")])
+    assert [one.kind for one in found.findings] == [one.kind for one in diagnose_logs([str(folder)]).findings]
     assert "a bad sample" in found.findings[0].what
 
 
 def test_a_folder_and_what_it_printed_tell_one_story(tmp_path: Path) -> None:
     folder = copied("run-failed", tmp_path)
-    found = diagnose([str(folder), str(LOGS / "job-failed.log")])
+    found = diagnose_logs([str(folder), str(LOGS / "job-failed.log")])
     assert [one.kind for one in found.findings] == ["job-failed"]
     assert "run failed at step 4" in found.findings[0].consequences[0]
 
@@ -123,7 +123,9 @@ def test_the_same_events_twice_are_counted_once(tmp_path: Path) -> None:
         kind, _, step = head.partition(" at step ")
         why, _, done = rest.partition("; ")
         append(folder, kind=kind, step=int(step), why=why, done=done)
-    lost = next(one for one in diagnose([str(folder), str(drill)]).findings if one.kind == "run-lost-rank")
+    lost = next(
+        one for one in diagnose_logs([str(folder), str(drill)]).findings if one.kind == "run-lost-rank"
+    )
     assert lost.times == 2
     assert "2 times, at steps 7 to 13" in lost.what
 
@@ -134,7 +136,7 @@ def test_runs_that_stand_alike_are_all_named(tmp_path: Path) -> None:
         shutil.copytree(LOGS / "run-resumed", tmp_path / f"{name}-done")
     log = tmp_path / "out.log"
     log.write_text("trimtab: 30 of 30 steps, loss 3.0, in /w/a-done\n", encoding="utf-8")
-    done, under_way = diagnose([str(tmp_path)], world=machine("n2")).findings[:2]
+    done, under_way = diagnose_logs([str(tmp_path)], world=machine("n2")).findings[:2]
     assert (done.kind, done.times) == ("run-done", 2)
     assert "a-done/attempt.json" in done.evidence
     assert done.evidence.endswith(f"(and {tmp_path}/b-done/attempt.json)")
@@ -142,13 +144,13 @@ def test_runs_that_stand_alike_are_all_named(tmp_path: Path) -> None:
 
 
 def test_an_out_of_memory_that_was_answered_is_no_error() -> None:
-    found = diagnose([str(LOGS / "run-out-of-memory.log")])
+    found = diagnose_logs([str(LOGS / "run-out-of-memory.log")])
     assert "CUDA out of memory. Tried to allocate" in found.findings[1].evidence
     assert found.exit_code == 0
 
 
 def test_somebody_elses_error_beside_ours_still_is_one() -> None:
-    found = diagnose([str(LOGS / "run-out-of-memory.log"), str(LOGS / "one-rank-oom.log")])
+    found = diagnose_logs([str(LOGS / "run-out-of-memory.log"), str(LOGS / "one-rank-oom.log")])
     assert found.findings[0].kind == "out-of-memory"
     assert found.exit_code == 4
 
@@ -188,14 +190,14 @@ def test_broken_files_of_a_run_folder_are_read_past(wreck: str, tmp_path: Path) 
         (folder / name).write_text(wreck, encoding="utf-8")
     with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
         file.write(wreck)
-    found = diagnose([str(folder)], world=machine("n1"))
+    found = diagnose_logs([str(folder)], world=machine("n1"))
     assert {one.kind for one in found.findings} <= {"run-unfinished", "run-done", "run-ended-early"}
 
 
 def test_an_event_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     folder = copied("run-resumed", tmp_path)
     append(folder, kind="loss-spike", step=3, why="\x1b[2Jhigh\ntrimtab: 3 of 3 steps", done="x")
-    found = diagnose([str(folder)]).findings
+    found = diagnose_logs([str(folder)]).findings
     assert not any("\x1b" in one.evidence for one in found)
     assert found[0].what.endswith("30 steps were taken.")
 
@@ -207,14 +209,14 @@ def test_a_log_of_another_program_is_not_a_run(tmp_path: Path) -> None:
 
 
 def test_states_are_rows_and_every_own_row_without_a_pattern_is_told_by_a_sum() -> None:
-    assert set(STATES) <= set(kinds())
-    without = {name for name, row in kinds().items() if name.startswith("run-") and not row.patterns}
+    assert set(STATES) <= set(load_kinds())
+    without = {name for name, row in load_kinds().items() if name.startswith("run-") and not row.patterns}
     assert without == {*STATES, "run-incident"} - set(ENDINGS)
 
 
 def test_without_runs_nothing_changes() -> None:
     one = Sighting(of="out-of-memory", file="a", line=3, text="x")
-    assert told([one]) == [one]
+    assert settle_runs([one]) == [one]
 
 
 def test_one_resume_counts_as_one(tmp_path: Path) -> None:
@@ -223,12 +225,12 @@ def test_one_resume_counts_as_one(tmp_path: Path) -> None:
     folder.mkdir()
     for kind in ("requeue", "resume", "resize"):
         append(folder, kind=kind, step=3, why=f"why of {kind}", done=f"answer of {kind}")
-    (one,) = [one for one in diagnose([str(folder)]).findings if one.kind == "run-resumed"]
+    (one,) = [one for one in diagnose_logs([str(folder)]).findings if one.kind == "run-resumed"]
     assert "once, at step 3" in one.what
     assert "why of resume" in one.cause
     # The same command again from the same step is another resume.
     for kind in ("resume", "resize"):
         append(folder, kind=kind, step=3, why=f"why of {kind}", done="it goes on")
     append(folder, kind="resume", step=9, why="later", done="it goes on")
-    (one,) = [one for one in diagnose([str(folder)]).findings if one.kind == "run-resumed"]
+    (one,) = [one for one in diagnose_logs([str(folder)]).findings if one.kind == "run-resumed"]
     assert "3 times, at steps 3 to 9" in one.what

@@ -10,8 +10,8 @@ import pytest
 
 import trimtab
 from trimtab import api, errors, spec
-from trimtab.configs.knobs import knobs
-from trimtab.diagnosis.kinds import kinds
+from trimtab.configs.knobs import load_knobs
+from trimtab.diagnosis.fault_kinds import load_kinds
 from trimtab.errors import TrimtabError
 from trimtab.planner import pins
 from trimtab.predict import rating
@@ -39,7 +39,7 @@ def advised() -> set[str]:
 
 ENUMERATED = {
     "a choice of a plan": [*pins.KEYS, *spec.Setting.__struct_fields__],
-    "a knob of --knob": [*knobs()],
+    "a knob of --knob": [*load_knobs()],
     "a strategy": [*spec.Strategy],
     "a precision": [*spec.Precision],
     "a way to recompute": [*spec.Recompute],
@@ -53,7 +53,7 @@ ENUMERATED = {
     "an event of a run": [*spec.IncidentKind],
     "a severity": [*spec.Severity],
     "advice": sorted(advised()),
-    "a finding": [*kinds()],
+    "a finding": [*load_kinds()],
     "a launcher": [*spec.LaunchKind],
     "a verb": [*api.VERBS],
 }
@@ -97,7 +97,7 @@ def test_a_rating_is_named_in_its_entry(word: str) -> None:
 
 
 def test_every_knob_says_what_it_costs_and_when_to_change_it() -> None:
-    found = {name: trimtab.explain(name) for name in [*knobs(), *pins.KEYS]}
+    found = {name: trimtab.explain(name) for name in [*load_knobs(), *pins.KEYS]}
     # A choice that always has to be made has no moment at which to change it.
     bare = [name for name, entry in found.items() if not (entry.cost and (entry.change or entry.use))]
     assert bare == []

@@ -17,9 +17,9 @@ import pytest
 import config_samples as samples
 from config_plans import GRID, LAYOUTS, plan
 from framework_schemas import SCHEMAS
-from trimtab.configs import documents
-from trimtab.configs.edits import drafted, exactly, nodes_of
-from trimtab.configs.targets import built_in, named, site
+from trimtab.configs import formats
+from trimtab.configs.plan_edits import count_nodes, draft_edits, make_exact
+from trimtab.configs.targets import builtin_targets, find_site, find_target
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ def needed(module: str) -> Any:
 
 def applied(name: str, file: Path, text: str, one: Plan) -> Path:
     """The file with the plan in it."""
-    document = documents.read(text, file.name)
-    where = site(document, built_in(), origin=file.name, name=name)
-    edits = drafted(where, document, one, file=file.name).edits
-    file.write_text(document.edited({edit.path: edit.after for edit in edits}, add=True), encoding="utf-8")
+    document = formats.read_config(text, file.name)
+    where = find_site(document, builtin_targets(), origin=file.name, name=name)
+    edits = draft_edits(where, document, one, file=file.name).edits
+    file.write_text(document.edit({edit.path: edit.after for edit in edits}, add=True), encoding="utf-8")
     return file
 
 
@@ -93,7 +93,7 @@ def _check_arguments(transformers: Any, one: Plan, text: str, tmp_path: Path) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (found,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_yaml_file(str(file))
-    choice = exactly(one.choice, "")[0]
+    choice = make_exact(one.choice, "")[0]
     assert found.per_device_train_batch_size == choice.micro_batch
     assert found.gradient_accumulation_steps == choice.accumulation
     if choice.precision is not Precision.BF16_TRUE:
@@ -134,10 +134,10 @@ def _check_launch(one: Plan, label: str, tmp_path: Path) -> None:
         "contradicting": samples.CONTRADICTING["accelerate"][1],
     }[label]
     file = applied("accelerate", tmp_path / "accelerate.yaml", text, one)
-    choice = exactly(one.choice, "")[0]
+    choice = make_exact(one.choice, "")[0]
     loaded = settings.load_config_from_file(str(file))
     assert loaded.num_processes == choice.gpus
-    assert loaded.num_machines == nodes_of(one)
+    assert loaded.num_machines == count_nodes(one)
     known = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
     if choice.precision in known:
         assert str(loaded.mixed_precision or "no") == known[choice.precision]
@@ -202,7 +202,7 @@ def _check_deepspeed(config: Any, one: Plan, label: str, tmp_path: Path) -> None
     file = applied("deepspeed", tmp_path / "ds.json", text, one)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        choice = exactly(one.choice, "")[0]
+        choice = make_exact(one.choice, "")[0]
         found = config.DeepSpeedConfig(str(file), mpu=Ranks(choice.gpus))
     assert found.train_batch_size == choice.global_batch
     assert found.train_micro_batch_size_per_gpu == choice.micro_batch
@@ -243,11 +243,13 @@ def _check_trainer(one: Plan, label: str, tmp_path: Path) -> None:
         parser.add_argument("--seed_everything", type=int)
         parser.add_lightning_class_args(lightning.Trainer, "trainer")
         found = parser.parse_path(str(file))["trainer"]
-    choice = exactly(one.choice, "")[0]
+    choice = make_exact(one.choice, "")[0]
     devices = found.devices if isinstance(found.devices, int) else len(found.devices)
-    assert (int(devices) * found.num_nodes, found.num_nodes) == (choice.gpus, nodes_of(one))
+    assert (int(devices) * found.num_nodes, found.num_nodes) == (choice.gpus, count_nodes(one))
     assert found.accumulate_grad_batches == choice.accumulation
-    words = next(knob for knob in named("lightning", built_in()).knobs if knob.field == "precision").words
+    words = next(
+        knob for knob in find_target("lightning", builtin_targets()).knobs if knob.field == "precision"
+    ).words
     precision = "fp32" if choice.precision is Precision.TF32 else choice.precision.value
     assert str(found.precision or "32-true") in {words[precision], "32"}
     if choice.strategy is Strategy.FSDP:
@@ -288,7 +290,7 @@ def kind_fits(kind: Any, value: Any) -> bool:
 def test_every_key_is_one_that_the_framework_has_with_its_default_and_kind(name: str) -> None:
     schema, older = SCHEMAS[name]
     trained = {one.name for one in dataclasses.fields(needed("transformers").TrainingArguments)}
-    target = named(name, built_in())
+    target = find_target(name, builtin_targets())
     for knob in target.knobs:
         unknown = [key for key in knob.keys if key not in {*schema, *older}]
         assert all(name == "llama-factory" and key in trained for key in unknown), unknown
@@ -318,9 +320,9 @@ def test_every_key_is_one_that_the_framework_has_with_its_default_and_kind(name:
 def test_what_is_written_is_of_the_kind_that_the_framework_takes(name: str, label: str) -> None:
     schema, _ = SCHEMAS[name]
     file, text = (samples.MINIMAL if label == "minimal" else samples.CONTRADICTING)[name]
-    document = documents.read(text, file)
-    where = site(document, built_in(), origin=file)
+    document = formats.read_config(text, file)
+    where = find_site(document, builtin_targets(), origin=file)
     for one in GRID:
-        for edit in drafted(where, document, one, file=file).edits:
+        for edit in draft_edits(where, document, one, file=file).edits:
             if edit.key in schema:
                 assert kind_fits(schema[edit.key][0], edit.after), (edit.key, edit.after)

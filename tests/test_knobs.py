@@ -12,13 +12,14 @@ import pytest
 
 from test_cli import trimtab_cli
 from trimtab import api
-from trimtab.cli.choose import _horizon
-from trimtab.cli.shape import turned
+from trimtab.cli.options import add_knobs
+from trimtab.cli.plan import plan_with_knobs
 from trimtab.configs import knobs
-from trimtab.configs.knobs import wire
+from trimtab.configs.knobs import apply_knobs
 from trimtab.errors import TrimtabError, UnknownName, WrongUse
 from trimtab.jobs.options import options
 from trimtab.planner.pins import KEYS
+from trimtab.spec.requests import PlanRequest, TrainRequest
 from trimtab.training.task import Task
 
 GLOSSARY = (
@@ -62,9 +63,9 @@ def test_the_examples_are_true() -> None:
 
 
 def test_every_knob_of_the_glossary_is_known_and_sets_something_that_there_is() -> None:
-    assert not set(GLOSSARY) - set(knobs.knobs())
+    assert not set(GLOSSARY) - set(knobs.load_knobs())
     of_slm, of_training = set(options(api.load("slm"))), set(Task.__struct_fields__)
-    for knob in knobs.knobs().values():
+    for knob in knobs.load_knobs().values():
         assert not knob.option or knob.option in of_slm, knob.name
         assert not knob.pin or knob.pin in KEYS, knob.name
         assert not knob.train or knob.train in of_training, knob.name
@@ -80,7 +81,7 @@ def test_every_knob_of_the_glossary_is_known_and_sets_something_that_there_is() 
 def test_every_knob_is_in_the_documentation() -> None:
     page = (Path(__file__).parent.parent / "docs" / "knobs.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
-    assert listed == set(knobs.knobs())
+    assert listed == set(knobs.load_knobs())
 
 
 @pytest.mark.parametrize(
@@ -110,19 +111,19 @@ def test_every_knob_is_in_the_documentation() -> None:
     ],
 )
 def test_a_knob_sets_what_the_table_says(given: dict[str, Any], place: str, expected: dict[str, Any]) -> None:
-    assert getattr(wire(given), place) == expected
+    assert getattr(apply_knobs(given), place) == expected
 
 
 def test_a_batch_of_one_process_makes_the_global_batch() -> None:
-    found = wire({"batch_size": 12, "gradient_accumulation_steps": 2}, ranks=4)
+    found = apply_knobs({"batch_size": 12, "gradient_accumulation_steps": 2}, ranks=4)
     assert found.options == {"global_batch": 96}
     assert found.pins == {"micro_batch": 12, "accumulation": 2}
     assert "global batch 96: batch_size 12 x 2 x 4 processes" in found.said
-    assert wire({"batch_size": 12}, ranks=4, joint=False).options == {}
+    assert apply_knobs({"batch_size": 12}, ranks=4, joint=False).options == {}
 
 
 def test_bf16_becomes_fp16_where_there_is_none_and_that_is_said() -> None:
-    found = wire({"enable_amp": True, "amp_dtype": "bf16"}, bf16=False)
+    found = apply_knobs({"enable_amp": True, "amp_dtype": "bf16"}, bf16=False)
     assert found.pins == {"precision": "fp16"}
     assert any("only emulated" in one for one in found.said)
     assert api.turn_knobs("slm", ["amp_dtype=bf16"], where=api.cluster("T4")).pins == {"precision": "fp16"}
@@ -237,24 +238,30 @@ def test_a_run_does_what_the_knobs_of_a_config_say(tmp_path: Path) -> None:
 
 
 def test_a_knob_and_a_flag_that_say_the_same_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    def asked(**flags: Any) -> Any:
-        given = ["max_steps=8", "eval_steps=2", "batch_size=4"]
-        rest: Any = {"options": {"seq": "8"}, "pins": ["gpus=2"], "where": None}
-        return turned("slm:tiny", given, None, flags=flags, **rest)
+    knobs = ["max_steps=8", "eval_steps=2", "batch_size=4"]
+
+    def asked(**fields: Any) -> TrainRequest:
+        request = TrainRequest("slm:tiny", options={"seq": "8"}, pins=("gpus=2",), **fields)
+        return add_knobs(request, knobs, None, where=None)[0]
 
     with pytest.raises(WrongUse, match="max_steps=8: --steps 3 is given too"):
         asked(steps=3)
     with pytest.raises(WrongUse, match="eval_steps=2: --evaluate-every 5 is given too"):
         asked(evaluate_steps=5)
     capsys.readouterr()
-    found = asked(steps=None, seed=3)
-    assert found.train == {"steps": 8, "evaluate_steps": 2, "seed": 3}
+    found = asked(seed=3)
+    assert (found.steps, found.evaluate_steps, found.seed) == (8, 2, 3)
     assert found.pins == {"gpus": "2", "micro_batch": 4}
     assert found.options == {"seq": "8", "horizon": 8, "global_batch": 8}
     assert capsys.readouterr().err == "trimtab: global batch 8: batch_size 4 x 1 x 2 processes\n"
-    assert _horizon("slm:tiny", found, None, None) == 64
-    assert _horizon("slm:tiny", found, 10, None) == 10
-    assert "not for a plan: seed=3, eval_steps=2" in capsys.readouterr().err
+
+
+def test_knobs_of_a_plan_give_its_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    knobs = ["max_steps=8", "eval_steps=2", "batch_size=4", "seed=3"]
+    request = PlanRequest("slm:tiny", "2xA30", options={"seq": "8"}, pins=("gpus=2",))
+    assert plan_with_knobs(request, knobs, None).samples == 64
+    assert plan_with_knobs(request.replace(samples=10), knobs, None).samples == 10
+    assert "not for a plan: eval_steps=2, seed=3" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ worker._stay()
 PARENT = """
 import os
 from pathlib import Path
-from trimtab.api.asking import cluster
+from trimtab.api.detecting import cluster
 from trimtab.trace.standing import Standing
 from trimtab.trace.worker import Requests
 

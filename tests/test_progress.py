@@ -11,10 +11,11 @@ import trimtab.api
 import trimtab.cli.progress as shown
 from outlooks import Law, workload
 from trimtab.catalog.clusters import stated
-from trimtab.cli.commands import app
+from trimtab.cli.main import app
 from trimtab.cli.progress import progress
 from trimtab.planner.decide import Question, decide
 from trimtab.spec import Policy
+from trimtab.spec.requests import PlanRequest
 
 
 class Interrupted(Law):
@@ -91,7 +92,7 @@ def test_a_log_gets_lines_with_what_is_done_and_the_best_so_far(
     monkeypatch.setattr(shown, "FIRST_S", 0.0)
     monkeypatch.setattr(shown, "EVERY_S", 0.01)
     wrote: list[str] = []
-    monkeypatch.setattr(shown.Progress, "line", _noted(wrote, shown.Progress.line))
+    monkeypatch.setattr(shown.ProgressState, "line", _noted(wrote, shown.ProgressState.line))
     with progress("planning") as state:
         state.say("tracing ddp, micro-batch 8, bf16")
         state.found("single, micro-batch 4, bf16 on 1 GPU, 12 samples/s")
@@ -127,8 +128,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A plan of 20 questions, then Ctrl-C."""
     after = [20]
 
-    def plan(*_: Any, say_best: Any = None, **__: Any) -> Any:
-        say_best("something")
+    def plan(request: PlanRequest) -> Any:
+        request.say_best("something")
         return interrupted(after[0])
 
     monkeypatch.setattr(trimtab.api, "plan", plan)
@@ -152,8 +153,8 @@ def test_the_command_says_that_nothing_was_found_yet(planned: list[int]) -> None
     done = CliRunner().invoke(app, ["plan", "fake", "--on", "4xH100"])
     assert done.exit_code == 130
     assert done.stderr == (
-        "trimtab: stopped before anything that fits was found; the same command goes on from the traces made "
-        "so far.\n"
+        "trimtab: stopped before anything that fits was found; run the same command again to continue from "
+        "the traces made so far.\n"
     )
     assert "Traceback" not in done.output
     assert not done.stdout

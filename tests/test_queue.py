@@ -17,8 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.errors import EnvironmentFault, UnknownName, WrongUse
-from trimtab.launching import queue
-from trimtab.launching.jobs import Desk, cancel, find_folders, is_alive, listed, progress, refusal
+from trimtab.launching import jobs
+from trimtab.launching.jobs import (
+    SlurmClient,
+    cancel_job,
+    find_folders,
+    is_alive,
+    list_jobs,
+    measure_progress,
+    why_not_cancel,
+)
 from trimtab.spec import Attempt, QueuedJob
 
 if TYPE_CHECKING:
@@ -32,7 +40,7 @@ def answer(name: str) -> str:
 
 
 def by_id() -> dict[str, QueuedJob]:
-    return {one.job_id: one for one in queue.read_squeue(answer("squeue"))}
+    return {one.job_id: one for one in jobs.read_squeue(answer("squeue"))}
 
 
 def test_every_job_of_a_recorded_queue_is_read() -> None:
@@ -54,24 +62,24 @@ def test_every_job_of_a_recorded_queue_is_read() -> None:
 
 
 def test_ours_are_those_whose_comment_or_name_says_so_and_the_comment_names_the_folder() -> None:
-    jobs = by_id()
-    assert {number for number, one in jobs.items() if queue.is_ours(one)} == {"1", "2", "4"}
-    assert queue.folder_of(jobs["1"]) == "/home/me/runs/a b"
-    assert queue.folder_of(jobs["5"]) is None
-    assert queue.folder_of(jobs["1"].replace(comment="trimtab:runs/a")) is None
+    queued = by_id()
+    assert {number for number, job in queued.items() if jobs.is_ours(job)} == {"1", "2", "4"}
+    assert jobs.run_folder_of(queued["1"]) == "/home/me/runs/a b"
+    assert jobs.run_folder_of(queued["5"]) is None
+    assert jobs.run_folder_of(queued["1"].replace(comment="trimtab:runs/a")) is None
 
 
 def test_scontrol_says_where_the_output_goes() -> None:
-    job = queue.read_scontrol(answer("scontrol-running"))
+    job = jobs.read_scontrol(answer("scontrol-running"))
     assert job is not None
     assert job.output == "/home/me/logs/rec-1.log"
     assert job.comment == "trimtab:/home/me/runs/a b"
     assert (job.state, job.user, job.restarts, job.limit_s) == ("RUNNING", "root", 0, 60)
-    failed = queue.read_scontrol(answer("scontrol-failed"))
+    failed = jobs.read_scontrol(answer("scontrol-failed"))
     assert failed is not None
-    assert queue.is_over(failed)
-    assert queue.why(failed) == "its program failed"
-    odd = queue.read_scontrol(answer("scontrol-odd"))
+    assert jobs.is_over(failed)
+    assert jobs.explain_state(failed) == "its program failed"
+    odd = jobs.read_scontrol(answer("scontrol-odd"))
     assert odd is not None
     assert odd.output == "/home/me/logs/rec-5.log"
 
@@ -84,26 +92,26 @@ def test_sacct_is_read_with_its_own_words() -> None:
         "ElapsedRaw": "3725",
         "JobName": "trimtab-a",
     }
-    line = queue.FIELD.join(fields.get(name, "") for name in queue.SACCT_FIELDS.values())
-    (job,) = queue.read_sacct(line + "\n")
+    line = jobs.FIELD.join(fields.get(name, "") for name in jobs.SACCT_FIELDS.values())
+    (job,) = jobs.read_sacct(line + "\n")
     assert (job.state, job.nodes, job.ran_s) == ("CANCELLED", (), 3725)
-    assert queue.why(job) == "it was cancelled"
+    assert jobs.explain_state(job) == "it was cancelled"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "garbage", "a\x1fb\x1e", "JobId=\n", "slurm_load_jobs error"])
 def test_what_is_no_answer_gives_no_job(text: str) -> None:
-    assert queue.read_squeue(text) == ()
-    assert queue.read_sacct(text) == ()
-    assert queue.read_scontrol(text) is None
+    assert jobs.read_squeue(text) == ()
+    assert jobs.read_sacct(text) == ()
+    assert jobs.read_scontrol(text) is None
 
 
 @settings(max_examples=60)
 @given(text=st.text(max_size=60))
 def test_no_text_makes_the_readers_fail(text: str) -> None:
-    queue.read_squeue(text + queue.RECORD)
-    queue.read_sacct(text)
-    queue.read_scontrol(f"JobId=1 JobName={text}\n   JobState={text}\n   StdOut={text}")
-    queue.seconds(text)
+    jobs.read_squeue(text + jobs.RECORD)
+    jobs.read_sacct(text)
+    jobs.read_scontrol(f"JobId=1 JobName={text}\n   JobState={text}\n   StdOut={text}")
+    jobs.parse_slurm_time(text)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +129,7 @@ def test_no_text_makes_the_readers_fail(text: str) -> None:
     ],
 )
 def test_slurms_times_are_seconds(text: str | None, expected: float | None) -> None:
-    assert queue.seconds(text) == expected
+    assert jobs.parse_slurm_time(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -140,15 +148,15 @@ def test_slurms_times_are_seconds(text: str | None, expected: float | None) -> N
 )
 def test_a_pending_job_says_why_in_plain_words(reason: str, words: str) -> None:
     job = QueuedJob(job_id="4", state="PENDING", reason=reason, partition="batch")
-    assert words in queue.why(job)
+    assert words in jobs.explain_state(job)
 
 
 def test_a_requeued_job_says_until_when_it_is_held_back() -> None:
-    assert queue.why(by_id()["5"]).startswith("until 2026-11-15 14:08:22 it may not start earlier")
+    assert jobs.explain_state(by_id()["5"]).startswith("until 2026-11-15 14:08:22 it may not start earlier")
 
 
 def test_a_running_job_needs_no_reason() -> None:
-    assert queue.why(by_id()["1"]) == ""
+    assert jobs.explain_state(by_id()["1"]) == ""
 
 
 # runs in folders
@@ -161,11 +169,11 @@ def a_line(step: int, *, gpus: int = 4, time_s: float = 0.5) -> dict[str, object
 def test_progress_counts_the_steps_on_the_devices_there_are_now() -> None:
     lines = [a_line(step, gpus=4, time_s=0.1) for step in range(1, 10)]
     lines += [a_line(step, gpus=2, time_s=0.5) for step in range(10, 13)]
-    found = progress("/r", "slm:tiny", Attempt(procs=2, steps=100), lines, None)
+    found = measure_progress("/r", "slm:tiny", Attempt(procs=2, steps=100), lines, None)
     assert (found.step, found.steps, found.samples_per_s) == (12, 100, 32)
     assert found.left_s == pytest.approx(44)
     assert found.recent == 3
-    empty = progress("/r", None, None, [], None)
+    empty = measure_progress("/r", None, None, [], None)
     assert (empty.step, empty.steps, empty.samples_per_s, empty.left_s) == (0, None, None, None)
 
 
@@ -181,19 +189,19 @@ class Answers:
         name = command[0]
         if name == "squeue":
             wanted = next((one.partition("=")[2] for one in command if one.startswith("--jobs=")), None)
-            records = self.told["squeue"].split(queue.RECORD)
+            records = self.told["squeue"].split(jobs.RECORD)
             if wanted is not None:
-                records = [one for one in records if one.strip().split(queue.FIELD)[0] == wanted]
+                records = [one for one in records if one.strip().split(jobs.FIELD)[0] == wanted]
                 if not records:
                     raise EnvironmentFault("squeue", found="Invalid job id specified", cure="-")
-            return queue.RECORD.join(records)
+            return jobs.RECORD.join(records)
         if name not in self.told:
             raise EnvironmentFault(name, found="Slurm accounting storage is disabled", cure="-")
         return self.told[name]
 
 
-def at(answers: Answers, me: str = "root") -> Desk:
-    return Desk(answers, lambda _: True, me)
+def at(answers: Answers, me: str = "root") -> SlurmClient:
+    return SlurmClient(answers, lambda _: True, me)
 
 
 def a_run(folder: Path, **changes: object) -> Path:
@@ -213,7 +221,7 @@ def test_jobs_of_ours_are_listed_with_their_runs_and_the_end_of_their_output(tmp
         squeue=answer("squeue").replace("/home/me/runs/a b", str(run)),
         scontrol=answer("scontrol-running").replace("/home/me/logs/rec-1.log", str(log)),
     )
-    views, silent = listed(at(told), [tmp_path / "runs"], lines=2)
+    views, silent = list_jobs(at(told), [tmp_path / "runs"], lines=2)
     assert not silent
     assert [(one.id, one.state) for one in views] == [("2", "pending"), ("4", "pending"), ("1", "running")]
     mine = views[-1]
@@ -230,7 +238,7 @@ def test_a_slurm_that_does_not_answer_hides_no_run_on_this_machine(tmp_path: Pat
 
     run = a_run(tmp_path / "a")
     with held(run):
-        views, silent = listed(Desk(broken, lambda _: True, "root"), [tmp_path])
+        views, silent = list_jobs(SlurmClient(broken, lambda _: True, "root"), [tmp_path])
     assert [one.kind for one in views] == ["local"]
     assert str(silent[0]).startswith("Slurm's queue: Unable to contact")
 
@@ -275,26 +283,26 @@ def test_a_local_run_is_alive_while_its_first_rank_holds_the_folder(tmp_path: Pa
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         told = Answers(squeue="")
         (run / "attempt.json").write_text(attempt.replace(pid=holder.pid).to_json(), encoding="utf-8")
-        assert [one.id for one in listed(at(told), [tmp_path])[0]] == [f"local-{holder.pid}"]
-        assert cancel(f"local-{holder.pid}", at(told), places=[tmp_path]).kind == "local"
+        assert [one.id for one in list_jobs(at(told), [tmp_path])[0]] == [f"local-{holder.pid}"]
+        assert cancel_job(f"local-{holder.pid}", at(told), places=[tmp_path]).kind == "local"
         assert holder.wait(timeout=10) == -signal.SIGTERM
-    assert listed(at(told), [tmp_path])[0] == []
+    assert list_jobs(at(told), [tmp_path])[0] == []
     with pytest.raises(WrongUse, match="nothing trains into"):
-        cancel(str(run), at(told))
+        cancel_job(str(run), at(told))
 
 
 def test_a_job_that_has_ended_is_known_by_its_runs_folder(tmp_path: Path) -> None:
     run = a_run(tmp_path / "a", job_id="7", state="ended")
-    line = queue.FIELD.join(
+    line = jobs.FIELD.join(
         {"JobIDRaw": "7", "State": "TIMEOUT", "User": "root"}.get(name, "")
-        for name in queue.SACCT_FIELDS.values()
+        for name in jobs.SACCT_FIELDS.values()
     )
-    (view,) = listed(at(Answers(squeue="", sacct=line)), [tmp_path])[0]
+    (view,) = list_jobs(at(Answers(squeue="", sacct=line)), [tmp_path])[0]
     assert (view.id, view.state, view.why) == ("7", "timeout", "it reached its time limit")
     assert view.run is not None
     assert view.run.folder == str(run)
     # A cluster that keeps no accounts has forgotten it.
-    assert listed(at(Answers(squeue="")), [tmp_path])[0] == []
+    assert list_jobs(at(Answers(squeue="")), [tmp_path])[0] == []
 
 
 def test_jobs_are_looked_for_where_runs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +321,7 @@ def test_jobs_are_looked_for_where_runs_are(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_job_of_ours_is_cancelled() -> None:
     told = Answers(squeue=answer("squeue"), scontrol=answer("scontrol-running"), scancel="")
-    assert cancel("1", at(told)).state == "running"
+    assert cancel_job("1", at(told)).state == "running"
     assert told.asked[-1] == ("scancel", "1")
 
 
@@ -334,29 +342,29 @@ def test_a_job_of_ours_is_cancelled() -> None:
 def test_what_is_not_ours_is_not_cancelled(job_id: str, me: str, error: type[Exception], words: str) -> None:
     told = Answers(squeue=answer("squeue"), scontrol=answer("scontrol-running"), scancel="")
     with pytest.raises(error, match=words):
-        cancel(job_id, at(told, me))
+        cancel_job(job_id, at(told, me))
     assert not [one for one in told.asked if one[0] == "scancel"]
 
 
 def test_force_cancels_what_is_not_ours() -> None:
     told = Answers(squeue=answer("squeue"), scontrol=answer("scontrol-running"), scancel="")
-    cancel("3", at(told), force=True)
+    cancel_job("3", at(told), force=True)
     assert told.asked[-1] == ("scancel", "3")
 
 
 def test_a_job_that_has_ended_is_not_cancelled_again() -> None:
     told = Answers(squeue=answer("squeue").replace("RUNNING", "COMPLETED"), scancel="")
     with pytest.raises(WrongUse, match="it has ended already: it ran to its end"):
-        cancel("1", at(told), force=True)
+        cancel_job("1", at(told), force=True)
 
 
 def test_without_slurm_there_are_no_jobs_and_nothing_to_cancel() -> None:
-    none = Desk(Answers(), lambda _: False, "root")
-    assert listed(none) == ([], [])
+    none = SlurmClient(Answers(), lambda _: False, "root")
+    assert list_jobs(none) == ([], [])
     with pytest.raises(EnvironmentFault, match="there is no Slurm on this machine"):
-        cancel("1", none)
+        cancel_job("1", none)
 
 
 def test_a_name_of_another_user_does_not_make_a_job_ours() -> None:
     job = QueuedJob(job_id="1", state="RUNNING", user="other", name="trimtab-x UserId=me(1)")
-    assert refusal(job, "me") == "it is other's, and you are me"
+    assert why_not_cancel(job, "me") == "it is other's, and you are me"

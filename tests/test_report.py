@@ -24,12 +24,12 @@ import run_samples as samples
 from browser import CHROMIUM, WHY_NOT, Browser
 from nouns import plans
 from trimtab import api
-from trimtab.cli.commands import main_code
+from trimtab.cli.main import main_code
 from trimtab.errors import BrokenFile, WrongUse
-from trimtab.pages import page, pictures
-from trimtab.pages.figures import candidates, frontier, spread
-from trimtab.pages.scales import Scale, short, ticks, upper
-from trimtab.pages.story import Story, read
+from trimtab.pages import page, report
+from trimtab.pages.figures import candidates_figure, find_frontier, pick_evenly
+from trimtab.pages.report_data import ReportData, read_report_data
+from trimtab.pages.svg import Scale, format_number, round_ticks, round_up
 from trimtab.predict.memory import memory
 from trimtab.predict.timeline import Timeline, timeline
 from trimtab.spec import PARTS, Look, Plan, PlannedStage, Stage, StagedPlan, Trace
@@ -78,11 +78,11 @@ class Parts(html.parser.HTMLParser):
         self.words.append(data)
 
 
-def made(story: Story) -> str:
-    return page.page(story, page.drawn(story))
+def made(story: ReportData) -> str:
+    return page.build_page(story, page.draw_figures(story))
 
 
-def full(words: str) -> Story:
+def full(words: str) -> ReportData:
     """A story with the same words wherever words can come from outside."""
     plan = samples.plan(words, words=words)
     record = Record(
@@ -92,7 +92,7 @@ def full(words: str) -> Story:
         events=(samples.incident(3, why=words, done=words),),
         said=(words,),
     )
-    return Story(origin=words, plan=plan, run=record, missing=(words,), timeline_of=words)
+    return ReportData(origin=words, plan=plan, run=record, missing=(words,), timeline_of=words)
 
 
 def only(words: str) -> bool:
@@ -136,7 +136,7 @@ def test_the_page_has_one_script_and_a_policy_that_lets_no_other_run() -> None:
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans)
 def test_every_plan_makes_a_page(plan: Plan) -> None:
-    found = Parts(made(Story(origin="plan.json", plan=plan)))
+    found = Parts(made(ReportData(origin="plan.json", plan=plan)))
     assert found.open == []
 
 
@@ -149,7 +149,7 @@ def test_a_page_is_the_same_every_time(tmp_path: Path) -> None:
 
 def test_every_figure_has_marks_with_words_a_table_and_a_drawing_for_phones() -> None:
     story = full("words")
-    found = page.drawn(story)
+    found = page.draw_figures(story)
     assert [one.name for one in found] == [
         "loss",
         "compared",
@@ -197,7 +197,7 @@ def looks(figures: list[tuple[int, float, bool]]) -> list[Look]:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9).map(float), st.booleans()), max_size=12))
 def test_the_frontier_is_what_nothing_beats(figures: list[tuple[int, float, bool]]) -> None:
     every = looks(figures)
-    best = frontier(every)
+    best = find_frontier(every)
     rate = [one.samples_per_s or 0.0 for one in best]
     assert rate == sorted(set(rate))
     for one in (one for one in every if one.fits):
@@ -261,24 +261,24 @@ def test_a_step_without_gradients_and_a_trace_without_a_last_step() -> None:
 @given(st.floats(-1e12, 1e12), st.floats(1e-6, 1e12), st.integers(2, 9))
 def test_ticks_are_few_round_and_within(low: float, span: float, count: int) -> None:
     high = low + span
-    found = ticks(low, high, count)
+    found = round_ticks(low, high, count)
     assert len(found) <= 2 * count + 2
     slack = max(abs(low), abs(high)) * 1e-6
     assert all(low - slack <= one <= high + slack for one in found)
-    assert all(short(one) for one in found)
+    assert all(format_number(one) for one in found)
 
 
 def test_ticks_of_nothing_and_of_what_cannot_be_drawn() -> None:
-    assert ticks(3, 3) == [3]
-    assert ticks(float("nan"), 1) == []
-    assert ticks(0, float("inf")) == [0]
-    assert upper([]) == 1
+    assert round_ticks(3, 3) == [3]
+    assert round_ticks(float("nan"), 1) == []
+    assert round_ticks(0, float("inf")) == [0]
+    assert round_up([]) == 1
     assert Scale(2, 2, 0, 10).at(2) == 5
 
 
 @given(st.integers(0, 5000), st.integers(2, 80))
 def test_rows_are_thinned_out_evenly_and_end_at_the_end(count: int, most: int) -> None:
-    found = spread(count, most)
+    found = pick_evenly(count, most)
     assert len(found) <= most
     assert found == sorted(set(found))
     if count:
@@ -372,7 +372,7 @@ def test_a_broken_run_shows_what_can_be_shown_and_says_what_is_missing(tmp_path:
 
 
 def test_lines_that_were_read_before_a_tear_are_all_there(tmp_path: Path) -> None:
-    story = read(broken(tmp_path, "torn line"))
+    story = read_report_data(broken(tmp_path, "torn line"))
     assert story.run is not None
     assert [one.step for one in story.run.lines] == list(range(1, 20))
 
@@ -472,8 +472,8 @@ def test_a_page_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: 
 
 def test_figures_are_svg_that_needs_nothing() -> None:
     story = full("words")
-    for one in page.drawn(story):
-        text = pictures.standing_alone(one)
+    for one in page.draw_figures(story):
+        text = report.build_svg_file(one)
         root = ET.fromstring(text)  # noqa: S314 - our own
         assert root.tag.endswith("svg")
         assert "var(" not in text
@@ -485,14 +485,14 @@ def test_without_a_converter_the_png_is_left_out_with_what_to_install(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cairosvg", None)
-    files, notes = pictures.write(page.drawn(full("words"))[:1], tmp_path / "figures")
+    files, notes = report.write_figures(page.draw_figures(full("words"))[:1], tmp_path / "figures")
     assert [one.name for one in files] == ["loss.svg"]
     assert "pip install cairosvg" in notes[0]
 
 
-@pytest.mark.skipif(pictures.converter() is None, reason="nothing here turns SVG into PNG")
+@pytest.mark.skipif(report.find_png_converter() is None, reason="nothing here turns SVG into PNG")
 def test_a_png_is_the_figure_at_twice_its_size(tmp_path: Path) -> None:
-    files, notes = pictures.write(page.drawn(full("words"))[:1], tmp_path / "figures")
+    files, notes = report.write_figures(page.draw_figures(full("words"))[:1], tmp_path / "figures")
     assert notes == []
     data = next(one for one in files if one.suffix == ".png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
@@ -620,7 +620,7 @@ FLAT = Timeline(
 @pytest.mark.parametrize("what", ["everything", "crowded"])
 def test_labels_do_not_overlap_and_can_be_read(browser: Browser, tmp_path: Path, what: str) -> None:
     file = tmp_path / "page.html"
-    crowd = Story(origin="plan.json", plan=crowded(), timeline=FLAT)
+    crowd = ReportData(origin="plan.json", plan=crowded(), timeline=FLAT)
     story = full("words") if what == "everything" else crowd
     file.write_text(made(story))
     for width in (1280, 390):
@@ -646,7 +646,7 @@ def test_labels_do_not_overlap_and_can_be_read(browser: Browser, tmp_path: Path,
 
 
 def test_an_axis_ends_where_it_matters_and_says_what_lies_beyond() -> None:
-    figure = candidates(crowded())
+    figure = candidates_figure(crowded())
     assert figure is not None
     drawn = str(figure.draw(840))
     numbers = [int(one) for one in re.findall(r'class="tick"[^>]*>(\d+)<', drawn)]

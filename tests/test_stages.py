@@ -10,7 +10,7 @@ import pytest
 
 import trimtab
 from test_targets import ESTIMATE
-from trimtab.cli.shape import job_options
+from trimtab.cli.options import job_options
 from trimtab.errors import TrimtabError, UnknownName, WrongUse
 from trimtab.jobs import naics_pairs
 from trimtab.jobs.naics_stages import SHIPPED, stage, stages

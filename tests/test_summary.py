@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from trimtab.errors import WrongUse
-from trimtab.launching import summary
+from trimtab.launching import run_summary
 from trimtab.spec import (
     Attempt,
     Band,
@@ -66,7 +66,7 @@ def a_summary(**changes: Any) -> Summary:
         "device": "NVIDIA H100",
         "gpus_there": 8,
     } | changes
-    return summary.summed(
+    return run_summary.build_summary(
         "slm",
         given["plan"],
         given["attempt"],
@@ -115,27 +115,27 @@ def test_a_run_on_the_cpu_has_no_gpus_and_no_prediction() -> None:
     found = a_summary(plan=plain, lines=none, device=None, gpus_there=None)
     assert (found.gpus, found.gpu_hours, found.gpus_free) == (0, 0, None)
     assert [one.what for one in found.checks] == ["step_s", "samples_per_s"]
-    assert "none: 4 processes on the CPU" in summary.text(found)
-    assert "not measured" in summary.text(found)
+    assert "none: 4 processes on the CPU" in run_summary.format_summary(found)
+    assert "not measured" in run_summary.format_summary(found)
 
 
 def test_a_run_without_a_step_has_a_summary_without_a_speed() -> None:
     found = a_summary(lines=[])
     assert (found.samples_per_s, found.minutes_per_epoch, found.loss) == (None, None, None)
-    assert "- samples/s" in summary.text(found)
+    assert "- samples/s" in run_summary.format_summary(found)
 
 
 def test_a_speed_says_which_steps_it_is_of() -> None:
-    text = summary.text(a_summary())
+    text = run_summary.format_summary(a_summary())
     assert "32 samples/s over all 10 steps," in text
     assert "(of the median step of 7 after the first 3)" in text
-    few = summary.text(a_summary(lines=lines(2)))
+    few = run_summary.format_summary(a_summary(lines=lines(2)))
     assert "(of the median step of 2)" in few
-    assert "median" not in summary.text(a_summary(lines=[]))
+    assert "median" not in run_summary.format_summary(a_summary(lines=[]))
 
 
 def test_the_text_has_a_line_for_each_fact_and_fits_a_terminal() -> None:
-    text = summary.text(a_summary())
+    text = run_summary.format_summary(a_summary())
     for fact in ("4 x NVIDIA H100 on 2 nodes; 4 of 8 used, 4 left free", "160 in 5 epochs", "(50 s, 0.01 h)"):
         assert fact in text
     assert "seconds a step: 0.4, really 0.5 (-20.0%)" in text
@@ -144,35 +144,35 @@ def test_the_text_has_a_line_for_each_fact_and_fits_a_terminal() -> None:
 
 def test_a_summary_is_written_read_and_forgotten(tmp_path: Path) -> None:
     found = a_summary()
-    summary.write(tmp_path, found)
-    assert summary.read(tmp_path) == found
+    run_summary.write_summary(tmp_path, found)
+    assert run_summary.read_summary(tmp_path) == found
     told = json.loads((tmp_path / "summary.json").read_text())
     assert told["gpus_free"] == 4
     assert told["checks"][0]["error"] == -0.2
-    summary.forget(tmp_path)
+    run_summary.remove_summary(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    summary.forget(tmp_path)
+    run_summary.remove_summary(tmp_path)
 
 
 def test_a_folder_without_a_summary_says_why(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="no such folder"):
-        summary.read(tmp_path / "nowhere")
+        run_summary.read_summary(tmp_path / "nowhere")
     with pytest.raises(WrongUse, match="no run's folder"):
-        summary.read(tmp_path)
+        run_summary.read_summary(tmp_path)
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "log.jsonl").write_text('{"step": 7}\n{"torn')
     with pytest.raises(WrongUse, match="it has taken 7 steps"):
-        summary.read(tmp_path)
+        run_summary.read_summary(tmp_path)
     (tmp_path / "summary.json").write_text('{"job": 1}')
     with pytest.raises(WrongUse, match=r"not a Summary"):
-        summary.read(tmp_path)
+        run_summary.read_summary(tmp_path)
 
 
 def test_gpus_are_counted_by_the_driver(tmp_path: Path) -> None:
-    assert summary.gpus_on_node(tmp_path / "nowhere") is None
-    assert summary.gpus_on_node(tmp_path) is None
+    assert run_summary.count_node_gpus(tmp_path / "nowhere") is None
+    assert run_summary.count_node_gpus(tmp_path) is None
     (tmp_path / "0000:01:00.0").mkdir()
-    assert summary.gpus_on_node(tmp_path) == 1
+    assert run_summary.count_node_gpus(tmp_path) == 1
 
 
 # attempts

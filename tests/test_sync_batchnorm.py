@@ -16,7 +16,7 @@ import trimtab
 from outlooks import workload
 from training_worlds import world_of
 from trimtab import cluster
-from trimtab.api.predicting import first_device, look_closely, make_setting
+from trimtab.api.estimating import first_device, look_closely, make_setting
 from trimtab.engine.sync_norm import synchronise
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.planner import pins, whole_batch

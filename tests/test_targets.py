@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import config_samples as samples
-from trimtab.configs import documents, edits, mapping, reading, targets, words
-from trimtab.configs.edits import exactly, nodes_of
-from trimtab.configs.targets import FIELDS, Knob, Target, built_in, site
+from trimtab.configs import formats, interpret, plan_edits, targets
+from trimtab.configs.plan_edits import count_nodes, make_exact
+from trimtab.configs.targets import FIELDS, ConfigTarget, Knob, builtin_targets, find_site
 from trimtab.errors import BrokenFile, UnknownName, WrongUse
 from trimtab.spec import (
     Band,
@@ -36,8 +36,8 @@ from trimtab.spec import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trimtab.configs.edits import Edit
-    from trimtab.configs.texts import Document
+    from trimtab.configs.plan_edits import Edit
+    from trimtab.configs.text_edit import ConfigDocument
 
 ESTIMATE = Estimate(
     allocated_bytes=1,
@@ -58,12 +58,17 @@ def plan(setting: Setting, nodes: int = 1) -> Plan:
     return Plan(job="job.py:Mine", choice=setting, estimate=ESTIMATE, places=places)
 
 
-def written(text: str, file: str, one: Plan) -> tuple[Document, list[Edit], list[str]]:
+def written(text: str, file: str, one: Plan) -> tuple[ConfigDocument, list[Edit], list[str]]:
     """The document after the plan is in it."""
-    before = documents.read(text, file)
-    where = site(before, built_in(), origin=file)
-    changed, said = edits.edits(where, before, one, file=file)
-    return documents.read(before.edited({x.path: x.after for x in changed}, add=True), file), changed, said
+    before = formats.read_config(text, file)
+    where = find_site(before, builtin_targets(), origin=file)
+    draft = plan_edits.draft_edits(where, before, one, file=file)
+    changed, said = draft.edits, draft.texts()
+    return (
+        formats.read_config(before.edit({x.path: x.after for x in changed}, add=True), file),
+        changed,
+        said,
+    )
 
 
 FSDP = Setting(
@@ -119,12 +124,12 @@ def test_a_config_reads_back_as_the_plan_that_was_written_into_it(
     name: str, file: str, text: str, one: Plan
 ) -> None:
     after, _, said = written(text, file, one)
-    choice, _ = exactly(one.choice, "")
-    where = site(after, built_in(), origin=file)
+    choice, _ = make_exact(one.choice, "")
+    where = find_site(after, builtin_targets(), origin=file)
     assert where.target.name == name
-    nodes = nodes_of(one)
-    found = reading.read(where, after.entries(), gpus=choice.gpus, nodes=nodes)
-    wanted = edits.facts_of(choice, nodes)
+    nodes = count_nodes(one)
+    found = interpret.interpret_config(where, after.entries(), gpus=choice.gpus, nodes=nodes)
+    wanted = plan_edits.list_facts(choice, nodes)
     told = " ".join(said)
     fields = where.target.fields()
     for field in ("global_batch", "micro_batch", "accumulation", "gpus", "nodes", "gpus_per_node"):
@@ -140,17 +145,17 @@ def test_a_config_reads_back_as_the_plan_that_was_written_into_it(
         # Not the same: then it has been said why.
         lacks = {sentence for knob in where.target.knobs for sentence in knob.lacks.values()}
         assert any(sentence in told for sentence in lacks), (field, found.facts[field], wanted[field], said)
-    again, more, _ = written(after.edited({}), file, one)
+    again, more, _ = written(after.edit({}), file, one)
     assert more == []
-    assert again.edited({}) == after.edited({})
+    assert again.edit({}) == after.edit({})
 
 
 @pytest.mark.parametrize(("name", "file", "text"), ALL, ids=IDS)
 def test_a_config_is_known_by_its_keys_and_every_comment_survives(name: str, file: str, text: str) -> None:
     after, changed, _ = written(text, file, plan(FSDP))
-    assert site(documents.read(text, file), built_in(), origin=file).target.name == name
+    assert find_site(formats.read_config(text, file), builtin_targets(), origin=file).target.name == name
     comments = [line.partition("#")[2] for line in text.splitlines() if "#" in line and "SBATCH" not in line]
-    assert all(comment in after.edited({}) for comment in comments)
+    assert all(comment in after.edit({}) for comment in comments)
     assert {one.path for one in changed} <= {one.path for one in after.entries()}
 
 
@@ -240,27 +245,27 @@ def test_a_table_where_a_word_was_expected_is_left_and_said() -> None:
 
 def test_slurm_headers_keep_the_name_of_the_gpu() -> None:
     after, _, said = written(samples.SBATCH, "a.sbatch", plan(FSDP))
-    assert after.edited({}) == samples.SBATCH.replace("a100:2", "a100:4")
+    assert after.edit({}) == samples.SBATCH.replace("a100:2", "a100:4")
     assert said == ["Slurm headers ask for devices: batch and precision belong into the job's own config."]
     short = samples.SBATCH.replace("--nodes=1", "-N 1").replace("--gres=gpu:a100:2", "--gpus-per-node=2")
     two_nodes = plan(FSDP, nodes=2)
-    assert "-N 2\n#SBATCH --gpus-per-node=2\n" in written(short, "a.sbatch", two_nodes)[0].edited({})
+    assert "-N 2\n#SBATCH --gpus-per-node=2\n" in written(short, "a.sbatch", two_nodes)[0].edit({})
 
 
 def test_a_number_inside_a_text_is_replaced_alone() -> None:
     knob = Knob(field="gpus", keys=("a",), pattern=r"cuda:(?P<n>\d+) devices")
-    assert words.number(knob, "cuda:2 devices") == 2
-    assert words.numbered(knob, "cuda:2 devices", 8) == "cuda:8 devices"
-    assert words.number(knob, "cpu") is None
+    assert interpret.parse_count(knob, "cuda:2 devices") == 2
+    assert interpret.format_count(knob, "cuda:2 devices", 8) == "cuda:8 devices"
+    assert interpret.parse_count(knob, "cpu") is None
 
 
 def test_micro_batches_are_full_and_the_global_batch_stays() -> None:
     uneven = Setting(micro_batch=34, accumulation=3, global_batch=100)
-    found, said = exactly(uneven, "plan")
+    found, said = make_exact(uneven, "plan")
     assert (found.micro_batch, found.accumulation, found.global_batch) == (25, 4, 100)
     assert "25 x 4" in said
     prime = Setting(micro_batch=4, accumulation=2, global_batch=7)
-    assert exactly(prime, "plan")[0].micro_batch == 1
+    assert make_exact(prime, "plan")[0].micro_batch == 1
 
 
 @pytest.mark.parametrize(
@@ -308,42 +313,53 @@ def test_a_config_that_two_frameworks_could_read_is_refused_with_both() -> None:
     with pytest.raises(
         WrongUse, match=r"accelerate or of deepspeed.*--target accelerate or --target deepspeed"
     ):
-        site(documents.read(text, "a.yaml"), built_in(), origin="a.yaml")
-    named = site(documents.read(text, "a.yaml"), built_in(), origin="a.yaml", name="deepspeed")
+        find_site(formats.read_config(text, "a.yaml"), builtin_targets(), origin="a.yaml")
+    named = find_site(
+        formats.read_config(text, "a.yaml"), builtin_targets(), origin="a.yaml", name="deepspeed"
+    )
     assert named.target.name == "deepspeed"
 
 
 def test_a_config_that_nobody_knows_is_refused_with_the_names() -> None:
     with pytest.raises(WrongUse, match=r"none of its keys.*hydra-lightning, slm-config.*trimtab.toml"):
-        site(documents.read("a: 1\n", "a.yaml"), built_in(), origin="a.yaml")
+        find_site(formats.read_config("a: 1\n", "a.yaml"), builtin_targets(), origin="a.yaml")
 
 
 def test_an_unknown_target_gives_the_nearest() -> None:
     with pytest.raises(UnknownName, match="the nearest is deepspeed"):
-        site(documents.read("a: 1\n", "a.yaml"), built_in(), origin="a.yaml", name="deepsped")
+        find_site(
+            formats.read_config("a: 1\n", "a.yaml"), builtin_targets(), origin="a.yaml", name="deepsped"
+        )
 
 
 def test_a_target_that_was_named_has_to_be_there() -> None:
-    document = documents.read("a: {b: 1}\n", "a.yaml")
+    document = formats.read_config("a: {b: 1}\n", "a.yaml")
     with pytest.raises(WrongUse, match="none of the keys of deepspeed"):
-        site(document, built_in(), origin="a.yaml", name="deepspeed")
+        find_site(document, builtin_targets(), origin="a.yaml", name="deepspeed")
     # Unless somebody says where it is to go.
-    assert site(document, built_in(), origin="a.yaml", name="deepspeed", below=("a",)).root == ("a",)
+    assert find_site(document, builtin_targets(), origin="a.yaml", name="deepspeed", below=("a",)).root == (
+        "a",
+    )
 
 
 def test_two_configs_in_a_file_are_told_apart_by_their_place() -> None:
     text = samples.SLM + samples.SLM.replace("slm_config", "tiny_config").partition("\n")[2]
-    document = documents.read(text, "c.py")
+    document = formats.read_config(text, "c.py")
     with pytest.raises(WrongUse, match=r"2 configs of slm-config.*c.py:slm_config, c.py:tiny_config"):
-        site(document, built_in(), origin="c.py")
+        find_site(document, builtin_targets(), origin="c.py")
     with pytest.raises(WrongUse, match="2 configs of slm-config"):
-        site(document, built_in(), origin="c.py", name="slm-config")
-    assert site(document, built_in(), origin="c.py", below=("tiny_config",)).root == ("tiny_config",)
+        find_site(document, builtin_targets(), origin="c.py", name="slm-config")
+    assert find_site(document, builtin_targets(), origin="c.py", below=("tiny_config",)).root == (
+        "tiny_config",
+    )
 
 
 def test_arguments_are_found_wherever_they_are_nested() -> None:
     text = "run:\n  args:\n    per_device_train_batch_size: 4\n"
-    assert site(documents.read(text, "a.yaml"), built_in(), origin="a.yaml").root == ("run", "args")
+    assert find_site(formats.read_config(text, "a.yaml"), builtin_targets(), origin="a.yaml").root == (
+        "run",
+        "args",
+    )
 
 
 # --- the frameworks themselves, where they are installed ---
@@ -352,7 +368,7 @@ def test_arguments_are_found_wherever_they_are_nested() -> None:
 def test_the_keys_for_transformers_are_fields_of_its_arguments_with_those_defaults() -> None:
     arguments = pytest.importorskip("transformers").TrainingArguments
     fields = {one.name: one for one in dataclasses.fields(arguments)}
-    for knob in targets.named("transformers", built_in()).knobs:
+    for knob in targets.find_target("transformers", builtin_targets()).knobs:
         if knob.field == "seq":
             continue  # the scripts' own arguments hold it, and TrainingArguments do not
         (key,) = knob.keys
@@ -363,7 +379,11 @@ def test_the_keys_for_transformers_are_fields_of_its_arguments_with_those_defaul
         for value in knob.words.values():
             assert knob.field == "optimizer" or isinstance(value, bool)
     names = pytest.importorskip("transformers.training_args").OptimizerNames
-    knob = next(one for one in targets.named("transformers", built_in()).knobs if one.field == "optimizer")
+    knob = next(
+        one
+        for one in targets.find_target("transformers", builtin_targets()).knobs
+        if one.field == "optimizer"
+    )
     assert {names(one).value for one in knob.words.values()} == set(knob.words.values())
 
 
@@ -371,7 +391,7 @@ def test_the_keys_for_transformers_are_fields_of_its_arguments_with_those_defaul
 def test_accelerate_reads_the_plan_from_its_edited_config(text: str, tmp_path: Path) -> None:
     config = pytest.importorskip("accelerate.commands.config.config_args").ClusterConfig
     file = tmp_path / "config.yaml"
-    file.write_text(written(text, "a.yaml", plan(FSDP, nodes=2))[0].edited({}), encoding="utf-8")
+    file.write_text(written(text, "a.yaml", plan(FSDP, nodes=2))[0].edit({}), encoding="utf-8")
     found = config.from_yaml_file(str(file))
     assert (found.num_processes, found.num_machines) == (4, 2)
     assert found.mixed_precision == "bf16"
@@ -381,9 +401,11 @@ def test_accelerate_reads_the_plan_from_its_edited_config(text: str, tmp_path: P
 # --- reading ---
 
 
-def read(text: str, file: str, gpus: int | None = None) -> reading.Reading:
-    document = documents.read(text, file)
-    return reading.read(site(document, built_in(), origin=file), document.entries(), gpus=gpus)
+def read(text: str, file: str, gpus: int | None = None) -> interpret.Reading:
+    document = formats.read_config(text, file)
+    return interpret.interpret_config(
+        find_site(document, builtin_targets(), origin=file), document.entries(), gpus=gpus
+    )
 
 
 def test_defaults_of_the_framework_count_where_a_key_is_missing() -> None:
@@ -423,12 +445,12 @@ def test_a_computed_value_is_open() -> None:
 
 
 def test_words_are_read_as_people_write_them() -> None:
-    knob = next(one for one in built_in()[0].knobs if one.field == "precision")
-    assert words.spelt(knob, 16) == ["fp16"]
-    assert words.spelt(knob, "BF16-mixed") == ["bf16"]
-    assert words.spelt(knob, "64-true") == []
-    devices = next(one for one in built_in()[0].knobs if one.field == "gpus_per_node")
-    assert [words.number(devices, one) for one in ([0, 3], "0,1,2", "4", 2, True, None, 2.0)] == [
+    knob = next(one for one in builtin_targets()[0].knobs if one.field == "precision")
+    assert interpret.words_of_value(knob, 16) == ["fp16"]
+    assert interpret.words_of_value(knob, "BF16-mixed") == ["bf16"]
+    assert interpret.words_of_value(knob, "64-true") == []
+    devices = next(one for one in builtin_targets()[0].knobs if one.field == "gpus_per_node")
+    assert [interpret.parse_count(devices, one) for one in ([0, 3], "0,1,2", "4", 2, True, None, 2.0)] == [
         2,
         3,
         4,
@@ -468,11 +490,12 @@ def test_a_project_teaches_its_own_config(tmp_path: Path) -> None:
     file = tmp_path / "conf" / "train.yaml"
     file.parent.mkdir()
     file.write_text(OUR_CONFIG, encoding="utf-8")
-    known = mapping.known([file])
-    document = documents.read(file)
-    where = site(document, known, origin="train.yaml")
+    known = targets.list_targets([file])
+    document = formats.read_config(file)
+    where = find_site(document, known, origin="train.yaml")
     assert where.target.name == "ours"
-    changed, said = edits.edits(where, document, plan(FSDP), file="train.yaml")
+    draft = plan_edits.draft_edits(where, document, plan(FSDP), file="train.yaml")
+    changed, said = draft.edits, draft.texts()
     assert {one.key: one.after for one in changed} == {
         "optim.per_rank": 32,
         "optim.chunk": 8,
@@ -483,7 +506,7 @@ def test_a_project_teaches_its_own_config(tmp_path: Path) -> None:
 
 def test_a_target_of_the_same_name_takes_the_place_of_the_built_in(tmp_path: Path) -> None:
     (tmp_path / "trimtab.toml").write_text(OURS.replace('"ours"', '"deepspeed"'), encoding="utf-8")
-    found = [one.title for one in mapping.known([tmp_path]) if one.name == "deepspeed"]
+    found = [one.title for one in targets.list_targets([tmp_path]) if one.name == "deepspeed"]
     assert found == ["our trainer"]
 
 
@@ -508,7 +531,7 @@ def test_a_mapping_that_is_not_right_is_refused_with_the_reason(
     file = tmp_path / "trimtab.toml"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(BrokenFile) as problem:
-        mapping.known([tmp_path])
+        targets.list_targets([tmp_path])
     assert found in str(problem.value)
     assert str(file) in problem.value.given
 
@@ -516,19 +539,19 @@ def test_a_mapping_that_is_not_right_is_refused_with_the_reason(
 def test_a_mapping_in_no_known_letters_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trimtab.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(BrokenFile, match="not UTF-8"):
-        mapping.known([tmp_path])
+        targets.list_targets([tmp_path])
 
 
 def test_the_targets_that_come_with_trimtab_are_whole() -> None:
-    names = [one.name for one in built_in()]
+    names = [one.name for one in builtin_targets()]
     assert len(names) == len(set(names))
     assert set(names) == set(samples.SAMPLES)
-    for one in built_in():
+    for one in builtin_targets():
         assert set(one.beats) <= set(names)
         assert one.fields() <= set(FIELDS)
         assert one.source
     text = (files("trimtab.configs") / "targets.toml").read_text(encoding="utf-8")
-    assert msgspec.convert(tomllib.loads(text)["target"], tuple[Target, ...]) == built_in()
+    assert msgspec.convert(tomllib.loads(text)["target"], tuple[ConfigTarget, ...]) == builtin_targets()
 
 
 def test_a_knob_for_nothing_of_ours_cannot_be_built() -> None:
@@ -536,6 +559,6 @@ def test_a_knob_for_nothing_of_ours_cannot_be_built() -> None:
         Knob(field="micro_bach", keys=("a",))
 
 
-@pytest.mark.parametrize("module", [words, reading, targets, edits, mapping], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("module", [interpret, plan_edits, targets], ids=lambda one: one.__name__)
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     assert doctest.testmod(module).failed == 0

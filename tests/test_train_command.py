@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from trimtab import api
-from trimtab.cli.commands import main_code
+from trimtab.cli.main import main_code
 from trimtab.spec import Band, Estimate, Footprint, Mesh, Place, Plan, Setting, Strategy
 from trimtab.training.keep import Keeper
 

@@ -20,7 +20,7 @@ import pytest
 
 import config_samples as samples
 from test_bridge import folders as folders  # noqa: PLC0414 - a fixture is found by its name
-from trimtab.cli.commands import main_code
+from trimtab.cli.main import main_code
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "translation.md").read_text(encoding="utf-8")

@@ -19,16 +19,15 @@ from rich.console import Console
 import live_machines as live
 import machines as m
 import run_samples as samples
-from trimtab.cli.commands import main_code
-from trimtab.cli.screen import Lines, picture
+from trimtab.cli.main import main_code
+from trimtab.cli.watch import Lines, picture
 from trimtab.errors import WrongUse
 from trimtab.probe.gauges import gauges
 from trimtab.probe.world import World, replayed
 from trimtab.spec import Advice, DeviceProcess, Gauge, Incident, IncidentKind, Sample, WatchedRun
 from trimtab.units import GIB
 from trimtab.watching.advice import advise
-from trimtab.watching.runs import Follower, find, lately
-from trimtab.watching.watch import Watcher
+from trimtab.watching.watch import RunFollower, RunWatcher, find_runs, recent_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,7 +213,7 @@ def test_too_few_looks_or_steps_say_nothing() -> None:
 
 
 def followed(folder: Path, now: float, world: World = NOTHING) -> WatchedRun:
-    return Follower(folder).look(now, world, gauges(world)[0])
+    return RunFollower(folder).look(now, world, gauges(world)[0])
 
 
 def under_way(root: Path, *, pid: int = 0, host: str = "box", steps: int = 30) -> Path:
@@ -286,7 +285,7 @@ def test_a_run_without_a_step_is_starting(tmp_path: Path) -> None:
 
 def test_lines_that_come_are_read_and_a_log_that_is_written_anew_too(tmp_path: Path) -> None:
     place = under_way(tmp_path / "run", steps=5)
-    follower = Follower(place)
+    follower = RunFollower(place)
     log = place / "log.jsonl"
 
     def step() -> int | None:
@@ -313,7 +312,7 @@ def test_a_long_log_is_read_from_near_its_end(tmp_path: Path) -> None:
     place = under_way(tmp_path / "run", steps=10)
     with (place / "log.jsonl").open("a") as stream:
         stream.writelines(json.dumps(samples.line(step)) + "\n" for step in range(11, 6001))
-    follower = Follower(place)
+    follower = RunFollower(place)
     assert follower.look(time.time(), NOTHING, ()).step == 6000
     assert follower.seen < 3000
 
@@ -333,13 +332,13 @@ def test_the_gpus_of_a_run_are_those_of_its_process_and_of_its_plan(tmp_path: Pa
 def test_runs_are_found_in_and_below_folders_and_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     for name in ("runs/a", "runs/b/c", ".hidden/d", "runs/a/checkpoints/e", "deep/er/than/that/f"):
         under_way(tmp_path / name)
-    assert find([tmp_path]) == [tmp_path / "runs/a", tmp_path / "runs/b/c"]
-    assert find([tmp_path / "runs/a", tmp_path / "runs"]) == [tmp_path / "runs/a", tmp_path / "runs/b/c"]
-    assert find([tmp_path / "deep/er/than/that/f"]) != []
+    assert find_runs([tmp_path]) == [tmp_path / "runs/a", tmp_path / "runs/b/c"]
+    assert find_runs([tmp_path / "runs/a", tmp_path / "runs"]) == [tmp_path / "runs/a", tmp_path / "runs/b/c"]
+    assert find_runs([tmp_path / "deep/er/than/that/f"]) != []
     with pytest.raises(WrongUse, match="no such folder"):
-        find([tmp_path / "nowhere"])
+        find_runs([tmp_path / "nowhere"])
     with pytest.raises(WrongUse, match="it is a file"):
-        find([tmp_path / "runs/a/log.jsonl"])
+        find_runs([tmp_path / "runs/a/log.jsonl"])
 
 
 def test_runs_that_nobody_named_are_shown_for_a_day_and_not_too_many(tmp_path: Path) -> None:
@@ -349,9 +348,9 @@ def test_runs_that_nobody_named_are_shown_for_a_day_and_not_too_many(tmp_path: P
         os.utime(place / "log.jsonl", (now - age, now - age))
     old = under_way(tmp_path / "old", steps=1)
     os.utime(old / "log.jsonl", (now - 90_000, now - 90_000))
-    assert lately([*places, old], now) == places[:12]
+    assert recent_runs([*places, old], now) == places[:12]
     (places[0] / "log.jsonl").unlink()
-    assert places[0] not in lately(places, now)
+    assert places[0] not in recent_runs(places, now)
 
 
 # The watch itself
@@ -372,9 +371,9 @@ class Clock:
         self.now_s += seconds
 
 
-def watcher(world: World, *places: Path) -> tuple[Watcher, Clock]:
+def watcher(world: World, *places: Path) -> tuple[RunWatcher, Clock]:
     clock = Clock()
-    return Watcher(world=world, places=places, now=clock, wait=clock.wait), clock
+    return RunWatcher(world=world, places=places, now=clock, wait=clock.wait), clock
 
 
 def test_samples_come_by_the_clock_however_long_one_takes(tmp_path: Path) -> None:

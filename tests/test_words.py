@@ -12,7 +12,7 @@ import trimtab
 from trimtab import api
 from trimtab.catalog import words as module
 from trimtab.catalog.words import KINDS, Word, word, words
-from trimtab.cli.commands import main_code
+from trimtab.cli.main import main_code
 from trimtab.errors import UnknownName
 from trimtab.spec import Precision, Strategy
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from trimtab.configs.knobs import Wired
+from trimtab.configs.knobs import KnobSettings
 from trimtab.jobs.text.blocks import Layout
 from trimtab.jobs.text.corpus import Corpus, Document
 from trimtab.jobs.text.tokens import Tokens
@@ -34,7 +34,7 @@ tokens = st.builds(
 )
 layouts = st.builds(Layout, blocks=st.integers(1, 10**9), wanted=st.none() | st.integers(1, 10**9))
 wired = st.builds(
-    Wired,
+    KnobSettings,
     options=tables,
     spare=words,
     pins=tables,
@@ -46,4 +46,4 @@ wired = st.builds(
 
 def text_nouns() -> dict[type[spec.Noun], st.SearchStrategy[Any]]:
     """Each with what builds it."""
-    return {Document: documents, Corpus: corpora, Tokens: tokens, Layout: layouts, Wired: wired}
+    return {Document: documents, Corpus: corpora, Tokens: tokens, Layout: layouts, KnobSettings: wired}

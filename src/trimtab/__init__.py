@@ -81,48 +81,22 @@ __all__ = [
     "watch",
 ]
 
-_HOMES = {
-    "Cluster": "trimtab.spec",
-    "Device": "trimtab.spec",
-    "Finding": "trimtab.spec",
+_MODULES = dict.fromkeys(__all__, "trimtab.api") | {
+    **dict.fromkeys(("Cluster", "Device", "Finding", "Link", "Node", "Stage"), "trimtab.spec"),
     "Job": "trimtab.jobs.job",
-    "Link": "trimtab.spec",
-    "Node": "trimtab.spec",
     "Run": "trimtab.training.run",
-    "Stage": "trimtab.spec",
     "TrimtabError": "trimtab.errors",
-    "apply": "trimtab.api",
-    "calibrate": "trimtab.api",
-    "cancel": "trimtab.api",
-    "cluster": "trimtab.api",
-    "detect": "trimtab.api",
-    "doctor": "trimtab.api",
-    "estimate": "trimtab.api",
-    "exam": "trimtab.api",
-    "explain": "trimtab.api",
-    "launch": "trimtab.api",
-    "list_jobs": "trimtab.api",
-    "load": "trimtab.api",
-    "plan": "trimtab.api",
-    "plan_stages": "trimtab.api",
-    "profile": "trimtab.api",
-    "read_plan": "trimtab.api",
-    "report": "trimtab.api",
-    "revert": "trimtab.api",
-    "show": "trimtab.api",
-    "train": "trimtab.api",
-    "train_stages": "trimtab.api",
-    "watch": "trimtab.api",
 }
+"""For each name the module that defines it."""
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from the module that holds it."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

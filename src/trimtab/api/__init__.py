@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from trimtab.api.asking import (
+from trimtab.api.applying import (
+    applied,
+    apply,
+    config_places,
+    propose,
+    revert,
+    show,
+    turn_knobs,
+    write_plan,
+)
+from trimtab.api.detecting import (
     FUNCTIONS,
     VERBS,
     all_words,
@@ -13,36 +23,7 @@ from trimtab.api.asking import (
     load,
     stated_network,
 )
-from trimtab.api.changing import (
-    applied,
-    apply,
-    propose,
-    revert,
-    show,
-    turn_knobs,
-    write_plan,
-)
-from trimtab.api.launching import (
-    cancel,
-    find_jobs,
-    launch,
-    list_jobs,
-    plans_to_launch,
-    prepare_launch,
-    start_launch,
-    start_nodes,
-)
-from trimtab.api.looking import (
-    report,
-    watch,
-)
-from trimtab.api.planning import (
-    make_policy,
-    plan,
-    plan_from,
-    read_plan,
-)
-from trimtab.api.predicting import (
+from trimtab.api.estimating import (
     batch_warnings,
     calibrate,
     estimate,
@@ -56,14 +37,30 @@ from trimtab.api.predicting import (
     make_setting,
     module_classes,
     profile,
-    spread_of,
+    requested_setting,
+)
+from trimtab.api.launching import (
+    cancel,
+    find_jobs,
+    launch,
+    list_jobs,
+    prepare_launch,
+    start_launch,
+)
+from trimtab.api.planning import (
+    make_policy,
+    plan,
+    plan_from,
+    read_plan,
+)
+from trimtab.api.reporting import (
+    report,
+    watch,
 )
 from trimtab.api.training import (
     plan_stages,
-    plan_to_train,
     prepare_training,
     run_training,
-    stages_of,
     train,
     train_stages,
 )
@@ -78,6 +75,7 @@ __all__ = [
     "calibrate",
     "cancel",
     "cluster",
+    "config_places",
     "detect",
     "doctor",
     "estimate",
@@ -99,21 +97,17 @@ __all__ = [
     "plan",
     "plan_from",
     "plan_stages",
-    "plan_to_train",
-    "plans_to_launch",
     "prepare_launch",
     "prepare_training",
     "profile",
     "propose",
     "read_plan",
     "report",
+    "requested_setting",
     "revert",
     "run_training",
     "show",
-    "spread_of",
-    "stages_of",
     "start_launch",
-    "start_nodes",
     "stated_network",
     "train",
     "train_stages",

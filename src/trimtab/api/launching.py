@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect, load
+from trimtab.api.detecting import detect, load
 from trimtab.api.planning import make_policy, plan, plan_from
+from trimtab.spec.requests import LaunchRequest, accepts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from trimtab.errors import TrimtabError
     from trimtab.spec import (
-        Cluster,
         JobView,
         Launch,
         LaunchKind,
@@ -21,101 +20,76 @@ if TYPE_CHECKING:
     )
 
 
-def launch(plan_or_job: Any, **asked: Any) -> Launch | tuple[Launch, ...]:
+@accepts(LaunchRequest)
+def launch(request: LaunchRequest) -> Launch | tuple[Launch, ...]:
     """What would be run for a plan: a command, a batch script, a manifest; with `yes` it is run.
 
     trimtab.launch("plan.json").command
     trimtab.launch("plan.json", kind="slurm", partition="gpu", yes=True).job_id
     trimtab.launch("slm", on="4xH100", kind="slurm", compare=[1, 2, 4])[0].script
 
-    `asked` is what `prepare_launch` takes. With `compare` there is one for each number of GPUs.
+    With `compare` there is one for each number of GPUs. Options that are not given are those of trimtab.toml.
     """
-    yes = asked.pop("yes", False)
-    found = prepare_launch(plan_or_job, **asked)
-    if yes:
-        found = tuple(start_launch(one) for one in found)
-    return found if asked.get("compare") else found[0]
+    launches = prepare_launch(request)
+    if request.yes:
+        launches = tuple(start_launch(one) for one in launches)
+    return launches if request.compare else launches[0]
 
 
 def start_launch(one: Launch) -> Launch:
     """Submit a launch, or run it here to its end."""
     import os
 
-    from trimtab.launching import doing
+    from trimtab.launching import submit
 
-    doing.check_runs(one)
-    return doing.submit(one) if one.script is not None else doing.run(one, os.environ)
+    submit.check_startable(one)
+    return submit.submit_launch(one) if one.script is not None else submit.run_launch(one, os.environ)
 
 
-def prepare_launch(  # noqa: PLR0913 - each is an option of the command
-    plan_or_job: Any,
-    *,
-    kind: str = "torchrun",
-    on: str | Cluster | None = None,
-    nodes: str | None = None,
-    procs: int | None = None,
-    rendezvous: str | None = None,
-    restarts: int | None = None,
-    out: Path | str | None = None,
-    steps: int | None = None,
-    time: str | None = None,
-    partition: str | None = None,
-    account: str | None = None,
-    qos: str | None = None,
-    activate: str | None = None,
-    image: str | None = None,
-    script: str | None = None,
-    compare: Iterable[int] = (),
-    pins: Mapping[str, Any] | Iterable[str] = (),
-    extra: Sequence[str] = (),
-    options: dict[str, Any] | None = None,
-    cache: bool = True,
-    say: Callable[[str], None] = lambda _: None,
-) -> tuple[Launch, ...]:
-    """What would be run, as text; nothing is written or started.
-
-    `procs` are processes on each node, for a job on CPUs; `nodes` 2, or 1:2 for a run that goes on with what
-    is left; `extra` are further words for `trimtab train`, or for `script` where accelerate or deepspeed run
-    one; the rest is as in trimtab.toml, and wins over it.
-    """
+@accepts(LaunchRequest)
+def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
+    """Return what would be run, as text; nothing is written or started."""
     import os
     import sys
     from pathlib import Path
 
-    from trimtab.launching import doing, habits, orders
+    from trimtab.launching import request as launch_request
+    from trimtab.launching import submit
+    from trimtab.launching.defaults import read_defaults
     from trimtab.spec import LaunchKind
 
-    wanted = LaunchKind(kind)
-    named = {"partition": partition, "account": account, "qos": qos, "activate": activate}
-    others = {"time": time, "rendezvous": rendezvous, "image": image, "script": script}
-    orders.refuse_unheard(wanted, named | others)
-    told = habits.read(Path.cwd())
-    given = {name: value for name, value in (named | {"image": image}).items() if value is not None}
-    told = told.replace(**given)
-    order = orders.Order(
-        kind=wanted,
-        nodes=nodes,
-        rendezvous=rendezvous,
-        restarts=restarts,
-        out=None if out is None else str(out),
-        steps=steps,
-        time=time,
-        script=script,
-        extra=tuple(extra),
+    kind = LaunchKind(request.kind)
+    given = {name: getattr(request, name) for name in launch_request.HEARD_BY}
+    launch_request.refuse_unused(kind, given)
+    site_defaults = read_defaults(Path.cwd())
+    site_options = ("partition", "account", "qos", "activate", "image")
+    site_defaults = site_defaults.replace(
+        **{name: given[name] for name in site_options if given[name] is not None}
+    )
+    compare = tuple(request.compare)
+    order = launch_request.LaunchOrder(
+        kind=kind,
+        nodes=request.nodes,
+        rendezvous=request.rendezvous,
+        restarts=request.restarts,
+        out=None if request.out is None else str(request.out),
+        steps=request.steps,
+        time=request.time,
+        script=request.script,
+        extra=tuple(request.extra),
         folder=str(Path.cwd()),
         python=sys.executable,
-        compares=bool(tuple(compare)),
+        compares=bool(compare),
     )
-    site, silence = doing.slurm_site() if wanted is LaunchKind.SLURM else (None, "")
-    question = (options or {}, pins, tuple(compare), cache, say)
-    plans = plans_to_launch(plan_or_job, on, procs, start_nodes(nodes), question)
-    fault = _fault(plans[0][0], wanted, cache=cache)
-    cores = detect().cpu_cores if wanted is LaunchKind.TORCHRUN else None
+    site, silence = submit.read_slurm_cluster() if kind is LaunchKind.SLURM else (None, "")
+    plans = _plans_to_launch(request, compare)
+    fault = _fault(plans[0][0], kind, cache=request.cache)
+    cores = detect().cpu_cores if kind is LaunchKind.TORCHRUN else None
     return tuple(
-        orders.ordered(
-            order, found, file, told, site=site, silence=silence, cores=cores, here=os.environ
+        launch_request.build_launch(
+            order, plan, file, site_defaults, site=site, silence=silence, cores=cores, here=os.environ
         ).replace(fault=fault)
-        for found, file in plans
+        for plan, file in plans
     )
 
 
@@ -130,18 +104,8 @@ def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
     return "" if fault is None else f"{fault.given}: {fault.found}. {fault.cure}"
 
 
-def plans_to_launch(
-    plan_or_job: Any,
-    on: str | Cluster | None,
-    procs: int | None,
-    nodes: int,
-    question: tuple[dict[str, Any], Any, tuple[int, ...], bool, Callable[[str], None]],
-) -> list[tuple[Plan, str | None]]:
-    """The plans to launch, each with its file where it has one.
-
-    The question holds what else a plan is made of: options, pins, numbers of GPUs to compare, whether traces
-    are cached, and who is told.
-    """
+def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tuple[Plan, str | None]]:
+    """Return the plans to launch, each with its file if it has one: one plan, or one for each of `counts`."""
     from pathlib import Path
 
     from trimtab.errors import WrongUse
@@ -152,14 +116,15 @@ def plans_to_launch(
     from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan
 
-    options, pins, counts, cache, say = question
-    fixed = make_policy(0.9, None, "speed", None, pins).pins
+    plan_or_job, procs, options = request.plan_or_job, request.procs, request.options or {}
+    nodes = _most_nodes(request.nodes)
+    fixed = make_policy(0.9, None, "speed", None, request.pins).pins
     file, found = None, plan_or_job if isinstance(plan_or_job, Plan) else None
     if isinstance(plan_or_job, str | Path) and _is_plan_file(str(plan_or_job)):
         file = str(plan_or_job)
         found, _ = plan_from(file)
     if found is not None:
-        if fixed or options or on is not None or procs is not None:
+        if fixed or options or request.on is not None or request.network is not None or procs is not None:
             raise WrongUse(
                 "--pin, --set, --on or --procs with a plan",
                 found="the plan has made its choices",
@@ -171,7 +136,7 @@ def plans_to_launch(
         name, overrides = found.job, found.options
     else:
         name, changed = name_of(plan_or_job)
-        overrides, where = changed | options, as_cluster(on)
+        overrides, where = changed | options, as_cluster(request.on, network=request.network)
     if not where.devices:
         if counts:
             raise WrongUse(
@@ -183,12 +148,14 @@ def plans_to_launch(
         return [(cpu_plan(name, described(loaded, name), (procs or 1) * nodes, fixed, overrides), None)]
     if procs is not None:
         fixed = fixed | {"gpus": procs * nodes}
-    pinned = [fixed | {"gpus": one} for one in counts] or [fixed]
-    return [(plan(name, where, pins=one, options=overrides, cache=cache, say=say), None) for one in pinned]
+    return [
+        (plan(name, where, pins=pins, options=overrides, cache=request.cache, say=request.say), None)
+        for pins in [fixed | {"gpus": count} for count in counts] or [fixed]
+    ]
 
 
-def start_nodes(nodes: str | None) -> int:
-    """The most nodes of MIN:MAX."""
+def _most_nodes(nodes: str | None) -> int:
+    """Return the most nodes of MIN:MAX."""
     from trimtab.training.start import node_range
 
     return 1 if nodes is None else node_range(nodes)[1]
@@ -217,9 +184,10 @@ def find_jobs(*places: Path | str, tail: int = 5) -> tuple[list[JobView], list[T
     """Our jobs, and why others could not be asked after."""
     from pathlib import Path
 
-    from trimtab.launching.jobs import desk, listed
+    from trimtab.launching.jobs import list_jobs
+    from trimtab.launching.submit import real_slurm
 
-    return listed(desk(), [Path(one) for one in places], lines=tail)
+    return list_jobs(real_slurm(), [Path(one) for one in places], lines=tail)
 
 
 def cancel(job_id: str | int, *, force: bool = False) -> JobView:
@@ -228,7 +196,7 @@ def cancel(job_id: str | int, *, force: bool = False) -> JobView:
     >>> trimtab.cancel(4711).state  # doctest: +SKIP
     'running'
     """
-    from trimtab.launching.jobs import cancel as end
-    from trimtab.launching.jobs import desk
+    from trimtab.launching.jobs import cancel_job as end
+    from trimtab.launching.submit import real_slurm
 
-    return end(str(job_id), desk(), force=force)
+    return end(str(job_id), real_slurm(), force=force)

@@ -5,35 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.predicting import first_device
+from trimtab.api.estimating import first_device
+from trimtab.spec.requests import PlanRequest, accepts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from trimtab.spec import Cluster, Plan, Policy
 
 
-def plan(  # noqa: PLR0913 - each is an option of the command
-    job: Any,
-    on: str | Cluster | None = None,
-    *,
-    global_batch: int | None = None,
-    samples: int | None = None,
-    epochs: int | None = None,
-    memory: float = 0.9,
-    deadline: str | float | None = None,
-    objective: str = "speed",
-    compare: Iterable[int] = (),
-    price: float | None = None,
-    pins: Mapping[str, Any] | Iterable[str] = (),
-    clip: float | None = None,
-    options: dict[str, Any] | None = None,
-    network: str | None = None,
-    cache: bool = True,
-    say: Callable[[str], None] = lambda _: None,
-    say_best: Callable[[str], None] = lambda _: None,
-    partial: bool = False,
-) -> Plan:
+@accepts(PlanRequest)
+def plan(request: PlanRequest) -> Plan:
     """The best configuration that fits, with reasons, without a GPU.
 
     trimtab.plan("job.py:MyJob", "4xA100-40GB").choice
@@ -46,22 +28,22 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     from trimtab.planner.plan import make_plan
     from trimtab.probe.detect import as_cluster
 
-    policy = make_policy(memory, deadline, objective, price, pins)
-    cluster = as_cluster(on, network=network)
+    policy = make_policy(request.memory, request.deadline, request.objective, request.price, request.pins)
+    cluster = as_cluster(request.on, network=request.network)
     first_device(cluster)
-    name, changed = name_of(job)
+    name, changed = name_of(request.job)
     return make_plan(
         name,
-        changed | (options or {}),
+        changed | (request.options or {}),
         cluster,
         policy,
-        given={"global_batch": global_batch, "samples": samples, "epochs": epochs},
-        compare=compare,
-        clip=clip,
-        cache=cache,
-        say=say,
-        say_best=say_best,
-        partial=partial,
+        given={key: getattr(request, key) for key in ("global_batch", "samples", "epochs")},
+        compare=request.compare,
+        clip=request.clip,
+        cache=request.cache,
+        say=request.say,
+        say_best=request.say_best,
+        partial=request.partial,
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.asking import detect
+from trimtab.api.detecting import detect
 from trimtab.api.planning import make_policy, plan
+from trimtab.spec.requests import PlanStagesRequest, TrainRequest, TrainStagesRequest, accepts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from trimtab.spec import (
@@ -21,49 +22,25 @@ if TYPE_CHECKING:
     from trimtab.training.task import Ending, Task
 
 
-def train(job: Any, plan: Plan | Path | str | None = None, **asked: Any) -> Ending:
+@accepts(TrainRequest)
+def train(request: TrainRequest) -> Ending:
     """Train a job, elastically: by a plan, or by one that is made here for this machine.
 
     trimtab.train("slm:tiny", steps=20, out="runs/first")
     trimtab.train(MyJob, "plan.json", out="runs/big")
     trimtab.train("bridge:tiny", procs=2, pins={"strategy": "branch"}, steps=20)
 
-    `asked` is what `prepare_training` takes. What is found in `out` is resumed, on any number of processes.
-    Started by torchrun or srun, it is one rank; otherwise it starts the ranks that the plan asks for.
+    A run in `out` is resumed, on any number of processes. Started by torchrun or srun, this is one rank;
+    otherwise it starts the ranks that the plan asks for.
     """
-    return run_training(*prepare_training(job, plan, **asked))
+    return run_training(*prepare_training(request))
 
 
-def prepare_training(  # noqa: PLR0913 - each is an option of the command
-    job: Any,
-    plan: Plan | Path | str | None = None,
-    *,
-    steps: int | None = None,
-    procs: int | None = None,
-    nodes: str = "1",
-    rendezvous: str | None = None,
-    restarts: int | None = None,
-    pins: Mapping[str, Any] | Iterable[str] = (),
-    out: Path | str | None = None,
-    seed: int = 0,
-    checkpoint_steps: int | None = None,
-    checkpoint_s: float | None = None,
-    keep: int | None = None,
-    evaluate_steps: int | None = None,
-    every: int | None = None,
-    faults: Path | None = None,
-    timeout_min: float = 10.0,
-    options: dict[str, Any] | None = None,
-    json: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-) -> tuple[Task, Fleet | None]:
-    """What is to be trained, checked and planned, and the processes that have to be started for it.
-
-    `steps` optimizer steps in all; `procs` processes here; `pins` fix choices of the plan; `checkpoint_steps`
-    or `checkpoint_s` lie between checkpoints, of which `keep` stay; `evaluate_steps` between evaluations; a
-    line is printed `every` so many steps; `faults` is the file of a drill.
-    """
+@accepts(TrainRequest)
+def prepare_training(request: TrainRequest) -> tuple[Task, Fleet | None]:
+    """Return what is to be trained, checked and planned, and the processes that have to be started for it."""
     import os
+    from pathlib import Path
 
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import load as find
@@ -74,11 +51,12 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
     from trimtab.training.world import read as read_world
     from trimtab.units import parse_whole
 
-    name, changed = name_of(job)
-    overrides = changed | (options or {})
+    procs, seed = request.procs, request.seed or 0
+    name, changed = name_of(request.job)
+    overrides = changed | (request.options or {})
     here = detect()
     world = read_world(os.environ, len(here.devices))
-    places, meeting = start.read_nodes(nodes, rendezvous)
+    places, meeting = start.read_nodes(request.nodes, request.rendezvous)
     if world.launcher == SRUN and meeting:
         # srun has started one of us a node, and torchrun will start the ranks of it.
         world = World()
@@ -88,17 +66,18 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
             found=f"this process is rank {world.rank} of {world.size} already (started {world.launcher})",
             cure="Leave --procs out, or start `trimtab train` without the launcher.",
         )
-    schedule = read_faults(faults) if faults is not None else ()
+    schedule = () if request.faults is None else read_faults(Path(request.faults))
+    minutes = None if request.checkpoint_s is None else request.checkpoint_s / 60
     task.check(
         procs=procs,
-        steps=steps,
-        checkpoint_every=checkpoint_steps,
-        checkpoint_minutes=None if checkpoint_s is None else checkpoint_s / 60,
-        keep=keep,
-        evaluate_every=evaluate_steps,
-        every=every,
+        steps=request.steps,
+        checkpoint_every=request.checkpoint_steps,
+        checkpoint_minutes=minutes,
+        keep=request.keep,
+        evaluate_every=request.evaluate_steps,
+        every=request.every,
         seed=seed,
-        timeout_min=timeout_min,
+        timeout_min=request.timeout_min,
     )
     loaded = find(name, overrides)
     task.check_trainable(loaded, name)
@@ -107,32 +86,32 @@ def prepare_training(  # noqa: PLR0913 - each is an option of the command
         # One rank plans; the others learn it from that one.
         most_nodes = start.node_range(places)[1]
         ranks = world.size if world.launcher != ALONE else procs and procs * most_nodes
-        told = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
-        together = told or min(world.size, len(here.devices) or world.size)
+        local_size = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
+        together = local_size or min(world.size, len(here.devices) or world.size)
         per_node = together if world.launcher != ALONE else procs if meeting else None
         question = (name, loaded, overrides, here)
-        chosen = plan_to_train(question, plan, ranks, pins, per_node=per_node, say=say)
+        chosen = _plan_to_train(question, request, ranks, per_node=per_node)
     asked = task.Task(
         job=name,
         options=overrides,
         plan=chosen,
-        out=str(task.place(out, name)),
-        steps=steps,
+        out=str(task.place(request.out, name)),
+        steps=request.steps,
         seed=seed,
-        checkpoint_steps=checkpoint_steps,
-        checkpoint_s=task.CHECKPOINT_S if checkpoint_s is None else checkpoint_s,
-        keep=task.KEPT if keep is None else keep,
-        evaluate_steps=evaluate_steps,
-        every=every,
-        json=json,
+        checkpoint_steps=request.checkpoint_steps,
+        checkpoint_s=task.CHECKPOINT_S if request.checkpoint_s is None else request.checkpoint_s,
+        keep=task.KEPT if request.keep is None else request.keep,
+        evaluate_steps=request.evaluate_steps,
+        every=request.every,
+        json=request.json,
         faults_due=tuple(schedule),
-        timeout_min=timeout_min,
+        timeout_min=request.timeout_min,
     )
     count = procs or (1 if chosen is None else -(-chosen.choice.gpus // start.node_range(places)[1]))
     if world.launcher != ALONE or (count == 1 and not meeting):
         return asked, None
-    many = start.RESTARTS if restarts is None else restarts
-    return asked, start.Fleet(procs=count, nodes=places, rendezvous=meeting, restarts=many)
+    restarts = start.RESTARTS if request.restarts is None else request.restarts
+    return asked, start.Fleet(procs=count, nodes=places, rendezvous=meeting, restarts=restarts)
 
 
 def run_training(task: Task, fleet: Fleet | None) -> Ending:
@@ -155,20 +134,18 @@ def run_training(task: Task, fleet: Fleet | None) -> Ending:
         ) from error
 
 
-def plan_to_train(  # noqa: PLR0913 - what a plan is made of
+def _plan_to_train(
     question: tuple[str, Any, dict[str, Any], Cluster],
-    given: Plan | Path | str | None,
+    request: TrainRequest,
     ranks: int | None,
-    pins: Mapping[str, Any] | Iterable[str],
     *,
     per_node: int | None = None,
-    say: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """The plan that a run follows: the one given, one made for these GPUs, or a plain one for the CPU.
+    """Return the plan that a run follows: the one given, one made for these GPUs, or a plain one for the CPU.
 
     The question is the job's name, the job, what was changed on it, and this machine. `ranks` is how many
-    processes there will be, where that is settled, and `per_node` how many of them a launcher has started
-    on this node.
+    processes there will be, if that is settled, and `per_node` how many of them a launcher has started on
+    this node.
     """
     from pathlib import Path
 
@@ -179,7 +156,8 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
     from trimtab.training.resize import cpu_plan, several_nodes
 
     name, job, overrides, here = question
-    policy = make_policy(0.9, None, "speed", None, pins)
+    given: Any = request.plan
+    policy = make_policy(0.9, None, "speed", None, request.pins)
     if given is not None:
         if policy.pins:
             raise WrongUse(
@@ -209,13 +187,13 @@ def plan_to_train(  # noqa: PLR0913 - what a plan is made of
             cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU.",
         )
     fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})
-    return plan(name, several_nodes(here, nodes), pins=fixed, options=overrides, say=say)
+    return plan(name, several_nodes(here, nodes), pins=fixed, options=overrides, say=request.say)
 
 
-def stages_of(
+def _stages_of(
     job: Any, files: str | Path | None = None, options: dict[str, Any] | None = None
 ) -> tuple[str, dict[str, Any], tuple[Stage, ...]]:
-    """The name of a job, what was changed on it, and its stages: its own, or those of a folder."""
+    """Return the name of a job, what was changed on it, and its stages: its own, or those of a folder."""
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import load as find
     from trimtab.jobs.load import name_of
@@ -234,66 +212,53 @@ def stages_of(
     return name, overrides, tuple(own())
 
 
-def plan_stages(
-    job: Any,
-    on: str | Cluster | None = None,
-    *,
-    files: str | Path | None = None,
-    options: dict[str, Any] | None = None,
-    **asked: Any,
-) -> StagedPlan:
+@accepts(PlanStagesRequest)
+def plan_stages(request: PlanStagesRequest) -> StagedPlan:
     """A plan for every stage of a job: each with the fastest cut of one global batch.
 
     trimtab.plan_stages("naics", "H200").stages[0].plan.choice.micro_batch
 
-    `files` is a folder of stages, `asked` what `plan` takes. What a stage changes without a step feeling it
-    (rates, which samples) costs no tracing.
+    `files` is a folder of stages. What a stage changes without a step feeling it (rates, which samples) costs
+    no tracing.
     """
     from trimtab.jobs.load import load as find
     from trimtab.probe.detect import as_cluster
     from trimtab.spec import PlannedStage, StagedPlan
     from trimtab.trace.summary import described
 
-    name, overrides, stages = stages_of(job, files, options)
-    say = asked.get("say") or (lambda _: None)
-    where = as_cluster(on)
-    found = []
+    name, overrides, stages = _stages_of(request.job, request.files, request.options)
+    asked = request.arguments() | {
+        "job": name,
+        "on": as_cluster(request.on, network=request.network),
+        "network": None,
+        "partial": False,
+    }
+    del asked["files"]
+    planned = []
     for stage in stages:
-        say(f"stage {stage.name}")
-        whole = overrides | stage.options
-        loaded = find(name, whole)
-        unfelt = getattr(loaded, "unfelt", ())
-        horizon = described(loaded, name)
-        felt = {key: value for key, value in whole.items() if key not in unfelt}
-        given = {
-            "global_batch": asked.get("global_batch") or horizon.global_batch,
-            "samples": asked.get("samples") or horizon.samples,
-            "epochs": asked.get("epochs") or stage.epochs or horizon.epochs,
+        request.say(f"stage {stage.name}")
+        options = overrides | stage.options
+        job = find(name, options)
+        unfelt = getattr(job, "unfelt", ())
+        horizon = described(job, name)
+        asked |= {
+            "options": {key: value for key, value in options.items() if key not in unfelt},
+            "global_batch": request.global_batch or horizon.global_batch,
+            "samples": request.samples or horizon.samples,
+            "epochs": request.epochs or stage.epochs or horizon.epochs,
         }
-        one = plan(name, where, options=felt, **{**asked, **given, "partial": False})
-        found.append(PlannedStage(stage=stage, plan=one.replace(options=whole)))
-    return StagedPlan(job=name, stages=tuple(found))
+        planned.append(PlannedStage(stage=stage, plan=plan(**asked).replace(options=options)))
+    return StagedPlan(job=name, stages=tuple(planned))
 
 
-def train_stages(  # noqa: PLR0913 - a training, and how it is cut
-    job: Any,
-    plan: StagedPlan | Path | str | None = None,
-    *,
-    files: str | Path | None = None,
-    options: dict[str, Any] | None = None,
-    out: Path | str | None = None,
-    steps: int | None = None,
-    seed: int = 0,
-    pins: Mapping[str, Any] | Iterable[str] = (),
-    say: Callable[[str], None] = lambda _: None,
-    **asked: Any,
-) -> Ending:
+@accepts(TrainStagesRequest)
+def train_stages(request: TrainStagesRequest) -> Ending:
     """Train the stages of a job one after the other, each with the weights of the one before.
 
     trimtab.train_stages("naics:tiny", out="runs/curriculum", steps=20)
 
     Each has a folder in `out` and takes `steps` steps, or its epochs; the same call resumes wherever the last
-    one ended. `asked` is what `prepare_training` takes.
+    one ended.
     """
     import os
     from pathlib import Path
@@ -303,7 +268,8 @@ def train_stages(  # noqa: PLR0913 - a training, and how it is cut
     from trimtab.training.world import ALONE
     from trimtab.training.world import read as read_world
 
-    name, overrides, stages = stages_of(job, files, options)
+    job, files, options = request.job, request.files, request.options
+    name, overrides, stages = _stages_of(job, files, options)
     here = detect()
     launcher = read_world(os.environ, len(here.devices)).launcher
     if launcher != ALONE:
@@ -312,22 +278,27 @@ def train_stages(  # noqa: PLR0913 - a training, and how it is cut
             found=f"each stage starts its own, and this one is a rank already (started {launcher})",
             cure="Start `trimtab train JOB --stages ...` by itself, with --procs for several processes.",
         )
+    plan: Any = request.plan
     if isinstance(plan, str | Path):
         plan = _staged(Path(plan))
+    pins = request.pins
     if plan is None and here.devices:
-        procs = asked.get("procs")
-        fixed = make_policy(0.9, None, "speed", None, pins).pins | ({} if procs is None else {"gpus": procs})
-        plan, pins = plan_stages(job, here, files=files, options=options, pins=fixed, say=say), ()
+        gpus = {} if request.procs is None else {"gpus": request.procs}
+        fixed = make_policy(0.9, None, "speed", None, pins).pins | gpus
+        plan, pins = plan_stages(job, here, files=files, options=options, pins=fixed, say=request.say), ()
     planned = _plans_of(plan, stages)
 
     def train_one(stage: Stage, place: Path, before: Path | None) -> Ending:
-        whole = overrides | stage.options
-        told = {"options": whole, "out": place, "steps": steps, "seed": seed, "pins": pins, "say": say}
-        ready, fleet = prepare_training(name, planned.get(stage.name), **{**asked, **told})
+        asked = request.replace(
+            job=name, plan=planned.get(stage.name), options=overrides | stage.options, out=place, pins=pins
+        )
+        ready, fleet = prepare_training(asked)
         return run_training(ready.replace(begin_from="" if before is None else str(before)), fleet)
 
-    identity = chain.Chain(job=name, options=overrides, stages=stages, steps=steps, seed=seed)
-    return chain.run(identity, task.place(out, name), train_one, _told)
+    identity = chain.Chain(
+        job=name, options=overrides, stages=stages, steps=request.steps, seed=request.seed or 0
+    )
+    return chain.run(identity, task.place(request.out, name), train_one, _told)
 
 
 def _told(text: str) -> None:

@@ -16,7 +16,7 @@ INTERRUPTED = 130
 def run() -> NoReturn:
     """Run the program and leave with the exit code that says how it went."""
     try:
-        from trimtab.cli.commands import main_code
+        from trimtab.cli.main import main_code
 
         code = main_code()
     except KeyboardInterrupt:

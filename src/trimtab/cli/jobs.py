@@ -1,38 +1,50 @@
-"""The commands that look after jobs: `trimtab jobs` and `trimtab cancel`."""
+"""The commands `trimtab jobs` and `trimtab cancel`."""
 
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Group
+from rich.text import Text
 
-from trimtab.cli.main import Json, _print, _print_json, app
+from trimtab import api, render
+from trimtab.cli.console import Json, print_json, print_text
 from trimtab.errors import WrongUse
+from trimtab.render import _indented, inert
+from trimtab.units import format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from trimtab.spec import Headway, JobView, QueuedJob
+
+_STYLES = {"running": "green", "pending": "yellow", "completed": "cyan"}
 
 
-@app.command()
 def jobs(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="DIR", help="Folders of runs, or of such folders; default: runs."),
+        typer.Argument(metavar="DIR", help="Run folders, or folders that contain them; default: runs."),
     ] = None,
-    tail: Annotated[int, typer.Option(metavar="LINES", help="Lines of a job's output to show.")] = 5,
+    tail: Annotated[
+        int, typer.Option(metavar="LINES", help="How many lines of each job's output to show.")
+    ] = 5,
     summary: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Instead, what came of the run in this folder, once it has ended."),
+        typer.Option(metavar="DIR", help="Show instead how the run in this folder ended."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show trimtab's jobs: the state in Slurm's queue, and how far the runs have come.
+    """Show trimtab's jobs and how far their runs have come.
 
-    Jobs of yours in the queue, jobs that the runs' folders tell of, and runs on this machine.
+    Your jobs in Slurm's queue, jobs recorded in run folders, and runs on this machine.
     """
-    from trimtab import api
-    from trimtab.cli import job_views as views
-
     if summary is not None:
-        from trimtab.launching.summary import read, text
+        from trimtab.launching.run_summary import format_summary, read_summary
 
         if places:
             raise WrongUse(
@@ -40,44 +52,143 @@ def jobs(
                 found="they ask for two things",
                 cure="Give one of them.",
             )
-        found = read(summary)
+        found = read_summary(summary)
         if json:
-            _print_json(found.to_builtins())
+            print_json(found.to_builtins())
         else:
-            typer.echo(text(found), nl=False)
+            typer.echo(format_summary(found), nl=False)
         return
     if tail < 0:
         raise WrongUse(f"--tail {tail}", found="it is below 0", cure="Give --tail at least 0.")
-    shown, silences = api.find_jobs(*(places or []), tail=tail)
+    views, silences = api.find_jobs(*(places or []), tail=tail)
     if json:
-        notes = [str(one) for one in silences]
-        _print_json({"jobs": [one.to_builtins() for one in shown], "notes": notes})
-    elif shown or not silences:
-        _print(views.jobs(shown))
+        notes = [str(silence) for silence in silences]
+        print_json({"jobs": [view.to_builtins() for view in views], "notes": notes})
+    elif views or not silences:
+        print_text(show_jobs(views))
     if silences:
-        from trimtab import render
-
-        _print(render.error(silences[0]), errors=True)
+        print_text(render.error(silences[0]), errors=True)
         raise typer.Exit(silences[0].exit_code)
 
 
-@app.command()
 def cancel(
-    job_id: Annotated[str, typer.Argument(help="As `trimtab jobs` shows it, or the run's folder.")],
+    job_id: Annotated[
+        str, typer.Argument(help="Number of the job as `trimtab jobs` shows it, or the run's folder.")
+    ],
     force: Annotated[
-        bool, typer.Option("--force", help="Also what is another's, or was not submitted by trimtab.")
+        bool,
+        typer.Option(
+            "--force", help="Also cancel a job of another user, or one that trimtab did not submit."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Cancel a job; its run saves a checkpoint first, if Slurm's grace allows.
+    """Cancel a job; its run saves a checkpoint first.
 
-    Refuses jobs that trimtab did not submit, unless forced.
+    The checkpoint needs the grace time that Slurm gives. Jobs that trimtab did not submit are refused,
+    unless forced.
     """
-    from trimtab import api
-    from trimtab.cli import job_views as views
-
     found = api.cancel(job_id, force=force)
     if json:
-        _print_json({"cancelled": found.to_builtins()})
+        print_json({"cancelled": found.to_builtins()})
     else:
-        _print(views.cancelled(found))
+        print_text(show_cancelled(found))
+
+
+def show_jobs(jobs: Sequence[JobView]) -> RenderableType:
+    """Return a paragraph for each job."""
+    if not jobs:
+        return Text("no job of trimtab's in the queue, and no run on this machine")
+    parts: list[RenderableType] = []
+    for job in jobs:
+        parts += [*([Text()] if parts else []), *_job(job)]
+    return Group(*parts)
+
+
+def show_cancelled(job: JobView) -> RenderableType:
+    """Return what was cancelled, and how far it had come."""
+    if job.run is None:
+        return Text(inert(f"{_named(job)} is cancelled; no run has begun"))
+    return Group(
+        Text(inert(f"{_named(job)} is told to end; it saves the step it is at")),
+        _indented("at", _progress(job.run), "dim"),
+        _indented("run", job.run.folder, "dim"),
+    )
+
+
+def _named(job: JobView) -> str:
+    return job.id if job.kind == "local" else f"job {job.id}"
+
+
+def _job(job: JobView) -> list[RenderableType]:
+    style = _STYLES.get(job.state, "red")
+    words = "" if job.queued is None else _queue_words(job.queued)
+    parts: list[RenderableType] = [
+        Text.assemble((inert(_named(job)), "bold"), "  ", (inert(job.state), style), inert(words))
+    ]
+    if job.why:
+        parts.append(_indented("why", job.why, style))
+    if job.run is not None:
+        parts += [_indented("at", _progress(job.run), "dim"), _indented("run", job.run.folder, "dim")]
+        last = job.run.last_incident
+        if last is not None:
+            parts.append(
+                _indented("last", f"{last.kind} at step {last.step}: {last.why}; {last.done}", "dim")
+            )
+    if job.log is not None:
+        parts.append(_indented("log", job.log, "dim"))
+    parts += [Text(f"    {inert(line)}", style="dim", no_wrap=True, overflow="ellipsis") for line in job.tail]
+    return parts
+
+
+def _queue_words(job: QueuedJob) -> str:
+    """Return where it runs and for how long, or what it waits for."""
+    parts = [f"partition {job.partition}"] if job.partition else []
+    if job.nodes:
+        parts.append(f"on {_few(job.nodes)}")
+    elif job.num_nodes:
+        parts.append(f"for {job.num_nodes} node{'s' * (job.num_nodes > 1)}")
+    if job.ran_s:
+        limit = "" if job.limit_s is None else f" of {format_duration(job.limit_s)}"
+        parts.append(f"{format_duration(job.ran_s)}{limit}")
+    if job.restarts:
+        parts.append(f"restart {job.restarts}")
+    return "".join(f", {part}" for part in parts)
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"  # noqa: PLR2004 - a line's worth
+
+
+def last_steps(count: int | None) -> str:
+    """The steps that a speed is of; a summary's is of all of them.
+
+    >>> last_steps(50), last_steps(1), last_steps(None)
+    ('last 50 steps', 'last step', '')
+    """
+    return "" if not count else "last step" if count == 1 else f"last {count} steps"
+
+
+def beside(*words: str) -> str:
+    """What is worth saying of a number, in brackets behind it.
+
+    >>> beside("last 50 steps", "plan 64"), beside("", "")
+    (' (last 50 steps, plan 64)', '')
+    """
+    said = ", ".join(filter(None, words))
+    return f" ({said})" if said else ""
+
+
+def _progress(run: Headway) -> str:
+    parts = [run.job] if run.job else []
+    parts.append(f"step {run.step}" + (f" of {run.steps}" if run.steps else ""))
+    if run.loss is not None:
+        parts.append(f"loss {run.loss:.4f}")
+    if run.samples_per_s is not None:
+        rate = run.samples_per_s
+        number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"  # noqa: PLR2004
+        parts.append(f"{number} samples/s{beside(last_steps(run.recent))}")
+    if run.left_s:
+        parts.append(f"{format_duration(run.left_s)} left")
+    return ", ".join(parts)

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trimtab.cli.main import _console
+from trimtab.cli.console import console
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ FIRST_S = 2.0
 EVERY_S = 5.0
 
 
-class Progress:
+class ProgressState:
     """What a command is doing, and the best that it has found."""
 
     def __init__(self, title: str) -> None:
@@ -54,13 +54,13 @@ class Progress:
 
 
 @contextlib.contextmanager
-def progress(title: str) -> Iterator[Progress]:
+def progress(title: str) -> Iterator[ProgressState]:
     """Show the progress of what runs inside."""
-    state = Progress(title)
+    state = ProgressState(title)
     if os.environ.get(VARIABLE) == "0" or sys.stderr is None:
         yield state
     elif sys.stderr.isatty():
-        with _console(errors=True).status(title) as status:
+        with console(errors=True).status(title) as status:
             state.changed = lambda: status.update(state.words("\n  "))
             yield state
     else:
@@ -69,7 +69,7 @@ def progress(title: str) -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def _lines(state: Progress) -> Iterator[None]:
+def _lines(state: ProgressState) -> Iterator[None]:
     """Write a line after two seconds, and one every five from then on."""
     done = threading.Event()
 

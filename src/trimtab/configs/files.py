@@ -1,12 +1,16 @@
-"""Config files edited on disk: all of them or none, with a backup, and back again.
+"""Write config files: all of them or none, with a lock, a numbered backup, and a way back.
 
-    wanted = [Wanted(file="train.yaml", changes={("batch_size",): 8})]
-    ready = prepared(wanted)        # read, edited and checked in memory; nothing is written
+    changes = [FileChange(file="train.yaml", changes={("batch_size",): 8})]
+    ready = prepare_files(changes)  # read, edited and checked in memory; nothing is written
     print(ready[0].diff())
-    write(ready, words="plan of slm on 4xH100")
+    write_files(ready, words="plan of slm on 4xH100")
 
-Every new text is on the disk before the first file is replaced, so that a full disk changes nothing, and each
-replacement is one rename, so that a process that is killed leaves the old file or the new one.
+Every new text is on disk before the first file is replaced, so a full disk changes nothing. Each replacement
+is one rename, so a killed process leaves the old file or the new one.
+
+    .trimtab/lock                       one writer at a time; the system releases it when the process ends
+    .trimtab/backups/3/manifest.json    when, for which plan, which files
+    .trimtab/backups/3/train.yaml       the file as it was before
 """
 
 from __future__ import annotations
@@ -14,21 +18,269 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import fcntl
+import hashlib
 import os
+import re
 import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as replace_in
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from trimtab.configs import backups, documents, texts
-from trimtab.configs.backups import MANIFEST, Backup, Saved, digest
-from trimtab.configs.locks import locked, refuse, scratch
-from trimtab.errors import EnvironmentFault, WrongUse
+import msgspec
+
+from trimtab.configs.formats import read_bytes, read_config
+from trimtab.configs.text_edit import format_path, same_value
+from trimtab.errors import BrokenFile, EnvironmentFault, UnknownName, WrongUse
 from trimtab.spec.base import Noun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+FOLDER = ".trimtab"
+"""Beside the files that are edited: backups and the lock."""
+PATIENCE_S = 5.0
+_SCRATCH = re.compile(r"\.trimtab-[0-9a-f]{12}-\d+\.tmp")
+
+
+@contextmanager
+def lock_folders(folders: Iterable[Path], patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Lock these folders, always in the same order, so that two processes cannot deadlock."""
+    with ExitStack() as stack:
+        for folder in sorted(set(folders)):
+            stack.enter_context(_hold_lock(folder, patience_s))
+            _remove_leftovers(folder)
+        yield
+
+
+@contextmanager
+def _hold_lock(folder: Path, patience_s: float) -> Iterator[None]:
+    path = make_home(folder) / "lock"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as problem:
+        raise_os_error(path, problem, "the lock cannot be made")
+    try:
+        _wait_for_lock(handle, path, patience_s)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _wait_for_lock(handle: int, path: Path, patience_s: float) -> None:
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            if problem.errno not in (errno.EAGAIN, errno.EACCES):
+                raise_os_error(path, problem, "the lock cannot be taken")
+            if time.monotonic() >= until:
+                owner = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise EnvironmentFault(
+                    str(path.parent.parent),
+                    found=f"another trimtab, process {owner}, is writing here",
+                    cure="Wait until it has finished, then try again.",
+                ) from None
+            time.sleep(0.02)
+        else:
+            return
+
+
+def make_home(folder: Path) -> Path:
+    """Make the .trimtab folder beside the files, with a .gitignore."""
+    path = folder / FOLDER
+    try:
+        path.mkdir(exist_ok=True)
+        ignore = path / ".gitignore"
+        if not ignore.exists():
+            ignore.write_text("*\n", encoding="utf-8")
+    except OSError as problem:
+        raise_os_error(path, problem, "the folder for backups cannot be made")
+    return path
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process has left; the lock makes this safe."""
+    for path in folder.iterdir():
+        if _SCRATCH.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def scratch_path(path: Path) -> Path:
+    """Return the temporary name of a file's new text."""
+    short = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:12]  # a long name may leave no room for more
+    return path.with_name(f".trimtab-{short}-{os.getpid()}.tmp")
+
+
+def raise_os_error(path: Path, problem: OSError, what: str) -> NoReturn:
+    """Raise an EnvironmentFault for a system error, with what can be done about it."""
+    cures = {
+        errno.ENOSPC: "Free some space on this disk, then try again.",
+        errno.EDQUOT: "Your quota on this disk is used up: free some of it, then try again.",
+        errno.EFBIG: "The system limits the size of files (ulimit -f): raise the limit, then try again.",
+        errno.EROFS: "The disk is mounted read-only: copy the file to another place and name that.",
+        errno.EACCES: "Ask for the right to write there, or copy the file to another place and name that.",
+        errno.EPERM: "Ask for the right to write there, or copy the file to another place and name that.",
+    }
+    raise EnvironmentFault(
+        str(path),
+        found=f"{what}: {problem.strerror or problem}. Nothing was changed",
+        cure=cures.get(problem.errno or 0, "See to the cause, then try again."),
+    ) from problem
+
+
+MANIFEST = "manifest.json"
+
+
+class SavedFile(Noun, frozen=True, kw_only=True):
+    """One file of a backup."""
+
+    file: str
+    """Its name in the folder."""
+    sha256: str
+    """Of the copy that is kept: the file as it was before."""
+    after_sha256: str
+    """Of what was written then."""
+
+
+class Backup(Noun, frozen=True, kw_only=True):
+    """What one write replaced."""
+
+    number: int
+    date: str
+    """When, as YYYY-MM-DDTHH:MM:SS with the offset from UTC."""
+    words: str = ""
+    """What was done, in a sentence."""
+    plan: str = ""
+    """The fingerprint of the plan that was written."""
+    restored: int | None = None
+    """The backup that was put back, where that was what was done."""
+    files: tuple[SavedFile, ...] = ()
+
+    def saved(self, name: str) -> SavedFile | None:
+        """Return the saved file of this name."""
+        return next((saved for saved in self.files if saved.file == name), None)
+
+
+def hash_bytes(data: bytes) -> str:
+    """Return the sha256 of a file's content."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def backup_folder(folder: Path) -> Path:
+    """Return the folder of a folder's backups."""
+    return folder / FOLDER / "backups"
+
+
+def list_numbers(folder: Path) -> list[int]:
+    """List the numbers of all backups of a folder, broken ones included."""
+    place = backup_folder(folder)
+    if not place.is_dir():
+        return []
+    return sorted(int(path.name) for path in place.iterdir() if path.name.isascii() and path.name.isdigit())
+
+
+def list_backups(file: Path) -> list[Backup]:
+    """List all backups that hold a file, oldest first; one without a manifest was never finished."""
+    real = file.resolve()
+    manifests = [_read_manifest(real.parent, number) for number in list_numbers(real.parent)]
+    return [backup for backup in manifests if backup is not None and backup.saved(real.name)]
+
+
+def _read_manifest(folder: Path, number: int) -> Backup | None:
+    path = backup_folder(folder) / str(number) / MANIFEST
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Backup)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, ValueError) as problem:
+        raise BrokenFile(
+            str(path),
+            found=f"the backup's manifest cannot be read: {problem}",
+            cure=f"The copies beside it can be put back by hand; then remove the folder {path.parent}.",
+        ) from None
+
+
+def read_backup(file: Path, backup: Backup) -> bytes:
+    """Read the file as a backup holds it."""
+    real = file.resolve()
+    saved = backup.saved(real.name)
+    path = backup_folder(real.parent) / str(backup.number) / real.name
+    try:
+        data = path.read_bytes()
+    except OSError as problem:
+        raise BrokenFile(
+            str(path), found=f"the copy cannot be read: {problem.strerror}", cure=_OTHER
+        ) from None
+    if saved is None or hash_bytes(data) != saved.sha256:
+        raise BrokenFile(str(path), found="the copy is not what was saved: its checksum differs", cure=_OTHER)
+    return data
+
+
+_OTHER = "Name another backup with --backup N."
+
+
+def drop_unfinished(history: Sequence[Backup], name: str, now: str) -> list[Backup]:
+    """Keep the writes that took place; a process killed before the rename changed nothing."""
+    kept = []
+    for number, backup in enumerate(history):
+        saved = backup.saved(name)
+        later = history[number + 1].saved(name) if number + 1 < len(history) else None
+        then = later.sha256 if later else now
+        if saved and (then != saved.sha256 or then == saved.after_sha256):
+            kept.append(backup)
+    return kept
+
+
+def list_undoable(history: Sequence[Backup]) -> list[int]:
+    """List the backups that `revert` would take, one call after the other, nearest last.
+
+    Each write that was not taken back adds one; taking backup N back leads to where things stood before it.
+    """
+    before: dict[int, list[int]] = {}
+    stack: list[int] = []
+    for backup in history:
+        before[backup.number] = list(stack)
+        stack = (
+            list(before.get(backup.restored, [])) if backup.restored is not None else [*stack, backup.number]
+        )
+    return stack
+
+
+def choose_backup(file: Path, number: int | None, now: str) -> Backup:
+    """Return the backup named, or that of the last write that still stands; `now` is the file's sha256."""
+    history = list_backups(file)
+    listed = ", ".join(f"{backup.number} ({backup.date[:16].replace('T', ' ')})" for backup in history[-5:])
+    if not history:
+        raise WrongUse(
+            str(file),
+            found="there is no backup of it",
+            cure="Only what trimtab apply has written can be put back.",
+        )
+    if number is not None:
+        for backup in history:
+            if backup.number == number:
+                return backup
+        given = f"{file} --backup {number}"
+        raise UnknownName(given, found="there is no such backup", cure=f"There are {listed}.")
+    stack = list_undoable(drop_unfinished(history, file.resolve().name, now))
+    if not stack:
+        raise WrongUse(
+            str(file),
+            found="every write of trimtab to it has been taken back already",
+            cure=f"Name a backup to go to with --backup N: there are {listed}.",
+        )
+    return next(backup for backup in history if backup.number == stack[-1])
+
 
 _DIFF_LINES = 40
 """As many of a diff as an error shows."""
@@ -36,7 +288,7 @@ Replace = Callable[[Path, Path], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class FileChange:
     """What is to change in one file."""
 
     file: str
@@ -52,7 +304,7 @@ class Wanted:
     """Whether the user named the file itself."""
 
 
-class Written(Noun, frozen=True, kw_only=True):
+class WriteResult(Noun, frozen=True, kw_only=True):
     """What was done."""
 
     files: tuple[str, ...] = ()
@@ -65,7 +317,7 @@ class Written(Noun, frozen=True, kw_only=True):
     """What the user should know."""
 
 
-class Restored(Noun, frozen=True, kw_only=True):
+class RevertResult(Noun, frozen=True, kw_only=True):
     """What was put back."""
 
     file: str
@@ -77,7 +329,7 @@ class Restored(Noun, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedFile:
     """A file before and after, with nothing written yet."""
 
     file: str
@@ -92,12 +344,12 @@ class Prepared:
         return self.before != self.after
 
     def diff(self) -> str:
-        """The change as a unified diff; empty where there is none."""
-        return difference(self.before, self.after, self.file)
+        """Return the change as a unified diff; empty if there is none."""
+        return unified_diff(self.before, self.after, self.file)
 
 
-def difference(before: bytes, after: bytes, name: str) -> str:
-    """A unified diff of two texts, each line as `diff -u` shows it."""
+def unified_diff(before: bytes, after: bytes, name: str) -> str:
+    """Return a unified diff of two texts, as `diff -u` shows it."""
     old, new = (text.decode(errors="replace").splitlines(keepends=True) for text in (before, after))
     lines = difflib.unified_diff(old, new, f"{name} (now)", f"{name} (new)")
     return "".join(
@@ -106,22 +358,22 @@ def difference(before: bytes, after: bytes, name: str) -> str:
     )
 
 
-def prepared(
-    wanted: Sequence[Wanted], *, folder: Path | None = None, roots: Sequence[Path] = ()
-) -> list[Prepared]:
-    """Every file read, edited and checked; an error for one is an error for all.
+def prepare_files(
+    wanted: Sequence[FileChange], *, folder: Path | None = None, roots: Sequence[Path] = ()
+) -> list[PreparedFile]:
+    """Read, edit and check every file; an error in one is an error for all.
 
     `folder` is where the user stands, `roots` are folders that the user named.
     """
-    merged: dict[Path, Wanted] = {}
-    for one in wanted:
-        real = located(one, folder or Path.cwd(), roots)
-        merged[real] = _merged(merged[real], one) if real in merged else one
-    return [_edited(real, one) for real, one in merged.items()]
+    merged: dict[Path, FileChange] = {}
+    for request in wanted:
+        real = locate_file(request, folder or Path.cwd(), roots)
+        merged[real] = _merge_changes(merged[real], request) if real in merged else request
+    return [_prepare_file(real, request) for real, request in merged.items()]
 
 
-def located(wanted: Wanted, folder: Path, roots: Sequence[Path] = ()) -> Path:
-    """The file itself, links followed; outside of the current folder only where the user said so."""
+def locate_file(wanted: FileChange, folder: Path, roots: Sequence[Path] = ()) -> Path:
+    """Resolve a file's links; leave the current folder only if the user named such a path."""
     named = Path(os.path.normpath(folder / wanted.file))
     real = named.resolve()
     inside = real.is_relative_to(folder.resolve())
@@ -137,12 +389,12 @@ def located(wanted: Wanted, folder: Path, roots: Sequence[Path] = ()) -> Path:
     )
 
 
-def _merged(first: Wanted, second: Wanted) -> Wanted:
-    """Two wishes for one file as one."""
+def _merge_changes(first: FileChange, second: FileChange) -> FileChange:
+    """Merge two changes of one file."""
     for path in first.changes.keys() & second.changes.keys():
-        if not texts.same(first.changes[path], second.changes[path]):
+        if not same_value(first.changes[path], second.changes[path]):
             raise WrongUse(
-                f"{second.file}: {texts.dotted(path)}",
+                f"{second.file}: {format_path(path)}",
                 found=f"both {first.changes[path]!r} and {second.changes[path]!r} are wanted",
                 cure="Name the file once.",
             )
@@ -155,38 +407,40 @@ def _merged(first: Wanted, second: Wanted) -> Wanted:
     )
 
 
-def _edited(real: Path, wanted: Wanted) -> Prepared:
-    before = documents.contents(real, wanted.file)
-    page = documents.read(before, wanted.file, wanted.kind)
-    after = page.edited(wanted.changes, beside=wanted.beside, add=wanted.add).encode()
-    return Prepared(file=wanted.file, real=real, before=before, after=after)
+def _prepare_file(real: Path, wanted: FileChange) -> PreparedFile:
+    before = read_bytes(real, wanted.file)
+    page = read_config(before, wanted.file, wanted.kind)
+    after = page.edit(wanted.changes, beside=wanted.beside, add=wanted.add).encode()
+    return PreparedFile(file=wanted.file, real=real, before=before, after=after)
 
 
-def write(
-    ready: Sequence[Prepared],
+def write_files(
+    ready: Sequence[PreparedFile],
     *,
     words: str = "",
     fingerprint: str = "",
     clock: Callable[[], float] = time.time,
     replace: Replace = os.replace,
-) -> Written:
-    """Replace the files that change, with a backup of each; nothing at all where none does."""
-    changed = [one for one in ready if one.changed]
-    unchanged = tuple(one.file for one in ready if not one.changed)
+) -> WriteResult:
+    """Replace the files that change, with a backup of each; do nothing if none changes."""
+    changed = [file for file in ready if file.changed]
+    unchanged = tuple(file.file for file in ready if not file.changed)
     if not changed:
-        return Written(unchanged=unchanged, said=("Nothing to change: the files hold these values already.",))
-    note = Backup(number=0, date=_date(clock), words=words, plan=fingerprint)
-    said = tuple(sentence for one in changed for sentence in _warnings(one))
-    made = _replaced(changed, note, replace)
-    return Written(
-        files=tuple(one.file for one in changed),
+        return WriteResult(
+            unchanged=unchanged, said=("Nothing to change: the files hold these values already.",)
+        )
+    note = Backup(number=0, date=_format_date(clock), words=words, plan=fingerprint)
+    warnings = tuple(sentence for file in changed for sentence in _warn_hard_links(file))
+    made = _replace_files(changed, note, replace)
+    return WriteResult(
+        files=tuple(file.file for file in changed),
         unchanged=unchanged,
         backups=tuple(map(str, made)),
-        said=said,
+        said=warnings,
     )
 
 
-def revert(  # noqa: PLR0913 - which, whether, and how a test sees it
+def revert_file(  # noqa: PLR0913 - which, whether, and how a test sees it
     file: str,
     *,
     number: int | None = None,
@@ -194,27 +448,27 @@ def revert(  # noqa: PLR0913 - which, whether, and how a test sees it
     write: bool = True,
     clock: Callable[[], float] = time.time,
     replace: Replace = os.replace,
-) -> Restored:
-    """Put back what a backup holds; what is there becomes a backup too. Without `write`, only the diff."""
+) -> RevertResult:
+    """Put a backup back, and back up what is there now. Without `write`, return only the diff."""
     real = Path(file).resolve()
-    before = documents.contents(real, file) if real.exists() else b""
-    backup = backups.chosen(real, number, digest(before))
-    ready = Prepared(file=file, real=real, before=before, after=backups.content(real, backup))
+    before = read_bytes(real, file) if real.exists() else b""
+    backup = choose_backup(real, number, hash_bytes(before))
+    ready = PreparedFile(file=file, real=real, before=before, after=read_backup(real, backup))
     if not ready.changed:
-        return Restored(file=file, number=backup.number)
+        return RevertResult(file=file, number=backup.number)
     _refuse_edited(ready, backup, force=force)
     if not write:
-        return Restored(file=file, number=backup.number, diff=ready.diff())
+        return RevertResult(file=file, number=backup.number, diff=ready.diff())
     words = f"put back as it was before write {backup.number}"
-    note = Backup(number=0, date=_date(clock), words=words, restored=backup.number)
-    (made,) = _replaced([ready], note, replace)
-    return Restored(file=file, number=backup.number, backup=str(made), diff=ready.diff())
+    note = Backup(number=0, date=_format_date(clock), words=words, restored=backup.number)
+    (made,) = _replace_files([ready], note, replace)
+    return RevertResult(file=file, number=backup.number, backup=str(made), diff=ready.diff())
 
 
-def _refuse_edited(ready: Prepared, backup: Backup, *, force: bool) -> None:
-    """A file that somebody has edited since holds work that no backup has."""
-    now = digest(ready.before)
-    history = backups.stood(backups.backups(ready.real), ready.real.name, now)
+def _refuse_edited(ready: PreparedFile, backup: Backup, *, force: bool) -> None:
+    """Refuse to overwrite a file that was edited since: no backup has that work."""
+    now = hash_bytes(ready.before)
+    history = drop_unfinished(list_backups(ready.real), ready.real.name, now)
     last = history[-1] if history else backup
     saved = last.saved(ready.real.name)
     if force or (saved and saved.after_sha256 == now):
@@ -230,96 +484,96 @@ def _refuse_edited(ready: Prepared, backup: Backup, *, force: bool) -> None:
     )
 
 
-def _date(clock: Callable[[], float]) -> str:
+def _format_date(clock: Callable[[], float]) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(clock()))
 
 
-def _warnings(one: Prepared) -> list[str]:
-    links = one.real.stat().st_nlink
+def _warn_hard_links(file: PreparedFile) -> list[str]:
+    links = file.real.stat().st_nlink
     if links > 1:
-        return [f"{one.file} has {links} names on this disk (hard links): the others keep the old text."]
+        return [f"{file.file} has {links} names on this disk (hard links): the others keep the old text."]
     return []
 
 
-def _replaced(ready: Sequence[Prepared], note: Backup, replace: Replace) -> list[Path]:
-    """The folders of the backups that were made."""
-    for one in ready:
-        _refuse_read_only(one)
-    with locked(one.real.parent for one in ready):
-        for one in ready:
-            _refuse_moved_on(one)
+def _replace_files(ready: Sequence[PreparedFile], note: Backup, replace: Replace) -> list[Path]:
+    """Replace the files; return the folders of the backups."""
+    for file in ready:
+        _refuse_read_only(file)
+    with lock_folders(file.real.parent for file in ready):
+        for file in ready:
+            _refuse_changed(file)
         made: list[Path] = []
         try:
-            for one in ready:
-                _lay_down(one)
-            for folder in sorted({one.real.parent for one in ready}):
-                _keep(folder, [one for one in ready if one.real.parent == folder], note, made)
+            for file in ready:
+                _write_scratch(file)
+            for folder in sorted({file.real.parent for file in ready}):
+                _write_backup(folder, [file for file in ready if file.real.parent == folder], note, made)
         except BaseException:
-            _clear(ready, made)
+            _remove_scratch(ready, made)
             raise
-        _swap(ready, made, replace)
+        _rename_files(ready, made, replace)
         return made
 
 
-def _refuse_read_only(one: Prepared) -> None:
-    """Both by the marks on file and folder, which a user means even where the system would let it pass."""
+def _refuse_read_only(target: PreparedFile) -> None:
+    """Refuse read-only files and folders, even where the system would allow the write."""
     everyone = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
-    for path, name in ((one.real, "the file"), (one.real.parent, f"the folder {one.real.parent}")):
+    for path, name in ((target.real, "the file"), (target.real.parent, f"the folder {target.real.parent}")):
         about = path.stat() if path.exists() else None
         if about is not None and (not about.st_mode & everyone or not os.access(path, os.W_OK)):
             raise EnvironmentFault(
-                one.file,
+                target.file,
                 found=f"{name} is read-only. Nothing was changed",
                 cure="Make it writable (chmod u+w), or copy the file to another place and name that.",
             )
 
 
-def _refuse_moved_on(one: Prepared) -> None:
-    """The file may have changed while the user looked at the diff."""
-    now = one.real.read_bytes() if one.real.exists() else b""
-    if now != one.before:
+def _refuse_changed(target: PreparedFile) -> None:
+    """Refuse a file that has changed while the user looked at the diff."""
+    now = target.real.read_bytes() if target.real.exists() else b""
+    if now != target.before:
         raise WrongUse(
-            one.file,
+            target.file,
             found="it has changed since it was read. Nothing was written",
             cure="Look at the new diff: run the command again.",
         )
 
 
-def _lay_down(one: Prepared) -> None:
-    """The new text beside the old, safely on the disk, with its rights, owner and attributes."""
-    path = scratch(one.real)
+def _write_scratch(target: PreparedFile) -> None:
+    """Write the new text beside the old one and sync it, with mode, owner and attributes."""
+    path = scratch_path(target.real)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "wb") as file:
-            file.write(one.after)
+            file.write(target.after)
             file.flush()
-            if one.real.exists():
-                _like(one, handle, path)
+            if target.real.exists():
+                _copy_owner(target, handle, path)
             else:
                 os.fchmod(handle, 0o644)
             os.fsync(handle)
     except OSError as problem:
-        refuse(one.real, problem, "the new text cannot be written")
+        raise_os_error(target.real, problem, "the new text cannot be written")
 
 
-def _like(one: Prepared, handle: int, path: Path) -> None:
-    about = one.real.stat()
+def _copy_owner(target: PreparedFile, handle: int, path: Path) -> None:
+    about = target.real.stat()
     new = os.fstat(handle)
     if (new.st_uid, new.st_gid) != (about.st_uid, about.st_gid):
         try:
             os.fchown(handle, about.st_uid, about.st_gid)
         except PermissionError:
             raise EnvironmentFault(
-                one.file,
+                target.file,
                 found="it belongs to another user or group, and would be yours after the change",
                 cure="Ask its owner to apply the plan, or copy the file and name the copy.",
             ) from None
     os.fchmod(handle, stat.S_IMODE(about.st_mode))
-    _copy_attributes(one.real, path)
+    _copy_attributes(target.real, path)
 
 
 def _copy_attributes(source: Path, target: Path) -> None:
-    """Access lists and other attributes, as far as the disk has them."""
+    """Copy access lists and other attributes, as far as the disk has them."""
     if not hasattr(os, "listxattr"):
         return
     with contextlib.suppress(OSError):
@@ -328,29 +582,34 @@ def _copy_attributes(source: Path, target: Path) -> None:
                 os.setxattr(target, name, os.getxattr(source, name))
 
 
-def _keep(folder: Path, ready: Sequence[Prepared], note: Backup, made: list[Path]) -> None:
-    """A numbered backup; its manifest comes last, and says that the rest is whole."""
-    place = backups.folder_of(folder)
-    number = max(backups.numbers(folder), default=0) + 1
+def _write_backup(folder: Path, ready: Sequence[PreparedFile], note: Backup, made: list[Path]) -> None:
+    """Write a numbered backup; the manifest comes last and marks it complete."""
+    place = backup_folder(folder)
+    number = max(list_numbers(folder), default=0) + 1
     home = place / str(number)
     try:
         home.mkdir(parents=True)
         made.append(home)
-        for one in ready:
-            _put(home / one.real.name, one.before, one.real.stat().st_mode if one.real.exists() else 0o600)
+        for target in ready:
+            _write_new(
+                home / target.real.name,
+                target.before,
+                target.real.stat().st_mode if target.real.exists() else 0o600,
+            )
         saved = [
-            Saved(file=x.real.name, sha256=digest(x.before), after_sha256=digest(x.after)) for x in ready
+            SavedFile(file=x.real.name, sha256=hash_bytes(x.before), after_sha256=hash_bytes(x.after))
+            for x in ready
         ]
         manifest = note.replace(number=number, files=tuple(saved))
-        _put(home / f"{MANIFEST}.new", manifest.to_json().encode(), 0o644)
+        _write_new(home / f"{MANIFEST}.new", manifest.to_json().encode(), 0o644)
         (home / f"{MANIFEST}.new").replace(home / MANIFEST)
-        _settle(home)
-        _settle(place)
+        _sync_folder(home)
+        _sync_folder(place)
     except OSError as problem:
-        refuse(home, problem, "the backup cannot be written")
+        raise_os_error(home, problem, "the backup cannot be written")
 
 
-def _put(path: Path, data: bytes, mode: int) -> None:
+def _write_new(path: Path, data: bytes, mode: int) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(data)
@@ -359,8 +618,8 @@ def _put(path: Path, data: bytes, mode: int) -> None:
         os.fsync(file.fileno())
 
 
-def _settle(folder: Path) -> None:
-    """The names in a folder, on the disk as well; some disks do not offer that."""
+def _sync_folder(folder: Path) -> None:
+    """Sync the names in a folder to disk; some disks do not offer that."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -371,29 +630,31 @@ def _settle(folder: Path) -> None:
         os.close(handle)
 
 
-def _swap(ready: Sequence[Prepared], made: list[Path], replace: Replace) -> None:
-    """Rename each new text over the old one; if one of them fails, put the others back."""
-    done: list[Prepared] = []
+def _rename_files(ready: Sequence[PreparedFile], made: list[Path], replace: Replace) -> None:
+    """Rename each new text over the old one; if one fails, put the others back."""
+    done: list[PreparedFile] = []
     try:
-        for one in ready:
-            replace(scratch(one.real), one.real)
-            done.append(one)
+        for target in ready:
+            replace(scratch_path(target.real), target.real)
+            done.append(target)
     except BaseException as problem:
-        for one in done:
-            _lay_down(Prepared(file=one.file, real=one.real, before=one.after, after=one.before))
-            scratch(one.real).replace(one.real)
-        _clear(ready, made)
+        for target in done:
+            _write_scratch(
+                PreparedFile(file=target.file, real=target.real, before=target.after, after=target.before)
+            )
+            scratch_path(target.real).replace(target.real)
+        _remove_scratch(ready, made)
         if isinstance(problem, OSError):
-            refuse(ready[len(done)].real, problem, "the file cannot be replaced")
+            raise_os_error(ready[len(done)].real, problem, "the file cannot be replaced")
         raise
-    for folder in {one.real.parent for one in ready}:
+    for folder in {target.real.parent for target in ready}:
         with contextlib.suppress(OSError):  # the files are in place: an error here would only mislead
-            _settle(folder)
+            _sync_folder(folder)
 
 
-def _clear(ready: Sequence[Prepared], made: list[Path]) -> None:
-    for one in ready:
+def _remove_scratch(ready: Sequence[PreparedFile], made: list[Path]) -> None:
+    for target in ready:
         with contextlib.suppress(OSError):
-            scratch(one.real).unlink()
+            scratch_path(target.real).unlink()
     for home in made:
         shutil.rmtree(home, ignore_errors=True)

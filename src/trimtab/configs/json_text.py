@@ -11,8 +11,20 @@ import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from trimtab.configs import texts
-from trimtab.configs.texts import KeyPath, Node, Page, Splice
+from trimtab.configs.text_edit import (
+    DEEPEST,
+    ConfigFormat,
+    KeyPath,
+    NewKeys,
+    ParsedConfig,
+    Splice,
+    TextNode,
+    duplicate_error,
+    format_float,
+    parse_error_at,
+    parse_text,
+    refuse_leaf,
+)
 from trimtab.errors import WrongUse
 
 _COMMENT = r"//[^\r\n]*|/\*(?:[^*]|\*(?!/))*\*/"
@@ -31,17 +43,17 @@ _WORDS = {
 }
 
 
-def read(text: str, origin: str) -> Page:
-    """The document of a text.
+def read_json(text: str, origin: str) -> ParsedConfig:
+    """Parse a JSON text.
 
-    >>> read('{"a": [1, 2,], /* b */ "c": true}', "a.json").edited({("c",): False})
+    >>> read_json('{"a": [1, 2,], /* b */ "c": true}', "a.json").edit({("c",): False})
     '{"a": [1, 2,], /* b */ "c": false}'
     """
-    return texts.read(text, origin, JSON)
+    return parse_text(text, origin, JSON)
 
 
 @dataclass
-class _Reader:
+class _JsonReader:
     """A pass over the text."""
 
     text: str
@@ -49,10 +61,10 @@ class _Reader:
     at: int = 0
 
     def fail(self, found: str, at: int | None = None) -> NoReturn:
-        raise texts.broken_at(self.origin, self.text, self.at if at is None else at, found, kind="JSON")
+        raise parse_error_at(self.origin, self.text, self.at if at is None else at, found, kind="JSON")
 
     def skip(self) -> None:
-        """Over blanks and comments."""
+        """Skip blanks and comments."""
         match = _BLANK.match(self.text, self.at)
         self.at = match.end() if match else self.at
         if self.text.startswith("/*", self.at):
@@ -62,7 +74,7 @@ class _Reader:
         self.skip()
         return self.text[self.at : self.at + 1]
 
-    def whole(self) -> Node:
+    def whole(self) -> TextNode:
         if not self.peek():
             self.fail("the file is empty" if not self.text.strip() else "there is no value in it")
         node = self.node(0)
@@ -70,9 +82,9 @@ class _Reader:
             self.fail(f"the value ends before {self.peek()!r}")
         return node
 
-    def node(self, depth: int) -> Node:
-        if depth > texts.DEEPEST:
-            self.fail(f"more than {texts.DEEPEST} levels of brackets")
+    def node(self, depth: int) -> TextNode:
+        if depth > DEEPEST:
+            self.fail(f"more than {DEEPEST} levels of brackets")
         letter = self.peek()
         if letter == "{":
             return self.section(depth)
@@ -80,16 +92,18 @@ class _Reader:
             return self.list(depth)
         start = self.at
         if letter == '"':
-            return Node(start, self.string(), json.loads(self.text[start : self.at]))
+            return TextNode(start, self.string(), json.loads(self.text[start : self.at]))
         number = _NUMBER.match(self.text, start)
         if number:
             self.at = number.end()
             is_float = bool(number[1] or number[2])
-            return Node(start, self.at, float(number[0]) if is_float else self.whole_number(number[0], start))
+            return TextNode(
+                start, self.at, float(number[0]) if is_float else self.whole_number(number[0], start)
+            )
         word = _WORD.match(self.text, start)
         if word and word[0] in _WORDS:
             self.at = word.end()
-            return Node(start, self.at, _WORDS[word[0]])
+            return TextNode(start, self.at, _WORDS[word[0]])
         if not letter:
             self.fail("the file ends where a value should be")
         return self.fail(f"a value cannot begin with {word[0] if word else letter!r}")
@@ -107,8 +121,8 @@ class _Reader:
         self.at = match.end()
         return self.at
 
-    def section(self, depth: int) -> Node:
-        node = Node(self.at, 0, items={}, extra={})
+    def section(self, depth: int) -> TextNode:
+        node = TextNode(self.at, 0, items={}, extra={})
         self.at += 1
         while self.peek() != "}":
             start = self.at
@@ -116,7 +130,7 @@ class _Reader:
                 self.fail("a key in double quotes should be here" if self.peek() else "a { is never closed")
             key = json.loads(self.text[start : self.string()])
             if key in node.extra:
-                raise texts.duplicate(self.origin, self.text, key, (node.extra[key], start), kind="JSON")
+                raise duplicate_error(self.origin, self.text, key, (node.extra[key], start), kind="JSON")
             if self.peek() != ":":
                 self.fail(f"a colon should follow the key {key!r}")
             self.at += 1
@@ -127,8 +141,8 @@ class _Reader:
         node.end = self.at
         return node
 
-    def list(self, depth: int) -> Node:
-        node = Node(self.at, 0, items={}, is_list=True)
+    def list(self, depth: int) -> TextNode:
+        node = TextNode(self.at, 0, items={}, is_list=True)
         self.at += 1
         while self.peek() != "]":
             node.items[len(node.items)] = self.node(depth + 1)  # type: ignore[index,arg-type]
@@ -145,60 +159,50 @@ class _Reader:
             self.fail(f"a comma or {closing} should be here; {found}")
 
 
-def written(value: Any, like: str = "") -> str:
-    """A value as JSON."""
+def format_json(value: Any, like: str = "") -> str:
+    """Format a value as JSON."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise WrongUse(f"the value {value}", found="JSON has no such number", cure="Give a finite one.")
-        return texts.scientific(value, like)
+        return format_float(value, like)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)}: {written(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(key)}: {format_json(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(written, value)) + "]"
+        return "[" + ", ".join(map(format_json, value)) + "]"
     return json.dumps(value, ensure_ascii="\\u" in like)
 
 
-class _Json:
+class _JsonFormat(ConfigFormat):
     """The format."""
 
     kind = "json"
+    comment = _COMMENT
 
-    def parsed(self, text: str, origin: str) -> Node:
-        return _Reader(text, origin).whole()
+    def parse(self, text: str, origin: str) -> TextNode:
+        return _JsonReader(text, origin).whole()
 
-    def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
-        style = texts.ListStyle(
-            each=lambda child, new: self.replaced(page, child, new, moving),
-            write=written,
-            comment=_COMMENT,
-        )
-        return texts.written_anew(page, node, value, style, written)
+    def write(self, value: Any, like: str = "") -> str:
+        return format_json(value, like)
 
-    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
         if not node.is_section:
-            texts.refuse_leaf(page, path, node)
+            refuse_leaf(page, path, node)
         members = [(json.dumps(key), value) for key, value in new.items()]
         if not node.items:
-            return [_into_empty(page, node, members)]
+            return [_fill_empty(page, node, members)]
         key_start, last = node.extra[list(node.items)[-1]], list(node.items.values())[-1]
         if page.text[page.line_start(key_start) : key_start].strip(" \t"):
-            return _after_last(
-                page, last.end, ",".join(f" {key}: {written(value)}" for key, value in members)
+            return _append_members(
+                page, last.end, ",".join(f" {key}: {format_json(value)}" for key, value in members)
             )
-        indent, step = page.indent(key_start), _step(page)
+        indent, step = page.indent(key_start), _json_indent(page)
         lead = page.newline + indent
-        body = [f"{lead}{key}: {_laid_out(value, page, indent, step)}" for key, value in members]
-        return _after_last(page, last.end, ",".join(body))
-
-    def beside(self, page: Page, node: Node) -> list[Splice]:
-        raise WrongUse(page.at(node.start), found="JSON has no computed values", cure="Change it by hand.")
-
-    def same(self, node: Node, wanted: Any) -> bool:
-        return texts.same(texts.plain(node), wanted)
+        body = [f"{lead}{key}: {_format_section(value, page, indent, step)}" for key, value in members]
+        return _append_members(page, last.end, ",".join(body))
 
 
-def _after_last(page: Page, end: int, body: str) -> list[Splice]:
-    """New members after the last one, with a comma after them where this file has it there.
+def _append_members(page: ParsedConfig, end: int, body: str) -> list[Splice]:
+    """Add members after the last one, with a trailing comma if the file has one there.
 
     Members on lines of their own go below a comment that stands behind the last one.
     """
@@ -215,31 +219,33 @@ def _after_last(page: Page, end: int, body: str) -> list[Splice]:
     return [Splice(end, end, ","), put]
 
 
-def _into_empty(page: Page, node: Node, members: list[tuple[str, Any]]) -> Splice:
-    """Members into `{}`, whatever comments stand in it."""
-    step = _step(page)
+def _fill_empty(page: ParsedConfig, node: TextNode, members: list[tuple[str, Any]]) -> Splice:
+    """Add members to `{}`, whatever comments are in it."""
+    step = _json_indent(page)
     if "\n" not in page.text.strip():
-        return Splice(node.start + 1, node.start + 1, ", ".join(f"{k}: {written(v)}" for k, v in members))
+        return Splice(node.start + 1, node.start + 1, ", ".join(f"{k}: {format_json(v)}" for k, v in members))
     inner = page.indent(node.start) + step
-    lines = [f"{page.newline}{inner}{key}: {_laid_out(value, page, inner, step)}" for key, value in members]
+    lines = [
+        f"{page.newline}{inner}{key}: {_format_section(value, page, inner, step)}" for key, value in members
+    ]
     blank = not page.text[node.start + 1 : node.end - 1].strip(" \t")
     tail = page.newline + page.indent(node.start) if blank else ""
     return Splice(node.start + 1, node.end - 1 if blank else node.start + 1, ",".join(lines) + tail)
 
 
-def _laid_out(value: Any, page: Page, indent: str, step: str) -> str:
-    """A new section over several lines, as the file around it is."""
+def _format_section(value: Any, page: ParsedConfig, indent: str, step: str) -> str:
+    """Format a new section over several lines, as the file around it is."""
     if not isinstance(value, dict):
-        return written(value)
+        return format_json(value)
     inner = indent + step
-    lines = [f"{inner}{json.dumps(k)}: {_laid_out(v, page, inner, step)}" for k, v in value.items()]
+    lines = [f"{inner}{json.dumps(k)}: {_format_section(v, page, inner, step)}" for k, v in value.items()]
     return "{" + page.newline + f",{page.newline}".join(lines) + page.newline + indent + "}"
 
 
-def _step(page: Page) -> str:
-    """One level of this file's indentation: the blanks before its first indented line."""
+def _json_indent(page: ParsedConfig) -> str:
+    """Return one level of this file's indentation: the blanks before its first indented line."""
     match = re.search(r"[\r\n]([ \t]+)\S", page.text)
     return match[1] if match else "  "
 
 
-JSON = _Json()
+JSON = _JsonFormat()

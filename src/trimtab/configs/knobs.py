@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trimtab.configs.targets import Index, roots
+from trimtab.configs.targets import KeyIndex, find_roots
 from trimtab.errors import TrimtabError, UnknownName, WrongUse, nearest
 from trimtab.spec import Noun, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.configs.texts import Document, KeyPath
+    from trimtab.configs.text_edit import ConfigDocument, KeyPath
 
 TRUTHS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 AMP = ("enable_amp", "amp_dtype", "enable_tf32")
@@ -32,7 +32,7 @@ MARKS = ("batch_size", "max_length", "learning_rate", "enable_amp", "max_steps")
 SEE = "docs/knobs.md lists them all."
 
 
-class Knob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainerKnob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One knob; the head of knobs.toml says what each key means."""
 
     name: str
@@ -48,7 +48,7 @@ class Knob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cure: str = ""
 
 
-class Wired(Noun, frozen=True, kw_only=True):
+class KnobSettings(Noun, frozen=True, kw_only=True):
     """What knobs have set."""
 
     options: dict[str, Any] = {}
@@ -66,114 +66,118 @@ class Wired(Noun, frozen=True, kw_only=True):
 
 
 @cache
-def knobs() -> dict[str, Knob]:
-    """All that are known, by name."""
+def load_knobs() -> dict[str, TrainerKnob]:
+    """Load all knobs, by name."""
     text = files("trimtab.configs").joinpath("knobs.toml").read_text(encoding="utf-8")
-    rows = msgspec.convert(tomllib.loads(text)["knob"], list[Knob])
-    return {one.name: one for one in rows}
+    rows = msgspec.convert(tomllib.loads(text)["knob"], list[TrainerKnob])
+    return {row.name: row for row in rows}
 
 
-def split(texts: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE as people type it.
+def split_knobs(texts: Sequence[str]) -> dict[str, str]:
+    """Split NAME=VALUE as people type it.
 
-    >>> split(["batch_size=12"])
+    >>> split_knobs(["batch_size=12"])
     {'batch_size': '12'}
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise WrongUse(
                 f"--knob {text}", found="it is not NAME=VALUE", cure="Write it like --knob batch_size=12."
             )
-        if name in found:
-            raise WrongUse(f"--knob {text}", found=f"{name} is also {found[name]}", cure="Give it once.")
-        found[name] = value
-    return found
+        if name in values:
+            raise WrongUse(f"--knob {text}", found=f"{name} is also {values[name]}", cure="Give it once.")
+        values[name] = value
+    return values
 
 
-def read(document: Document, origin: str, below: KeyPath = ()) -> dict[str, Any]:
-    """The knobs in a config: all keys of the table that has batch_size, max_length and the like."""
+def read_knobs(document: ConfigDocument, origin: str, below: KeyPath = ()) -> dict[str, Any]:
+    """Read the knobs in a config: all keys of the table that has batch_size, max_length and the like."""
     entries = document.entries()
-    found = [below] if below else roots([list(MARKS)], Index(entries), ())
-    if len(found) != 1:
-        many = f"{len(found)} tables of them" if found else "none"
+    tables = [below] if below else find_roots([list(MARKS)], KeyIndex(entries), ())
+    if len(tables) != 1:
+        many = f"{len(tables)} tables of them" if tables else "none"
         raise WrongUse(
             f"--config {origin}",
             found=f"it should have one table with knobs such as {', '.join(MARKS[:3])}, and has {many}",
             cure="Name the table, as in --config config.py:slm_config.",
         )
-    root = found[0]
+    root = tables[0]
     depth = len(root) + 1
     values: dict[str, Any] = {}
-    for one in entries:
-        if len(one.path) < depth or one.path[: len(root)] != root:
+    for entry in entries:
+        if len(entry.path) < depth or entry.path[: len(root)] != root:
             continue
-        name = str(one.path[len(root)])
-        within = one.path[depth:]
-        if one.computed or len(within) > 1 or not all(isinstance(step, int) for step in within):
-            what = f"computed ({one.computed})" if one.computed else "a table"
+        name = str(entry.path[len(root)])
+        within = entry.path[depth:]
+        if entry.computed or len(within) > 1 or not all(isinstance(step, int) for step in within):
+            what = f"computed ({entry.computed})" if entry.computed else "a table"
             raise WrongUse(
-                f"{name} in line {one.line} of {origin}",
+                f"{name} in line {entry.line} of {origin}",
                 found=f"it is {what}, not a value",
                 cure=f"Write the value down, or give it as --knob {name}=VALUE.",
             )
         if not within:
             # A list is an entry; so is each number in it.
-            values[name] = one.value
+            values[name] = entry.value
     return values
 
 
-def wire(given: Mapping[str, Any], *, ranks: int = 1, bf16: bool = True, joint: bool = True) -> Wired:
-    """What knobs set, for so many processes, on devices with or without bf16.
+def apply_knobs(
+    given: Mapping[str, Any], *, ranks: int = 1, bf16: bool = True, joint: bool = True
+) -> KnobSettings:
+    """Return what knobs set, for `ranks` processes, on devices with or without bf16.
 
     `joint`: batch_size makes the global batch, as nobody else does. All that cannot be is raised at once.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     wrong: list[TrimtabError] = []
     for name, value in given.items():
         try:
-            found[name] = _value(_known(name), value)
+            values[name] = _parse_value(_find_knob(name), value)
         except TrimtabError as error:
             wrong.append(error)
     if wrong:
-        raise _all(wrong)
-    made = _Made()
-    for name, value in found.items():
-        made.take(knobs()[name], given[name], value)
-    made.precision(found, bf16=bf16)
-    made.betas(found)
+        raise _join_errors(wrong)
+    made = _KnobCollector()
+    for name, value in values.items():
+        made.add_knob(load_knobs()[name], given[name], value)
+    made.set_precision(values, bf16=bf16)
+    made.set_betas(values)
     if joint:
-        made.whole(found, ranks)
-    return made.wired()
+        made.set_global_batch(values, ranks)
+    return made.build_settings()
 
 
-def _known(name: str) -> Knob:
-    known = knobs()
-    if name in known:
-        return known[name]
-    close = nearest(name, known)
+def _find_knob(name: str) -> TrainerKnob:
+    all_knobs = load_knobs()
+    if name in all_knobs:
+        return all_knobs[name]
+    close = nearest(name, all_knobs)
     meant = f"; the nearest are {', '.join(close[:3])}" if close else ""
     raise UnknownName(f"knob {name}", found=f"there is no such knob{meant}", cure=SEE)
 
 
-def _value(knob: Knob, given: Any) -> Any:
-    """The value of a knob, read by its kind."""
+def _parse_value(knob: TrainerKnob, given: Any) -> Any:
+    """Parse the value of a knob by its kind."""
     label = f"knob {knob.name}={given}"
     if not knob.kind:
-        raise WrongUse(label, found=_sentence(knob.why), cure=knob.cure)
+        raise WrongUse(label, found=_lower_first(knob.why), cure=knob.cure)
     try:
         value = _READERS[knob.kind](knob, given)
     except (ValueError, TypeError, KeyError):
-        raise WrongUse(label, found=f"it is not {_expected(knob)}", cure=f"{knob.name}: {knob.why}") from None
+        raise WrongUse(
+            label, found=f"it is not {_expected_words(knob)}", cure=f"{knob.name}: {knob.why}"
+        ) from None
     if knob.least is not None and value < knob.least:
         raise WrongUse(label, found=f"it is below {knob.least:g}", cure=f"{knob.name}: {knob.why}")
     if knob.only is not None and value != knob.only:
-        raise WrongUse(label, found=_sentence(knob.why), cure=knob.cure)
+        raise WrongUse(label, found=_lower_first(knob.why), cure=knob.cure)
     return value
 
 
-def _expected(knob: Knob) -> str:
+def _expected_words(knob: TrainerKnob) -> str:
     if knob.kind == "words":
         return f"one of {', '.join(knob.words)}"
     return {"whole": "a whole number", "number": "a number", "switch": "true or false"}.get(
@@ -181,11 +185,11 @@ def _expected(knob: Knob) -> str:
     )
 
 
-def _sentence(text: str) -> str:
+def _lower_first(text: str) -> str:
     return text[0].lower() + text[1:].removesuffix(".") if not text[:2].isupper() else text.removesuffix(".")
 
 
-def _whole(_: Knob, given: Any) -> int:
+def _parse_whole(_: TrainerKnob, given: Any) -> int:
     if isinstance(given, str):
         return int(given)
     if isinstance(given, bool) or int(given) != given:
@@ -193,42 +197,48 @@ def _whole(_: Knob, given: Any) -> int:
     return int(given)
 
 
-def _number(_: Knob, given: Any) -> float:
+def _parse_number(_: TrainerKnob, given: Any) -> float:
     value = float(given)
     if isinstance(given, bool) or value != value or value in (float("inf"), -float("inf")):  # noqa: PLR0124 - not a number
         raise TypeError
     return value
 
 
-def _switch(knob: Knob, given: Any) -> Any:
+def _parse_switch(knob: TrainerKnob, given: Any) -> Any:
     value = given if isinstance(given, bool) else TRUTHS[str(given).lower()]
     return knob.words[str(value).lower()] if knob.words else value
 
 
-def _word(knob: Knob, given: Any) -> str:
+def _parse_word(knob: TrainerKnob, given: Any) -> str:
     return knob.words[str(given).removeprefix("torch.")]
 
 
-def _pair(_: Knob, given: Any) -> list[float]:
+def _parse_pair(_: TrainerKnob, given: Any) -> list[float]:
     value = msgspec.json.decode(given) if isinstance(given, str) else given
-    first, second = (float(one) for one in value)
+    first, second = (float(number) for number in value)
     if not (0 <= first < 1 and 0 <= second < 1):
         raise ValueError
     return [first, second]
 
 
-_READERS = {"whole": _whole, "number": _number, "switch": _switch, "words": _word, "pair": _pair}
+_READERS = {
+    "whole": _parse_whole,
+    "number": _parse_number,
+    "switch": _parse_switch,
+    "words": _parse_word,
+    "pair": _parse_pair,
+}
 
 
-def _all(wrong: list[TrimtabError]) -> TrimtabError:
-    """One error for all."""
+def _join_errors(wrong: list[TrimtabError]) -> TrimtabError:
+    """Join several errors in one."""
     if len(wrong) == 1:
         return wrong[0]
-    listed = "; ".join(f"{one.given}: {one.found}. {one.cure.removesuffix('.')}" for one in wrong)
+    listed = "; ".join(f"{error.given}: {error.found}. {error.cure.removesuffix('.')}" for error in wrong)
     return WrongUse(f"{len(wrong)} knobs that cannot be", found=listed, cure="Mend them, or leave them out.")
 
 
-class _Made:
+class _KnobCollector:
     """What has been set so far."""
 
     def __init__(self) -> None:
@@ -239,8 +249,8 @@ class _Made:
         self.said: list[str] = []
         self.by: dict[str, str] = {}
 
-    def take(self, knob: Knob, given: Any, value: Any) -> None:
-        """A knob that sets one thing."""
+    def add_knob(self, knob: TrainerKnob, given: Any, value: Any) -> None:
+        """Add a knob that sets a single value."""
         for place, key in ((self.options, knob.option), (self.pins, knob.pin), (self.train, knob.train)):
             if key:
                 self._put(place, key, value, f"{knob.name}={given}")
@@ -253,8 +263,8 @@ class _Made:
         place[key] = value
         self.by[key] = by
 
-    def precision(self, found: Mapping[str, Any], *, bf16: bool) -> None:
-        """Autocast in bf16 where that is asked for and there, else in fp16; without it TF32 or fp32."""
+    def set_precision(self, found: Mapping[str, Any], *, bf16: bool) -> None:
+        """Set autocast to bf16 if asked and supported, else fp16; without autocast TF32 or fp32."""
         asked = [name for name in AMP if name in found]
         if not asked:
             return
@@ -272,8 +282,8 @@ class _Made:
             self.said.append(f"enable_tf32 has nothing to do: autocast computes matrix products in {wanted}")
         self._put(self.pins, "precision", wanted, word)
 
-    def betas(self, found: Mapping[str, Any]) -> None:
-        """Two knobs for a pair; what is not given is what AdamW has for language models."""
+    def set_betas(self, found: Mapping[str, Any]) -> None:
+        """Set both betas from two knobs; a missing one gets AdamW's value for language models."""
         if "adam_beta1" in found or "adam_beta2" in found:
             pair = [found.get("adam_beta1", 0.9), found.get("adam_beta2", 0.95)]
             word = " ".join(f"{name}={found[name]}" for name in ("adam_beta1", "adam_beta2") if name in found)
@@ -281,8 +291,8 @@ class _Made:
                 raise WrongUse(f"knob {word}", found="it is not below 1", cure="Give a number such as 0.95.")
             self._put(self.options, "betas", pair, word)
 
-    def whole(self, found: Mapping[str, Any], ranks: int) -> None:
-        """The global batch that a batch of one process makes."""
+    def set_global_batch(self, found: Mapping[str, Any], ranks: int) -> None:
+        """Set the global batch from the batch of one process."""
         if "batch_size" not in found:
             return
         rounds = found.get("gradient_accumulation_steps", 1)
@@ -291,9 +301,9 @@ class _Made:
         many = f"{ranks} process{'es' * (ranks > 1)}"
         self.said.append(f"global batch {total}: batch_size {found['batch_size']} x {rounds} x {many}")
 
-    def wired(self) -> Wired:
-        """All of it."""
-        return Wired(
+    def build_settings(self) -> KnobSettings:
+        """Return everything that was set."""
+        return KnobSettings(
             options=self.options,
             spare=tuple(self.spare),
             pins=self.pins,

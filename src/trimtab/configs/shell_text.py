@@ -1,11 +1,18 @@
-"""Variables of the environment, as .env files and the `export` lines of shell scripts set them.
+"""Shell scripts: variables of .env files and `export` lines, and the `#SBATCH` options of batch scripts.
 
-    export BATCH_SIZE=4     # a comment
+    export BATCH_SIZE=4             # a comment
     LR='2e-4' OMP_NUM_THREADS=8 python train.py
 
-Everything is text to a shell; what looks like a number or a boolean is read as one. A value with `$` or
-backquotes is computed. Here-documents and text in quotes that runs over lines are passed over.
-Not covered: arrays, `declare`, and what a script does to its variables by other means.
+Everything is text to a shell; a word that looks like a number or a boolean is read as that. A value with `$`
+or backquotes is computed. Here-documents and quoted text over several lines are skipped.
+Not covered: arrays, `declare`, and other ways in which a script changes its variables.
+
+    #SBATCH -N 2                    ("nodes",), as for --nodes=2, --nodes 2 and -N2
+    #SBATCH --gres=gpu:a100:4       ("gres",) is 'gpu:a100:4', and ("gres", "gpu") the 4 in it
+    #SBATCH --gpus-per-node=h100:8  ("gpus-per-node",), and ("gpus-per-node", "count") the 8 in it
+    export OMP_NUM_THREADS=8        ("env", "OMP_NUM_THREADS")
+
+As in sbatch, options count only above the first command, and the last one wins if it is given twice.
 """
 
 from __future__ import annotations
@@ -15,8 +22,20 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from trimtab.configs import texts
-from trimtab.configs.texts import KeyPath, Node, Page, Splice
+from trimtab.configs.text_edit import (
+    ConfigFormat,
+    KeyPath,
+    NewKeys,
+    ParsedConfig,
+    Splice,
+    TextNode,
+    format_float,
+    format_path,
+    parse_error_at,
+    parse_text,
+    refuse_leaf,
+    same_value,
+)
 from trimtab.errors import WrongUse
 
 _GAP = re.compile(r"(?:[ \t]|\\(?:\r\n|\r|\n))*")
@@ -31,19 +50,19 @@ _FLOAT = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?")
 _PAIRS = (("true", "false"), ("yes", "no"), ("on", "off"), ("1", "0"))
 
 
-def read(text: str, origin: str) -> Page:
-    """The document of a text.
+def read_shell(text: str, origin: str) -> ParsedConfig:
+    """Parse a shell script or a .env file.
 
-    >>> read("export BATCH=4  # small", "run.sh").edited({("BATCH",): 8})
+    >>> read_shell("export BATCH=4  # small", "run.sh").edit({("BATCH",): 8})
     'export BATCH=8  # small'
     """
-    return texts.read(text, origin, SHELL)
+    return parse_text(text, origin, SHELL)
 
 
-def typed(text: str) -> Any:
-    """A word as the number or boolean that it looks like, or as text.
+def parse_word(text: str) -> Any:
+    """Return a word as the number or boolean that it looks like, or as text.
 
-    >>> [typed(one) for one in ("4", "1e-4", "True", "007", "a")]
+    >>> [parse_word(word) for word in ("4", "1e-4", "True", "007", "a")]
     [4, 0.0001, True, '007', 'a']
     """
     if _INT.fullmatch(text):
@@ -53,13 +72,13 @@ def typed(text: str) -> Any:
     return text.lower() == "true" if text.lower() in ("true", "false") else text
 
 
-def word_node(start: int, end: int, word: str, *, style: str = "word", computed: str = "") -> Node:
-    """A word of a script, which also remembers how it is spelt."""
-    return Node(start, end, computed or typed(word), style=style, computed=computed, extra=word)
+def word_node(start: int, end: int, word: str, *, style: str = "word", computed: str = "") -> TextNode:
+    """Return the node of a word, which also keeps its spelling."""
+    return TextNode(start, end, computed or parse_word(word), style=style, computed=computed, extra=word)
 
 
 @dataclass(slots=True)
-class _More:
+class _ShellExtra:
     """Where new variables go."""
 
     exported: bool = True
@@ -70,7 +89,7 @@ class _More:
 
 
 @dataclass
-class _Scanner:
+class _ShellScanner:
     """A pass over a script, one command at a time."""
 
     text: str
@@ -78,10 +97,10 @@ class _Scanner:
     loose: bool
     at: int = 0
     here: list[tuple[bool, str]] = field(default_factory=list)
-    more: _More = field(default_factory=_More)
-    root: Node = field(default_factory=lambda: Node(0, 0, items={}, style="variables"))
+    more: _ShellExtra = field(default_factory=_ShellExtra)
+    root: TextNode = field(default_factory=lambda: TextNode(0, 0, items={}, style="variables"))
 
-    def scan(self) -> Node:
+    def scan(self) -> TextNode:
         self.more.loose = self.loose
         self.more.exported = not self.loose
         self.root.extra = self.more
@@ -91,10 +110,10 @@ class _Scanner:
         return self.root
 
     def fail(self, at: int, found: str) -> None:
-        raise texts.broken_at(self.origin, self.text, at, found, kind="shell")
+        raise parse_error_at(self.origin, self.text, at, found, kind="shell")
 
     def command(self) -> None:
-        """Variables at its head, then the rest of it, up to the next command."""
+        """Read the variables at the head of a command, then skip to the next command."""
         match = _GAP.match(self.text, self.at)
         self.at = start = match.end() if match else self.at
         export = _EXPORT.match(self.text, self.at)
@@ -130,21 +149,21 @@ class _Scanner:
         return True
 
     def loose_word(self, name: str, start: int) -> bool:
-        """The unquoted value of a .env file: up to a comment or the end of the line."""
+        """Read the unquoted value of a .env file, up to a comment or the end of the line."""
         match = re.compile(r"[^\r\n]*?(?=[ \t]+#|[ \t]*(?:[\r\n]|\Z))").match(self.text, start)
         self.at = match.end() if match else start
         value = self.text[start : self.at]
         self.put(name, word_node(start, self.at, value, computed=value if "$" in value else ""))
         return True
 
-    def put(self, name: str, node: Node) -> None:
+    def put(self, name: str, node: TextNode) -> None:
         items = self.root.items if self.root.items is not None else {}
         if name in items:
             self.root.repeats.setdefault(name, [items[name].start]).append(node.start)
         items[name] = node
 
     def word(self) -> tuple[str, bool]:
-        """A word of the shell without its quotes, and whether the shell computes a part of it."""
+        """Read a word without its quotes; return it, and whether the shell computes a part of it."""
         value, computed = "", False
         while self.at < len(self.text) and self.text[self.at] not in " \t\r\n;&|()<>":
             letter = self.text[self.at]
@@ -176,7 +195,7 @@ class _Scanner:
         return re.sub(r'\\([\\"$`])', r"\1", match[1]), asks
 
     def expansion(self) -> None:
-        """Over `$X`, `${X:-4}`, `$(...)` or what stands in backquotes."""
+        """Skip `$X`, `${X:-4}`, `$(...)` or text in backquotes."""
         start = self.at
         opener = self.text[start : start + 2]
         if self.text[start] == "`":
@@ -204,7 +223,7 @@ class _Scanner:
             self.at += 2 if letter == "\\" else 1
 
     def rest(self) -> bool:
-        """Over what is left of a command; whether there was nothing."""
+        """Skip what is left of a command; return whether there was nothing."""
         empty = True
         while self.at < len(self.text):
             letter = self.text[self.at]
@@ -248,9 +267,9 @@ class _Scanner:
         self.here = []
 
 
-def written(value: Any, like: str = "", *, loose: bool = False) -> str:
-    """A value as a word, in the quotes of the text that stood there."""
-    text = word_of(value, like)
+def format_word(value: Any, like: str = "", *, loose: bool = False) -> str:
+    """Format a value as a word, in the quotes of the old text."""
+    text = value_text(value, like)
     quote = like[:1] if like[:1] in ("'", '"') else ""
     if not quote and _SAFE.fullmatch(text):
         return text
@@ -261,8 +280,8 @@ def written(value: Any, like: str = "", *, loose: bool = False) -> str:
     return '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
 
 
-def word_of(value: Any, like: str = "") -> str:
-    """A value as the shell holds it: text."""
+def value_text(value: Any, like: str = "") -> str:
+    """Return a value as the shell holds it: text."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -273,94 +292,351 @@ def word_of(value: Any, like: str = "") -> str:
             return word
         return word.upper() if old.isupper() else word.capitalize() if old[:1].isupper() else word
     if isinstance(value, float):
-        return texts.scientific(value, like.strip("'\""))
+        return format_float(value, like.strip("'\""))
     if isinstance(value, list | tuple):
-        return ",".join(map(word_of, value))
+        return ",".join(map(value_text, value))
     return str(value)
 
 
-def means(node: Node, wanted: Any) -> bool:
-    """Whether a word means a value: 1 means true where true was wanted, 1e-4 means 0.0001.
+def means_value(node: TextNode, wanted: Any) -> bool:
+    """Return whether a word means a value: 1 means true if true was wanted, 1e-4 means 0.0001.
 
     A text is only itself, because 1.1 is another version than 1.10; nor is 8.0 a whole number to a program
     that reads the word.
 
-    >>> [means(word_node(0, 3, one), 8) for one in ("8", "8.0")], means(word_node(0, 3, "1.1"), "1.10")
-    ([True, False], False)
+    >>> [means_value(word_node(0, 3, word), 8) for word in ("8", "8.0")]
+    [True, False]
+    >>> means_value(word_node(0, 3, "1.1"), "1.10")
+    False
     """
-    word = node.extra if isinstance(node.extra, str) else word_of(node.value)
+    word = node.extra if isinstance(node.extra, str) else value_text(node.value)
     if isinstance(wanted, bool):
         return any(word.lower() == pair[0 if wanted else 1] for pair in _PAIRS)
     if isinstance(wanted, float):
-        return texts.same(node.value, wanted)
-    return word_of(wanted) == word
+        return same_value(node.value, wanted)
+    return value_text(wanted) == word
 
 
-class _Shell:
+class _ShellFormat(ConfigFormat):
     """The format."""
 
     kind = "shell"
 
-    def parsed(self, text: str, origin: str) -> Node:
+    def parse(self, text: str, origin: str) -> TextNode:
         name = PurePath(origin).name
-        return scanned(text, origin, loose=name.startswith(".env") or name.endswith(".env"))
+        return scan_variables(text, origin, loose=name.startswith(".env") or name.endswith(".env"))
 
-    def replaced(self, page: Page, node: Node, value: Any, _: set[int]) -> list[Splice]:
-        return [replaced(page, node, value, loose=page.root.extra.loose)]
+    def replace(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
+        return [replace_word(page, node, value, loose=page.root.extra.loose)]
 
-    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
-        return [added(page, path, node, new)]
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
+        return [add_variables(page, path, node, new)]
 
-    def beside(self, page: Page, node: Node) -> list[Splice]:
-        return [beside(page, node)]
+    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+        return [keep_in_comment(page, node)]
 
-    def same(self, node: Node, wanted: Any) -> bool:
-        return means(node, wanted)
-
-
-def scanned(text: str, origin: str, *, loose: bool = False) -> Node:
-    """The variables of a script."""
-    return _Scanner(text, origin, loose).scan()
+    def means(self, node: TextNode, wanted: Any) -> bool:
+        return means_value(node, wanted)
 
 
-def replaced(page: Page, node: Node, value: Any, *, loose: bool = False) -> Splice:
-    """A word in place of another."""
-    return Splice(node.start, node.end, written(value, page.text[node.start : node.end], loose=loose))
+def scan_variables(text: str, origin: str, *, loose: bool = False) -> TextNode:
+    """Scan the variables of a script."""
+    return _ShellScanner(text, origin, loose).scan()
 
 
-def added(page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> Splice:
-    """Variables below the last that are set, or above the first command."""
+def replace_word(page: ParsedConfig, node: TextNode, value: Any, *, loose: bool = False) -> Splice:
+    """Replace a word by another."""
+    return Splice(node.start, node.end, format_word(value, page.text[node.start : node.end], loose=loose))
+
+
+def add_variables(page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> Splice:
+    """Add variables below the last that are set, or above the first command."""
     if node.style != "variables":
-        texts.refuse_leaf(page, path, node)
+        refuse_leaf(page, path, node)
     for key, value in new.items():
         if isinstance(value, dict) or not re.fullmatch(r"[A-Za-z_]\w*", str(key), re.ASCII):
             raise WrongUse(
-                f"{page.origin}: {texts.dotted((*path, key))}",
+                f"{page.origin}: {format_path((*path, key))}",
                 found="a variable has one name, of letters, digits and underscores",
                 cure="Name the variable.",
             )
     export = "export " if node.extra.exported else ""
-    lines = [f"{export}{key}={written(value, loose=node.extra.loose)}" for key, value in new.items()]
+    lines = [f"{export}{key}={format_word(value, loose=node.extra.loose)}" for key, value in new.items()]
     first = node.extra.first_command
     if node.extra.after is not None:
         at = page.next_line(node.extra.after)
     else:
         at = page.line_start(first) if first is not None else len(page.text)
-    put = page.whole_lines(at, lines)
+    put = page.insert_lines(at, lines)
     return Splice(put.start, put.end, put.text, order=1)  # below options of a batch script that go there too
 
 
-def beside(page: Page, node: Node) -> Splice:
-    """The old words behind the line."""
+def keep_in_comment(page: ParsedConfig, node: TextNode) -> Splice:
+    """Keep the old words in a comment at the end of the line."""
     at = page.line_end(node.end)
     rest = page.text[node.end : at]
     if re.search(r"['\"`]|\\$", rest.partition(" #")[0]) or "<<" in rest:
         raise WrongUse(
-            page.at(node.start),
+            page.locate(node.start),
             found="the command goes on behind this value, so that no comment can stand there",
             cure="Change it by hand.",
         )
     return Splice(at, at, f"  # was: {' '.join(node.computed.split())}")
 
 
-SHELL = _Shell()
+SHELL = _ShellFormat()
+
+
+SHORT = {
+    "A": "account",
+    "a": "array",
+    "B": "extra-node-info",
+    "b": "begin",
+    "C": "constraint",
+    "c": "cpus-per-task",
+    "D": "chdir",
+    "d": "dependency",
+    "e": "error",
+    "F": "nodefile",
+    "G": "gpus",
+    "H": "hold",
+    "i": "input",
+    "J": "job-name",
+    "k": "no-kill",
+    "L": "licenses",
+    "M": "clusters",
+    "m": "distribution",
+    "N": "nodes",
+    "n": "ntasks",
+    "O": "overcommit",
+    "o": "output",
+    "p": "partition",
+    "Q": "quiet",
+    "q": "qos",
+    "S": "core-spec",
+    "s": "oversubscribe",
+    "t": "time",
+    "v": "verbose",
+    "W": "wait",
+    "w": "nodelist",
+    "x": "exclude",
+}
+"""Source: https://slurm.schedmd.com/sbatch.html"""
+FLAGS = {
+    "contiguous",
+    "exclusive",
+    "get-user-env",
+    "hold",
+    "ignore-pbs",
+    "no-kill",
+    "no-requeue",
+    "overcommit",
+    "oversubscribe",
+    "parsable",
+    "propagate",
+    "quiet",
+    "reboot",
+    "requeue",
+    "spread-job",
+    "test-only",
+    "use-min-nodes",
+    "verbose",
+    "wait",
+}
+"""Options that take no value, or one only behind an equals sign."""
+COUNTED = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task"}
+ENV = "env"
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+_TOKEN = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\\r\n]|\\.)*"|'[^'\r\n]*')+""")
+_LONG = re.compile(r"--([A-Za-z][\w-]*)(=?)")
+_COUNT = re.compile(r"(?:^|:)(\d+)$")
+
+
+def read_sbatch(text: str, origin: str) -> ParsedConfig:
+    """Parse a batch script of Slurm.
+
+    >>> read_sbatch("#SBATCH -N 2 --gres=gpu:4", "run.sbatch").edit({("nodes",): 1, ("gres", "gpu"): 8})
+    '#SBATCH -N 1 --gres=gpu:8'
+    """
+    return parse_text(text, origin, SBATCH)
+
+
+@dataclass(slots=True)
+class _SbatchExtra:
+    """Where new options go."""
+
+    after: int | None = None
+    """Inside of the last #SBATCH line."""
+    shebang: bool = False
+    variables: TextNode | None = None
+
+
+@dataclass
+class _SbatchHeader:
+    """A pass over the options."""
+
+    text: str
+    origin: str
+    root: TextNode = field(
+        default_factory=lambda: TextNode(0, 0, items={}, style="options", extra=_SbatchExtra())
+    )
+
+    def scan(self) -> TextNode:
+        at = 0
+        self.root.end = len(self.text)
+        self.root.extra.shebang = self.text.startswith("#!")
+        while at < len(self.text):
+            match = _LINE.match(self.text, at)
+            line = match[0] if match else ""
+            if line.strip() and not line.startswith("#"):
+                break
+            if re.match(r"#SBATCH[ \t]", line):
+                self.root.extra.after = at
+                self.options(at + len("#SBATCH"), at + len(line.rstrip("\r\n")))
+            at += len(line)
+        return self.root
+
+    def tokens(self, at: int, end: int) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        while True:
+            while at < end and self.text[at] in " \t":
+                at += 1
+            if at >= end or self.text[at] == "#":
+                return found
+            match = _TOKEN.match(self.text, at, end)
+            if match is None:
+                raise parse_error_at(
+                    self.origin, self.text, at, "a quote that is never closed", kind="#SBATCH line"
+                )
+            found.append((at, match.end()))
+            at = match.end()
+
+    def options(self, at: int, end: int) -> None:
+        tokens = self.tokens(at, end)
+        while tokens:
+            start, stop = tokens.pop(0)
+            word = self.text[start:stop]
+            long = _LONG.match(word)
+            if long and long[2]:
+                self.put(long[1], start, start + long.end(), stop)
+            elif long:
+                self.separate(long[1], (start, stop), tokens)
+            elif word.startswith("-") and len(word) > 1 and word[1] in SHORT:
+                name = SHORT[word[1]]
+                joined = len(word) > 2 and name not in FLAGS  # noqa: PLR2004 - a dash and a letter
+                if joined:
+                    self.put(name, start, start + 2, stop)
+                else:
+                    self.separate(name, (start, stop), tokens)
+            else:
+                found = f"{word} is no option of sbatch"
+                raise parse_error_at(self.origin, self.text, start, found, kind="#SBATCH line")
+
+    def separate(self, name: str, span: tuple[int, int], tokens: list[tuple[int, int]]) -> None:
+        """Read an option whose value, if it takes one, is the next word."""
+        if name in FLAGS:
+            self.keep(name, span[0], TextNode(span[1], span[1], True, style="flag"))
+            return
+        if not tokens:
+            found = f"--{name} has no value"
+            raise parse_error_at(self.origin, self.text, span[0], found, kind="#SBATCH line")
+        self.put(name, span[0], *tokens.pop(0))
+
+    def put(self, name: str, begin: int, start: int, end: int) -> None:
+        text = _unquote_word(self.text[start:end])
+        node = word_node(start, end, text, style="option")
+        if text == self.text[start:end]:
+            node.parts = _find_counts(name, text, start) or None
+        self.keep(name, begin, node)
+
+    def keep(self, name: str, begin: int, node: TextNode) -> None:
+        items = self.root.items if self.root.items is not None else {}
+        if name in items:
+            self.root.repeats.setdefault(name, [items[name].start]).append(begin)
+        items[name] = node
+
+
+def _unquote_word(text: str) -> str:
+    return re.sub(r"""\\(.)|["']""", r"\1", text)
+
+
+def _find_counts(name: str, text: str, start: int) -> dict[str | int, TextNode]:
+    """Find the counts in `gpu:a100:4` and `h100:8`; `gpu` alone is one."""
+    if name in COUNTED:
+        count = _COUNT.search(text)
+        return {"count": _make_count(start, text, count)} if count else {}
+    if name not in ("gres", "tres-per-node", "tres-per-task"):
+        return {}
+    found: dict[str | int, TextNode] = {}
+    at = start
+    for part in text.split(","):
+        resource = part.removeprefix("gres/").removeprefix("gres:")
+        found.setdefault(re.split(r"[:=/]", resource)[0], _make_count(at, part, _COUNT.search(part)))
+        at += len(part) + 1
+    return found
+
+
+def _make_count(at: int, text: str, match: re.Match[str] | None) -> TextNode:
+    if match is None:
+        return TextNode(at + len(text), at + len(text), 1, style="one")
+    return TextNode(at + match.start(1), at + match.end(1), int(match[1]), style="count")
+
+
+class _SbatchFormat(ConfigFormat):
+    """The format."""
+
+    kind = "sbatch"
+
+    def parse(self, text: str, origin: str) -> TextNode:
+        root = _SbatchHeader(text, origin).scan()
+        variables = scan_variables(text, origin)
+        root.extra.variables = variables
+        if root.items is not None and variables.items:
+            root.items[ENV] = variables
+        return root
+
+    def replace(self, page: ParsedConfig, node: TextNode, value: Any, _: set[int]) -> list[Splice]:
+        if node.style == "flag":
+            raise WrongUse(
+                page.locate(node.start),
+                found="this option takes no value",
+                cure="Remove it by hand if it is not wanted.",
+            )
+        if node.style in ("count", "one"):
+            return [Splice(node.start, node.end, f":{value}" if node.style == "one" else str(value))]
+        return [replace_word(page, node, value)]
+
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
+        if path == (ENV,):
+            return [add_variables(page, path, node, new)]
+        if path:
+            refuse_leaf(page, path, node)
+        variables = new.pop(ENV, None)
+        splices = [add_variables(page, (ENV,), node.extra.variables, variables)] if variables else []
+        return splices + ([self.new_options(page, node, new)] if new else [])
+
+    def new_options(self, page: ParsedConfig, node: TextNode, new: NewKeys) -> Splice:
+        for name, value in new.items():
+            if isinstance(value, dict) or not re.fullmatch(r"[a-z][a-z0-9-]*", str(name)):
+                raise WrongUse(
+                    f"{page.origin}: {name}",
+                    found="an option of sbatch has one name, in small letters",
+                    cure="Name it as sbatch does, without dashes in front.",
+                )
+        lines = [
+            f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={format_word(value)}"
+            for name, value in new.items()
+        ]
+        if node.extra.after is not None:
+            return page.insert_lines(page.next_line(node.extra.after), lines)
+        return page.insert_lines(page.next_line(0) if node.extra.shebang else 0, lines)
+
+    def keep_beside(self, page: ParsedConfig, node: TextNode) -> list[Splice]:
+        return [keep_in_comment(page, node)]
+
+    def means(self, node: TextNode, wanted: Any) -> bool:
+        return means_value(node, wanted)
+
+
+SBATCH = _SbatchFormat()

@@ -1,7 +1,18 @@
 """Targets: what the keys of a framework's config mean.
 
-A target is data: each knob says which field of ours a key holds, and in which words. The ones that come with
-trimtab are in targets.toml; a project teaches its own in a trimtab.toml of the same form.
+A target is data: each knob says which field of ours a key holds, and in which words. The built-in targets are
+in targets.toml. A project adds its own in a trimtab.toml of the same form:
+
+    [[target]]
+    name = "ours"
+    title = "our trainer"
+    marks = [["optim.samples_per_gpu"]]
+
+    [[target.knobs]]
+    field = "micro_batch"
+    keys = ["optim.samples_per_gpu"]
+
+A target with the name of a built-in one replaces it.
 """
 
 from __future__ import annotations
@@ -10,18 +21,19 @@ import re
 import tomllib
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trimtab.configs.texts import dotted
-from trimtab.errors import UnknownName, WrongUse, nearest
+from trimtab.configs.text_edit import format_path
+from trimtab.errors import BrokenFile, UnknownName, WrongUse, nearest
 from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Recompute, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from trimtab.configs.texts import Document, Entry
+    from trimtab.configs.text_edit import ConfigDocument, Entry, KeyPath
 
 COUNTS = (
     "micro_batch",
@@ -48,19 +60,18 @@ tensor, context: ways that other axes split the model, which no plan does
 seq: tokens of one sample, where the plan's job has such a length
 """
 WORDS: dict[str, tuple[str, ...]] = {
-    "precision": tuple(one.value for one in Precision),
-    "recompute": tuple(one.value for one in Recompute),
+    "precision": tuple(member.value for member in Precision),
+    "recompute": tuple(member.value for member in Recompute),
     "compile": ("false", "true"),
     "sync_batchnorm": ("false", "true"),
-    "strategy": tuple(one.value for one in Strategy),
-    "optimizer": tuple(one.value for one in OptimizerImplementation),
-    "allocator": tuple(one.value for one in Allocator),
+    "strategy": tuple(member.value for member in Strategy),
+    "optimizer": tuple(member.value for member in OptimizerImplementation),
+    "allocator": tuple(member.value for member in Allocator),
 }
 """Fields that are words, with ours."""
 FIELDS = (*COUNTS, *WORDS)
 IMPLIED = ("round_batch", "rest")
 """What a number that stands for another one, such as -1, may stand for; `rest`: the ranks that are left."""
-Path = tuple[str | int, ...]
 
 
 class Knob(Noun, frozen=True, kw_only=True):
@@ -123,10 +134,14 @@ class Knob(Noun, frozen=True, kw_only=True):
             used = {*self.words, *self.near, *self.near.values(), *self.lacks}
             used |= {*self.reads.values(), *self.rough.values()}
             wrong += [
-                f"{one!r} is no {self.field}; there are {', '.join(ours)}" for one in used if one not in ours
+                f"{word!r} is no {self.field}; there are {', '.join(ours)}"
+                for word in used
+                if word not in ours
             ]
         wrong += [
-            f"{one!r} is none of {', '.join(IMPLIED)}" for one in self.implied.values() if one not in IMPLIED
+            f"{word!r} is none of {', '.join(IMPLIED)}"
+            for word in self.implied.values()
+            if word not in IMPLIED
         ]
         if self.pattern:
             wrong += _bad_pattern(self.pattern)
@@ -194,11 +209,11 @@ class Subject(Noun, frozen=True, kw_only=True):
     """What the code around the config does though no key says it, by field."""
 
     def folders(self) -> tuple[str, ...]:
-        """The keys that may name a model's folder."""
+        """Return the keys that may name a model's folder."""
         return (self.folder,) * bool(self.folder) if isinstance(self.folder, str) else self.folder
 
 
-class Stage(Noun, frozen=True, kw_only=True):
+class StageFormat(Noun, frozen=True, kw_only=True):
     """Files beside a config of which each is one stage of the training."""
 
     marks: tuple[tuple[str, ...], ...]
@@ -212,7 +227,7 @@ class Stage(Noun, frozen=True, kw_only=True):
     """What to say where a stage gets keys of its own."""
 
 
-class Target(Noun, frozen=True, kw_only=True):
+class ConfigTarget(Noun, frozen=True, kw_only=True):
     """A framework's config."""
 
     name: str
@@ -235,7 +250,7 @@ class Target(Noun, frozen=True, kw_only=True):
     launch: str = ""
     """How the number of devices is said where no key holds it; with {gpus}, {gpus_per_node} and {nodes}."""
     subject: Subject = Subject()
-    stage: Stage | None = None
+    stage: StageFormat | None = None
     source: str = ""
     """Where the meaning of the keys is written down."""
 
@@ -247,148 +262,161 @@ class Target(Noun, frozen=True, kw_only=True):
         if not self.knobs:
             wrong.append(f"{self.name} has no knobs")
         return wrong + [
-            f"{self.name} lacks {one!r}, which is no field" for one in self.lacks if one not in FIELDS
+            f"{self.name} lacks {name!r}, which is no field" for name in self.lacks if name not in FIELDS
         ]
 
     def fields(self) -> set[str]:
-        """The fields that its keys hold."""
-        return {one.field for one in self.knobs}
+        """Return the fields that its keys hold."""
+        return {knob.field for knob in self.knobs}
 
 
 @cache
-def built_in() -> tuple[Target, ...]:
-    """The targets that come with trimtab."""
+def builtin_targets() -> tuple[ConfigTarget, ...]:
+    """Load the targets that come with trimtab."""
     text = files("trimtab.configs").joinpath("targets.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text)["target"], tuple[Target, ...])
+    return msgspec.convert(tomllib.loads(text)["target"], tuple[ConfigTarget, ...])
 
 
-def named(name: str, known: Sequence[Target]) -> Target:
-    """The target of that name."""
-    for one in known:
-        if one.name == name:
-            return one
-    close = nearest(name, [one.name for one in known])
+def find_target(name: str, known: Sequence[ConfigTarget]) -> ConfigTarget:
+    """Return the target of that name."""
+    for target in known:
+        if target.name == name:
+            return target
+    close = nearest(name, [target.name for target in known])
     meant = f"; the nearest is {close[0]}" if close else ""
     raise UnknownName(
         f"--target {name}",
         found=f"there is no such target{meant}",
-        cure=f"Use one of {', '.join(one.name for one in known)}, or teach it in a trimtab.toml.",
+        cure=f"Use one of {', '.join(target.name for target in known)}, or teach it in a trimtab.toml.",
     )
 
 
-class Site(Noun, frozen=True, kw_only=True):
+class TargetSite(Noun, frozen=True, kw_only=True):
     """A target found in a document, and below which path its keys are."""
 
-    target: Target
+    target: ConfigTarget
     root: tuple[str | int, ...] = ()
 
 
-def parts(key: str) -> Path:
-    """A dotted key as a path."""
+def split_key(key: str) -> KeyPath:
+    """Split a dotted key into a path."""
     return tuple(key.split("."))
 
 
-def counts(when: Mapping[str, Sequence[Any]], root: Path, values: Mapping[Path, Entry]) -> bool:
-    """Whether every key of a `when` has one of its values in the file."""
-    return all(_has(root + parts(key), among, values) for key, among in when.items())
+def conditions_hold(
+    when: Mapping[str, Sequence[Any]], root: KeyPath, values: Mapping[KeyPath, Entry]
+) -> bool:
+    """Return whether every key of a `when` has one of its values in the file."""
+    return all(_key_has(root + split_key(key), among, values) for key, among in when.items())
 
 
-def _has(path: Path, among: Sequence[Any], values: Mapping[Path, Entry]) -> bool:
+def _key_has(path: KeyPath, among: Sequence[Any], values: Mapping[KeyPath, Entry]) -> bool:
     entry = values.get(path)
-    held = "null" if entry is None or entry.value is None else entry.value
-    if entry is None and any(len(one) > len(path) and one[: len(path)] == path for one in values):
-        held = "table"
-    return any(str(held).lower() == str(one).lower() for one in among)
+    current = "null" if entry is None or entry.value is None else entry.value
+    if entry is None and any(len(other) > len(path) and other[: len(path)] == path for other in values):
+        current = "table"
+    return any(str(current).lower() == str(value).lower() for value in among)
 
 
-class Index:
+class KeyIndex:
     """The keys of a document, tables included, ready to be asked for by their last word."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self.paths: set[Path] = set()
-        for one in entries:
-            path = one.path
+        self.paths: set[KeyPath] = set()
+        for entry in entries:
+            path = entry.path
             # A key that holds a table has no entry of its own.
             while path and path not in self.paths:
                 self.paths.add(path)
                 path = path[:-1]
-        self.by_end: dict[str | int, list[Path]] = {}
+        self.by_end: dict[str | int, list[KeyPath]] = {}
         for path in self.paths:
             self.by_end.setdefault(path[-1], []).append(path)
 
-    def above(self, end: Path) -> list[Path]:
-        """What comes before a key, wherever it is."""
+    def above(self, end: KeyPath) -> list[KeyPath]:
+        """Return what comes before a key, wherever it is."""
         return [path[: -len(end)] for path in self.by_end.get(end[-1], []) if path[-len(end) :] == end]
 
 
-def roots(marks: Sequence[Sequence[str]], index: Index, below: Path = ()) -> list[Path]:
-    """The paths below which one key of every group is."""
-    found = {root for key in marks[0] for root in index.above(parts(key)) if root[: len(below)] == below}
+def find_roots(marks: Sequence[Sequence[str]], index: KeyIndex, below: KeyPath = ()) -> list[KeyPath]:
+    """Return the paths below which there is one key of every group."""
+    candidates = {
+        root for key in marks[0] for root in index.above(split_key(key)) if root[: len(below)] == below
+    }
     return sorted(
         (
             root
-            for root in found
-            if all(any(root + parts(key) in index.paths for key in group) for group in marks)
+            for root in candidates
+            if all(any(root + split_key(key) in index.paths for key in group) for group in marks)
         ),
         key=lambda root: (len(root), str(root)),
     )
 
 
-def sites(document: Document, known: Sequence[Target], below: Path = ()) -> list[Site]:
-    """Every target that a document can be, with where."""
-    index = Index(document.entries())
-    found = [
-        Site(target=target, root=root)
+def find_sites(
+    document: ConfigDocument, known: Sequence[ConfigTarget], below: KeyPath = ()
+) -> list[TargetSite]:
+    """Return every target that a document can be, and where."""
+    index = KeyIndex(document.entries())
+    candidates = [
+        TargetSite(target=target, root=root)
         for target in known
         if not target.formats or document.kind in target.formats
-        for root in roots(target.marks, index, below)
-        if not any(root + parts(key) in index.paths for key in target.never)
+        for root in find_roots(target.marks, index, below)
+        if not any(root + split_key(key) in index.paths for key in target.never)
     ]
-    return [one for one in found if not any(_beats(other, one) for other in found)]
+    return [place for place in candidates if not any(_beats(other, place) for other in candidates)]
 
 
-def _beats(one: Site, other: Site) -> bool:
-    """Whether the other is part of what this one is."""
-    return other.target.name in one.target.beats and other.root[: len(one.root)] == one.root
+def _beats(site: TargetSite, other: TargetSite) -> bool:
+    """Return whether the other site is part of this one."""
+    return other.target.name in site.target.beats and other.root[: len(site.root)] == site.root
 
 
-def site(
-    document: Document, known: Sequence[Target], *, origin: str, name: str | None = None, below: Path = ()
-) -> Site:
-    """The target that a document is; an error that says what to do where that is not clear."""
-    given = f"{origin}:{dotted(below)}" if below else origin
+def find_site(
+    document: ConfigDocument,
+    known: Sequence[ConfigTarget],
+    *,
+    origin: str,
+    name: str | None = None,
+    below: KeyPath = (),
+) -> TargetSite:
+    """Return the target that a document is; raise with advice if that is not clear."""
+    given = f"{origin}:{format_path(below)}" if below else origin
     if name is not None:
-        found = _told(document, named(name, known), below, given)
+        found = _sites_of_target(document, find_target(name, known), below, given)
     else:
-        found = sites(document, known, below)
+        found = find_sites(document, known, below)
     if len(found) == 1:
         return found[0]
     if not found:
         raise WrongUse(
             given,
             found="none of its keys tell which framework reads it",
-            cure=f"Say which: --target with one of {', '.join(one.name for one in known)}; "
+            cure=f"Say which: --target with one of {', '.join(target.name for target in known)}; "
             "or describe its keys in a trimtab.toml (see `trimtab explain target`).",
         )
-    names = list(dict.fromkeys(one.target.name for one in found))
+    names = list(dict.fromkeys(place.target.name for place in found))
     if len(names) == 1:
-        listed = ", ".join(f"{origin}:{dotted(one.root)}" if one.root else origin for one in found)
+        listed = ", ".join(f"{origin}:{format_path(place.root)}" if place.root else origin for place in found)
         raise WrongUse(
             given, found=f"it holds {len(found)} configs of {names[0]}", cure=f"Name one of {listed}."
         )
     raise WrongUse(
         given,
         found=f"it could be a config of {' or of '.join(names)}",
-        cure=f"Say which: {' or '.join(f'--target {one}' for one in names)}.",
+        cure=f"Say which: {' or '.join(f'--target {name}' for name in names)}.",
     )
 
 
-def _told(document: Document, target: Target, below: Path, given: str) -> list[Site]:
-    """Where a target is that the user named: by its marks, by any of its keys, or where they pointed."""
-    index = Index(document.entries())
+def _sites_of_target(
+    document: ConfigDocument, target: ConfigTarget, below: KeyPath, given: str
+) -> list[TargetSite]:
+    """Find a target that the user named: by its marks, by any of its keys, or where they pointed."""
+    index = KeyIndex(document.entries())
     keys = [[key for knob in target.knobs for key in knob.keys]]
-    found = roots(target.marks, index, below)
-    if not found and below in (found := roots(keys, index, below)):
+    found = find_roots(target.marks, index, below)
+    if not found and below in (found := find_roots(keys, index, below)):
         # The others are tables of this one.
         found = [below]
     if not found and not below and index.paths:
@@ -397,4 +425,59 @@ def _told(document: Document, target: Target, below: Path, given: str) -> list[S
             found=f"it has none of the keys of {target.name}",
             cure=f"Name another target, or the place where they belong: {given}:PATH.",
         )
-    return [Site(target=target, root=root) for root in found or [below]]
+    return [TargetSite(target=target, root=root) for root in found or [below]]
+
+
+PROJECT_FILE = "trimtab.toml"
+_CURE = "Mend it as docs/configs.md describes; `trimtab apply --list-targets` shows what is known."
+
+
+def read_targets(file: Path) -> tuple[ConfigTarget, ...]:
+    """Read the targets of a trimtab.toml."""
+    given = str(file)
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BrokenFile(given, found=f"it cannot be read ({error.strerror})", cure=_CURE) from error
+    except UnicodeDecodeError as error:
+        raise BrokenFile(given, found="it is not UTF-8 text", cure=_CURE) from error
+    except tomllib.TOMLDecodeError as error:
+        raise BrokenFile(given, found=f"it is not TOML: {error}", cure=_CURE) from error
+    rows = content.get("target", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BrokenFile(
+            given, found="target is no list of tables", cure="Write [[target]], with two brackets."
+        )
+    targets = []
+    for row in rows:
+        try:
+            targets.append(msgspec.convert(row, ConfigTarget))
+        except msgspec.ValidationError as error:
+            name = row.get("name", "without a name")
+            raise BrokenFile(given, found=f"the target {name} is not right: {error}", cure=_CURE) from error
+    return tuple(targets)
+
+
+def find_target_files(files: Iterable[Path]) -> list[Path]:
+    """Find the trimtab.toml of each config: in its folder, or the nearest one above.
+
+    Nothing above the current folder counts for a config within it: what is there belongs to someone else.
+    """
+    here = Path.cwd()
+    target_files: dict[Path, None] = {}
+    for file in files:
+        start = file.absolute() if file.is_dir() else file.absolute().parent
+        for folder in (start, *start.parents):
+            if (folder / PROJECT_FILE).is_file():
+                target_files[folder / PROJECT_FILE] = None
+                break
+            if folder == here:
+                break
+    return list(target_files)
+
+
+def list_targets(files: Iterable[Path] = ()) -> tuple[ConfigTarget, ...]:
+    """List the targets for these configs: the projects' own first, then the built-in ones."""
+    own = [target for file in find_target_files(files) for target in read_targets(file)]
+    names = {target.name for target in own}
+    return (*own, *(target for target in builtin_targets() if target.name not in names))

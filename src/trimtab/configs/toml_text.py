@@ -14,8 +14,20 @@ import tomllib
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.configs import texts
-from trimtab.configs.texts import KeyPath, Node, Page, Splice
+from trimtab.configs.text_edit import (
+    ConfigFormat,
+    KeyPath,
+    NewKeys,
+    ParsedConfig,
+    Splice,
+    TextNode,
+    duplicate_error,
+    format_float,
+    parse_error,
+    parse_error_at,
+    parse_text,
+    refuse_leaf,
+)
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
 
 _COMMENT = r"#[^\r\n]*"
@@ -29,17 +41,17 @@ _SCALAR = re.compile(r"[^\s,\]}#]+(?: \d\d:[^\s,\]}#]+)?")
 _WHERE = re.compile(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)$", re.DOTALL)
 
 
-def read(text: str, origin: str) -> Page:
-    """The document of a text.
+def read_toml(text: str, origin: str) -> ParsedConfig:
+    """Parse a TOML text.
 
-    >>> read("training.batch = 4  # small", "a.toml").edited({("training", "batch"): 8})
+    >>> read_toml("training.batch = 4  # small", "a.toml").edit({("training", "batch"): 8})
     'training.batch = 8  # small'
     """
-    return texts.read(text, origin, TOML)
+    return parse_text(text, origin, TOML)
 
 
 @dataclass(slots=True)
-class _More:
+class _TomlExtra:
     """What a TOML table is besides its keys."""
 
     flow: bool = False
@@ -56,13 +68,13 @@ class _More:
 
 
 @dataclass
-class _Scanner:
+class _TomlScanner:
     """A pass over valid TOML."""
 
     text: str
     origin: str
     at: int = 0
-    root: Node = field(default_factory=lambda: _table(0, header=0))
+    root: TextNode = field(default_factory=lambda: _make_table(0, header=0))
 
     def skip(self, pattern: re.Pattern[str]) -> str:
         match = pattern.match(self.text, self.at)
@@ -70,14 +82,14 @@ class _Scanner:
             self.at = match.end()
         return self.text[self.at : self.at + 1]
 
-    def scan(self) -> Node:
+    def scan(self) -> TextNode:
         home = self.root
         while self.skip(_GAP):
             home = self.header() if self.text[self.at] == "[" else self.pair(home)
         self.root.end = len(self.text)
         return self.root
 
-    def header(self) -> Node:
+    def header(self) -> TextNode:
         start = self.at
         many = self.text.startswith("[[", start)
         self.at += 2 if many else 1
@@ -89,21 +101,21 @@ class _Scanner:
             home = self.step(home, name, start)
         if many:
             items = _items(home)
-            group = items.setdefault(path[-1], Node(start, start, items={}, is_list=True, style="tables"))
-            made = _table(start, header=start)
+            group = items.setdefault(path[-1], TextNode(start, start, items={}, is_list=True, style="tables"))
+            made = _make_table(start, header=start)
             _items(group)[len(group.items or {})] = made
         else:
             made = self.step(home, path[-1], start)
             if made.extra.header is not None or made.extra.first is not None:
                 places = (made.start, start)
-                raise texts.duplicate(self.origin, self.text, ".".join(path), places, kind="TOML")
+                raise duplicate_error(self.origin, self.text, ".".join(path), places, kind="TOML")
             made.extra.header = made.start = start
         made.end = made.extra.last = self.at
         return made
 
-    def step(self, home: Node, name: str, start: int) -> Node:
-        """The table of this name inside of another: of an array of tables, the last one."""
-        child = _items(home).setdefault(name, _table(start))
+    def step(self, home: TextNode, name: str, start: int) -> TextNode:
+        """Return the table of this name inside of another; of an array of tables, the last one."""
+        child = _items(home).setdefault(name, _make_table(start))
         if child.is_list and child.style == "tables":
             return list(_items(child).values())[-1]
         return child
@@ -114,14 +126,14 @@ class _Scanner:
             self.skip(_BLANK)
             match = _STRING.match(self.text, self.at) or _BARE.match(self.text, self.at)
             if match is None:
-                raise texts.broken_at(self.origin, self.text, self.at, "a key should be here", kind="TOML")
+                raise parse_error_at(self.origin, self.text, self.at, "a key should be here", kind="TOML")
             self.at = match.end()
-            path.append(_unquoted(match[0]))
+            path.append(_unquote_key(match[0]))
             if self.skip(_BLANK) != ".":
                 return path
             self.at += 1
 
-    def pair(self, home: Node) -> Node:
+    def pair(self, home: TextNode) -> TextNode:
         start = self.at
         path = self.key()
         self.at += 1  # the equals sign
@@ -132,7 +144,7 @@ class _Scanner:
         if path[-1] in _items(home):
             first = _items(home)[path[-1]]
             places = (home.extra.keys.get(path[-1], first.start), start)
-            raise texts.duplicate(self.origin, self.text, path[-1], places, kind="TOML")
+            raise duplicate_error(self.origin, self.text, path[-1], places, kind="TOML")
         home.extra.keys[path[-1]] = start
         _items(home)[path[-1]] = self.value()
         for table in (owner, home):
@@ -140,7 +152,7 @@ class _Scanner:
             table.extra.first = start if table.extra.first is None else table.extra.first
         return owner
 
-    def value(self) -> Node:
+    def value(self) -> TextNode:
         self.skip(_BLANK)
         start = self.at
         letter = self.text[start]
@@ -150,12 +162,12 @@ class _Scanner:
             return self.inline_table()
         match = _STRING.match(self.text, start) or _SCALAR.match(self.text, start)
         if match is None:
-            raise texts.broken_at(self.origin, self.text, start, "a value should be here", kind="TOML")
+            raise parse_error_at(self.origin, self.text, start, "a value should be here", kind="TOML")
         self.at = match.end()
-        return Node(start, self.at)
+        return TextNode(start, self.at)
 
-    def array(self) -> Node:
-        node = Node(self.at, 0, items={}, is_list=True, style="flow")
+    def array(self) -> TextNode:
+        node = TextNode(self.at, 0, items={}, is_list=True, style="flow")
         self.at += 1
         while self.skip(_GAP) != "]":
             _items(node)[len(node.items or {})] = self.value()
@@ -165,8 +177,8 @@ class _Scanner:
         node.end = self.at
         return node
 
-    def inline_table(self) -> Node:
-        node = _table(self.at, flow=True)
+    def inline_table(self) -> TextNode:
+        node = _make_table(self.at, flow=True)
         self.at += 1
         while self.skip(_GAP) != "}":
             self.pair(node)
@@ -177,20 +189,20 @@ class _Scanner:
         return node
 
 
-def _table(start: int, *, header: int | None = None, flow: bool = False) -> Node:
-    return Node(start, start, items={}, style="table", extra=_More(header=header, flow=flow))
+def _make_table(start: int, *, header: int | None = None, flow: bool = False) -> TextNode:
+    return TextNode(start, start, items={}, style="table", extra=_TomlExtra(header=header, flow=flow))
 
 
-def _items(node: Node) -> dict[str | int, Node]:
+def _items(node: TextNode) -> dict[str | int, TextNode]:
     return node.items if node.items is not None else {}
 
 
-def _unquoted(text: str) -> str:
+def _unquote_key(text: str) -> str:
     return str(next(iter(tomllib.loads(f"{text} = 0")))) if text[:1] in "\"'" else text
 
 
-def _fill(node: Node, value: Any, origin: str) -> None:
-    """The reader's values into the scanner's tree; both must have the same shape."""
+def _fill_values(node: TextNode, value: Any, origin: str) -> None:
+    """Fill the values of the reader into the scanner's tree; both must have the same shape."""
     shape = dict(enumerate(value)) if isinstance(value, list) else value
     if node.items is None and not isinstance(value, dict | list):
         is_moment = isinstance(value, dt.date | dt.time)
@@ -203,31 +215,31 @@ def _fill(node: Node, value: Any, origin: str) -> None:
             cure="Nothing was written. This is a bug of trimtab: please report the file.",
         )
     for key, child in node.items.items():
-        _fill(child, shape[key], origin)
+        _fill_values(child, shape[key], origin)
 
 
-def _loaded(text: str, origin: str) -> dict[str, Any]:
+def _load_toml(text: str, origin: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
         _find_duplicate(text, origin, str(problem))
         where = _WHERE.match(str(problem))
         if where and where[2]:
-            raise texts.broken(origin, int(where[2]), int(where[3]), where[1], kind="TOML") from None
-        said = f"the file ends too early: {where[1]}" if where else str(problem)
-        raise texts.broken_at(origin, text, len(text), said, kind="TOML") from None
+            raise parse_error(origin, int(where[2]), int(where[3]), where[1], kind="TOML") from None
+        message = f"the file ends too early: {where[1]}" if where else str(problem)
+        raise parse_error_at(origin, text, len(text), message, kind="TOML") from None
     except RecursionError:
-        raise texts.broken(origin, 1, 1, "it is nested too deeply", kind="TOML") from None
+        raise parse_error(origin, 1, 1, "it is nested too deeply", kind="TOML") from None
     except ValueError as problem:
-        raise texts.broken(origin, 1, 1, str(problem), kind="TOML") from None
+        raise parse_error(origin, 1, 1, str(problem), kind="TOML") from None
 
 
 def _find_duplicate(text: str, origin: str, said: str) -> None:
-    """Name both lines, where the reader objects to a key that is there already."""
+    """Raise an error that names both lines if the reader objects to a duplicate key."""
     if "overwrite" not in said and "declare" not in said and "uplicate" not in said:
         return
     try:
-        _Scanner(text, origin).scan()
+        _TomlScanner(text, origin).scan()
     except BrokenFile as problem:
         if "twice" in problem.found:
             raise
@@ -235,113 +247,105 @@ def _find_duplicate(text: str, origin: str, said: str) -> None:
         return  # text that the reader refused may lead the scanner anywhere
 
 
-def written(value: Any, like: str = "") -> str:
-    """A value as TOML."""
+def format_toml(value: Any, like: str = "") -> str:
+    """Format a value as TOML."""
     if value is None:
         raise WrongUse("the value None", found="TOML has no word for nothing", cure="Leave the key out.")
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return texts.scientific(value, like) if math.isfinite(value) else f"{value}"
+        return format_float(value, like) if math.isfinite(value) else f"{value}"
     if isinstance(value, int):
         return str(value)
     if isinstance(value, dict):
-        inner = ", ".join(f"{_key(key)} = {written(one)}" for key, one in value.items())
+        inner = ", ".join(f"{_format_key(key)} = {format_toml(item)}" for key, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(written, value)) + "]"
+        return "[" + ", ".join(map(format_toml, value)) + "]"
     literal = like.startswith("'") and "'" not in value and value.isprintable()
-    return f"'{value}'" if literal else _text(value)
+    return f"'{value}'" if literal else _quote_text(value)
 
 
-def _text(value: str) -> str:
+def _quote_text(value: str) -> str:
     quoted = json.dumps(value, ensure_ascii=False)
     return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff]", lambda match: f"\\u{ord(match[0]):04x}", quoted)
 
 
-def _key(name: str | int) -> str:
+def _format_key(name: str | int) -> str:
     text = str(name)
-    return text if _BARE.fullmatch(text) else _text(text)
+    return text if _BARE.fullmatch(text) else _quote_text(text)
 
 
-class _Toml:
+class _TomlFormat(ConfigFormat):
     """The format."""
 
     kind = "toml"
+    comment = _COMMENT
 
-    def parsed(self, text: str, origin: str) -> Node:
-        values = _loaded(text, origin)
-        root = _Scanner(text, origin).scan()
-        _fill(root, values, origin)
+    def parse(self, text: str, origin: str) -> TextNode:
+        values = _load_toml(text, origin)
+        root = _TomlScanner(text, origin).scan()
+        _fill_values(root, values, origin)
         return root
 
-    def replaced(self, page: Page, node: Node, value: Any, moving: set[int]) -> list[Splice]:
-        style = texts.ListStyle(
-            each=lambda child, new: self.replaced(page, child, new, moving),
-            write=written,
-            comment=_COMMENT,
-        )
-        return texts.written_anew(page, node, value, style, written)
+    def write(self, value: Any, like: str = "") -> str:
+        return format_toml(value, like)
 
-    def added(self, page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> list[Splice]:
+    def add(self, page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> list[Splice]:
         if not node.is_section:
-            texts.refuse_leaf(page, path, node)
+            refuse_leaf(page, path, node)
         if node.extra.flow:
-            return [_into_braces(node, new)]
+            return [_add_to_braces(node, new)]
         values = {key: value for key, value in new.items() if not isinstance(value, dict)}
         tables = {key: value for key, value in new.items() if isinstance(value, dict)}
-        splices = [_into_table(page, path, node, values)] if values else []
+        splices = [_add_to_table(page, path, node, values)] if values else []
         if tables:
-            splices.append(_new_tables(page, path, tables))
+            splices.append(_add_tables(page, path, tables))
         return splices
 
-    def beside(self, page: Page, node: Node) -> list[Splice]:
-        raise WrongUse(page.at(node.start), found="TOML has no computed values", cure="Change it by hand.")
 
-    def same(self, node: Node, wanted: Any) -> bool:
-        return texts.same(texts.plain(node), wanted)
-
-
-def _into_braces(node: Node, new: dict[str | int, Any]) -> Splice:
-    body = ", ".join(f"{_key(key)} = {written(value)}" for key, value in new.items())
+def _add_to_braces(node: TextNode, new: NewKeys) -> Splice:
+    body = ", ".join(f"{_format_key(key)} = {format_toml(value)}" for key, value in new.items())
     if node.extra.last is None:
         return Splice(node.start + 1, node.end - 1, f" {body} ")
     return Splice(node.extra.last, node.extra.last, f", {body}")
 
 
-def _into_table(page: Page, path: KeyPath, node: Node, new: dict[str | int, Any]) -> Splice:
-    """Keys behind the last one of a table; into a new table where it has no place of its own."""
+def _add_to_table(page: ParsedConfig, path: KeyPath, node: TextNode, new: NewKeys) -> Splice:
+    """Add keys after the last one of a table, or in a new table if it has no place of its own."""
     own = node.extra.header is not None or node.extra.last is not None
     if not own:
-        return _new_tables(page, path[:-1], {path[-1]: new})
+        return _add_tables(page, path[:-1], {path[-1]: new})
     indent = page.indent(node.extra.first) if node.extra.first is not None else ""
-    lines = [f"{indent}{node.extra.prefix}{_key(key)} = {written(value)}" for key, value in new.items()]
+    lines = [
+        f"{indent}{node.extra.prefix}{_format_key(key)} = {format_toml(value)}" for key, value in new.items()
+    ]
     if node.extra.last is None:  # the top of a file that begins with a header, or with nothing
         at = min((child.start for child in _items(node).values()), default=len(page.text))
-        return page.whole_lines(page.line_start(at) if node.items else at, lines)
-    return page.whole_lines(page.next_line(node.extra.last), lines)
+        return page.insert_lines(page.line_start(at) if node.items else at, lines)
+    return page.insert_lines(page.next_line(node.extra.last), lines)
 
 
-def _new_tables(page: Page, path: KeyPath, tables: dict[str | int, Any]) -> Splice:
-    """Headers at the end of the file."""
+def _add_tables(page: ParsedConfig, path: KeyPath, tables: NewKeys) -> Splice:
+    """Add tables at the end of the file."""
     lines: list[str] = []
     for name, table in tables.items():
-        lines += _table_lines((*path, name), table)
+        lines += _format_table((*path, name), table)
     blank = [""] if page.text.strip() and not re.search(r"(?:\r?\n){2}\Z", page.text) else []
-    put = page.whole_lines(len(page.text), blank + lines)
+    put = page.insert_lines(len(page.text), blank + lines)
     return Splice(put.start, put.end, put.text, order=1)  # below keys that an open table gains there
 
 
-def _table_lines(path: KeyPath, table: dict[str | int, Any]) -> list[str]:
+def _format_table(path: KeyPath, table: NewKeys) -> list[str]:
     values = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    lines = [f"{_key(key)} = {written(value)}" for key, value in values.items()]
+    lines = [f"{_format_key(key)} = {format_toml(value)}" for key, value in values.items()]
     if lines or not table:
-        name = ".".join(_key(part) for part in path if isinstance(part, str))
+        name = ".".join(_format_key(part) for part in path if isinstance(part, str))
         lines.insert(0, f"[{name}]")
     for key, value in table.items():
         if isinstance(value, dict):
-            lines += _table_lines((*path, key), value)
+            lines += _format_table((*path, key), value)
     return lines
 
 
-TOML = _Toml()
+TOML = _TomlFormat()

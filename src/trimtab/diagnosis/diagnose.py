@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trimtab.diagnosis import reading, records
-from trimtab.diagnosis.judge import Diagnosis, judged
-from trimtab.diagnosis.lines import plain
-from trimtab.diagnosis.scan import Scanner, Sighting
-from trimtab.diagnosis.stories import EVENTS, end_of, told
-from trimtab.diagnosis.unpickle import MOST_BYTES, NotPlain, load
+from trimtab.diagnosis import log_files, torch_records
+from trimtab.diagnosis.findings import Diagnosis, judge_sightings
+from trimtab.diagnosis.log_files import MOST_BYTES, NotPlainPickle, load_plain_pickle
+from trimtab.diagnosis.log_scanner import LogScanner, Sighting, strip_escapes
+from trimtab.diagnosis.own_runs import EVENTS, describe_end, settle_runs
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Incident, Plan
 from trimtab.training.record import ATTEMPT, IDENTITY, LOCK, LOG
@@ -39,7 +38,7 @@ TOLD = (LOG, ATTEMPT, IDENTITY, LOCK, "summary.json", "summary.txt")
 """Files of a run's folder that say together how the run stands."""
 
 
-class Reader:
+class LogReader:
     """What was read so far."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -51,10 +50,10 @@ class Reader:
         self.facts: dict[str, int] = {}
         self.fixed_bytes = 0
 
-    def take(self, source: reading.Source) -> None:
-        """Read one source, whatever it is."""
+    def read_source(self, source: log_files.LogSource) -> None:
+        """Read one source of any kind."""
         with source.open() as raw:
-            head, broken = reading.gathered(raw, reading.HEAD)
+            head, broken = log_files.read_up_to(raw, log_files.HEAD)
             if not head:
                 if broken or source.named:  # a folder of logs has many empty ones
                     why = f"it is broken ({broken})" if broken else "it is empty"
@@ -63,76 +62,76 @@ class Reader:
             if broken:
                 self.notes.append(f"{source.name}: it ends too early ({broken}); what was there was read.")
             if head.startswith(PICKLE):
-                self._pickle(source.name, head, raw)
-            elif (what := _foreign(head)) and reading.encoding_of(head) == "utf-8":
+                self._read_pickle(source.name, head, raw)
+            elif (what := _name_binary(head)) and log_files.detect_encoding(head) == "utf-8":
                 self.notes.append(f"{source.name}: it is {what}, not a log; it was left.")
-            elif source.path is not None and source.path.name in TOLD and _is_run(source.path.parent):
+            elif source.path is not None and source.path.name in TOLD and _is_run_folder(source.path.parent):
                 self.read.append(source.name)  # `runs` tells what they come to
-            elif not self._whole(source, head, raw):
-                self._text(source.name, head, raw)
+            elif not self._read_json(source, head, raw):
+                self._read_text(source.name, head, raw)
 
-    def _text(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
-        stream = reading.Stream(raw, head, reading.encoding_of(head))
-        scanner = Scanner(name)
-        self.sightings += scanner.read(
-            stream.read, lambda count: self.say(f"reading {name}: {format_bytes(count)}")
+    def _read_text(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
+        stream = log_files.Utf8Stream(raw, head, log_files.detect_encoding(head))
+        scanner = LogScanner(name)
+        self.sightings += scanner.scan(
+            stream.read_chunk, lambda count: self.say(f"reading {name}: {format_bytes(count)}")
         )
         self.read.append(name)
         if stream.broken:
             self.notes.append(f"{name}: it ends too early ({stream.broken}); what was there was read.")
 
-    def _pickle(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
-        rest, _ = reading.gathered(raw, MOST_BYTES)
+    def _read_pickle(self, name: str, head: bytes, raw: io.BufferedReader) -> None:
+        rest, _ = log_files.read_up_to(raw, MOST_BYTES)
         if len(rest) == MOST_BYTES:
             self.notes.append(f"{name}: it is a pickle of more than {format_bytes(MOST_BYTES)}; it was left.")
             return
         self.say(f"reading {name}: {format_bytes(len(rest))}")
         try:
-            value = load(io.BytesIO(head + rest))
-        except NotPlain as error:
-            self.notes.append(f"{name}: it is a pickle that is not read: {plain(str(error))}.")
+            value = load_plain_pickle(io.BytesIO(head + rest))
+        except NotPlainPickle as error:
+            self.notes.append(f"{name}: it is a pickle that is not read: {strip_escapes(str(error))}.")
             return
-        if not self._record(name, value):
+        if not self._read_record(name, value):
             self.notes.append(f"{name}: it is a pickle, but neither a memory snapshot nor a flight record.")
 
-    def _record(self, name: str, value: Any) -> bool:
-        kind = records.kind_of(value)
+    def _read_record(self, name: str, value: Any) -> bool:
+        kind = torch_records.detect_record(value)
         if kind == "snapshot":
-            self.sightings += records.snapshot(value, name)
+            self.sightings += torch_records.read_snapshot(value, name)
         elif kind == "flight":
             self.flights.append((name, value))
         elif kind == "error":
-            self.sightings += records.error_file(value, name)
+            self.sightings += torch_records.read_error_file(value, name)
         else:
             return False
         self.read.append(name)
         return True
 
-    def _whole(self, source: reading.Source, head: bytes, raw: io.BufferedReader) -> bool:
-        """Read a file that is one JSON value, or our own; False where it is to be read as lines."""
+    def _read_json(self, source: log_files.LogSource, head: bytes, raw: io.BufferedReader) -> bool:
+        """Read a file that is one JSON value, or trimtab's own; return False to read it as lines."""
         file = Path(source.name).name
         if head.lstrip()[:1] != b"{" or file == "log.jsonl":
             return False
         size = source.path.stat().st_size if source.path else MOST_JSON + 1
         if size > MOST_JSON:
             return False
-        rest, _ = reading.gathered(raw, MOST_JSON)
+        rest, _ = log_files.read_up_to(raw, MOST_JSON)
         if file == EVENTS:
-            self._events(source.name, head + rest)
+            self._read_events(source.name, head + rest)
             return True
         try:
             value = msgspec.json.decode(head + rest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self._text(source.name, head + rest, raw)
+            self._read_text(source.name, head + rest, raw)
             return True
-        if file == "plan.json" and self._plan(source.name, head + rest):
+        if file == "plan.json" and self._read_plan(source.name, head + rest):
             return True
-        if not self._record(source.name, value):
-            self._text(source.name, head + rest, raw)
+        if not self._read_record(source.name, value):
+            self._read_text(source.name, head + rest, raw)
         return True
 
-    def _plan(self, name: str, text: bytes) -> bool:
-        """The plan of a run folder: what it ran with, and what does not grow with the batch."""
+    def _read_plan(self, name: str, text: bytes) -> bool:
+        """Read the plan of a run folder: its batch, and the memory that does not grow with the batch."""
         try:
             plan = Plan.from_json(text, origin=name)
         except TrimtabError:
@@ -150,76 +149,82 @@ class Reader:
         self.read.append(name)
         return True
 
-    def _events(self, name: str, data: bytes) -> None:
-        """The events of a run, as the lines that `trimtab train` prints for them: one table knows both."""
+    def _read_events(self, name: str, data: bytes) -> None:
+        """Read the events of a run as the lines that `trimtab train` prints for them."""
         lines = []
         for line in data.split(b"\n"):
             try:
-                one = Incident.from_builtins(msgspec.json.decode(line))
+                incident = Incident.from_builtins(msgspec.json.decode(line))
             except (msgspec.DecodeError, msgspec.ValidationError, ValueError):
                 lines.append("")  # so that the others keep their numbers
                 continue
-            step = one.step if one.step is not None else 0
-            lines.append(f"trimtab: {' '.join(plain(one.replace(step=step).text).split())}")
+            step = incident.step if incident.step is not None else 0
+            lines.append(f"trimtab: {' '.join(strip_escapes(incident.replace(step=step).text).split())}")
         text = "\n".join(lines).encode()
-        found = Scanner(name).read(io.BytesIO(text).read, lambda _: None)
-        self.sightings += [replace(one, text=one.text.removeprefix("trimtab: ")) for one in found]
+        sightings = LogScanner(name).scan(io.BytesIO(text).read, lambda _: None)
+        self.sightings += [
+            replace(sighting, text=sighting.text.removeprefix("trimtab: ")) for sighting in sightings
+        ]
         self.read.append(name)
 
-    def runs(self, folders: Iterable[Path], world: World | None) -> list[Sighting]:
-        """How the runs of some folders stand."""
+    def read_runs(self, folders: Iterable[Path], world: World | None) -> list[Sighting]:
+        """Describe the state of the runs in these folders."""
         from trimtab.probe.world import here
-        from trimtab.watching.runs import Follower, holder
+        from trimtab.watching.watch import RunFollower, read_lock_holder
 
-        found = []
+        ends = []
         for folder in folders:
             where = world or here()
-            run = Follower(folder).look(time.time(), where, ())
-            pid, host = holder(folder)
+            run = RunFollower(folder).look(time.time(), where, ())
+            pid, host = read_lock_holder(folder)
             seen = bool(pid) and host == where.host("name")
             alive = seen and where.host(f"process:{pid}") is not None
             note = folder / ATTEMPT
             file = note if note.is_file() else folder / LOG
-            found.append(end_of(run, alive=alive if seen else None, host=host, file=str(file)))
-        return found
+            ends.append(describe_end(run, alive=alive if seen else None, host=host, file=str(file)))
+        return ends
 
 
-def _is_run(folder: Path) -> bool:
-    """Whether a folder is one of `trimtab train`: others write a log.jsonl as well."""
+def _is_run_folder(folder: Path) -> bool:
+    """Return whether `trimtab train` wrote a folder: others write a log.jsonl as well."""
     return (folder / ATTEMPT).is_file()
 
 
-def _foreign(head: bytes) -> str:
-    """What a file is that is no text; empty for a text."""
+def _name_binary(head: bytes) -> str:
+    """Name what a binary file is; empty for a text."""
     for magic, what in ARCHIVES.items():
         if head.startswith(magic):
             return what
-    return "" if reading.is_text(head) else "no text"
+    return "" if log_files.is_text(head) else "no text"
 
 
-def diagnose(
+def diagnose_logs(
     names: Sequence[str], say: Callable[[str], None] = lambda _: None, *, world: World | None = None
 ) -> Diagnosis:
-    """Everything that the named logs, folders and records say together; `world` in place of this machine."""
-    found, notes = reading.sources(names)
-    reader = Reader(say)
-    folders = dict.fromkeys(one.path.parent for one in found if one.path is not None)
-    runs = [one for one in folders if _is_run(one)]
+    """Diagnose the named logs, folders and records together; `world` replaces this machine in tests."""
+    sources, notes = log_files.find_sources(names)
+    reader = LogReader(say)
+    folders = dict.fromkeys(source.path.parent for source in sources if source.path is not None)
+    runs = [folder for folder in folders if _is_run_folder(folder)]
     # A log that lies in the folder of a run is of that run, and its events say the rest.
-    named = {one.path for one in found}
-    events = [one / EVENTS for one in runs if (one / EVENTS).is_file() and one / EVENTS not in named]
-    beside = [reading.Source(name=str(one), path=one, named=False) for one in events]
-    for source in (*found, *beside):
+    named = {source.path for source in sources}
+    events = [
+        folder / EVENTS for folder in runs if (folder / EVENTS).is_file() and folder / EVENTS not in named
+    ]
+    beside = [log_files.LogSource(name=str(file), path=file, named=False) for file in events]
+    for source in (*sources, *beside):
         try:
-            reader.take(source)
+            reader.read_source(source)
         except WrongUse as error:
             if source.named:
                 raise
             reader.notes.append(f"{source.name}: {error.found}; it was left.")
-    reader.sightings += records.flights(reader.flights)
-    ends = reader.runs(runs, world)
+    reader.sightings += torch_records.compare_flights(reader.flights)
+    ends = reader.read_runs(runs, world)
     return Diagnosis(
-        findings=judged(told(reader.sightings, ends), known=reader.facts, fixed_bytes=reader.fixed_bytes),
+        findings=judge_sightings(
+            settle_runs(reader.sightings, ends), known=reader.facts, fixed_bytes=reader.fixed_bytes
+        ),
         read=tuple(reader.read),
         notes=(*notes, *reader.notes),
     )

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.tables import bad_versions
-from trimtab.diagnosis.judge import SEVERITIES, Diagnosed, Diagnosis
+from trimtab.diagnosis.findings import SEVERITIES, Diagnosed, Diagnosis
 from trimtab.errors import nearest
 from trimtab.probe.detect import detect
 from trimtab.probe.host import memory_folders
@@ -32,7 +32,7 @@ CHECKED = (
     "disk space, clock, network interfaces, InfiniBand",
 )
 SMALL_SHM = GIB
-"""Containers get 64 MiB unless they are told; a loader worker passes batches of hundreds of MiB."""
+"""Containers get 64 MiB by default; a loader worker passes batches of hundreds of MiB."""
 FEW_FILES = 1024
 GOOD_FILES = 4096
 FEW_LOCKED = GIB
@@ -83,60 +83,66 @@ QUIET = ("", "0", "OFF", "INFO", "false", "False")
 """Values of those that slow nothing down."""
 
 
-def examine(world: World | None = None) -> Diagnosis:
-    """What is wrong with this machine, the worst first. Never raises for a machine in disorder."""
+def examine_machine(world: World | None = None) -> Diagnosis:
+    """Return what is wrong with this machine, the worst first. Never raises for a broken machine."""
     world = world or here()
     cluster = detect(world)
-    found = [*cluster.findings, *(one for check in CHECKS for one in check(world, cluster))]
-    unique = {(one.severity, one.what): one for one in found}
-    ordered = sorted(unique.values(), key=lambda one: SEVERITIES.index(one.severity))
+    findings = [*cluster.findings, *(finding for check in CHECKS for finding in check(world, cluster))]
+    unique = {(finding.severity, finding.what): finding for finding in findings}
+    ordered = sorted(unique.values(), key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(
         findings=tuple(
             Diagnosed(
-                severity=one.severity, what=one.what, evidence=one.evidence, cause=one.cause, cure=one.cure
+                severity=finding.severity,
+                what=finding.what,
+                evidence=finding.evidence,
+                cause=finding.cause,
+                cure=finding.cure,
             )
-            for one in ordered
+            for finding in ordered
         ),
         read=("this machine",),
-        notes=(*cluster.notes, *_without(cluster), *_unknown(world)),
+        notes=(*cluster.notes, *_note_no_gpu(cluster), *_note_unknown_clock(world)),
     )
 
 
-def _without(cluster: Cluster) -> list[str]:
+def _note_no_gpu(cluster: Cluster) -> list[str]:
     return [] if cluster.devices else ["No GPU is visible: what concerns one could not be checked."]
 
 
-def _unknown(world: World) -> list[str]:
-    return [] if _synchronised(world) is not None else ["Whether the clock is synchronised is not told here."]
+def _note_unknown_clock(world: World) -> list[str]:
+    return (
+        [] if _is_synchronised(world) is not None else ["Whether the clock is synchronised is not told here."]
+    )
 
 
-def _asked(world: World, function: str, *args: Any) -> Any:
-    """An answer of NVML; None where there is none."""
+def _ask_nvml(world: World, function: str, *args: Any) -> Any:
+    """Ask NVML; return None if it does not answer."""
     try:
         return world.nvml(function, *args)
     except NvmlFault:
         return None
 
 
-def _keys(cluster: Cluster) -> Iterator[tuple[int, str]]:
-    """Index and NVML key of each whole NVIDIA device here, by its PCI address."""
-    for one in cluster.nodes[0].devices:
-        if one.vendor.value == "nvidia" and one.slice is None and one.bus_id:
-            yield one.index, one.bus_id
+def _list_devices(cluster: Cluster) -> Iterator[tuple[int, str]]:
+    """Yield index and PCI address of each whole NVIDIA device here."""
+    for device in cluster.nodes[0].devices:
+        if device.vendor.value == "nvidia" and device.slice is None and device.bus_id:
+            yield device.index, device.bus_id
 
 
-def _handles(world: World, cluster: Cluster) -> list[tuple[int, str]]:
-    """Index and NVML key ("gpu0") of each whole device that this process may use."""
-    count = _asked(world, "nvmlDeviceGetCount")
+def _list_handles(world: World, cluster: Cluster) -> list[tuple[int, str]]:
+    """List index and NVML key ("gpu0") of each whole device that this process may use."""
+    count = _ask_nvml(world, "nvmlDeviceGetCount")
     by_bus = {}
     for number in range(count if isinstance(count, int) else 0):
-        pci = _asked(world, "nvmlDeviceGetPciInfo", f"gpu{number}")
+        pci = _ask_nvml(world, "nvmlDeviceGetPciInfo", f"gpu{number}")
         if isinstance(pci, dict):
             by_bus[pci.get("busId")] = f"gpu{number}"
-    return [(index, by_bus[bus]) for index, bus in _keys(cluster) if bus in by_bus]
+    return [(index, by_bus[bus]) for index, bus in _list_devices(cluster) if bus in by_bus]
 
 
-def _shared_memory(_: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_shared_memory(_: World, cluster: Cluster) -> Iterator[Finding]:
     size = cluster.nodes[0].shm_bytes
     if size is not None and size < SMALL_SHM:
         yield Finding(
@@ -149,7 +155,7 @@ def _shared_memory(_: World, cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _open_files(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_open_files(world: World, _: Cluster) -> Iterator[Finding]:
     limits = world.host("limit:nofile")
     soft = limits[0] if limits else None
     if soft is not None and soft < GOOD_FILES:
@@ -164,7 +170,7 @@ def _open_files(world: World, _: Cluster) -> Iterator[Finding]:
         )
 
 
-def _locked_memory(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_locked_memory(world: World, _: Cluster) -> Iterator[Finding]:
     limits = world.host("limit:memlock")
     soft = limits[0] if limits else None
     if soft is not None and soft < FEW_LOCKED and world.names("/sys/class/infiniband"):
@@ -177,7 +183,7 @@ def _locked_memory(world: World, _: Cluster) -> Iterator[Finding]:
         )
 
 
-def _memory(world: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_memory(world: World, cluster: Cluster) -> Iterator[Finding]:
     node = cluster.nodes[0]
     if node.ram_free_bytes is not None and node.ram_free_bytes < LITTLE_RAM:
         yield Finding(
@@ -200,19 +206,19 @@ def _memory(world: World, cluster: Cluster) -> Iterator[Finding]:
             return
 
 
-def _disks(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_disks(world: World, _: Cluster) -> Iterator[Finding]:
     home = world.host("home") or ""
     places = {
         "the working folder": world.host("folder"),
         "temporary files": world.env.get("TMPDIR") or "/tmp",  # noqa: S108 - asked for its room only
         "the cache of Hugging Face": world.env.get("HF_HOME") or (f"{home}/.cache" if home else None),
     }
-    told: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set()
     for what, path in places.items():
         disk = world.host(f"disk:{path}") if path else None
-        if not disk or (disk["total"], disk["free"]) in told:
+        if not disk or (disk["total"], disk["free"]) in seen:
             continue
-        told.add((disk["total"], disk["free"]))
+        seen.add((disk["total"], disk["free"]))
         if disk["free"] < LITTLE_DISK:
             yield Finding(
                 severity=Severity.ERROR if disk["free"] < NO_DISK else Severity.WARNING,
@@ -231,13 +237,13 @@ def _disks(world: World, _: Cluster) -> Iterator[Finding]:
             )
 
 
-def _synchronised(world: World) -> bool | None:
+def _is_synchronised(world: World) -> bool | None:
     answer = world.run(("timedatectl", "show", "--property=NTPSynchronized", "--value"))
     return {"yes": True, "no": False}.get((answer or "").strip())
 
 
-def _clock(world: World, _: Cluster) -> Iterator[Finding]:
-    if _synchronised(world) is False:
+def _check_clock(world: World, _: Cluster) -> Iterator[Finding]:
+    if _is_synchronised(world) is False:
         yield Finding(
             severity=Severity.INFO,
             what="The clock of this machine is not synchronised.",
@@ -247,11 +253,11 @@ def _clock(world: World, _: Cluster) -> Iterator[Finding]:
         )
 
 
-def _throttled(world: World, cluster: Cluster) -> Iterator[Finding]:
-    for index, key in _handles(world, cluster):
-        reasons = _asked(world, "nvmlDeviceGetCurrentClocksEventReasons", key)
+def _check_throttling(world: World, cluster: Cluster) -> Iterator[Finding]:
+    for index, key in _list_handles(world, cluster):
+        reasons = _ask_nvml(world, "nvmlDeviceGetCurrentClocksEventReasons", key)
         if reasons is None:
-            reasons = _asked(world, "nvmlDeviceGetCurrentClocksThrottleReasons", key)
+            reasons = _ask_nvml(world, "nvmlDeviceGetCurrentClocksThrottleReasons", key)
         for bit, (why, name) in THROTTLES.items():
             if isinstance(reasons, int) and reasons & bit:
                 yield Finding(
@@ -263,9 +269,9 @@ def _throttled(world: World, cluster: Cluster) -> Iterator[Finding]:
                 )
 
 
-def _ecc(world: World, cluster: Cluster) -> Iterator[Finding]:
-    for index, key in _handles(world, cluster):
-        errors = _asked(world, "nvmlDeviceGetTotalEccErrors", key, UNCORRECTED, VOLATILE)
+def _check_ecc(world: World, cluster: Cluster) -> Iterator[Finding]:
+    for index, key in _list_handles(world, cluster):
+        errors = _ask_nvml(world, "nvmlDeviceGetTotalEccErrors", key, UNCORRECTED, VOLATILE)
         if isinstance(errors, int) and errors:
             yield Finding(
                 severity=Severity.ERROR,
@@ -274,7 +280,7 @@ def _ecc(world: World, cluster: Cluster) -> Iterator[Finding]:
                 cause="Its memory is failing; processes that touch it are killed.",
                 cure="Leave it out with CUDA_VISIBLE_DEVICES, and have it reset or replaced.",
             )
-        rows = _asked(world, "nvmlDeviceGetRemappedRows", key)
+        rows = _ask_nvml(world, "nvmlDeviceGetRemappedRows", key)
         if isinstance(rows, list) and len(rows) == 4 and (rows[2] or rows[3]):  # noqa: PLR2004 - as NVML has it
             broken = bool(rows[3])
             yield Finding(
@@ -286,7 +292,7 @@ def _ecc(world: World, cluster: Cluster) -> Iterator[Finding]:
                     else "waits for a reset to replace a row."
                 ),
                 evidence="NVML: remapped rows (corrected, uncorrected, pending, failed) "
-                + ", ".join(str(one) for one in rows),
+                + ", ".join(str(count) for count in rows),
                 cause="Bad rows of memory are replaced by spare ones at the next reset, while there are any.",
                 cure="Have the GPU replaced."
                 if broken
@@ -294,10 +300,10 @@ def _ecc(world: World, cluster: Cluster) -> Iterator[Finding]:
             )
 
 
-def _pcie(world: World, cluster: Cluster) -> Iterator[Finding]:
-    for index, key in _handles(world, cluster):
-        now = _asked(world, "nvmlDeviceGetCurrPcieLinkWidth", key)
-        most = _asked(world, "nvmlDeviceGetMaxPcieLinkWidth", key)
+def _check_pcie(world: World, cluster: Cluster) -> Iterator[Finding]:
+    for index, key in _list_handles(world, cluster):
+        now = _ask_nvml(world, "nvmlDeviceGetCurrPcieLinkWidth", key)
+        most = _ask_nvml(world, "nvmlDeviceGetMaxPcieLinkWidth", key)
         if isinstance(now, int) and isinstance(most, int) and 0 < now < most:
             yield Finding(
                 severity=Severity.WARNING,
@@ -308,22 +314,22 @@ def _pcie(world: World, cluster: Cluster) -> Iterator[Finding]:
             )
 
 
-def _peers(world: World, cluster: Cluster) -> Iterator[Finding]:
-    handles = _handles(world, cluster)
+def _check_peers(world: World, cluster: Cluster) -> Iterator[Finding]:
+    handles = _list_handles(world, cluster)
     refused = [
-        (one, two, status)
-        for (one, first), (two, second) in combinations(handles, 2)
-        if isinstance(status := _asked(world, "nvmlDeviceGetP2PStatus", first, second, P2P_READ), int)
+        (index, two, status)
+        for (index, first), (two, second) in combinations(handles, 2)
+        if isinstance(status := _ask_nvml(world, "nvmlDeviceGetP2PStatus", first, second, P2P_READ), int)
         and status != P2P_OK
     ]
     if refused:
-        one, two, status = refused[0]
+        index, two, status = refused[0]
         pairs = len(handles) * (len(handles) - 1) // 2
         by_design = all(other == P2P_NOT_FOR_THIS_GPU for _, _, other in refused)
         yield Finding(
             severity=Severity.INFO if by_design else Severity.WARNING,
             what=f"{len(refused)} of {pairs} pairs of GPUs cannot reach each other directly.",
-            evidence=f"NVML: peer-to-peer status {status} between GPU {one} and {two}",
+            evidence=f"NVML: peer-to-peer status {status} between GPU {index} and {two}",
             cause="These GPUs do not support it."
             if by_design
             else "An IOMMU, a virtual machine or the board's topology is in the way.",
@@ -333,13 +339,13 @@ def _peers(world: World, cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _bad_versions(_: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_versions(_: World, cluster: Cluster) -> Iterator[Finding]:
     have = cluster.versions
     linux = re.match(r"Linux (\S+)", have.system or "")
     present = {"linux": linux.group(1) if linux else None, "nccl": have.nccl, "driver": have.driver}
     for row in bad_versions():
         version = present.get(row.what)
-        if version and _numbers(row.first) <= _numbers(version) < _numbers(row.fixed):
+        if version and _version_numbers(row.first) <= _version_numbers(version) < _version_numbers(row.fixed):
             name = {"linux": "Linux", "nccl": "NCCL", "driver": "The NVIDIA driver"}[row.what]
             yield Finding(
                 severity=Severity.WARNING,
@@ -350,11 +356,11 @@ def _bad_versions(_: World, cluster: Cluster) -> Iterator[Finding]:
             )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _version_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d{1,9}", text.partition("-")[0]))
 
 
-def _no_torch(world: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_torch(world: World, cluster: Cluster) -> Iterator[Finding]:
     if cluster.versions.torch is None:
         yield Finding(
             severity=Severity.WARNING,
@@ -365,7 +371,7 @@ def _no_torch(world: World, cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _allocator(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_allocator(world: World, _: Cluster) -> Iterator[Finding]:
     for variable in world.env:
         near = variable.startswith("PYTORCH") and nearest(variable, ALLOCATOR_VARIABLES, count=1)
         if near and variable not in ALLOCATOR_VARIABLES and "ALLOC" in variable.replace("ALOC", "ALLOC"):
@@ -377,25 +383,25 @@ def _allocator(world: World, _: Cluster) -> Iterator[Finding]:
                 cure=f"Rename it to {near[0]}.",
             )
     for variable in ALLOCATOR_VARIABLES:
-        yield from _allocator_options(variable, world.env.get(variable) or "")
+        yield from _check_allocator_options(variable, world.env.get(variable) or "")
 
 
-def _allocator_options(variable: str, value: str) -> Iterator[Finding]:
+def _check_allocator_options(variable: str, value: str) -> Iterator[Finding]:
     for option in re.sub(r"\[[^\]]*\]", "", value).split(",") if value.strip() else []:
         key, colon, setting = (part.strip() for part in option.partition(":"))
         near = nearest(key, ALLOCATOR_KEYS, count=1)
         if key not in ALLOCATOR_KEYS:
             meant = f": {near[0]} is" if near else ""
-            yield _bad_option(variable, value, f"{key!r} is no option of torch's allocator{meant}", near)
+            yield _option_finding(variable, value, f"{key!r} is no option of torch's allocator{meant}", near)
         elif not colon or (not setting and "[" not in value):
-            yield _bad_option(variable, value, f"{key} has no value", [f"{key}:VALUE"])
+            yield _option_finding(variable, value, f"{key} has no value", [f"{key}:VALUE"])
         elif key == "expandable_segments" and setting not in ("True", "False"):
-            yield _bad_option(
+            yield _option_finding(
                 variable, value, f"{key} is {setting!r}, and must be True or False", [f"{key}:True"]
             )
 
 
-def _bad_option(variable: str, value: str, wrong: str, meant: list[str]) -> Finding:
+def _option_finding(variable: str, value: str, wrong: str, meant: list[str]) -> Finding:
     return Finding(
         severity=Severity.ERROR,
         what=f"{variable} cannot be read: {wrong}.",
@@ -407,7 +413,7 @@ def _bad_option(variable: str, value: str, wrong: str, meant: list[str]) -> Find
     )
 
 
-def _slowing(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_variables(world: World, _: Cluster) -> Iterator[Finding]:
     for variable, why in SLOWING.items():
         value = world.env.get(variable)
         if value is not None and value not in QUIET:
@@ -420,24 +426,27 @@ def _slowing(world: World, _: Cluster) -> Iterator[Finding]:
             )
 
 
-def _interfaces(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_interfaces(world: World, _: Cluster) -> Iterator[Finding]:
     asked, there = world.env.get("NCCL_SOCKET_IFNAME"), world.names("/sys/class/net")
     if not asked or not there or asked.startswith("^"):
         return
     exact, wanted = asked.startswith("="), asked.lstrip("=").split(",")
     if not any(
-        name == one or (not exact and name.startswith(one)) for one in wanted if one for name in there
+        name == prefix or (not exact and name.startswith(prefix))
+        for prefix in wanted
+        if prefix
+        for name in there
     ):
         yield Finding(
             severity=Severity.ERROR,
             what=f"NCCL_SOCKET_IFNAME={asked} names no network interface of this machine.",
             evidence=f"interfaces: {', '.join(there)}",
             cause="NCCL stops with 'no socket interface found'.",
-            cure=f"Set it to one of {', '.join(one for one in there if one != 'lo')}, or unset it.",
+            cure=f"Set it to one of {', '.join(name for name in there if name != 'lo')}, or unset it.",
         )
 
 
-def _infiniband(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_infiniband(world: World, _: Cluster) -> Iterator[Finding]:
     root = "/sys/class/infiniband"
     ports = [(card, port) for card in world.names(root) for port in world.names(f"{root}/{card}/ports")]
     states = {
@@ -457,21 +466,21 @@ def _infiniband(world: World, _: Cluster) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[World, Cluster], Iterator[Finding]], ...] = (
-    _ecc,
-    _no_torch,
-    _bad_versions,
-    _allocator,
-    _interfaces,
-    _throttled,
-    _pcie,
-    _peers,
-    _infiniband,
-    _shared_memory,
-    _memory,
-    _disks,
-    _open_files,
-    _locked_memory,
-    _slowing,
-    _clock,
+    _check_ecc,
+    _check_torch,
+    _check_versions,
+    _check_allocator,
+    _check_interfaces,
+    _check_throttling,
+    _check_pcie,
+    _check_peers,
+    _check_infiniband,
+    _check_shared_memory,
+    _check_memory,
+    _check_disks,
+    _check_open_files,
+    _check_locked_memory,
+    _check_variables,
+    _check_clock,
 )
-"""In the order in which findings of one severity are told."""
+"""In the order in which findings of one severity are listed."""

@@ -1,28 +1,318 @@
-"""Our jobs: those in the queue, those that run on this machine, and how far their runs have come."""
+"""List and cancel jobs: those in Slurm's queue, those that run on this machine, and their progress.
+
+squeue     jobs that wait or run
+scontrol   one job, also some minutes after its end, and where its output goes
+sacct      old jobs, where the cluster keeps accounts
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import getpass
 import os
-import shutil
+import re
 import signal
 import socket
 import struct
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
-from trimtab.launching import queue
+from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
+from trimtab.probe.scheduler import node_names
 from trimtab.spec import Attempt, Headway, Incident, JobView, QueuedJob
-from trimtab.training.folder import ATTEMPT
+from trimtab.training.record import attempt_of
 from trimtab.training.task import RUNS
+from trimtab.units import parse_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+FIELD, RECORD = "\x1f", "\x1e"
+"""Between fields and after records: names and comments may have anything else in them, line feeds too."""
+SQUEUE_FIELDS = {
+    "job_id": "%i",
+    "state": "%T",
+    "reason": "%r",
+    "num_nodes": "%D",
+    "nodes": "%N",
+    "ran_s": "%M",
+    "limit_s": "%l",
+    "starts": "%S",
+    "partition": "%P",
+    "user": "%u",
+    "name": "%j",
+    "comment": "%k",
+    "script": "%o",
+    "work_dir": "%Z",
+}
+SACCT_FIELDS = {
+    "job_id": "JobIDRaw",
+    "state": "State",
+    "reason": "Reason",
+    "num_nodes": "NNodes",
+    "nodes": "NodeList",
+    "ran_s": "ElapsedRaw",
+    "starts": "Start",
+    "partition": "Partition",
+    "user": "User",
+    "name": "JobName",
+    "comment": "Comment",
+    "work_dir": "WorkDir",
+}
+SCONTROL_KEYS = {
+    "JobId": "job_id",
+    "JobName": "name",
+    "UserId": "user",
+    "JobState": "state",
+    "Reason": "reason",
+    "Restarts": "restarts",
+    "RunTime": "ran_s",
+    "TimeLimit": "limit_s",
+    "StartTime": "starts",
+    "Partition": "partition",
+    "NodeList": "nodes",
+    "NumNodes": "num_nodes",
+    "Command": "script",
+    "WorkDir": "work_dir",
+    "Comment": "comment",
+    "StdOut": "output",
+}
+"""Our fields by Slurm's words for them."""
+WHOLE_LINES = ("Command", "WorkDir", "Comment", "StdErr", "StdIn", "StdOut")
+"""What scontrol writes on a line of its own, since it may have spaces in it."""
+NOTHING = (
+    "",
+    "(null)",
+    "None",
+    "N/A",
+    "n/a",
+    "Unknown",
+    "UNLIMITED",
+    "NOT_SET",
+    "INVALID",
+    "Partition_Limit",
+)
+JOB_COMMENT_PREFIX = "trimtab:"
+"""What the comments of our jobs begin with; the run's folder follows."""
+JOB_NAME_PREFIX = "trimtab-"
+"""What the names of our jobs begin with, for clusters that write comments of their own."""
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
+GOING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING")
+"""Slurm's states before the end."""
+REASONS = {
+    "Priority": "jobs of higher priority come first",
+    "Resources": "it is next, and waits until enough nodes and GPUs are free",
+    "BeginTime": "it may not start earlier; Slurm holds back a job that it has queued again",
+    "Dependency": "it waits for another job",
+    "DependencyNeverSatisfied": "the job that it waits for has failed, so that it never starts: cancel it",
+    "JobHeldUser": "it is held: scontrol release {job_id}",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobHoldMaxRequeue": "it was queued again too often, and is held: scontrol release {job_id}",
+    "launch failed requeued held": "it could not be started, and is held: scontrol release {job_id}",
+    "PartitionDown": "the partition {partition} is down",
+    "PartitionInactive": "the partition {partition} starts no jobs at present",
+    "PartitionNodeLimit": "it asks for more nodes than the partition {partition} gives to one job",
+    "PartitionTimeLimit": "its time limit is above that of the partition {partition}",
+    "PartitionConfig": "the partition {partition} cannot give what it asks for",
+    "ReqNodeNotAvail*": "nodes that it could use are down, drained or reserved",
+    "NodeDown": "a node that it needs is down",
+    "BadConstraints": "no node can ever give what it asks for: cancel it, and ask for less",
+    "Licenses": "it waits for a licence",
+    "Reservation": "it waits for its reservation",
+    "AccountNotAllowed": "its account may not use the partition {partition}",
+    "InvalidAccount": "its account does not exist",
+    "InvalidQOS": "its quality of service (qos) does not exist",
+    "QOSNotAllowed": "its quality of service (qos) may not be used there",
+    "QOSJobLimit": "you have as many jobs as its quality of service (qos) allows",
+    "QOSMaxJobsPerUserLimit": "you have as many jobs as its quality of service (qos) allows",
+    "QOSMax*PerUser*": "your jobs use as much as its quality of service (qos) allows one user",
+    "QOSMax*PerJob*": "it asks for more than its quality of service (qos) gives to one job",
+    "QOSMaxWallDurationPerJobLimit": "its time limit is above that of its quality of service (qos)",
+    "QOSGrp*": "its quality of service (qos) is used up by all its jobs together",
+    "Assoc*Job*Limit": "your account has as many jobs as it may",
+    "AssocGrp*": "your account uses as much as it may",
+    "AssocMax*": "it asks for more than your account may use at once",
+    "Cleaning": "its last attempt is being cleared away",
+    "Prolog": "the node is being prepared",
+}
+"""Why a job waits, by Slurm's word or the shape of it; the first that fits counts."""
+ENDINGS = {
+    "COMPLETED": "it ran to its end",
+    "FAILED": "its program failed",
+    "CANCELLED": "it was cancelled",
+    "TIMEOUT": "it reached its time limit",
+    "NODE_FAIL": "a node was lost",
+    "PREEMPTED": "another job took its nodes",
+    "OUT_OF_MEMORY": "it used more host memory than it had asked for",
+    "BOOT_FAIL": "its node could not be started",
+    "DEADLINE": "its deadline passed",
+    "REVOKED": "another cluster has it",
+}
+
+
+def squeue_command(*, user: str | None = None, job_id: str | None = None) -> tuple[str, ...]:
+    """Build the squeue command for one user's jobs, or for one job."""
+    form = FIELD.join(SQUEUE_FIELDS.values()) + RECORD
+    whose = () if user is None else (f"--user={user}",)
+    # One job is also told of for some minutes after its end.
+    which = () if job_id is None else (f"--jobs={job_id}", "--states=all")
+    return ("squeue", "--noheader", *whose, *which, f"--format={form}")
+
+
+def scontrol_command(job_id: str) -> tuple[str, ...]:
+    """Build the scontrol command for one job."""
+    return ("scontrol", "show", "job", job_id)
+
+
+def sacct_command(job_ids: Sequence[str]) -> tuple[str, ...]:
+    """Build the sacct command for old jobs."""
+    form = ",".join(SACCT_FIELDS.values())
+    jobs = ",".join(job_ids)
+    return (
+        "sacct",
+        "--noheader",
+        "--allocations",
+        "--parsable2",
+        f"--delimiter={FIELD}",
+        f"--jobs={jobs}",
+        f"--format={form}",
+    )
+
+
+def read_squeue(text: str) -> tuple[QueuedJob, ...]:
+    """Parse the output of squeue; skip broken records."""
+    return _parse_records(text.split(RECORD), tuple(SQUEUE_FIELDS))
+
+
+def read_sacct(text: str) -> tuple[QueuedJob, ...]:
+    """Parse the output of sacct, one job a line."""
+    return _parse_records(text.split("\n"), tuple(SACCT_FIELDS))
+
+
+def _parse_records(records: Sequence[str], names: tuple[str, ...]) -> tuple[QueuedJob, ...]:
+    jobs = []
+    for record in records:
+        values = record.removeprefix("\n").split(FIELD)
+        if len(values) == len(names):
+            jobs.append(_parse_job(dict(zip(names, values, strict=True))))
+    return tuple(job for job in jobs if job is not None)
+
+
+def read_scontrol(text: str) -> QueuedJob | None:
+    """Parse the output of `scontrol show job`; None if it is no job."""
+    values: dict[str, str] = {}
+    for line in text.splitlines():
+        key, equals, rest = line.strip().partition("=")
+        if equals and key in WHOLE_LINES:
+            values.setdefault(SCONTROL_KEYS.get(key, key), rest.rstrip())
+            continue
+        # "JobId=7 JobName=my job": a value ends where the next word with a sign begins.
+        for name, value in re.findall(r"(?:^|\s)([A-Za-z/:]+)=(.*?)(?=\s+[A-Za-z/:]+=|$)", line):
+            if name in SCONTROL_KEYS:
+                values.setdefault(SCONTROL_KEYS[name], value)
+    values["user"] = values.get("user", "").partition("(")[0]
+    return _parse_job(values)
+
+
+def _parse_job(values: dict[str, str]) -> QueuedJob | None:
+    given = {name: (None if value in NOTHING else value) for name, value in values.items()}
+    job_id, state = given.get("job_id"), given.get("state")
+    if job_id is None or state is None:
+        return None
+    return QueuedJob(
+        job_id=job_id,
+        # sacct says who: "CANCELLED by 0".
+        state=state.split()[0].rstrip("+"),
+        reason=given.get("reason"),
+        num_nodes=parse_whole((given.get("num_nodes") or "").partition("-")[0]),
+        nodes=_parse_nodes(given.get("nodes")),
+        ran_s=parse_slurm_time(given.get("ran_s")),
+        limit_s=parse_slurm_time(given.get("limit_s")),
+        starts=given.get("starts"),
+        partition=given.get("partition") or "",
+        user=given.get("user") or "",
+        name=given.get("name") or "",
+        comment=given.get("comment") or "",
+        script=given.get("script"),
+        work_dir=given.get("work_dir"),
+        output=given.get("output"),
+        restarts=parse_whole(given.get("restarts") or ""),
+    )
+
+
+def _parse_nodes(listed: str | None) -> tuple[str, ...]:
+    # sacct's word for a job that never had any.
+    if not listed or listed == "None assigned":
+        return ()
+    try:
+        return tuple(node_names(listed))
+    except ValueError:
+        return (listed,)
+
+
+def parse_slurm_time(text: str | None) -> float | None:
+    """Parse a time of Slurm: DAYS-HH:MM:SS, HH:MM:SS, MM:SS, or seconds; None for anything else.
+
+    >>> parse_slurm_time("1-02:03:04"), parse_slurm_time("5:00"), parse_slurm_time("UNLIMITED")
+    (93784.0, 300.0, None)
+    """
+    match = re.fullmatch(r"(?:([0-9]{1,5})-)?([0-9]{1,9})(?::([0-9]{2}))?(?::([0-9]{2}))?", text or "")
+    if match is None:
+        return None
+    days, *rest = match.groups()
+    parts = [int(number) for number in rest if number is not None]
+    while len(parts) < 3:  # noqa: PLR2004 - hours, minutes, seconds
+        # After days it is hours that come first, and else seconds that come last.
+        parts = [*parts, 0] if days is not None else [0, *parts]
+    hours, minutes, last = parts
+    return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + last)
+
+
+def is_over(job: QueuedJob) -> bool:
+    """Return whether a job has ended for good."""
+    return job.state not in WAITING + GOING
+
+
+def is_ours(job: QueuedJob) -> bool:
+    """Return whether trimtab submitted a job."""
+    return job.comment.startswith(JOB_COMMENT_PREFIX) or job.name.startswith(JOB_NAME_PREFIX)
+
+
+def run_folder_of(job: QueuedJob) -> str | None:
+    """Return the run folder that the comment of a job of ours names.
+
+    >>> run_folder_of(QueuedJob(job_id="7", state="RUNNING", comment="trimtab:/home/me/runs/a"))
+    '/home/me/runs/a'
+    """
+    folder = job.comment.removeprefix(JOB_COMMENT_PREFIX)
+    return folder if job.comment.startswith(JOB_COMMENT_PREFIX) and folder.startswith("/") else None
+
+
+def explain_state(job: QueuedJob) -> str:
+    """Explain a job's state in plain words, if there is more to say than the state.
+
+    >>> explain_state(QueuedJob(job_id="7", state="PENDING", reason="Resources"))
+    'it is next, and waits until enough nodes and GPUs are free'
+    """
+    if is_over(job):
+        ending = ENDINGS.get(job.state, "")
+        # What is left of a cancelled job's reason is why it had waited.
+        has_reason = job.reason not in (None, "NonZeroExitCode") and job.state == "FAILED"
+        return f"{ending} ({job.reason})" if has_reason and ending else ending
+    if job.state not in WAITING or job.reason is None:
+        return ""
+    fitting = (words for shape, words in REASONS.items() if fnmatchcase(job.reason, shape))
+    words = next(fitting, None)
+    if words is None:
+        return f"Slurm says {job.reason}"
+    text = words.format(job_id=job.job_id, partition=job.partition)
+    if job.reason == "BeginTime" and job.starts:
+        return f"until {job.starts.replace('T', ' ')} {text}"
+    return text
+
 
 NOTE = "launch.json"
 """In the run's folder, once it is submitted."""
@@ -36,8 +326,8 @@ LOCAL = "local-"
 """What the ids of runs on this machine begin with; the number of the process follows."""
 
 
-class Desk(NamedTuple):
-    """Where jobs are asked after; `desk()` is the real one."""
+class SlurmClient(NamedTuple):
+    """Where jobs are asked after; `submit.real_slurm()` is the real one."""
 
     ask: Callable[[Sequence[str]], str]
     """What a command of Slurm prints, or an EnvironmentFault in its own words."""
@@ -47,28 +337,21 @@ class Desk(NamedTuple):
     """The user."""
 
 
-def desk() -> Desk:
-    """The Slurm of this machine."""
-    from trimtab.launching.doing import ask
-
-    return Desk(ask, lambda program: shutil.which(program) is not None, getpass.getuser())
-
-
 # pure: from what was read to nouns
 
 
-def progress(
+def measure_progress(
     folder: str,
     job: str | None,
     attempt: Attempt | None,
     lines: Sequence[dict[str, Any]],
     last: Incident | None,
 ) -> Headway:
-    """How far a run has come, from the last lines of its log."""
-    recent = [one for one in lines if one.get("time_s") and one.get("samples")][-RECENT:]
+    """Measure the progress of a run from the last lines of its log."""
+    recent = [line for line in lines if line.get("time_s") and line.get("samples")][-RECENT:]
     # Steps of an attempt on other devices say nothing about this one.
-    recent = [one for one in recent if one.get("gpus") == recent[-1].get("gpus")]
-    took_s = sum(one["time_s"] for one in recent)
+    recent = [line for line in recent if line.get("gpus") == recent[-1].get("gpus")]
+    took_s = sum(line["time_s"] for line in recent)
     step = int(lines[-1].get("step", 0)) if lines else 0
     steps = None if attempt is None else attempt.steps
     left = None if steps is None or not recent else max(0, steps - step) * took_s / len(recent)
@@ -78,7 +361,7 @@ def progress(
         step=step,
         steps=steps,
         loss=lines[-1].get("loss") if lines else None,
-        samples_per_s=sum(one["samples"] for one in recent) / took_s if recent else None,
+        samples_per_s=sum(line["samples"] for line in recent) / took_s if recent else None,
         recent=len(recent) or None,
         left_s=left,
         processes=None if attempt is None else attempt.procs,
@@ -87,14 +370,14 @@ def progress(
     )
 
 
-def slurm_view(job: QueuedJob, run: Headway | None, tail: Sequence[str]) -> JobView:
-    """A job in the queue, with its run."""
+def view_slurm_job(job: QueuedJob, run: Headway | None, tail: Sequence[str]) -> JobView:
+    """Build the view of a job in the queue, with its run."""
     ends = run is not None and run.left_s is not None and job.state == "RUNNING"
     return JobView(
         id=job.job_id,
         kind="slurm",
         state=job.state.lower(),
-        why=queue.why(job),
+        why=explain_state(job),
         queued=job,
         run=run if ends or run is None else run.replace(left_s=None),
         log=job.output,
@@ -102,11 +385,11 @@ def slurm_view(job: QueuedJob, run: Headway | None, tail: Sequence[str]) -> JobV
     )
 
 
-def refusal(job: QueuedJob, me: str) -> str:
-    """Why a job is not cancelled without force; empty where it may be."""
+def why_not_cancel(job: QueuedJob, me: str) -> str:
+    """Return why a job is not cancelled without force; empty if it may be."""
     if job.user and job.user != me:
         return f"it is {job.user}'s, and you are {me}"
-    if not queue.is_ours(job):
+    if not is_ours(job):
         return f"trimtab did not submit it: its name is {job.name!r}"
     return ""
 
@@ -114,11 +397,11 @@ def refusal(job: QueuedJob, me: str) -> str:
 # hands: folders, processes, the scheduler
 
 
-def look(folder: Path) -> Headway | None:
-    """How far the run in a folder has come; None where there is no run in it yet."""
-    attempt = last_attempt(folder)
+def read_progress(folder: Path) -> Headway | None:
+    """Read the progress of the run in a folder; None if there is no run in it yet."""
+    attempt = attempt_of(folder)
     lines = _last_lines(folder / "log.jsonl")
-    job = _field(folder / "run.json", "job")
+    job = _read_field(folder / "run.json", "job")
     if attempt is None and not lines and job is None:
         return None
     incidents = _last_lines(folder / "events.jsonl")
@@ -126,19 +409,11 @@ def look(folder: Path) -> Headway | None:
         last = Incident.from_builtins(incidents[-1]) if incidents else None
     except msgspec.ValidationError:
         last = None
-    return progress(str(folder), job, attempt, lines, last)
-
-
-def last_attempt(folder: Path) -> Attempt | None:
-    """What the last attempt at a run has noted of itself."""
-    try:
-        return Attempt.from_json((folder / ATTEMPT).read_bytes())
-    except (OSError, BrokenFile):
-        return None
+    return measure_progress(str(folder), job, attempt, lines, last)
 
 
 def is_alive(folder: Path, attempt: Attempt) -> bool:
-    """Whether an attempt goes on, on this machine: its first rank holds the folder's lock until it ends."""
+    """Return whether an attempt runs on this machine: its first rank holds the folder's lock."""
     if attempt.state != "running" or attempt.host != socket.gethostname():
         return False
     try:
@@ -151,8 +426,8 @@ def is_alive(folder: Path, attempt: Attempt) -> bool:
 
 
 def find_folders(places: Sequence[Path]) -> list[Path]:
-    """Folders of runs: those given, or those inside of them; without any, those in ./runs."""
-    found: list[Path] = []
+    """Find run folders: those given, or those inside of them; by default those in ./runs."""
+    folders: list[Path] = []
     for place in places or [RUNS]:
         if places and not place.is_dir():
             raise WrongUse(
@@ -161,14 +436,16 @@ def find_folders(places: Sequence[Path]) -> list[Path]:
                 cure="Give the folder of a run, or one that has such folders in it.",
             )
         inside = [place, *sorted(place.iterdir())] if place.is_dir() else []
-        found += [one.absolute() for one in inside if (one / "run.json").exists() or (one / NOTE).exists()]
-    return found
+        folders += [
+            path.absolute() for path in inside if (path / "run.json").exists() or (path / NOTE).exists()
+        ]
+    return folders
 
 
-def listed(
-    at: Desk, places: Sequence[Path] = (), *, lines: int = TAIL
+def list_jobs(
+    at: SlurmClient, places: Sequence[Path] = (), *, lines: int = TAIL
 ) -> tuple[list[JobView], list[TrimtabError]]:
-    """Our jobs: those in Slurm's queue, those that folders tell of, and those that run on this machine.
+    """List our jobs: in Slurm's queue, noted in run folders, and running on this machine.
 
     Beside them what could not be asked: a Slurm that does not answer hides no run on this machine.
     """
@@ -177,19 +454,19 @@ def listed(
         queued = queued_jobs(at)
     except EnvironmentFault as error:
         return _local_views(folders), [error]
-    views = [_with_run(job, at, lines) for job in queued]
-    known = {one.id for one in views} | {one.run.folder for one in views if one.run is not None}
+    views = [_view_with_run(job, at, lines) for job in queued]
+    listed = {view.id for view in views} | {view.run.folder for view in views if view.run is not None}
     for folder in folders:
-        job_id = job_of(folder)
-        if job_id is not None and job_id not in known and str(folder) not in known and at.has("squeue"):
-            ended = recall(job_id, at)
-            views += [] if ended is None else [_with_run(ended, at, lines, folder)]
+        job_id = slurm_job_of(folder)
+        if job_id is not None and job_id not in listed and str(folder) not in listed and at.has("squeue"):
+            ended = find_slurm_job(job_id, at)
+            views += [] if ended is None else [_view_with_run(ended, at, lines, folder)]
     return [*views, *_local_views(folders)], []
 
 
 def _local_views(folders: Sequence[Path]) -> list[JobView]:
-    """Runs that go on on this machine, and are no job of a scheduler's."""
-    attempts = [(folder, last_attempt(folder)) for folder in folders]
+    """List runs on this machine that no scheduler started."""
+    attempts = [(folder, attempt_of(folder)) for folder in folders]
     return [
         _local_view(folder, attempt)
         for folder, attempt in attempts
@@ -198,66 +475,66 @@ def _local_views(folders: Sequence[Path]) -> list[JobView]:
 
 
 def _local_view(folder: Path, attempt: Attempt) -> JobView:
-    return JobView(id=f"{LOCAL}{attempt.pid}", kind="local", state="running", run=look(folder))
+    return JobView(id=f"{LOCAL}{attempt.pid}", kind="local", state="running", run=read_progress(folder))
 
 
-def queued_jobs(at: Desk) -> list[QueuedJob]:
-    """Our jobs in the queue; none where there is no Slurm."""
+def queued_jobs(at: SlurmClient) -> list[QueuedJob]:
+    """List our jobs in the queue; none if there is no Slurm."""
     if not at.has("squeue"):
         return []
     try:
-        jobs = queue.read_squeue(at.ask(queue.squeue_command(user=at.me)))
+        jobs = read_squeue(at.ask(squeue_command(user=at.me)))
     except EnvironmentFault as error:
-        raise _silent(error) from error
-    return [job for job in jobs if queue.is_ours(job)]
+        raise _slurm_error(error) from error
+    return [job for job in jobs if is_ours(job)]
 
 
-def recall(job_id: str, at: Desk) -> QueuedJob | None:
-    """A job that may have ended, from whoever remembers it; None where nobody does."""
+def find_slurm_job(job_id: str, at: SlurmClient) -> QueuedJob | None:
+    """Find a job that may have ended, by squeue, then sacct; None if both have forgotten it."""
     try:
-        found = queue.read_squeue(at.ask(queue.squeue_command(job_id=job_id)))
+        jobs = read_squeue(at.ask(squeue_command(job_id=job_id)))
     except EnvironmentFault as error:
         if "invalid job id" not in error.found.lower():
-            raise _silent(error) from error
+            raise _slurm_error(error) from error
     else:
-        if found:
-            return found[0]
+        if jobs:
+            return jobs[0]
     if not at.has("sacct"):
         return None
     try:
-        found = queue.read_sacct(at.ask(queue.sacct_command([job_id])))
+        jobs = read_sacct(at.ask(sacct_command([job_id])))
     except EnvironmentFault:
         # A cluster that keeps no accounts.
         return None
-    return found[0] if found else None
+    return jobs[0] if jobs else None
 
 
-def output_of(job_id: str, at: Desk) -> QueuedJob | None:
-    """A job with the file that its output goes to; None where Slurm has forgotten it."""
+def read_job_output(job_id: str, at: SlurmClient) -> QueuedJob | None:
+    """Find the output file of a job; None if Slurm has forgotten it."""
     try:
-        return queue.read_scontrol(at.ask(queue.scontrol_command(job_id)))
+        return read_scontrol(at.ask(scontrol_command(job_id)))
     except EnvironmentFault:
         return None
 
 
-def _silent(error: EnvironmentFault) -> EnvironmentFault:
-    """Slurm does not answer; the question itself would tell nobody anything."""
+def _slurm_error(error: EnvironmentFault) -> EnvironmentFault:
+    """Return an error that Slurm does not answer, without the long command."""
     return EnvironmentFault("Slurm's queue", found=error.found, cure=error.cure)
 
 
-def cancel(job_id: str, at: Desk, *, force: bool = False, places: Sequence[Path] = ()) -> JobView:
-    """End a job: a number of Slurm, the id of a local run, or a run's folder. What it was."""
+def cancel_job(job_id: str, at: SlurmClient, *, force: bool = False, places: Sequence[Path] = ()) -> JobView:
+    """Cancel a job by Slurm id, local id or run folder; return its last view."""
     given = f"job {shortened(job_id)}"
     folder = Path(job_id).absolute()
     if (folder / "run.json").exists() or (folder / NOTE).exists():
-        attempt, number = last_attempt(folder), job_of(folder)
+        attempt, number = attempt_of(folder), slurm_job_of(folder)
         here = attempt is not None and attempt.job_id is None and is_alive(folder, attempt)
         if here or number is None:
             return _end_local(folder, given)
         job_id = number
     if job_id.startswith(LOCAL):
         for place in find_folders(places):
-            attempt = last_attempt(place)
+            attempt = attempt_of(place)
             if attempt is not None and f"{LOCAL}{attempt.pid}" == job_id:
                 return _end_local(place, given)
         raise UnknownName(
@@ -275,7 +552,7 @@ def cancel(job_id: str, at: Desk, *, force: bool = False, places: Sequence[Path]
 
 
 def _end_local(folder: Path, given: str) -> JobView:
-    attempt = last_attempt(folder)
+    attempt = attempt_of(folder)
     if attempt is None or not is_alive(folder, attempt):
         raise WrongUse(
             given, found=f"nothing trains into {folder} on this machine", cure="See `trimtab jobs`."
@@ -294,65 +571,65 @@ def _end_local(folder: Path, given: str) -> JobView:
     return view
 
 
-def _end_slurm(job_id: str, given: str, at: Desk, *, force: bool) -> JobView:
+def _end_slurm(job_id: str, given: str, at: SlurmClient, *, force: bool) -> JobView:
     if not at.has("scancel"):
         raise EnvironmentFault(
             given, found="there is no Slurm on this machine", cure="Run it on a login node of the cluster."
         )
-    job = recall(job_id, at)
+    job = find_slurm_job(job_id, at)
     if job is None:
-        yours = ", ".join(one.job_id for one in queued_jobs(at))
+        yours = ", ".join(job.job_id for job in queued_jobs(at))
         raise UnknownName(
             given,
             found=f"Slurm knows no such job; yours are {yours}" if yours else "Slurm knows no such job",
             cure="See `trimtab jobs`.",
         )
-    if queue.is_over(job):
+    if is_over(job):
         raise WrongUse(
             given,
-            found=f"it has ended already: {queue.why(job) or job.state}",
+            found=f"it has ended already: {explain_state(job) or job.state}",
             cure="There is nothing to do.",
         )
-    refused = refusal(job, at.me)
+    refused = why_not_cancel(job, at.me)
     if refused and not force:
         raise WrongUse(given, found=refused, cure="If it is meant, cancel it with --force.")
-    view = _with_run(job, at, 0)
+    view = _view_with_run(job, at, 0)
     at.ask(("scancel", job_id))
     return view
 
 
-def _with_run(job: QueuedJob, at: Desk, lines: int, folder: Path | None = None) -> JobView:
-    """A job with all that its folder and its output say."""
+def _view_with_run(job: QueuedJob, at: SlurmClient, lines: int, folder: Path | None = None) -> JobView:
+    """Build the view of a job with its folder and its output."""
     if job.output is None:
-        full = output_of(job.job_id, at)
+        full = read_job_output(job.job_id, at)
         job = job if full is None else job.replace(output=full.output, restarts=full.restarts)
-    named = queue.folder_of(job)
+    named = run_folder_of(job)
     where = folder or (None if named is None else Path(named))
-    run = None if where is None else look(where)
-    tail = _tail(Path(job.output), lines) if job.output else []
-    return slurm_view(job, run, tail)
+    run = None if where is None else read_progress(where)
+    tail = _read_tail(Path(job.output), lines) if job.output else []
+    return view_slurm_job(job, run, tail)
 
 
-def job_of(folder: Path) -> str | None:
-    """Slurm's number of the job that a run was last handed to; None for a run on this machine."""
-    attempt = last_attempt(folder)
-    submitted = _field(folder / NOTE, "job_id")
-    numbers = [one for one in (attempt and attempt.job_id, submitted) if one and one.isdigit()]
+def slurm_job_of(folder: Path) -> str | None:
+    """Return the Slurm id that a run was last submitted as; None for a run on this machine."""
+    attempt = attempt_of(folder)
+    submitted = _read_field(folder / NOTE, "job_id")
+    numbers = [number for number in (attempt and attempt.job_id, submitted) if number and number.isdigit()]
     # Numbers grow: what was submitted again comes after what ran.
     return max(numbers, key=int, default=None)
 
 
-def _field(file: Path, key: str) -> str | None:
+def _read_field(file: Path, key: str) -> str | None:
     try:
         value = msgspec.json.decode(file.read_bytes())
     except (OSError, msgspec.DecodeError):
         return None
-    found = value.get(key) if isinstance(value, dict) else None
-    return found if isinstance(found, str) else None
+    text = value.get(key) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else None
 
 
-def _end(file: Path) -> bytes:
-    """The last part of a file, from the beginning of a line on."""
+def _read_end(file: Path) -> bytes:
+    """Read the end of a file, from the beginning of a line."""
     try:
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -364,21 +641,21 @@ def _end(file: Path) -> bytes:
 
 
 def _last_lines(file: Path) -> list[dict[str, Any]]:
-    """The last JSON lines of a file; what is torn is left out."""
-    found = []
-    for line in _end(file).split(b"\n"):
+    """Read the last JSON lines of a file; skip broken ones."""
+    values = []
+    for line in _read_end(file).split(b"\n"):
         try:
             value = msgspec.json.decode(line) if line else None
         except msgspec.DecodeError:
             continue
         if isinstance(value, dict):
-            found.append(value)
-    return found
+            values.append(value)
+    return values
 
 
-def _tail(file: Path, lines: int) -> list[str]:
-    """The last lines of a text that are not empty."""
+def _read_tail(file: Path, lines: int) -> list[str]:
+    """Read the last lines of a text that are not empty."""
     # A progress bar writes over its line: the last of it counts.
-    text = _end(file).decode("utf-8", "replace")
+    text = _read_end(file).decode("utf-8", "replace")
     shown = [line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n")]
     return [line for line in shown if line][-lines:] if lines else []

@@ -30,19 +30,19 @@ class Raw(str):
 
 
 def shell_word(text: str) -> str:
-    r"""One word of a shell, whatever is in it.
+    r"""Quote any text as one shell word.
 
     >>> shell_word("a b"), shell_word("$(id)"), shell_word("it's")
     ("'a b'", "'$(id)'", '\'it\'"\'"\'s\'')
     """
     if "\0" in text:
-        raise _refused(text, "it holds the character NUL, which no command can be given")
+        raise _name_error(text, "it holds the character NUL, which no command can be given")
     _check_text(text)
     return shlex.quote(text)
 
 
 def shell_line(words: Sequence[str]) -> str:
-    r"""A command, each of its options on a line of its own.
+    r"""Format a command, each of its options on its own line.
 
     >>> print(shell_line(["train", "my job", "--steps", "3"]))
     train 'my job' \
@@ -56,15 +56,15 @@ def shell_line(words: Sequence[str]) -> str:
     return text
 
 
-def assignment(name: str, value: str) -> str:
-    """`NAME=value` for a shell; the name is checked, since it cannot be quoted."""
+def shell_assignment(name: str, value: str) -> str:
+    """Format `NAME=value` for a shell; the name is checked, since it cannot be quoted."""
     if not _VARIABLE.fullmatch(name):
-        raise _refused(name, "it is no name of a variable")
+        raise _name_error(name, "it is no name of a variable")
     return f"{name}={shell_word(value)}"
 
 
 def batch_option(option: str, value: str | int) -> str:
-    """A line of `#SBATCH`.
+    """Format a line of `#SBATCH`.
 
     >>> batch_option("nodes", 2), batch_option("chdir", "/data/my runs")
     ('#SBATCH --nodes=2', '#SBATCH --chdir="/data/my runs"')
@@ -73,9 +73,9 @@ def batch_option(option: str, value: str | int) -> str:
 
 
 def batch_value(option: str, text: str) -> str:
-    """A value as sbatch reads it, in double quotes where it needs them."""
+    """Format a value as sbatch reads it, in double quotes if needed."""
     _check_text(text)
-    if not text or any(not one.isprintable() for one in text) or set(text) & {'"', "\\"}:
+    if not text or any(not letter.isprintable() for letter in text) or set(text) & {'"', "\\"}:
         raise WrongUse(
             f"{option} {shortened(text)!r}",
             found="a line of #SBATCH holds no line break, quotation mark, backslash or control character",
@@ -85,7 +85,7 @@ def batch_value(option: str, text: str) -> str:
 
 
 def batch_name(option: str, text: str) -> str:
-    """The name of a partition, an account or the like."""
+    """Check the name of a partition, an account or the like."""
     if not _NAME.fullmatch(text):
         raise WrongUse(
             f"--{option} {shortened(text)!r}",
@@ -95,38 +95,38 @@ def batch_name(option: str, text: str) -> str:
     return text
 
 
-def pattern(path: str) -> str:
-    """A path for --output, in which sbatch reads %j and the like.
+def escape_percent(path: str) -> str:
+    """Escape a path for --output, where sbatch expands %j and the like.
 
-    >>> pattern("runs/100%")
+    >>> escape_percent("runs/100%")
     'runs/100%%'
     """
     return path.replace("%", "%%")
 
 
-def comment(text: str) -> str:
-    """One line of a script that says something to people.
+def format_comment(text: str) -> str:
+    """Format one comment line of a script.
 
-    >>> comment("a" + chr(10) + "rm -rf b")
+    >>> format_comment("a" + chr(10) + "rm -rf b")
     '# a rm -rf b'
     """
-    return "# " + "".join(one if one.isprintable() else " " for one in text)
+    return "# " + "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def label(text: str) -> str:
-    """A name as Kubernetes and schedulers take them: small letters, digits and dashes.
+def make_label(text: str) -> str:
+    """Make a name for Kubernetes and schedulers: small letters, digits and dashes.
 
-    >>> label("trimtab slm:tiny"), label("___")
+    >>> make_label("trimtab slm:tiny"), make_label("___")
     ('trimtab-slm-tiny', 'trimtab')
     """
-    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_LABEL_MOST].strip("-")
-    if not found:
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_LABEL_MOST].strip("-")
+    if not label:
         return "trimtab"
-    return found if found[0].isalpha() else f"t-{found}"[:_LABEL_MOST]
+    return label if label[0].isalpha() else f"t-{label}"[:_LABEL_MOST]
 
 
-def yaml_text(documents: Sequence[Any]) -> str:
-    """Documents of YAML, texts of several lines as blocks where they can be."""
+def dump_yaml(documents: Sequence[Any]) -> str:
+    """Dump YAML documents, texts of several lines as blocks if possible."""
     import yaml
 
     class Writer(yaml.SafeDumper):  # type: ignore[misc] # yaml has no types
@@ -139,7 +139,7 @@ def yaml_text(documents: Sequence[Any]) -> str:
     def write(writer: Any, text: str) -> Any:
         _check_text(text)
         # What YAML takes for a line break or drops at the edge of a line survives in quotation marks alone.
-        odd = any(not one.isprintable() and one != "\n" for one in text)
+        odd = any(not letter.isprintable() and letter != "\n" for letter in text)
         style = '"' if odd else "|" if "\n" in text else None
         return writer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -148,8 +148,8 @@ def yaml_text(documents: Sequence[Any]) -> str:
 
 
 def check_path(what: str, path: str) -> str:
-    """A path that goes into scripts and listings; one with a line break is nobody's wish."""
-    if any(not one.isprintable() for one in path):
+    """Check a path that goes into scripts and listings: it must be printable."""
+    if any(not letter.isprintable() for letter in path):
         raise WrongUse(
             f"{what} {path!r}",
             found="its name holds a line break or another character that cannot be shown",
@@ -162,8 +162,8 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _refused(text, "it is not text: some of its bytes are no UTF-8") from error
+        raise _name_error(text, "it is not text: some of its bytes are no UTF-8") from error
 
 
-def _refused(text: str, found: str) -> WrongUse:
+def _name_error(text: str, found: str) -> WrongUse:
     return WrongUse(shortened(repr(text)), found=found, cure="Give it another name.")

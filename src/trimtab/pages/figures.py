@@ -1,14 +1,30 @@
-"""From a plan to figures: what each one says, how it is drawn, and the table behind it."""
+"""Figures of a plan or a run: what each says, how it is drawn, and the table behind it."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trimtab.pages.bars import Column, Limit, Slice, columns, stack
-from trimtab.pages.curves import Axis, Dot, Front, Layer, layers, points
-from trimtab.pages.drawing import Tick
-from trimtab.pages.scales import byte_unit, short, ticks, time_unit, upper
+from trimtab.pages.charts import (
+    Axis,
+    BarColumn,
+    BarPart,
+    ChartPoint,
+    Front,
+    Layer,
+    LimitLine,
+    Ratio,
+    ValueBand,
+    draw_columns,
+    draw_curve,
+    draw_layers,
+    draw_points,
+    draw_ratios,
+    draw_stack,
+)
+from trimtab.pages.svg import Tick, format_number, pick_byte_unit, pick_time_unit, round_ticks, round_up
 from trimtab.render import gradient_words, setting_words
 from trimtab.spec import PARTS, Comparison, Estimate, Look, Plan, Verdict
 from trimtab.units import format_bytes, format_duration
@@ -16,8 +32,10 @@ from trimtab.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trimtab.pages.markup import Markup
-    from trimtab.pages.story import Story
+    from trimtab.pages.report_data import Profile, ReportData
+    from trimtab.pages.svg import Markup
+    from trimtab.spec import Incident
+    from trimtab.training.meters import Line
 
 Row = tuple[str, ...]
 MOST_ROWS = 60
@@ -45,68 +63,73 @@ class Figure:
     rows: tuple[Row, ...]
 
 
-def memory(plan: Plan) -> Figure:
-    """The bar of a GPU's memory by what it is for."""
-    one = plan.estimate
-    parts = {name: getattr(one.parts, name) for name in one.parts.__struct_fields__}
-    cached = max(0, one.process_bytes - one.parts.total)
-    slices = [Slice(name, name, value, format_bytes(value)) for name, value in parts.items() if value]
+def memory_figure(plan: Plan) -> Figure:
+    """Show a GPU's memory by part."""
+    estimate = plan.estimate
+    parts = {name: getattr(estimate.parts, name) for name in estimate.parts.__struct_fields__}
+    cached = max(0, estimate.process_bytes - estimate.parts.total)
+    slices = [BarPart(name, name, value, format_bytes(value)) for name, value in parts.items() if value]
     if cached:
-        slices.append(Slice("cached", "cached", cached, format_bytes(cached)))
-    most = one.capacity_bytes or one.process_bytes
-    whole = max(most, one.band.high_bytes, sum(slice_.value for slice_ in slices))
-    limits = [Limit(one.band.high_bytes, f"at most {format_bytes(one.band.high_bytes)}", "band")]
-    if one.capacity_bytes:
-        allowed = plan.policy.memory_share * one.capacity_bytes
-        limits.append(Limit(allowed, f"{format_bytes(allowed)} may be used"))
-    says = f"The fullest GPU holds {format_bytes(one.process_bytes)}"
-    says += f" of {format_bytes(one.capacity_bytes)}" if one.capacity_bytes else ""
-    says += "; it fits only because torch releases cached blocks" * (one.verdict is Verdict.FITS_TIGHT)
+        slices.append(BarPart("cached", "cached", cached, format_bytes(cached)))
+    most = estimate.capacity_bytes or estimate.process_bytes
+    total = max(most, estimate.band.high_bytes, sum(slice_.value for slice_ in slices))
+    limits = [
+        LimitLine(estimate.band.high_bytes, f"at most {format_bytes(estimate.band.high_bytes)}", "band")
+    ]
+    if estimate.capacity_bytes:
+        allowed = plan.policy.memory_share * estimate.capacity_bytes
+        limits.append(LimitLine(allowed, f"{format_bytes(allowed)} may be used"))
+    says = f"The fullest GPU holds {format_bytes(estimate.process_bytes)}"
+    says += f" of {format_bytes(estimate.capacity_bytes)}" if estimate.capacity_bytes else ""
+    says += "; it fits only because torch releases cached blocks" * (estimate.verdict is Verdict.FITS_TIGHT)
     largest = max(slices, key=lambda slice_: slice_.value)
     says += f"; {largest.name} take{'s' * (largest.name in ('context', 'workspace', 'communication'))} most."
     says += " The parts are what is live at the moment of the peak"
-    says += f": {words}." if (words := gradient_words(one)) else "."
+    says += f": {words}." if (words := gradient_words(estimate)) else "."
     return Figure(
         "memory",
         "Memory by part",
         says,
-        lambda width: stack("Memory of the fullest GPU by part", slices, limits, whole=whole, width=width),
+        lambda width: draw_stack(
+            "Memory of the fullest GPU by part", slices, limits, whole=total, width=width
+        ),
         ("part", "bytes", "size", "share"),
-        tuple((s.name, f"{s.value:,.0f}", s.shown, f"{s.value / whole:.1%}") for s in slices),
+        tuple((s.name, f"{s.value:,.0f}", s.shown, f"{s.value / total:.1%}") for s in slices),
     )
 
 
-def step_time(estimate: Estimate) -> Figure | None:
-    """The bar of a step's seconds by what they are spent on."""
-    one = estimate.step_time
-    if one is None or not one.total_s:
+def step_time_figure(estimate: Estimate) -> Figure | None:
+    """Show the time of a step by part."""
+    step = estimate.step_time
+    if step is None or not step.total_s:
         return None
-    names = {field: field.removesuffix("_s") for field in one.__struct_fields__}
+    names = {field: field.removesuffix("_s") for field in step.__struct_fields__}
     slices = [
-        Slice(name, name, getattr(one, field), in_seconds(getattr(one, field)))
+        BarPart(name, name, getattr(step, field), format_seconds(getattr(step, field)))
         for field, name in names.items()
-        if getattr(one, field)
+        if getattr(step, field)
     ]
     largest = max(slices, key=lambda slice_: slice_.value)
     return Figure(
         "step-time",
         "Time of a step",
-        f"{largest.value / one.total_s:.0%} of the {in_seconds(one.total_s)} of a step are {largest.name}.",
-        lambda width: stack("Time of a step by part", slices, [], whole=one.total_s, width=width),
+        f"{largest.value / step.total_s:.0%} of the {format_seconds(step.total_s)} of a step are "
+        f"{largest.name}.",
+        lambda width: draw_stack("Time of a step by part", slices, [], whole=step.total_s, width=width),
         ("part", "seconds", "share"),
-        tuple((s.name, f"{s.value:.6g}", f"{s.value / one.total_s:.1%}") for s in slices),
+        tuple((s.name, f"{s.value:.6g}", f"{s.value / step.total_s:.1%}") for s in slices),
     )
 
 
-def through_a_step(story: Story) -> Figure | None:
-    """Live tensors through a step, layer on layer."""
-    line = story.timeline
+def timeline_figure(data: ReportData) -> Figure | None:
+    """Show live tensors through a step, as stacked layers."""
+    line = data.timeline
     if line is None:
         return None
     order = [PARTS.index(name) for name in STATIC]
-    totals = [sum(held[index] for held in line.held) for index in range(len(line.moments))]
-    size, unit = byte_unit(max(totals))
-    top = upper([value / size for value in totals])
+    totals = [sum(part_bytes[index] for part_bytes in line.held) for index in range(len(line.moments))]
+    size, unit = pick_byte_unit(max(totals))
+    top = round_up([value / size for value in totals])
     stacked = [
         Layer(PARTS[part], PARTS[part], tuple(value / size for value in line.held[part]))
         for part in order
@@ -119,7 +142,7 @@ def through_a_step(story: Story) -> Figure | None:
     ]
     peak = totals[line.peak]
     notes = [
-        Dot(
+        ChartPoint(
             line.moments[line.peak],
             peak / size,
             f"peak: {says[line.peak]}",
@@ -130,7 +153,7 @@ def through_a_step(story: Story) -> Figure | None:
     if line.first_gradient is not None:
         near = min(range(len(line.moments)), key=lambda i: abs(line.moments[i] - (line.first_gradient or 0)))
         notes.append(
-            Dot(
+            ChartPoint(
                 line.moments[near],
                 totals[near] / size,
                 "the first gradient is written",
@@ -139,18 +162,18 @@ def through_a_step(story: Story) -> Figure | None:
             )
         )
     caption = f"Live tensors peak at {format_bytes(peak)}, while {line.operation or 'nothing'} runs."
-    caption += f" {story.timeline_of}" if story.timeline_of else ""
-    along = Axis("allocations and frees of one step, in order", axis_ticks(0, line.total), 0, line.total)
+    caption += f" {data.timeline_of}" if data.timeline_of else ""
+    along = Axis("allocations and frees of one step, in order", make_ticks(0, line.total), 0, line.total)
     return Figure(
         "timeline",
         "Memory through a step",
         caption,
-        lambda width: layers(
+        lambda width: draw_layers(
             "Live tensors through one step",
             tuple(float(at) for at in line.moments),
             stacked,
             along,
-            Axis(unit, axis_ticks(0, top), 0, top),
+            Axis(unit, make_ticks(0, top), 0, top),
             says=says,
             notes=notes,
             width=width,
@@ -158,35 +181,35 @@ def through_a_step(story: Story) -> Figure | None:
         ("moment", "total", *(PARTS[part] for part in order)),
         tuple(
             (f"{line.moments[i]:,}", format_bytes(totals[i]), *(format_bytes(line.held[p][i]) for p in order))
-            for i in spread(len(totals))
+            for i in pick_evenly(len(totals))
         ),
     )
 
 
-def candidates(plan: Plan) -> Figure | None:
-    """Speed against memory of all that was looked at, and for each number of GPUs the line nothing beats."""
-    looks = [one for one in _looks(plan) if one.samples_per_s is not None]
+def candidates_figure(plan: Plan) -> Figure | None:
+    """Show speed against memory of all candidates, with the best line for each number of GPUs."""
+    looks = [look for look in _collect_looks(plan) if look.samples_per_s is not None]
     if not looks:
         return None
     capacity = plan.estimate.capacity_bytes
     allowed = plan.policy.memory_share * capacity if capacity else None
-    size, unit = byte_unit(max(one.process_bytes for one in looks))
+    size, unit = pick_byte_unit(max(look.process_bytes for look in looks))
     best = {
-        gpus: frontier([one for one in looks if one.setting.gpus == gpus])
-        for gpus in sorted({one.setting.gpus for one in looks})
+        gpus: find_frontier([look for look in looks if look.setting.gpus == gpus])
+        for gpus in sorted({look.setting.gpus for look in looks})
     }
-    unbeaten = {one.setting for ahead in best.values() for one in ahead}
-    dots = [_dot(one, plan, size) for one in looks]
-    furthest = max(one.x for one in dots)
+    unbeaten = {look.setting for ahead in best.values() for look in ahead}
+    dots = [_candidate_point(look, plan, size) for look in looks]
+    furthest = max(dot.x for dot in dots)
     # Settings that fit nowhere would squeeze those that matter into a corner: they are shown as arrows.
     end = BEYOND * capacity / size if capacity else furthest
-    off = [one.x for one in dots if one.x > end]
-    furthest = max([one.x for one in dots if one.x <= end], default=end)
+    off = [dot.x for dot in dots if dot.x > end]
+    furthest = max([dot.x for dot in dots if dot.x <= end], default=end)
     near = allowed is not None and allowed / size < FAR * furthest
-    right = upper([furthest, allowed / size if allowed is not None and near else 0.0])
-    off = [one for one in off if one > right]
-    top = upper([one.y for one in dots])
-    many = sum(one.fits for one in looks)
+    right = round_up([furthest, allowed / size if allowed is not None and near else 0.0])
+    off = [x for x in off if x > right]
+    top = round_up([dot.y for dot in dots])
+    many = sum(look.fits for look in looks)
     return Figure(
         "candidates",
         "Speed against memory",
@@ -198,55 +221,62 @@ def candidates(plan: Plan) -> Figure | None:
             if off
             else ""
         ),
-        lambda width: points(
+        lambda width: draw_points(
             "Samples a second against memory of the fullest GPU",
             dots,
-            [_front(gpus, ahead, size) for gpus, ahead in best.items() if ahead],
-            Axis(f"memory of the fullest GPU, {unit}", axis_ticks(0, right), 0, right),
-            Axis("samples/s", axis_ticks(0, top), 0, top),
-            limit=Limit(allowed / size, f"{format_bytes(allowed)} may be used") if near and allowed else None,
+            [_frontier_line(gpus, ahead, size) for gpus, ahead in best.items() if ahead],
+            Axis(f"memory of the fullest GPU, {unit}", make_ticks(0, right), 0, right),
+            Axis("samples/s", make_ticks(0, top), 0, top),
+            limit=LimitLine(allowed / size, f"{format_bytes(allowed)} may be used")
+            if near and allowed
+            else None,
             width=width,
         ),
         ("setting", "memory", "at most", "samples/s", "fits", "unbeaten"),
         tuple(
             (
-                setting_words(one.setting),
-                format_bytes(one.process_bytes),
-                format_bytes(one.high_bytes),
-                short(one.samples_per_s or 0),
-                "yes" if one.fits else "no",
-                "yes" if one.setting in unbeaten else "",
+                setting_words(look.setting),
+                format_bytes(look.process_bytes),
+                format_bytes(look.high_bytes),
+                format_number(look.samples_per_s or 0),
+                "yes" if look.fits else "no",
+                "yes" if look.setting in unbeaten else "",
             )
-            for one in sorted(looks, key=lambda look: -(look.samples_per_s or 0))[: 4 * MOST_ROWS]
+            for look in sorted(looks, key=lambda look: -(look.samples_per_s or 0))[: 4 * MOST_ROWS]
         ),
     )
 
 
-def _dot(one: Look, plan: Plan, size: int) -> Dot:
-    rate = one.samples_per_s or 0.0
-    words = f"{setting_words(one.setting)}: {format_bytes(one.process_bytes)}, {short(rate)} samples/s"
-    chosen = one.setting == plan.choice
-    return Dot(
-        one.process_bytes / size,
+def _candidate_point(look: Look, plan: Plan, size: int) -> ChartPoint:
+    rate = look.samples_per_s or 0.0
+    words = (
+        f"{setting_words(look.setting)}: {format_bytes(look.process_bytes)}, {format_number(rate)} samples/s"
+    )
+    chosen = look.setting == plan.choice
+    return ChartPoint(
+        look.process_bytes / size,
         rate,
-        words if one.fits else f"{words}; does not fit",
-        "accent" if chosen else "plain" if one.fits else "hollow",
+        words if look.fits else f"{words}; does not fit",
+        "accent" if chosen else "plain" if look.fits else "hollow",
         "chosen" if chosen else "",
     )
 
 
-def _front(gpus: int, ahead: list[Look], size: int) -> Front:
-    places = tuple((one.process_bytes / size, one.samples_per_s or 0.0) for one in ahead)
+def _frontier_line(gpus: int, ahead: list[Look], size: int) -> Front:
+    places = tuple((look.process_bytes / size, look.samples_per_s or 0.0) for look in ahead)
     return Front(f"{gpus} GPU{'s' * (gpus > 1)}", places)
 
 
-def _looks(plan: Plan) -> list[Look]:
-    """All that is known of what was looked at; plans of earlier versions keep fewer."""
-    found = {one.setting: one for one in plan.looked_at}
-    told = [(plan.choice, plan.estimate), *((one.setting, one.estimate) for one in plan.runners_up)]
-    told += [(one.setting, one.estimate) for one in plan.comparison if one.setting and one.estimate]
-    for setting, estimate in told:
-        found.setdefault(
+def _collect_looks(plan: Plan) -> list[Look]:
+    """Return all candidates that were looked at; plans of earlier versions keep fewer."""
+    looks = {look.setting: look for look in plan.looked_at}
+    settings = [
+        (plan.choice, plan.estimate),
+        *((runner_up.setting, runner_up.estimate) for runner_up in plan.runners_up),
+    ]
+    settings += [(row.setting, row.estimate) for row in plan.comparison if row.setting and row.estimate]
+    for setting, estimate in settings:
+        looks.setdefault(
             setting,
             Look(
                 setting=setting,
@@ -256,138 +286,389 @@ def _looks(plan: Plan) -> list[Look]:
                 fits=True,
             ),
         )
-    return list(found.values())
+    return list(looks.values())
 
 
-def frontier(looks: Sequence[Look]) -> list[Look]:
-    """Those that fit and that no other beats in both memory and speed, from small to large."""
+def find_frontier(looks: Sequence[Look]) -> list[Look]:
+    """Return the candidates that fit and that no other beats in memory and speed, smallest first."""
     best: list[Look] = []
-    for one in sorted(
-        (one for one in looks if one.fits), key=lambda look: (look.process_bytes, -(look.samples_per_s or 0))
+    for look in sorted(
+        (look for look in looks if look.fits),
+        key=lambda look: (look.process_bytes, -(look.samples_per_s or 0)),
     ):
-        if not best or (one.samples_per_s or 0) > (best[-1].samples_per_s or 0):
-            best.append(one)
+        if not best or (look.samples_per_s or 0) > (best[-1].samples_per_s or 0):
+            best.append(look)
     return best
 
 
-def scaling(plan: Plan) -> Figure | None:
-    """How long the run takes by the number of GPUs, and until when it has to be done."""
+def scaling_figure(plan: Plan) -> Figure | None:
+    """Show the length of the run by number of GPUs, and the deadline."""
     rows = plan.comparison
     if not rows:
         return None
-    hours = [one.estimate.hours for one in rows if one.estimate and one.estimate.hours is not None]
+    hours = [row.estimate.hours for row in rows if row.estimate and row.estimate.hours is not None]
     if not hours:
-        return _rates(plan)
+        return _rate_figure(plan)
     deadline = plan.policy.deadline_s
-    size, unit = time_unit(max([3600 * one for one in hours] + ([deadline] if deadline else [])))
-    bars = [_bar(one, plan, size) for one in rows]
-    limit = Limit(deadline / size, f"deadline {format_duration(deadline)}") if deadline else None
-    top = upper([one.value or 0 for one in bars] + ([limit.value] if limit else []))
-    late = [one for one in rows if one.meets_deadline is False]
-    says = f"The whole run on {_listed(rows)} GPUs"
-    says += f"; {_listed(late)} would be late." if late else "; all of them are in time." if deadline else "."
+    size, unit = pick_time_unit(max([3600 * value for value in hours] + ([deadline] if deadline else [])))
+    bars = [_scaling_bar(row, plan, size) for row in rows]
+    limit = LimitLine(deadline / size, f"deadline {format_duration(deadline)}") if deadline else None
+    late = [row for row in rows if row.meets_deadline is False]
+    says = f"The whole run on {_list_counts(rows)} GPUs"
+    says += (
+        f"; {_list_counts(late)} would be late."
+        if late
+        else "; all of them are in time."
+        if deadline
+        else "."
+    )
+    return _columns_figure(plan, says, "Length of the run by number of GPUs", bars, unit, limit)
+
+
+def _rate_figure(plan: Plan) -> Figure | None:
+    """Show samples a second by number of GPUs, for a job without a number of samples."""
+    rates = [row.estimate.samples_per_s if row.estimate else None for row in plan.comparison]
+    if not any(rates):
+        return None
+    bars = [
+        BarColumn(
+            str(row.gpus),
+            rate,
+            format_number(rate) if rate else row.why or "-",
+            _format_efficiency(row),
+            "accent" if row.gpus == plan.choice.gpus else "plain",
+        )
+        for row, rate in zip(plan.comparison, rates, strict=True)
+    ]
+    says = "Samples a second by number of GPUs; the job does not say how many samples there are."
+    return _columns_figure(plan, says, "Samples a second by number of GPUs", bars, "samples/s")
+
+
+def _columns_figure(  # noqa: PLR0913, PLR0917 - bars, their axis, and the sentence
+    plan: Plan, says: str, label: str, bars: list[BarColumn], unit: str, limit: LimitLine | None = None
+) -> Figure:
+    """Show one bar for each number of GPUs."""
+    top = round_up([bar.value or 0 for bar in bars] + ([limit.value] if limit else []))
     return Figure(
         "scaling",
         "Scaling",
         says,
-        lambda width: columns(
-            "Length of the run by number of GPUs",
+        lambda width: draw_columns(
+            label,
             bars,
             limit,
-            up=axis_ticks(0, top),
+            up=make_ticks(0, top),
             up_name=unit,
             along_name="GPUs, and how well they scale",
             width=width,
         ),
         ("GPUs", "how", "memory", "samples/s", "total", "GPU-hours", "in time", "scaling"),
-        tuple(_comparison(one) for one in rows),
+        tuple(_scaling_row(row) for row in plan.comparison),
     )
 
 
-def _rates(plan: Plan) -> Figure | None:
-    """Samples a second by the number of GPUs, where the job does not say how many samples it has."""
-    rates = [one.estimate.samples_per_s if one.estimate else None for one in plan.comparison]
-    if not any(rates):
-        return None
-    bars = [
-        Column(
-            str(one.gpus),
-            rate,
-            short(rate) if rate else one.why or "-",
-            _efficiency(one),
-            "accent" if one.gpus == plan.choice.gpus else "plain",
-        )
-        for one, rate in zip(plan.comparison, rates, strict=True)
-    ]
-    top = upper([one.value or 0 for one in bars])
-    return Figure(
-        "scaling",
-        "Scaling",
-        "Samples a second by number of GPUs; the job does not say how many samples there are.",
-        lambda width: columns(
-            "Samples a second by number of GPUs",
-            bars,
-            None,
-            up=axis_ticks(0, top),
-            up_name="samples/s",
-            along_name="GPUs, and how well they scale",
-            width=width,
-        ),
-        ("GPUs", "how", "memory", "samples/s", "total", "GPU-hours", "in time", "scaling"),
-        tuple(_comparison(one) for one in plan.comparison),
-    )
+def _scaling_bar(row: Comparison, plan: Plan, size: float) -> BarColumn:
+    if row.estimate is None or row.estimate.hours is None:
+        return BarColumn(str(row.gpus), None, row.why or "not known")
+    seconds = 3600 * row.estimate.hours
+    kind = "accent" if row.gpus == plan.choice.gpus else "late" if row.meets_deadline is False else "plain"
+    return BarColumn(str(row.gpus), seconds / size, format_duration(seconds), _format_efficiency(row), kind)
 
 
-def _bar(one: Comparison, plan: Plan, size: float) -> Column:
-    if one.estimate is None or one.estimate.hours is None:
-        return Column(str(one.gpus), None, one.why or "not known")
-    seconds = 3600 * one.estimate.hours
-    kind = "accent" if one.gpus == plan.choice.gpus else "late" if one.meets_deadline is False else "plain"
-    return Column(str(one.gpus), seconds / size, format_duration(seconds), _efficiency(one), kind)
+def _format_efficiency(row: Comparison) -> str:
+    return "" if row.scaling_efficiency is None else f"{row.scaling_efficiency:.0%}"
 
 
-def _efficiency(one: Comparison) -> str:
-    return "" if one.scaling_efficiency is None else f"{one.scaling_efficiency:.0%}"
-
-
-def _comparison(one: Comparison) -> Row:
-    estimate = one.estimate
+def _scaling_row(row: Comparison) -> Row:
+    estimate = row.estimate
     if estimate is None:
-        return (str(one.gpus), one.why or "nothing fits", "-", "-", "-", "-", "-", "-")
-    late = "-" if one.meets_deadline is None else "yes" if one.meets_deadline else "no"
+        return (str(row.gpus), row.why or "nothing fits", "-", "-", "-", "-", "-", "-")
+    late = "-" if row.meets_deadline is None else "yes" if row.meets_deadline else "no"
     return (
-        str(one.gpus),
-        setting_words(one.setting) if one.setting else one.why,
+        str(row.gpus),
+        setting_words(row.setting) if row.setting else row.why,
         format_bytes(estimate.process_bytes),
-        "-" if estimate.samples_per_s is None else short(estimate.samples_per_s),
+        "-" if estimate.samples_per_s is None else format_number(estimate.samples_per_s),
         "-" if estimate.hours is None else format_duration(3600 * estimate.hours),
         "-" if estimate.gpu_hours is None else f"{estimate.gpu_hours:.3g}",
         late,
-        _efficiency(one) or "-",
+        _format_efficiency(row) or "-",
     )
 
 
-def _listed(rows: Sequence[Comparison]) -> str:
-    names = [str(one.gpus) for one in rows]
+def _list_counts(rows: Sequence[Comparison]) -> str:
+    names = [str(row.gpus) for row in rows]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def axis_ticks(low: float, high: float) -> list[Tick]:
-    """The round numbers of an axis."""
-    return [Tick(value, short(value)) for value in ticks(low, high)]
+def make_ticks(low: float, high: float) -> list[Tick]:
+    """Return the ticks of an axis."""
+    return [Tick(value, format_number(value)) for value in round_ticks(low, high)]
 
 
-def spread(count: int, most: int = MOST_ROWS) -> list[int]:
-    """At most so many of a row of indices, evenly, the last one included.
+def pick_evenly(count: int, most: int = MOST_ROWS) -> list[int]:
+    """Pick at most `most` of `count` indices, evenly spread, the last one included.
 
-    >>> spread(3), spread(10, 4)
+    >>> pick_evenly(3), pick_evenly(10, 4)
     ([0, 1, 2], [0, 3, 6, 9])
     """
     every = max(1, -(-(count - 1) // (most - 1))) if count > 1 else 1
-    found = list(range(0, count, every))
-    return found if not count or found[-1] == count - 1 else [*found[: most - 1], count - 1]
+    indices = list(range(0, count, every))
+    return indices if not count or indices[-1] == count - 1 else [*indices[: most - 1], count - 1]
 
 
-def in_seconds(value: float) -> str:
-    """A short time with three digits that matter."""
+def format_seconds(value: float) -> str:
+    """Format a short time with three significant digits."""
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+MOST_BUCKETS = 400
+"""Stretches that a line of many steps is cut into."""
+WARM_UP = 3
+"""Steps at the beginning that say nothing about speed: kernels are chosen, memory is taken."""
+MOST_EVENTS = 200
+"""Marked in a figure; the table has them all."""
+
+
+def loss_figure(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
+    """Show the loss over steps, with validation and events."""
+    values_by_step = _keep_finite((line.step, line.loss) for line in lines)
+    checks = _keep_finite((line.step, line.validation_loss) for line in lines)
+    if not values_by_step:
+        return None
+    band = bucket_steps(values_by_step)
+    values = [value for _, value in checks]
+    low, high = min([*band.low, *values]), max([*band.high, *values])
+    # A loss near zero is drawn from zero; one that never comes near it would be a flat line there.
+    base = 0.0 if 0 <= low < high / 2 else low
+    (first, began), (last, ended) = values_by_step[0], values_by_step[-1]
+    says = f"Loss {format_number(began)} at step {first:,}, {format_number(ended)} at step {last:,}"
+    says += f"; validation {format_number(checks[-1][1])}." if checks else "."
+    notes = [
+        ChartPoint(step, value, f"step {step:,}: validation {format_number(value)}", "check")
+        for step, value in checks
+    ]
+    marked = [
+        ChartPoint(
+            event.step, base, f"step {event.step:,}: {event.kind}: {event.why}; {event.done}", "warned"
+        )
+        for event in events
+        if event.step is not None and first <= event.step <= last
+    ]
+    return _step_figure(
+        ("loss", "Loss", says, "Loss over steps"),
+        band,
+        (first, last),
+        Axis("loss", make_ticks(base, high), base, high),
+        ("loss", format_number),
+        notes=notes,
+        events=marked,
+    )
+
+
+def speed_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
+    """Show samples a second over steps, against the plan."""
+    values_by_step = _keep_finite((line.step, line.samples_per_s) for line in lines)
+    if not values_by_step:
+        return None
+    band = bucket_steps(values_by_step)
+    expected = plan.estimate.samples_per_s if plan is not None else None
+    usual = statistics.median(value for _, value in values_by_step[WARM_UP:] or values_by_step)
+    top = round_up([*band.high, expected or 0.0])
+    says = f"The median step makes {format_number(usual)} samples/s"
+    says += (
+        f"; the plan expects {format_number(expected)} ({usual / expected - 1:+.1%})." if expected else "."
+    )
+    return _step_figure(
+        ("speed", "Speed", says, "Samples a second over steps"),
+        band,
+        (values_by_step[0][0], values_by_step[-1][0]),
+        Axis("samples/s", make_ticks(0, top), 0, top),
+        ("samples/s", format_number),
+        limits=[LimitLine(expected, f"plan: {format_number(expected)}", "band")] if expected else [],
+    )
+
+
+def reserved_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
+    """Show reserved memory over steps, against the plan."""
+    values_by_step = _keep_finite((line.step, line.reserved_bytes) for line in lines)
+    if not values_by_step or not any(value for _, value in values_by_step):
+        return None
+    expected = plan.estimate.reserved_bytes if plan is not None else 0
+    size, unit = pick_byte_unit(max([value for _, value in values_by_step] + [expected]))
+    band = bucket_steps([(step, value / size) for step, value in values_by_step])
+    top = round_up([*band.high, expected / size])
+    most = max(value for _, value in values_by_step)
+    says = f"At most {format_bytes(most)} were reserved"
+    says += f"; the plan expects {format_bytes(expected)} ({most / expected - 1:+.1%})." if expected else "."
+
+    def shown(value: float) -> str:
+        return format_bytes(value * size)
+
+    limit = [LimitLine(expected / size, f"plan: {format_bytes(expected)}", "band")] if expected else []
+    return _step_figure(
+        ("occupied", "Memory over the run", says, "Reserved memory over steps"),
+        band,
+        (values_by_step[0][0], values_by_step[-1][0]),
+        Axis(f"reserved, {unit}", make_ticks(0, top), 0, top),
+        ("reserved", shown),
+        limits=limit,
+    )
+
+
+def _step_figure(  # noqa: PLR0913 - a line over steps, its axes, and what to point out
+    texts: tuple[str, str, str, str],
+    band: ValueBand,
+    steps: tuple[int, int],
+    axis: Axis,
+    value: tuple[str, Callable[[float], str]],
+    *,
+    notes: Sequence[ChartPoint] = (),
+    events: Sequence[ChartPoint] = (),
+    limits: Sequence[LimitLine] = (),
+) -> Figure:
+    """Show values over steps. `texts` are name, title, sentence and label; `value` its name and format."""
+    name, title, says, label = texts
+    what, shown = value
+    return Figure(
+        name,
+        title,
+        says,
+        lambda width: draw_curve(
+            label,
+            band,
+            _step_axis(*steps),
+            axis,
+            says=_describe_steps(what, band, shown),
+            notes=[notes[index] for index in pick_evenly(len(notes), MOST_EVENTS)],
+            events=[events[index] for index in pick_evenly(len(events), MOST_EVENTS)],
+            limits=list(limits),
+            width=width,
+        ),
+        ("step", "lowest", "mean", "highest"),
+        _band_rows(band, shown),
+    )
+
+
+def comparison_figure(pairs: Sequence[tuple[str, float, float]]) -> Figure | None:
+    """Show measured values as shares of the predicted ones."""
+    rows = [
+        Ratio(
+            _field_name(field),
+            measured / predicted,
+            _format_field(field, predicted),
+            _format_field(field, measured),
+        )
+        for field, predicted, measured in pairs
+        if predicted > 0 and measured > 0
+    ]
+    if not rows:
+        return None
+    furthest = max(rows, key=lambda row: abs(row.ratio - 1))
+    return Figure(
+        "compared",
+        "Predicted against measured",
+        f"Furthest from the prediction is {furthest.name}: {furthest.ratio - 1:+.1%}.",
+        lambda width: draw_ratios("Measured as a share of predicted", rows, width=width),
+        ("figure", "predicted", "measured", "difference"),
+        tuple((row.name, row.predicted, row.measured, f"{row.ratio - 1:+.2%}") for row in rows),
+    )
+
+
+def compare_run(lines: Sequence[Line], plan: Plan | None) -> list[tuple[str, float, float]]:
+    """Return the values that the plan predicts and the run measured, where both are known.
+
+    Steps of another batch than the plan's say nothing about its step, so only those count that have its
+    samples, its processes and no second attempt.
+    """
+    if plan is None:
+        return []
+    estimate, choice = plan.estimate, plan.choice
+    alike = [
+        line
+        for line in lines[WARM_UP:] or lines
+        if line.gpus == choice.gpus
+        and line.samples == choice.global_batch
+        and line.attempts == 1
+        and not line.skipped
+    ]
+    pairs: list[tuple[str, float | None, float | None]] = [
+        ("step_s", estimate.step_s, _median([line.time_s for line in alike])),
+        ("samples_per_s", estimate.samples_per_s, _median([line.samples_per_s for line in alike])),
+    ]
+    for field in ("allocated_bytes", "reserved_bytes"):
+        seen = [value for line in alike if (value := getattr(line, field)) is not None]
+        pairs.append((field, getattr(estimate, field), max(seen, default=None)))
+    return [(field, guess, truth) for field, guess, truth in pairs if guess and truth]
+
+
+def compare_profile(profile: Profile) -> list[tuple[str, float, float]]:
+    """Return the values that were both predicted and measured."""
+    return [
+        (field, guess, truth)
+        for field, guess in profile.predicted.items()
+        if guess is not None and (truth := profile.measured.get(field)) is not None
+    ]
+
+
+def bucket_steps(points: Sequence[tuple[int, float]], most: int = MOST_BUCKETS) -> ValueBand:
+    """Reduce many steps to the mean of stretches, with the lowest and highest of each.
+
+    >>> bucket_steps([(1, 4.0), (2, 2.0), (3, 3.0)], most=2)
+    ValueBand(xs=(2.0, 3.0), low=(2.0, 3.0), middle=(3.0, 3.0), high=(4.0, 3.0))
+    """
+    size = max(1, -(-len(points) // most))
+    stretches = [points[begin : begin + size] for begin in range(0, len(points), size)]
+    values = [[value for _, value in stretch] for stretch in stretches]
+    return ValueBand(
+        tuple(float(stretch[-1][0]) for stretch in stretches),
+        tuple(min(group) for group in values),
+        tuple(math.fsum(group) / len(group) for group in values),
+        tuple(max(group) for group in values),
+    )
+
+
+def _keep_finite(values: object) -> list[tuple[int, float]]:
+    """Keep the values that can be drawn."""
+    return [
+        (step, float(value))
+        for step, value in values  # type: ignore[attr-defined]
+        if value is not None and math.isfinite(value)
+    ]
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _step_axis(first: int, last: int) -> Axis:
+    ticks = [tick for tick in make_ticks(first, last) if tick.value == int(tick.value)]
+    return Axis("optimizer steps", ticks, float(first), float(last))
+
+
+def _describe_steps(name: str, band: ValueBand, shown: Callable[[float], str]) -> list[str]:
+    """Return the text for each place along a line."""
+    return [
+        f"step {at:,.0f}: {name} {shown(middle)}"
+        + (f" ({shown(low)} to {shown(high)})" if low < high else "")
+        for at, low, middle, high in zip(band.xs, band.low, band.middle, band.high, strict=True)
+    ]
+
+
+def _band_rows(band: ValueBand, shown: Callable[[float], str]) -> tuple[Row, ...]:
+    return tuple(
+        (f"{band.xs[i]:,.0f}", shown(band.low[i]), shown(band.middle[i]), shown(band.high[i]))
+        for i in pick_evenly(len(band.xs))
+    )
+
+
+def _field_name(field: str) -> str:
+    return {"step_s": "step time", "samples_per_s": "samples/s"}.get(
+        field, field.removesuffix("_bytes").replace("_", " ")
+    )
+
+
+def _format_field(field: str, value: float) -> str:
+    if field.endswith("_bytes"):
+        return format_bytes(value)
+    return format_number(value) if field.endswith("per_s") else format_seconds(value)

@@ -10,10 +10,8 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from trimtab.pages import figures, run_figures
-from trimtab.pages.drawing import NARROW, WIDE
-from trimtab.pages.markup import Markup, join, tag
-from trimtab.pages.scales import byte_unit, short
+from trimtab.pages import figures
+from trimtab.pages.svg import NARROW, WIDE, Markup, format_number, join_markup, pick_byte_unit, tag
 from trimtab.planner.stale import used
 from trimtab.render import setting_words
 from trimtab.units import format_duration
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trimtab.pages.figures import Figure, Row
-    from trimtab.pages.story import Story
+    from trimtab.pages.report_data import ReportData
     from trimtab.spec import Incident, Plan, WhatIf
     from trimtab.training.record import Record
 
@@ -34,126 +32,134 @@ MOST_EVENTS = 500
 
 
 @cache
-def asset(name: str) -> str:
-    """The page's own style or script."""
+def read_asset(name: str) -> str:
+    """Read the page's own style or script."""
     return files("trimtab.pages").joinpath(name).read_text(encoding="utf-8")
 
 
-def drawn(story: Story) -> list[Figure]:
-    """Every figure that there is something for: what happened first, then what was planned."""
-    found: list[Figure | None] = []
-    plan, run = story.plan, story.run
+def draw_figures(data: ReportData) -> list[Figure]:
+    """Return every figure that has data: the run first, then the plan."""
+    figures_found: list[Figure | None] = []
+    plan, run = data.plan, data.run
     if run is not None:
-        found.append(run_figures.loss(run.lines, run.events))
-        found.append(run_figures.compared(run_figures.pairs_of_run(run.lines, plan)))
-        found.append(run_figures.speed(run.lines, plan))
-        found.append(run_figures.occupied(run.lines, plan))
-    if story.profile is not None:
-        found.append(run_figures.compared(run_figures.pairs_of_profile(story.profile)))
+        figures_found.append(figures.loss_figure(run.lines, run.events))
+        figures_found.append(figures.comparison_figure(figures.compare_run(run.lines, plan)))
+        figures_found.append(figures.speed_figure(run.lines, plan))
+        figures_found.append(figures.reserved_figure(run.lines, plan))
+    if data.profile is not None:
+        figures_found.append(figures.comparison_figure(figures.compare_profile(data.profile)))
     if plan is not None and plan.estimate.process_bytes:
-        found += [figures.memory(plan), figures.through_a_step(story), figures.candidates(plan)]
-        found += [figures.scaling(plan), figures.step_time(plan.estimate)]
-    return [one for one in found if one is not None]
+        figures_found += [
+            figures.memory_figure(plan),
+            figures.timeline_figure(data),
+            figures.candidates_figure(plan),
+        ]
+        figures_found += [figures.scaling_figure(plan), figures.step_time_figure(plan.estimate)]
+    return [figure for figure in figures_found if figure is not None]
 
 
-def page(story: Story, shown: Sequence[Figure]) -> str:
-    """The whole file."""
-    style, script = asset("style.css"), asset("script.js")
-    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+def build_page(data: ReportData, shown: Sequence[Figure]) -> str:
+    """Build the whole HTML file."""
+    style, script = read_asset("style.css"), read_asset("script.js")
+    policy = f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"{_title(story)} · trimtab"),
+        tag("title", f"{_title(data)} · trimtab"),
         tag("style", Markup(style)),
     )
     body = tag(
         "body",
-        tag("main", *_sections(story, shown)),
-        tag("footer", f"trimtab {VERSION} · {story.origin}"),
+        tag("main", *_build_sections(data, shown)),
+        tag("footer", f"trimtab {VERSION} · {data.origin}"),
         tag("div", id="tip", role="status", aria_live="polite"),
         tag("script", Markup(script)),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _hash(content: str) -> str:
-    """What the page's policy knows a script by: no other one runs."""
+def _csp_hash(content: str) -> str:
+    """Return the hash by which the page's policy allows a script; no other script runs."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
 
 
-def _sections(story: Story, shown: Sequence[Figure]) -> list[Markup]:
-    plan, run = story.plan, story.run
-    parts = [_header(story)]
-    if story.missing:
-        parts.append(_listing("missing", "Not shown", story.missing, class_="missing"))
-    for one in shown:
-        parts.append(_figure(one))
-        if one.name == "loss" and run is not None:
-            parts.append(_events(run.events))
-    if run is not None and not any(one.name == "loss" for one in shown):
-        parts.append(_events(run.events))
+def _build_sections(data: ReportData, shown: Sequence[Figure]) -> list[Markup]:
+    plan, run = data.plan, data.run
+    parts = [_build_header(data)]
+    if data.missing:
+        parts.append(_listing("missing", "Not shown", data.missing, class_="missing"))
+    for figure in shown:
+        parts.append(_build_figure(figure))
+        if figure.name == "loss" and run is not None:
+            parts.append(_build_events(run.events))
+    if run is not None and not any(figure.name == "loss" for figure in shown):
+        parts.append(_build_events(run.events))
     if plan is not None:
-        parts += _plan_tables(plan)
+        parts += _build_plan_tables(plan)
     return parts
 
 
-def _title(story: Story) -> str:
-    if story.plan is not None:
-        return story.plan.workload.name if story.plan.workload else story.plan.job
-    if story.run is not None and story.run.identity is not None:
-        return story.run.identity.job
-    return story.origin
+def _title(data: ReportData) -> str:
+    if data.plan is not None:
+        return data.plan.workload.name if data.plan.workload else data.plan.job
+    if data.run is not None and data.run.identity is not None:
+        return data.run.identity.job
+    return data.origin
 
 
-def _header(story: Story) -> Markup:
-    plan = story.plan
+def _build_header(data: ReportData) -> Markup:
+    plan = data.plan
     lead = plan.recommendation if plan is not None else ""
-    so_far = _run_tiles(story.run) if story.run is not None else []
+    so_far = _run_tiles(data.run) if data.run is not None else []
     planned = _plan_tiles(plan) if plan is not None and plan.estimate.process_bytes else []
     return tag(
         "header",
-        tag("p", _kind(story), class_="kind"),
-        tag("h1", _title(story)),
-        tag("p", _how(plan), class_="setting") if plan is not None else None,
+        tag("p", _page_kind(data), class_="kind"),
+        tag("h1", _title(data)),
+        tag("p", _describe_setting(plan), class_="setting") if plan is not None else None,
         tag("p", lead, class_="lead") if lead else None,
-        _tiles("So far", so_far) if so_far else None,
-        _tiles("Planned" if so_far else "", planned) if planned else None,
+        _build_tiles("So far", so_far) if so_far else None,
+        _build_tiles("Planned" if so_far else "", planned) if planned else None,
     )
 
 
-def _how(plan: Plan) -> str:
-    """The setting and its devices; a plan for the CPU has none."""
+def _describe_setting(plan: Plan) -> str:
+    """Describe the setting and its devices; a plan for the CPU has none."""
     words = setting_words(plan.choice)
     return f"{words} · {used(plan.places)}" if plan.places else words.partition(", ")[2]
 
 
-def _tiles(name: str, tiles: Sequence[tuple[str, str]]) -> Markup:
+def _build_tiles(name: str, tiles: Sequence[tuple[str, str]]) -> Markup:
     group = tag("p", name, class_="group") if name else Markup("")
-    return join((group, tag("dl", *(tag("div", tag("dt", one), tag("dd", value)) for one, value in tiles))))
+    return join_markup(
+        (group, tag("dl", *(tag("div", tag("dt", label), tag("dd", value)) for label, value in tiles)))
+    )
 
 
-def _kind(story: Story) -> str:
-    return "Run" if story.run is not None else "Plan" if story.plan is not None else "Profile"
+def _page_kind(data: ReportData) -> str:
+    return "Run" if data.run is not None else "Plan" if data.plan is not None else "Profile"
 
 
 def _plan_tiles(plan: Plan) -> list[tuple[str, str]]:
-    one = plan.estimate
-    size, unit = byte_unit(max(one.process_bytes, one.capacity_bytes or 0))
-    free = f" of {one.capacity_bytes / size:.1f}" if one.capacity_bytes else ""
+    estimate = plan.estimate
+    size, unit = pick_byte_unit(max(estimate.process_bytes, estimate.capacity_bytes or 0))
+    free = f" of {estimate.capacity_bytes / size:.1f}" if estimate.capacity_bytes else ""
     tiles: list[tuple[str, str | None]] = [
         ("GPUs", str(plan.choice.gpus)),
-        ("memory", f"{one.process_bytes / size:.1f}{free} {unit}"),
-        ("step", None if one.step_s is None else figures.in_seconds(one.step_s)),
-        ("samples/s", None if one.samples_per_s is None else short(one.samples_per_s)),
+        ("memory", f"{estimate.process_bytes / size:.1f}{free} {unit}"),
+        ("step", None if estimate.step_s is None else figures.format_seconds(estimate.step_s)),
+        ("samples/s", None if estimate.samples_per_s is None else format_number(estimate.samples_per_s)),
         (
             "MFU",
-            None if one.mfu is None else f"{one.mfu:.1%}{f', {one.mfu_rating}' if one.mfu_rating else ''}",
+            None
+            if estimate.mfu is None
+            else f"{estimate.mfu:.1%}{f', {estimate.mfu_rating}' if estimate.mfu_rating else ''}",
         ),
-        ("whole run", None if one.hours is None else format_duration(3600 * one.hours)),
-        ("GPU-hours", None if one.gpu_hours is None else f"{one.gpu_hours:.3g}"),
+        ("whole run", None if estimate.hours is None else format_duration(3600 * estimate.hours)),
+        ("GPU-hours", None if estimate.gpu_hours is None else f"{estimate.gpu_hours:.3g}"),
         ("cost", None if plan.cost is None else f"{plan.cost:,.2f}"),
     ]
     return [(name, value) for name, value in tiles if value is not None]
@@ -163,37 +169,37 @@ def _run_tiles(run: Record) -> list[tuple[str, str]]:
     if not run.lines:
         return []
     last = run.lines[-1]
-    whole = run.attempt.steps if run.attempt is not None else None
-    tiles = [("steps taken", f"{last.step:,}" + (f" of {whole:,}" if whole else ""))]
-    tiles += [("loss", short(last.loss))] if last.loss is not None else []
-    spent = sum(one.time_s for one in run.lines)
+    steps = run.attempt.steps if run.attempt is not None else None
+    tiles = [("steps taken", f"{last.step:,}" + (f" of {steps:,}" if steps else ""))]
+    tiles += [("loss", format_number(last.loss))] if last.loss is not None else []
+    spent = sum(line.time_s for line in run.lines)
     tiles.append(("time in steps", format_duration(max(spent, 0.0))))
     tiles.append(("events", str(len(run.events))))
     return tiles
 
 
-def _figure(one: Figure) -> Markup:
-    heading = f"{one.name}-title"
+def _build_figure(figure: Figure) -> Markup:
+    heading = f"{figure.name}-title"
     return tag(
         "section",
-        tag("h2", one.title, id=heading),
-        tag("p", one.says, class_="says"),
-        tag("figure", one.draw(WIDE), one.draw(NARROW)),
+        tag("h2", figure.title, id=heading),
+        tag("p", figure.says, class_="says"),
+        tag("figure", figure.draw(WIDE), figure.draw(NARROW)),
         tag(
             "details",
-            tag("summary", f"The numbers: {one.title.lower()}"),
-            _table(one.headings, one.rows),
+            tag("summary", f"The numbers: {figure.title.lower()}"),
+            _build_table(figure.headings, figure.rows),
         ),
-        id=one.name,
+        id=figure.name,
         aria_labelledby=heading,
         class_="figure",
     )
 
 
-def _table(headings: Row, rows: Sequence[Row]) -> Markup:
-    """A table; columns of figures are set to the right."""
+def _build_table(headings: Row, rows: Sequence[Row]) -> Markup:
+    """Build a table; columns of numbers are right-aligned."""
     numeric = [all(FIGURE.fullmatch(row[index]) for row in rows) for index in range(len(headings))]
-    sides = ["number" if one else None for one in numeric]
+    sides = ["number" if is_number else None for is_number in numeric]
     return tag(
         "div",
         tag(
@@ -223,50 +229,57 @@ def _table(headings: Row, rows: Sequence[Row]) -> Markup:
     )
 
 
-def _events(events: Sequence[Incident]) -> Markup:
+def _build_events(events: Sequence[Incident]) -> Markup:
     if not events:
         what = tag("p", "Nothing was put on record: no retry, no restart, no skipped step.", class_="says")
         return _section("events", "Events", what)
     rows = [
-        (_moment(one.at_s), "-" if one.step is None else f"{one.step:,}", one.kind.value, one.why, one.done)
-        for one in events
+        (
+            _format_time(event.at_s),
+            "-" if event.step is None else f"{event.step:,}",
+            event.kind.value,
+            event.why,
+            event.done,
+        )
+        for event in events
     ]
     hidden = len(rows) - MOST_EVENTS
     more = tag("p", f"{hidden:,} more are in events.jsonl.", class_="says") if hidden > 0 else Markup("")
     return _section(
         "events",
         "Events",
-        join((_table(("when (UTC)", "step", "what", "why", "done"), rows[:MOST_EVENTS]), more)),
+        join_markup((_build_table(("when (UTC)", "step", "what", "why", "done"), rows[:MOST_EVENTS]), more)),
     )
 
 
-def _moment(at_s: float) -> str:
+def _format_time(at_s: float) -> str:
     try:
         return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):
         return f"{at_s:g} s"
 
 
-def _plan_tables(plan: Plan) -> list[Markup]:
+def _build_plan_tables(plan: Plan) -> list[Markup]:
     parts = []
     if plan.reasons:
-        rows = [(one.subject.replace("_", " "), one.value, one.why) for one in plan.reasons]
+        rows = [(reason.subject.replace("_", " "), reason.value, reason.why) for reason in plan.reasons]
         parts.append(
-            _section("choices", "Choices and their reasons", _table(("choice", "value", "why"), rows))
+            _section("choices", "Choices and their reasons", _build_table(("choice", "value", "why"), rows))
         )
     if plan.what_if:
         parts.append(
             _section(
                 "what-if",
                 "What if",
-                _table(
-                    ("change", "GPUs", "how", "total", "in time"), [_what_if(one) for one in plan.what_if]
+                _build_table(
+                    ("change", "GPUs", "how", "total", "in time"),
+                    [_what_if_row(change) for change in plan.what_if],
                 ),
             )
         )
     if plan.rejected:
-        rejected = [(f"{one.count:,}", one.why) for one in plan.rejected]
-        parts.append(_section("rejected", "Rejected", _table(("settings", "why"), rejected)))
+        rejected = [(f"{group.count:,}", group.why) for group in plan.rejected]
+        parts.append(_section("rejected", "Rejected", _build_table(("settings", "why"), rejected)))
     if plan.estimate.assumptions or plan.left_out:
         parts.append(
             _listing("assumed", "Assumed and left out", (*plan.estimate.assumptions, *plan.left_out))
@@ -274,22 +287,22 @@ def _plan_tables(plan: Plan) -> list[Markup]:
     return parts
 
 
-def _what_if(one: WhatIf) -> Row:
-    hours = one.estimate.hours if one.estimate else None
+def _what_if_row(change: WhatIf) -> Row:
+    hours = change.estimate.hours if change.estimate else None
     return (
-        one.change,
-        str(one.gpus),
-        _kept_or_not(one),
+        change.change,
+        str(change.gpus),
+        _describe_change(change),
         "-" if hours is None else format_duration(3600 * hours),
-        "-" if one.meets_deadline is None else "yes" if one.meets_deadline else "no",
+        "-" if change.meets_deadline is None else "yes" if change.meets_deadline else "no",
     )
 
 
-def _kept_or_not(one: WhatIf) -> str:
-    """The setting, and the pin that it could not keep."""
-    if one.setting is None:
-        return one.why
-    return setting_words(one.setting) + (f"; {one.why}" if one.unpinned else "")
+def _describe_change(change: WhatIf) -> str:
+    """Describe the setting, and the pin that it could not keep."""
+    if change.setting is None:
+        return change.why
+    return setting_words(change.setting) + (f"; {change.why}" if change.unpinned else "")
 
 
 def _section(name: str, title: str, *inner: Markup) -> Markup:
@@ -298,5 +311,5 @@ def _section(name: str, title: str, *inner: Markup) -> Markup:
 
 def _listing(name: str, title: str, lines: Sequence[str], class_: str | None = None) -> Markup:
     return tag(
-        "section", tag("h2", title), tag("ul", *(tag("li", one) for one in lines)), id=name, class_=class_
+        "section", tag("h2", title), tag("ul", *(tag("li", line) for line in lines)), id=name, class_=class_
     )

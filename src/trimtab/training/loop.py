@@ -24,8 +24,8 @@ from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import cpu
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import failed, file_of, load
-from trimtab.launching.summary import JSON as SUMMARY
-from trimtab.launching.summary import forget, gpus_on_node, summed, write
+from trimtab.launching.run_summary import JSON as SUMMARY
+from trimtab.launching.run_summary import build_summary, count_node_gpus, remove_summary, write_summary
 from trimtab.planner import whole_batch
 from trimtab.spec import BatchLoss, IncidentKind
 from trimtab.strategies import strategy_of
@@ -318,7 +318,7 @@ class Training:
         else:
             self._announce()
             if self.world.is_main:
-                forget(self.scribe.folder.root)
+                remove_summary(self.scribe.folder.root)
         clock = Clock()
         self._prompt()
         steps = self.run.over(self._noted(self.loader.windows(self.steps)), self._settles)
@@ -480,8 +480,8 @@ class Training:
         folder, cuda = self.scribe.folder, self.run.device.type == "cuda"
         if (folder.root / SUMMARY).exists():
             return
-        there = gpus_on_node() if cuda else None
-        one = summed(
+        there = count_node_gpus() if cuda else None
+        one = build_summary(
             self.task.job,
             self.plan,
             self.scribe.attempt,
@@ -493,7 +493,7 @@ class Training:
             now_s=time.time(),
         )
         try:
-            write(folder.root, one)
+            write_summary(folder.root, one)
         except OSError as error:
             # The run is done and its weights are kept: a summary is not worth failing for.
             self.scribe.meters.say(f"no summary could be written: {error.strerror}")

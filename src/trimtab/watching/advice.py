@@ -46,166 +46,172 @@ STEPS_ENOUGH = 5
 def advise(
     run: WatchedRun, plan: Plan | None, looks: Mapping[str, Sequence[Gauge]], *, steps: int
 ) -> tuple[Advice, ...]:
-    """What can be said about a run that is under way.
+    """Return advice about a running run.
 
     `looks` are the last looks at each of its GPUs, by key, and `steps` how many of its steps were seen.
     """
     if run.state != "running" or steps < STEPS_ENOUGH:
         return ()
     seen = {key: list(looks[key]) for key in run.devices if len(looks.get(key, ())) >= ENOUGH}
-    found = [*_throttled(seen), *_full(seen), *_shared(seen)]
+    advice = [*_advise_throttling(seen), *_advise_full(seen), *_advise_shared(seen)]
     if is_low(run):
-        waiting = _data_bound(run, plan)
-        found += waiting or [*_launch_bound(run, seen), *_uneven(seen), *_memory_bound(run, seen)]
-        if not found:
-            found = _slow(run)
-    return tuple(found)
+        waiting = _advise_data(run, plan)
+        advice += waiting or [*_advise_launches(run, seen), *_advise_uneven(seen), *_advise_memory(run, seen)]
+        if not advice:
+            advice = _advise_slow(run)
+    return tuple(advice)
 
 
 def is_low(run: WatchedRun) -> bool:
-    """Whether a run is slower than it should be: by its rating, or beside its plan.
+    """Return whether a run is slower than it should be: by its rating, or by its plan.
 
     Where neither is known, it may be.
     """
-    known = run.mfu_rating is not None or bool(run.planned_samples_per_s)
-    return not known or run.mfu_rating in LOW_RATINGS or _behind(run)
+    is_rated = run.mfu_rating is not None or bool(run.planned_samples_per_s)
+    return not is_rated or run.mfu_rating in LOW_RATINGS or _is_behind(run)
 
 
-def _behind(run: WatchedRun) -> bool:
+def _is_behind(run: WatchedRun) -> bool:
     if not run.planned_samples_per_s or run.samples_per_s is None:
         return False
     return run.samples_per_s < SLOW * run.planned_samples_per_s
 
 
-def _data_bound(run: WatchedRun, plan: Plan | None) -> list[Advice]:
+def _advise_data(run: WatchedRun, plan: Plan | None) -> list[Advice]:
     if run.data_wait is None or run.data_wait < WAITING or not run.step_s:
         return []
     workers = plan.choice.workers if plan is not None else None
-    told = f" (now {workers} a process)" if workers is not None else ""
+    now = f" (now {workers} a process)" if workers is not None else ""
     return [
         Advice(
             kind="data-bound",
             where="",
             what=f"{run.data_wait:.0%} of a step of {format_duration(run.step_s)} waits for data",
-            cure=f"use more data loader workers{told}, or prepare the samples beforehand",
+            cure=f"use more data loader workers{now}, or prepare the samples beforehand",
         )
     ]
 
 
-def _launch_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    """GPUs that stand idle while nobody waits for data: the host does not launch fast enough."""
-    found = []
+def _advise_launches(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    """Advise on GPUs that are idle though data is there: the host launches too slowly."""
+    advice = []
     waits = "" if run.data_wait is None else f", and {run.data_wait:.0%} of a step waits for data"
     shares = [share for looks in seen.values() if (share := _full_share(looks)) is not None]
     fullest = max(shares, default=None)
     room = fullest is not None and fullest < ROOMY
     larger = f"; a larger micro-batch has room, the fullest GPU is {fullest:.0%} full" if room else ""
     for key, looks in seen.items():
-        busy = _mean(one.busy for one in looks)
+        busy = _mean(look.busy for look in looks)
         if busy is not None and busy < IDLE:
-            found.append(
+            advice.append(
                 Advice(
                     kind="launch-bound",
-                    where=_named(key),
+                    where=_device_name(key),
                     what=f"runs a kernel {busy:.0%} of the time{waits}: it waits for the host to launch",
                     cure=f"compile, so that there are fewer and larger kernels{larger}",
                 )
             )
-    return found
+    return advice
 
 
-def _memory_bound(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    """GPUs that are busy with moving bytes, at a low share of their peak."""
-    found = []
+def _advise_memory(run: WatchedRun, seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    """Advise on GPUs that are busy moving bytes, at a low share of their peak."""
+    advice = []
     for key, looks in seen.items():
-        busy, moving = _mean(one.busy for one in looks), _mean(one.memory_busy for one in looks)
+        busy, moving = _mean(look.busy for look in looks), _mean(look.memory_busy for look in looks)
         if busy is None or moving is None or busy < ALWAYS_BUSY or moving < MEMORY_BUSY:
             continue
         rated = f"MFU {run.mfu:.1%}" if run.mfu is not None else "its speed"
-        found.append(
+        advice.append(
             Advice(
                 kind="memory-bound",
-                where=_named(key),
+                where=_device_name(key),
                 what=f"is busy {busy:.0%} of the time, with moving bytes {moving:.0%} of it; {rated} is low",
                 cure="compile, which fuses passes over memory, or use bf16 if it is not in use",
             )
         )
-    return found
+    return advice
 
 
-def _throttled(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    found = []
+def _advise_throttling(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    advice = []
     for key, looks in seen.items():
         last = looks[-1]
-        held = bool(last.clock_hz and last.top_clock_hz and last.clock_hz < HELD_DOWN * last.top_clock_hz)
-        reasons = [one for one in last.throttles if one in HOT or (one == "power cap" and held)]
-        lasting = [one for one in reasons if all(one in look.throttles for look in looks[-ENOUGH:])]
+        is_slowed = bool(
+            last.clock_hz and last.top_clock_hz and last.clock_hz < HELD_DOWN * last.top_clock_hz
+        )
+        reasons = [
+            throttle
+            for throttle in last.throttles
+            if throttle in HOT or (throttle == "power cap" and is_slowed)
+        ]
+        lasting = [reason for reason in reasons if all(reason in look.throttles for look in looks[-ENOUGH:])]
         if lasting:
-            found.append(
+            advice.append(
                 Advice(
                     kind="throttled",
-                    where=_named(key),
-                    what=f"is held down by {' and '.join(lasting)}{_circumstances(last)}",
+                    where=_device_name(key),
+                    what=f"is held down by {' and '.join(lasting)}{_format_clocks(last)}",
                     cure="look at its cooling and at its power limit (nvidia-smi -q -d PERFORMANCE,POWER)",
                 )
             )
-    return found
+    return advice
 
 
-def _circumstances(last: Gauge) -> str:
-    told = []
+def _format_clocks(last: Gauge) -> str:
+    parts = []
     if last.clock_hz and last.top_clock_hz:
-        told.append(f"{last.clock_hz / 1e6:.0f} of {last.top_clock_hz / 1e6:.0f} MHz")
+        parts.append(f"{last.clock_hz / 1e6:.0f} of {last.top_clock_hz / 1e6:.0f} MHz")
     if last.power_w and last.power_limit_w:
-        told.append(f"{last.power_w:.0f} of {last.power_limit_w:.0f} W")
+        parts.append(f"{last.power_w:.0f} of {last.power_limit_w:.0f} W")
     if last.temperature_c is not None:
-        told.append(f"{last.temperature_c:.0f} C")
-    return f": {', '.join(told)}" if told else ""
+        parts.append(f"{last.temperature_c:.0f} C")
+    return f": {', '.join(parts)}" if parts else ""
 
 
-def _full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    found = []
+def _advise_full(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    advice = []
     for key, looks in seen.items():
         last, share = looks[-1], _full_share(looks)
         if share is not None and share >= FULL and last.used_bytes is not None and last.memory_bytes:
-            found.append(
+            advice.append(
                 Advice(
                     kind="full",
-                    where=_named(key),
+                    where=_device_name(key),
                     what=f"is {share:.0%} full: {format_bytes(last.used_bytes)} of "
                     f"{format_bytes(last.memory_bytes)}",
                     cure="a longer batch may not fit; use a smaller micro-batch, the global batch stays",
                 )
             )
-    return found
+    return advice
 
 
-def _shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    """Others on the GPU of a run, beyond one process of its own."""
-    found = []
+def _advise_shared(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    """Advise on other processes on the GPU of a run."""
+    advice = []
     for key, looks in seen.items():
         several = looks[-1].processes or ()
         if len(several) > 1:
-            told = ", ".join(
-                f"{one.name or 'process'} {one.pid}"
-                + (f" ({format_bytes(one.used_bytes)})" if one.used_bytes else "")
-                for one in several[:4]
+            listed = ", ".join(
+                f"{process.name or 'process'} {process.pid}"
+                + (f" ({format_bytes(process.used_bytes)})" if process.used_bytes else "")
+                for process in several[:4]
             )
-            found.append(
+            advice.append(
                 Advice(
                     kind="shared",
-                    where=_named(key),
-                    what=f"has {len(several)} processes on it: {told}",
+                    where=_device_name(key),
+                    what=f"has {len(several)} processes on it: {listed}",
                     cure="end what is not needed there, or give the run another GPU",
                 )
             )
-    return found
+    return advice
 
 
-def _uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
-    """One GPU that does much more than another of the same run, which waits for it."""
+def _advise_uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
+    """Advise on one GPU that does much more than another, which waits for it."""
     busy = {
-        key: share for key, looks in seen.items() if (share := _mean(one.busy for one in looks)) is not None
+        key: share for key, looks in seen.items() if (share := _mean(look.busy for look in looks)) is not None
     }
     if len(busy) < 2:  # noqa: PLR2004 - one is even with itself
         return []
@@ -215,16 +221,17 @@ def _uneven(seen: Mapping[str, list[Gauge]]) -> list[Advice]:
     return [
         Advice(
             kind="uneven",
-            where=_named(least),
-            what=f"is busy {busy[least]:.0%} of the time, and {_named(most)} {busy[most]:.0%}: it waits",
+            where=_device_name(least),
+            what=f"is busy {busy[least]:.0%} of the time, and {_device_name(most)} {busy[most]:.0%}: it "
+            "waits",
             cure="give the GPUs equal work, or plan again with both named, so that shares follow speed",
         )
     ]
 
 
-def _slow(run: WatchedRun) -> list[Advice]:
-    """Low, and no measurement says why."""
-    if not _behind(run) or run.samples_per_s is None or not run.planned_samples_per_s:
+def _advise_slow(run: WatchedRun) -> list[Advice]:
+    """Say that the run is slow and that no measurement shows why."""
+    if not _is_behind(run) or run.samples_per_s is None or not run.planned_samples_per_s:
         return []
     share = run.samples_per_s / run.planned_samples_per_s
     return [
@@ -243,14 +250,14 @@ def _full_share(looks: Sequence[Gauge]) -> float | None:
 
 
 def _mean(values: object) -> float | None:
-    known = [one for one in values if one is not None]  # type: ignore[attr-defined]
-    return statistics.fmean(known) if known else None
+    numbers = [value for value in values if value is not None]  # type: ignore[attr-defined]
+    return statistics.fmean(numbers) if numbers else None
 
 
-def _named(key: str) -> str:
-    """How people call a device.
+def _device_name(key: str) -> str:
+    """Return the name of a device for people.
 
-    >>> _named("gpu0"), _named("gpu1/mig2")
+    >>> _device_name("gpu0"), _device_name("gpu1/mig2")
     ('GPU 0', 'GPU 1 slice 2')
     """
     return key.replace("gpu", "GPU ").replace("/mig", " slice ")

@@ -1,0 +1,121 @@
+"""The functions `detect`, `cluster`, `explain`, `doctor` and `load`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from trimtab.catalog.words import Word
+    from trimtab.diagnosis.findings import Diagnosis
+    from trimtab.spec import (
+        Cluster,
+    )
+
+VERBS = (
+    "detect",
+    "explain",
+    "estimate",
+    "exam",
+    "profile",
+    "calibrate",
+    "plan",
+    "apply",
+    "show",
+    "revert",
+    "train",
+    "launch",
+    "jobs",
+    "cancel",
+    "doctor",
+    "report",
+    "watch",
+)
+"""What works today."""
+FUNCTIONS = {"jobs": "list_jobs"}
+"""Verbs whose function has another name, since a room of the package has theirs."""
+
+
+def detect() -> Cluster:
+    """The hardware that this process may use.
+
+    >>> trimtab.detect().nodes[0].devices  # doctest: +SKIP
+    (Device(index=0, name='NVIDIA H200', ...),)
+    """
+    from trimtab.probe.detect import detect as look
+
+    return look()
+
+
+def cluster(on: str | Path | None = None, *, network: str | None = None) -> Cluster:
+    """The cluster that a string or a detect file describes, without the hardware; None is this machine.
+
+    `network` states the bandwidth between nodes: 400Gb/gpu, 100Gb/node, 50GB/s/gpu.
+
+    >>> len(cluster("4xA100-40GB").nodes[0].devices)
+    4
+    >>> cluster("2x8xH100", network="100Gb/node").links[-1].bandwidth_bytes_per_s
+    1562500000.0
+    """
+    from trimtab.probe.detect import as_cluster
+
+    return as_cluster(on, network=network)
+
+
+def stated_network(where: Cluster, network: str) -> Cluster:
+    """The cluster with a stated bandwidth between its nodes."""
+    from trimtab.catalog.network import with_network
+
+    return with_network(where, network)
+
+
+def explain(word: str) -> Word:
+    """A knob, strategy or term in plain English, or a kind of what `trimtab doctor` finds.
+
+    >>> explain("oom").name
+    'out-of-memory'
+    """
+    from trimtab.catalog.words import word as look_up
+    from trimtab.diagnosis.fault_kinds import kind_words
+
+    return look_up(word, VERBS, more=kind_words())
+
+
+def all_words() -> dict[str, Word]:
+    """Every entry that `explain` has, by name: our own words, and kinds of what `trimtab doctor` finds."""
+    from trimtab.catalog.words import words
+    from trimtab.diagnosis.fault_kinds import kind_words
+
+    ours = words(VERBS)
+    return ours | {name: one for name, one in kind_words().items() if name not in ours}
+
+
+def doctor(*logs: str | Path, say: Callable[[str], None] = lambda _: None) -> Diagnosis:
+    """What made a run fail, from its logs, folders and records; without any, what is wrong with this machine.
+
+    >>> trimtab.doctor("slurm-4711.out").findings[0].kind  # doctest: +SKIP
+    'out-of-memory'
+    """
+    if logs:
+        from os import fspath
+
+        from trimtab.diagnosis.diagnose import diagnose_logs
+
+        return diagnose_logs([fspath(one) for one in logs], say)
+    from trimtab.diagnosis.machine import examine_machine
+
+    return examine_machine()
+
+
+def load(name: str, **options: Any) -> Any:
+    """The job of that name, built, with some of its attributes set.
+
+    trimtab.load("train.py:MyJob")
+    trimtab.load("slm", layers=24, vocab=50_304)
+    trimtab.load("hf:./llama", lora=16)
+    """
+    from trimtab.jobs.load import load as find
+
+    return find(name, options)

@@ -1,0 +1,346 @@
+"""The functions `estimate`, `profile`, `exam` and `calibrate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.api.detecting import detect
+from trimtab.spec.requests import EstimateRequest, accepts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from trimtab.errors import TrimtabError
+    from trimtab.exams.sit import Marks
+    from trimtab.predict.memory import Memory
+    from trimtab.spec import (
+        Calibration,
+        Cluster,
+        Device,
+        Estimate,
+        Setting,
+        Trace,
+    )
+    from trimtab.trace.worker import Request
+
+
+@accepts(EstimateRequest)
+def estimate(request: EstimateRequest) -> Estimate:
+    """What one configuration would need, without running it and without a GPU.
+
+    trimtab.estimate("job.py:MyJob", "H200", micro_batch=16).process_bytes
+    trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"vocab": 50_304}).fits
+    trimtab.estimate(MyJob, "8xH100", micro_batch=4, strategy="fsdp").fits
+    """
+    where, setting = requested_setting(request)
+    return look_closely(
+        request.job,
+        setting,
+        first_device(where),
+        where=where,
+        options=request.options,
+        clip=request.clip,
+        cache=request.cache,
+        always_least=True,
+    )[0]
+
+
+def requested_setting(request: EstimateRequest) -> tuple[Cluster, Setting]:
+    """Return the cluster and the setting that an estimate is asked for."""
+    from trimtab.probe.detect import as_cluster
+
+    where = as_cluster(request.on, network=request.network)
+    first_device(where)
+    setting = make_setting(
+        micro_batch=request.micro_batch,
+        precision=request.precision,
+        recompute=request.recompute,
+        compile=request.compile,
+        strategy=request.strategy,
+        gpus=request.gpus if request.gpus is not None else len(where.devices),
+        optimizer=request.optimizer,
+        allocator=request.allocator,
+        sync_batchnorm=request.sync_batchnorm,
+        nodes=len(where.nodes),
+        **_spread_of(request.job, request.strategy, request.options),
+    )
+    return where, setting
+
+
+def look_closely(  # noqa: PLR0913 - a question and where it is asked
+    job: Any,
+    setting: Setting,
+    device: Device,
+    *,
+    where: Cluster | None = None,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+    always_least: bool = False,
+) -> tuple[Estimate, Memory, Trace]:
+    """The estimate of a setting with what it rests on."""
+    from trimtab.errors import TrimtabError
+
+    asked: dict[str, Any] = {"options": options, "clip": clip, "cache": cache, "always_least": always_least}
+    (found,) = look_at_all(job, [setting], device, where=where, **asked)
+    if isinstance(found, TrimtabError):
+        raise found
+    return found
+
+
+def batch_warnings(
+    job: Any, setting: Setting, options: dict[str, Any] | None = None, *, cache: bool = True
+) -> tuple[str, ...]:
+    """What to know of a setting that cuts the job's batch; runs the job's code on a small batch."""
+    from trimtab.jobs.load import BUILT_IN, FOLDER, name_of
+    from trimtab.planner.whole_batch import warnings
+    from trimtab.trace.batch_loss import batch_loss
+
+    name, changed = name_of(job)
+    if name.startswith(FOLDER) or name.partition(":")[0] in BUILT_IN:
+        return ()
+    found = batch_loss(name, changed | (options or {}), cache=cache)
+    return warnings(found, setting)
+
+
+def look_at_all(  # noqa: PLR0913 - as above
+    job: Any,
+    settings: Sequence[Setting],
+    device: Device,
+    *,
+    where: Cluster | None = None,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+    always_least: bool = False,
+) -> list[tuple[Estimate, Memory, Trace] | TrimtabError]:
+    """The estimates of several settings of a job, each with what it rests on, or why there is none.
+
+    All that has to be traced is traced in one go. `always_least` finds the smallest capacity that runs also
+    for settings that fit, which takes several replays.
+    """
+    from trimtab.jobs.load import name_of
+    from trimtab.planner.estimates import estimate_settings
+
+    name, changed = name_of(job)
+    return estimate_settings(
+        name,
+        settings,
+        device,
+        cluster=where,
+        overrides=changed | (options or {}),
+        clip=clip,
+        cache=cache,
+        always_least=always_least,
+    )
+
+
+def is_known(  # noqa: PLR0913 - as above
+    job: Any,
+    setting: Setting,
+    device: Device,
+    *,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+    cache: bool = True,
+) -> bool:
+    """Whether a setting can be estimated without tracing, because it or its like have been traced."""
+    from trimtab.predict.traces import is_known as is_cached
+
+    return cache and is_cached(make_request(job, setting, device, options=options, clip=clip))
+
+
+def make_request(
+    job: Any, setting: Setting, device: Device, *, options: dict[str, Any] | None, clip: float | None
+) -> Request:
+    """What another process needs to know to run a job."""
+    from trimtab.jobs.load import name_of
+    from trimtab.trace.worker import Request
+
+    name, changed = name_of(job)
+    return Request(job=name, overrides=changed | (options or {}), setting=setting, device=device, clip=clip)
+
+
+def first_device(where: Cluster) -> Device:
+    """The device that an estimate is for: the one with the least memory."""
+    from trimtab.planner.estimates import first_device as least
+
+    return least(where)
+
+
+def gpu_here(verb: str = "profile") -> Device:
+    """The first GPU of this machine."""
+    from trimtab.errors import EnvironmentFault
+
+    found = detect().devices
+    if not found:
+        raise EnvironmentFault(
+            verb,
+            found="this machine has no GPU that can be used",
+            cure="Use `trimtab estimate --on DEVICES`, which needs none.",
+        )
+    return found[0]
+
+
+def make_setting(  # noqa: PLR0913 - each is a field of Setting
+    *,
+    micro_batch: int,
+    precision: str,
+    recompute: str,
+    compile: bool,  # noqa: A002
+    strategy: str,
+    gpus: int,
+    optimizer: str,
+    allocator: str,
+    sync_batchnorm: bool = False,
+    nodes: int = 1,
+    branches: int = 0,
+    global_batch: int | None = None,
+) -> Setting:
+    """A Setting from words, with an error that lists the words there are.
+
+    One micro-batch on every rank; but in a pipeline, and where branches have unlike numbers of ranks, as many
+    as `global_batch` takes.
+    """
+    from trimtab.errors import WrongUse
+    from trimtab.spec import (
+        Allocator,
+        OptimizerImplementation,
+        Precision,
+        Recompute,
+        Setting,
+        Strategy,
+    )
+    from trimtab.strategies import STRATEGIES
+
+    def word(kind: Any, text: str, option: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            known = ", ".join(one.value for one in kind)
+            raise WrongUse(
+                f"--{option} {text}", found=f"it is none of {known}", cure="Use one of those."
+            ) from None
+
+    how = word(Strategy, strategy, "strategy")
+    rules = STRATEGIES[how]
+    if compile and rules.needs_several_gpus:
+        raise WrongUse(
+            f"--compile with --strategy {strategy}",
+            found="compiled code is estimated on one device only",
+            cure="Leave one of the two out.",
+        )
+    if sync_batchnorm and rules.why_not_synchronised:
+        raise WrongUse(
+            f"--sync-batchnorm with --strategy {strategy}",
+            found=rules.why_not_synchronised,
+            cure="Leave one of the two out.",
+        )
+    if micro_batch < 1:
+        raise WrongUse(f"--micro-batch {micro_batch}", found="it is below 1", cure="Give at least 1 sample.")
+    mesh = rules.mesh(gpus, nodes=nodes, branches=branches)
+    whole = micro_batch * mesh.data_parallel
+    if rules.uses_global_batch(mesh):
+        whole = max(global_batch or 0, whole)
+    return Setting(
+        strategy=how,
+        mesh=mesh,
+        micro_batch=micro_batch,
+        accumulation=-(-whole // (micro_batch * mesh.data_parallel)),
+        global_batch=whole,
+        precision=word(Precision, precision, "precision"),
+        recompute=word(Recompute, recompute, "recompute"),
+        compile=compile,
+        optimizer=word(OptimizerImplementation, optimizer, "optimizer"),
+        allocator=word(Allocator, allocator, "allocator"),
+        sync_batchnorm=sync_batchnorm,
+    )
+
+
+def module_classes(
+    job: Any, paths: Iterable[str], options: dict[str, Any] | None = None, *, cache: bool = True
+) -> dict[str, str]:
+    """The classes of those modules whose paths end in a number, which says nothing of what they are.
+
+    Runs the job's model() in a child process, without memory; empty where no path is like that.
+    """
+    from trimtab.jobs.load import name_of
+    from trimtab.training.questions import classes_of
+
+    bare = {path for path in paths if path.rpartition(".")[2].isdecimal()}
+    if not bare:
+        return {}
+    name, changed = name_of(job)
+    known = classes_of(name, changed | (options or {}), cache=cache)
+    return {path: known[path] for path in sorted(bare) if path in known}
+
+
+def _spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -> dict[str, int]:
+    """What a strategy has to know of a job; reading a job by name runs its file.
+
+    Branch and hybrid ask how many branches it has; hybrid, whose branches may take unlike numbers of
+    micro-batches, and pipeline, which idles for as long as one, ask for the global batch.
+    """
+    from trimtab.jobs.load import name_of
+    from trimtab.strategies import STRATEGIES
+    from trimtab.trace.summary import summary
+
+    # A word that is no strategy is refused where the setting is made.
+    facts = STRATEGIES[strategy].job_facts if strategy in STRATEGIES else ()
+    if not facts:
+        return {}
+    name, changed = name_of(job)
+    found = summary(name, changed | (options or {}))
+    known = {"branches": len(found.branches), "global_batch": found.global_batch}
+    return {name: known[name] for name in facts}
+
+
+def exam(only: str = "*", *, cache: bool = True) -> Marks:
+    """Every recorded measurement against today's predictor."""
+    from trimtab.exams.sit import sit
+
+    return sit(only, cache=cache)
+
+
+def profile(  # noqa: PLR0913 - a question and what to do with the answer
+    job: Any,
+    setting: Setting,
+    device: Device,
+    *,
+    options: dict[str, Any] | None = None,
+    clip: float | None = None,
+    keep: Path | str | None = None,
+) -> dict[str, Any]:
+    """Run a setting for real for a few steps, and set prediction against measurement.
+
+    `keep` names a file of cases that the run is added to, for `trimtab exam --cases`.
+    """
+    from pathlib import Path
+
+    from trimtab.exams.measure import case_of, measured
+    from trimtab.exams.sit import keep as add
+
+    request = make_request(job, setting, device, options=options, clip=clip)
+    found = measured(request)
+    if keep is not None and not found.out_of_memory:
+        add(case_of(request, found), Path(keep))
+    predicted, _, _ = look_closely(job, setting, device, options=options, clip=clip)
+    figures = ("allocated_bytes", "reserved_bytes", "process_bytes", "step_s")
+    guess = {figure: getattr(predicted, figure) for figure in figures}
+    truth = {figure: getattr(found, figure) for figure in figures}
+    error = {
+        figure: guess[figure] / truth[figure] - 1 if guess[figure] and truth[figure] else None
+        for figure in figures
+    }
+    return {"predicted": guess, "measured": truth, "error": error, "run": found.to_builtins()}
+
+
+def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
+    """Measure the GPU of this machine and remember it; the calibration and the file it is kept in."""
+    from trimtab.pace.measure import BUDGET_S, calibrated
+    from trimtab.predict.calibration import write_own_calibration
+
+    device = gpu_here("calibrate")
+    found = calibrated(device.kind, budget_s=budget_s or BUDGET_S)
+    return found, write_own_calibration(found)

@@ -1,0 +1,273 @@
+"""The commands `trimtab apply`, `trimtab show` and `trimtab revert`, for your own config files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
+
+from trimtab import api
+from trimtab.cli.console import Json, print_json, print_notes, print_text
+from trimtab.cli.options import Yes, command, state_devices
+from trimtab.cli.progress import progress
+from trimtab.errors import WrongUse
+from trimtab.render import Columns, _indented, _words_table, inert, setting_words
+from trimtab.spec.requests import ApplyRequest, ShowRequest
+from trimtab.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from trimtab.configs.apply import StagePlan
+    from trimtab.configs.files import WriteResult
+    from trimtab.configs.show import Display, ShownStage
+    from trimtab.configs.targets import ConfigTarget
+
+_COLOURS = {"+": "green", "-": "red", "@": "cyan"}
+NOTHING_WRITTEN = "nothing was written; --yes writes"
+
+
+@command(ApplyRequest)
+def apply(
+    request: ApplyRequest,
+    *,
+    yes: Yes = False,
+    list_targets: Annotated[
+        bool, typer.Option("--list-targets", help="List the config formats that trimtab understands.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Write a plan into your own config files, with a backup.
+
+    The diff comes first. Comments, order and formatting stay. Nothing is written if any file fails, or
+    without a yes. What a config cannot hold is reported.
+    """
+    if list_targets:
+        _list_targets(api.config_places(request.to), json=json)
+        return
+    if request.plan is None or not request.to:
+        raise WrongUse(
+            "trimtab apply",
+            found="there is no PLAN" if request.plan is None else "there is no --to",
+            cure="Write it like: trimtab apply plan.json --to config.yaml",
+        )
+    if request.network is not None and request.on is None:
+        raise WrongUse(
+            f"--network {request.network}",
+            found="the plan holds the devices and their network already",
+            cure="Give --on DEVICES too, or state it where the plan is made: trimtab plan --network.",
+        )
+    request = state_devices(request)
+    with progress("planning") as shown:
+        plan, proposal = api.propose(request.replace(say=shown.say))
+    ready = proposal.prepare(beside=request.beside)
+    preview = api.applied(proposal, ready, None)
+    if not json:
+        _show_proposal(preview, proposal.stages)
+        print_notes(proposal.said)
+        print_notes((warning.text for warning in proposal.warnings), label="warning", style="bold red")
+    changes = bool(preview["diff"])
+    written = api.write_plan(ready, plan) if changes and (yes or (not json and _confirmed())) else None
+    if json:
+        print_json(api.applied(proposal, ready, written))
+    elif written:
+        print_text(_written(written))
+    elif changes:
+        print_text(NOTHING_WRITTEN, errors=True)
+
+
+def _show_proposal(preview: dict[str, Any], stages: Sequence[StagePlan]) -> None:
+    if stages:
+        print_text(_stage_plans(stages))
+        print_text("")
+    if preview["diff"]:
+        _print_diff(preview["diff"])
+    else:
+        print_text(f"{', '.join(preview['files'])}: says what the plan does already; nothing to write")
+
+
+def _confirmed() -> bool:
+    """Ask for a yes at the prompt; without a terminal the answer is no."""
+    if not sys.stdin.isatty():
+        return False
+    sys.stdout.flush()
+    sys.stderr.write("Write this? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in {"y", "yes"}
+
+
+def _list_targets(places: Sequence[str], *, json: bool) -> None:
+    from trimtab.configs.apply import parse_aim
+    from trimtab.configs.targets import list_targets
+
+    targets = list_targets([parse_aim(place).file for place in places] or [parse_aim(".").file])
+    if json:
+        print_json({"targets": [target.to_builtins() for target in targets]})
+    else:
+        print_text(_targets(targets))
+
+
+@command(ShowRequest)
+def show(request: ShowRequest, *, json: Json = False) -> None:
+    """Show what a config would use, and what would be better.
+
+    Stage by stage, if the config has stages. Nothing is written. Exit code 3 when a stage does not fit.
+    """
+    with progress("planning") as shown:
+        display = api.show(**state_devices(request).replace(say=shown.say).arguments())
+    if json:
+        print_json(display.to_builtins())
+    else:
+        print_text(show_display(display))
+    if any(stage.fits is False for stage in display.stages):
+        raise typer.Exit(3)
+
+
+def revert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A config file that `trimtab apply` wrote.")],
+    backup: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of the backup to restore; default: the last.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Restore even if the file was edited since; see the diff first.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Write without asking at a terminal.")] = False,
+    json: Json = False,
+) -> None:
+    """Put back the config that `trimtab apply` saved before it wrote.
+
+    At a terminal the diff is shown and you are asked for a yes; a script is not asked. The present content is
+    kept as another backup.
+    """
+    asks = sys.stdin.isatty() and not (yes or json)
+    done = api.revert(file, backup=backup, force=force, write=not asks)
+    if json:
+        print_json(done)
+        return
+    if done["diff"]:
+        _print_diff(done["diff"])
+    if asks and done["diff"]:
+        if not _confirmed():
+            print_text(NOTHING_WRITTEN, errors=True)
+            return
+        done = api.revert(file, backup=done["number"], force=force)
+    before = f"as before write {done['number']}"
+    if done["restored"]:
+        print_text(f"{file}: put back {before}; what was there is kept in {done['backup']}")
+    else:
+        print_text(f"{file}: is {before} already; nothing was written")
+
+
+def _print_diff(diff: str) -> None:
+    """Print a unified diff, in colours on a terminal."""
+    if not sys.stdout.isatty():
+        sys.stdout.write(diff)
+        return
+    text = Text(no_wrap=True, overflow="ignore")
+    for line in diff.splitlines():
+        bold = line.startswith(("+++", "---"))
+        text.append(f"{inert(line)}\n", style="bold" if bold else _COLOURS.get(line[:1]))
+    text.rstrip()
+    print_text(text)
+
+
+def _written(written: WriteResult) -> RenderableType:
+    """Return which files are new, and how to revert them."""
+    files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
+    return Group(
+        Text(inert(f"written: {files}"), style="bold"),
+        *(_indented("backup", backup, "dim") for backup in written.backups),
+        _indented("back", "; ".join(f"trimtab revert {file}" for file in written.files), "dim"),
+        *(_indented("note", note, "yellow") for note in written.said),
+    )
+
+
+def _stage_plans(stages: Sequence[StagePlan]) -> RenderableType:
+    """Return how each stage will run."""
+    rows = tuple(
+        (
+            stage.name,
+            f"{stage.setting.micro_batch} x {stage.setting.accumulation}",
+            str(stage.setting.global_batch),
+            format_bytes(stage.estimate.process_bytes),
+            _share(stage.estimate.process_bytes, stage.estimate.capacity_bytes),
+            _seconds(stage.estimate.step_s),
+        )
+        for stage in stages
+    )
+    return Columns(
+        ("stage", "batch", "global", "memory", "of GPU", "step"), rows, left=("stage",), folds="stage"
+    )
+
+
+def show_display(found: Display) -> RenderableType:
+    """Return a config: what was found, what each stage needs, what would be better."""
+    where = f" on {found.device}" if found.device and found.job else ""
+    job = f", job {found.job}{where}" if found.job else ""
+    parts: list[RenderableType] = [Text(inert(f"{found.file}: {found.title}{job}"), style="bold"), Text()]
+    table = _words_table("left", "left", "left")
+    for item in found.found:
+        line = "default" if item.line is None else f"line {item.line}"
+        table.add_row(inert(item.key), inert(_value(item.computed or item.value)), line)
+    parts.append(Padding(table, (0, 0, 0, 1), expand=False))
+    if found.stages:
+        parts += [_indented("runs as", _as_it_runs(found), "dim"), Text()]
+    if any(stage.memory_bytes is not None for stage in found.stages):
+        parts.append(Padding(_stages(found.stages), (0, 0, 0, 1), expand=False))
+    parts += [_indented(stage.name, line, "green") for stage in found.stages for line in stage.advice]
+    warnings = [warning.text for warning in found.warnings]
+    parts += [_indented("note", note, "yellow") for note in found.said if note not in warnings]
+    return Group(*parts, *(_indented("warning", warning, "bold red") for warning in warnings))
+
+
+def _as_it_runs(found: Display) -> str:
+    setting = found.stages[0].setting
+    batch = f", global batch {found.global_batch}" if found.global_batch else ""
+    length = f", {found.seq} tokens a sample" if found.seq else ""
+    return f"{setting_words(setting)}{batch}{length}"
+
+
+def _stages(stages: Sequence[ShownStage]) -> Columns:
+    rows = tuple(
+        (
+            stage.name,
+            f"{stage.setting.micro_batch} x {stage.setting.accumulation}",
+            format_bytes(stage.memory_bytes) if stage.memory_bytes is not None else "-",
+            _share(stage.memory_bytes, stage.capacity_bytes),
+            stage.rating or "-",
+            _seconds(stage.step_s),
+            f"{stage.samples_per_s:.1f}" if stage.samples_per_s else "-",
+        )
+        for stage in stages
+    )
+    headings = ("stage", "batch", "memory", "of GPU", "rating", "step", "samples/s")
+    return Columns(headings, rows, left=("stage", "rating"), folds="stage", narrowest=10)
+
+
+def _targets(targets: Sequence[ConfigTarget]) -> RenderableType:
+    """Return every target, with the keys it is known by."""
+    table = _words_table("left", "left")
+    for target in targets:
+        marks = "; ".join(" or ".join(group[:3]) for group in target.marks)
+        kinds = f" ({', '.join(target.formats)})" if target.formats else ""
+        table.add_row(target.name, inert(f"{target.title}{kinds}. Known by {marks}."))
+    return Group(Text("targets", style="bold"), table)
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _share(part: int | None, whole: int | None) -> str:
+    return f"{part / whole:.0%}" if part is not None and whole else "-"
+
+
+def _seconds(value: float | None) -> str:
+    return format_duration(value) if value else "-"

@@ -1,0 +1,54 @@
+"""Print answers: text for people through rich, or one JSON object."""
+
+from __future__ import annotations
+
+import json as json_text
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console, RenderableType
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def console(*, errors: bool = False) -> Console:
+    """Return a console on stdout, or on stderr for `errors`."""
+    from rich.console import Console
+
+    return Console(stderr=errors, highlight=False, soft_wrap=False)
+
+
+def print_text(what: RenderableType, *, errors: bool = False) -> None:
+    """Print without the trailing blanks that tables are padded with."""
+    from trimtab.render import WholePaths
+
+    target = console(errors=errors)
+    with target.capture() as captured:
+        target.print(WholePaths(what), crop=False)
+    # Only at line feeds: other separators belong to what is shown.
+    lines = (line.rstrip() for line in captured.get().removesuffix("\n").split("\n"))
+    target.file.write("\n".join(lines) + "\n")
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one JSON object on stdout."""
+    sys.stdout.write(json_text.dumps(value, indent=2) + "\n")
+
+
+def print_notes(notes: Iterable[str], *, label: str = "note", style: str = "yellow") -> None:
+    """Print remarks on stderr, each after a label."""
+    from trimtab.render import _indented
+
+    for note in notes:
+        print_text(_indented(label, note, style), errors=True)
+
+
+def say(text: str) -> None:
+    """Write a line about the command on stderr."""
+    sys.stderr.write(f"trimtab: {text}\n")

@@ -1,0 +1,107 @@
+"""The command `trimtab estimate`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from trimtab import api
+from trimtab.cli.console import Json, console, print_json, print_text
+from trimtab.cli.options import command, state_devices
+from trimtab.cli.progress import progress
+from trimtab.errors import TrimtabError
+from trimtab.spec import Recompute
+from trimtab.spec.requests import EstimateRequest
+from trimtab.units import format_bytes
+
+if TYPE_CHECKING:
+    from trimtab.predict.memory import Memory
+    from trimtab.spec import Cluster, Estimate, Setting
+
+WORTH_SAYING = 0.01
+"""Smaller savings get no line."""
+
+
+@command(EstimateRequest)
+def estimate(request: EstimateRequest, *, json: Json = False) -> None:
+    """Show what one configuration would need, without a GPU.
+
+    It is not run: the job's code takes a few steps on tensors without memory, as it would on the device.
+    Exit code 3 when it does not fit, 4 when the job's code fails.
+    """
+    job, options, cache = request.job, request.options, request.cache
+    where, setting = api.requested_setting(state_devices(request))
+    device = api.first_device(where)
+    result, details, help_lines = _estimate(request, setting, where, quiet=json)
+    with _status("comparing the loss of a small batch", quiet=json):
+        warnings = api.batch_warnings(job, setting, options, cache=cache)
+    result = result.replace(assumptions=(*warnings, *result.assumptions))
+    with _status("looking up modules", quiet=json):
+        classes = api.module_classes(job, [name for name, _ in details.modules], options, cache=cache)
+    if json:
+        modules = [
+            {"name": name, "class": classes.get(name), "bytes": size} for name, size in details.modules
+        ]
+        peak = {"operation": details.operation, "phase": details.phase, "modules": modules}
+        print_json({**result.to_builtins(), "setting": setting.to_builtins(), "peak": peak})
+    else:
+        from trimtab import render
+        from trimtab.strategies import strategy_of
+
+        heading = f"{job} on {device.name}, micro-batch {request.micro_batch}, {request.precision}"
+        if setting.accumulation > 1:
+            spread = strategy_of(setting).describe(setting.mesh)
+            heading += f", {spread}, {setting.accumulation} micro-batches"
+        print_text(render.estimate(result, details, heading=heading, help_lines=help_lines, classes=classes))
+    if not result.fits:
+        raise typer.Exit(3)
+
+
+def _estimate(
+    request: EstimateRequest, setting: Setting, where: Cluster, *, quiet: bool
+) -> tuple[Estimate, Memory, tuple[str, ...]]:
+    """Return the estimate, its details, and what another choice would change if that is quick to trace.
+
+    The other choice is eager mode for compiled code, otherwise full recomputation.
+    """
+    device = api.first_device(where)
+    asked: dict[str, Any] = {"options": request.options, "clip": request.clip, "cache": request.cache}
+    settings = [setting]
+    with progress("tracing the first steps on fake tensors"):
+        if setting.compile and not quiet:
+            settings.append(setting.replace(compile=False))
+        elif setting.recompute is Recompute.NONE and not quiet:
+            fuller = setting.replace(recompute=Recompute.FULL)
+            if not api.is_known(request.job, setting, device, **asked) or api.is_known(
+                request.job, fuller, device, **asked
+            ):
+                settings.append(fuller)
+        first, *others = api.look_at_all(
+            request.job, settings, device, where=where, always_least=quiet, **asked
+        )
+    if isinstance(first, TrimtabError):
+        raise first
+    result, details, _ = first
+    compared = next((other[0] for other in others if not isinstance(other, TrimtabError)), None)
+    if compared is None:
+        return result, details, ()
+    return result, details, _help_lines(setting, result.process_bytes, compared.process_bytes)
+
+
+def _status(text: str, *, quiet: bool) -> Any:
+    """Show on a terminal what is being done."""
+    if quiet or not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    return console(errors=True).status(text)
+
+
+def _help_lines(setting: Setting, bytes_now: int, bytes_then: int) -> tuple[str, ...]:
+    """Return what the other choice would change: eager mode always, recomputation if it saves memory."""
+    change = bytes_then / bytes_now - 1
+    if setting.compile:
+        line = f"without --compile: {format_bytes(bytes_then)}, {change:+.0%}"
+        return (f"{line}; compiling costs memory here" if change < 0 else line,)
+    return (f"--recompute full: {format_bytes(bytes_then)}, {change:.0%}",) if -change >= WORTH_SAYING else ()

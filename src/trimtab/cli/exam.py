@@ -1,0 +1,107 @@
+"""The commands `trimtab exam`, `trimtab profile` and `trimtab calibrate`: predictions and measurements."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path  # noqa: TC003 - typer reads it
+from typing import Annotated, Any
+
+import typer
+
+from trimtab import api
+from trimtab.cli.console import Json, print_json, print_text
+from trimtab.cli.options import command
+from trimtab.spec.requests import ProfileRequest
+
+
+def exam(
+    only: Annotated[
+        str, typer.Option(metavar="PATTERN", help="Only cases whose names match, as in 'gpt-*'.")
+    ] = "*",
+    own: Annotated[
+        Path | None,
+        typer.Option("--cases", metavar="FILE", help="File of cases that `trimtab profile --keep` wrote."),
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Trace every case again.")] = False,
+    json: Json = False,
+) -> None:
+    """Predict every recorded measurement again, and show the errors.
+
+    Takes some minutes the first time. Needs transformers and peft for some of the cases.
+    """
+    from trimtab.exams.sit import sit
+
+    def done(answer: Any) -> None:
+        if not json:
+            print(f"  {answer.case}", file=sys.stderr)  # noqa: T201 - progress
+
+    marks = sit(only, own=own, cache=not no_cache, done=done)
+    if json:
+        print_json(marks.to_builtins())
+    else:
+        from trimtab import render
+
+        print_text(render.marks(marks))
+
+
+@command(ProfileRequest)
+def profile(request: ProfileRequest, *, json: Json = False) -> None:
+    """Run a configuration for a few steps and check the prediction.
+
+    Needs a GPU. Exit code 3 when it runs out of memory.
+    """
+    device = api.gpu_here()
+    setting = api.make_setting(
+        micro_batch=request.micro_batch,
+        precision=request.precision,
+        recompute=request.recompute,
+        compile=request.compile,
+        strategy="single",
+        gpus=1,
+        optimizer=request.optimizer,
+        allocator=request.allocator,
+    )
+    result = api.profile(
+        request.job, setting, device, options=request.options, clip=request.clip, keep=request.keep
+    )
+    if json:
+        print_json(result)
+    else:
+        heading = f"{request.job} on {device.name}, micro-batch {request.micro_batch}, {request.precision}"
+        from trimtab import render
+
+        print_text(render.profile(result, heading=heading))
+    if result["run"]["out_of_memory"]:
+        raise typer.Exit(3)
+
+
+def calibrate(
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Seconds that the measurements may take.")
+    ] = 50.0,
+    json: Json = False,
+) -> None:
+    """Measure the GPU of this machine once, for predictions of time.
+
+    Runs the operations of common models over sizes and precisions, in under a minute.
+    """
+    calibration, file = api.calibrate(budget_s=budget)
+    if json:
+        curves = [
+            {**work.to_builtins(), "seconds": seconds}
+            for work, seconds in zip(calibration.works, calibration.seconds, strict=True)
+        ]
+        print_json(
+            {
+                "device": calibration.device,
+                "curves": curves,
+                "file": str(file),
+                "host": calibration.host,
+                "copy_bytes_per_s": calibration.copy_bytes_per_s,
+                "left_out": calibration.left_out,
+            }
+        )
+    else:
+        from trimtab import render
+
+        print_text(render.calibration(calibration, file))

@@ -1,0 +1,622 @@
+"""The requests of the commands: one definition of every option, for the command line, Python and JSON.
+
+    class PlanRequest(JobOnDevices, frozen=True, kw_only=True):
+        price: Annotated[float | None, option("Price of one GPU for one hour.")] = None
+
+gives `trimtab plan --price 2.5`, `trimtab.plan(job, price=2.5)` and the key `price` in the request's JSON.
+`cli/options.py` builds the flags of a command from its request, `accepts` the arguments of a function.
+Shared options are type aliases here, so that `--on` has the same words everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, TypeVar, get_type_hints
+
+import msgspec
+
+from trimtab.errors import WrongUse, nearest
+from trimtab.spec.hardware import Cluster
+from trimtab.spec.plan import Plan
+from trimtab.spec.stage import StagedPlan
+from trimtab.units import parse_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    # What Python callers may pass. JSON has the simpler forms below.
+    PathText = str | Path
+    Pinned = Mapping[str, Any] | Iterable[str]
+    Numbers = Iterable[int]
+    Words = Sequence[str]
+    Places = str | Path | Sequence[str | Path]
+    GivenPlan = Plan | Path | str
+    GivenPlans = GivenPlan | StagedPlan
+else:
+    PathText = str
+    Pinned = dict[str, Any] | tuple[str, ...]
+    Numbers = tuple[int, ...]
+    Words = tuple[str, ...]
+    Places = str | list[str]
+    GivenPlan = GivenPlans = str | Plan
+
+Arguments = ParamSpec("Arguments")
+RequestType = TypeVar("RequestType")
+Result = TypeVar("Result")
+
+
+class JobFlag(NamedTuple):
+    """A flag that sets an attribute of some jobs: a short form of `--set`."""
+
+    name: str
+    attribute: str
+    jobs: tuple[str, ...]
+    """The jobs that have this attribute; `hf:` is every Hugging Face folder."""
+    type: type
+    help: str
+    metavar: str | None = None
+
+
+JOB_FLAGS = (
+    JobFlag(
+        "seq", "seq", ("hf:",), int, "hf: tokens per sample; default: the model's own limit, at most 1024."
+    ),
+    JobFlag(
+        "lora",
+        "lora",
+        ("hf:", "bridge"),
+        int,
+        "hf, bridge: add LoRA adapters of this rank to every linear layer except the head, and freeze the "
+        "rest.",
+        "RANK",
+    ),
+    JobFlag("frozen", "frozen", ("hf:",), bool, "hf: freeze the model except its head."),
+    JobFlag(
+        "llama",
+        "llama_folder",
+        ("bridge",),
+        Path,
+        "bridge: Hugging Face folder of the first frozen model.",
+        "FOLDER",
+    ),
+    JobFlag(
+        "qwen",
+        "qwen_folder",
+        ("bridge",),
+        Path,
+        "bridge: Hugging Face folder of the second frozen model.",
+        "FOLDER",
+    ),
+    JobFlag(
+        "sequential",
+        "sequential",
+        ("bridge",),
+        bool,
+        "bridge: run one frozen model at a time, which takes less memory.",
+    ),
+)
+DATA = JobFlag(
+    "data",
+    "data",
+    ("hf:", "slm"),
+    Path,
+    "slm, hf: text to train on; default: the source code of Python's standard library.",
+    "FILE_OR_FOLDER",
+)
+
+
+class CommandOption(NamedTuple):
+    """A field of a request, with all that the command line, Python and JSON need."""
+
+    help: str
+    flag: str | None = ""
+    """Empty: from the field's name. None: no flag; the field is for Python and JSON."""
+    metavar: str | None = None
+    short: str | None = None
+    argument: bool = False
+    """Given by its place, without a flag."""
+    required: bool = True
+    """For an argument: whether the command line insists on it."""
+    many: bool = False
+    """Can be repeated."""
+    minimum: float | None = None
+    parse: Callable[[Any], Any] | None = None
+    """Turns what was typed into the field's value."""
+    switches: dict[str, str] = {}
+    """For each value of the field a flag without a value, with its help."""
+    job_flags: tuple[JobFlag, ...] = ()
+    type: Any = None
+    """The field's type; with its default, read from the request."""
+    default: Any = None
+    """inspect.Parameter.empty where the field has none."""
+
+
+def option(text: str, flag: str | None = "", **declared: Any) -> msgspec.Meta:
+    """Declare a field of a request: its help text, and how its flag differs from its name."""
+    return msgspec.Meta(description=text, extra={"option": CommandOption(text, flag, **declared)})
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Return the numbers of GPUs in a text such as 1,2,4,8.
+
+    >>> parse_counts("1,2,4")
+    (1, 2, 4)
+    """
+    counts = [parse_whole(number) for number in text.split(",")]
+    if not all(counts):
+        raise WrongUse(
+            f"--compare {text}",
+            found="it is no list of numbers from 1 up",
+            cure="Write it like --compare 1,2,4.",
+        )
+    return tuple(count for count in counts if count)
+
+
+def ignore(_: str) -> None:
+    """Discard a progress message."""
+
+
+Say = Callable[[str], None]
+JobName = Annotated[
+    Any,
+    option(
+        "FILE.py:NAME or package.module:NAME (its code is run), a built-in job (slm, bridge, naics; slm:tiny "
+        "and so on are small versions), or hf:FOLDER with a Hugging Face config.json.",
+        argument=True,
+        metavar="JOB",
+    ),
+]
+Devices = Annotated[
+    str | Cluster | None,
+    option("Devices to plan for: H200, 4xA100-40GB, 2x8xH100; default: this machine.", metavar="DEVICES"),
+]
+Network = Annotated[
+    str | None,
+    option(
+        "Bandwidth between nodes, one way: 400Gb/gpu, 8x400Gb/node, 50GB/s/gpu (Gb: bits, GB: bytes); "
+        "default: what such nodes usually have.",
+        metavar="BANDWIDTH",
+    ),
+]
+Pins = Annotated[
+    Pinned,
+    option(
+        "Fix a choice of the plan: micro_batch=8, strategy=fsdp, compile=false. Can be repeated.",
+        "--pin",
+        metavar="KEY=VALUE",
+        many=True,
+    ),
+]
+SET = {"flag": "--set", "metavar": "NAME=VALUE", "many": True}
+SET_HELP = "Set an attribute of the job, as in --set layers=24. Can be repeated."
+JobOptions = Annotated[dict[str, Any] | None, option(SET_HELP, **SET, job_flags=JOB_FLAGS)]
+TrainOptions = Annotated[dict[str, Any] | None, option(SET_HELP, **SET, job_flags=(DATA, *JOB_FLAGS))]
+PlainOptions = Annotated[dict[str, Any] | None, option(SET_HELP, **SET)]
+Cache = Annotated[bool, option("Trace again, even if nothing changed.", "--no-cache")]
+Clip = Annotated[float | None, option("Clip gradients to this norm.", minimum=0.0)]
+MicroBatch = Annotated[int, option("Samples per forward pass on one rank.")]
+PrecisionName = Annotated[str, option("Precision of the computation: fp32, tf32, bf16, fp16 or bf16-true.")]
+RecomputeName = Annotated[
+    str, option("Activation recomputation (gradient checkpointing): none, full or selective.")
+]
+Compile = Annotated[bool, option("Run the model through torch.compile.")]
+OptimizerName = Annotated[str, option("Implementation of the optimizer: fused, foreach or plain.")]
+AllocatorName = Annotated[str, option("Mode of PyTorch's CUDA allocator: default or expandable.")]
+RunFolder = Annotated[
+    PathText | None,
+    option("Folder of the run; an existing run is resumed. Default: runs/JOB.", metavar="DIR", parse=Path),
+]
+Steps = Annotated[
+    int | None, option("Stop after this many optimizer steps; default: when the job is complete.")
+]
+Rendezvous = Annotated[
+    str | None,
+    option("Address where the nodes of a multi-node run meet.", metavar="HOST:PORT"),
+]
+Restarts = Annotated[
+    int | None,
+    option("How many times lost processes are restarted; default 10.", metavar="COUNT"),
+]
+TargetName = Annotated[
+    str | None,
+    option("Framework that reads the config file, if trimtab cannot tell.", metavar="NAME"),
+]
+
+
+class CommandRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the requests. A field without `option` is a hook for Python callers: no flag, not in JSON."""
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the same request with some fields changed."""
+        return msgspec.structs.replace(self, **changes)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return every field by name, hooks included."""
+        return msgspec.structs.asdict(self)
+
+    def to_json(self) -> str:
+        """Return the request as JSON text; a job in it must be named by a string."""
+        values = {name: getattr(self, name) for name in options_of(type(self))}
+        return msgspec.json.encode(values, enc_hook=_plain).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return the request from JSON text; raises msgspec.ValidationError."""
+        values = msgspec.json.decode(text, type=_json_form(cls))
+        return cls(**msgspec.structs.asdict(values))
+
+    @classmethod
+    def schema(cls) -> dict[str, Any]:
+        """Return the JSON schema of the request."""
+        return msgspec.json.schema(_json_form(cls))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PathLike):
+        return fspath(value)
+    raise TypeError(f"{value!r} cannot be written as JSON: give it by name")
+
+
+@functools.cache
+def options_of(request: type[CommandRequest]) -> dict[str, CommandOption]:
+    """Return the fields of a request that are options, by name, in the order of their definition."""
+    hints = get_type_hints(request, include_extras=True)
+    options = {}
+    for field in msgspec.structs.fields(request):
+        hint = hints[field.name]
+        meta = next((item for item in getattr(hint, "__metadata__", ()) if type(item) is msgspec.Meta), None)
+        if meta is not None and meta.extra:
+            declared: CommandOption = meta.extra["option"]
+            options[field.name] = declared._replace(
+                flag=f"--{field.name.replace('_', '-')}" if declared.flag == "" else declared.flag,
+                type=hint,
+                default=inspect.Parameter.empty if field.required else field.default,
+            )
+    return options
+
+
+@functools.cache
+def _json_form(request: type[CommandRequest]) -> type[msgspec.Struct]:
+    """Return the request without its hooks."""
+    fields: list[Any] = [
+        (name, item.type) if item.default is inspect.Parameter.empty else (name, item.type, item.default)
+        for name, item in options_of(request).items()
+    ]
+    return msgspec.defstruct(request.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def accepts(
+    request_class: Callable[Arguments, RequestType],
+) -> Callable[[Callable[[RequestType], Result]], Callable[Arguments, Result]]:
+    """Let a function of a request be called with the request's fields as arguments.
+
+    The function also takes the request itself as its only argument. Type checkers and `inspect.signature`
+    see the fields; a wrong name gets a suggestion.
+    """
+
+    def decorate(function: Callable[[RequestType], Result]) -> Callable[Arguments, Result]:
+        signature = inspect.signature(request_class)
+
+        @functools.wraps(function)
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            if len(args) == 1 and not kwargs and isinstance(args[0], request_class):  # type: ignore[arg-type]
+                return function(args[0])  # type: ignore[arg-type]
+            for name in kwargs:
+                if name not in signature.parameters:
+                    close = nearest(name, signature.parameters, count=1)
+                    hint = f"; did you mean {close[0]!r}?" if close else ""
+                    raise TypeError(f"{function.__name__}() has no argument {name!r}{hint}")
+            return function(request_class(*args, **kwargs))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+class JobOnDevices(CommandRequest, frozen=True):
+    """A job and the devices that it is for: the arguments that are given by their place."""
+
+    job: JobName
+    on: Devices = None
+
+
+class EstimateRequest(JobOnDevices, frozen=True, kw_only=True):
+    """What `trimtab estimate` is asked: one configuration of a job on some devices."""
+
+    network: Network = None
+    micro_batch: MicroBatch = 1
+    precision: PrecisionName = "bf16"
+    recompute: RecomputeName = "none"
+    compile: Compile = False
+    strategy: Annotated[
+        str,
+        option("How the work is spread over GPUs: single, ddp, fsdp, hsdp, branch, hybrid or pipeline."),
+    ] = "single"
+    gpus: Annotated[int | None, option("Number of GPUs; default: all that `on` names.", None)] = None
+    optimizer: OptimizerName = "fused"
+    allocator: AllocatorName = "default"
+    sync_batchnorm: Annotated[
+        bool, option("Compute BatchNorm statistics over a micro-batch of all GPUs together.")
+    ] = False
+    clip: Clip = None
+    options: JobOptions = None
+    cache: Cache = True
+
+
+class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
+    """What `trimtab profile` is asked: one configuration of a job, run on this machine."""
+
+    job: JobName
+    micro_batch: MicroBatch = 1
+    precision: PrecisionName = "bf16"
+    recompute: RecomputeName = "none"
+    compile: Compile = False
+    optimizer: OptimizerName = "fused"
+    allocator: AllocatorName = "default"
+    clip: Clip = None
+    options: JobOptions = None
+    keep: Annotated[
+        PathText | None,
+        option("Add the run to a file of cases, for `trimtab exam --cases`.", metavar="FILE", parse=Path),
+    ] = None
+
+
+class PlanRequest(JobOnDevices, frozen=True, kw_only=True):
+    """What `trimtab plan` is asked: the best configuration of a job on some devices."""
+
+    network: Network = None
+    global_batch: Annotated[
+        int | None, option("Samples per optimizer step, instead of the job's own number.")
+    ] = None
+    samples: Annotated[int | None, option("Samples per epoch, instead of the job's own number.")] = None
+    epochs: Annotated[int | None, option("Number of epochs, instead of the job's own.")] = None
+    memory: Annotated[float, option("Share of the free GPU memory that the plan may use.")] = 0.9
+    deadline: Annotated[str | float | None, option("Longest time that the run may take, as in 12h.")] = None
+    objective: Annotated[
+        str,
+        option(
+            "What to optimize. speed: ends soonest; gpus: fewest GPUs that meet the deadline; cost: fewest "
+            "GPU-hours."
+        ),
+    ] = "speed"
+    compare: Annotated[
+        Numbers,
+        option("Compare numbers of GPUs side by side, as in 1,2,4,8.", metavar="COUNTS", parse=parse_counts),
+    ] = ()
+    price: Annotated[float | None, option("Price of one GPU for one hour.")] = None
+    pins: Pins = ()
+    clip: Clip = None
+    options: JobOptions = None
+    cache: Cache = True
+    say: Say = ignore
+    say_best: Say = ignore
+    partial: bool = False
+
+
+class PlanStagesRequest(PlanRequest, frozen=True, kw_only=True):
+    """What `trimtab plan --stages` is asked: a plan for every stage of a job."""
+
+    files: Annotated[PathText | None, option("Folder of the stages; default: the job's own.", None)] = None
+
+
+class JobToTrain(CommandRequest, frozen=True):
+    """A job and the plan that it is trained by."""
+
+    job: JobName
+    plan: Annotated[
+        GivenPlans | None,
+        option(
+            "Plan to follow, from `trimtab plan --out`; default: plan for this machine.",
+            metavar="FILE",
+            parse=Path,
+        ),
+    ] = None
+
+
+class TrainRequest(JobToTrain, frozen=True, kw_only=True):
+    """What `trimtab train` is asked."""
+
+    steps: Steps = None
+    procs: Annotated[
+        int | None, option("Processes on this machine; default: as many as the plan has GPUs.")
+    ] = None
+    out: RunFolder = None
+    seed: Annotated[int | None, option("Random seed for initial weights and sample order; default 0.")] = None
+    pins: Pins = ()
+    options: TrainOptions = None
+    checkpoint_steps: Annotated[
+        int | None, option("Steps between checkpoints.", "--checkpoint-every", metavar="STEPS")
+    ] = None
+    checkpoint_s: Annotated[
+        float | None,
+        option(
+            "Minutes between checkpoints; default 10.",
+            "--checkpoint-minutes",
+            metavar="MINUTES",
+            parse=lambda minutes: 60 * minutes,
+        ),
+    ] = None
+    keep: Annotated[
+        int | None, option("Checkpoints to keep besides the best one; default 3.", metavar="COUNT")
+    ] = None
+    evaluate_steps: Annotated[
+        int | None,
+        option(
+            "Steps between evaluations, for a job with validation(); default: once an epoch.",
+            "--evaluate-every",
+            metavar="STEPS",
+        ),
+    ] = None
+    every: Annotated[
+        int | None,
+        option("Steps between printed lines; default 1, or 10 in long runs.", metavar="STEPS"),
+    ] = None
+    nodes: Annotated[
+        str,
+        option(
+            "Number of nodes: 2, or 1:2 for a run that continues with those that are left.", metavar="MIN:MAX"
+        ),
+    ] = "1"
+    rendezvous: Rendezvous = None
+    restarts: Restarts = None
+    timeout_min: Annotated[
+        float, option("How many minutes processes wait for one that does not answer.", metavar="MINUTES")
+    ] = 10.0
+    faults: Annotated[
+        PathText | None,
+        option(
+            "File of faults to inject, to test recovery; see docs/training.md.", metavar="FILE", parse=Path
+        ),
+    ] = None
+    json: Annotated[bool, option("Print one JSON object a line: steps, then events.")] = False
+    say: Say = ignore
+
+
+class TrainStagesRequest(TrainRequest, frozen=True, kw_only=True):
+    """What `trimtab train --stages` is asked: the stages of a job, one after the other."""
+
+    files: Annotated[PathText | None, option("Folder of the stages; default: the job's own.", None)] = None
+
+
+class PlanToLaunch(CommandRequest, frozen=True):
+    """A plan to launch, or a job to plan and launch."""
+
+    plan_or_job: Annotated[
+        Any,
+        option(
+            "A plan that `trimtab plan --out` wrote, or a job, which is planned first.",
+            argument=True,
+            metavar="PLAN_OR_JOB",
+        ),
+    ]
+
+
+class LaunchRequest(PlanToLaunch, frozen=True, kw_only=True):
+    """What `trimtab launch` is asked."""
+
+    extra: Annotated[
+        Words,
+        option(
+            "Further options of `trimtab train`, or arguments for your --script.",
+            argument=True,
+            required=False,
+            many=True,
+            metavar="-- WORDS",
+        ),
+    ] = ()
+    kind: Annotated[
+        str,
+        option(
+            "What starts the run: torchrun, slurm, kubernetes, kubeflow, sky, accelerate or deepspeed.",
+            switches={
+                "slurm": "Write an sbatch script, checked against the cluster.",
+                "kubernetes": "Write a Kubernetes manifest: an Indexed Job and its Service.",
+                "kubeflow": "Write a Kubeflow manifest: a TrainJob.",
+                "sky": "Write a SkyPilot task.",
+                "accelerate": "Show the `accelerate launch` command for your own --script.",
+                "deepspeed": "Show the `deepspeed` command for your own --script.",
+            },
+        ),
+    ] = "torchrun"
+    yes: Annotated[bool, option("Run or submit it; without this flag it is only shown.", short="-y")] = False
+    out: RunFolder = None
+    on: Devices = None
+    network: Network = None
+    nodes: Annotated[
+        str | None,
+        option(
+            "Number of nodes: 2, or 1:2 for a run that continues with those that are left.", metavar="MIN:MAX"
+        ),
+    ] = None
+    procs: Annotated[int | None, option("Processes on each node, for a job; default: the plan's.")] = None
+    rendezvous: Rendezvous = None
+    restarts: Restarts = None
+    steps: Steps = None
+    time: Annotated[
+        str | None, option("Time limit of the job, as in 12h; default: the estimate plus a quarter.")
+    ] = None
+    partition: Annotated[str | None, option("Slurm partition; default: the cluster's default.")] = None
+    account: Annotated[str | None, option("Slurm account to charge.")] = None
+    qos: Annotated[str | None, option("Slurm quality of service.")] = None
+    activate: Annotated[
+        str | None, option("Virtual environment that the Slurm job activates.", metavar="VENV")
+    ] = None
+    image: Annotated[str | None, option("Container image, for Kubernetes, Kubeflow and SkyPilot.")] = None
+    script: Annotated[
+        str | None, option("Your own training script, for accelerate and deepspeed.", metavar="FILE")
+    ] = None
+    compare: Annotated[
+        Numbers,
+        option("Make one launch for each number of GPUs, as in 1,2,4.", metavar="COUNTS", parse=parse_counts),
+    ] = ()
+    pins: Pins = ()
+    options: JobOptions = None
+    cache: Cache = True
+    say: Say = ignore
+
+
+class PlanToApply(CommandRequest, frozen=True):
+    """A plan and the config files that it is written into."""
+
+    plan: Annotated[
+        GivenPlan,
+        option("A plan that `trimtab plan --out` wrote.", argument=True, required=False, metavar="PLAN"),
+    ]
+    to: Annotated[
+        Places,
+        option(
+            "Config file, a place in one (config.py:slm_config), or a folder with stages. Can be repeated.",
+            metavar="FILE[:PATH]",
+            many=True,
+            required=False,
+        ),
+    ]
+
+
+class ApplyRequest(PlanToApply, frozen=True, kw_only=True):
+    """What `trimtab apply` is asked."""
+
+    target: TargetName = None
+    beside: Annotated[bool, option("Also replace computed values; each old value stays in a comment.")] = (
+        False
+    )
+    on: Annotated[
+        str | Cluster | None,
+        option("Devices to plan the stages for; default: the plan's own.", metavar="DEVICES"),
+    ] = None
+    network: Network = None
+    dry: Annotated[bool, option("Show the changes and write nothing.", None)] = False
+    cache: Cache = True
+    say: Say = ignore
+
+
+class ConfigOnDevices(CommandRequest, frozen=True):
+    """A config file and the devices that it is examined for."""
+
+    file: Annotated[
+        PathText,
+        option(
+            "Config file, a place in one (FILE:PATH), or a folder with stages.",
+            argument=True,
+            metavar="FILE_OR_FOLDER",
+        ),
+    ]
+    on: Devices = None
+
+
+class ShowRequest(ConfigOnDevices, frozen=True, kw_only=True):
+    """What `trimtab show` is asked."""
+
+    network: Network = None
+    job: Annotated[
+        Any, option("The job that the config is for, if the file does not say.", metavar="JOB")
+    ] = None
+    target: TargetName = None
+    options: PlainOptions = None
+    cache: Cache = True
+    say: Say = ignore
