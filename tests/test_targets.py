@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.configs.plan_edits import Edit
-    from trimtab.configs.text_edit import ConfigDocument
+    from trimtab.configs.text_edit import ParsedConfig
 
 ESTIMATE = Estimate(
     allocated_bytes=1,
@@ -58,7 +58,7 @@ def plan(setting: Setting, nodes: int = 1) -> Plan:
     return Plan(job="job.py:Mine", choice=setting, estimate=ESTIMATE, places=places)
 
 
-def written(text: str, file: str, one: Plan) -> tuple[ConfigDocument, list[Edit], list[str]]:
+def written(text: str, file: str, one: Plan) -> tuple[ParsedConfig, list[Edit], list[str]]:
     """The document after the plan is in it."""
     before = formats.read_config(text, file)
     where = find_site(before, builtin_targets(), origin=file)

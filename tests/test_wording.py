@@ -25,6 +25,7 @@ SOURCE = ROOT / "src" / "trimtab"
 WORDS = SOURCE / "catalog" / "words.toml"
 
 CLEAN_IDENTIFIERS: tuple[str, ...] = (
+    "api",
     "cli",
     "configs",
     "diagnosis",
@@ -36,6 +37,7 @@ CLEAN_IDENTIFIERS: tuple[str, ...] = (
 )
 """Packages and modules below src/trimtab, as `spec` or `units.py`, without a banned identifier."""
 CLEAN_DOCSTRINGS: tuple[str, ...] = (
+    "api",
     "cli",
     "configs",
     "diagnosis",
@@ -44,6 +46,7 @@ CLEAN_DOCSTRINGS: tuple[str, ...] = (
     "pages",
     "render.py",
     "spec/requests.py",
+    "strategies",
     "units.py",
     "watching",
 )

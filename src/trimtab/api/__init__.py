@@ -1,4 +1,4 @@
-"""The verbs of trimtab as functions; `trimtab.detect()` and the command `trimtab detect` are one thing."""
+"""The commands of trimtab as functions: `trimtab.detect()` does what `trimtab detect` does."""
 
 from __future__ import annotations
 

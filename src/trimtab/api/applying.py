@@ -60,7 +60,7 @@ def propose(request: ApplyRequest) -> tuple[Plan, Proposal]:
 def _same_but(
     found: Plan, options: dict[str, Any], on: str | Cluster | None, *, cache: bool, say: Callable[[str], None]
 ) -> Plan:
-    """The best plan for the job with some options changed, all but the cut of the batch as it was."""
+    """Return the best plan for the job with some options changed; only the micro-batch may differ."""
     from trimtab.configs.apply import stage_pins
     from trimtab.planner.stale import devices_of
 
@@ -78,7 +78,7 @@ def _same_but(
 
 @accepts(ApplyRequest)
 def apply(request: ApplyRequest) -> dict[str, Any]:
-    """Write a plan into config files: all of them, or none where one of them fails.
+    """Write a plan into config files: all of them, or none if one fails.
 
     trimtab.apply(trimtab.plan("slm", "2xA30"), "config.py:slm_config")["edits"]
     trimtab.apply("plan.json", ["conf/config.yaml", "train.sbatch"], dry=True)["diff"]
@@ -89,7 +89,7 @@ def apply(request: ApplyRequest) -> dict[str, Any]:
 
 
 def write_plan(ready: Sequence[PreparedFile], plan: Plan) -> WriteResult:
-    """Write files that are ready, with backups that say what for."""
+    """Write the prepared files, with backups that name the plan."""
     from trimtab.configs.files import write_files
     from trimtab.render import setting_words
 
@@ -99,23 +99,29 @@ def write_plan(ready: Sequence[PreparedFile], plan: Plan) -> WriteResult:
 
 
 def applied(proposal: Proposal, ready: Sequence[PreparedFile], written: WriteResult | None) -> dict[str, Any]:
-    """What `apply` answers: the edits and the diff, and where the backup is once they are written."""
+    """Return the result of `apply`: the edits, the diff, and the backup once they are written."""
     backups = list(written.backups) if written else []
     return {
         "edits": [
-            {"file": one.file, "key": one.key, "before": one.before, "after": one.after, "line": one.line}
-            for one in proposal.edits
+            {
+                "file": edit.file,
+                "key": edit.key,
+                "before": edit.before,
+                "after": edit.after,
+                "line": edit.line,
+            }
+            for edit in proposal.edits
         ],
         "backup": backups[0] if backups else None,
         "backups": backups,
         "written": list(written.files) if written else [],
         "files": proposal.files,
-        "diff": "".join(one.diff() for one in ready),
-        "stages": [one.to_builtins() for one in proposal.stages],
-        "warnings": [one.to_builtins() for one in proposal.warnings],
+        "diff": "".join(file.diff() for file in ready),
+        "stages": [stage.to_builtins() for stage in proposal.stages],
+        "warnings": [warning.to_builtins() for warning in proposal.warnings],
         "said": [
             *proposal.said,
-            *(one.text for one in proposal.warnings),
+            *(warning.text for warning in proposal.warnings),
             *(written.said if written and written.files else ()),
         ],
     }
@@ -142,7 +148,7 @@ def revert(
 
 @accepts(ShowRequest)
 def show(request: ShowRequest) -> Display:
-    """What a config would use, stage by stage, and what would be better.
+    """Show what a config would use, stage by stage, and what would be better.
 
     trimtab.show("conf", "RTX 6000").stages[0].advice
     """
@@ -167,7 +173,9 @@ def show(request: ShowRequest) -> Display:
             layout, target, job=job, gpus=None, device=None, seer=None, no_device=True, sought=sought
         )
     options = request.options or {}
-    seer = None if job is None else _Seer(job, where, options, cache=request.cache, say=request.say)
+    seer = (
+        None if job is None else _ConfigEstimator(job, where, options, cache=request.cache, say=request.say)
+    )
     return build_display(
         layout,
         target,
@@ -185,8 +193,8 @@ def _name(job: Any) -> str:
     return name_of(job)[0]
 
 
-class _Seer:
-    """Answers what `show` asks about a job on some devices."""
+class _ConfigEstimator:
+    """Estimates and plans for `show`, for a job on some devices."""
 
     def __init__(
         self, job: Any, where: Cluster, options: dict[str, Any], *, cache: bool, say: Callable[[str], None]
@@ -194,7 +202,7 @@ class _Seer:
         self.job, self.where, self.options, self.cache, self.say = job, where, options, cache, say
 
     def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
-        """What a setting needs, and how fast it is."""
+        """Return what a setting needs, and how fast it is."""
         from trimtab.errors import WrongUse
         from trimtab.planner.estimates import refuse_emulated
 
@@ -211,7 +219,7 @@ class _Seer:
         return look_closely(self.job, setting, device, where=self.where, options=both, cache=self.cache)[0]
 
     def better(self, options: dict[str, Any], setting: Setting) -> Plan:
-        """The fastest way to run the same global batch on as many GPUs in the same precision.
+        """Return the fastest plan for the same global batch on as many GPUs in the same precision.
 
         Without recomputing where the config has none and something fits so: that takes few traces.
         """
@@ -256,7 +264,7 @@ def turn_knobs(  # noqa: PLR0913 - what knobs may meet
     options: Mapping[str, Any] | None = None,
     pins: Sequence[str] = (),
 ) -> KnobSettings:
-    """What knobs such as batch_size set here, with those of a config file; `given` counts before the file.
+    """Return what knobs such as batch_size set, with those of a config file; `given` counts before the file.
 
     `ranks` is how many processes will train, where that is settled; else as many as there are GPUs. What is
     also in `options` or `pins` is refused, so that nothing is said twice.
@@ -281,7 +289,7 @@ def turn_knobs(  # noqa: PLR0913 - what knobs may meet
     found = knobs.apply_knobs(
         asked,
         ranks=int(fixed.get("gpus") or ranks or len(devices) or 1),
-        bf16=all(one.bf16 is not False for one in devices),
+        bf16=all(device.bf16 is not False for device in devices),
         joint="global_batch" not in chosen,
     )
     for key in (*found.options, *found.pins):

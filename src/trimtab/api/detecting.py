@@ -33,13 +33,13 @@ VERBS = (
     "report",
     "watch",
 )
-"""What works today."""
+"""The commands, in the order of help."""
 FUNCTIONS = {"jobs": "list_jobs"}
-"""Verbs whose function has another name, since a room of the package has theirs."""
+"""Commands whose function has another name, because a package has theirs."""
 
 
 def detect() -> Cluster:
-    """The hardware that this process may use.
+    """Return the hardware that this process may use.
 
     >>> trimtab.detect().nodes[0].devices  # doctest: +SKIP
     (Device(index=0, name='NVIDIA H200', ...),)
@@ -50,7 +50,7 @@ def detect() -> Cluster:
 
 
 def cluster(on: str | Path | None = None, *, network: str | None = None) -> Cluster:
-    """The cluster that a string or a detect file describes, without the hardware; None is this machine.
+    """Return the cluster that a string or a detect file describes; None is this machine.
 
     `network` states the bandwidth between nodes: 400Gb/gpu, 100Gb/node, 50GB/s/gpu.
 
@@ -65,14 +65,14 @@ def cluster(on: str | Path | None = None, *, network: str | None = None) -> Clus
 
 
 def stated_network(where: Cluster, network: str) -> Cluster:
-    """The cluster with a stated bandwidth between its nodes."""
+    """Return the cluster with a stated bandwidth between its nodes."""
     from trimtab.catalog.network import with_network
 
     return with_network(where, network)
 
 
 def explain(word: str) -> Word:
-    """A knob, strategy or term in plain English, or a kind of what `trimtab doctor` finds.
+    """Explain a knob, strategy or term in plain English, or a finding of `trimtab doctor`.
 
     >>> explain("oom").name
     'out-of-memory'
@@ -84,16 +84,16 @@ def explain(word: str) -> Word:
 
 
 def all_words() -> dict[str, Word]:
-    """Every entry that `explain` has, by name: our own words, and kinds of what `trimtab doctor` finds."""
+    """Return every entry that `explain` has, by name: trimtab's words, and the findings of `doctor`."""
     from trimtab.catalog.words import words
     from trimtab.diagnosis.fault_kinds import kind_words
 
     ours = words(VERBS)
-    return ours | {name: one for name, one in kind_words().items() if name not in ours}
+    return ours | {name: word for name, word in kind_words().items() if name not in ours}
 
 
 def doctor(*logs: str | Path, say: Callable[[str], None] = lambda _: None) -> Diagnosis:
-    """What made a run fail, from its logs, folders and records; without any, what is wrong with this machine.
+    """Name what made a run fail, from its logs, folders and records; without any, check this machine.
 
     >>> trimtab.doctor("slurm-4711.out").findings[0].kind  # doctest: +SKIP
     'out-of-memory'
@@ -103,14 +103,14 @@ def doctor(*logs: str | Path, say: Callable[[str], None] = lambda _: None) -> Di
 
         from trimtab.diagnosis.diagnose import diagnose_logs
 
-        return diagnose_logs([fspath(one) for one in logs], say)
+        return diagnose_logs([fspath(log) for log in logs], say)
     from trimtab.diagnosis.machine import examine_machine
 
     return examine_machine()
 
 
 def load(name: str, **options: Any) -> Any:
-    """The job of that name, built, with some of its attributes set.
+    """Load the job of that name, with some of its attributes set.
 
     trimtab.load("train.py:MyJob")
     trimtab.load("slm", layers=24, vocab=50_304)

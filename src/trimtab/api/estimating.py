@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @accepts(EstimateRequest)
 def estimate(request: EstimateRequest) -> Estimate:
-    """What one configuration would need, without running it and without a GPU.
+    """Estimate the memory and the speed of one configuration, without running it and without a GPU.
 
     trimtab.estimate("job.py:MyJob", "H200", micro_batch=16).process_bytes
     trimtab.estimate("slm", "A100-40GB", micro_batch=20, options={"vocab": 50_304}).fits
@@ -79,7 +79,7 @@ def look_closely(  # noqa: PLR0913 - a question and where it is asked
     cache: bool = True,
     always_least: bool = False,
 ) -> tuple[Estimate, Memory, Trace]:
-    """The estimate of a setting with what it rests on."""
+    """Return the estimate of a setting, its memory in detail, and its trace."""
     from trimtab.errors import TrimtabError
 
     asked: dict[str, Any] = {"options": options, "clip": clip, "cache": cache, "always_least": always_least}
@@ -92,7 +92,7 @@ def look_closely(  # noqa: PLR0913 - a question and where it is asked
 def batch_warnings(
     job: Any, setting: Setting, options: dict[str, Any] | None = None, *, cache: bool = True
 ) -> tuple[str, ...]:
-    """What to know of a setting that cuts the job's batch; runs the job's code on a small batch."""
+    """Return warnings about a setting that splits the job's batch; runs the job's code on a small batch."""
     from trimtab.jobs.load import BUILT_IN, FOLDER, name_of
     from trimtab.planner.whole_batch import warnings
     from trimtab.trace.batch_loss import batch_loss
@@ -115,7 +115,7 @@ def look_at_all(  # noqa: PLR0913 - as above
     cache: bool = True,
     always_least: bool = False,
 ) -> list[tuple[Estimate, Memory, Trace] | TrimtabError]:
-    """The estimates of several settings of a job, each with what it rests on, or why there is none.
+    """Return the estimate, memory and trace of each setting of a job, or the error.
 
     All that has to be traced is traced in one go. `always_least` finds the smallest capacity that runs also
     for settings that fit, which takes several replays.
@@ -145,7 +145,7 @@ def is_known(  # noqa: PLR0913 - as above
     clip: float | None = None,
     cache: bool = True,
 ) -> bool:
-    """Whether a setting can be estimated without tracing, because it or its like have been traced."""
+    """Return whether a setting can be estimated from cached traces."""
     from trimtab.predict.traces import is_known as is_cached
 
     return cache and is_cached(make_request(job, setting, device, options=options, clip=clip))
@@ -154,7 +154,7 @@ def is_known(  # noqa: PLR0913 - as above
 def make_request(
     job: Any, setting: Setting, device: Device, *, options: dict[str, Any] | None, clip: float | None
 ) -> Request:
-    """What another process needs to know to run a job."""
+    """Return the request that a worker process needs to trace a job."""
     from trimtab.jobs.load import name_of
     from trimtab.trace.worker import Request
 
@@ -163,14 +163,14 @@ def make_request(
 
 
 def first_device(where: Cluster) -> Device:
-    """The device that an estimate is for: the one with the least memory."""
+    """Return the device that an estimate is for: the one with the least memory."""
     from trimtab.planner.estimates import first_device as least
 
     return least(where)
 
 
 def gpu_here(verb: str = "profile") -> Device:
-    """The first GPU of this machine."""
+    """Return the first GPU of this machine."""
     from trimtab.errors import EnvironmentFault
 
     found = detect().devices
@@ -198,10 +198,10 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     branches: int = 0,
     global_batch: int | None = None,
 ) -> Setting:
-    """A Setting from words, with an error that lists the words there are.
+    """Return a Setting from words; an unknown word raises an error that lists the known ones.
 
-    One micro-batch on every rank; but in a pipeline, and where branches have unlike numbers of ranks, as many
-    as `global_batch` takes.
+    Every rank takes one micro-batch; in a pipeline, and if branches have different numbers of ranks, as many
+    as `global_batch` needs.
     """
     from trimtab.errors import WrongUse
     from trimtab.spec import (
@@ -218,7 +218,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
         try:
             return kind(text)
         except ValueError:
-            known = ", ".join(one.value for one in kind)
+            known = ", ".join(word.value for word in kind)
             raise WrongUse(
                 f"--{option} {text}", found=f"it is none of {known}", cure="Use one of those."
             ) from None
@@ -261,7 +261,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
 def module_classes(
     job: Any, paths: Iterable[str], options: dict[str, Any] | None = None, *, cache: bool = True
 ) -> dict[str, str]:
-    """The classes of those modules whose paths end in a number, which says nothing of what they are.
+    """Return the classes of the modules whose paths end in a number, which does not say what they are.
 
     Runs the job's model() in a child process, without memory; empty where no path is like that.
     """
@@ -277,9 +277,9 @@ def module_classes(
 
 
 def _spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -> dict[str, int]:
-    """What a strategy has to know of a job; reading a job by name runs its file.
+    """Return what a strategy has to know of a job; reading a job by name runs its file.
 
-    Branch and hybrid ask how many branches it has; hybrid, whose branches may take unlike numbers of
+    Branch and hybrid ask how many branches it has; hybrid, whose branches may take different numbers of
     micro-batches, and pipeline, which idles for as long as one, ask for the global batch.
     """
     from trimtab.jobs.load import name_of
@@ -297,7 +297,7 @@ def _spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -
 
 
 def exam(only: str = "*", *, cache: bool = True) -> Marks:
-    """Every recorded measurement against today's predictor."""
+    """Compare every recorded measurement with today's predictions."""
     from trimtab.exams.sit import sit
 
     return sit(only, cache=cache)
@@ -312,7 +312,7 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
     clip: float | None = None,
     keep: Path | str | None = None,
 ) -> dict[str, Any]:
-    """Run a setting for real for a few steps, and set prediction against measurement.
+    """Run a setting for a few steps, and compare prediction with measurement.
 
     `keep` names a file of cases that the run is added to, for `trimtab exam --cases`.
     """
@@ -337,7 +337,7 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
 
 
 def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
-    """Measure the GPU of this machine and remember it; the calibration and the file it is kept in."""
+    """Measure the GPU of this machine; return the calibration and the file that stores it."""
     from trimtab.pace.measure import BUDGET_S, calibrated
     from trimtab.predict.calibration import write_own_calibration
 

@@ -1,4 +1,4 @@
-"""From a plan to running processes, and what became of them."""
+"""The functions `launch`, `list_jobs` and `cancel`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @accepts(LaunchRequest)
 def launch(request: LaunchRequest) -> Launch | tuple[Launch, ...]:
-    """What would be run for a plan: a command, a batch script, a manifest; with `yes` it is run.
+    """Return what would be run for a plan: a command, a batch script or a manifest; with `yes`, run it.
 
     trimtab.launch("plan.json").command
     trimtab.launch("plan.json", kind="slurm", partition="gpu", yes=True).job_id
@@ -32,18 +32,20 @@ def launch(request: LaunchRequest) -> Launch | tuple[Launch, ...]:
     """
     launches = prepare_launch(request)
     if request.yes:
-        launches = tuple(start_launch(one) for one in launches)
+        launches = tuple(start_launch(prepared) for prepared in launches)
     return launches if request.compare else launches[0]
 
 
-def start_launch(one: Launch) -> Launch:
+def start_launch(launch: Launch) -> Launch:
     """Submit a launch, or run it here to its end."""
     import os
 
     from trimtab.launching import submit
 
-    submit.check_startable(one)
-    return submit.submit_launch(one) if one.script is not None else submit.run_launch(one, os.environ)
+    submit.check_startable(launch)
+    if launch.script is not None:
+        return submit.submit_launch(launch)
+    return submit.run_launch(launch, os.environ)
 
 
 @accepts(LaunchRequest)
@@ -94,7 +96,7 @@ def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
 
 
 def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
-    """Why the run of a plan would fail at once, where a launch runs the job and not a user's script."""
+    """Return why the run of a plan would fail at once; empty for a launch of your own script."""
     from trimtab.spec import LaunchKind
     from trimtab.training.questions import fault_of
 
@@ -162,14 +164,14 @@ def _most_nodes(nodes: str | None) -> int:
 
 
 def _is_plan_file(name: str) -> bool:
-    """Whether a word names a plan rather than a job; a job's file is Python and has a name behind it."""
+    """Return whether a word names a plan, not a job: a job's file is Python and has a name behind it."""
     from pathlib import Path
 
     return name.endswith(".json") or (Path(name).is_file() and not name.endswith(".py"))
 
 
 def list_jobs(*places: Path | str, tail: int = 5) -> list[JobView]:
-    """Our jobs: in Slurm's queue, in the folders of runs (those in ./runs, unless told), on this machine.
+    """List trimtab's jobs: in Slurm's queue, in run folders (default: those in ./runs), on this machine.
 
     >>> [job.state for job in trimtab.list_jobs()]  # doctest: +SKIP
     ['running', 'pending']
@@ -181,17 +183,17 @@ def list_jobs(*places: Path | str, tail: int = 5) -> list[JobView]:
 
 
 def find_jobs(*places: Path | str, tail: int = 5) -> tuple[list[JobView], list[TrimtabError]]:
-    """Our jobs, and why others could not be asked after."""
+    """Return trimtab's jobs, and the errors for those that could not be looked up."""
     from pathlib import Path
 
     from trimtab.launching.jobs import list_jobs
     from trimtab.launching.submit import real_slurm
 
-    return list_jobs(real_slurm(), [Path(one) for one in places], lines=tail)
+    return list_jobs(real_slurm(), [Path(place) for place in places], lines=tail)
 
 
 def cancel(job_id: str | int, *, force: bool = False) -> JobView:
-    """End a job, by its number, its id or its run's folder; what it was.
+    """Cancel a job by its number, its id or its run's folder; return its last state.
 
     >>> trimtab.cancel(4711).state  # doctest: +SKIP
     'running'

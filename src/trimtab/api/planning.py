@@ -1,4 +1,4 @@
-"""The best configuration that fits, and plans as files."""
+"""The functions `plan` and `read_plan`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @accepts(PlanRequest)
 def plan(request: PlanRequest) -> Plan:
-    """The best configuration that fits, with reasons, without a GPU.
+    """Find the best configuration that fits, with reasons, without a GPU.
 
     trimtab.plan("job.py:MyJob", "4xA100-40GB").choice
     trimtab.plan(MyJob, "8xH100", deadline="12h", objective="gpus", compare=[1, 2, 4, 8]).recommendation
 
-    `say` is told what is being done, `say_best` the best so far. With `partial`, Ctrl-C gives the best so far
-    as a plan that is not `complete`; without it, or where nothing was found, KeyboardInterrupt is raised.
+    `say` gets each activity in words, `say_best` the best setting so far. With `partial`, Ctrl-C gives the
+    best so far as a plan that is not `complete`; otherwise KeyboardInterrupt is raised.
     """
     from trimtab.jobs.load import name_of
     from trimtab.planner.plan import make_plan
@@ -54,7 +54,7 @@ def make_policy(
     price: float | None,
     pins: Mapping[str, Any] | Iterable[str],
 ) -> Policy:
-    """A Policy from what people type."""
+    """Return a Policy from what people type."""
     from collections.abc import Mapping as AnyMapping
 
     from trimtab.errors import WrongUse
@@ -67,7 +67,7 @@ def make_policy(
             f"--memory {memory:g}", found="it is no share of the free memory", cure="Give one from 0.1 to 1."
         )
     if objective not in set(Objective):
-        known = ", ".join(one.value for one in Objective)
+        known = ", ".join(word.value for word in Objective)
         raise WrongUse(f"--objective {objective}", found=f"it is none of {known}", cure="Use one of those.")
     if price is not None and not 0 <= price < float("inf"):
         found = "it is below 0" if price < 0 else "it is no amount of money"
@@ -82,7 +82,7 @@ def make_policy(
 
 
 def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -> Plan:
-    """A plan from its file; refused where the job, the versions or the cluster are not what it assumed.
+    """Read a plan from its file; raise if the job, the versions or the cluster have changed.
 
     Without `job` the job that the plan names is looked at; without `on` the cluster is left out, so that a
     plan can be read anywhere.

@@ -50,7 +50,7 @@ def _with_timeline(story: ReportData) -> ReportData:
 def watch(
     runs: Sequence[Path | str] = (), *, interval_s: float = 2.0, samples: int | None = None
 ) -> Iterator[Sample]:
-    """GPUs of this machine and runs in some folders, one sample each interval.
+    """Watch the GPUs of this machine and runs in some folders; yield a sample each interval.
 
     for sample in trimtab.watch(["runs/slm"]):
         print(sample.gpus[0].busy, sample.runs[0].loss, sample.runs[0].advice)
@@ -60,4 +60,4 @@ def watch(
     from trimtab.probe.world import here
     from trimtab.watching.watch import RunWatcher
 
-    return RunWatcher(world=here(), places=[Path(one) for one in runs]).samples(interval_s, samples)
+    return RunWatcher(world=here(), places=[Path(run) for run in runs]).samples(interval_s, samples)

@@ -1,4 +1,4 @@
-"""Training, in one piece or stage by stage."""
+"""The functions `train`, `plan_stages` and `train_stages`."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def _plan_to_train(
             )
         found = given if isinstance(given, Plan) else read_plan_file(Path(given))
         if not isinstance(given, Plan):
-            # Of other nodes no more is known than that they are like this one.
-            planned_nodes = len({one.node for one in found.places}) if per_node is not None else 1
+            # Other nodes are assumed to be like this one.
+            planned_nodes = len({place.node for place in found.places}) if per_node is not None else 1
             check_plan(found, str(given), job=name, on=several_nodes(here, planned_nodes))
         if ranks is not None and per_node is None and ranks != found.choice.gpus:
             raise WrongUse(
@@ -214,7 +214,7 @@ def _stages_of(
 
 @accepts(PlanStagesRequest)
 def plan_stages(request: PlanStagesRequest) -> StagedPlan:
-    """A plan for every stage of a job: each with the fastest cut of one global batch.
+    """Plan every stage of a job: each with the fastest micro-batch for one global batch.
 
     trimtab.plan_stages("naics", "H200").stages[0].plan.choice.micro_batch
 
@@ -298,17 +298,17 @@ def train_stages(request: TrainStagesRequest) -> Ending:
     identity = chain.Chain(
         job=name, options=overrides, stages=stages, steps=request.steps, seed=request.seed or 0
     )
-    return chain.run(identity, task.place(request.out, name), train_one, _told)
+    return chain.run(identity, task.place(request.out, name), train_one, _say)
 
 
-def _told(text: str) -> None:
+def _say(text: str) -> None:
     import sys
 
     sys.stderr.write(f"trimtab: {text}\n")
 
 
 def _staged(file: Path) -> StagedPlan:
-    """The plans of all stages, from the file of `trimtab plan --stages --out`."""
+    """Read the plans of all stages from the file of `trimtab plan --stages --out`."""
     from trimtab.errors import WrongUse
     from trimtab.spec import StagedPlan
 
@@ -323,15 +323,15 @@ def _staged(file: Path) -> StagedPlan:
 
 
 def _plans_of(plan: StagedPlan | None, stages: Sequence[Stage]) -> dict[str, Plan]:
-    """The plan of each stage by its name; refused where they are not the stages that were planned."""
+    """Return the plan of each stage by its name; raise if other stages were planned."""
     from trimtab.errors import WrongUse
 
     if plan is None:
         return {}
-    if tuple(one.stage for one in plan.stages) != tuple(stages):
+    if tuple(planned.stage for planned in plan.stages) != tuple(stages):
         raise WrongUse(
             "--plan with --stages",
-            found="the plan is for other stages: " + ", ".join(one.stage.name for one in plan.stages),
+            found="the plan is for other stages: " + ", ".join(planned.stage.name for planned in plan.stages),
             cure="Plan again: trimtab plan JOB --stages ... --out FILE.",
         )
-    return {one.stage.name: one.plan for one in plan.stages}
+    return {planned.stage.name: planned.plan for planned in plan.stages}

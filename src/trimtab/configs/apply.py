@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.configs.files import FileChange, PreparedFile, prepare_files
 from trimtab.configs.interpret import parse_count
-from trimtab.configs.plan_edits import Draft, Edit, draft_edits, make_exact
+from trimtab.configs.plan_edits import Draft, Edit, draft_edits, make_edit, make_exact
 from trimtab.configs.targets import KeyIndex, Knob, find_roots, find_site, find_sites, find_target, split_key
 from trimtab.configs.text_edit import format_path, parse_path
 from trimtab.errors import NothingFits, UnknownName, WrongUse
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from trimtab.configs.interpret import ConfigWarning
     from trimtab.configs.targets import ConfigTarget, StageFormat, TargetSite
-    from trimtab.configs.text_edit import ConfigDocument, Entry, KeyPath
+    from trimtab.configs.text_edit import Entry, KeyPath, ParsedConfig
     from trimtab.spec import Plan
 
 SAME = ("strategy", "precision", "recompute", "compile")
@@ -54,7 +54,7 @@ class StagePlan(Noun, frozen=True, kw_only=True):
     estimate: Estimate
 
 
-def read_stage(document: ConfigDocument, stage: StageFormat, *, file: str, stem: str) -> StageConfig | None:
+def read_stage(document: ParsedConfig, stage: StageFormat, *, file: str, stem: str) -> StageConfig | None:
     """Return the stage that a document describes; None if it is something else."""
     entries = document.entries()
     stage_roots = find_roots(stage.marks, KeyIndex(entries))
@@ -144,7 +144,7 @@ def edit_stage(
     stage: StageFormat,
     config: StageConfig,
     chosen: StagePlan,
-    document: ConfigDocument,
+    document: ParsedConfig,
     *,
     main: Setting | None,
 ) -> list[Edit]:
@@ -163,17 +163,7 @@ def edit_stage(
         entry = values.get(paths[key])
         if entry is not None and not entry.computed and _stage_number(entry) == value:
             continue
-        edits.append(
-            Edit(
-                file=config.file,
-                key=format_path(paths[key]),
-                before=None if entry is None else entry.computed or entry.value,
-                after=value,
-                path=paths[key],
-                line=None if entry is None else entry.line,
-                field=field_name,
-            )
-        )
+        edits.append(make_edit(config.file, paths[key], entry, value, field_name))
     return edits
 
 
@@ -213,7 +203,7 @@ class OpenedConfig:
     """A config that was read, and what it is."""
 
     file: Path
-    document: ConfigDocument
+    document: ParsedConfig
     site: TargetSite
 
 
@@ -223,7 +213,7 @@ class ConfigLayout:
 
     main: OpenedConfig | None
     stage: StageFormat | None = None
-    stages: tuple[tuple[StageConfig, ConfigDocument], ...] = ()
+    stages: tuple[tuple[StageConfig, ParsedConfig], ...] = ()
 
 
 @dataclass
@@ -261,7 +251,7 @@ def propose_edits(  # noqa: PLR0913 - what goes where, and whom to ask
     plan: Plan,
     known: Sequence[ConfigTarget],
     *,
-    opened: Callable[[Path], ConfigDocument],
+    opened: Callable[[Path], ParsedConfig],
     name: str | None = None,
     beside: bool = False,
     replan: Callable[[dict[str, Any]], Plan],
@@ -325,7 +315,7 @@ def find_layout(
     aim: Aim,
     known: Sequence[ConfigTarget],
     *,
-    opened: Callable[[Path], ConfigDocument],
+    opened: Callable[[Path], ParsedConfig],
     name: str | None = None,
 ) -> ConfigLayout:
     """Find out what a file is, or what the files of a folder are together."""
@@ -341,7 +331,7 @@ def find_layout(
 
 
 def _lay_out_file(
-    aim: Aim, known: Sequence[ConfigTarget], document: ConfigDocument, name: str | None
+    aim: Aim, known: Sequence[ConfigTarget], document: ParsedConfig, name: str | None
 ) -> ConfigLayout:
     """Lay out a file that was named: a main config, or a single stage."""
     among = [find_target(name, known)] if name else list(known)
@@ -355,7 +345,7 @@ def _lay_out_file(
 
 
 def _lay_out_folder(
-    folder: Path, known: Sequence[ConfigTarget], opened: Callable[[Path], ConfigDocument], name: str | None
+    folder: Path, known: Sequence[ConfigTarget], opened: Callable[[Path], ParsedConfig], name: str | None
 ) -> ConfigLayout:
     among = [find_target(name, known)] if name else list(known)
     documents = [(file, opened(file)) for file in list_configs(folder)]

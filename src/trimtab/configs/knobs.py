@@ -22,7 +22,7 @@ from trimtab.spec import Noun, Precision
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trimtab.configs.text_edit import ConfigDocument, KeyPath
+    from trimtab.configs.text_edit import KeyPath, ParsedConfig
 
 TRUTHS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 AMP = ("enable_amp", "amp_dtype", "enable_tf32")
@@ -92,7 +92,7 @@ def split_knobs(texts: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def read_knobs(document: ConfigDocument, origin: str, below: KeyPath = ()) -> dict[str, Any]:
+def read_knobs(document: ParsedConfig, origin: str, below: KeyPath = ()) -> dict[str, Any]:
     """Read the knobs in a config: all keys of the table that has batch_size, max_length and the like."""
     entries = document.entries()
     tables = [below] if below else find_roots([list(MARKS)], KeyIndex(entries), ())
@@ -235,7 +235,7 @@ def _join_errors(wrong: list[TrimtabError]) -> TrimtabError:
     if len(wrong) == 1:
         return wrong[0]
     listed = "; ".join(f"{error.given}: {error.found}. {error.cure.removesuffix('.')}" for error in wrong)
-    return WrongUse(f"{len(wrong)} knobs that cannot be", found=listed, cure="Mend them, or leave them out.")
+    return WrongUse(f"{len(wrong)} knobs that cannot be", found=listed, cure="Fix them, or leave them out.")
 
 
 class _KnobCollector:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trimtab.configs.targets import ConfigTarget, Knob, Requirement, TargetSite
-    from trimtab.configs.text_edit import ConfigDocument, Entry, KeyPath
+    from trimtab.configs.text_edit import Entry, KeyPath, ParsedConfig
     from trimtab.spec import Plan, Setting
 
 PLAIN: dict[str, int | str] = {
@@ -78,6 +78,13 @@ class Edit(Noun, frozen=True, kw_only=True):
     """None where the key is added."""
     field: str = ""
     """What of ours it holds."""
+
+
+def make_edit(file: str, path: KeyPath, entry: Entry | None, after: Any, field_name: str) -> Edit:
+    """Return the edit of one key; `entry` is None if the key is added."""
+    before, line = (None, None) if entry is None else (entry.computed or entry.value, entry.line)
+    key = format_path(path)
+    return Edit(file=file, key=key, before=before, after=after, path=path, line=line, field=field_name)
 
 
 @dataclass
@@ -195,7 +202,7 @@ def list_facts(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict
 
 def draft_edits(  # noqa: PLR0913 - a plan, where it goes, and how
     site: TargetSite,
-    document: ConfigDocument,
+    document: ParsedConfig,
     plan: Plan,
     *,
     file: str,
@@ -285,17 +292,7 @@ def _apply_requirement(
                 draft.say(
                     f"{key} becomes {format_value(requirement.write)} (it was {shown}): {requirement.why}"
                 )
-            draft.edits.append(
-                Edit(
-                    file=draft.file,
-                    key=key,
-                    before=None if is_missing else value,
-                    after=requirement.write,
-                    path=path,
-                    line=None if entry is None else entry.line,
-                    field=requirement.field,
-                )
-            )
+            draft.edits.append(make_edit(draft.file, path, entry, requirement.write, requirement.field))
         else:
             by_default = " by default" if is_missing else ""
             draft.warn(
@@ -359,17 +356,7 @@ def _edit_key(  # noqa: PLR0913, PLR0917 - a key, what is there and what is want
     _warn_caveat(draft, knob, value)
     if knob.field in ("tensor", "context"):
         draft.say(f"{key} becomes 1: the plan does not split the model that way.")
-    draft.edits.append(
-        Edit(
-            file=draft.file,
-            key=key,
-            before=None if entry is None else entry.computed or entry.value,
-            after=after,
-            path=path,
-            line=None if entry is None else entry.line,
-            field=knob.field,
-        )
-    )
+    draft.edits.append(make_edit(draft.file, path, entry, after, knob.field))
 
 
 def _value_to_write(draft: Draft, knob: Knob, current: Any, value: int | str, key: str) -> tuple[Any, bool]:

@@ -33,7 +33,7 @@ from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Re
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from trimtab.configs.text_edit import ConfigDocument, Entry, KeyPath
+    from trimtab.configs.text_edit import Entry, KeyPath, ParsedConfig
 
 COUNTS = (
     "micro_batch",
@@ -354,7 +354,7 @@ def find_roots(marks: Sequence[Sequence[str]], index: KeyIndex, below: KeyPath =
 
 
 def find_sites(
-    document: ConfigDocument, known: Sequence[ConfigTarget], below: KeyPath = ()
+    document: ParsedConfig, known: Sequence[ConfigTarget], below: KeyPath = ()
 ) -> list[TargetSite]:
     """Return every target that a document can be, and where."""
     index = KeyIndex(document.entries())
@@ -374,7 +374,7 @@ def _beats(site: TargetSite, other: TargetSite) -> bool:
 
 
 def find_site(
-    document: ConfigDocument,
+    document: ParsedConfig,
     known: Sequence[ConfigTarget],
     *,
     origin: str,
@@ -410,7 +410,7 @@ def find_site(
 
 
 def _sites_of_target(
-    document: ConfigDocument, target: ConfigTarget, below: KeyPath, given: str
+    document: ParsedConfig, target: ConfigTarget, below: KeyPath, given: str
 ) -> list[TargetSite]:
     """Find a target that the user named: by its marks, by any of its keys, or where they pointed."""
     index = KeyIndex(document.entries())
@@ -429,7 +429,7 @@ def _sites_of_target(
 
 
 PROJECT_FILE = "trimtab.toml"
-_CURE = "Mend it as docs/configs.md describes; `trimtab apply --list-targets` shows what is known."
+_CURE = "Fix it as docs/configs.md describes; `trimtab apply --list-targets` shows what is known."
 
 
 def read_targets(file: Path) -> tuple[ConfigTarget, ...]:

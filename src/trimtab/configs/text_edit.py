@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from trimtab.errors import BrokenFile, TrimtabError, UnknownName, WrongUse, nearest, shortened
 from trimtab.spec.base import Noun
@@ -50,20 +50,6 @@ class Entry(Noun, frozen=True, kw_only=True):
     column: int
     computed: str = ""
     """The source text, where it is no literal but something that a program works out."""
-
-
-class ConfigDocument(Protocol):
-    """A file that was read."""
-
-    @property
-    def kind(self) -> str:
-        """The format: yaml, toml, json, python, shell or sbatch."""
-
-    def entries(self) -> list[Entry]:
-        """Return all values, in the order of the file."""
-
-    def edit(self, changes: Changes, *, beside: bool = False, add: bool = False) -> str:
-        """Return the whole text with these values changed, and nothing else."""
 
 
 @dataclass(slots=True, eq=False)

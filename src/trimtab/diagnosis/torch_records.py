@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.diagnosis.log_scanner import LogScanner, Sighting, rank_from_path, strip_escapes
@@ -58,17 +58,7 @@ def read_error_file(value: dict[str, Any], name: str) -> Iterator[Sighting]:
     scanner = LogScanner(name)
     parts = iter([stack.encode("utf-8", "replace"), b""])
     for sighting in scanner.scan(lambda _: next(parts, b""), lambda _: None):
-        yield Sighting(
-            of=sighting.of,
-            file=name,
-            line=1,
-            text=sighting.text,
-            captured=sighting.captured,
-            rank=sighting.rank,
-            at=at,
-            frames=sighting.frames,
-            is_fact=sighting.is_fact,
-        )
+        yield replace(sighting, file=name, line=1, at=at)
 
 
 def _year_seconds(timestamp: Any) -> float | None:

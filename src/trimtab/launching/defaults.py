@@ -127,5 +127,5 @@ def _name_unknown(name: str, names: tuple[str, ...]) -> str:
 
 def _file_error(file: Path, found: str) -> BrokenFile:
     return BrokenFile(
-        str(file), found=found, cure="Mend it as docs/launching.md describes, or take the line out."
+        str(file), found=found, cure="Fix it as docs/launching.md describes, or take the line out."
     )

@@ -43,7 +43,7 @@ def ask_slurm(command: Sequence[str]) -> str:
             shown, found=f"it did not answer within {ASKED_S} s", cure="Try again; is the cluster up?"
         ) from error
     except OSError as error:
-        raise EnvironmentFault(shown, found=str(error.strerror), cure="Mend the installation.") from error
+        raise EnvironmentFault(shown, found=str(error.strerror), cure="Fix the installation.") from error
     if done.returncode:
         # Slurm's commands say last what it comes to; what they tried before fills a screen.
         last = (done.stderr or done.stdout).strip().splitlines()[-2:]
@@ -141,7 +141,7 @@ def check_startable(launch: Launch) -> None:
         raise JobFailed(
             "--yes",
             found=f"the run would end at once: {launch.fault}",
-            cure="Mend the job; nothing was started.",
+            cure="Fix the job; nothing was started.",
         )
 
 

@@ -61,5 +61,5 @@ def strategy_by_degrees(*, replicated: bool, sharded: bool) -> Strategy:
 
 
 def strategy_by_speed() -> ParallelStrategy:
-    """Return the strategy that shares the batch out by speed among unlike devices."""
+    """Return the strategy that shares the batch out by speed among different devices."""
     return next(strategy for strategy in STRATEGIES.values() if strategy.shares_by_speed)

@@ -143,7 +143,7 @@ class ParallelStrategy(ABC):
     runs_whole_model: ClassVar[bool] = True
     """Whether every rank computes the whole model on samples of its own."""
     shares_by_speed: ClassVar[bool] = False
-    """Whether unlike devices may take different shares of the batch."""
+    """Whether devices of different kinds may take different shares of the batch."""
     is_bounded_by_one_device: ClassVar[bool] = False
     """Whether `least_step_s` follows from the time on one device. Mostly that bound is enough, and the
     strategy is traced only when its turn comes."""

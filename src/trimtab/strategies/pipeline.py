@@ -1,4 +1,4 @@
-"""Layers over ranks: each stage holds some of the layers and hands its activations to the next."""
+"""Layers over ranks: each stage holds some of the layers and sends its activations to the next."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ class PipelineStrategy(ParallelStrategy):
         return (setting.mesh.pp - 2) * first + (last if slowest == 0 else first)
 
     def exposed_s(self, traffic: Traffic) -> float:
-        """Return the seconds of handing over activations, there and back, and of summing gradients.
+        """Return the seconds of sending activations, there and back, and of summing gradients.
 
-        A stage waits for what it is handed, and for nothing that it hands on.
+        A stage waits for what it receives, and for nothing that it sends on.
         """
         trace, setting, links = traffic.trace, traffic.setting, traffic.links
         mesh = setting.mesh
