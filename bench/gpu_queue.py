@@ -356,7 +356,7 @@ def measure(name: str) -> dict[str, Any]:
 
     from trimtab.exams.measure import measure_rank
     from trimtab.jobs.load import load
-    from trimtab.trace.ahead import import_ahead
+    from trimtab.trace.server import import_ahead
 
     case = case_named(name)
     job = load(case.job_name, case.options)

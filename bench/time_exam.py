@@ -16,7 +16,7 @@ from machine import machine  # type: ignore[import-not-found] # beside this file
 
 from trimtab.errors import TrimtabError
 from trimtab.exams.sit import Case, cases, predict
-from trimtab.predict.calibration import read
+from trimtab.predict.calibration import read_calibration
 
 PAGE = Path(__file__).parent.parent / "docs" / "time.md"
 BEGIN, END = "<!-- exam begins -->\n", "<!-- exam ends -->"
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- exam begins -->\n", "<!-- exam ends -->"
 def errors(case: Case) -> tuple[float, float] | None:
     """The error with everything that was measured, and with the menu alone."""
     try:
-        whole, menu = predict(case), predict(case, calibration=read("h200"))
+        whole, menu = predict(case), predict(case, calibration=read_calibration("h200.json"))
     except TrimtabError as error:
         print(f"{case.id}: {error}")
         return None

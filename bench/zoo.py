@@ -802,7 +802,7 @@ def trace_entry(entry: Entry) -> Line:
     from trimtab.predict.estimate import estimate
     from trimtab.spec import Precision, Setting, Trace
     from trimtab.trace import worker
-    from trimtab.trace.child import heard
+    from trimtab.trace.server import decode_answer
 
     began = time.monotonic()
     line = Line(name=entry.name, family=entry.family, micro_batch=entry.micro_batch)
@@ -814,7 +814,7 @@ def trace_entry(entry: Entry) -> Line:
         job=f"{entry.place}:{entry.name}", settings=(setting,), device=device, timeout_s=TIMEOUT_S
     )
     try:
-        answer = heard(worker._answers(worker.ready(requests), requests, worker.Sure()))  # noqa: SLF001
+        answer = decode_answer(worker._answers(worker.ready(requests), requests, worker.Sure()))  # noqa: SLF001
         if isinstance(answer, TrimtabError):
             raise answer
         trace = Trace.from_builtins(answer["trace"])

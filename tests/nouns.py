@@ -15,7 +15,7 @@ from trimtab.catalog.words import KINDS, Word
 from trimtab.diagnosis.findings import Diagnosed, Diagnosis
 from trimtab.exams.measure import Measured
 from trimtab.exams.sit import Answer, Case, Marks
-from trimtab.jobs.naics_pairs import Pairs
+from trimtab.jobs.naics.pairs import Pairs
 from trimtab.pace.measure import Order
 from trimtab.pages.report_data import Profile
 from trimtab.predict.timeline import Timeline

@@ -21,8 +21,8 @@ from torch.utils.data import default_collate
 import trimtab
 from trimtab.errors import WrongUse
 from trimtab.jobs import cpu
+from trimtab.jobs.bridge.data import made_up, passages
 from trimtab.jobs.head import Lesson, weighted_token_loss
-from trimtab.jobs.passages import made_up, passages
 from trimtab.spec import Mesh, Setting, Strategy
 from worlds import everywhere
 

@@ -12,7 +12,7 @@ import trimtab
 PACKAGE = Path(trimtab.__file__).parent
 
 FLOORS = [
-    {"units", "errors", "version"},
+    {"units", "errors", "version", "files", "cache"},
     {"spec"},
     {"strategies"},
     {"catalog", "jobs"},

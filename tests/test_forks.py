@@ -14,11 +14,12 @@ import pytest
 import trimtab
 from test_estimate import JOB, job_file
 from trimtab import api
+from trimtab.cache import TRACES
 from trimtab.errors import JobFailed, TrimtabError, WrongUse
 from trimtab.spec import Setting, Trace
-from trimtab.trace.ahead import imports
 from trimtab.trace.host import limit_bytes, resident_bytes
-from trimtab.trace.tracer import cache_folder, traced_all
+from trimtab.trace.server import imported_modules
+from trimtab.trace.tracer import traced_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,7 +125,7 @@ def test_several_settings_are_traced_with_one_import_and_each_is_cached(tmp_path
     found = traced_all(job, settings(2, 3, 4), DEVICE)
     assert all(isinstance(one, Trace) for one in found)
     assert (tmp_path / "log").read_text(encoding="utf-8") == "x"
-    assert len(list(cache_folder().glob("*.json"))) == 3
+    assert len(list(TRACES.folder.glob("*.json"))) == 3
     assert traced_all(job, settings(4, 2), DEVICE) == [found[2], found[0]]
     assert (tmp_path / "log").read_text(encoding="utf-8") == "x"
     assert traced_all(job, [], DEVICE) == []
@@ -191,15 +192,15 @@ def test_imports_inside_a_member_are_read_off_its_source() -> None:
         import json.decoder  # noqa: F401
         from collections import OrderedDict, deque  # noqa: F401
 
-    assert list(imports(model)) == [("json.decoder", ()), ("collections", ("OrderedDict", "deque"))]
-    assert list(imports(None)) == list(imports(len)) == []
+    assert list(imported_modules(model)) == [("json.decoder", ()), ("collections", ("OrderedDict", "deque"))]
+    assert list(imported_modules(None)) == list(imported_modules(len)) == []
 
 
 def test_another_micro_batch_is_answered_without_tracing(tmp_path: Path) -> None:
     job = job_file(tmp_path)
     first = trimtab.estimate(job, "H200", micro_batch=8)
     assert not any("line through" in one for one in first.assumptions)
-    assert sorted(file.stem.rpartition("-")[2] for file in cache_folder().glob("*.json")) == ["16", "8"]
+    assert sorted(file.stem.rpartition("-")[2] for file in TRACES.folder.glob("*.json")) == ["16", "8"]
     start = time.monotonic()
     second = trimtab.estimate(job, "H200", micro_batch=11)
     assert time.monotonic() - start < 1
@@ -212,6 +213,6 @@ def test_another_micro_batch_is_answered_without_tracing(tmp_path: Path) -> None
 def test_the_allocator_and_accumulation_need_no_trace_of_their_own(tmp_path: Path) -> None:
     job = job_file(tmp_path)
     trimtab.estimate(job, "H200", micro_batch=8)
-    before = set(cache_folder().iterdir())
+    before = set(TRACES.folder.iterdir())
     trimtab.estimate(job, "H200", micro_batch=8, allocator="expandable")
-    assert set(cache_folder().iterdir()) == before
+    assert set(TRACES.folder.iterdir()) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import sys
@@ -21,9 +22,10 @@ from trimtab.exams.sit import cases
 from trimtab.jobs import load as load_module
 from trimtab.jobs.head import IGNORED, mean_token_loss, token_losses
 from trimtab.jobs.job import samples_in
-from trimtab.jobs.load import BUILT_IN, file_of, name_of
-from trimtab.jobs.naics import lorentz_distance, on_hyperboloid
+from trimtab.jobs.load import file_of, name_of
+from trimtab.jobs.naics.model import lorentz_distance, on_hyperboloid
 from trimtab.jobs.options import options
+from trimtab.jobs.registry import BUILT_IN, JOBS, job_flags
 from trimtab.trace.redraw import redraws
 
 TINY = [f"{name}:tiny" for name in BUILT_IN]
@@ -237,6 +239,26 @@ def test_points_lie_on_the_hyperboloid_and_a_point_is_near_itself() -> None:
     zero = torch.zeros(1, 1, 4, requires_grad=True)
     apart = lorentz_distance(on_hyperboloid(zero), on_hyperboloid(zero))
     assert torch.autograd.grad(apart.sum(), [zero])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["bridge", "naics"])
+def test_a_built_in_job_is_a_guest_that_only_the_registry_names(name: str) -> None:
+    package = Path(trimtab.__file__).parent
+    own = package / "jobs" / name
+    assert (own / "job.py").is_file()
+    others = [file for file in package.rglob("*.py") if own not in file.parents]
+    naming = [file.name for file in others if f"trimtab.jobs.{name}" in file.read_text(encoding="utf-8")]
+    assert naming == ["registry.py"]
+
+
+def test_every_flag_of_a_job_sets_an_attribute_that_the_job_has() -> None:
+    for built_in in JOBS:
+        job = getattr(importlib.import_module(built_in.module), built_in.class_name)
+        assert all(hasattr(job, flag.attribute) for flag in built_in.flags)
+    flags = {flag.name: flag for flag in job_flags(training=True)}
+    assert flags["lora"].jobs == ("hf:", "bridge")
+    assert flags["lora"].help.startswith("hf, bridge: ")
+    assert "data" not in {flag.name for flag in job_flags()}
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

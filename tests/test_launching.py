@@ -22,9 +22,9 @@ from trimtab.launching.defaults import LaunchDefaults
 from trimtab.launching.job_spec import JobSpec, build_environment, build_train_command, visible_devices
 from trimtab.launching.jobs import parse_slurm_time
 from trimtab.launching.quoting import batch_option, batch_value, dump_yaml, make_label, shell_line, shell_word
-from trimtab.launching.request import HEARD_BY, refuse_unused
+from trimtab.launching.request import USED_BY, refuse_unused
 from trimtab.launching.resources import add_margin, compute_resources
-from trimtab.launching.slurm import SlurmCluster, parse_cluster, parse_gpus, slurm_time
+from trimtab.launching.slurm import SlurmCluster, format_slurm_time, parse_cluster, parse_gpus
 from trimtab.spec import Allocator, Launch, LaunchKind, Mesh, Plan, Strategy
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ def test_generic_resources_are_read(gres: str, found: dict[str, int]) -> None:
 
 @given(st.integers(min_value=60, max_value=10**7))
 def test_a_time_limit_is_read_back_and_never_shorter(seconds: int) -> None:
-    back = parse_slurm_time(slurm_time(seconds))
+    back = parse_slurm_time(format_slurm_time(seconds))
     assert back is not None
     assert 0 <= back - seconds < 60
 
@@ -1016,12 +1016,12 @@ def test_what_is_text_for_others_is_not_run(kind: LaunchKind) -> None:
         submit.check_startable(Launch(kind=kind, command=("kubectl",)))
 
 
-@pytest.mark.parametrize("option", HEARD_BY)
+@pytest.mark.parametrize("option", USED_BY)
 def test_an_option_without_effect_is_refused(option: str) -> None:
-    deaf = next(one for one in LaunchKind if one not in HEARD_BY[option])
+    deaf = next(one for one in LaunchKind if one not in USED_BY[option])
     with pytest.raises(WrongUse, match=f"--{option} x: it means nothing to a launch by {deaf}"):
         refuse_unused(deaf, {option: "x"})
-    refuse_unused(HEARD_BY[option][0], {option: "x"})
+    refuse_unused(USED_BY[option][0], {option: "x"})
 
 
 # The verb

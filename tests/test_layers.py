@@ -16,7 +16,7 @@ from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Trace, W
 from trimtab.trace.blocks import MANY, are_equal, cut, worth_cutting
 from trimtab.trace.formulas import launches
 from trimtab.trace.layers import extended, matched
-from trimtab.trace.standing import Standing
+from trimtab.trace.server import WorkerProcess
 from trimtab.trace.worker import Requests
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def whole_and_few(folder: Path, name: str, setting: Setting) -> list[Trace]:
     asked = Requests(job=f"{job}:{name}", settings=(setting,), device=stated("H100").devices[0], clip=1.0)
     found = []
     for whole in (True, False):
-        with Standing() as worker:
+        with WorkerProcess() as worker:
             (answer,) = worker.ask_all(asked.replace(whole=whole), timeout_s=300)
         assert isinstance(answer, dict), answer
         assert (answer["how"] == "whole") == (whole or name == "Strange")

@@ -48,12 +48,12 @@ PARENT = """
 import os
 from pathlib import Path
 from trimtab.api.detecting import cluster
-from trimtab.trace.standing import Standing
+from trimtab.trace.server import WorkerProcess
 from trimtab.trace.worker import Requests
 
 Path("pid.parent").write_text(str(os.getpid()))
-with Standing(module="silent_worker") as standing:
-    standing.ask_all(
+with WorkerProcess(module="silent_worker") as worker:
+    worker.ask_all(
         Requests(job="job", settings=(), device=cluster("H100").devices[0]), timeout_s=600
     )
 """

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 import trimtab
 from trimtab.errors import UnknownName, WrongUse
-from trimtab.jobs.naics_codes import (
+from trimtab.jobs.naics.codes import (
     BEGIN,
     COUNTS,
     END,
@@ -25,7 +25,7 @@ from trimtab.jobs.naics_codes import (
     tokens,
     words,
 )
-from trimtab.jobs.naics_pairs import Pairs, negatives_of, read, rows
+from trimtab.jobs.naics.pairs import Pairs, negatives_of, read_pairs, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -190,7 +190,7 @@ def test_tokens_begin_and_end_fit_their_length_and_stay_in_the_vocabulary() -> N
 
 def test_rows_keep_to_levels_relations_distances_and_margins() -> None:
     tree = codes(200)
-    pairs = read(
+    pairs = read_pairs(
         {
             "anchor_level": 5,
             "positive_relation": ["sibling", "child"],
@@ -262,7 +262,7 @@ def test_conditions_that_cannot_be_are_refused(
     given: dict[str, Any], error: type[WrongUse], found: str
 ) -> None:
     with pytest.raises(error, match=found):
-        read(given)
+        read_pairs(given)
 
 
 def test_texts_longer_than_the_positions_are_refused() -> None:
@@ -284,7 +284,7 @@ def test_the_rate_rises_and_stays() -> None:
 
 
 def test_distances_of_points_far_out_are_exact_in_fp32() -> None:
-    from trimtab.jobs.naics import lorentz_distance, on_hyperboloid
+    from trimtab.jobs.naics.model import lorentz_distance, on_hyperboloid
 
     torch.manual_seed(0)
     tangent = torch.randn(64, 1, 17, dtype=torch.float64)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from outlooks import Law, workload
+from trimtab import spec
 from trimtab.catalog.clusters import row_device, stated
 from trimtab.catalog.tables import devices
 from trimtab.errors import JobFailed, NothingFits, UnknownName, WrongUse
@@ -1045,6 +1046,54 @@ def test_what_is_asked_beside_changes_neither_runners_up_nor_rejections(objectiv
     assert ask(price_per_gpu_hour=2.0) == plain
     assert ask(deadline_s=1e9) == plain
     assert ask((1, 2, 3)) == plain
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trimtab.cache import ESTIMATES, PLANS
+    from trimtab.planner import plan as plans
+    from trimtab.predict.estimate import estimate
+
+    asked: list[Setting] = []
+
+    def traces(_: str, settings: Any, __: Any, **___: Any) -> list[Any]:
+        asked.extend(settings)
+        return [traced(setting) for setting in settings]
+
+    computed: list[Setting] = []
+
+    def counting(trace: Trace, setting: Setting, *others: Any, **more: Any) -> Any:
+        computed.append(setting)
+        return estimate(trace, setting, *others, **more)
+
+    monkeypatch.setattr("trimtab.planner.foresight.judge", counting)
+    monkeypatch.setattr(plans, "traces", traces)
+    monkeypatch.setattr(plans, "is_known", lambda *_: True)
+    monkeypatch.setattr(plans, "summary", lambda *_, **__: workload())
+    monkeypatch.setattr(plans, "batch_loss", lambda *_, **__: spec.BatchLoss(additive=True))
+
+    def make(*, cache: bool = True, **policy: Any) -> Plan:
+        asked.clear()
+        computed.clear()
+        return plans.make_plan("slm:tiny", {}, stated("4xH100"), Policy(**policy), cache=cache)
+
+    first = make()
+    assert asked
+    assert computed
+    assert make() == first
+    assert asked == [], "the plan is cached"
+    other = make(deadline_s=1e9)
+    assert asked, "traces are asked for again, and may come from their own cache"
+    assert computed == [], "the estimates are cached"
+    assert (other.choice, other.estimate) == (first.choice, first.estimate)
+    for kind, count in ((PLANS, 2), (ESTIMATES, 1)):
+        (*_, last) = keys = kind.keys("")
+        assert len(keys) == count
+        kind.file(last).write_text("{", encoding="utf-8")
+    again = make(deadline_s=1e9), make()
+    assert [(plan.choice, plan.estimate) for plan in again] == [(first.choice, first.estimate)] * 2
+    assert make(cache=False).choice == first.choice
+    assert computed, "without the cache everything is computed again"
 
 
 def test_runners_up_are_the_best_that_follow_from_what_was_traced() -> None:

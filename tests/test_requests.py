@@ -68,7 +68,7 @@ def test_every_option_of_a_request_is_a_flag_with_its_help(command: str) -> None
                 assert known[f"--{value}"].help == text
         elif option.flag is not None:
             assert known[name if option.argument else option.flag].help == option.help
-        for flag in option.job_flags:
+        for flag in cli_options.flags_of(option):
             assert known[f"--{flag.name}"].help == flag.help
 
 
@@ -97,7 +97,7 @@ def test_help_texts_are_sentences_that_stand_alone() -> None:
             for text in (
                 option.help,
                 *option.switches.values(),
-                *(flag.help for flag in option.job_flags),
+                *(flag.help for flag in cli_options.flags_of(option)),
             ):
                 assert text.endswith("."), text
                 assert text.split()[0] not in {"Of", "That", "For", "Which", "Where"}, text

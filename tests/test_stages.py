@@ -12,9 +12,9 @@ import trimtab
 from test_targets import ESTIMATE
 from trimtab.cli.options import job_options
 from trimtab.errors import TrimtabError, UnknownName, WrongUse
-from trimtab.jobs import naics_pairs
-from trimtab.jobs.naics_stages import SHIPPED, stage, stages
-from trimtab.jobs.yaml_files import read
+from trimtab.jobs.naics.pairs import read_pairs
+from trimtab.jobs.naics.stages import SHIPPED, find_stage, read_stages
+from trimtab.jobs.yaml_files import read_yaml
 from trimtab.spec import IncidentKind, Plan, PlannedStage, Setting, Stage, StagedPlan
 from trimtab.training.chain import Chain, run
 from trimtab.training.folder import RunFolder
@@ -47,7 +47,7 @@ def write(conf: Path, name: str, text: str) -> Path:
 def test_numbers_are_numbers_and_lines_are_known(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("rate: 2e-4\nmore:\n  - {n: 8, text: '8'}\n  - yes\nempty:\n", encoding="utf-8")
-    page = read(file)
+    page = read_yaml(file)
     assert page.values == {"rate": 2e-4, "more": [{"n": 8, "text": "8"}, True], "empty": None}
     assert page.at("more", 0, "n").endswith("line 3")
     assert page.at("more").endswith("line 2")
@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, found
     file = tmp_path / "a.yaml"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(WrongUse, match=found):
-        read(file)
+        read_yaml(file)
 
 
 def test_a_bomb_of_aliases_and_a_file_that_is_no_text_are_refused(tmp_path: Path) -> None:
@@ -81,20 +81,20 @@ def test_a_bomb_of_aliases_and_a_file_that_is_no_text_are_refused(tmp_path: Path
     (tmp_path / "bomb.yaml").write_text(bomb, encoding="utf-8")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(WrongUse, match="too large or too deep"):
-        read(tmp_path / "bomb.yaml")
+        read_yaml(tmp_path / "bomb.yaml")
     with pytest.raises(WrongUse, match="no text"):
-        read(tmp_path / "bytes.yaml")
+        read_yaml(tmp_path / "bytes.yaml")
     with pytest.raises(WrongUse, match="cannot be read"):
-        read(tmp_path / "none.yaml")
+        read_yaml(tmp_path / "none.yaml")
     (tmp_path / "empty.yaml").write_text("# nothing\n", encoding="utf-8")
-    assert read(tmp_path / "empty.yaml").values == {}
+    assert read_yaml(tmp_path / "empty.yaml").values == {}
 
 
 # stage files
 
 
 def test_the_stages_that_ship_are_those_on_record() -> None:
-    found = stages("")
+    found = read_stages("")
     assert [one.name for one in found] == [f"0{number}_stage" for number in range(1, 6)]
     assert [(one.options["positives"], one.options["negatives"]) for one in found] == [
         (32, 24),
@@ -123,10 +123,10 @@ def test_the_shapes_of_real_files_are_understood(conf: Path) -> None:
     main.write_text(
         more + main.read_text(encoding="utf-8").replace("max_epochs: 5", "devices: 2\n    max_epochs: 5")
     )
-    found = {one.name: one for one in stages(str(conf))}
+    found = {one.name: one for one in read_stages(str(conf))}
     assert found["03_stage"].options["pairs"] == {"anchor_level": [5, 6]}
     assert found["04_stage"].options["positives"] == 2
-    assert naics_pairs.read(found["04_stage"].options["pairs"]).positive_relation == (
+    assert read_pairs(found["04_stage"].options["pairs"]).positive_relation == (
         "child",
         "sibling",
     )
@@ -135,10 +135,10 @@ def test_the_shapes_of_real_files_are_understood(conf: Path) -> None:
 
 def test_without_a_chain_stages_come_in_the_order_of_their_names(conf: Path) -> None:
     (conf / "curriculum" / "chain_default.yaml").unlink()
-    found = stages(str(conf / "curriculum"))
+    found = read_stages(str(conf / "curriculum"))
     assert [one.name for one in found] == [f"0{number}_stage" for number in range(1, 6)]
     assert found[0].epochs is None
-    assert {one.epochs for one in stages(str(conf))} == {5}
+    assert {one.epochs for one in read_stages(str(conf))} == {5}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_stage_or_chain_that_cannot_be_is_refused(
     conf: Path, name: str, text: str, error: type[TrimtabError], found: str
 ) -> None:
     with pytest.raises(error, match=found):
-        stages(str(write(conf, name, text)))
+        read_stages(str(write(conf, name, text)))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_main_config_that_cannot_be_is_refused(conf: Path, before: str, after:
     file = conf / "config.yaml"
     file.write_text(file.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
     with pytest.raises(WrongUse, match=found):
-        stages(str(conf))
+        read_stages(str(conf))
 
 
 def test_a_folder_that_has_no_stages_is_refused(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_folder_that_has_no_stages_is_refused(tmp_path: Path) -> None:
         (tmp_path, "none of its 0 YAML files"),
     ):
         with pytest.raises(WrongUse, match=found):
-            stages(str(place))
+            read_stages(str(place))
 
 
 def test_a_stage_is_found_by_the_beginning_of_its_name_and_stands_for_its_options() -> None:
@@ -219,7 +219,7 @@ def test_a_stage_is_found_by_the_beginning_of_its_name_and_stands_for_its_option
     assert (job.negatives, job.positives, job.rate, job.epochs) == (8, 16, 1e-4, 8)
     assert trimtab.load("naics", negatives=3, stage="02").negatives == 3
     with pytest.raises(UnknownName, match=r"several begin so.*01_stage, 02_stage"):
-        stage("0", stages(""))
+        find_stage("0", read_stages(""))
     with pytest.raises(UnknownName, match="none of that name; did you mean"):
         trimtab.load("naics", stage="2_stage")
 

@@ -5,23 +5,29 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 import trimtab
 from test_cli import trimtab_cli
+from trimtab.catalog.facts import calibration_file, device_facts, facts_of, fallback_facts
+from trimtab.catalog.tables import collectives, devices
 from trimtab.errors import EnvironmentFault
 from trimtab.predict import comms, pace, time
 from trimtab.predict.calibration import read_own_calibration, shipped, speed, write_own_calibration
+from trimtab.predict.estimate import estimate
 from trimtab.spec import Calibration, Mesh, Precision, Setting, Slice, Strategy, Trace, Work
 from trimtab.trace.tracer import traced
 from trimtab.trace.worker import Request
+from trimtab.units import MIB
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 H200 = trimtab.cluster("H200").devices[0]
 RATES = pace.rates(H200) or pytest.fail("the H200 has figures")
-HOST = time.Host(10e-6, 10e-6, 10e-6, 1e-6, 1e-6, 1e-6, 10e-6, 5e-6)
+FACTS = facts_of(H200)
+HOST = time.HostCosts(10e-6, 10e-6, 10e-6, 1e-6, 1e-6, 1e-6, 10e-6, 5e-6, FACTS.step)
 
 
 def matrix(rows: int, columns: int, inner: int, alignment: int = 16, dtype: str = "bfloat16") -> Work:
@@ -140,8 +146,8 @@ def test_a_recurrent_layer_costs_the_host_its_launches_while_the_device_goes_on(
 
 def test_launches_of_recurrent_layers_are_counted_by_cells() -> None:
     two, four = recurrent(2, 128, 256, 512), recurrent(4, 128, 256, 512)
-    assert pace.handing_out(four) == 2 * pace.handing_out(two) > 1e-3
-    assert pace.handing_out(copy(1024)) == 0
+    assert pace.handing_out(four, FACTS.law) == 2 * pace.handing_out(two, FACTS.law) > 1e-3
+    assert pace.handing_out(copy(1024), FACTS.law) == 0
     # Layers run beside each other, so the device waits for steps and not for layers.
     assert pace.law(four, RATES) < 1.9 * pace.law(two, RATES)
 
@@ -159,17 +165,17 @@ def test_launches_of_recurrent_layers_are_counted_by_cells() -> None:
     ],
 )
 def test_one_layer_in_fp16_is_one_kernel(work: Work, whole: bool) -> None:
-    assert (pace.handing_out(work) == 0) is whole
+    assert (pace.handing_out(work, FACTS.law) == 0) is whole
 
 
 def test_a_measurement_at_the_pace_of_the_host_says_nothing_of_the_device() -> None:
     work = recurrent(3, 256, 64, 512)
-    alone = pace.handing_out(work)
+    alone = pace.handing_out(work, FACTS.law)
     assert alone > pace.law(work, RATES)
     for factor in (0.6, 1.5):
         known = Calibration(device="H200 SXM 141GB", works=(work,), seconds=(factor * alone,))
         found = pace.Pace(RATES, pace.points(known, RATES))
-        assert found.handing_out(work) == pytest.approx(factor * alone * pace.IN_A_STEP)
+        assert found.handing_out(work) == pytest.approx(factor * alone * FACTS.law.cell_in_a_step)
         assert found.seconds(work) == pytest.approx(max(1.0, factor) * pace.law(work, RATES))
 
 
@@ -180,7 +186,7 @@ def test_a_product_of_a_shape_not_met_before_costs_the_host_more() -> None:
             time.run(works, Even(), HOST, backward=range(0), compiled=compiled).host_s  # type: ignore[arg-type]
             for works in (known, new)
         )
-        assert weighed - usual == pytest.approx(100 * time.FRESH_S)
+        assert weighed - usual == pytest.approx(100 * FACTS.step.fresh_s)
 
 
 def test_small_operations_run_at_the_pace_of_the_host_and_large_ones_of_the_device() -> None:
@@ -205,7 +211,7 @@ def test_the_host_cannot_run_more_than_a_queue_ahead() -> None:
     works = [copy(1024)] * 3000
     found = time.run(works, Even(), HOST, backward=range(0))  # type: ignore[arg-type]
     assert found.host_s < 0.2 * found.total_s
-    assert found.total_s == pytest.approx(3000 * (1e-4 + time.GAP_S), rel=0.05)
+    assert found.total_s == pytest.approx(3000 * (1e-4 + FACTS.step.gap_s), rel=0.05)
 
 
 def test_collectives_grow_with_size_and_are_slower_between_nodes() -> None:
@@ -219,7 +225,7 @@ def test_collectives_grow_with_size_and_are_slower_between_nodes() -> None:
 
 def test_gpus_of_a_node_add_their_network_ports_up() -> None:
     """DGX H100: eight ports of 50 GB/s carry 400 GB/s between nodes: the bus bandwidth of nccl-tests."""
-    size, share = 2**34, comms.BUS_SHARE
+    size, share = 2**34, collectives().bus_share
     h100 = comms.links(trimtab.cluster("4x8xH100"), 32)
     assert h100.all_gather_s(size, 32) == pytest.approx(size * 31 / 32 / (400e9 * share), rel=0.01)
     slow = comms.links(trimtab.cluster("4x8xH100", network="80Gb/node"), 32)
@@ -233,7 +239,7 @@ def test_copies_of_a_shard_have_one_port_each() -> None:
     """hsdp over four nodes: the four copies of a shard lie on four nodes, one GPU in each."""
     size, among = 2**32, comms.links(trimtab.cluster("4x8xH100"), 32)
     found = among.all_reduce_s(size, 4, apart=8)
-    assert found == pytest.approx(2 * size * 3 / 4 / (50e9 * comms.BUS_SHARE), rel=0.01)
+    assert found == pytest.approx(2 * size * 3 / 4 / (50e9 * collectives().bus_share), rel=0.01)
 
 
 def test_the_network_that_was_taken_is_said_with_its_source() -> None:
@@ -277,7 +283,7 @@ def test_accumulation_repeats_the_passes_and_not_the_optimizer() -> None:
     )
     optimizer = found.pace.seconds(adam)
     # The host is ahead by then: a pass does not begin anew.
-    assert four - optimizer == pytest.approx(4 * (once - optimizer) - 3 * time.START_S, rel=0.02)
+    assert four - optimizer == pytest.approx(4 * (once - optimizer) - 3 * FACTS.step.start_s, rel=0.02)
 
 
 def test_reducing_gradients_is_hidden_behind_a_long_backward_pass_only() -> None:
@@ -332,6 +338,32 @@ def test_a_traced_step_has_the_flops_of_its_layers(tmp_path: Path, recompute: st
     # What comes after the last tensor that the backward pass needs is not computed again.
     assert trace.recomputed_flops == again * 4 * each
     assert {"forward", "backward", "optimizer"} == set(trace.phases)
+
+
+def test_every_file_of_measured_figures_names_a_device_and_one_is_the_fallback() -> None:
+    known = {row.name for row in devices()}
+    assert all(facts.device in known for facts in device_facts())
+    assert [facts.fallback for facts in device_facts()] == [True] + [False] * (len(device_facts()) - 1)
+    for facts in device_facts():
+        assert all(calibration_file(name).is_file() for name in facts.operations)
+        assert all(table.source for table in (facts.host, facts.step, facts.law, facts.memory))
+
+
+def test_a_second_measured_device_is_a_file_and_others_take_the_fallback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a100, t4 = trimtab.cluster("A100-40GB").devices[0], trimtab.cluster("T4").devices[0]
+    assert facts_of(a100) is fallback_facts()
+    memory = fallback_facts().memory.with_context(400 * MIB)
+    second = msgspec.structs.replace(fallback_facts(), device="A100 40GB SXM4", fallback=False, memory=memory)
+    monkeypatch.setattr("trimtab.catalog.facts.device_facts", lambda: (FACTS, second))
+    assert facts_of(a100) is second
+    assert facts_of(t4) is FACTS
+    setting = Setting(micro_batch=1, global_batch=1)
+    own, other = (estimate(trace_of([]), setting, device)[0] for device in (a100, t4))
+    assert (own.parts.context, other.parts.context) == (400 * MIB, 760 * MIB)
+    assert not any("CUDA context" in words for words in own.assumptions)
+    assert any("as on an H200 (760 MiB)" in words for words in other.assumptions)
 
 
 def test_the_shipped_calibration_has_every_kind_and_dtype() -> None:

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
+from trimtab.files import write_atomic
 from trimtab.spec import Incident, IncidentKind, Setting
 from trimtab.training import folder as folder_module
 from trimtab.training import loading, order, states
-from trimtab.training.folder import RunFolder, RunIdentity, folder_fault, write_whole
+from trimtab.training.folder import RunFolder, RunIdentity, folder_fault
 from trimtab.training.loading import Loader, Window, checked_order, cut, window_of
 from trimtab.training.order import Order, bounds, epoch_order, share_of
 
@@ -571,8 +572,9 @@ def test_a_full_disk_does_not_stop_what_is_only_told(tmp_path: Path) -> None:
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    write_whole(file, b"old")
-    with pytest.raises(TypeError):
-        write_whole(file, "text")  # type: ignore[arg-type]
+    write_atomic(file, b"old", sync=True)
+    for sync in (False, True):
+        with pytest.raises(TypeError):
+            write_atomic(file, 7, sync=sync)  # type: ignore[arg-type]
     assert file.read_bytes() == b"old"
     assert [one.name for one in tmp_path.iterdir()] == ["a.json"]

@@ -19,6 +19,7 @@ from rich.console import Console
 from outlooks import Law, workload
 from trimtab import render
 from trimtab.catalog.clusters import stated
+from trimtab.catalog.facts import facts_of
 from trimtab.errors import NothingFits
 from trimtab.planner import decide, stale
 from trimtab.planner.decide import Question
@@ -31,7 +32,6 @@ from trimtab.predict.capacity import (
     training_steps,
 )
 from trimtab.predict.estimate import estimate
-from trimtab.predict.memory import CONTEXT_BYTES
 from trimtab.predict.verdict import judge_fully
 from trimtab.spec import Allocator, Mesh, Policy, Setting, Strategy, Trace, Verdict
 from trimtab.units import GIB, MIB
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from trimtab.spec import Estimate, Plan
 
 H200 = stated("H200").devices[0]
+CONTEXT_BYTES = facts_of(H200).memory.context_bytes
 SINGLE = Setting(micro_batch=1, global_batch=1)
 Move = tuple[str, int] | tuple[str, int, int] | str
 """A name, its size in MiB and a stream, to allocate; or a name to free, of this step or the one before."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from bench import zoo
 
+from trimtab.catalog.facts import fallback_facts
 from trimtab.errors import CannotFollow, JobFailed, WrongUse
 from trimtab.predict.pace import Rates, law
 from trimtab.spec import Work
@@ -343,7 +344,7 @@ def test_cells_save_what_the_fused_kernels_save() -> None:
 
 
 def test_groups_that_run_one_after_another_take_longer_than_one_kernel() -> None:
-    device = Rates(67e12, 495e12, 990e12, 990e12, 4.8e12, 132)
+    device = Rates(67e12, 495e12, 990e12, 990e12, 4.8e12, 132, fallback_facts().law)
     together = Work(
         op="aten::_grouped_mm",
         kind="matrix",

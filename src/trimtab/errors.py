@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 
 class TrimtabError(Exception):
@@ -37,6 +37,17 @@ class TrimtabError(Exception):
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return _rebuild, (type(self), self.given, self.found, self.cure)
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the kind and the three parts, as `error_from_dict` reads them."""
+        return {"kind": type(self).__name__, "given": self.given, "found": self.found, "cure": self.cure}
+
+
+def error_from_dict(parts: Mapping[str, str]) -> TrimtabError:
+    """Return the error that `to_dict` described; of a kind that is not known, a plain TrimtabError."""
+    kind = globals().get(parts["kind"])
+    cls = kind if isinstance(kind, type) and issubclass(kind, TrimtabError) else TrimtabError
+    return cls(parts["given"], found=parts["found"], cure=parts["cure"])
 
 
 def _rebuild(cls: type[TrimtabError], given: str, found: str, cure: str) -> TrimtabError:

@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.units import format_bandwidth, format_bytes, format_duration, format_flops, format_gib
+from trimtab.units import format_bandwidth, format_bytes, format_duration, format_flops, format_gib, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,8 +103,8 @@ def _notes(found: Cluster) -> list[str]:
 def count(found: Cluster) -> str:
     """How many nodes and devices, in words."""
     nodes, total = len(found.nodes), len(found.devices)
-    gpus = f"{total} GPU{'s' * (total > 1)}" if total else "no GPU"
-    return f"{nodes} node{'s' * (nodes > 1)}, {gpus}"
+    gpus = plural(total, "GPU") if total else "no GPU"
+    return f"{plural(nodes, 'node')}, {gpus}"
 
 
 def _alike(found: Cluster) -> list[list[Node]]:
@@ -311,7 +311,7 @@ def _shared(link: Link) -> str:
 def _host(node: Node) -> str:
     cores = None
     if node.cpu_cores is not None:
-        cores = f"{node.cpu_cores} core{'s' * (node.cpu_cores > 1)}"
+        cores = plural(node.cpu_cores, "core")
         if node.cpu_cores_total and node.cpu_cores_total > node.cpu_cores:
             cores += f" of {node.cpu_cores_total}"
     ram = _maybe(format_bytes, node.ram_bytes)
@@ -860,7 +860,7 @@ def setting_words(one: Setting) -> str:
     '1 GPU, single, micro-batch 8 x 2, fp32'
     """
     words = [
-        f"{one.gpus} GPU{'s' * (one.gpus > 1)}",
+        plural(one.gpus, "GPU"),
         one.strategy.value,
         f"micro-batch {one.micro_batch} x {one.accumulation}",
         one.precision.value,
@@ -938,7 +938,7 @@ def _unused_gpus(one: Comparison) -> str | None:
     if one.free_share is None or one.free_share >= 1:
         return None
     count = round(one.gpus * one.free_share / (1 - one.free_share))
-    return f"{count} GPU{'s' * (count != 1)}"
+    return plural(count, "GPU")
 
 
 def _what_ifs(found: Plan) -> Columns | None:

@@ -169,3 +169,12 @@ def format_bandwidth(bytes_per_second: float) -> str:
     """
     giga = bytes_per_second / 1e9
     return f"{giga / 1000:.3g} TB/s" if giga >= 1000 else f"{giga:.3g} GB/s"  # noqa: PLR2004
+
+
+def plural(count: int, noun: str, spec: str = "") -> str:
+    """Return a count with its noun; `spec` formats the number.
+
+    >>> plural(1, "GPU"), plural(4, "GPU"), plural(0, "node"), plural(1200, "block", ",")
+    ('1 GPU', '4 GPUs', '0 nodes', '1,200 blocks')
+    """
+    return f"{count:{spec}} {noun}{'' if count == 1 else 's'}"

@@ -93,12 +93,13 @@ def batch_warnings(
     job: Any, setting: Setting, options: dict[str, Any] | None = None, *, cache: bool = True
 ) -> tuple[str, ...]:
     """Return warnings about a setting that splits the job's batch; runs the job's code on a small batch."""
-    from trimtab.jobs.load import BUILT_IN, FOLDER, name_of
+    from trimtab.jobs.load import name_of
+    from trimtab.jobs.registry import comes_with_trimtab
     from trimtab.planner.whole_batch import warnings
     from trimtab.trace.batch_loss import batch_loss
 
     name, changed = name_of(job)
-    if name.startswith(FOLDER) or name.partition(":")[0] in BUILT_IN:
+    if comes_with_trimtab(name):
         return ()
     found = batch_loss(name, changed | (options or {}), cache=cache)
     return warnings(found, setting)

@@ -61,7 +61,7 @@ def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
     from trimtab.spec import LaunchKind
 
     kind = LaunchKind(request.kind)
-    given = {name: getattr(request, name) for name in launch_request.HEARD_BY}
+    given = {name: getattr(request, name) for name in launch_request.USED_BY}
     launch_request.refuse_unused(kind, given)
     site_defaults = read_defaults(Path.cwd())
     site_options = ("partition", "account", "qos", "activate", "image")

@@ -154,6 +154,7 @@ def _plan_to_train(
     from trimtab.spec import Plan
     from trimtab.trace.summary import described
     from trimtab.training.resize import cpu_plan, several_nodes
+    from trimtab.units import plural
 
     name, job, overrides, here = question
     given: Any = request.plan
@@ -183,7 +184,7 @@ def _plan_to_train(
     if ranks is not None and ranks > nodes * len(here.devices):
         raise WrongUse(
             f"--procs {ranks}",
-            found=f"this machine has {len(here.devices)} GPU{'s' * (len(here.devices) > 1)}",
+            found=f"this machine has {plural(len(here.devices), 'GPU')}",
             cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU.",
         )
     fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})

@@ -84,6 +84,16 @@ class FabricRow(Row, frozen=True, kw_only=True):
         return self.gbs if self.gbs is not None else (self.node_gbs or 0.0) / max(1, gpus)
 
 
+class CollectivesRow(Row, frozen=True, kw_only=True):
+    """How fast collectives are over any link; the comments of links.toml say what each key means."""
+
+    bus_share: float
+    hop_s: float
+    network_hop_s: float
+    unknown_bytes_per_s: float
+    overlapped: float
+
+
 class MfuRow(Row, frozen=True, kw_only=True):
     """The MFU that published runs of a kind of model reach, in percent."""
 
@@ -161,6 +171,12 @@ def links() -> dict[str, LinkRow]:
 def fabrics() -> tuple[FabricRow, ...]:
     """The usual network between nodes, by device."""
     return msgspec.convert(_read("links.toml")["fabric"], tuple[FabricRow, ...])
+
+
+@cache
+def collectives() -> CollectivesRow:
+    """How fast collectives are over any link."""
+    return msgspec.convert(_read("links.toml")["collectives"], CollectivesRow)
 
 
 @cache

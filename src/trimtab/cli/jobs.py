@@ -13,7 +13,7 @@ from trimtab import api, render
 from trimtab.cli.console import Json, print_json, print_text
 from trimtab.errors import WrongUse
 from trimtab.render import _indented, inert
-from trimtab.units import format_duration
+from trimtab.units import format_duration, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,7 +147,7 @@ def _queue_words(job: QueuedJob) -> str:
     if job.nodes:
         parts.append(f"on {_few(job.nodes)}")
     elif job.num_nodes:
-        parts.append(f"for {job.num_nodes} node{'s' * (job.num_nodes > 1)}")
+        parts.append(f"for {plural(job.num_nodes, 'node')}")
     if job.ran_s:
         limit = "" if job.limit_s is None else f" of {format_duration(job.limit_s)}"
         parts.append(f"{format_duration(job.ran_s)}{limit}")

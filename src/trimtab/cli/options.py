@@ -12,8 +12,9 @@ import typer
 
 from trimtab.cli.console import say
 from trimtab.errors import WrongUse
-from trimtab.jobs.load import FOLDER, expanded
-from trimtab.spec.requests import CommandOption, CommandRequest, JobFlag, options_of
+from trimtab.jobs.load import expanded
+from trimtab.jobs.registry import FOLDER, JobFlag, base_name, job_flags
+from trimtab.spec.requests import CommandOption, CommandRequest, options_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -92,9 +93,14 @@ def _parameters(name: str, option: CommandOption) -> Iterator[inspect.Parameter]
         names = (option.flag, option.short) if option.short else (option.flag,)
         info = {"metavar": option.metavar, "min": option.minimum, "help": option.help}
         yield _flag(name, kind, default, *names, **info)
-    for flag in option.job_flags:
+    for flag in flags_of(option):
         off = False if flag.type is bool else None
         yield _flag(flag.name, flag.type, off, metavar=flag.metavar, help=flag.help)
+
+
+def flags_of(option: CommandOption) -> tuple[JobFlag, ...]:
+    """Return the flags of jobs that come with an option."""
+    return job_flags(training=option.job_flags == "train") if option.job_flags else ()
 
 
 def _flag(name: str, kind: Any, default: Any, *names: str, **info: Any) -> inspect.Parameter:
@@ -128,7 +134,7 @@ def make_request(request: type[RequestType], typed: Mapping[str, Any]) -> Reques
         elif option.flag is None:
             continue
         elif name == "options":
-            flags = {flag: typed[flag.name] for flag in option.job_flags}
+            flags = {flag: typed[flag.name] for flag in flags_of(option)}
             values[name] = job_options(job, typed[name], flags)
         elif option.flag.startswith("--no-"):
             values[name] = not typed[name]
@@ -158,7 +164,7 @@ def job_options(
 
     >>> job_options("slm", ["layers=24"])
     {'layers': '24'}
-    >>> from trimtab.spec.requests import DATA
+    >>> (DATA,) = (flag for flag in job_flags(training=True) if flag.name == "data")
     >>> job_options("slm:tiny", None, {DATA: "/tmp/words.txt"})
     {'data': '/tmp/words.txt'}
     """
@@ -172,12 +178,11 @@ def job_options(
         if name in options:
             raise WrongUse(f"--set {setting}", found=f"{name} is also {options[name]}", cure="Give it once.")
         options[name] = value
-    base = FOLDER if job.startswith(FOLDER) else job.partition(":")[0]
     for flag, value in (flags or {}).items():
         if value is None or value is False:
             continue
         text = f"--{flag.name}" if value is True else f"--{flag.name} {value}"
-        if base not in flag.jobs:
+        if base_name(job) not in flag.jobs:
             jobs = " and ".join(f"{name}FOLDER" if name == FOLDER else name for name in flag.jobs)
             raise WrongUse(
                 text,

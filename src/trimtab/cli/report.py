@@ -10,6 +10,7 @@ import typer
 
 from trimtab import api, render
 from trimtab.cli.console import Json, print_json, print_notes, print_text
+from trimtab.units import plural
 
 
 def report(
@@ -42,7 +43,7 @@ def report(
         print_json(done)
         return
     many = len(done["shown"])
-    print_text(render.inert(f"{done['file']}: {many} figure{'s' * (many != 1)}"))
+    print_text(render.inert(f"{done['file']}: {plural(many, 'figure')}"))
     if done["figures"]:
         print_text(render.inert(f"{figures}: {len(done['figures'])} files"))
     print_notes([f"not shown: {part}" for part in done["missing"]] + done["notes"])

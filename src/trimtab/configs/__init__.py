@@ -1,1 +1,1 @@
-"""Config files of users: read with the place of every value, edited in place, backed up and put back."""
+"""Read and edit the config files of frameworks: every value in its place, with backups."""

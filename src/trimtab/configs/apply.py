@@ -32,7 +32,7 @@ SAME = ("strategy", "precision", "recompute", "compile")
 
 
 class StageConfig(Noun, frozen=True, kw_only=True):
-    """A stage as its file has it."""
+    """A stage as its file describes it."""
 
     name: str
     file: str
@@ -45,7 +45,7 @@ class StageConfig(Noun, frozen=True, kw_only=True):
 
 
 class StagePlan(Noun, frozen=True, kw_only=True):
-    """How a stage will run."""
+    """The setting and the estimate of a stage."""
 
     name: str
     file: str
@@ -175,7 +175,7 @@ DEEPEST = 4
 
 @dataclass(frozen=True)
 class Aim:
-    """What somebody named: a file or a folder, and a place inside of it."""
+    """A file or a folder that the user named, and a place inside of it."""
 
     file: Path
     below: KeyPath = ()
@@ -200,7 +200,7 @@ def parse_aim(text: str) -> Aim:
 
 @dataclass(frozen=True)
 class OpenedConfig:
-    """A config that was read, and what it is."""
+    """A parsed config, and the target that it is."""
 
     file: Path
     document: ParsedConfig
@@ -218,7 +218,7 @@ class ConfigLayout:
 
 @dataclass
 class Proposal:
-    """What would change, before anything does."""
+    """The edits of a plan before anything is written."""
 
     edits: list[Edit] = field(default_factory=list)
     said: list[str] = field(default_factory=list)

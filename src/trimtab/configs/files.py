@@ -37,6 +37,7 @@ import msgspec
 from trimtab.configs.formats import read_bytes, read_config
 from trimtab.configs.text_edit import format_path, same_value
 from trimtab.errors import BrokenFile, EnvironmentFault, UnknownName, WrongUse
+from trimtab.files import sync_folder
 from trimtab.spec.base import Noun
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class SavedFile(Noun, frozen=True, kw_only=True):
 
 
 class Backup(Noun, frozen=True, kw_only=True):
-    """What one write replaced."""
+    """The files that one write replaced."""
 
     number: int
     date: str
@@ -289,7 +290,7 @@ Replace = Callable[[Path, Path], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class FileChange:
-    """What is to change in one file."""
+    """The changes of one file."""
 
     file: str
     """As the user wrote it, or as it was found in a folder that the user named."""
@@ -305,7 +306,7 @@ class FileChange:
 
 
 class WriteResult(Noun, frozen=True, kw_only=True):
-    """What was done."""
+    """The files that were written, and those that were not."""
 
     files: tuple[str, ...] = ()
     """Those that are new now."""
@@ -318,7 +319,7 @@ class WriteResult(Noun, frozen=True, kw_only=True):
 
 
 class RevertResult(Noun, frozen=True, kw_only=True):
-    """What was put back."""
+    """The file that was put back."""
 
     file: str
     number: int
@@ -603,8 +604,8 @@ def _write_backup(folder: Path, ready: Sequence[PreparedFile], note: Backup, mad
         manifest = note.replace(number=number, files=tuple(saved))
         _write_new(home / f"{MANIFEST}.new", manifest.to_json().encode(), 0o644)
         (home / f"{MANIFEST}.new").replace(home / MANIFEST)
-        _sync_folder(home)
-        _sync_folder(place)
+        sync_folder(home)
+        sync_folder(place)
     except OSError as problem:
         raise_os_error(home, problem, "the backup cannot be written")
 
@@ -616,18 +617,6 @@ def _write_new(path: Path, data: bytes, mode: int) -> None:
         file.flush()
         os.fchmod(handle, stat.S_IMODE(mode))
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk; some disks do not offer that."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as problem:
-        if problem.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
 
 
 def _rename_files(ready: Sequence[PreparedFile], made: list[Path], replace: Replace) -> None:
@@ -649,7 +638,7 @@ def _rename_files(ready: Sequence[PreparedFile], made: list[Path], replace: Repl
         raise
     for folder in {target.real.parent for target in ready}:
         with contextlib.suppress(OSError):  # the files are in place: an error here would only mislead
-            _sync_folder(folder)
+            sync_folder(folder)
 
 
 def _remove_scratch(ready: Sequence[PreparedFile], made: list[Path]) -> None:

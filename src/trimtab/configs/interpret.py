@@ -124,7 +124,7 @@ PRODUCTS = (
 
 
 class FoundKey(Noun, frozen=True, kw_only=True):
-    """One key of a config that holds something of ours."""
+    """A key of a config that holds one of our fields."""
 
     field: str
     key: str
@@ -137,7 +137,7 @@ class FoundKey(Noun, frozen=True, kw_only=True):
 
 
 class ConfigWarning(Noun, frozen=True, kw_only=True):
-    """Where a config differs from a plan, or says what an estimate leaves out."""
+    """A difference between a config and a plan, or something an estimate leaves out."""
 
     text: str
     """A sentence for the user."""
@@ -153,7 +153,7 @@ class ConfigWarning(Noun, frozen=True, kw_only=True):
 
 
 class Reading(Noun, frozen=True, kw_only=True):
-    """A config in our words."""
+    """A config in trimtab's own fields and words."""
 
     target: str
     root: str = ""
@@ -295,7 +295,7 @@ def _requirement_warning(
 
 @dataclass
 class FactCollector:
-    """What the keys have said so far."""
+    """Collects what the keys say."""
 
     found: list[FoundKey] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)

@@ -54,7 +54,7 @@ def read_json(text: str, origin: str) -> ParsedConfig:
 
 @dataclass
 class _JsonReader:
-    """A pass over the text."""
+    """Recursive parser that keeps the place of every value."""
 
     text: str
     origin: str

@@ -33,7 +33,7 @@ SEE = "docs/knobs.md lists them all."
 
 
 class TrainerKnob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One knob; the head of knobs.toml says what each key means."""
+    """A knob; the head of knobs.toml explains each key."""
 
     name: str
     kind: str = ""
@@ -49,7 +49,7 @@ class TrainerKnob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class KnobSettings(Noun, frozen=True, kw_only=True):
-    """What knobs have set."""
+    """Everything that knobs have set."""
 
     options: dict[str, Any] = {}
     """Attributes of the job."""
@@ -239,7 +239,7 @@ def _join_errors(wrong: list[TrimtabError]) -> TrimtabError:
 
 
 class _KnobCollector:
-    """What has been set so far."""
+    """Collects what knobs set."""
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}

@@ -66,7 +66,7 @@ _BORROWED = re.compile(r"\$\{+ *([^}]+?) *\}")
 
 
 class Edit(Noun, frozen=True, kw_only=True):
-    """One value of a config, before and after."""
+    """A value of a config, before and after."""
 
     file: str
     key: str
@@ -89,7 +89,7 @@ def make_edit(file: str, path: KeyPath, entry: Entry | None, after: Any, field_n
 
 @dataclass
 class Draft:
-    """The edits so far, and what has to be said beside them."""
+    """The edits so far, with notes and warnings."""
 
     file: str
     edits: list[Edit] = field(default_factory=list)

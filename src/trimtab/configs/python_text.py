@@ -76,7 +76,7 @@ def _parse_tree(text: str, origin: str) -> ast.Module:
 
 @dataclass
 class _Collector:
-    """From Python's syntax tree to nodes."""
+    """Collects nodes from Python's syntax tree."""
 
     text: str
     origin: str

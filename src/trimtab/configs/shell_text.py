@@ -90,7 +90,7 @@ class _ShellExtra:
 
 @dataclass
 class _ShellScanner:
-    """A pass over a script, one command at a time."""
+    """Scanner of a script, one command at a time."""
 
     text: str
     origin: str
@@ -474,7 +474,7 @@ class _SbatchExtra:
 
 @dataclass
 class _SbatchHeader:
-    """A pass over the options."""
+    """Scanner of the #SBATCH options."""
 
     text: str
     origin: str

@@ -28,7 +28,7 @@ TIGHT = 0.9
 
 
 class ShownStage(Noun, frozen=True, kw_only=True):
-    """One stage, or the whole training where it has none."""
+    """A stage, or the whole training if it has no stages."""
 
     name: str
     file: str
@@ -49,7 +49,7 @@ class ShownStage(Noun, frozen=True, kw_only=True):
 
 
 class Display(Noun, frozen=True, kw_only=True):
-    """A config, as it is and as it could be."""
+    """A config as it is, and what would be better."""
 
     file: str
     target: str
@@ -69,7 +69,7 @@ class Display(Noun, frozen=True, kw_only=True):
 
 
 class JobEstimator(Protocol):
-    """What can be asked about the job."""
+    """Estimates and plans the job of a config."""
 
     def estimate(self, options: dict[str, Any], setting: Setting) -> Estimate:
         """Estimate memory and speed of a setting."""

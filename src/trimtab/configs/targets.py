@@ -75,7 +75,7 @@ IMPLIED = ("round_batch", "rest")
 
 
 class Knob(Noun, frozen=True, kw_only=True):
-    """What one key holds."""
+    """A key of a framework's config, and the field of ours that it holds."""
 
     field: str
     """The field of ours."""
@@ -193,7 +193,7 @@ class Requirement(Noun, frozen=True, kw_only=True):
 
 
 class Subject(Noun, frozen=True, kw_only=True):
-    """Which job a config of this kind describes, and how."""
+    """The job that a config of this kind describes."""
 
     name: str = ""
     """A built-in job."""
@@ -214,7 +214,7 @@ class Subject(Noun, frozen=True, kw_only=True):
 
 
 class StageFormat(Noun, frozen=True, kw_only=True):
-    """Files beside a config of which each is one stage of the training."""
+    """Files beside a config, each a stage of the training."""
 
     marks: tuple[tuple[str, ...], ...]
     """As for the target."""
@@ -292,7 +292,7 @@ def find_target(name: str, known: Sequence[ConfigTarget]) -> ConfigTarget:
 
 
 class TargetSite(Noun, frozen=True, kw_only=True):
-    """A target found in a document, and below which path its keys are."""
+    """A target found in a document, and the path above its keys."""
 
     target: ConfigTarget
     root: tuple[str | int, ...] = ()
@@ -319,7 +319,7 @@ def _key_has(path: KeyPath, among: Sequence[Any], values: Mapping[KeyPath, Entry
 
 
 class KeyIndex:
-    """The keys of a document, tables included, ready to be asked for by their last word."""
+    """The keys of a document, tables included, by their last word."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.paths: set[KeyPath] = set()

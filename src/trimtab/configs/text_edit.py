@@ -41,7 +41,7 @@ _BOM = "\ufeff"
 
 
 class Entry(Noun, frozen=True, kw_only=True):
-    """One value of a file and where it stands, both counted from 1."""
+    """A value of a file and its place; line and column count from 1."""
 
     path: tuple[str | int, ...]
     value: Any
@@ -83,7 +83,7 @@ class TextNode:
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """These characters go, this text comes."""
+    """A replacement: these characters are replaced by this text."""
 
     start: int
     end: int
@@ -178,7 +178,7 @@ class ConfigFormat:
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """A document: its text, its tree, and the format that reads it."""
+    """A config: its text, its tree, and its format."""
 
     text: str
     origin: str

@@ -52,7 +52,7 @@ def read_toml(text: str, origin: str) -> ParsedConfig:
 
 @dataclass(slots=True)
 class _TomlExtra:
-    """What a TOML table is besides its keys."""
+    """Places of a TOML table."""
 
     flow: bool = False
     """Written in braces."""
@@ -69,7 +69,7 @@ class _TomlExtra:
 
 @dataclass
 class _TomlScanner:
-    """A pass over valid TOML."""
+    """Scanner of valid TOML."""
 
     text: str
     origin: str

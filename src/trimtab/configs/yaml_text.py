@@ -71,7 +71,7 @@ def read_yaml(text: str, origin: str) -> ParsedConfig:
 
 @dataclass(slots=True)
 class _YamlExtra:
-    """What a YAML node is besides its value."""
+    """Places and properties of a YAML node."""
 
     begin: int
     """Where it begins with its anchor and tag."""
@@ -93,7 +93,7 @@ class _YamlExtra:
 
 @dataclass
 class _Composer:
-    """From the parser's events to nodes."""
+    """Composes nodes from the parser's events."""
 
     text: str
     origin: str

@@ -1,1 +1,1 @@
-"""Names causes and cures: of a machine that is not in order, and of a run, from what it left behind."""
+"""Diagnose machines and runs: find causes and fixes from what they left behind."""

@@ -34,12 +34,12 @@ ARCHIVES = {
     b"\x89PNG": "a picture",
     b"%PDF": "a PDF",
 }
-TOLD = (LOG, ATTEMPT, IDENTITY, LOCK, "summary.json", "summary.txt")
+RUN_FILES = (LOG, ATTEMPT, IDENTITY, LOCK, "summary.json", "summary.txt")
 """Files of a run's folder that say together how the run stands."""
 
 
 class LogReader:
-    """What was read so far."""
+    """Reads sources and collects what they say."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
@@ -65,7 +65,11 @@ class LogReader:
                 self._read_pickle(source.name, head, raw)
             elif (what := _name_binary(head)) and log_files.detect_encoding(head) == "utf-8":
                 self.notes.append(f"{source.name}: it is {what}, not a log; it was left.")
-            elif source.path is not None and source.path.name in TOLD and _is_run_folder(source.path.parent):
+            elif (
+                source.path is not None
+                and source.path.name in RUN_FILES
+                and _is_run_folder(source.path.parent)
+            ):
                 self.read.append(source.name)  # `runs` tells what they come to
             elif not self._read_json(source, head, raw):
                 self._read_text(source.name, head, raw)

@@ -32,7 +32,7 @@ _CLASSES = frozenset("wWdDsSbBAZx")
 
 
 class DiagnosisKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that can go wrong, how it shows, why it happens and what to do.
+    """Something that can go wrong: how it shows, why it happens and what to do.
 
     `what`, `cause` and `cure` may name captures of the patterns in braces; `defaults` stands in for those
     that a pattern does not have.
@@ -66,7 +66,7 @@ class DiagnosisKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LogFact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Something that logs say of a run and that sums need: each pattern captures it as `value`."""
+    """A fact about a run that logs print; each pattern captures it as `value`."""
 
     name: str
     patterns: tuple[str, ...]
@@ -74,7 +74,7 @@ class LogFact(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class LogPattern(NamedTuple):
-    """A pattern ready for use."""
+    """A pattern of a kind or a fact."""
 
     of: str
     """The kind or fact that it tells."""
@@ -106,7 +106,7 @@ def _compiled_bytes(text: str) -> re.Pattern[bytes]:
 
 
 class KindTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """The content of kinds.toml."""
 
     kind: tuple[DiagnosisKind, ...]
     fact: tuple[LogFact, ...]

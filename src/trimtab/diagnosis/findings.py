@@ -62,7 +62,7 @@ FEWEST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """The numbers of an out-of-memory message; None where it does not tell."""
+    """The numbers of an out-of-memory message; None if it does not say."""
 
     tried: int | None = None
     total: int | None = None
@@ -232,7 +232,7 @@ SAID_BY_EXCEPTIONS = ("nccl-peer-lost", "nccl-timeout", "rendezvous-timeout")
 
 
 class Diagnosed(Finding, frozen=True, kw_only=True):
-    """A finding with its kind, where it was seen, and what followed from it."""
+    """A finding with its kind, its place, and its consequences."""
 
     kind: str | None = None
     """A row of kinds.toml; None for a finding about this machine."""
@@ -253,7 +253,7 @@ class Diagnosed(Finding, frozen=True, kw_only=True):
 
 
 class Diagnosis(Noun, frozen=True, kw_only=True):
-    """What was read, and what was found in it."""
+    """The files that were read, and the findings."""
 
     derived = ("exit_code",)
 

@@ -41,7 +41,7 @@ _TEXT = bytes(byte for byte in range(256) if byte >= 32 or byte in b"\t\n\r\x0b\
 
 @dataclass(frozen=True, kw_only=True)
 class LogSource:
-    """Something to read."""
+    """A file or standard input to read."""
 
     name: str
     path: Path | None
@@ -193,7 +193,7 @@ def detect_encoding(head: bytes) -> str:
 
 
 class Utf8Stream:
-    """A stream that gives UTF-8 and remembers why it ended too early."""
+    """A stream that gives UTF-8 and keeps the error if it ended too early."""
 
     def __init__(self, raw: io.BufferedReader, head: bytes, encoding: str) -> None:
         self._raw = raw
@@ -219,7 +219,7 @@ MOST_BYTES = 1 << 30
 
 
 class NotPlainPickle(ValueError):  # noqa: N818 - reads as a sentence in `except`
-    """The pickle holds something that is no plain value, or is broken."""
+    """Raised for a pickle that is broken or holds more than plain values."""
 
 
 class _PlainUnpickler(pickle.Unpickler):

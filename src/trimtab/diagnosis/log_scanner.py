@@ -146,7 +146,7 @@ _HEALTHY = (
 
 
 class NeedleSieve:
-    """Needles, ready to be looked for. None is shorter than eight bytes."""
+    """Finds many search strings at once. None is shorter than eight bytes."""
 
     def __init__(self, needles: Iterable[bytes]) -> None:
         self.needles = tuple(dict.fromkeys(needles))
@@ -256,7 +256,7 @@ _ALIVE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """A place in a log that tells a kind or a fact."""
+    """A place in a log that matches a kind or a fact."""
 
     of: str
     file: str
@@ -272,7 +272,7 @@ class Sighting:
 
 
 class LogScanner:
-    """The state of reading one log."""
+    """Scanner of one log."""
 
     def __init__(self, name: str, rank: int | None = None) -> None:
         self.name = name

@@ -104,7 +104,7 @@ def read_snapshot(value: dict[str, Any], name: str) -> Iterator[Sighting]:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentTotals:
-    """What the segments of a device hold."""
+    """Sums over the memory segments of a device."""
 
     reserved: int
     allocated: int

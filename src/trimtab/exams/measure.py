@@ -17,7 +17,7 @@ from trimtab.errors import EnvironmentFault
 from trimtab.exams.sit import Case
 from trimtab.jobs.load import failed, load
 from trimtab.spec import Allocator, Measurement, Noun, Recompute, Versions
-from trimtab.trace.child import Say, ask, serve
+from trimtab.trace.server import Say, ask, serve
 from trimtab.trace.worker import Request
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trimtab.catalog.clusters import stated
 from trimtab.catalog.lookup import reported
 from trimtab.errors import TrimtabError, WrongUse
-from trimtab.jobs.load import BUILT_IN
+from trimtab.jobs.registry import BUILT_IN
 from trimtab.predict.estimate import estimate
 from trimtab.spec import Calibration, Estimate, Measurement, Noun
 from trimtab.trace.tracer import traced

@@ -17,19 +17,12 @@ from typing import Any
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError, UnknownName, WrongUse, nearest
 from trimtab.jobs.job import Job, is_cached
 from trimtab.jobs.options import change, options
+from trimtab.jobs.registry import BUILT_IN, FOLDER, FOLDER_JOB, BuiltInJob, base_name
 
 REQUIRED = ("model", "batch", "loss")
-BUILT_IN = {
-    "slm": ("trimtab.jobs.slm", "Slm"),
-    "bridge": ("trimtab.jobs.bridge", "Bridge"),
-    "naics": ("trimtab.jobs.naics", "Naics"),
-}
-"""Where the jobs are that come with trimtab."""
-FOLDER = "hf:"
-"""What the name of a folder with a config.json starts with."""
-_FOLDER_JOB = ("trimtab.jobs.huggingface", "HuggingFace")
 _FORMS = (
-    "Name a job as FILE.py:NAME, package.module:NAME, slm, bridge, naics (or slm:tiny ...), or hf:FOLDER."
+    f"Name a job as FILE.py:NAME, package.module:NAME, {', '.join(BUILT_IN)} (or {next(iter(BUILT_IN))}:tiny "
+    "...), or hf:FOLDER."
 )
 
 
@@ -49,8 +42,8 @@ def expanded(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _found(name: str) -> Any:
     if name.startswith(FOLDER):
-        return _class(_FOLDER_JOB)(name.removeprefix(FOLDER))
-    if name.partition(":")[0] in BUILT_IN:
+        return _class(FOLDER_JOB)(name.removeprefix(FOLDER))
+    if base_name(name) in BUILT_IN:
         return _built_in(name)
     place, colon, attribute = name.rpartition(":")
     if (not colon or not attribute) and (name.endswith(".py") or "/" in name):
@@ -69,8 +62,8 @@ def _found(name: str) -> Any:
     return checked(_built(found, name), name)
 
 
-def _class(place: tuple[str, str]) -> Any:
-    return getattr(importlib.import_module(place[0]), place[1])
+def _class(job: BuiltInJob) -> Any:
+    return getattr(importlib.import_module(job.module), job.class_name)
 
 
 def _built_in(name: str) -> Any:
@@ -99,10 +92,10 @@ def name_of(job: Any) -> tuple[str, dict[str, Any]]:
     cls = job if isinstance(job, type) else type(job)
     state = {} if isinstance(job, type) else dict(vars(job))
     home = (cls.__module__, cls.__qualname__)
-    if home == _FOLDER_JOB:
+    if home == FOLDER_JOB[1:3]:
         return f"{FOLDER}{cls.folder if job is cls else state['folder']}", _options_of(job, state)
-    for name, place in BUILT_IN.items():
-        if home == place:
+    for name, built_in in BUILT_IN.items():
+        if home == built_in[1:3]:
             return name, _options_of(job, state)
     try:
         file = inspect.getfile(cls)
@@ -126,7 +119,7 @@ def file_of(name: str) -> Path | None:
     if name.startswith(FOLDER):
         return Path(name.removeprefix(FOLDER)).absolute() / "config.json"
     place = name.rpartition(":")[0]
-    if name.partition(":")[0] in BUILT_IN:
+    if base_name(name) in BUILT_IN:
         return None
     if not place.endswith(".py") and "/" not in place:
         place = getattr(sys.modules.get(place), "__file__", None) or ""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 
-class LoRA(nn.Module):
+class LoRALayer(nn.Module):
     """inner(x) + alpha / rank * up(down(x)); up starts at zero, so that nothing changes at first."""
 
     def __init__(self, inner: nn.Module, rank: int, *, alpha: float, dropout: float = 0.0) -> None:
@@ -75,14 +75,14 @@ def adapt(
         if is_linear(child) and id(child) not in left_out
     ]
     for parent, name, child in found:
-        setattr(parent, name, LoRA(child, rank, alpha=alpha, dropout=dropout))
+        setattr(parent, name, LoRALayer(child, rank, alpha=alpha, dropout=dropout))
     return len(found)
 
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The model as it was before adapt(), for as long as the context lasts."""
-    found = [one for one in model.modules() if isinstance(one, LoRA)]
+    found = [one for one in model.modules() if isinstance(one, LoRALayer)]
     for one in found:
         one.counts = False
     try:

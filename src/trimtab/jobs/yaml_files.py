@@ -44,7 +44,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
-class Page:
+class YamlPage:
     """What a file says, and on which lines."""
 
     file: Path
@@ -57,7 +57,7 @@ class Page:
         return f"{self.file}, line {line}" if line else str(self.file)
 
 
-def read(file: Path) -> Page:
+def read_yaml(file: Path) -> YamlPage:
     """A file whose top is a section; raises what is wrong with it."""
     import yaml
 
@@ -79,7 +79,7 @@ def read(file: Path) -> Page:
     except yaml.YAMLError as problem:
         found = str(problem).split("\n")[0]
         raise WrongUse(str(file), found=found, cure="Mend the file.") from None
-    page = Page(file, {})
+    page = YamlPage(file, {})
     if root is None:
         return page
     found = _Reading(page).value(root, ())
@@ -96,7 +96,7 @@ def read(file: Path) -> Page:
 class _Reading:
     """From nodes to values."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: YamlPage) -> None:
         self.page = page
         self.count = 0
 

@@ -1,1 +1,1 @@
-"""From a plan to text and processes: torchrun, Slurm, Kubernetes, SkyPilot, and other people's launchers."""
+"""Launch a plan: torchrun, Slurm, Kubernetes, SkyPilot, accelerate and deepspeed."""

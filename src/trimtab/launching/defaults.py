@@ -31,7 +31,7 @@ TABLES = ("target", TABLE)
 
 
 class LaunchDefaults(Noun, frozen=True, kw_only=True):
-    """What is the same in every launch from here."""
+    """Defaults of every launch from a folder."""
 
     modules: tuple[str, ...] = ()
     """Loaded with `module load`, in this order."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse, shortened
-from trimtab.jobs.load import FOLDER
+from trimtab.jobs.registry import FOLDER
 from trimtab.launching.quoting import check_path
 from trimtab.launching.resources import Resources
 from trimtab.spec import Allocator, Plan
 from trimtab.spec.base import Noun
 from trimtab.training.precision import allocator_variables
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ SHAPES = ("seq", "lora")
 
 
 class JobSpec(Noun, frozen=True, kw_only=True):
-    """A plan, its resources, and where the run is kept."""
+    """A plan, its resources, and the folder of the run."""
 
     plan: Plan
     plan_file: str
@@ -145,7 +146,7 @@ def visible_devices(plan: Plan, here: Mapping[str, str]) -> str:
     if max(numbers) >= len(shown):
         raise WrongUse(
             f"CUDA_VISIBLE_DEVICES={here['CUDA_VISIBLE_DEVICES']}",
-            found=f"it shows {len(shown)} device{'s' * (len(shown) > 1)}, and the plan uses {len(numbers)}",
+            found=f"it shows {plural(len(shown), 'device')}, and the plan uses {len(numbers)}",
             cure="Unset it, or plan again with it set.",
         )
     return ",".join(shown[number] for number in numbers)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
+from trimtab.files import read_json_lines
 from trimtab.probe.scheduler import node_names
 from trimtab.spec import Attempt, Headway, Incident, JobView, QueuedJob
 from trimtab.training.record import attempt_of
@@ -327,7 +328,7 @@ LOCAL = "local-"
 
 
 class SlurmClient(NamedTuple):
-    """Where jobs are asked after; `submit.real_slurm()` is the real one."""
+    """Access to Slurm; `submit.real_slurm()` is the real one."""
 
     ask: Callable[[Sequence[str]], str]
     """What a command of Slurm prints, or an EnvironmentFault in its own words."""
@@ -337,7 +338,7 @@ class SlurmClient(NamedTuple):
     """The user."""
 
 
-# pure: from what was read to nouns
+# Pure functions: from what was read to values.
 
 
 def measure_progress(
@@ -394,17 +395,17 @@ def why_not_cancel(job: QueuedJob, me: str) -> str:
     return ""
 
 
-# hands: folders, processes, the scheduler
+# Functions with effects: folders, processes, the scheduler.
 
 
 def read_progress(folder: Path) -> Headway | None:
     """Read the progress of the run in a folder; None if there is no run in it yet."""
     attempt = attempt_of(folder)
-    lines = _last_lines(folder / "log.jsonl")
+    lines = read_json_lines(_read_end(folder / "log.jsonl"))
     job = _read_field(folder / "run.json", "job")
     if attempt is None and not lines and job is None:
         return None
-    incidents = _last_lines(folder / "events.jsonl")
+    incidents = read_json_lines(_read_end(folder / "events.jsonl"))
     try:
         last = Incident.from_builtins(incidents[-1]) if incidents else None
     except msgspec.ValidationError:
@@ -638,19 +639,6 @@ def _read_end(file: Path) -> bytes:
     except OSError:
         return b""
     return data if size <= END_BYTES else data.partition(b"\n")[2]
-
-
-def _last_lines(file: Path) -> list[dict[str, Any]]:
-    """Read the last JSON lines of a file; skip broken ones."""
-    values = []
-    for line in _read_end(file).split(b"\n"):
-        try:
-            value = msgspec.json.decode(line) if line else None
-        except msgspec.DecodeError:
-            continue
-        if isinstance(value, dict):
-            values.append(value)
-    return values
 
 
 def _read_tail(file: Path, lines: int) -> list[str]:

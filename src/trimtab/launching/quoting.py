@@ -24,7 +24,7 @@ _LABEL_MOST = 40
 
 
 class Raw(str):
-    """A word of a script's own, such as "$address:$port", which the shell is to read."""
+    """A word such as "$address:$port" that the shell must expand."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ def dump_yaml(documents: Sequence[Any]) -> str:
     import yaml
 
     class Writer(yaml.SafeDumper):  # type: ignore[misc] # yaml has no types
-        """Writes texts of several lines as blocks, and no references."""
+        """Writes texts of several lines as blocks, without aliases."""
 
         def ignore_aliases(self, data: Any) -> bool:
             del data

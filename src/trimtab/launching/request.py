@@ -176,7 +176,7 @@ MANIFESTS = {
     LaunchKind.SKY: build_sky_task,
 }
 OTHERS = (LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED)
-HEARD_BY = {
+USED_BY = {
     "partition": (LaunchKind.SLURM,),
     "account": (LaunchKind.SLURM,),
     "qos": (LaunchKind.SLURM,),
@@ -190,7 +190,7 @@ HEARD_BY = {
 
 
 class LaunchOrder(Noun, frozen=True, kw_only=True):
-    """A launch as it was asked for."""
+    """The options of a launch."""
 
     kind: LaunchKind = LaunchKind.TORCHRUN
     nodes: str | None = None
@@ -215,8 +215,8 @@ class LaunchOrder(Noun, frozen=True, kw_only=True):
 def refuse_unused(kind: LaunchKind, given: Mapping[str, str | None]) -> None:
     """Raise for an option that has no effect on this kind of launch."""
     for name, value in given.items():
-        if value is not None and kind not in HEARD_BY[name]:
-            kinds = " or ".join(f"--{other}" for other in HEARD_BY[name])
+        if value is not None and kind not in USED_BY[name]:
+            kinds = " or ".join(f"--{other}" for other in USED_BY[name])
             raise WrongUse(
                 f"--{name} {value}",
                 found=f"it means nothing to a launch by {kind}",

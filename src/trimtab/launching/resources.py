@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trimtab.errors import WrongUse
 from trimtab.spec.base import Noun, below
 from trimtab.training.start import node_range
-from trimtab.units import format_duration
+from trimtab.units import format_duration, plural
 
 if TYPE_CHECKING:
     from trimtab.spec import Plan
@@ -77,7 +77,7 @@ def compute_resources(plan: Plan, *, nodes: str | None = None, steps: int | None
     if most is not None and most != count:
         raise WrongUse(
             f"--nodes {nodes}",
-            found=f"the plan is for {count} node{'s' * (count > 1)}",
+            found=f"the plan is for {plural(count, 'node')}",
             cure=f"Leave it out, or plan again: trimtab plan {plan.job} --on {most}x...",
         )
     ranks = plan.choice.gpus

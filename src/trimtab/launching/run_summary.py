@@ -14,8 +14,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
+from trimtab.files import write_atomic
 from trimtab.spec import Check, Summary
-from trimtab.training.folder import RunFolder, write_whole
+from trimtab.training.folder import RunFolder
 from trimtab.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -199,8 +200,8 @@ def count_node_gpus(folder: Path = ALL_GPUS) -> int | None:
 
 def write_summary(folder: Path, summary: Summary) -> None:
     """Write a summary into a run folder."""
-    write_whole(folder / JSON, summary.to_json(indent=2).encode() + b"\n")
-    write_whole(folder / TEXT, format_summary(summary).encode())
+    write_atomic(folder / JSON, summary.to_json(indent=2).encode() + b"\n", sync=True)
+    write_atomic(folder / TEXT, format_summary(summary).encode(), sync=True)
 
 
 def remove_summary(folder: Path) -> None:

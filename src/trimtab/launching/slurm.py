@@ -33,7 +33,7 @@ from trimtab.launching.quoting import (
 from trimtab.launching.resources import add_margin, explain_time
 from trimtab.spec import Launch, LaunchKind
 from trimtab.spec.base import Noun, below
-from trimtab.units import MIB, format_bytes, format_duration, parse_duration, parse_whole
+from trimtab.units import MIB, format_bytes, format_duration, parse_duration, parse_whole, plural
 
 if TYPE_CHECKING:
     from trimtab.launching.defaults import LaunchDefaults
@@ -54,7 +54,7 @@ _GPUS = re.compile(
 
 
 class SlurmNode(Noun, frozen=True, kw_only=True):
-    """A node as Slurm counts it."""
+    """A node as Slurm describes it."""
 
     name: str
     gpus: dict[str, int] = {}
@@ -76,7 +76,7 @@ class SlurmNode(Noun, frozen=True, kw_only=True):
 
 
 class Partition(Noun, frozen=True, kw_only=True):
-    """A queue and the nodes behind it."""
+    """A partition of the cluster and its nodes."""
 
     name: str
     is_default: bool = False
@@ -97,7 +97,7 @@ class Partition(Noun, frozen=True, kw_only=True):
     def words(self) -> str:
         """Describe the partition in a few words."""
         kinds = sorted({_describe_gpus(node) for node in self.nodes})
-        return f"{self.name} ({len(self.nodes)} node{'s' * (len(self.nodes) != 1)} with {' or '.join(kinds)})"
+        return f"{self.name} ({plural(len(self.nodes), 'node')} with {' or '.join(kinds)})"
 
 
 class SlurmCluster(Noun, frozen=True, kw_only=True):
@@ -160,10 +160,10 @@ def parse_gpus(gres: str) -> dict[str, int]:
     return counts
 
 
-def slurm_time(seconds: float) -> str:
+def format_slurm_time(seconds: float) -> str:
     """Format a time limit for Slurm, in whole minutes, at least one.
 
-    >>> slurm_time(3600), slurm_time(93661)
+    >>> format_slurm_time(3600), format_slurm_time(93661)
     ('01:00:00', '1-02:02:00')
     """
     minutes = max(1, -int(-seconds // 60))
@@ -246,7 +246,7 @@ def build_sbatch_launch(  # noqa: PLR0913 - a job spec and the world it is for
         *gpus,
         batch_option("cpus-per-task", cpus),
         *([] if memory is None else [batch_option("mem", f"{memory // MIB}M")]),
-        *([] if limit is None else [batch_option("time", slurm_time(limit))]),
+        *([] if limit is None else [batch_option("time", format_slurm_time(limit))]),
         batch_option("chdir", job_spec.folder),
         batch_option("output", f"{escape_percent(job_spec.out)}/slurm-%j.log"),
         batch_option("open-mode", "append"),
@@ -367,7 +367,7 @@ def choose_partition(site: SlurmCluster, name: str | None, resources: Resources)
 
 
 def _describe_need(resources: Resources) -> str:
-    many = f"{resources.least_nodes} node{'s' * (resources.least_nodes > 1)} with {resources.gpus} x "
+    many = f"{plural(resources.least_nodes, 'node')} with {resources.gpus} x "
     return many + (resources.devices[0] if len(resources.devices) == 1 else "GPU")
 
 

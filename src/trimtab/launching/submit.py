@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse, shortened
+from trimtab.files import write_atomic
 from trimtab.launching.job_spec import PROGRAM
 from trimtab.launching.jobs import NOTE, SlurmClient
 from trimtab.launching.slurm import QUESTIONS, SlurmCluster
@@ -95,9 +96,7 @@ def write_launch_files(launch: Launch) -> tuple[str, ...]:
         file = Path(name)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            beside = file.with_name(f".{file.name}.{os.getpid()}")
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(file)
+            write_atomic(file, text)
         except OSError as error:
             raise WrongUse(
                 shortened(str(file)),

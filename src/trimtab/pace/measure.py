@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from trimtab.errors import EnvironmentFault
 from trimtab.spec import Calibration, Noun
-from trimtab.trace.child import Say, ask, serve
+from trimtab.trace.server import Say, ask, serve
 
 BUDGET_S = 50.0
 """For the menu; starting up and the host's costs come on top."""

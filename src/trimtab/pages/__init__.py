@@ -1,1 +1,1 @@
-"""Plans and runs as a page for a browser: figures drawn here, one file, nothing fetched."""
+"""Turn plans and runs into one HTML page: figures, tables and text, nothing fetched."""

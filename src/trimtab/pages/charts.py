@@ -45,7 +45,7 @@ class BarPart:
 
 @dataclass(frozen=True)
 class LimitLine:
-    """A value that is not to be passed, or is to be known of."""
+    """A value that should not be exceeded, or that is worth knowing, drawn as a line."""
 
     value: float
     label: str
@@ -66,7 +66,7 @@ class BarColumn:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One figure as it was predicted and as it was measured."""
+    """A value as it was predicted and as it was measured."""
 
     name: str
     ratio: float
@@ -222,7 +222,7 @@ LABEL_ROOM = 15.0
 
 @dataclass(frozen=True)
 class Axis:
-    """What is counted along or up a figure, and its round numbers."""
+    """What an axis counts, its ticks and its range."""
 
     name: str
     ticks: list[Tick]
@@ -232,7 +232,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layer:
-    """One of the layers that lie on one another."""
+    """One of several stacked layers."""
 
     name: str
     kind: str
@@ -241,7 +241,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ChartPoint:
-    """A point with its words."""
+    """A point with its text."""
 
     x: float
     y: float
@@ -253,7 +253,7 @@ class ChartPoint:
 
 @dataclass(frozen=True)
 class Front:
-    """A line along the best of some points, with its name at the end."""
+    """A line along the best points, with its name at the end."""
 
     name: str
     places: tuple[tuple[float, float], ...]
@@ -261,7 +261,7 @@ class Front:
 
 @dataclass(frozen=True)
 class ValueBand:
-    """A line with the range that it runs through."""
+    """A line with its range."""
 
     xs: tuple[float, ...]
     low: tuple[float, ...]

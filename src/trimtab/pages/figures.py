@@ -27,7 +27,7 @@ from trimtab.pages.charts import (
 from trimtab.pages.svg import Tick, format_number, pick_byte_unit, pick_time_unit, round_ticks, round_up
 from trimtab.render import gradient_words, setting_words
 from trimtab.spec import PARTS, Comparison, Estimate, Look, Plan, Verdict
-from trimtab.units import format_bytes, format_duration
+from trimtab.units import format_bytes, format_duration, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ STATIC = ("weights", "optimizer", "gradients", "inputs", "communication", "activ
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its words and the table behind it."""
+    """A figure with its sentence and the table behind it."""
 
     name: str
     """Of its file, and of its place on the page."""
@@ -264,7 +264,7 @@ def _candidate_point(look: Look, plan: Plan, size: int) -> ChartPoint:
 
 def _frontier_line(gpus: int, ahead: list[Look], size: int) -> Front:
     places = tuple((look.process_bytes / size, look.samples_per_s or 0.0) for look in ahead)
-    return Front(f"{gpus} GPU{'s' * (gpus > 1)}", places)
+    return Front(plural(gpus, "GPU"), places)
 
 
 def _collect_looks(plan: Plan) -> list[Look]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import EnvironmentFault, WrongUse
+from trimtab.files import write_atomic
 from trimtab.pages import page
 from trimtab.pages.page import read_asset
 from trimtab.pages.report_data import read_report_data
@@ -164,14 +165,11 @@ def write_report(
 
 def _write_page(out: Path, text: str) -> None:
     """Write the file atomically: an open browser sees the old page or the new one."""
-    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         if out.is_dir():
             raise IsADirectoryError(21, "it is a folder")
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(out)
+        write_atomic(out, text)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise WrongUse(
             f"-o {out}",
             found=f"it cannot be written ({error.strerror})",

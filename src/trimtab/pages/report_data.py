@@ -22,7 +22,7 @@ CURE = "Give a plan from `trimtab plan --out FILE`, a run's folder, or what `tri
 
 
 class Profile(Noun, frozen=True, kw_only=True):
-    """Predicted beside measured, as `trimtab profile --json` writes it."""
+    """Predicted and measured values, as `trimtab profile --json` writes them."""
 
     predicted: dict[str, float | None]
     measured: dict[str, float | None]
@@ -30,7 +30,7 @@ class Profile(Noun, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportData:
-    """All that is known, and what is not."""
+    """Everything that is known for a report, and what is missing."""
 
     origin: str
     """The file or folder, as it was given."""

@@ -18,7 +18,7 @@ VOID = ("meta", "br")
 
 
 class Markup(str):
-    """Text that is HTML already; whatever is not of this type is escaped when it gets into it."""
+    """Text that is HTML already; everything else is escaped when it is put into markup."""
 
     __slots__ = ()
 
@@ -70,7 +70,7 @@ def format_coordinate(value: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """A straight line from values to places.
+    """A linear scale from values to places.
 
     >>> Scale(0, 10, 100, 200).at(5)
     150.0
@@ -177,7 +177,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Frame:
-    """The place within the axes."""
+    """The area within the axes."""
 
     left: float
     right: float
@@ -190,7 +190,7 @@ class Frame:
 
 
 class Labels:
-    """Places for labels that do not lie on one another."""
+    """Places for labels that do not overlap."""
 
     TALL = 14.0
     TRIES = (0, -1, 1, -2, 2, -3, 3, -4, 4, -5, 5, -6, 6)

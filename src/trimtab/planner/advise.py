@@ -20,7 +20,7 @@ from trimtab.spec import (
     Rejection,
 )
 from trimtab.strategies import strategy_of
-from trimtab.units import format_bytes, format_duration, format_flops
+from trimtab.units import format_bytes, format_duration, format_flops, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -318,7 +318,7 @@ def _why_workers(best: Seen, space: Space) -> str:
     if len(cores) < len(nodes):
         return f"the cores are not known; {USUAL_WORKERS} per GPU is usual"
     count = len(nodes[0].devices)
-    return f"{min(cores)} cores for {count} GPU{'s' * (count > 1)}, one each kept for the rank itself"
+    return f"{min(cores)} cores for {plural(count, 'GPU')}, one each kept for the rank itself"
 
 
 def rejections(result: Result, space: Space, more: Iterable[Rejection] = ()) -> tuple[Rejection, ...]:
@@ -429,7 +429,7 @@ def _lost(one: Seen, best: Seen) -> str:
     more = one.estimate.step_s / best.estimate.step_s - 1
     if one.setting.gpus > best.setting.gpus and more < NOISE:
         more = one.setting.gpus - best.setting.gpus
-        return f"{more} more GPU{'s' if more > 1 else ''}"
+        return plural(more, "more GPU")
     if abs(more) < NOISE:
         return "no faster"
     if more < 0:
@@ -467,7 +467,7 @@ def _answer(
 ) -> str:
     policy, workload, setting = space.policy, space.workload, best.setting
     count, total = setting.gpus, len(cluster.devices)
-    gpus = f"{count} GPU{'s' * (count > 1)}"
+    gpus = plural(count, "GPU")
     estimate = finished(best.estimate, setting, workload)
     if estimate.step_s is None:
         fit = format_bytes(estimate.process_bytes)
@@ -510,7 +510,7 @@ def sentence(text: str) -> str:
 
 
 def _horizon(workload: Workload) -> str:
-    epochs = f"{workload.epochs} epoch{'s' * (workload.epochs > 1)}"
+    epochs = plural(workload.epochs, "epoch")
     return f"{epochs} of {workload.samples:,} samples"
 
 

@@ -23,7 +23,7 @@ from trimtab.planner.nearest import nothing_fits
 from trimtab.planner.search import MARGIN, RECOMPUTES, Result, Seen, ends, is_late, run_s, search
 from trimtab.planner.space import FailedPrecision, Space, pick_precision, space, word
 from trimtab.spec import Comparison, Objective, Plan, WhatIf
-from trimtab.units import format_duration
+from trimtab.units import format_duration, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -409,7 +409,7 @@ def _too_late(question: Question, best: Seen) -> NothingFits:
     cures = [f"allow {format_duration(needed / (1 - MARGIN))}"]
     epochs = int(workload.epochs * share)
     if epochs:
-        cures.append(f"train {epochs} epoch{'s' * (epochs > 1)} instead of {workload.epochs}")
+        cures.append(f"train {plural(epochs, 'epoch')} instead of {workload.epochs}")
     samples = int((workload.samples or 0) * share)
     if samples >= workload.global_batch:
         cures.append(f"use {samples:,} samples an epoch")
@@ -417,6 +417,6 @@ def _too_late(question: Question, best: Seen) -> NothingFits:
     cures.append(f"use {int(more)} or more such GPUs, if they scale")
     return NothingFits(
         f"--deadline {format_duration(deadline)}",
-        found=f"the fastest plan takes {took}, on {gpus} GPU{'s' * (gpus > 1)} ({best.setting.strategy})",
+        found=f"the fastest plan takes {took}, on {plural(gpus, 'GPU')} ({best.setting.strategy})",
         cure=sentence("; ".join(cures)),
     )

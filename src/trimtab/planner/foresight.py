@@ -1,8 +1,8 @@
 """The real Outlook: estimates from traces of the job, as few of them as will do.
 
-What was found out is kept in a memo for one question. It is not carried over to the next: then bounds and
-runners-up would depend on what had been asked before. Traces are on disk, and so is a plan that was made; and
-what sums over traces came to, which is looked up in place of the sum and nowhere else.
+Results are for one question, and not carried over to the next: then bounds and runners-up would depend on
+earlier questions. Caches on disk hold traces, plans, and estimates. A cached estimate is only used where it
+would be computed now, so that it saves time and changes no answer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trimtab import errors
+from trimtab.cache import key_of
 from trimtab.errors import TrimtabError
 from trimtab.planner.outlook import Floor, kind, room_bytes
 from trimtab.predict import comms, time
@@ -43,6 +43,12 @@ EVENNESS = 0.95
 better, but for the last wave of blocks on the multiprocessors."""
 OUTSIDE = ("collective", "wait")
 """Kinds of work that a bound on computing leaves out."""
+UNUSED = frozenset({"workers", "shares"})
+"""Fields of a Setting that no estimate depends on."""
+UNUSED_WITH_BATCH = UNUSED | {"global_batch"}
+LINK_UNUSED = frozenset({"devices"})
+"""Fields of a Link that no estimate depends on: how many devices it joins matters, not which."""
+LINK_WITHIN_UNUSED = LINK_UNUSED | {"source"}
 HELD = (PARTS.index("weights"), PARTS.index("optimizer"))
 
 
@@ -56,12 +62,12 @@ def step_s(trace: Trace, setting: Setting, layout: Layout, own: Calibration | No
 
 
 @dataclass
-class Memo:
-    """What was found out, in plain values."""
+class Results:
+    """Results for one question."""
 
-    estimates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    estimates: dict[str, Estimate] = field(default_factory=dict)
     times: dict[str, float | None] = field(default_factory=dict)
-    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    failures: dict[str, TrimtabError] = field(default_factory=dict)
     held_bytes: dict[str, int] = field(default_factory=dict)
     """Weights and optimizer state of the whole model, by precision."""
     rates: dict[str, float] = field(default_factory=dict)
@@ -71,21 +77,20 @@ class Memo:
 
 
 @dataclass
-class Kept:
-    """What sums over traces came to in earlier questions, for the caller to keep on disk.
+class EstimateCache:
+    """Estimates and times of earlier questions about a job, for the caller to load and store.
 
-    It is looked up only where the traces are at hand from which it would be worked out again: it saves time
-    and changes no answer.
+    An entry is only used if the traces are at hand from which it would be computed again.
     """
 
     estimates: dict[str, dict[str, Any]] = field(default_factory=dict)
     times: dict[str, float | None] = field(default_factory=dict)
     changed: bool = False
 
-    def time(self, key: str, work_out: Callable[[], float | None]) -> float | None:
-        """A time, worked out where it is not known."""
+    def time(self, key: str, compute: Callable[[], float | None]) -> float | None:
+        """Return a time; compute it on a cache miss."""
         if key not in self.times:
-            self.times[key] = work_out()
+            self.times[key] = compute()
             self.changed = True
         return self.times[key]
 
@@ -95,11 +100,11 @@ class Foresight:
     """Estimates of one job, traced when they are first needed."""
 
     trace_all: TraceAll
-    recall: Callable[[Device], Calibration | None] = lambda _: None
+    calibration_of: Callable[[Device], Calibration | None] = lambda _: None
     """The user's own calibration of a device."""
     clock: Clock = step_s
-    memo: Memo = field(default_factory=Memo)
-    kept: Kept = field(default_factory=Kept)
+    results: Results = field(default_factory=Results)
+    cache: EstimateCache = field(default_factory=EstimateCache)
     say: Callable[[str], None] = lambda _: None
     """Told what is being traced."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -135,12 +140,12 @@ class Foresight:
         )
 
     def altered(self, **changes: int) -> Foresight:
-        """The same job with some members changed; it remembers for itself."""
+        """The same job with some members changed; with results of its own."""
         return replace(
             self,
             changes={**self.changes, **changes},
-            memo=Memo(),
-            kept=Kept(),
+            results=Results(),
+            cache=EstimateCache(),
             traces={},
             derived={},
             lines={},
@@ -177,18 +182,17 @@ class Foresight:
                     self._learn(answer, settings[key], layout)
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
-        """The estimate, from the memo or from a trace."""
+        """Return the estimate, from earlier results or from a trace."""
         key = self._place(setting, layout)
-        if key in self.memo.failures:
-            raise _revived(self.memo.failures[key])
-        known = self.memo.estimates.get(key)
+        if key in self.results.failures:
+            raise self.results.failures[key]
+        known = self.results.estimates.get(key)
         if known is None:
-            known = self._estimated(setting, layout, key).to_builtins()
+            # Through plain values, as a cached one comes: then both are equal to the last digit.
+            known = Estimate.from_builtins(self._estimated(setting, layout, key).to_builtins())
             # The key changes where the number of shards turned out to lie on no line.
-            self.memo.estimates[self._place(setting, layout)] = known
-        room = room_bytes(layout.device)
-        found = Estimate.from_builtins(known)
-        return found.judge_quickly(room)
+            self.results.estimates[self._place(setting, layout)] = known
+        return known.judge_quickly(room_bytes(layout.device))
 
     def judge_within(
         self, setting: Setting, layout: Layout, limit_bytes: int, *, explain: bool = False
@@ -208,7 +212,7 @@ class Foresight:
         if len(broken) > 1:
             raise broken[0]
         self.prepare([(setting, layout)])
-        known = self.kept.estimates.get(key)
+        known = self.cache.estimates.get(key)
         if known is not None and self._known_time(setting, layout) is not None:
             return Estimate.from_builtins(known)
         trace = self._trace(setting, layout)
@@ -225,7 +229,7 @@ class Foresight:
             (trace,) = self.trace_all([one], device, self.changes)
             self.derived[self._key(one, device)] = trace
         if isinstance(trace, TrimtabError):
-            self.memo.failures[key] = _plain(trace)
+            self.results.failures[key] = trace
             raise trace
         device = layout.device
         found, _ = judge(
@@ -233,15 +237,15 @@ class Foresight:
             setting,
             device,
             cluster=layout.cluster,
-            calibration=self.recall(device),
+            calibration=self.calibration_of(device),
             fusing=setting.compile,
         )
         # One clock for bounds and estimates, so that a bound that is exact stays so.
         seconds = self._time(setting, layout, lambda: trace, keep=on_a_line)
         whole = accumulated(found, trace, setting).replace(step_s=seconds)
         if on_a_line:
-            self.kept.estimates[key] = whole.to_builtins()
-            self.kept.changed = True
+            self.cache.estimates[key] = whole.to_builtins()
+            self.cache.changed = True
         return whole
 
     def _trace(self, setting: Setting, layout: Layout) -> Answer | None:
@@ -270,7 +274,7 @@ class Foresight:
 
     def glance(self, setting: Setting, layout: Layout) -> Floor:
         """The same with times that were worked out before alone."""
-        return self._floor(setting, layout, self._remembered_time)
+        return self._floor(setting, layout, self._result_time)
 
     def _floor(self, setting: Setting, layout: Layout, known: KnownTime) -> Floor:
         if kind(layout.device) in self.timeless:
@@ -324,8 +328,8 @@ class Foresight:
             shared = strategy.least_step_s(setting, lambda: self._alone(setting, layout, known_time))
             return max(known or 0.0, above if shared is None else SLACK * shared)
         samples = setting.micro_batch * setting.accumulation
-        rates = [self.memo.rates.get(_pace(one, layout.device), 0.0) for one in (setting, none)]
-        limit = self.memo.limits.get(_peak_key(setting, layout.device), 0.0)
+        rates = [self.results.rates.get(_pace(one, layout.device), 0.0) for one in (setting, none)]
+        limit = self.results.limits.get(_peak_key(setting, layout.device), 0.0)
         return max(known or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
 
     def _alone(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
@@ -361,35 +365,35 @@ class Foresight:
         )
         return self._place(one, layout)
 
-    def _remembered_time(self, setting: Setting, layout: Layout) -> float | None:
-        return self.memo.times.get(self._place(setting.replace(allocator=Allocator.DEFAULT), layout))
+    def _result_time(self, setting: Setting, layout: Layout) -> float | None:
+        return self.results.times.get(self._place(setting.replace(allocator=Allocator.DEFAULT), layout))
 
     def _known_time(self, setting: Setting, layout: Layout) -> float | None:
         """The time that a trace at hand gives, without replaying its memory."""
         key = self._place(setting.replace(allocator=Allocator.DEFAULT), layout)
-        if key not in self.memo.times:
-            if not (key in self.kept.times and self._has_anchors(setting, layout)):
+        if key not in self.results.times:
+            if not (key in self.cache.times and self._has_anchors(setting, layout)):
                 trace = self._trace(setting, layout)
                 if trace is None or isinstance(trace, TrimtabError):
                     return None
             self._time(setting, layout, lambda: self._trace(setting, layout))
-        return self.memo.times.get(key)
+        return self.results.times.get(key)
 
     def _time(
         self, setting: Setting, layout: Layout, trace: Callable[[], Answer | None], *, keep: bool = True
     ) -> float | None:
         """The time by a trace; what was traced for its own sake is not kept, as no line leads to it."""
 
-        def work_out() -> float | None:
+        def compute() -> float | None:
             found = trace()
             assert found is not None  # noqa: S101 - the caller has seen to it
             assert not isinstance(found, TrimtabError)  # noqa: S101
-            return self.clock(found, setting, layout, self.recall(layout.device))
+            return self.clock(found, setting, layout, self.calibration_of(layout.device))
 
         key = self._place(setting.replace(allocator=Allocator.DEFAULT), layout)
-        if key not in self.memo.times:
-            self.memo.times[key] = self.kept.time(key, work_out) if keep else work_out()
-        seconds = self.memo.times[key]
+        if key not in self.results.times:
+            self.results.times[key] = self.cache.time(key, compute) if keep else compute()
+        seconds = self.results.times[key]
         if seconds is None:
             self.timeless.add(kind(layout.device))
         else:
@@ -402,55 +406,52 @@ class Foresight:
         strategy = strategy_of(setting)
         if not strategy.runs_whole_model:
             return
-        if setting.precision.value not in self.memo.held_bytes:
+        if setting.precision.value not in self.results.held_bytes:
             shares = strategy.weight_shares(setting.mesh) or 1
-            self.memo.held_bytes[setting.precision.value] = held_bytes(trace) * shares
+            self.results.held_bytes[setting.precision.value] = held_bytes(trace) * shares
         alone, one = only_one(layout), one_micro_batch(setting)
         for compiled in (False, True):
             like = one.replace(compile=compiled)
             key = f"{self._key(setting, plain_device(layout.device))} {compiled}"
-            clock = partial(self.clock, computing(trace), like, alone, self.recall(layout.device))
-            seconds = self.kept.time(key, clock)
+            clock = partial(self.clock, computing(trace), like, alone, self.calibration_of(layout.device))
+            seconds = self.cache.time(key, clock)
             if seconds is None:
                 self.timeless.add(kind(layout.device))
                 return
             pace = _pace(setting.replace(compile=compiled), layout.device)
-            _lower(self.memo.rates, pace, seconds / setting.micro_batch)
+            _lower(self.results.rates, pace, seconds / setting.micro_batch)
         if setting.recompute is not Recompute.NONE:
             return
         limit = peak_s(trace, layout.device) / setting.micro_batch
-        _lower(self.memo.limits, _peak_key(setting, layout.device), limit)
+        _lower(self.results.limits, _peak_key(setting, layout.device), limit)
 
     def _held(self, setting: Setting) -> int:
         """What a rank holds at least, where any trace has told."""
         shares = strategy_of(setting).weight_shares(setting.mesh)
         if shares is None:
             return 0
-        return int(SLACK * self.memo.held_bytes.get(setting.precision.value, 0) / shares)
+        return int(SLACK * self.results.held_bytes.get(setting.precision.value, 0) / shares)
 
     def _is_known(self, setting: Setting, layout: Layout) -> bool:
         key = self._place(setting, layout)
-        return key in self.memo.estimates or key in self.memo.failures
+        return key in self.results.estimates or key in self.results.failures
 
     def _key(self, setting: Setting, device: Device) -> str:
-        return f"{device.fingerprint()} {short(setting)}"
+        return f"{device.fingerprint()} {setting_key(setting)}"
 
     def _place(self, setting: Setting, layout: Layout) -> str:
         """What an estimate depends on, what is free at the moment left out."""
         if layout not in self.names:
             nodes = tuple(len(node.devices) for node in layout.cluster.nodes)
+            # An estimate says where the network's bandwidth is from, and nothing of links within a node.
             links = tuple(
-                (
-                    *(one.kind, one.node, len(one.devices), one.bandwidth_bytes_per_s, one.total_bytes_per_s),
-                    # An estimate says where the network's bandwidth is from.
-                    *([] if one.node is not None else [one.source]),
-                )
-                for one in layout.cluster.links
+                (len(link.devices), key_of(link, LINK_UNUSED if link.node is None else LINK_WITHIN_UNUSED))
+                for link in layout.cluster.links
             )
             self.names[layout] = f"{plain_device(layout.device).fingerprint()} {nodes} {links}"
         is_direct = strategy_of(setting).is_sharded and setting.mesh.dp_shard in self.direct
         direct = " direct" if is_direct else ""
-        return f"{self.names[layout]} {short(setting)}{direct}"
+        return f"{self.names[layout]} {setting_key(setting)}{direct}"
 
 
 def _lower(known: dict[str, float], key: str, seconds: float) -> None:
@@ -502,17 +503,10 @@ def only_one(layout: Layout) -> Layout:
     return replace(layout, places=layout.places[:1], cluster=layout.cluster.replace(nodes=(node,), links=()))
 
 
-def short(setting: Setting) -> str:
-    """A setting as a key: every field that an estimate depends on."""
-    mesh = setting.mesh
-    # Where branches have unlike numbers of copies, each has the rounds that the whole batch leaves it.
-    whole = f" of {setting.global_batch}" if mesh.copies else ""
-    return (
-        f"{setting.strategy} {mesh.dp_replicate}x{mesh.dp_shard}x{mesh.branch}x{mesh.pp}{mesh.copies or ''} "
-        f"{setting.micro_batch}x{setting.accumulation} {setting.precision} {setting.recompute} "
-        f"{setting.compile} {setting.optimizer} {setting.allocator}{whole}"
-        f"{' sync_batchnorm' * setting.sync_batchnorm}"
-    )
+def setting_key(setting: Setting) -> str:
+    """Return a setting as a key: every field but those that no estimate depends on."""
+    # If branches have different numbers of copies, the rounds of each depend on the whole batch.
+    return key_of(setting, UNUSED if setting.mesh.copies else UNUSED_WITH_BATCH)
 
 
 def plain_device(device: Device) -> Device:
@@ -554,12 +548,3 @@ def spoken(setting: Setting) -> str:
     compiled = ", compiled" if setting.compile else ""
     again = "" if setting.recompute is Recompute.NONE else f", recompute {setting.recompute}"
     return f"{setting.strategy}, micro-batch {setting.micro_batch}, {setting.precision}{again}{compiled}"
-
-
-def _plain(error: TrimtabError) -> dict[str, str]:
-    return {"kind": type(error).__name__, "given": error.given, "found": error.found, "cure": error.cure}
-
-
-def _revived(told: dict[str, str]) -> TrimtabError:
-    made: TrimtabError = getattr(errors, told["kind"])(told["given"], found=told["found"], cure=told["cure"])
-    return made

@@ -10,7 +10,7 @@ from trimtab.planner.outlook import kind, room_bytes
 from trimtab.planner.search import RECOMPUTES, Seen, allowed, search
 from trimtab.planner.space import space, word
 from trimtab.spec import Change, Node, Objective
-from trimtab.units import format_bytes
+from trimtab.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +88,7 @@ def _missing(near: Seen | None, least: int, policy: Policy, cluster: Cluster) ->
     return (
         f"nothing fits: the nearest needs {format_bytes(estimate.need_bytes)} (upper band{released}; "
         f"{format_bytes(estimate.allocated_bytes)} allocated, {format_bytes(estimate.reserved_bytes)} "
-        f"reserved) with {setting.strategy} on {setting.gpus} GPU{'s' * (setting.gpus > 1)}, "
+        f"reserved) with {setting.strategy} on {plural(setting.gpus, 'GPU')}, "
         f"micro-batch {setting.micro_batch}, {setting.precision}, recompute {setting.recompute}; "
         f"{format_bytes(near.allowed_bytes)} may be used, {format_bytes(near.missing_bytes)} are missing"
     )

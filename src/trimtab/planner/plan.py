@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-import trimtab
-from trimtab.errors import BrokenFile, WrongUse
+from trimtab.cache import ESTIMATES, PLANS, TRACES, code_fingerprint, fingerprint
+from trimtab.errors import WrongUse
 from trimtab.planner.decide import Question, decide
-from trimtab.planner.foresight import Foresight, Kept, plain_device, spoken
+from trimtab.planner.foresight import EstimateCache, Foresight, plain_device, spoken
 from trimtab.planner.outlook import room_bytes
 from trimtab.planner.space import shard_counts
 from trimtab.planner.stale import fingerprints, versions
@@ -22,10 +21,11 @@ from trimtab.predict.derive import direct_shards
 from trimtab.predict.traces import traces
 from trimtab.spec import Plan, Recompute
 from trimtab.trace.batch_loss import batch_loss
-from trimtab.trace.standing import Standing
-from trimtab.trace.summary import Named, fingerprint, is_known, summary
-from trimtab.trace.tracer import cache_file, cache_folder, keep
+from trimtab.trace.server import WorkerProcess
+from trimtab.trace.summary import Named, is_known, named_key, summary
+from trimtab.trace.tracer import NOT_TRACING, trace_key
 from trimtab.trace.worker import Requests
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +41,8 @@ TOO_SLOW_S = 20.0
 """If one round takes longer than this, nothing is traced ahead: a wrong guess would make the search wait."""
 NEXT_RECOMPUTE = {Recompute.NONE: Recompute.SELECTIVE, Recompute.SELECTIVE: Recompute.FULL}
 """The search tries the fastest way of recomputing first."""
-ESTIMATING_CODE = ("predict", "planner", "catalog")
+NOT_ESTIMATING = NOT_TRACING - {"predict", "planner"}
+"""Packages of trimtab that no plan depends on."""
 
 
 @dataclass(kw_only=True)
@@ -50,7 +51,7 @@ class Tracing:
 
     job: str
     overrides: dict[str, Any]
-    worker: Standing
+    worker: WorkerProcess
     clip: float | None = None
     cache: bool = True
     is_ahead: bool = False
@@ -72,7 +73,7 @@ class Tracing:
             clip=self.clip,
             cache=self.cache,
             families=self.families,
-            standing=self.worker,
+            worker=self.worker,
         )
         seconds = monotonic() - start
         self.is_slow = self.is_slow or seconds > SLOW_S
@@ -91,9 +92,9 @@ class Tracing:
             if setting.recompute in NEXT_RECOMPUTE
         ]
         likely = last.replace(settings=tuple(settings))
-        missing = tuple(request.setting for request in likely.each() if not cache_file(request).exists())
+        missing = tuple(request.setting for request in likely.each() if not TRACES.has(trace_key(request)))
         if missing:
-            self.worker.expect(likely.replace(settings=missing))
+            self.worker.prefetch(likely.replace(settings=missing))
 
 
 def make_plan(  # noqa: PLR0913 - what a plan depends on
@@ -117,11 +118,11 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
     `partial`, Ctrl-C returns the best so far as a plan that is not `complete`.
     """
     given = given or {}
-    with Standing() as worker:
+    with WorkerProcess() as worker:
         if not (cache and is_known(job, overrides)):
             # The worker process will be needed: it loads the job while this process reads the workload.
             device = plain_device(min(cluster.devices, key=room_bytes))
-            worker.warm(Requests(job=job, overrides=overrides, settings=(), device=device))
+            worker.load_job(Requests(job=job, overrides=overrides, settings=(), device=device))
         workload = workload_of(job, overrides, given, cache=cache, say=say)
         workload = with_batch_loss(job, overrides, workload, cache=cache, say=say)
         question = Question(
@@ -130,9 +131,9 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
         # The loss of a cached step is over the whole global batch, which its trace has to know.
         batch = given.get("global_batch")
         traced = overrides | ({"global_batch": batch} if workload.cached and batch else {})
-        prints = fingerprint(Named(job=job, overrides={**traced, "clip": clip})), _estimator_fingerprint()
-        file = cache_folder() / f"plan-{_digest(*prints, question)}.json"
-        found = _cached_plan(file) if cache else None
+        key = _estimates_key(Named(job=job, overrides={**traced, "clip": clip}))
+        plan_key = fingerprint(key, question)
+        found = PLANS.load(plan_key, Plan.from_json) if cache else None
         if found is None:
             tracing = Tracing(
                 job=job,
@@ -142,35 +143,37 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
                 cache=cache,
                 is_ahead="recompute" not in policy.pins,
             )
-            found = _decide(question, tracing, prints, say=say, say_best=say_best)
+            found = _decide(question, tracing, key, say=say, say_best=say_best)
             if not (found.complete or partial):
                 raise KeyboardInterrupt
             assumed = fingerprints(job, workload, found.places, versions())
             found = found.replace(fingerprints=assumed, options=overrides)
             if found.complete:
-                keep(file, found.to_json())
+                PLANS.store(plan_key, found.to_json())
     return found.replace(folder=str(Path.cwd()))
 
 
 def _decide(
     question: Question,
     tracing: Tracing,
-    prints: tuple[str, str],
+    key: str,
     *,
     say: Callable[[str], None],
     say_best: Callable[[str], None],
 ) -> Plan:
     """Return the plan by a search; store the estimates that it computed, even if it fails."""
-    file = cache_folder() / f"outlook-{'-'.join(prints)}.json"
-    kept = _cached_estimates(file) if tracing.cache else Kept()
-    outlook = Foresight(trace_all=tracing.trace_all, recall=read_own_calibration, say=say, kept=kept)
+    cached = ESTIMATES.load(key, _read_estimates) if tracing.cache else None
+    estimates = cached or EstimateCache()
+    outlook = Foresight(
+        trace_all=tracing.trace_all, calibration_of=read_own_calibration, say=say, cache=estimates
+    )
     outlook.direct |= direct_shards(shard_counts(question.workload, question.cluster, question.policy))
     try:
         return decide(question, outlook, notice=lambda seen: say_best(_describe(seen)))
     finally:
-        if tracing.cache and kept.changed:
-            kept.changed = False
-            keep(file, msgspec.json.encode(kept).decode())
+        if tracing.cache and estimates.changed:
+            estimates.changed = False
+            ESTIMATES.store(key, msgspec.json.encode(estimates))
 
 
 def workload_of(
@@ -210,32 +213,15 @@ def _describe(seen: Seen) -> str:
     """Return a setting with its speed in words."""
     setting, step_s = seen.setting, seen.estimate.step_s
     speed = "" if not step_s else f", {setting.global_batch / step_s:.3g} samples/s"
-    return f"{spoken(setting)} on {setting.gpus} GPU{'s' * (setting.gpus > 1)}{speed}"
+    return f"{spoken(setting)} on {plural(setting.gpus, 'GPU')}{speed}"
 
 
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:32]
+def _read_estimates(data: bytes) -> EstimateCache:
+    return msgspec.json.decode(data, type=EstimateCache)
 
 
-def _cached_plan(file: Path) -> Plan | None:
-    try:
-        return Plan.from_json(file.read_bytes(), origin=str(file))
-    except (OSError, BrokenFile):
-        return None
-
-
-def _cached_estimates(file: Path) -> Kept:
-    try:
-        return msgspec.convert(msgspec.json.decode(file.read_bytes()), Kept)
-    except (msgspec.MsgspecError, OSError):
-        return Kept()
-
-
-def _estimator_fingerprint() -> str:
-    """Return a fingerprint of what turns traces into estimates: the source, and the user's calibrations."""
-    package = Path(trimtab.__file__).parent
-    files = [file for part in ESTIMATING_CODE for file in package.glob(f"{part}/**/*")]
-    files = [file for file in files if "__pycache__" not in file.parts]
-    files += own_folder().glob("*.json")
-    text = b"".join(file.read_bytes() for file in sorted(files) if file.is_file())
-    return hashlib.sha256(text).hexdigest()[:12]
+def _estimates_key(named: Named) -> str:
+    """Return the cache key of all estimates of a job: the job, our code and the user's own calibrations."""
+    files = sorted(own_folder().glob("*.json"))
+    calibrations = [(file.name, file.read_bytes()) for file in files if file.is_file()]
+    return fingerprint(named_key(named), code_fingerprint(NOT_ESTIMATING), calibrations)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.spec import Reason
 from trimtab.strategies import STRATEGIES, strategy_of
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from trimtab.spec import BatchLoss, Mesh, Setting, Strategy, Workload
@@ -112,7 +113,7 @@ def seen_samples(setting: Setting) -> int:
 
 
 def _layers(known: BatchLoss) -> str:
-    return f"{known.batch_norms} BatchNorm layer{'s' * (known.batch_norms > 1)}"
+    return plural(known.batch_norms, "BatchNorm layer")
 
 
 def warnings(known: BatchLoss, setting: Setting) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ SAME = ("marks", "streams", "parts", "recomputed", "phases", "part")
 COUNTS = ("recomputed_flops", "parameters", "trainable", "kept_bytes", "handed_bytes")
 """Numbers of a whole trace that are mixed as sizes are."""
 TOLERANCE = 0.001
-KEPT = 64
-"""Columns that are remembered: more than a plan has different ones."""
+MAX_COLUMNS = 64
+"""Columns in the cache: more than a plan has different ones."""
 
 
 def at(low: Trace, high: Trace, micro_low: Number, micro_high: Number, micro: Number) -> Trace | None:
@@ -107,7 +107,7 @@ def same_program(one: Trace, other: Trace) -> bool:
 
 
 # Traces that were worked out from others share their columns, and are compared with each other many times.
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=MAX_COLUMNS)
 def _names(column: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(names[index] for index in column)
 
@@ -116,7 +116,7 @@ def _begins(trace: Trace) -> frozenset[int]:
     return frozenset(trace.marks.values())
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=MAX_COLUMNS)
 def _in_order(order: tuple[int, ...], begins: frozenset[int]) -> tuple[int, ...]:
     """The order, with frees in a row sorted; no run of them reaches over the beginning of a phase."""
     found: list[int] = []

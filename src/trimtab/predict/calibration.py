@@ -5,30 +5,27 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.clusters import row_device
+from trimtab.catalog.facts import calibration_file, device_facts, facts_of
 from trimtab.catalog.lookup import reported
 from trimtab.catalog.tables import devices
-from trimtab.errors import EnvironmentFault, TrimtabError
+from trimtab.errors import EnvironmentFault
+from trimtab.files import write_atomic
 from trimtab.predict import pace, time
 from trimtab.spec import Calibration
 
 if TYPE_CHECKING:
     from trimtab.spec import Device
 
-SHIPPED = (("h200", "h200-jobs"),)
-"""Files of each calibration that comes with trimtab: the menu, and operations of whole jobs beside it."""
-FOLDER = "calibrations"
-
 
 class Speed(NamedTuple):
     """How fast a device and its host are."""
 
     pace: pace.Pace
-    host: time.Host
+    host: time.HostCosts
     own: bool
     """Whether this device itself was calibrated."""
     source: str
@@ -38,13 +35,12 @@ class Speed(NamedTuple):
 @cache
 def shipped() -> tuple[Calibration, ...]:
     """The calibrations that come with trimtab."""
-    return tuple(merged([read(name) for name in names]) for names in SHIPPED)
+    return tuple(merged([read_calibration(name) for name in facts.operations]) for facts in device_facts())
 
 
-def read(name: str) -> Calibration:
-    """One file of those that come with trimtab."""
-    text = files("trimtab.catalog").joinpath(FOLDER).joinpath(f"{name}.json").read_text(encoding="utf-8")
-    return Calibration.from_json(text, origin=name)
+def read_calibration(name: str) -> Calibration:
+    """Read a file of those that come with trimtab, such as h200.json."""
+    return Calibration.from_json(calibration_file(name).read_text(encoding="utf-8"), origin=name)
 
 
 def merged(parts: list[Calibration]) -> Calibration:
@@ -69,7 +65,7 @@ def speed(device: Device, own: Calibration | None = None) -> Speed | None:
         return None
     return Speed(
         pace=_pace(chosen.device, target, measured_on) if own is None else _fresh(own, target, measured_on),
-        host=time.host(chosen.host),
+        host=time.host(chosen.host, facts_of(device)),
         own=own is not None or known is not None,
         source=chosen.device,
     )
@@ -109,9 +105,7 @@ def write_own_calibration(calibration: Calibration) -> Path:
     file = _own_file(calibration.device)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(calibration.to_json(), encoding="utf-8")
-        scratch.replace(file)
+        write_atomic(file, calibration.to_json())
     except OSError as error:
         raise EnvironmentFault(
             f"the folder {file.parent}",
@@ -126,8 +120,5 @@ def read_own_calibration(device: Device) -> Calibration | None:
     for name in (device.kind,) if device.slice else (device.model, device.name):
         file = _own_file(name) if name else None
         if file is not None and file.is_file():
-            try:
-                return Calibration.from_json(file.read_text(encoding="utf-8"), origin=str(file))
-            except (TrimtabError, OSError):
-                return None
+            return Calibration.from_file(file)
     return None

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.catalog.tables import collectives
 from trimtab.units import format_bandwidth
 
 if TYPE_CHECKING:
     from trimtab.spec import Cluster
-
-BUS_SHARE = 0.78
-"""Of a link's one-way bandwidth, what large collectives reach: about 350 of the 450 GB/s of NVLink 4."""
-HOP_S = 6e-6
-"""Latency of a collective for each doubling of the ranks, within a node."""
-NETWORK_HOP_S = 18e-6
-UNKNOWN_BYTES_PER_S = 12e9
-"""Where the cluster says nothing of its links: a PCIe 3 bus of 16 lanes."""
 
 
 class Links(NamedTuple):
@@ -45,9 +38,10 @@ class Links(NamedTuple):
 
     def send_s(self, size: int, apart: int) -> float:
         """One rank gets `size` bytes from another, whose number is `apart` from its own."""
+        figures = collectives()
         if apart < self.per_node:
-            return HOP_S + size / (self.within * BUS_SHARE)
-        return NETWORK_HOP_S + size / (min(self.within, self.between) * BUS_SHARE)
+            return figures.hop_s + size / (self.within * figures.bus_share)
+        return figures.network_hop_s + size / (min(self.within, self.between) * figures.bus_share)
 
 
 def links(cluster: Cluster, gpus: int) -> Links:
@@ -59,8 +53,8 @@ def links(cluster: Cluster, gpus: int) -> Links:
     ]
     between = [one.bandwidth_bytes_per_s for one in cluster.links if one.node is None]
     return Links(
-        within=min((one for one in within if one), default=UNKNOWN_BYTES_PER_S),
-        between=min((one for one in between if one), default=UNKNOWN_BYTES_PER_S),
+        within=min((one for one in within if one), default=collectives().unknown_bytes_per_s),
+        between=min((one for one in between if one), default=collectives().unknown_bytes_per_s),
         per_node=min(per_node, gpus),
         nodes=nodes,
     )
@@ -113,11 +107,12 @@ def _rate(spread: Group, among: Links) -> float:
     ports of their own GPUs.
     """
     if spread.nodes == 1:
-        return among.within * BUS_SHARE
+        return among.within * collectives().bus_share
     across = among.between * spread.local
-    return (min(among.within, across) if spread.local > 1 else across) * BUS_SHARE
+    return (min(among.within, across) if spread.local > 1 else across) * collectives().bus_share
 
 
 def _latency(spread: Group) -> float:
-    inside = HOP_S * (spread.local - 1).bit_length()
-    return inside + NETWORK_HOP_S * (spread.nodes - 1).bit_length()
+    figures = collectives()
+    inside = figures.hop_s * (spread.local - 1).bit_length()
+    return inside + figures.network_hop_s * (spread.nodes - 1).bit_length()

@@ -5,25 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from trimtab.catalog.facts import facts_of
 from trimtab.predict import comms, time
 from trimtab.predict.calibration import speed
-from trimtab.predict.memory import BAND_HIGH, BAND_LOW, Memory, memory
+from trimtab.predict.memory import Memory, memory
 from trimtab.predict.rating import doubt_of, model_kind, rating, reference
 from trimtab.spec import Allocator, Band, Estimate, Recompute, StepTime
 from trimtab.strategies import strategy_of
+from trimtab.units import MIB
 
 if TYPE_CHECKING:
+    from trimtab.catalog.facts import DeviceFacts, MemoryFacts
     from trimtab.spec import Calibration, Cluster, Device, Setting, Trace
-
-MEASURED_CONTEXT = "H200 SXM 141GB"
-
-
-GUESSED_LOW, GUESSED_HIGH = 0.5, 1.15
-"""The band of a compiled setting that was not traced as such, around its memory without compiling: compiling
-has been seen to halve it and, seldom, to add to it."""
-GUESSED_AGAIN = 1.4
-"""Its upper end where blocks are recomputed: a compiled backward pass may compute one block again while
-another is still in use, and has been seen to take 29 % more than the eager one."""
 
 
 def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of that
@@ -40,13 +33,15 @@ def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of 
     With `fusing` the trace is of the same setting without compile, and what compiling changes is guessed. The
     cluster tells the links between devices; without one a setting of several devices has no time.
     """
-    found, said_of_ranks = _fullest(trace, setting)
+    facts = facts_of(device)
+    found, said_of_ranks = _fullest(trace, setting, facts.memory)
     capacity = device.free_bytes if device.free_bytes is not None else device.memory_bytes
     band = found.band
     if fusing:
         process = found.process_bytes
-        high = GUESSED_HIGH if setting.recompute is Recompute.NONE else GUESSED_AGAIN
-        band = Band(low_bytes=round(process * GUESSED_LOW), high_bytes=round(process * high))
+        room = facts.memory
+        high = room.guessed_high if setting.recompute is Recompute.NONE else room.guessed_again
+        band = Band(low_bytes=round(process * room.guessed_low), high_bytes=round(process * high))
     timed, said = _timed(trace, setting, device, cluster, calibration, fusing=fusing)
     return (
         Estimate(
@@ -57,15 +52,15 @@ def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of 
             gradients_bytes=found.gradients_bytes,
             band=band,
             **timed,
-            assumptions=(*trace.assumptions, *said_of_ranks, *_assumed(setting, device), *said),
+            assumptions=(*trace.assumptions, *said_of_ranks, *_assumed(setting, device, facts), *said),
         ).judge_quickly(capacity),
         found,
     )
 
 
-def _fullest(trace: Trace, setting: Setting) -> tuple[Memory, list[str]]:
+def _fullest(trace: Trace, setting: Setting, facts: MemoryFacts) -> tuple[Memory, list[str]]:
     """The memory of the kind of ranks that needs most, and which one that is."""
-    found = [rank_memory(one, setting)[0] for one in trace.ranks]
+    found = [rank_memory(one, setting, facts)[0] for one in trace.ranks]
     most = max(range(len(found)), key=lambda number: found[number].band.high_bytes)
     if not trace.beside:
         return found[most], []
@@ -74,18 +69,19 @@ def _fullest(trace: Trace, setting: Setting) -> tuple[Memory, list[str]]:
     return found[most], [f"{named}; those of {others} hold less"]
 
 
-def rank_memory(trace: Trace, setting: Setting) -> tuple[Memory, Memory]:
+def rank_memory(trace: Trace, setting: Setting, facts: MemoryFacts) -> tuple[Memory, Memory]:
     """The memory of one kind of rank; and the same without what `in_flight` adds to the replay."""
     alone = memory(
         trace,
+        facts,
         expandable=setting.allocator is Allocator.EXPANDABLE,
         sharded=strategy_of(setting).is_sharded,
         compiled=setting.compile,
     )
-    return in_flight(alone, trace, setting), alone
+    return in_flight(alone, trace, setting, facts), alone
 
 
-def in_flight(found: Memory, trace: Trace, setting: Setting) -> Memory:
+def in_flight(found: Memory, trace: Trace, setting: Setting, facts: MemoryFacts) -> Memory:
     """The memory of a rank with all the micro-batches that it holds at the same time, as in a pipeline."""
     more = strategy_of(setting).held_micro_batches(setting, trace.part) - 1
     if more < 1:
@@ -100,8 +96,8 @@ def in_flight(found: Memory, trace: Trace, setting: Setting) -> Memory:
         process_bytes=found.process_bytes + size,
         parts=parts.replace(activations=parts.activations + kept, inputs=parts.inputs + inputs),
         band=Band(
-            low_bytes=found.band.low_bytes + round(size * BAND_LOW),
-            high_bytes=found.band.high_bytes + round(size * BAND_HIGH),
+            low_bytes=found.band.low_bytes + round(size * facts.band_low),
+            high_bytes=found.band.high_bytes + round(size * facts.band_high),
         ),
     )
 
@@ -166,11 +162,12 @@ def _timed(  # noqa: PLR0913 - as above
     }, said
 
 
-def _assumed(setting: Setting, device: Device) -> list[str]:
+def _assumed(setting: Setting, device: Device, facts: DeviceFacts) -> list[str]:
     said = []
-    if device.model != MEASURED_CONTEXT:
+    if device.model != facts.device:
         said.append(
-            "the CUDA context is taken to be as large as on an H200 (760 MiB); it was not measured here"
+            f"the CUDA context is taken to be as large as on {facts.spoken} "
+            f"({facts.memory.context_bytes // MIB} MiB); it was not measured here"
         )
     if setting.gpus > 1:
         said.append("NCCL's own buffers are not counted: they take 0.2 to 2 GiB, by GPUs and topology")

@@ -16,10 +16,11 @@ Running the compiler itself says it better (`trimtab.trace.compiled`), and takes
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from math import isqrt
 from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.cache import MemoryCache
 from trimtab.predict.flow import links, sized
 from trimtab.spec import Work
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT32, TF32
@@ -213,23 +214,17 @@ class Groups(NamedTuple):
     members: dict[int, list[int]]
 
 
-_GROUPS: OrderedDict[tuple[tuple[int, ...], tuple[str, ...]], Groups] = OrderedDict()
-_GROUPS_KEPT = 32
+_GROUPS: MemoryCache[Groups] = MemoryCache(max_entries=32)
 
 
 def groups(trace: Trace) -> Groups:
-    """Who fuses with whom in a trace; remembered, as a plan asks for one program with many sizes.
+    """Return who fuses with whom in a trace; cached, as a plan asks for one program with many sizes.
 
     Reading a program takes far longer than working out what its kernels move.
     """
     works = [trace.works[number] for number in trace.sequence]
-    key = trace.order, tuple(one.op for one in works)
-    found = _GROUPS.get(key)
-    if found is None:
-        found = _GROUPS[key] = _grouped(trace, works)
-        if len(_GROUPS) > _GROUPS_KEPT:
-            _GROUPS.popitem(last=False)
-    return found
+    key = trace.order, tuple(work.op for work in works)
+    return _GROUPS.get(key, lambda: _grouped(trace, works))
 
 
 def _grouped(trace: Trace, works: list[Work]) -> Groups:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from trimtab.catalog.facts import fallback_facts
 from trimtab.predict.allocator import Config, Event, replay
 from trimtab.spec import PARTS, Band, Footprint, Trace
-from trimtab.units import MIB
+
+if TYPE_CHECKING:
+    from trimtab.catalog.facts import MemoryFacts
 
 GRADIENTS = PARTS.index("gradients")
 BLOCK = 512
 """The allocator rounds every request up to this."""
-
-CONTEXT_BYTES = 760 * MIB
-"""The CUDA context with the kernels of a training step loaded: 742 to 762 MiB over 55 runs on an H200
-(torch 2.11, driver 580). Other devices have not been measured."""
-SHARDED_CONTEXT_BYTES = 828 * MIB
-"""The same in a process with streams for collectives: 812 to 828 MiB over 6 runs there."""
-
-BAND_LOW, BAND_HIGH = 0.945, 1.05
-"""Room for the exam's worst errors of process memory, +5.4 % and -2.3 %, the latter doubled because running
-out is worse than leaving some free; see `trimtab exam`."""
-COMPILED_BAND_LOW = 0.88
-"""The same for compiled code, whose order of allocations changes from one torch to the next: +11.9 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,28 +38,34 @@ class Memory:
 
 
 def memory(
-    trace: Trace, *, expandable: bool = False, sharded: bool = False, compiled: bool = False
+    trace: Trace,
+    facts: MemoryFacts | None = None,
+    *,
+    expandable: bool = False,
+    sharded: bool = False,
+    compiled: bool = False,
 ) -> Memory:
     """Replay a trace through the allocator's model.
 
     Peaks are those of the steps, building left out, as a training run meets them; what building leaves cached
-    counts as reserved, because it stays.
+    counts as reserved, because it stays. `facts` are the device's; without them, those of the fallback.
     """
+    facts = facts or fallback_facts().memory
     begin = trace.marks.get("step0", 0)
     building = _events(trace, 0, begin)
     events = building + _events(trace, begin)
     steps = replay(events, Config(expandable=expandable), reset_peak_at=[len(building)]).windows[-1]
     position, live = _fullest(trace, begin)
-    context = SHARDED_CONTEXT_BYTES if sharded else CONTEXT_BYTES
+    context = facts.sharded_context_bytes if sharded else facts.context_bytes
     reserved = steps.reserved
     process = reserved + context
-    low = COMPILED_BAND_LOW if compiled else BAND_LOW
+    low = facts.compiled_band_low if compiled else facts.band_low
     return Memory(
         allocated_bytes=steps.allocated,
         reserved_bytes=reserved,
         process_bytes=process,
         parts=_footprint(trace, live, steps.allocated, context),
-        band=Band(low_bytes=round(process * low), high_bytes=round(process * BAND_HIGH)),
+        band=Band(low_bytes=round(process * low), high_bytes=round(process * facts.band_high)),
         modules=_modules(trace, live),
         operation=_operation(trace, position),
         phase=_phase(trace, position),

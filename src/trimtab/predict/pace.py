@@ -12,39 +12,25 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.catalog.facts import facts_of
 from trimtab.spec.precision import BFLOAT16, FLOAT16
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from trimtab.catalog.facts import LawFacts
     from trimtab.spec import Calibration, Device, Work
 
-SUSTAINED, STREAMED = 0.75, 0.9
-"""Shares of the peak and of the bandwidth that large, well-shaped work reaches; corrections do the rest."""
-LAUNCH_S = 2e-6
-"""From one kernel to the next on the device."""
 MOST_LAUNCHES = 4
 CELL_LAUNCHES = {"aten::_cudnn_rnn": 2, "aten::_cudnn_rnn_backward": 3}
 """Kernels of one step of one recurrent layer: a matrix product and the gates, and backward a sum of the
 product's parts. Products that need not wait for the step before are done for many steps at once."""
-CELL_KERNEL_S = 5e-6
-"""Each of them waits for the one before; those of different layers run beside each other. In two profiles of
-three LSTM layers 1536 wide, fp16 on an H200, they took 3 to 12 us: 5 on average forward, 6 to 8 backward."""
-CELL_LAUNCH_S = 10e-6
-"""What one of these launches costs the host, with what cuDNN does between them."""
-IN_A_STEP = 1.2
-"""How much longer the host takes for them in a step than alone: about 54 ms in the steps of those profiles,
-and in the one on record, 45.6 under the stopwatch. One model's figure."""
 PERSISTENT_WIDTH, PERSISTENT_BATCH = 1024, 128
 """Up to here torch asks cuDNN to run one layer in one direction as a single kernel, in fp16."""
-TILES = ((128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.8), (64, 64, 0.5))
-"""Sizes of the pieces that matrix products are cut into, and how well each uses a multiprocessor."""
 SPLITS = (1, 2, 4, 8, 16)
 LEAST_SPLIT = 256
 """The sum over k is split between multiprocessors where that leaves so much for each."""
-MISALIGNED = {16: 1.0, 8: 0.65, 4: 0.38, 2: 0.2}
-"""Share of the speed that is left when rows of a matrix are aligned to so many bytes only."""
 HALF = {FLOAT16, BFLOAT16}
 NEAREST = 5
 OTHER_OP, OTHER_DTYPE = 16.0, 6.0
@@ -62,6 +48,7 @@ class Rates(NamedTuple):
     bfloat16: float
     bandwidth: float
     multiprocessors: int
+    law: LawFacts
 
     def peak(self, dtype: str) -> float:
         """Of a dtype as torch names it; others run as fp32 does."""
@@ -82,27 +69,29 @@ def rates(device: Device) -> Rates | None:
         bfloat16=device.peaks.bf16 or plain,
         bandwidth=device.bandwidth_bytes_per_s,
         multiprocessors=device.multiprocessors or DEFAULT_MULTIPROCESSORS,
+        law=facts_of(device).law,
     )
 
 
 def law(work: Work, device: Rates) -> float:
     """Seconds, were every kernel as good as large ones are."""
-    moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * STREAMED)
+    facts = device.law
+    moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * facts.streamed)
     computing = 0.0
     if work.flops:
-        peak = device.peak(work.dtype) * SUSTAINED
+        peak = device.peak(work.dtype) * facts.sustained
         computing = _product(work, peak, device) if work.kind == "matrix" else work.flops / peak
     if work.kind == "recurrent" and work.dims:
-        computing += work.dims[1] * CELL_LAUNCHES.get(work.op, 2) * CELL_KERNEL_S
-    return LAUNCH_S * min(work.kernels, MOST_LAUNCHES) + max(moving, computing)
+        computing += work.dims[1] * CELL_LAUNCHES.get(work.op, 2) * facts.cell_kernel_s
+    return facts.launch_s * min(work.kernels, MOST_LAUNCHES) + max(moving, computing)
 
 
-def handing_out(work: Work) -> float:
+def handing_out(work: Work, facts: LawFacts) -> float:
     """Seconds that the host is busy with the launches of a recurrent layer, of which there are thousands."""
     if work.kind != "recurrent" or not work.dims or _persistent(work):
         return 0.0
     layers, steps, *_ = work.dims
-    return layers * steps * CELL_LAUNCHES.get(work.op, 2) * CELL_LAUNCH_S
+    return layers * steps * CELL_LAUNCHES.get(work.op, 2) * facts.cell_launch_s
 
 
 def _persistent(work: Work) -> bool:
@@ -118,7 +107,7 @@ def _product(work: Work, peak: float, device: Rates) -> float:
         return _tiled(work, peak, device)
     batch, *rest = work.dims
     each = work.replace(dims=(-(-batch // work.kernels), *rest), kernels=1)
-    return work.kernels * (_tiled(each, peak, device) + LAUNCH_S)
+    return work.kernels * (_tiled(each, peak, device) + device.law.launch_s)
 
 
 def _tiled(work: Work, peak: float, device: Rates) -> float:
@@ -126,10 +115,10 @@ def _tiled(work: Work, peak: float, device: Rates) -> float:
     batch, rows, columns, inner = work.dims[:4]
     alignment = work.dims[4] if len(work.dims) > 4 else 16  # noqa: PLR2004 - it may be left out
     # Plain fp32 loads numbers one by one anyway.
-    loading = 1.0 if work.dtype in ("float32", "float64") else MISALIGNED.get(alignment, 1.0)
+    loading = 1.0 if work.dtype in ("float32", "float64") else device.law.loading(alignment)
     each = peak / device.multiprocessors * loading
     best = math.inf
-    for height, width, share in TILES:
+    for height, width, share in device.law.tiles:
         tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
         for split in SPLITS:
             if split > 1 and inner / split < LEAST_SPLIT:
@@ -137,7 +126,7 @@ def _tiled(work: Work, peak: float, device: Rates) -> float:
             rounds = math.ceil(tiles * split / device.multiprocessors)
             time = rounds * 2 * height * width * math.ceil(inner / split) / (each * share)
             if split > 1:
-                time += LAUNCH_S + batch * rows * columns * 4 * split / device.bandwidth
+                time += device.law.launch_s + batch * rows * columns * 4 * split / device.bandwidth
             best = min(best, time)
     return best
 
@@ -174,7 +163,7 @@ def place(work: Work) -> tuple[float, ...]:
 
 def _alone(work: Work, device: Rates) -> float:
     """What a stopwatch would see of one operation: the device, or the host where that takes longer."""
-    return max(law(work, device), handing_out(work))
+    return max(law(work, device), handing_out(work, device.law))
 
 
 class Point(NamedTuple):
@@ -217,12 +206,14 @@ class Pace:
         seconds = law(work, self.target)
         correction = self._correction(work)
         # Where the host set the pace, kernels were no faster than their law: they waited.
-        return seconds * math.exp(max(0.0, correction) if handing_out(work) > seconds else correction)
+        waited = handing_out(work, self.target.law) > seconds
+        return seconds * math.exp(max(0.0, correction) if waited else correction)
 
     def _handing_out(self, work: Work) -> float:
         """What the host is busy with the launches of a recurrent layer."""
-        seconds = handing_out(work)
-        return seconds * math.exp(self._correction(work)) * IN_A_STEP if seconds else 0.0
+        facts = self.target.law
+        seconds = handing_out(work, facts)
+        return seconds * math.exp(self._correction(work)) * facts.cell_in_a_step if seconds else 0.0
 
     def _correction(self, work: Work) -> float:
         known = self._by_kind.get(work.kind)

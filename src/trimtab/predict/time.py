@@ -7,10 +7,12 @@ operations is as slow as the host, one of few large ones as slow as the device, 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from trimtab.cache import MemoryCache, key_of
+from trimtab.catalog.tables import collectives
 from trimtab.predict.accumulate import gradients
 from trimtab.predict.fusion import fused
 from trimtab.spec import Recompute, Work
@@ -19,81 +21,33 @@ from trimtab.strategies import strategy_of
 from trimtab.strategies.base import Traffic
 
 if TYPE_CHECKING:
+    from trimtab.catalog.facts import DeviceFacts, StepFacts
     from trimtab.predict import comms
     from trimtab.predict.pace import Pace
     from trimtab.spec import Setting, Trace
 
-QUEUE = 1000
-"""Launches that the host may be ahead of the device; then it waits."""
-GAP_S = 2.4e-6
-"""Between one kernel of a step and the next."""
-START_S = 0.7e-3
-"""From the beginning of a step to its first kernel: gradients are dropped, autocast begins."""
-SELECTIVE_S = 190e-6
-"""What selective recomputation costs the host for each operation it decides on, forward and again backward:
-torch asks in Python. Compiled graphs decide beforehand."""
-LAUNCHES = {
-    "aten::index_put": 10,
-    "aten::index_put_": 10,
-    "aten::embedding_dense_backward": 8,
-    "aten::_embedding_bag_backward": 8,
-    "aten::sort": 8,
-    "aten::topk": 3,
-}
-"""Operations that the host hands out in several pieces."""
-PIECE_S = 12e-6
-FRESH_S = 150e-6
-"""What a matrix product of a shape not met before costs the host: cuBLAS weighs its kernels anew, and keeps
-its choices by shape. Where rows follow from what the model computes, as of experts, every step brings others.
-Beside an H200, 699 products of a mixture of experts, 576 of them such, took 169 us of the host each in a
-profile, where 10 to 20 are usual; the profile's own cost is taken off."""
-THROTTLED = 0.08
-"""How much longer arithmetic takes when it fills a step: operations are calibrated one at a time, in bursts,
-and in a step of little else the power limit lowers the clock. Seen on an H200 from 5 to 8 %."""
-THROTTLES_FROM, THROTTLES_AT = 0.4, 0.6
-"""Share of the device's time that is arithmetic: where that begins, and where it is in full."""
-OVERLAPPED = 0.9
-"""Share of the computing that collectives can hide behind: they take some of the device's own time."""
 
-
-class Host(NamedTuple):
-    """Seconds of the host for each thing that a step does."""
+class HostCosts(NamedTuple):
+    """Seconds of the host for each thing that a step does; h200.toml says what each is."""
 
     forward_s: float
-    """An operation of the forward pass, with its Python and its node for autograd."""
     backward_s: float
     plain_s: float
-    """An operation without autograd, as optimizers that are written out make them."""
     view_s: float
     call_s: float
-    """A module's call."""
     tensor_s: float
-    """A tensor that the optimizer looks at."""
     wait_s: float
     compiled_s: float
-    """A kernel of a compiled graph."""
+    step: StepFacts
+    """What a step costs whatever the host."""
 
 
-MEASURED_FORWARD_S = 7.08e-6
-"""`forward_s` of the calibration whose host the figures below are of."""
-REFERENCE = Host(
-    forward_s=38e-6,
-    backward_s=30e-6,
-    plain_s=15e-6,
-    view_s=1.5e-6,
-    call_s=0.6e-6,
-    tensor_s=5e-6,
-    wait_s=100e-6,
-    compiled_s=12e-6,
-)
-"""The host beside an H200: what makes 54 measured steps come out right, median error 3 %. A bare operation
-takes 7 us there; what modules, autocast and autograd add is in these."""
-
-
-def host(calibration: dict[str, float]) -> Host:
-    """The costs of a host, by how long a bare operation takes there."""
-    slower = calibration.get("forward_s", MEASURED_FORWARD_S) / MEASURED_FORWARD_S
-    return Host(*(one * slower for one in REFERENCE))
+def host(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
+    """Scale the measured costs of a host by the time of a bare operation on the calibrated one."""
+    measured = facts.host
+    slower = calibration.get("forward_s", measured.bare_forward_s) / measured.bare_forward_s
+    costs = {name: getattr(measured, name) * slower for name in HostCosts._fields if name != "step"}
+    return HostCosts(**costs, step=facts.step)
 
 
 class Clocks(NamedTuple):
@@ -109,7 +63,7 @@ class Clocks(NamedTuple):
 def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
     works: list[Work],
     pace: Pace,
-    host: Host,
+    host: HostCosts,
     *,
     backward: range,
     compiled: bool = False,
@@ -117,7 +71,8 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
 ) -> Clocks:
     """Let both clocks run through operations; `backward` says which of them autograd's engine hands out."""
     device_clock = busy = waited = 0.0
-    host_clock = START_S
+    facts = host.step
+    host_clock = facts.start_s
     ends: deque[float] = deque()
     # A step has thousands of operations, and a hundred different ones.
     known: list[dict[int, tuple[float, float | None]]] = [{}, {}, {}]
@@ -129,8 +84,8 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
         if cost is None:
             handing = _handing_out(work, host, backward=behind, after=after, compiled=compiled)
             if selective and not behind and not compiled and work.kernels:
-                handing += SELECTIVE_S
-            cost = costs[id(work)] = handing, _taken(work, pace)
+                handing += facts.selective_s
+            cost = costs[id(work)] = handing, _taken(work, pace, facts.gap_s)
         handing, taken = cost
         host_clock += handing
         if taken is None:
@@ -138,7 +93,7 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
                 waited += max(0.0, device_clock - host_clock)
                 host_clock = max(host_clock, device_clock)
             continue
-        if len(ends) >= QUEUE:
+        if len(ends) >= facts.queue:
             free_at = ends.popleft()
             if free_at > host_clock:
                 waited += free_at - host_clock
@@ -153,15 +108,15 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
     return Clocks(max(host_clock, device_clock), busy, host_clock - waited)
 
 
-def _taken(work: Work, pace: Pace) -> float | None:
+def _taken(work: Work, pace: Pace, gap_s: float) -> float | None:
     """Seconds of the device for an operation; None where it has nothing to do there."""
     if work.kind in ("wait", "collective") or not work.kernels:
         return None
-    return pace.seconds(work) + GAP_S
+    return pace.seconds(work) + gap_s
 
 
 def _handing_out(  # noqa: PLR0911 - one way out for each kind
-    work: Work, host: Host, *, backward: bool, after: bool, compiled: bool
+    work: Work, host: HostCosts, *, backward: bool, after: bool, compiled: bool
 ) -> float:
     if work.kind == "view":
         return 0.0 if compiled else host.view_s
@@ -173,10 +128,10 @@ def _handing_out(  # noqa: PLR0911 - one way out for each kind
         return host.forward_s + work.dims[0] * host.tensor_s if work.dims else host.forward_s
     if after:
         return host.plain_s
-    weighing = FRESH_S if work.fresh else 0.0
+    weighing = host.step.fresh_s if work.fresh else 0.0
     if compiled:
         return host.compiled_s + weighing
-    pieces = (LAUNCHES.get(work.op, 1) - 1) * PIECE_S
+    pieces = (host.step.pieces_of(work.op) - 1) * host.step.piece_s
     return (host.backward_s if backward else host.forward_s) + pieces + weighing
 
 
@@ -204,7 +159,7 @@ ARITHMETIC = {"matrix", "attention", "convolution", "recurrent"}
 
 
 def step(  # noqa: PLR0913 - what runs, how fast, and where
-    trace: Trace, setting: Setting, pace: Pace, host: Host, among: comms.Links, *, fusing: bool = False
+    trace: Trace, setting: Setting, pace: Pace, host: HostCosts, among: comms.Links, *, fusing: bool = False
 ) -> Step:
     """Seconds of an optimizer step: `accumulation` passes forward and backward, and the optimizer.
 
@@ -223,7 +178,7 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
         how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
         sums = tuple(gradients(one)) if rounds > 1 or setting.mesh.pp > 1 else None
         alone = _alone(one.works, one.sequence, _bounds(one), pace, host, how, sums)
-        found.append(_spent(alone, rounds, _exposed(one, setting, among, alone)))
+        found.append(_spent(alone, rounds, _exposed(one, setting, among, alone), host.step))
         passes.append(alone.again_s)
     slowest = max(range(len(found)), key=lambda number: found[number].total_s)
     return found[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))
@@ -241,15 +196,16 @@ def _exposed(trace: Trace, setting: Setting, among: comms.Links, alone: Alone) -
     return communication(trace, setting, among, forward_s=alone.forward_s, backward_s=alone.backward_s)
 
 
-def _spent(alone: Alone, rounds: int, exposed: float) -> Step:
+def _spent(alone: Alone, rounds: int, exposed: float, facts: StepFacts) -> Step:
     """What a rank spends the time of so many micro-batches on."""
     extra = rounds - 1
     total = alone.whole.total_s + extra * alone.again_s
     busy = alone.whole.device_s + extra * alone.again_device_s
     arithmetic = alone.arithmetic_s + extra * alone.arithmetic_once_s
     share = arithmetic / busy if busy else 0.0
-    filled = min(1.0, max(0.0, (share - THROTTLES_FROM) / (THROTTLES_AT - THROTTLES_FROM)))
-    slowed = arithmetic * THROTTLED * filled
+    begin, full = facts.throttles_from, facts.throttles_at
+    filled = min(1.0, max(0.0, (share - begin) / (full - begin)))
+    slowed = arithmetic * facts.throttled * filled
     return Step(
         compute_s=arithmetic + slowed,
         memory_s=busy - arithmetic,
@@ -277,28 +233,29 @@ def _bounds(trace: Trace) -> tuple[int, int]:
     return trace.phases.get("backward", length), trace.phases.get("optimizer", length)
 
 
-_FUSED: OrderedDict[Any, Trace] = OrderedDict()
-_FUSED_KEPT = 64
+_FUSED: MemoryCache[Trace] = MemoryCache(max_entries=64)
+NOT_FUSED = frozenset(
+    {
+        *("strategy", "mesh", "micro_batch", "accumulation", "global_batch", "shares", "sync_batchnorm"),
+        *("compile", "optimizer", "allocator", "workers"),
+    }
+)
+"""Fields of a Setting that do not change what the compiler makes of a trace."""
 
 
 def _fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
-    """What the compiler would make of a trace; remembered, as a plan asks for it with many layouts."""
-    key = trace.works, trace.sequence, setting.precision, setting.recompute, pace
-    found = _FUSED.get(key)
-    if found is None:
-        found = _FUSED[key] = fused(trace, setting, pace)
-        if len(_FUSED) > _FUSED_KEPT:
-            _FUSED.popitem(last=False)
-    return found
+    """Return what the compiler would make of a trace; cached, as a plan asks for it with many layouts."""
+    key = trace.works, trace.sequence, key_of(setting, NOT_FUSED), pace
+    return _FUSED.get(key, lambda: fused(trace, setting, pace))
 
 
 @lru_cache(maxsize=128)
-def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered by
+def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, as cache key
     works: tuple[Work, ...],
     sequence: tuple[int, ...],
     bounds: tuple[int, int],
     pace: Pace,
-    host: Host,
+    host: HostCosts,
     how: tuple[bool, bool],
     sums: tuple[int, ...] | None,
 ) -> Alone:
@@ -315,7 +272,7 @@ def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered
     if sums is not None:
         more = [*every[:end], *map(_added, sums)]
         again = run(more, pace, host, backward=backward, compiled=compiled, selective=selective)
-        again_s, again_device_s = _steady(again, every[:end]), again.device_s
+        again_s, again_device_s = _steady(again, every[:end], host.step.start_s), again.device_s
     taken = [pace.seconds(one) if one.kernels and one.kind != "collective" else 0.0 for one in works]
     computed = [pace.seconds(one) if one.kind in ARITHMETIC else 0.0 for one in works]
     arithmetic = sum(computed[number] for number in sequence[:end])
@@ -330,11 +287,11 @@ def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, to be remembered
     )
 
 
-def _steady(passes: Clocks, works: list[Work]) -> float:
+def _steady(passes: Clocks, works: list[Work], start_s: float) -> float:
     """Seconds of one more pass: the host runs ahead into the next one, where it waits for nothing."""
     if any(one.kind == "wait" for one in works):
         return passes.total_s
-    return max(passes.device_s, passes.host_s - START_S)
+    return max(passes.device_s, passes.host_s - start_s)
 
 
 def _added(size: int) -> Work:
@@ -378,7 +335,7 @@ def communication(
             setting=setting,
             links=among,
             gradient_bytes=gradient_bytes(trace, setting),
-            hidden_forward_s=OVERLAPPED * forward_s,
-            hidden_backward_s=OVERLAPPED * backward_s,
+            hidden_forward_s=collectives().overlapped * forward_s,
+            hidden_backward_s=collectives().overlapped * backward_s,
         )
     )

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trimtab.cache import TRACES
 from trimtab.errors import TrimtabError
 from trimtab.predict.affine import at, close, corner
 from trimtab.spec import Trace
 from trimtab.strategies import one_micro_batch, strategy_of
-from trimtab.trace.tracer import cache_file, family, relatives, remember, remembered, traced_all
+from trimtab.trace.tracer import cached_family, family_key, trace_key, traced_all
 from trimtab.trace.worker import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from trimtab.spec import Device, Setting
-    from trimtab.trace.standing import Standing
+    from trimtab.trace.server import WorkerProcess
 
 Family = dict[int, Trace | TrimtabError]
 """What is known of a family, by micro-batch."""
@@ -35,24 +36,23 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
     clip: float | None = None,
     cache: bool = True,
     families: dict[str, Family] | None = None,
-    standing: Standing | None = None,
+    worker: WorkerProcess | None = None,
 ) -> list[Trace | TrimtabError]:
     """The traces of several settings of one job, or why there is none.
 
     Without `cache` nothing is read from disk and nothing is traced for later; settings of one family help
-    each other in any case. `families` are what the caller keeps of earlier answers, and are added to;
-    `standing` is the process that traces, where the caller keeps one.
+    each other in any case. `families` are traces of earlier calls, and are added to. Without `worker`, a
+    worker process is started for this call.
     """
     requests = [
         Request(job=job, overrides=overrides or {}, setting=one, device=device, clip=clip) for one in settings
     ]
-    names = [family(one) for one in requests]
-    kept = {} if families is None else families
-    known = {}
+    names = [family_key(one) for one in requests]
+    families = {} if families is None else families
     for name, request in zip(names, requests, strict=True):
-        if name not in kept:
-            kept[name] = _cached(request) if cache else {}
-        known[name] = kept[name]
+        if name not in families:
+            families[name] = dict(cached_family(request)) if cache else {}
+    known = {name: families[name] for name in names}
     for choose in (_ends, _every):
         chosen = _chosen(list(zip(names, settings, strict=True)), known, choose)
         if cache and choose is _ends and _is_alone(chosen, known):
@@ -63,7 +63,7 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
         if chosen:
             these = [one for _, one in chosen]
             answers = traced_all(
-                job, these, device, overrides=overrides, clip=clip, cache=cache, standing=standing
+                job, these, device, overrides=overrides, clip=clip, cache=cache, worker=worker
             )
             for (name, one), answer in zip(chosen, answers, strict=True):
                 known[name][one.micro_batch] = answer
@@ -72,7 +72,7 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
             if fourth is not None:
                 known[name][one.micro_batch] = fourth
                 if cache:
-                    remember(cache_file(requests[0].replace(setting=one)), fourth)
+                    TRACES.store(trace_key(requests[0].replace(setting=one)), fourth.to_json())
     every = [between(known[name], one.micro_batch) for name, one in zip(names, settings, strict=True)]
     return [one for one in every if one is not None]
 
@@ -96,12 +96,8 @@ def is_known(request: Request) -> bool:
 
 def cached_trace(request: Request) -> Trace | None:
     """Return the trace of a request from the cache, itself or by two others; None if it has to be traced."""
-    found = between(_cached(request), request.setting.micro_batch)
+    found = between(cached_family(request), request.setting.micro_batch)
     return found if isinstance(found, Trace) else None
-
-
-def _cached(request: Request) -> Family:
-    return {micro: one for micro, file in relatives(request).items() if (one := remembered(file)) is not None}
 
 
 def _ends(missing: list[int]) -> list[int]:

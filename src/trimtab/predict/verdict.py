@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trimtab.catalog.facts import fallback_facts
 from trimtab.predict.capacity import least_capacity, run_within, training_steps
 from trimtab.predict.estimate import rank_memory
 from trimtab.spec import Allocator, Verdict
@@ -99,7 +100,8 @@ class _Rank:
 
 def _ranks(found: Estimate, trace: Trace, setting: Setting) -> list[_Rank]:
     """Every kind of rank. What accumulation adds is the same for all of them."""
-    replayed = [rank_memory(one, setting) for one in trace.ranks]
+    facts = fallback_facts().memory.with_context(found.parts.context)
+    replayed = [rank_memory(one, setting, facts) for one in trace.ranks]
     added = found.process_bytes - max(one.process_bytes for one, _ in replayed)
     return [
         _Rank(training_steps(one), memory.process_bytes - alone.reserved_bytes + max(0, added))

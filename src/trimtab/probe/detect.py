@@ -12,7 +12,7 @@ from trimtab.probe.seen import SeenDevice, device
 from trimtab.probe.visible import HIDES_ALL, VARIABLE, Visible, visible
 from trimtab.probe.world import World, here
 from trimtab.spec import Cluster, Device, Finding, Link, Node, Scheduler, Severity
-from trimtab.units import MIB, format_bytes
+from trimtab.units import MIB, format_bytes, plural
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -231,7 +231,7 @@ def _driverless(world: World, found: Found) -> list[Finding]:
     return [
         Finding(
             severity=Severity.ERROR,
-            what=f"{len(on_bus)} NVIDIA GPU{'s' * (len(on_bus) > 1)} on the PCI bus, and no driver for it.",
+            what=f"{plural(len(on_bus), 'NVIDIA GPU')} on the PCI bus, and no driver for it.",
             evidence=on_bus[0],
             cause=f"No NVIDIA driver is installed, or given to this container ({found.reading.absent}).",
             cure="Install the NVIDIA driver; in a container, start it with --gpus all.",

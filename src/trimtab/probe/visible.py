@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.catalog.lookup import reported
 from trimtab.spec import Finding, Severity
-from trimtab.units import parse_whole
+from trimtab.units import parse_whole, plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -158,7 +158,7 @@ def _bad_entry(value: str, entry: str, wrong: str, kept: int, whole: list[SeenDe
         severity=Severity.ERROR,
         what=f"{VARIABLE}={value} names a GPU that cannot be used: {wrong}.",
         evidence=f"entry {entry!r}",
-        cause=f"CUDA stops reading the list there: {kept} GPU{'' if kept == 1 else 's'} stay visible.",
+        cause=f"CUDA stops reading the list there: {plural(kept, 'GPU')} stay visible.",
         cure=cure,
     )
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from math import inf
-from typing import Any, ClassVar, Self, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_type_hints
 
 import msgspec
 
 from trimtab.errors import BrokenFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SOURCE_KINDS = ("detected", "measured", "catalogued", "derived", "assumed", "stated")
 """How a fact came to be known. `derived`: computed from detected facts by a rule; `assumed`: nobody
@@ -77,6 +80,14 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             found = f"it is not JSON: {error}"
         raise BrokenFile(origin, found=found, cure=cure)
+
+    @classmethod
+    def from_file(cls, file: Path) -> Self | None:
+        """Return the value in a file; None if there is none that can be read."""
+        try:
+            return cls.from_json(file.read_bytes(), origin=str(file))
+        except (OSError, BrokenFile):
+            return None
 
     def fingerprint(self) -> str:
         """Twelve hex digits that change when any field does.

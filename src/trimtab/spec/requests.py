@@ -49,66 +49,6 @@ RequestType = TypeVar("RequestType")
 Result = TypeVar("Result")
 
 
-class JobFlag(NamedTuple):
-    """A flag that sets an attribute of some jobs: a short form of `--set`."""
-
-    name: str
-    attribute: str
-    jobs: tuple[str, ...]
-    """The jobs that have this attribute; `hf:` is every Hugging Face folder."""
-    type: type
-    help: str
-    metavar: str | None = None
-
-
-JOB_FLAGS = (
-    JobFlag(
-        "seq", "seq", ("hf:",), int, "hf: tokens per sample; default: the model's own limit, at most 1024."
-    ),
-    JobFlag(
-        "lora",
-        "lora",
-        ("hf:", "bridge"),
-        int,
-        "hf, bridge: add LoRA adapters of this rank to every linear layer except the head, and freeze the "
-        "rest.",
-        "RANK",
-    ),
-    JobFlag("frozen", "frozen", ("hf:",), bool, "hf: freeze the model except its head."),
-    JobFlag(
-        "llama",
-        "llama_folder",
-        ("bridge",),
-        Path,
-        "bridge: Hugging Face folder of the first frozen model.",
-        "FOLDER",
-    ),
-    JobFlag(
-        "qwen",
-        "qwen_folder",
-        ("bridge",),
-        Path,
-        "bridge: Hugging Face folder of the second frozen model.",
-        "FOLDER",
-    ),
-    JobFlag(
-        "sequential",
-        "sequential",
-        ("bridge",),
-        bool,
-        "bridge: run one frozen model at a time, which takes less memory.",
-    ),
-)
-DATA = JobFlag(
-    "data",
-    "data",
-    ("hf:", "slm"),
-    Path,
-    "slm, hf: text to train on; default: the source code of Python's standard library.",
-    "FILE_OR_FOLDER",
-)
-
-
 class CommandOption(NamedTuple):
     """A field of a request, with all that the command line, Python and JSON need."""
 
@@ -128,7 +68,8 @@ class CommandOption(NamedTuple):
     """Turns what was typed into the field's value."""
     switches: dict[str, str] = {}
     """For each value of the field a flag without a value, with its help."""
-    job_flags: tuple[JobFlag, ...] = ()
+    job_flags: str = ""
+    """Which flags of jobs the command has too: those to "plan", or to "train"; see jobs/registry.py."""
     type: Any = None
     """The field's type; with its default, read from the request."""
     default: Any = None
@@ -193,8 +134,8 @@ Pins = Annotated[
 ]
 SET = {"flag": "--set", "metavar": "NAME=VALUE", "many": True}
 SET_HELP = "Set an attribute of the job, as in --set layers=24. Can be repeated."
-JobOptions = Annotated[dict[str, Any] | None, option(SET_HELP, **SET, job_flags=JOB_FLAGS)]
-TrainOptions = Annotated[dict[str, Any] | None, option(SET_HELP, **SET, job_flags=(DATA, *JOB_FLAGS))]
+JobOptions = Annotated[dict[str, Any] | None, option(SET_HELP, **SET, job_flags="plan")]
+TrainOptions = Annotated[dict[str, Any] | None, option(SET_HELP, **SET, job_flags="train")]
 PlainOptions = Annotated[dict[str, Any] | None, option(SET_HELP, **SET)]
 Cache = Annotated[bool, option("Trace again, even if nothing changed.", "--no-cache")]
 Clip = Annotated[float | None, option("Clip gradients to this norm.", minimum=0.0)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from trimtab.spec import Mesh, Strategy
 from trimtab.strategies.base import Refusal
 from trimtab.strategies.fsdp import FsdpStrategy
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from trimtab.spec import Setting
@@ -26,7 +27,7 @@ class HsdpStrategy(FsdpStrategy):
         if found := super().refusal(gpus, nodes=nodes, branches=branches):
             return found
         if nodes < 2 or gpus % nodes or gpus == nodes:  # noqa: PLR2004 - several
-            there = f"{gpus} GPUs in {nodes} node{'s' * (nodes > 1)}"
+            there = f"{gpus} GPUs in {plural(nodes, 'node')}"
             return Refusal(
                 f"it shards within a node and copies across nodes, and there are {there}",
                 "Name nodes of several GPUs each, as in --on 2x8xH100, or use fsdp.",

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from trimtab.cache import BATCH_LOSSES
 from trimtab.errors import TrimtabError
 from trimtab.jobs.job import is_cached, loss_function, stated_additive
 from trimtab.jobs.load import load
 from trimtab.spec import BatchLoss
 from trimtab.spec.base import Noun
-from trimtab.trace.child import Say, ask_all, serve
-from trimtab.trace.summary import Named, fingerprint
-from trimtab.trace.tracer import cache_folder, keep
+from trimtab.trace.server import Say, ask_all, serve
+from trimtab.trace.summary import Named, named_key
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,16 +42,14 @@ class Look(Noun, frozen=True, kw_only=True):
 
 
 def batch_loss(job: str, overrides: dict[str, Any] | None = None, *, cache: bool = True) -> BatchLoss:
-    """Whether the loss of a job is additive over samples, from the cache where its source is unchanged."""
+    """Return whether the loss of a job is additive over samples, cached while its source is unchanged."""
     named = Named(job=job, overrides=overrides or {})
-    file = cache_folder() / f"additive-{fingerprint(named)}.json"
-    if cache and file.is_file():
-        try:
-            return BatchLoss.from_json(file.read_bytes(), origin=str(file))
-        except TrimtabError:
-            file.unlink(missing_ok=True)
+    key = named_key(named)
+    cached = BATCH_LOSSES.load(key, BatchLoss.from_json) if cache else None
+    if cached is not None:
+        return cached
     found = _asked(named)
-    keep(file, found.to_json())
+    BATCH_LOSSES.store(key, found.to_json())
     return found
 
 

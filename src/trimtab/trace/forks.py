@@ -1,7 +1,7 @@
 """Many answers from one start: a process forks a copy of itself for every task, a few at a time.
 
-The process has done what all tasks share, imports above all. Each copy works on its own task and ends; what
-goes wrong in one, a crash or too much memory, is the answer of that task alone.
+The process has done what all tasks share, imports above all. Each fork works on its own task and ends. If it
+crashes or takes too much memory, that is the answer of its task alone.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import time
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from trimtab.trace.child import answering, died, told, too_long
 from trimtab.trace.host import limit_bytes, resident_bytes, too_much
 from trimtab.trace.lifeline import end_with_parent
+from trimtab.trace.server import answer_with, encode_error, process_died, took_too_long
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trimtab.errors import TrimtabError
-    from trimtab.trace.child import Say
+    from trimtab.trace.server import Say
 
 AT_ONCE = 2
-"""Copies of a process at a time, where there are as many cores; a copy may have as many of its own."""
+"""Forks at a time, if there are as many cores; a fork may have as many of its own."""
 PAUSE_S = 0.02
 
 Task = Any
@@ -36,20 +36,20 @@ Task = Any
 
 @dataclass
 class Fork:
-    """A copy at work."""
+    """A running copy of this process."""
 
     number: int
-    """Which task."""
+    """The number of its task."""
     pid: int
     answer: IO[bytes]
     errors: IO[bytes]
     ends_at: float
     failure: TrimtabError | None = None
-    """Why it was ended, where we ended it."""
+    """Why we killed it, if we did."""
 
 
 def at_once() -> int:
-    """How many copies may run at a time: one a core that this process may use."""
+    """Return how many forks may run at a time: no more than this process has cores."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, min(AT_ONCE, cores))
@@ -62,28 +62,28 @@ def forked(
     timeout_s: float,
     learn: Callable[[bytes], None] = lambda _: None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Run every task in a copy of this process; number and answer of each, as they come.
+    """Run every task in a fork of this process; yield number and answer of each, as they come.
 
-    An answer is JSON as `child.told` reads it. `given` names the job in errors. `learn` sees each answer
-    while there are copies yet to be made.
+    An answer is JSON as `server.decode_answer` reads it. `given` names the job in errors. `learn` sees each
+    answer while there are forks yet to be made.
     """
     most = at_once()
     waiting = list(enumerate(tasks))
     running: list[Fork] = []
-    # Copies share memory until one of them writes; collecting garbage would write everywhere.
+    # Forks share memory until they write to it; collecting garbage would write everywhere.
     gc.freeze()
     while waiting or running:
         while waiting and len(running) < most:
             number, task = waiting.pop(0)
             running.append(_fork(number, task, timeout_s))
         _watch(running, given, timeout_s)
-        ended = [(one, status) for one in running if (status := _status(one)) is not None]
-        for one, status in ended:
-            running.remove(one)
-            answer = _answer(one, status, given)
+        ended = [(fork, status) for fork in running if (status := _status(fork)) is not None]
+        for fork, status in ended:
+            running.remove(fork)
+            answer = _answer(fork, status, given)
             if waiting:
                 learn(answer)
-            yield one.number, answer
+            yield fork.number, answer
         if not ended:
             time.sleep(PAUSE_S)
 
@@ -103,7 +103,7 @@ def _fork(number: int, task: Task, timeout_s: float) -> Fork:
         _use_one_thread()
         os.dup2(errors.fileno(), 1)
         os.dup2(errors.fileno(), 2)
-        answering(task, answer)
+        answer_with(task, answer)
         code = 0
     except BaseException:  # noqa: BLE001 - a copy must never go on with what its original was doing
         sys.excepthook(*sys.exc_info())
@@ -123,33 +123,33 @@ def _use_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def _status(one: Fork) -> int | None:
-    pid, status = os.waitpid(one.pid, os.WNOHANG)
+def _status(fork: Fork) -> int | None:
+    pid, status = os.waitpid(fork.pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if pid else None
 
 
 def _watch(running: list[Fork], given: str, timeout_s: float) -> None:
-    """End the copy that takes too long, and the largest one where they take too much memory together."""
-    late = [one for one in running if time.monotonic() > one.ends_at]
-    for one in late:
-        _end(one, too_long(given, timeout_s))
-    sizes = {one.pid: resident_bytes(one.pid) for one in running}
+    """Kill a fork that takes too long, and the largest if they take too much memory together."""
+    late = [fork for fork in running if time.monotonic() > fork.ends_at]
+    for fork in late:
+        _end(fork, took_too_long(given, timeout_s))
+    sizes = {fork.pid: resident_bytes(fork.pid) for fork in running}
     if sum(sizes.values()) > limit_bytes():
-        _end(max(running, key=lambda one: sizes[one.pid]), too_much(given))
+        _end(max(running, key=lambda fork: sizes[fork.pid]), too_much(given))
 
 
-def _end(one: Fork, failure: TrimtabError) -> None:
-    one.failure = one.failure or failure
+def _end(fork: Fork, failure: TrimtabError) -> None:
+    fork.failure = fork.failure or failure
     with contextlib.suppress(ProcessLookupError):
-        os.kill(one.pid, signal.SIGKILL)
+        os.kill(fork.pid, signal.SIGKILL)
 
 
-def _answer(one: Fork, status: int, given: str) -> bytes:
-    with one.answer, one.errors:
-        one.answer.seek(0)
-        said = one.answer.read()
-        if one.failure is None and status == 0 and said:
+def _answer(fork: Fork, status: int, given: str) -> bytes:
+    with fork.answer, fork.errors:
+        fork.answer.seek(0)
+        said = fork.answer.read()
+        if fork.failure is None and status == 0 and said:
             return said
-        one.errors.seek(0)
-        text = one.errors.read().decode(errors="replace")
-    return told(one.failure or died(given, status, text))
+        fork.errors.seek(0)
+        text = fork.errors.read().decode(errors="replace")
+    return encode_error(fork.failure or process_died(given, status, text))

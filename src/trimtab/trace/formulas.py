@@ -43,7 +43,7 @@ def column_sum(rows: int, columns: int) -> int:
     if each < 256:  # noqa: PLR2004 - too few rows to divide
         return 0
     grid = -(-(columns // vector) // width)
-    target = convolution.MULTIPROCESSORS * (MULTIPROCESSOR_THREADS // (width * height))
+    target = convolution.multiprocessors() * (MULTIPROCESSOR_THREADS // (width * height))
     if grid > target:
         return 0
     blocks = max(min(-(-target // grid), -(-each // 16)), -(-each // 256))

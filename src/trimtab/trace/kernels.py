@@ -95,7 +95,7 @@ class Kernels:
         """Bytes that a library takes now and keeps: cuBLAS once a thread, cuDNN's dropout once."""
         if name == "aten::_cudnn_rnn" and args[11] and args[12] and not self._dropout_state:
             self._dropout_state = True
-            return workspace.dropout_state(self.target.multiprocessors or convolution.MULTIPROCESSORS)
+            return workspace.dropout_state(self.target.multiprocessors or convolution.multiprocessors())
         thread = threading.get_ident()
         if name not in CUBLAS_OPS or thread in self._cublas_threads:
             return 0

@@ -1,8 +1,8 @@
 """Recurrent layers and cells as a CUDA build runs them: cuDNN for layers, torch's fused kernels for cells.
 
 torch describes these operations in its CUDA half alone, so fake tensors cannot answer for them. Sizes follow
-torch's sources (RNN.cpp, RNN.cu, PackedSequence.cpp); what cuDNN takes was read off 227 layers on an H200
-(cuDNN 9.19; bench/op_memory.py). Packed sequences need the lengths of the batch: known lengths are used as
+torch's sources (RNN.cpp, RNN.cu, PackedSequence.cpp); what cuDNN takes was measured
+(`catalog/calibrations/h200.toml`). Packed sequences need the lengths of the batch: known lengths are used as
 they are; unknown ones count as full length, which is an assumption of the estimate.
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trimtab.catalog.facts import fallback_facts
 from trimtab.trace.values import REAL, known_values
-from trimtab.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,18 +28,6 @@ STATES = {LSTM: 1, GRU: 3}
 """Numbers a hidden unit that cuDNN saves beside the gates, by mode; plain cells save none."""
 GRU_SAVED = 5
 """Numbers a hidden unit that a fused GRU cell saves for its backward pass."""
-WORKSPACE = {
-    LSTM: {(False, False): (5, 10), (False, True): (7, 12), (True, False): (4, 6), (True, True): (6, 8)},
-    GRU: {(False, False): (4, 5), (False, True): (6, 7), (True, False): (3, 3), (True, True): (5, 5)},
-    TANH: {(False, False): (3, 2), (False, True): (6, 3), (True, False): (1, 1), (True, True): (4, 3)},
-}
-"""Numbers a hidden unit in cuDNN's workspace, by mode, packed and both directions: for each input of a
-sequence, and for each sample of each layer. Packed LSTMs and GRUs come out exact. Of padded ones in one
-direction, a few large ones take up to 16 numbers more; plain cells come out within a third."""
-NARROW = 128
-"""Hidden units up to which cuDNN has another kernel for padded sequences in one direction."""
-KERNEL = 8 * MIB
-"""What cuDNN's workspace has besides, for each layer and direction."""
 
 
 def extent(source: torch.Tensor, batch_sizes: Any, *, batch_first: bool) -> tuple[int, int, int]:
@@ -93,7 +81,9 @@ def workspace(  # noqa: PLR0913 - cuDNN's own
     batch, _, inputs = extent(source, packed, batch_first=first)
     ways, width = 2 if both else 1, source.shape[-1]
     kind = mode if mode in GATES else TANH
-    per_input, per_sample = WORKSPACE[kind][bool(packed), both]
+    facts = fallback_facts().recurrent
+    cell = {LSTM: facts.lstm, GRU: facts.gru}.get(kind, facts.plain)
+    per_input, per_sample = cell.numbers(packed=bool(packed), both=bool(both))
     rows, states = inputs * hidden * ways, layers * batch * hidden * ways
     numbers = per_input * rows + per_sample * states
     if dropout and not both:
@@ -104,13 +94,18 @@ def workspace(  # noqa: PLR0913 - cuDNN's own
         numbers = max(numbers, wide + (5 if kind == LSTM and both else fewer) * states)
     else:
         numbers += inputs * width
-        if hidden <= NARROW and kind != TANH and not both:
+        if hidden <= facts.narrow and kind != TANH and not both:
             numbers += inputs * (10 * hidden + max(2 * width, 6 * hidden))
     gates = GATES.get(mode, 1)
     numbers += sum(
         gates * hidden * ((hidden * ways if layer else width) + hidden) * ways for layer in range(layers)
     )
-    return source.element_size() * numbers + KERNEL * layers * ways + (0 if packed else 8 * batch) + 256
+    return (
+        source.element_size() * numbers
+        + facts.kernel_bytes * layers * ways
+        + (0 if packed else 8 * batch)
+        + 256
+    )
 
 
 def layer_backward(args: tuple[Any, ...]) -> Any:

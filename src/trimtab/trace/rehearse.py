@@ -16,8 +16,8 @@ import msgspec
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
 from trimtab.jobs.load import failed, load
 from trimtab.spec import Noun
-from trimtab.trace.child import Say, ask_all, serve
 from trimtab.trace.lifeline import end_with_parent
+from trimtab.trace.server import Say, ask_all, serve
 from trimtab.units import GIB
 
 TIMEOUT_S = 60.0

@@ -1,9 +1,8 @@
-"""What a job says of itself: batch, horizon, branches. Asked of a child process, and remembered on disk."""
+"""What a job says of itself: batch, horizon, branches. A child process asks it, and the answer is cached."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from trimtab.errors import TrimtabError, WrongUse
+from trimtab.cache import WORKLOADS, key_of
+from trimtab.errors import WrongUse
 from trimtab.jobs.job import is_cached, stated_additive
 from trimtab.jobs.load import load
 from trimtab.spec import BatchLoss, Noun, Workload
-from trimtab.trace.child import Say, ask, serve
-from trimtab.trace.tracer import cache_folder, keep
-from trimtab.trace.tracer import fingerprint as of_job
+from trimtab.trace.server import Say, ask, serve
+from trimtab.trace.tracer import job_key
 
 TIMEOUT_S = 120.0
 
@@ -30,32 +29,26 @@ class Named(Noun, frozen=True, kw_only=True):
 
 
 def summary(job: str, overrides: dict[str, Any] | None = None, *, cache: bool = True) -> Workload:
-    """The workload of a job, from the cache where its source is unchanged."""
+    """Return the workload of a job, from the cache if its source is unchanged."""
     named = Named(job=job, overrides=overrides or {})
-    file = _file(named)
-    if cache and file.is_file():
-        try:
-            return Workload.from_json(file.read_bytes(), origin=str(file))
-        except TrimtabError:
-            file.unlink(missing_ok=True)
+    key = named_key(named)
+    cached = WORKLOADS.load(key, Workload.from_json) if cache else None
+    if cached is not None:
+        return cached
     answer = ask("trimtab.trace.summary", named, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S)
     found = Workload.from_builtins(answer["workload"])
-    keep(file, found.to_json())
+    WORKLOADS.store(key, found.to_json())
     return found
 
 
 def is_known(job: str, overrides: dict[str, Any] | None = None) -> bool:
     """Whether the workload of a job is in the cache."""
-    return _file(Named(job=job, overrides=overrides or {})).is_file()
+    return WORKLOADS.has(named_key(Named(job=job, overrides=overrides or {})))
 
 
-def _file(named: Named) -> Path:
-    return cache_folder() / f"summary-{fingerprint(named)}.json"
-
-
-def fingerprint(named: Named) -> str:
-    """Changes with the job's name, what was changed on it, its source and the versions."""
-    return of_job(named.job, json.dumps(named.to_builtins(), sort_keys=True, default=str))
+def named_key(named: Named) -> str:
+    """Return the cache key of a job: its name, its options, its source, our code and the versions."""
+    return job_key(named.job, key_of(named))
 
 
 def described(job: Any, name: str) -> Workload:

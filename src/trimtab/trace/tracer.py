@@ -1,41 +1,47 @@
-"""Asks a child process for Traces, and remembers the answers on disk."""
+"""Traces of a job, from the cache or from a worker process; and cache keys of questions about a job."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.cache import TRACES, code_fingerprint, fingerprint, key_of
 from trimtab.errors import TrimtabError
-from trimtab.jobs import load
-from trimtab.jobs.load import BUILT_IN, FOLDER
-from trimtab.spec import Allocator, Trace
+from trimtab.jobs.registry import FOLDER, comes_with_trimtab
+from trimtab.spec import Trace
 from trimtab.trace.forks import at_once
-from trimtab.trace.standing import Standing
+from trimtab.trace.server import WorkerProcess
 from trimtab.trace.worker import Requests
 from trimtab.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.spec import Device, Noun, Setting
+    from trimtab.spec import Device, Setting
     from trimtab.trace.worker import Request
 
 TIMEOUT_S = 600.0
 COMPILED_TIMEOUT_S = 1800.0
 """The compiler's own work grows faster than the model does."""
-MOST_CACHED = 200
-"""Files of one kind that stay in the cache: traces, plans, summaries of jobs; the oldest make room."""
-FAMILY = re.compile(r"[0-9a-f]{32}")
-"""What the name of a trace begins with; all other kinds begin with their own name."""
+NOT_TRACED = frozenset({"micro_batch", "accumulation", "global_batch", "allocator", "workers"})
+"""Fields of a Setting that are not in the cache key of a trace.
+
+A step is traced without accumulation, and the allocator comes in when the trace is replayed. The micro-batch
+follows the key, so that the traces of one family are found together.
+"""
+NOT_TRACING = frozenset(
+    {
+        *("api", "cli", "configs", "diagnosis", "exams", "launching", "pace", "pages", "planner"),
+        *("predict", "probe", "render", "training", "watching"),
+    }
+)
+"""Packages of trimtab that no trace depends on."""
 
 
 def traced(request: Request, *, cache: bool = True) -> Trace:
-    """The trace of a request, from the cache where job, code and versions are unchanged."""
+    """Return the trace of a request, from the cache if job, code and versions are unchanged."""
     (found,) = traced_all(
         request.job,
         [request.setting],
@@ -57,12 +63,12 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
     overrides: dict[str, Any] | None = None,
     clip: float | None = None,
     cache: bool = True,
-    standing: Standing | None = None,
+    worker: WorkerProcess | None = None,
 ) -> list[Trace | TrimtabError]:
-    """The traces of several settings of one job, or why there is none; one child traces what is not cached.
+    """Return the trace of each setting of a job, or why there is none; trace what is not cached.
 
-    What fails for all of them, such as a job that cannot be loaded, is raised. `standing` is a child that
-    stays; without one, a child is started and ends.
+    What fails for all of them, such as a job that cannot be loaded, is raised. Without `worker`, a worker
+    process is started for this call.
     """
     requests = Requests(
         job=job,
@@ -70,154 +76,99 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
         settings=tuple(settings),
         device=device,
         clip=clip,
-        timeout_s=COMPILED_TIMEOUT_S if any(one.compile for one in settings) else TIMEOUT_S,
+        timeout_s=COMPILED_TIMEOUT_S if any(setting.compile for setting in settings) else TIMEOUT_S,
     )
-    files = [cache_file(one) for one in requests.each()]
-    found: dict[Path, Trace | TrimtabError] = {}
+    keys = [trace_key(request) for request in requests.each()]
+    found: dict[str, Trace | TrimtabError] = {}
     if cache:
-        found = {file: known for file in files if (known := remembered(file)) is not None}
-    missing = {
-        file: setting for file, setting in zip(files, requests.settings, strict=True) if file not in found
-    }
+        found = {key: trace for key in keys if (trace := load_trace(key)) is not None}
+    missing = {key: setting for key, setting in zip(keys, requests.settings, strict=True) if key not in found}
     if missing:
         asked = requests.replace(settings=tuple(missing.values()))
-        for file, answer in zip(missing, _asked(asked, standing), strict=True):
-            found[file] = answer
+        for key, answer in zip(missing, _ask(asked, worker), strict=True):
+            found[key] = answer
             if isinstance(answer, Trace):
-                remember(file, answer)
-    return [found[file] for file in files]
+                TRACES.store(key, answer.to_json())
+    return [found[key] for key in keys]
 
 
-def _asked(requests: Requests, standing: Standing | None) -> list[Trace | TrimtabError]:
+def _ask(requests: Requests, worker: WorkerProcess | None) -> list[Trace | TrimtabError]:
     rounds = 1 + -(-len(requests.settings) // at_once())
     timeout_s = rounds * requests.timeout_s
-    if standing is not None:
-        answers = standing.ask_all(requests, timeout_s=timeout_s)
+    if worker is not None:
+        answers = worker.ask_all(requests, timeout_s=timeout_s)
     else:
-        with Standing() as alone:
-            answers = alone.ask_all(requests, timeout_s=timeout_s)
+        with WorkerProcess() as own_worker:
+            answers = own_worker.ask_all(requests, timeout_s=timeout_s)
     if len(answers) < len(requests.settings):
         # The job could not be loaded, or is not there.
-        raise next(one for one in answers if isinstance(one, TrimtabError))
-    return [one if isinstance(one, TrimtabError) else Trace.from_builtins(one["trace"]) for one in answers]
+        raise next(answer for answer in answers if isinstance(answer, TrimtabError))
+    return [
+        answer if isinstance(answer, TrimtabError) else Trace.from_builtins(answer["trace"])
+        for answer in answers
+    ]
 
 
-def remembered(file: Path) -> Trace | None:
-    """A trace of the cache; one that cannot be read is removed."""
-    if not file.is_file():
-        return None
-    try:
-        return Trace.from_json(file.read_bytes(), origin=str(file))
-    except TrimtabError:
-        file.unlink(missing_ok=True)
-        return None
+def trace_key(request: Request) -> str:
+    """Return the cache key of a trace: its family, then the micro-batch."""
+    return f"{family_key(request)}-{request.setting.micro_batch}"
 
 
-def cache_file(request: Request) -> Path:
-    """Where the trace of a request is kept: one name for the family of all micro-batches, then the size."""
-    return cache_folder() / f"{family(request)}-{request.setting.micro_batch}.json"
+def load_trace(key: str) -> Trace | None:
+    """Return a trace from the cache; None on a cache miss."""
+    return TRACES.load(key, Trace.from_json)
 
 
-def relatives(request: Request) -> dict[int, Path]:
-    """The cached traces that differ from a request in the micro-batch alone, by micro-batch."""
-    name = family(request)
-    found = {file.stem.rpartition("-")[2]: file for file in cache_folder().glob(f"{name}-*.json")}
-    return {int(text): file for text, file in sorted(found.items()) if text.isdecimal()}
+def cached_family(request: Request) -> dict[int, Trace]:
+    """Return the cached traces that differ from a request in the micro-batch alone, by micro-batch."""
+    family = family_key(request)
+    sizes = (key.removeprefix(f"{family}-") for key in TRACES.keys(f"{family}-"))
+    traces = {int(size): load_trace(f"{family}-{size}") for size in sizes if size.isdecimal()}
+    return {size: trace for size, trace in traces.items() if trace is not None}
 
 
-def cache_folder() -> Path:
-    """Where traces are kept; TRIMTAB_CACHE names another place."""
-    named = os.environ.get("TRIMTAB_CACHE")
-    if named:
-        return Path(named)
-    from platformdirs import user_cache_path
-
-    return user_cache_path("trimtab") / "traces"
-
-
-def family(request: Request) -> str:
-    """A fingerprint of what a trace depends on beside the micro-batch: request, job's source and versions."""
+def family_key(request: Request) -> str:
+    """Return a cache key of everything that a trace depends on beside the micro-batch."""
     setting = request.setting
-    # A step is traced without accumulation, and the allocator comes in when the trace is replayed.
-    alike = setting.replace(
-        micro_batch=1,
-        accumulation=1,
-        global_batch=setting.data_parallel,
-        allocator=Allocator.DEFAULT,
-        workers=0,
-        sync_batchnorm=setting.sync_batchnorm and setting.gpus > 1,
-    )
-    return fingerprint(request.job, request.replace(setting=alike).to_json())
+    # One device has no other ranks to synchronise with.
+    alone = {"sync_batchnorm"} if setting.gpus == 1 else set()
+    return job_key(request.job, key_of(request, frozenset({"setting"})), key_of(setting, NOT_TRACED | alone))
 
 
-def fingerprint(job: str, question: str) -> str:
-    """What an answer about a job depends on: the question, the job's source, and the versions in use."""
+def job_key(job: str, *question: Any) -> str:
+    """Return a cache key of a question about a job; it changes with the job, our code, the versions."""
     from importlib.metadata import PackageNotFoundError, version
 
-    parts = [question, VERSION, sys.version]
+    versions = {"trimtab": VERSION, "python": sys.version}
     for package in ("torch", "transformers", "peft"):
         try:
-            parts.append(version(package))
+            versions[package] = version(package)
         except PackageNotFoundError:
-            parts.append("")
-    parts += [_source(folder) for folder in _sources(job)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+            versions[package] = ""
+    sources = {str(file): _digest(file) for file in _sources(job)}
+    return fingerprint(job, question, versions, code_fingerprint(NOT_TRACING), sources)
 
 
 def _sources(job: str) -> list[Path]:
-    """The files whose text the trace depends on: trimtab's tracer, and the job's file with its neighbours."""
-    here = Path(__file__).parent
-    own = [*sorted(here.glob("*.py")), *sorted((here.parent / "engine").glob("*.py"))]
-    if job.startswith(FOLDER) or job.partition(":")[0] in BUILT_IN:
-        own += sorted(Path(load.__file__).parent.glob("*.py"))
-        return [*own, Path(job.removeprefix(FOLDER)) / "config.json"] if job.startswith(FOLDER) else own
+    """Return the files of a job outside of trimtab: its file with its neighbours, or its config.json."""
+    if job.startswith(FOLDER):
+        return [Path(job.removeprefix(FOLDER)) / "config.json"]
+    if comes_with_trimtab(job):
+        return []
     place = Path(job.rpartition(":")[0])
     if place.suffix == ".py" and place.is_file():
-        return [*own, *sorted(place.resolve().parent.glob("*.py"))[:200]]
+        return sorted(place.resolve().parent.glob("*.py"))[:200]
     from importlib.util import find_spec
 
     try:
         found = find_spec(job.rpartition(":")[0])
     except (ImportError, ValueError):
         found = None
-    return [*own, Path(found.origin)] if found and found.origin else own
+    return [Path(found.origin)] if found and found.origin else []
 
 
-def _source(file: Path) -> str:
+def _digest(file: Path) -> str:
     try:
-        return f"{file}:{hashlib.sha256(file.read_bytes()).hexdigest()}"
+        return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
-        return str(file)
-
-
-def keep(file: Path, text: str) -> None:
-    """Write a file of the cache whole or not at all; a cache that cannot be written is no reason to fail."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(file)
-        _make_room(file)
-
-
-def _make_room(file: Path) -> None:
-    """Remove the oldest files of the same kind, where there are too many; other kinds stay."""
-    alike = []
-    for other in file.parent.glob("*.json"):
-        # Another process may remove one in between.
-        with contextlib.suppress(OSError):
-            if _kind(other) == _kind(file):
-                alike.append((other.stat().st_mtime_ns, other.name, other))
-    for _, _, old in sorted(alike)[:-MOST_CACHED]:
-        old.unlink(missing_ok=True)
-
-
-def _kind(file: Path) -> str:
-    """Return what a file of the cache holds: trace, plan, summary and so on."""
-    first = file.stem.partition("-")[0]
-    return "trace" if FAMILY.fullmatch(first) else first
-
-
-def remember(file: Path, found: Noun) -> None:
-    """Write a trace beside the others."""
-    keep(file, found.to_json())
+        return ""

@@ -24,13 +24,20 @@ from trimtab.spec import PARTS, Device, Noun, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
 from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.strategies.base import ALIKE, RankKind
-from trimtab.trace.ahead import import_ahead, import_as_well, imported_since
-from trimtab.trace.child import Say, apart, heard, told
 from trimtab.trace.forks import forked
 from trimtab.trace.layers import FEW, extended
 from trimtab.trace.lifeline import end_with_parent
 from trimtab.trace.rehearse import Rehearsal, judged, rehearse
-from trimtab.trace.standing import END
+from trimtab.trace.server import (
+    END,
+    Say,
+    decode_answer,
+    encode_error,
+    import_ahead,
+    import_modules,
+    imported_since,
+    redirect_stdout,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -522,14 +529,14 @@ def _stay() -> None:
     """Answer requests about one job, a line each, until there are no more."""
     end_with_parent()
     warnings.simplefilter("ignore")
-    answer, job, sure = apart(), None, Sure()
+    answer, job, sure = redirect_stdout(), None, Sure()
     for line in sys.stdin.buffer:
         requests = Requests.from_json(line)
         try:
             job = ready(requests) if job is None else job
             said = _answers(job, requests, sure)
         except TrimtabError as error:
-            said = told(_blamed_at_import(error, requests))
+            said = encode_error(_blamed_at_import(error, requests))
         answer.write(said + END)
         answer.flush()
     os._exit(0)
@@ -553,16 +560,16 @@ def _judged(answer: bytes, request: Request, sure: Sure) -> bytes:
     """The answer; where tracing failed, the job is run by itself to find out whose fault it is."""
     if not answer.startswith(b'{"error"'):
         return answer
-    error = heard(answer)
+    error = decode_answer(answer)
     if not isinstance(error, CannotFollow):
         return answer
     small = Rehearsal(job=request.job, overrides=request.overrides, micro_batch=request.setting.micro_batch)
     if error.given.startswith("batch("):
         # It may fail at this size alone.
-        return told(judged(error, rehearse(small.replace(member="batch()"))))
+        return encode_error(judged(error, rehearse(small.replace(member="batch()"))))
     if sure.outcome is None:
         sure.outcome = rehearse(small)
-    return told(judged(error, sure.outcome))
+    return encode_error(judged(error, sure.outcome))
 
 
 def _blamed_at_import(error: TrimtabError, requests: Requests) -> TrimtabError:
@@ -610,7 +617,7 @@ def _told(job: Any, requests: Requests, parts: list[tuple[_Part, str]]) -> list[
         return work
 
     def learn(answer: bytes) -> None:
-        import_as_well(msgspec.json.decode(answer, type=_Learnt).imported)
+        import_modules(msgspec.json.decode(answer, type=_Learnt).imported)
 
     tasks = [task(*one) for one in parts]
     given = f"job {requests.job}"

@@ -301,7 +301,7 @@ def _topk(args: tuple[Any, ...], out: Any) -> list[Take]:
     rows = source.numel() // length
     if length < next(least for most, least in MANY_BLOCKS if rows <= most):
         return []
-    each = -(-source.numel() // (convolution.MULTIPROCESSORS * TOPK_BLOCKS * TOPK_THREADS))
+    each = -(-source.numel() // (convolution.multiprocessors() * TOPK_BLOCKS * TOPK_THREADS))
     blocks = -(-length // (min(max(each, 4), 64) * TOPK_THREADS))
     return [RESULT, RESULT, hold(2 * TOPK_COUNTS * rows * blocks), hold(4 * TOPK_COUNTS * rows)]
 

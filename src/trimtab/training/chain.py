@@ -11,9 +11,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
+from trimtab.files import write_atomic
 from trimtab.spec import Incident, IncidentKind, Stage
 from trimtab.spec.base import Noun
-from trimtab.training.folder import STAGES, RunFolder, folder_fault, write_whole
+from trimtab.training.folder import STAGES, RunFolder, folder_fault
 from trimtab.training.task import Ending
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _take_up(folder: RunFolder, chain: Chain) -> dict[str, int]:
                 cure="Give another folder with --out.",
             )
         else:
-            write_whole(file, chain.to_json(indent=2).encode() + b"\n")
+            write_atomic(file, chain.to_json(indent=2).encode() + b"\n", sync=True)
     except OSError as error:
         raise folder_fault(f"--out {folder.root}", error) from error
     names = {one.name for one in chain.stages}

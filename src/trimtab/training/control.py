@@ -13,8 +13,7 @@ import signal
 import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trimtab import errors
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, error_from_dict
 from trimtab.units import parse_whole
 
 if TYPE_CHECKING:
@@ -92,10 +91,8 @@ class Control:
 
     def fail(self, error: TrimtabError, *, trace: str = "") -> None:
         """An error that would come again; the first rank to say so is heard."""
-        known = type(error).__name__ if getattr(errors, type(error).__name__, None) else "TrimtabError"
-        note = {"kind": known, "given": error.given, "found": error.found, "cure": error.cure}
         if not self._has("error"):
-            self._write("error", json.dumps(note | _who(trace)))
+            self._write("error", json.dumps(error.to_dict() | _who(trace)))
 
     def error(self) -> TrimtabError | None:
         """What a rank failed of, for good."""
@@ -103,12 +100,11 @@ class Control:
             note = json.loads(self._read("error"))
         except (OSError, ValueError):
             return None
-        kind: type[TrimtabError] = getattr(errors, note["kind"], TrimtabError)
         # Every node prints it: which of them it is about must be in the error itself.
         where = (
             f" (rank {note['rank']} on {note['host']})" if self.own and note.get("rank") is not None else ""
         )
-        return kind(note["given"], found=note["found"] + where, cure=note["cure"])
+        return error_from_dict(note | {"found": note["found"] + where})
 
     def crash(self, text: str, step: int, *, trace: str = "") -> bool:
         """Note that a rank raised something unforeseen at a step; True where that has happened often enough.

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse
+from trimtab.files import read_json_lines, write_atomic, write_synced
 from trimtab.spec import Incident
 from trimtab.spec.base import Noun, below
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _PROBE_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -161,12 +162,12 @@ class RunFolder:
 
     def lines(self) -> list[dict[str, Any]]:
         """What was logged, in order."""
-        return list(_whole_lines(self.log_file))
+        return _lines_of(self.log_file)
 
     def events(self) -> list[Incident]:
         """What happened, in order; lines of other versions that cannot be read are left out."""
         found = []
-        for line in _whole_lines(self.events_file):
+        for line in _lines_of(self.events_file):
             try:
                 found.append(Incident.from_builtins(line))
             except msgspec.ValidationError:
@@ -180,13 +181,13 @@ class RunFolder:
         lines = self.lines()
         kept = [one for one in lines if one.get("step", 0) <= step]
         if len(kept) < len(lines):
-            write_whole(self.log_file, b"".join(msgspec.json.encode(one) + b"\n" for one in kept))
+            write_atomic(self.log_file, b"".join(msgspec.json.encode(one) + b"\n" for one in kept), sync=True)
         return len(lines) - len(kept)
 
     def keep_plan(self, plan: Noun) -> None:
         """Write the plan that the run is under from now on."""
         if self.main:
-            write_whole(self.plan_file, plan.to_json(indent=2).encode() + b"\n")
+            write_atomic(self.plan_file, plan.to_json(indent=2).encode() + b"\n", sync=True)
 
     def close(self) -> None:
         """Let another process have the folder."""
@@ -266,7 +267,7 @@ class RunFolder:
             before = RunIdentity.from_json(file.read_bytes(), origin=str(file)) if file.exists() else None
             # Again where the job has moved or was edited since, so that it is known where it is now.
             if before is None or (before != identity and not before.is_namesake(identity)):
-                write_whole(file, identity.to_json(indent=2).encode() + b"\n")
+                write_atomic(file, identity.to_json(indent=2).encode() + b"\n", sync=True)
             self.keep_plan(plan)
             for file in (self.log_file, self.events_file):
                 _mend(file)
@@ -309,38 +310,6 @@ def is_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
-def write_synced(file: Path, data: bytes) -> None:
-    """Write a file, and wait until it is on the disk."""
-    with file.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def write_whole(file: Path, data: bytes) -> None:
-    """Replace a file by another in one instant, so that no reader and no crash sees a half of it."""
-    scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        write_synced(scratch, data)
-        scratch.replace(file)
-    finally:
-        scratch.unlink(missing_ok=True)
-    sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        # Some network file systems sync names by themselves, and say so by refusing.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
-
-
 def _locked(file: Path, patience_s: float, wait: Callable[[float], None] = time.sleep) -> int | None:
     """Hold a file for this process alone; None where another one does not let go of it in time.
 
@@ -374,17 +343,8 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _whole_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file; one that a crash has torn is left out."""
-    if not file.exists():
-        return
-    for line in file.read_bytes().split(b"\n"):
-        try:
-            value = msgspec.json.decode(line) if line else None
-        except msgspec.DecodeError:
-            continue
-        if isinstance(value, dict):
-            yield value
+def _lines_of(file: Path) -> list[dict[str, Any]]:
+    return read_json_lines(file.read_bytes()) if file.exists() else []
 
 
 def _mend(file: Path) -> None:
@@ -393,4 +353,4 @@ def _mend(file: Path) -> None:
         return
     data = file.read_bytes()
     if data and not data.endswith(b"\n"):
-        write_whole(file, data[: data.rfind(b"\n") + 1])
+        write_atomic(file, data[: data.rfind(b"\n") + 1], sync=True)

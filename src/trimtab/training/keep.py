@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from trimtab.errors import TrimtabError, WrongUse
+from trimtab.files import sync_folder, write_synced
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training import states
-from trimtab.training.folder import is_full, sync_folder, write_synced
+from trimtab.training.folder import is_full
 from trimtab.training.store import (
     INDEX,
     MANIFEST,

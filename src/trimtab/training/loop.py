@@ -47,7 +47,7 @@ from trimtab.training.states import snapshot
 from trimtab.training.task import Ending, check_trainable
 from trimtab.training.trouble import Trouble
 from trimtab.training.world import connect, disconnect, read
-from trimtab.units import format_bytes
+from trimtab.units import format_bytes, plural
 
 if TYPE_CHECKING:
     import signal
@@ -301,7 +301,7 @@ class Training:
         self.best, self.loss = extra["best"], extra["loss"]
         dropped = self.scribe.folder.rewind(loaded.step)
         Progress.step = self.scribe.step = loaded.step
-        again = f"; {dropped} step{'s' * (dropped > 1)} after it will be taken again" if dropped else ""
+        again = f"; {plural(dropped, 'step')} after it will be taken again" if dropped else ""
         self.scribe.tell(
             IncidentKind.RESUME,
             f"{loaded.path.name} was found in {self.scribe.folder.root}",

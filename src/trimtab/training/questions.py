@@ -1,4 +1,4 @@
-"""Small questions to a job, asked of a child process that runs its code, and remembered on disk.
+"""Small questions to a job, asked of a child process that runs its code; answers are cached.
 
 Whether it can be trained, before anything is started or queued; and of which classes its modules are, where
 their names alone tell nobody which is meant. A job whose file is not here, or whose code fails, has no
@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from trimtab.cache import JOB_FAULTS, MODULE_CLASSES
 from trimtab.errors import JobFailed, TrimtabError
-from trimtab.jobs.load import BUILT_IN, FOLDER, load
+from trimtab.jobs.load import load
+from trimtab.jobs.registry import comes_with_trimtab
 from trimtab.spec import Noun
-from trimtab.trace.child import Say, ask, serve
-from trimtab.trace.summary import TIMEOUT_S, Named, fingerprint
-from trimtab.trace.tracer import cache_folder, keep
+from trimtab.trace.server import Say, ask, serve
+from trimtab.trace.summary import TIMEOUT_S, Named, named_key
 from trimtab.training.task import check_trainable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 TRAINABLE, CLASSES = "trainable", "classes"
+CACHES = {TRAINABLE: JOB_FAULTS, CLASSES: MODULE_CLASSES}
 
 
 class Question(Noun, frozen=True, kw_only=True):
@@ -36,7 +38,7 @@ class Question(Noun, frozen=True, kw_only=True):
 
 def fault_of(job: str, options: dict[str, Any], *, cache: bool = True) -> JobFailed | None:
     """Why a run of the job would end before its first step; None where nothing is known against it."""
-    if job.startswith(FOLDER) or job.partition(":")[0] in BUILT_IN:
+    if comes_with_trimtab(job):
         return None
     said = _answer(Question(what=TRAINABLE, job=job, overrides=options), cache=cache)
     return JobFailed(**said) if said else None
@@ -51,19 +53,16 @@ def _answer(question: Question, *, cache: bool) -> dict[str, str]:
     place = question.job.rpartition(":")[0]
     if place.endswith(".py") and not Path(place).is_file():
         return {}
-    named = Named(job=question.job, overrides=question.overrides)
-    file = cache_folder() / f"{question.what}-{fingerprint(named)}.json"
-    if cache and file.is_file():
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
-        except (OSError, msgspec.DecodeError):
-            file.unlink(missing_ok=True)
+    kind, key = CACHES[question.what], named_key(Named(job=question.job, overrides=question.overrides))
+    cached = kind.load(key, msgspec.json.Decoder(dict[str, str]).decode) if cache else None
+    if cached is not None:
+        return cached
     try:
         said = ask("trimtab.training.questions", question, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S)
     except TrimtabError:
         return {}
     found = msgspec.convert(said["answer"], dict[str, str])
-    keep(file, msgspec.json.encode(found).decode())
+    kind.store(key, msgspec.json.encode(found))
     return found
 
 

@@ -25,6 +25,7 @@ from trimtab.spec import (
     Strategy,
 )
 from trimtab.strategies import STRATEGIES, strategy_of, usual_strategy
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,8 +59,8 @@ def cpu_plan(
                 subject="micro_batch",
                 value=str(choice.micro_batch),
                 why=f"the global batch of {workload.global_batch} over {choice.data_parallel} "
-                f"data-parallel process{'es' * (choice.data_parallel > 1)}, in {choice.accumulation} "
-                f"part{'s' * (choice.accumulation > 1)}",
+                f"data-parallel process{'es' * (choice.data_parallel > 1)}, in "
+                f"{plural(choice.accumulation, 'part')}",
             ),
         ),
         workload=workload,

@@ -7,10 +7,11 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from trimtab.errors import BrokenFile, TrimtabError
+from trimtab.errors import TrimtabError
+from trimtab.files import write_atomic
 from trimtab.spec import Attempt, Incident, IncidentKind
 from trimtab.training.control import LEADER, is_lost
-from trimtab.training.folder import ATTEMPT, write_whole
+from trimtab.training.folder import ATTEMPT
 from trimtab.training.settle import gathered, nodes_of
 from trimtab.units import parse_whole
 
@@ -193,14 +194,11 @@ class Scribe:
         )
 
     def _before(self) -> Attempt | None:
-        try:
-            return Attempt.from_json((self.folder.root / ATTEMPT).read_bytes())
-        except (OSError, BrokenFile):
-            return None
+        return Attempt.from_file(self.folder.root / ATTEMPT)
 
     def _note(self, state: str) -> None:
         self.attempt = self.attempt.replace(state=state, at_s=time.time())
-        write_whole(self.folder.root / ATTEMPT, self.attempt.to_json().encode())
+        write_atomic(self.folder.root / ATTEMPT, self.attempt.to_json().encode(), sync=True)
 
 
 def _written_s(file: Path) -> float:

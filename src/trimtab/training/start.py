@@ -24,6 +24,7 @@ from trimtab.training.control import LEADER, LOST, Control, end_with_parent, giv
 from trimtab.training.meeting import Meeting
 from trimtab.training.signals import HEARD, exit_code
 from trimtab.training.signals import heard as hearing
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -310,8 +311,7 @@ def _judged(code: int, control: Control, fleet: Fleet) -> str:
     last = control.last_crash() or control.lost()
     raise EnvironmentFault(
         f"trimtab train with {fleet.procs} process{'es' * (fleet.procs > 1)}",
-        found=(last or "a rank ended without a word")
-        + f"; {fleet.restarts} restart{'s' * (fleet.restarts != 1)} did not help",
+        found=(last or "a rank ended without a word") + f"; {plural(fleet.restarts, 'restart')} did not help",
         cure="Read the lines above; the same command resumes from the last checkpoint.",
     )
 

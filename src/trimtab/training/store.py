@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from trimtab.errors import TrimtabError
 from trimtab.spec.base import Noun, below
 
 if TYPE_CHECKING:
@@ -184,11 +183,8 @@ def mark_of(file: Path) -> FileMark:
 
 
 def manifest_of(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None where it is missing or torn."""
-    try:
-        return Manifest.from_json((folder / MANIFEST).read_bytes(), origin=str(folder / MANIFEST))
-    except (OSError, TrimtabError):
-        return None
+    """Return the manifest of a checkpoint; None if it is missing or damaged."""
+    return Manifest.from_file(folder / MANIFEST)
 
 
 def fault_in(folder: Path, rank: int = 0, size: int = 1, mark: Callable[[Path], FileMark] = mark_of) -> str:

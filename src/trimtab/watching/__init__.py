@@ -1,1 +1,1 @@
-"""Looks on while jobs train: GPUs through NVML, runs through their folders."""
+"""Watch jobs while they train: GPUs through NVML, runs through their folders."""

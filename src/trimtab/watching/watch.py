@@ -94,7 +94,7 @@ def recent_runs(runs: Sequence[Path], now: float) -> list[Path]:
 
 @dataclass
 class RunFollower:
-    """Reads on in the folder of one run."""
+    """Follows the folder of one run."""
 
     folder: Path
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))

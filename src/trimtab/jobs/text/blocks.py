@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from trimtab.errors import WrongUse
 from trimtab.spec.base import Noun
+from trimtab.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,7 @@ class Layout(Noun, frozen=True, kw_only=True):
         """What becomes of the text, said plainly."""
         samples, learnt = self.samples, self.learnt
         held = f"{self.held_out:,} more are held out" if self.held_out else "too few to hold any out"
-        blocks = f"{learnt:,} block{'s' * (learnt != 1)} to learn from ({held})"
+        blocks = f"{plural(learnt, 'block', ',')} to learn from ({held})"
         if samples == learnt:
             return f"{blocks}, each once an epoch"
         if samples < learnt:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from trimtab.cache import TOKENS as CACHE
 from trimtab.errors import EnvironmentFault, TrimtabError
 from trimtab.jobs.text.pieces import BYTES, Pieces, count, learn
 from trimtab.spec.base import Noun
@@ -132,21 +133,11 @@ def read_pieces(file: Path) -> Pieces:
     return Pieces([table[table[:, 0] == number, 1:] for number in range(last + 1)])
 
 
-def cache_folder() -> Path:
-    """Where tokens are kept; TRIMTAB_CACHE names another place."""
-    named = os.environ.get("TRIMTAB_CACHE")
-    if named:
-        return Path(named) / "text"
-    from platformdirs import user_cache_path
-
-    return user_cache_path("trimtab") / "text"
-
-
 def tokenised(corpus: Corpus, tokeniser: Tokeniser) -> Tokens:
     """The tokens of a text, from the cache where they are there."""
     question = f"{FORMAT}\n{corpus.state}\n{tokeniser.fingerprint}"
     key = hashlib.blake2b(question.encode(), digest_size=12).hexdigest()
-    home = cache_folder()
+    home = CACHE.folder
     place = home / key
     found = _kept(place)
     if found is not None:

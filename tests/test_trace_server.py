@@ -1,4 +1,4 @@
-"""The tracing process that stays, asked for real."""
+"""The worker process that traces, asked for real."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.catalog.clusters import stated
 from trimtab.errors import UnknownName
 from trimtab.spec import Setting
-from trimtab.trace.standing import Standing
+from trimtab.trace.server import WorkerProcess
 from trimtab.trace.worker import Requests
 
 if TYPE_CHECKING:
@@ -25,27 +25,27 @@ def asked(*micro_batches: int, clip: float | None = None, job: str = "slm:tiny")
     return Requests(job=job, settings=settings, device=stated("H100").devices[0], clip=clip)
 
 
-def totals(worker: Standing, requests: Requests) -> list[int]:
+def totals(worker: WorkerProcess, requests: Requests) -> list[int]:
     answers = worker.ask_all(requests, timeout_s=LONG_S)
     whole = [one for one in answers if isinstance(one, dict)]
     assert len(whole) == len(requests.settings), answers
     return [sum(one["trace"]["sizes"]) for one in whole]
 
 
-def test_what_was_expected_is_answered_from_stock_and_anything_else_for_real(
+def test_prefetched_answers_are_used_and_anything_else_is_traced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    send = Standing._send  # noqa: SLF001 - to see what is sent
+    send = WorkerProcess._send  # noqa: SLF001 - to see what is sent
 
-    def noting(self: Standing, requests: Requests) -> None:
+    def noting(self: WorkerProcess, requests: Requests) -> None:
         sent.extend(one.micro_batch for one in requests.settings)
         send(self, requests)
 
-    monkeypatch.setattr(Standing, "_send", noting)
-    with Standing() as worker:
-        worker.warm(asked())
-        worker.expect(asked(2, 4))
+    monkeypatch.setattr(WorkerProcess, "_send", noting)
+    with WorkerProcess() as worker:
+        worker.load_job(asked())
+        worker.prefetch(asked(2, 4))
         first = totals(worker, asked(3, 2))
         assert sent == [2, 4, 3]
         assert first[0] > first[1], "each answer belongs to its setting"
@@ -54,7 +54,7 @@ def test_what_was_expected_is_answered_from_stock_and_anything_else_for_real(
         assert both[0] == both[1] > first[0]
         assert totals(worker, asked(2)) == first[1:]
         assert sent == [2, 4, 3, 2], "an answer is for one question"
-        worker.expect(asked(4))
+        worker.prefetch(asked(4))
         clipped = totals(worker, asked(4, clip=1.0))
         assert clipped != both[:1], "with gradients clipped it is another question"
         assert totals(worker, asked(4)) == both[:1]
@@ -76,10 +76,10 @@ for line in sys.stdin:
 def test_answers_that_came_together_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quick_stub.py").write_text(STUB, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with Standing("quick_stub") as worker:
-        worker.warm(asked())
-        worker.expect(asked(2, 3))
-        worker.expect(asked(4))
+    with WorkerProcess("quick_stub") as worker:
+        worker.load_job(asked())
+        worker.prefetch(asked(2, 3))
+        worker.prefetch(asked(4))
         marks = tmp_path / "quick_stub.py.answered"
         ends_at = time.monotonic() + 60
         while not (marks.exists() and marks.read_text(encoding="utf-8") == "xxx"):

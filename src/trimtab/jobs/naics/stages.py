@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import UnknownName, WrongUse, nearest
-from trimtab.jobs import naics_pairs
-from trimtab.jobs.yaml_files import read
+from trimtab.jobs.naics.pairs import Pairs, read_pairs
+from trimtab.jobs.yaml_files import read_yaml
 from trimtab.spec.stage import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from trimtab.jobs.yaml_files import Page
+    from trimtab.jobs.yaml_files import YamlPage
 
-SHIPPED = Path(__file__).parent / "naics_conf"
-PAIRS = naics_pairs.Pairs.__struct_fields__
+SHIPPED = Path(__file__).parent / "conf"
+PAIRS = Pairs.__struct_fields__
 COUNTS = {"n_positives": "positives", "n_negatives": "negatives"}
 CUT = ("batch_size", "accumulate_grad_batches")
 """What `trimtab apply` writes into a stage for other trainers; here every stage is planned."""
@@ -74,7 +74,7 @@ LEFT = (
 WHOLE = ("rank", "experts", "favourites", "expert_width", "epochs", "warmup")
 
 
-def stages(folder: str) -> tuple[Stage, ...]:
+def read_stages(folder: str) -> tuple[Stage, ...]:
     """The stages that a folder describes, in order; those that ship where none is named."""
     main, files, chains = _sorted_out(Path(folder) if folder else SHIPPED)
     shared = {} if main is None else _main(main)
@@ -88,10 +88,10 @@ def stages(folder: str) -> tuple[Stage, ...]:
     return tuple(_linked(found[name], shared, own) for name, own in links)
 
 
-def stage(given: str, among: tuple[Stage, ...]) -> Stage:
+def find_stage(given: str, among: tuple[Stage, ...]) -> Stage:
     """One of them by its name, or by the beginning of it.
 
-    >>> stage("02", stages("")).options["negatives"]
+    >>> find_stage("02", read_stages("")).options["negatives"]
     8
     """
     matches = [one for one in among if one.name == given] or [
@@ -106,15 +106,15 @@ def stage(given: str, among: tuple[Stage, ...]) -> Stage:
     return matches[0]
 
 
-def _sorted_out(folder: Path) -> tuple[Page | None, list[Page], list[Page]]:
+def _sorted_out(folder: Path) -> tuple[YamlPage | None, list[YamlPage], list[YamlPage]]:
     """The main config, the stage files in the order of their names, and the chains of a folder."""
     if not folder.is_dir():
         found = "it is a file" if folder.exists() else "there is no such folder"
         raise WrongUse(f"--stages {folder}", found=found, cure="Name a folder with stage files below it.")
     places = [folder, *sorted(one for one in folder.iterdir() if one.is_dir() and one.name[0] != ".")]
     files = [one for place in places for one in sorted(place.iterdir()) if one.suffix in (".yaml", ".yml")]
-    pages = [read(one) for one in files]
-    kinds: dict[str, list[Page]] = {"main": [], "stage": [], "chain": [], "other": []}
+    pages = [read_yaml(file) for file in files]
+    kinds: dict[str, list[YamlPage]] = {"main": [], "stage": [], "chain": [], "other": []}
     for page in pages:
         kinds[_kind(page)].append(page)
     beside = {one.file.parent for one in kinds["stage"]} - {folder}
@@ -137,7 +137,7 @@ def _sorted_out(folder: Path) -> tuple[Page | None, list[Page], list[Page]]:
     return next(iter(kinds["main"]), None), kinds["stage"], kinds["chain"]
 
 
-def _kind(page: Page) -> str:
+def _kind(page: YamlPage) -> str:
     body = page.values.get("curriculum", page.values)
     if isinstance(body, dict) and (body.keys() & {*PAIRS, *COUNTS}):
         return "stage"
@@ -146,7 +146,9 @@ def _kind(page: Page) -> str:
     return "main" if page.values.keys() & {"data_loader", "training", "model"} else "other"
 
 
-def _refuse_unknown(page: Page, keys: Collection[str], known: Collection[str], root: tuple[Any, ...]) -> None:
+def _refuse_unknown(
+    page: YamlPage, keys: Collection[str], known: Collection[str], root: tuple[Any, ...]
+) -> None:
     for key in keys:
         if key not in known:
             close = nearest(key, known)
@@ -158,7 +160,7 @@ def _refuse_unknown(page: Page, keys: Collection[str], known: Collection[str], r
             )
 
 
-def _stage(page: Page) -> Stage:
+def _stage(page: YamlPage) -> Stage:
     """A stage as its file has it, without epochs and rate."""
     nested = "curriculum" in page.values
     root: tuple[Any, ...] = ("curriculum",) if nested else ()
@@ -172,7 +174,7 @@ def _stage(page: Page) -> Stage:
     pairs = {key: body[key] for key in PAIRS if body.get(key) is not None}
     for key, value in pairs.items():
         try:
-            naics_pairs.read({key: value})
+            read_pairs({key: value})
         except UnknownName as error:
             raise UnknownName(
                 f"{page.at(*root, key)}: {error.given}", found=error.found, cure=error.cure
@@ -189,7 +191,7 @@ def _stage(page: Page) -> Stage:
         ) from None
 
 
-def _count(page: Page, root: tuple[Any, ...], key: str, value: Any) -> int:
+def _count(page: YamlPage, root: tuple[Any, ...], key: str, value: Any) -> int:
     where = page.at(*root, key)
     if isinstance(value, bool) or not isinstance(value, int):
         raise WrongUse(f"{where}: {key}: {value}", found="it is no whole number", cure="Give one from 1 up.")
@@ -203,7 +205,7 @@ def _count(page: Page, root: tuple[Any, ...], key: str, value: Any) -> int:
     return value
 
 
-def _main(page: Page) -> dict[str, Any]:
+def _main(page: YamlPage) -> dict[str, Any]:
     """Options of the job that all stages share."""
     flat = _flat(page.values, ())
     known = (*MAIN, *BATCH, *LEFT)
@@ -238,7 +240,7 @@ def _flat(section: dict[str, Any], root: tuple[str, ...]) -> dict[tuple[str, ...
     return found
 
 
-def _number(page: Page, path: tuple[Any, ...], value: Any, *, whole: bool = False) -> float:
+def _number(page: YamlPage, path: tuple[Any, ...], value: Any, *, whole: bool = False) -> float:
     key = ".".join(str(one) for one in path if not isinstance(one, int))
     where = f"{page.at(*path)}: {key}: {value}"
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
@@ -250,7 +252,7 @@ def _number(page: Page, path: tuple[Any, ...], value: Any, *, whole: bool = Fals
     return value if whole else float(value)
 
 
-def _chain(chains: list[Page], found: dict[str, Stage]) -> list[tuple[str, dict[str, Any]]]:
+def _chain(chains: list[YamlPage], found: dict[str, Stage]) -> list[tuple[str, dict[str, Any]]]:
     """Names of stages in order, with epochs and rate of each."""
     page = next((one for one in chains if one.file.stem == "chain_default"), chains[0])
     if len(chains) > 1 and page.file.stem != "chain_default":
@@ -269,7 +271,7 @@ def _chain(chains: list[Page], found: dict[str, Stage]) -> list[tuple[str, dict[
     return [_link(page, number, link, found) for number, link in enumerate(links)]
 
 
-def _link(page: Page, number: int, link: Any, found: dict[str, Stage]) -> tuple[str, dict[str, Any]]:
+def _link(page: YamlPage, number: int, link: Any, found: dict[str, Stage]) -> tuple[str, dict[str, Any]]:
     root = ("stages", number)
     given = {"name": link} if isinstance(link, str) else link
     if not isinstance(given, dict) or "name" not in given:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from trimtab.errors import WrongUse
-from trimtab.jobs import cpu, decoders, passages
-from trimtab.jobs.bridge_model import BridgeModel
-from trimtab.jobs.bridge_parts import BYTES
+from trimtab.jobs import cpu
+from trimtab.jobs.bridge import data, decoders
+from trimtab.jobs.bridge.model import BYTES, BridgeModel
 from trimtab.jobs.job import Job
 from trimtab.jobs.synthetic import CPU, Synthetic
 from trimtab.jobs.transformer_models import library
@@ -266,7 +266,7 @@ class Bridge(Job):
         """Passages of the texts of Python's help(); a model has to say its topic, and then the passage."""
         self.checked()
         tokenisers = {name: self._tokeniser(name) for name in self.branches}
-        texts = passages.passages()
+        texts = data.passages()
 
         def sample(generator: torch.Generator) -> dict[str, Any]:
             # A sample is known by the number that its generator was made from.
@@ -284,14 +284,12 @@ class Bridge(Job):
 
         return Synthetic(self.samples or 0, sample)
 
-    def _tokeniser(self, name: str) -> passages.Tokenise:
+    def _tokeniser(self, name: str) -> data.Tokenise:
         if folder := self.folder_of(name):
-            return passages.from_tokenizer(decoders.tokenizer_of(folder, f"--{name}"))
-        return passages.made_up(self.vocab_of(name))
+            return data.from_tokenizer(decoders.tokenizer_of(folder, f"--{name}"))
+        return data.made_up(self.vocab_of(name))
 
-    def _answer(
-        self, tokenise: passages.Tokenise, passage: passages.Passage, before: str
-    ) -> dict[str, torch.Tensor]:
+    def _answer(self, tokenise: data.Tokenise, passage: data.Passage, before: str) -> dict[str, torch.Tensor]:
         ids = tokenise(f"{passage.topic}: {passage.text}")[: self.answer]
         made = {"ids": _padded(ids, self.answer), "length": torch.tensor(len(ids))}
         if self.teacher:
@@ -304,7 +302,7 @@ class Bridge(Job):
         return made
 
 
-def _later(passage: passages.Passage, words: int) -> passages.Passage:
+def _later(passage: data.Passage, words: int) -> data.Passage:
     """A passage from some words on; from the beginning again where it has no more."""
     parts = passage.text.split()
     return passage._replace(text=" ".join(parts[words % max(1, len(parts) - 1) :]))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from trimtab.jobs.naics import Naics
+    from trimtab.jobs.naics.job import Naics
 
 CHANNELS = ("title", "description", "excluded", "examples")
 PADDING = 0

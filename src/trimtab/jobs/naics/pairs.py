@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trimtab.errors import UnknownName, WrongUse, nearest
-from trimtab.jobs.naics_codes import LEVELS, RELATION_WORDS, codes
+from trimtab.jobs.naics.codes import LEVELS, RELATION_WORDS, codes
 from trimtab.spec.base import Noun
 
 if TYPE_CHECKING:
-    from trimtab.jobs.naics_codes import Codes, Numbers
+    from trimtab.jobs.naics.codes import Codes, Numbers
 
 FURTHEST_APART = 2 * len(LEVELS)
 """Steps between two codes of six digits in different sectors."""
@@ -38,7 +38,7 @@ class Pairs(Noun, frozen=True, kw_only=True):
     negative_distance: tuple[float, ...] | None = None
 
 
-def read(given: dict[str, Any]) -> Pairs:
+def read_pairs(given: dict[str, Any]) -> Pairs:
     """Conditions as people write them: one value or a list, relations by name or by number."""
     unknown = next((key for key in given if key not in Pairs.__struct_fields__), None)
     if unknown is not None:

@@ -2,8 +2,8 @@
 
 Four frozen MiniLM encoders with LoRA, one a channel of text; a mixture of experts over their outputs; a
 projection, and a map onto the hyperboloid. The loss is contrastive: an anchor must lie nearer to its
-positive than to its negatives. The network is in naics_model, the codes in naics_codes, which of them are
-set against which in naics_pairs.
+positive than to its negatives. model.py has the network, codes.py the codes, pairs.py which of them are set
+against which, stages.py the curriculum.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import torch
 from torch.utils.data import Dataset
 
 from trimtab.errors import WrongUse
-from trimtab.jobs import naics_pairs, naics_stages
 from trimtab.jobs.job import Job
-from trimtab.jobs.naics_codes import RESERVED, codes, tokens
-from trimtab.jobs.naics_model import CHANNELS, NaicsModel, lorentz_distance, on_hyperboloid
+from trimtab.jobs.naics.codes import RESERVED, codes, tokens
+from trimtab.jobs.naics.model import CHANNELS, NaicsModel
+from trimtab.jobs.naics.pairs import negatives_of, read_pairs, rows
+from trimtab.jobs.naics.stages import find_stage, read_stages
 
 if TYPE_CHECKING:
     from trimtab.spec.stage import Stage
-
-__all__ = ["Naics", "NaicsModel", "lorentz_distance", "on_hyperboloid"]
 
 OF_STAGES = ("pairs", "positives", "negatives", "epochs", "rate")
 """What differs from stage to stage; all else that files say is said once, of the whole training."""
@@ -116,7 +115,7 @@ class Naics(Job):
 
     def stages(self) -> tuple[Stage, ...]:
         """The curriculum: parts of the training, one after the other."""
-        found = naics_stages.stages(self.stage_files)
+        found = read_stages(self.stage_files)
         return tuple(self._fitted(one) for one in found)
 
     def _fitted(self, stage: Stage) -> Stage:
@@ -132,7 +131,7 @@ class Naics(Job):
     def settle(self, given: frozenset[str]) -> None:
         """A stage stands for what it sets."""
         if self.stage and "stage" in given:
-            chosen = naics_stages.stage(self.stage, self.stages())
+            chosen = find_stage(self.stage, self.stages())
             for name, value in chosen.options.items():
                 if name not in given:
                     setattr(self, name, value)
@@ -206,8 +205,8 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, job: Naics) -> None:
         self.tree = codes(job.codes)
-        self.pairs = naics_pairs.read(job.pairs)
-        self.anchors, self.positives = naics_pairs.rows(self.tree, self.pairs, job.positives)
+        self.pairs = read_pairs(job.pairs)
+        self.anchors, self.positives = rows(self.tree, self.pairs, job.positives)
         if not len(self.anchors):
             raise WrongUse(
                 f"pairs {job.pairs}",
@@ -231,7 +230,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
             raise IndexError(index)
         place = index % len(self.anchors)
         anchor, positive = int(self.anchors[place]), int(self.positives[place])
-        allowed = naics_pairs.negatives_of(self.tree, self.pairs, anchor, positive)
+        allowed = negatives_of(self.tree, self.pairs, anchor, positive)
         draw = np.random.default_rng(index)
         negatives = draw.choice(allowed, self.negatives, replace=len(allowed) < self.negatives)
         return np.array([anchor, positive, *negatives], dtype=np.int64)

@@ -1,0 +1,1 @@
+"""The built-in job bridge: two frozen language models that learn to read the same latents."""

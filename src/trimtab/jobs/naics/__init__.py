@@ -1,0 +1,1 @@
+"""The built-in job naics: embeddings of industry codes, trained in stages."""

@@ -1,0 +1,119 @@
+"""The jobs that come with trimtab, one row each: their names, their classes, and flags of their own.
+
+To add a job: a package beside this file, and a row in `JOBS`. Nothing else names it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = "hf:"
+"""What the name of a folder with a config.json starts with."""
+
+
+class JobFlag(NamedTuple):
+    """A flag of the command line that sets an attribute of a job: a short form of `--set`."""
+
+    name: str
+    attribute: str
+    type: type
+    help: str
+    metavar: str | None = None
+    training: bool = False
+    """Whether only commands that train have it."""
+    jobs: tuple[str, ...] = ()
+    """The jobs that have it, by name; `job_flags` fills it in."""
+
+
+class BuiltInJob(NamedTuple):
+    """A job that comes with trimtab."""
+
+    name: str
+    """As on the command line; `hf:` is followed by a folder."""
+    module: str
+    class_name: str
+    flags: tuple[JobFlag, ...] = ()
+
+
+DATA = JobFlag(
+    "data",
+    "data",
+    Path,
+    "text to train on; default: the source code of Python's standard library.",
+    "FILE_OR_FOLDER",
+    training=True,
+)
+LORA = JobFlag(
+    "lora",
+    "lora",
+    int,
+    "add LoRA adapters of this rank to every linear layer except the head, and freeze the rest.",
+    "RANK",
+)
+JOBS = (
+    BuiltInJob("slm", "trimtab.jobs.slm", "Slm", (DATA,)),
+    BuiltInJob(
+        FOLDER,
+        "trimtab.jobs.huggingface",
+        "HuggingFace",
+        (
+            DATA,
+            JobFlag("seq", "seq", int, "tokens per sample; default: the model's own limit, at most 1024."),
+            LORA,
+            JobFlag("frozen", "frozen", bool, "freeze the model except its head."),
+        ),
+    ),
+    BuiltInJob(
+        "bridge",
+        "trimtab.jobs.bridge.job",
+        "Bridge",
+        (
+            LORA,
+            JobFlag(
+                "llama", "llama_folder", Path, "Hugging Face folder of the first frozen model.", "FOLDER"
+            ),
+            JobFlag("qwen", "qwen_folder", Path, "Hugging Face folder of the second frozen model.", "FOLDER"),
+            JobFlag(
+                "sequential", "sequential", bool, "run one frozen model at a time, which takes less memory."
+            ),
+        ),
+    ),
+    BuiltInJob("naics", "trimtab.jobs.naics.job", "Naics"),
+)
+FOLDER_JOB = next(job for job in JOBS if job.name == FOLDER)
+BUILT_IN = {job.name: job for job in JOBS if job is not FOLDER_JOB}
+"""The jobs that have a name of their own, by it."""
+
+
+def base_name(job: str) -> str:
+    """Return the name that a job is registered by, if it comes with trimtab.
+
+    >>> base_name("slm:tiny"), base_name("hf:models/bert"), base_name("job.py:MyJob")
+    ('slm', 'hf:', 'job.py')
+    """
+    return FOLDER if job.startswith(FOLDER) else job.partition(":")[0]
+
+
+def comes_with_trimtab(job: str) -> bool:
+    """Return whether the code of a job is trimtab's own.
+
+    >>> comes_with_trimtab("slm:tiny"), comes_with_trimtab("job.py:MyJob")
+    (True, False)
+    """
+    return job.startswith(FOLDER) or base_name(job) in BUILT_IN
+
+
+def job_flags(*, training: bool = False) -> tuple[JobFlag, ...]:
+    """Return every flag of every job once, with the jobs that have it.
+
+    >>> [flag.help for flag in job_flags() if flag.name == "frozen"]
+    ['hf: freeze the model except its head.']
+    """
+    rows = {flag.name: flag for job in JOBS for flag in job.flags if training or not flag.training}
+    merged = []
+    for flag in rows.values():
+        jobs = tuple(job.name for job in JOBS if any(own.name == flag.name for own in job.flags))
+        listed = ", ".join(name.rstrip(":") for name in jobs)
+        merged.append(flag._replace(help=f"{listed}: {flag.help}", jobs=jobs))
+    return tuple(merged)

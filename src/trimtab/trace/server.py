@@ -1,0 +1,400 @@
+"""The worker process that traces: a client for it, its messages, and the modules it imports early.
+
+    with WorkerProcess() as worker:
+        worker.ask_all(requests, timeout_s=600)
+        worker.ask_all(others, timeout_s=600)    # starts at once: torch and the job are loaded
+
+The user's code runs in child processes only. A request goes in as a line of JSON; a line of JSON with an
+answer or an error comes out. `WorkerProcess` serves many trace requests about one job. `ask` starts a process
+for one small question, such as what a job says of itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections import deque
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol, Self
+
+import msgspec
+
+from trimtab.catalog.torch_release import require_supported_torch
+from trimtab.errors import JobFailed, TrimtabError, error_from_dict
+from trimtab.jobs.job import Job
+from trimtab.trace.host import limit_bytes, resident_bytes, too_much
+from trimtab.trace.lifeline import end_with_parent, parent_variable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+
+    from trimtab.spec import Setting
+    from trimtab.trace.worker import Requests
+
+    Answer = dict[str, Any] | TrimtabError
+
+Say = Any
+"""A function that takes the answer and ends the process."""
+PAUSE_S = 0.05
+REPEATABLE = {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
+"""No downloads while a job is traced, and the same order of sets every time."""
+
+
+def worker_environment(scratch: str) -> dict[str, str]:
+    """Return the environment of a worker process.
+
+    It sees no GPU, and torch.compile writes into a scratch folder, where no real run finds it.
+    """
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_CACHE_DIR": scratch}
+    return os.environ | REPEATABLE | parent_variable() | hidden
+
+
+class JobRequest(Protocol):
+    """A request to a child process about one job."""
+
+    @property
+    def job(self) -> str:
+        """The name of the job, for messages."""
+        ...
+
+    def to_json(self, *, indent: int = 0) -> str:
+        """Return the request as the child reads it."""
+        ...
+
+
+def ask(
+    module: str, request: JobRequest, env: dict[str, str], *, timeout_s: float, show: bool = False
+) -> dict[str, Any]:
+    """Run a module on a request and return its answer; raise its error, or that it died."""
+    (answer,) = ask_all(module, request, env, timeout_s=timeout_s, show=show)
+    if isinstance(answer, TrimtabError):
+        raise answer
+    return answer
+
+
+def ask_all(  # noqa: PLR0913 - who is asked what, and how long
+    module: str,
+    request: JobRequest,
+    env: dict[str, str],
+    *,
+    timeout_s: float,
+    watch: bool = False,
+    show: bool = False,
+) -> list[dict[str, Any] | TrimtabError]:
+    """Run a module on a request and return each line of its output as an answer or an error.
+
+    With `watch`, kill it when it takes more memory of this host than tracing may. With `show`, the user sees
+    its stderr while it runs.
+    """
+    require_supported_torch()
+    job = f"job {request.job}"
+    # A session of its own: whatever it starts ends with it.
+    process = subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None if show else subprocess.PIPE,
+        env=os.environ | REPEATABLE | parent_variable() | env,
+        start_new_session=True,
+    )
+    try:
+        out, err = _exchange(process, request, job, timeout_s=timeout_s, watch=watch)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    try:
+        answers = [decode_answer(line) for line in out.splitlines()]
+    except ValueError:
+        answers = []
+    if not answers:
+        raise process_died(job, process.returncode, (err or b"").decode(errors="replace"))
+    return answers
+
+
+def _exchange(
+    process: subprocess.Popen[bytes], request: JobRequest, job: str, *, timeout_s: float, watch: bool
+) -> tuple[bytes, bytes]:
+    """Send the request and return all output; raise if the process takes too much time or memory."""
+    text: bytes | None = request.to_json().encode()
+    ends_at = time.monotonic() + timeout_s
+    while True:
+        try:
+            return process.communicate(text, timeout=PAUSE_S)
+        except subprocess.TimeoutExpired as error:
+            text = None
+            if time.monotonic() > ends_at:
+                raise took_too_long(job, timeout_s) from error
+        if watch and resident_bytes(process.pid) > limit_bytes():
+            raise too_much(job)
+
+
+def encode_error(error: TrimtabError) -> bytes:
+    """Return an error as a line that `decode_answer` reads."""
+    return msgspec.json.encode({"error": error.to_dict()})
+
+
+def decode_answer(line: bytes) -> dict[str, Any] | TrimtabError:
+    """Return the answer or the error in a line."""
+    answer: dict[str, Any] = msgspec.json.decode(line)
+    if not isinstance(answer, dict):
+        raise ValueError(line)  # noqa: TRY004 - the same as a line that is no JSON
+    return error_from_dict(answer["error"]) if "error" in answer else answer
+
+
+def process_died(job: str, status: int, said: str) -> JobFailed:
+    """Return the error of a process that ended without an answer."""
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+    how = f"signal {-status}" if status < 0 else f"exit code {status}"
+    return JobFailed(
+        job,
+        found=f"the process that ran it ended with {how}: {last.strip()[:300]}",
+        cure="If the job runs on a GPU, this is a bug in trimtab: please report it with the job.",
+    )
+
+
+def took_too_long(job: str, timeout_s: float) -> JobFailed:
+    """Return the error of a job whose first steps do not end in time."""
+    return JobFailed(
+        job,
+        found=f"its first steps took more than {timeout_s:.0f} s",
+        cure="Try a smaller --micro-batch, or look for loops over data in loss().",
+    )
+
+
+def answer_with(work: Callable[[Say], None], answer: IO[bytes]) -> None:
+    """Let `work` write its answer into a file; an error of ours that it raises is an answer too."""
+
+    def say(what: dict[str, Any] | bytes) -> NoReturn:
+        answer.write(what if isinstance(what, bytes) else msgspec.json.encode(what))
+        answer.close()
+        # No destructors: what a worker put into torch must outlive everything.
+        os._exit(0)
+
+    try:
+        work(say)
+    except TrimtabError as error:
+        say(encode_error(error))
+
+
+def serve(work: Callable[[str, Say], None]) -> None:
+    """Run as a child process: call `work` with the text of the request and a function to answer with."""
+    end_with_parent()
+    answer = redirect_stdout()
+    answer_with(lambda say: work(sys.stdin.read(), say), answer)
+
+
+def redirect_stdout() -> IO[bytes]:
+    """Return the real stdout for answers; from now on, what the user's code prints goes to stderr."""
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answer
+
+
+END = b"\n\n"
+"""Ends the answers to a request."""
+
+
+class WorkerProcess:
+    """A client of the process that traces; for another job or device it starts a new process."""
+
+    def __init__(self, module: str = "trimtab.trace.worker") -> None:
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._job = ""
+        """The job that the process has loaded."""
+        self._pending: deque[Requests] = deque()
+        """Requests without an answer so far, in the order in which they were sent."""
+        self._prefetched: dict[tuple[float | None, Setting], Answer] = {}
+        """Answers that were not asked for yet, by gradient clipping and setting."""
+        self._unread = bytearray()
+        """Bytes after the last answer."""
+        self.last: Requests | None = None
+        """The last requests."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def load_job(self, requests: Requests) -> None:
+        """Start loading the job of these requests, and return at once."""
+        self._send(requests.replace(settings=()))
+
+    def prefetch(self, requests: Requests) -> None:
+        """Start tracing what is likely to be asked for next, and return at once.
+
+        Other requests wait until that is done, so prefetch little, and only what is likely.
+        """
+        self._send(requests)
+
+    def ask_all(self, requests: Requests, *, timeout_s: float) -> list[Answer]:
+        """Return the answer or the error to each request; only one error if the job cannot be loaded."""
+        self.last = requests
+        wanted = [(requests.clip, setting) for setting in requests.settings]
+        try:
+            self._ensure_process(requests)
+            coming = {(sent.clip, setting) for sent in self._pending for setting in sent.settings}
+            missing = [key for key in wanted if key not in self._prefetched and key not in coming]
+            if missing or not wanted:
+                self._send(requests.replace(settings=tuple(setting for _, setting in missing)))
+            ends_at = time.monotonic() + timeout_s
+            while self._pending and not (wanted and all(key in self._prefetched for key in wanted)):
+                sent = self._pending.popleft()
+                lines = self._answer(requests, ends_at, timeout_s).splitlines()
+                if len(lines) < len(sent.settings):
+                    # The job could not be loaded.
+                    return [decode_answer(line) for line in lines]
+                # An error from `load_job` comes again with the next request, and is reported then.
+                for setting, line in zip(sent.settings, lines, strict=False):
+                    self._prefetched[sent.clip, setting] = decode_answer(line)
+            # An answer is used once; the same setting may come twice in the requests.
+            taken = {key: self._prefetched.pop(key) for key in dict.fromkeys(wanted)}
+            return [taken[key] for key in wanted]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the process and all that it has started."""
+        process, self._process = self._process, None
+        self._pending.clear()
+        self._prefetched.clear()
+        self._unread.clear()
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if self._errors is not None:
+            self._errors.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _ensure_process(self, requests: Requests) -> None:
+        """Start a process unless there is one for this job."""
+        job = requests.replace(settings=(), clip=None, timeout_s=1.0).to_json()
+        if self._process is None or self._process.poll() is not None or job != self._job:
+            self.close()
+            self._start()
+            self._job = job
+
+    def _send(self, requests: Requests) -> None:
+        self._ensure_process(requests)
+        self._pending.append(requests)
+        assert self._process is not None  # noqa: S101 - it was started
+        assert self._process.stdin is not None  # noqa: S101 - with a pipe
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(requests.to_json().encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _start(self) -> None:
+        require_supported_torch()
+        self._scratch = tempfile.TemporaryDirectory(prefix="trimtab-")
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=worker_environment(self._scratch.name),
+            start_new_session=True,
+        )
+
+    def _answer(self, requests: Requests, ends_at: float, timeout_s: float) -> bytes:
+        """Return the answers to one request; raise if the process takes too much time or memory."""
+        process, given = self._process, f"job {requests.job}"
+        assert process is not None  # noqa: S101 - it was asked
+        assert process.stdout is not None  # noqa: S101 - with a pipe
+        said = self._unread
+        # Answers are lines of JSON, so that END is in none of them.
+        while (end := said.find(END)) < 0:
+            if select.select([process.stdout], [], [], PAUSE_S)[0]:
+                more = os.read(process.stdout.fileno(), 2**20)
+                if not more:
+                    raise process_died(given, process.wait(), self._read_stderr())
+                said += more
+            elif time.monotonic() > ends_at:
+                raise took_too_long(given, timeout_s)
+            elif resident_bytes(process.pid) > limit_bytes():
+                raise too_much(given)
+        answer = bytes(said[:end]).strip()
+        del said[: end + len(END)]
+        return answer
+
+    def _read_stderr(self) -> str:
+        assert self._errors is not None  # noqa: S101 - the process has them
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")
+
+
+EARLY_IMPORTS = (
+    "torch._dynamo",
+    "torch._subclasses.fake_tensor",
+    "torch.distributed.tensor._sharding_prop",
+    "trimtab.trace.kernels",
+    "trimtab.trace.recorder",
+    "trimtab.engine.step",
+)
+"""Modules that every trace needs: imported once, before traces are forked."""
+MEMBERS = ("model", "batch", "loss", "losses", "optimizer")
+"""Members of a job whose source is searched for imports: jobs import heavy libraries inside model()."""
+
+
+def import_ahead(job: Any) -> None:
+    """Import what tracing needs, and what members of the job import when they are called."""
+    for name in EARLY_IMPORTS:
+        importlib.import_module(name)
+    if isinstance(job, Job):
+        with contextlib.suppress(Exception):
+            job.import_ahead()
+    for member in MEMBERS:
+        for module, names in imported_modules(getattr(type(job), member, None)):
+            # What cannot be imported is the job's to complain about, when it gets there.
+            with contextlib.suppress(Exception):
+                found = importlib.import_module(module)
+                for name in names:
+                    # Packages that load their parts late do so when a name is asked for.
+                    getattr(found, name, None)
+
+
+def imported_modules(function: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the modules that the source of a function imports, with the names it takes from each."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module, tuple(alias.name for alias in node.names)
+
+
+def imported_since(before: Collection[str]) -> list[str]:
+    """Return the modules that were imported since, in order, without those of torch.
+
+    The compiler of torch starts threads and processes when it is imported, and a process that will be forked
+    must not have any.
+    """
+    return [name for name in sys.modules if name not in before and not name.startswith(("torch.", "__"))]
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import what a fork of this process had to import, for the forks to come."""
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
