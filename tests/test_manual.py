@@ -63,6 +63,20 @@ def test_a_link_to_no_heading_would_be_noticed(tmp_path: Path) -> None:
     assert LINK.findall("[a](other.md#one) [b](#two) [c](plain.md)") == [("other.md", "one"), ("", "two")]
 
 
+PLACE = re.compile(r"`((?:\w+/)+[a-z_]+\.(?:py|toml|jsonl?|md))`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_that_the_documentation_names_exists(page: Path) -> None:
+    source = ROOT / "src" / "trimtab"
+    for place in PLACE.findall(page.read_text(encoding="utf-8")):
+        first = place.split("/")[0]
+        if (source / first).is_dir():
+            assert (source / place).exists(), place
+        elif first in ("bench", "docs", "src", "tests"):
+            assert (ROOT / place).exists(), place
+
+
 def test_every_page_is_in_the_list_of_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     pages = [page.name for page in PAGES if page.parent == ROOT / "docs"]

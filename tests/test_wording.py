@@ -52,9 +52,6 @@ CLEAN_DOCSTRINGS: tuple[str, ...] = (
 )
 """Packages and modules whose docstrings and comments have no banned word."""
 
-NOT_YET = frozenset({"architecture.md"})
-"""Pages that are still to be rewritten."""
-
 BANNED = {
     r"nought": "zero, nothing",
     r"anew": "again",
@@ -76,7 +73,7 @@ BANNED = {
 BANNED_VARIABLES = frozenset({"one", "told", "held"})
 BANNED_FUNCTIONS = frozenset({"read", "told", "held"})
 
-PAGES = [page for page in prose.pages() if page.name not in NOT_YET]
+PAGES = prose.pages()
 
 LONGEST_SENTENCES = 18.0
 """Mean words of a sentence on any page."""
