@@ -43,14 +43,16 @@ demo: $(READY)
 	$(call show,estimate slm --on RTX3090 --micro-batch 12)
 	@echo; echo "next: trimtab train slm:tiny --data YOUR_TEXT, trimtab plan YOUR_FILE.py:YourJob --on 4xA100-40GB, docs/jobs.md"
 
+PYTEST := $(BIN)/python -m pytest --durations=10
+
 test: $(READY)
-	@$(BIN)/python -m pytest -n auto -m 'not slow'
+	@$(PYTEST) -n auto --dist loadgroup -m 'not slow'
 
 # Both parts run, whatever becomes of the first: a failure in one says nothing of the other.
 soak: $(READY)
 	@failed=0; \
-	$(BIN)/python -m pytest -n auto -m slow tests/test_configs_generated.py || failed=1; \
-	$(BIN)/python -m pytest -m slow --ignore tests/test_configs_generated.py || failed=1; \
+	$(PYTEST) -n auto --dist loadgroup -m 'slow and not alone' || failed=1; \
+	$(PYTEST) -m 'slow and alone' || failed=1; \
 	exit $$failed
 
 check: $(READY)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+import warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +24,30 @@ settings.load_profile("same")
 
 # Lines about progress depend on how fast this machine is.
 os.environ["TRIMTAB_PROGRESS"] = "0"
+# Every core has a process of tests; small models on several threads spend their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell ignores Ctrl-C for what it starts in the background, and every child would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+warm_start.install()
+OWN_CACHE = "TRIMTAB_CACHE" not in os.environ
+if OWN_CACHE:
+    # One for the session: xdist's workers inherit the variable. Name a folder to keep traces between runs.
+    os.environ["TRIMTAB_CACHE"] = tempfile.mkdtemp(prefix="trimtab-tests-")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the cache of the session, where this process has made it."""
+    if OWN_CACHE:
+        shutil.rmtree(os.environ["TRIMTAB_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture
+def cold_start() -> Iterator[None]:
+    """Start plain processes: how a process starts, or what it has imported, is the claim."""
+    warm_start.remove()
+    yield
+    warm_start.install()
 
 
 @pytest.fixture
@@ -36,3 +65,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def doubles() -> Iterator[None]:
+    """Compute in float64, where the order of a sum hardly matters."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

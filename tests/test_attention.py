@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import trimtab
+from shared_jobs import shared_job
 from trimtab.trace import attention_rules as rules
 from trimtab.trace.attention_rules import CUDNN, EFFICIENT, FLASH, MATH, Call, Target
 from trimtab.trace.workspace import Tiles, efficient_tiles
@@ -376,12 +377,10 @@ class Job:
 MASKS = ("plain", "expanded", "asked", "window", "permuted")
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("attention") / "job.py"
+@pytest.fixture
+def job() -> str:
     classes = "".join(f"\n\nclass {one.title()}(Job):\n    mask = {one!r}\n" for one in MASKS)
-    path.write_text(JOB + classes, encoding="utf-8")
-    return str(path)
+    return shared_job(JOB + classes).rpartition(":")[0]
 
 
 def estimated(job: str, name: str, **more: Any) -> trimtab.Estimate:

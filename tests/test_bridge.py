@@ -13,8 +13,6 @@ import torch
 import transformers
 from bench.bridge import plain_losses
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.utils.data import default_collate
 
@@ -230,6 +228,8 @@ def test_equal_layers_compile_once_and_nothing_breaks_the_graph() -> None:
     torch.manual_seed(0)
     model, batch = job.model(), job.batch(2)
     plain = job.loss(model, batch).item()
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter = CompileCounterWithBackend("eager")
     for name in job.branches:
         for layer in getattr(model, name).get_decoder().layers:
@@ -257,6 +257,8 @@ def test_the_whole_job_is_one_graph(options: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_layers_compiled_by_themselves_have_the_gradients_of_plain_ones() -> None:
+    from torch._dynamo.utils import counters
+
     found = []
     for compiled in (False, True):
         job = trimtab.load("bridge:tiny", compile_layers=compiled, **EVERYTHING)

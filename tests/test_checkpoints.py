@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from training_worlds import together, world_of
 from trimtab.engine.branches import keep_branch
 from trimtab.errors import WrongUse
 from trimtab.spec import Incident, IncidentKind
@@ -26,10 +25,12 @@ from trimtab.training import states
 from trimtab.training.keep import Keeper
 from trimtab.training.loading import Loader, checked_order
 from trimtab.training.store import MANIFEST, SafeReader, fault_in
+from worlds import together, world_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.xdist_group("checkpoints")  # its fixture is made once
 GLOBAL_BATCH = 6
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import trimtab
+from shared_jobs import shared_job
 from test_cli import trimtab_cli
 from trimtab.catalog.clusters import row_device
 from trimtab.catalog.lookup import reported
@@ -140,14 +141,8 @@ class Wrong(Job):
 """
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-
-
-def estimate(folder: Path, name: str = "Job", **options: Any) -> Estimate:
-    (folder / "job.py").write_text(JOB)
-    return trimtab.estimate(f"{folder}/job.py:{name}", "H200", **{"micro_batch": 64, **options})
+def estimate(name: str = "Job", **options: Any) -> Estimate:
+    return trimtab.estimate(shared_job(JOB, name), "H200", **{"micro_batch": 64, **options})
 
 
 def activations(found: Estimate) -> int:
@@ -161,69 +156,70 @@ def h200() -> Device:
 
 
 @pytest.mark.slow
-def test_fused_steps_are_never_stored(tmp_path: Path) -> None:
-    eager, compiled = (estimate(tmp_path, "Chain", compile=one, micro_batch=512) for one in (False, True))
+def test_fused_steps_are_never_stored() -> None:
+    eager, compiled = (estimate("Chain", compile=one, micro_batch=512) for one in (False, True))
     sample = 512 * 128 * 256 * 2
     assert activations(eager) > 16 * sample
     assert activations(compiled) < 6 * sample
 
 
-def test_what_the_optimizer_keeps_is_the_same_as_without(tmp_path: Path) -> None:
-    eager, compiled = (estimate(tmp_path, compile=one, micro_batch=1) for one in (False, True))
+def test_what_the_optimizer_keeps_is_the_same_as_without() -> None:
+    eager, compiled = (estimate(compile=one, micro_batch=1) for one in (False, True))
     assert compiled.parts.weights == eager.parts.weights
     assert compiled.band.low_bytes < compiled.process_bytes < compiled.band.high_bytes
 
 
-def test_recomputation_is_compiled_too(tmp_path: Path) -> None:
-    kept, again = (estimate(tmp_path, compile=True, recompute=one) for one in ("none", "full"))
+def test_recomputation_is_compiled_too() -> None:
+    kept, again = (estimate(compile=True, recompute=one) for one in ("none", "full"))
     hidden = 64 * 128 * 1024 * 2
     assert activations(kept) - activations(again) > hidden
 
 
 @pytest.mark.slow
-def test_randomness_is_recomputed_under_the_compiler(tmp_path: Path) -> None:
-    kept, again = (estimate(tmp_path, "Dropping", compile=True, recompute=one) for one in ("none", "full"))
+def test_randomness_is_recomputed_under_the_compiler() -> None:
+    kept, again = (estimate("Dropping", compile=True, recompute=one) for one in ("none", "full"))
     assert activations(again) < activations(kept)
 
 
-@pytest.mark.parametrize("name", ["Broken", "Recurrent", "Host"])
-def test_what_the_compiler_leaves_out_is_counted_as_it_runs(tmp_path: Path, name: str) -> None:
-    found = estimate(tmp_path, name, compile=True)
+@pytest.mark.parametrize(
+    "name", ["Broken", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Recurrent", "Host"))]
+)
+def test_what_the_compiler_leaves_out_is_counted_as_it_runs(name: str) -> None:
+    found = estimate(name, compile=True)
     assert activations(found) > 64 * 128 * 256 * 2
     read = any(".item()" in one for one in found.assumptions)
     assert read == (name == "Broken")
 
 
-def test_a_job_that_compiles_itself_needs_no_option(tmp_path: Path) -> None:
-    own, asked = estimate(tmp_path, "Own"), estimate(tmp_path, compile=True)
+def test_a_job_that_compiles_itself_needs_no_option() -> None:
+    own, asked = estimate("Own"), estimate(compile=True)
     assert own.allocated_bytes == asked.allocated_bytes
     assert any("default mode, not max-autotune" in one for one in own.assumptions)
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_nothing_is_left_for_a_real_run_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = tmp_path / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs))
-    estimate(tmp_path, compile=True, micro_batch=2)
+    estimate(compile=True, micro_batch=2)
     assert not theirs.exists()
 
 
-def test_a_job_that_does_not_compile_is_told_where(tmp_path: Path) -> None:
+def test_a_job_that_does_not_compile_is_told_where() -> None:
     with pytest.raises(JobFailed, match=r"job\.py, line"):
-        estimate(tmp_path, "Wrong", compile=True)
+        estimate("Wrong", compile=True)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_devices_are_refused_with_the_way_out(tmp_path: Path, strategy: str) -> None:
-    (tmp_path / "job.py").write_text(JOB)
+def test_several_devices_are_refused_with_the_way_out(strategy: str) -> None:
     with pytest.raises(WrongUse, match="one device only") as caught:
-        trimtab.estimate(f"{tmp_path}/job.py:Job", "8xH100", compile=True, strategy=strategy)
+        trimtab.estimate(shared_job(JOB), "8xH100", compile=True, strategy=strategy)
     assert "Leave one of the two out" in str(caught.value)
 
 
 @pytest.mark.slow
-def test_the_command_says_what_it_would_be_without(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(JOB)
-    call = ("estimate", f"{tmp_path}/job.py:Chain", "--on", "H200", "--micro-batch", "512", "--compile")
+def test_the_command_says_what_it_would_be_without() -> None:
+    call = ("estimate", shared_job(JOB, "Chain"), "--on", "H200", "--micro-batch", "512", "--compile")
     done = trimtab_cli(*call)
     assert done.returncode == 0, done.stderr
     assert "without --compile:" in done.stdout
@@ -233,6 +229,7 @@ def test_the_command_says_what_it_would_be_without(tmp_path: Path) -> None:
     assert set(found["parts"]) == {*PARTS, "context"}
 
 
+@pytest.mark.slow
 def test_a_recorded_compiled_run_is_predicted() -> None:
     (case,) = cases("llama2-compile-bf16true-b4")
     found = predict(case)
@@ -241,6 +238,7 @@ def test_a_recorded_compiled_run_is_predicted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("exam")  # they share their traces with the exam
 def test_every_recorded_compiled_run_is_predicted() -> None:
     for case in cases("*-compile-*"):
         found = predict(case)

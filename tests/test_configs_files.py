@@ -500,4 +500,9 @@ def killed(file: Path, tries: int) -> int:
 
 
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file_whole(file: Path) -> None:
+    assert killed(file, 60) > 30
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_leave_the_old_or_the_new_file_whole(file: Path) -> None:
     assert killed(file, 200) > 100

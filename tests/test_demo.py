@@ -51,6 +51,8 @@ def test_the_loss_of_the_demo_falls_visibly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.usefixtures("cold_start")
 def test_the_whole_demo_takes_less_than_three_minutes(tmp_path: Path) -> None:
     begin = time.monotonic()
     said = [shown(one, tmp_path / "cache", tmp_path) for one in COMMANDS]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trimtab
-from training_worlds import together, world_of
+from shared_jobs import shared_job
 from trimtab.catalog.clusters import stated
 from trimtab.engine.blocks import repeated_blocks, shard_units
 from trimtab.engine.entries import Entries, entries_of
@@ -22,6 +22,7 @@ from trimtab.predict.memory import memory
 from trimtab.predict.time import gradient_bytes
 from trimtab.spec import Mesh, Precision, Setting, Strategy
 from trimtab.trace.tracer import traced_all
+from worlds import together, world_of
 
 MIB = 2**20
 JOB = """
@@ -143,11 +144,8 @@ class ByParts(Job):
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "job.py"
-    file.write_text(JOB, encoding="utf-8")
-    return str(file)
+def job() -> str:
+    return shared_job(JOB).rpartition(":")[0]
 
 
 def loaded(file: str, name: str) -> Any:
@@ -361,7 +359,6 @@ def test_no_gain_is_promised_where_nothing_is_compiled_or_the_compiler_fails(job
     assert "nothing is compiled" in why("ByInnerParts")
 
 
-@pytest.mark.usefixtures("job")
 def test_products_with_vectors_take_the_workspace_of_cublas_too(tmp_path: Path) -> None:
     text = JOB + (
         "\n\nclass Vectors(Nested):\n"
@@ -383,7 +380,6 @@ def test_products_with_vectors_take_the_workspace_of_cublas_too(tmp_path: Path) 
     assert found.parts.workspace == 32 * MIB
 
 
-@pytest.mark.usefixtures("job")
 def test_a_check_of_the_order_of_two_tensors_is_taken_to_hold(tmp_path: Path) -> None:
     text = JOB + (
         "\n\nclass Checked(Nested):\n"

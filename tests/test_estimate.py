@@ -9,6 +9,7 @@ import pytest
 
 import trimtab
 from compare_traces import compare, load
+from shared_jobs import shared_job
 from test_cli import trimtab_cli
 from trimtab.api import make_request, make_setting
 from trimtab.errors import JobFailed, UnknownName, WrongUse
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.json.gz"))
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("file", TRACES, ids=lambda file: file.name.split(".")[0])
@@ -88,8 +84,8 @@ def estimate(job: str, on: str = "H200", **options: Any) -> Estimate:
     return trimtab.estimate(job, on, **({"micro_batch": 8} | options))
 
 
-def test_parts_are_what_the_shapes_say(tmp_path: Path) -> None:
-    found = estimate(job_file(tmp_path), precision="fp32")
+def test_parts_are_what_the_shapes_say() -> None:
+    found = estimate(shared_job(JOB), precision="fp32")
     numbers = 4 * (2 * 256 + 256 * 1024 * 2 + 1024 + 256) + 256 * 10 + 10
     assert found.parts.weights == pytest.approx(numbers * 4, rel=0.01)
     assert found.parts.optimizer == pytest.approx(numbers * 8, rel=0.02)
@@ -100,15 +96,15 @@ def test_parts_are_what_the_shapes_say(tmp_path: Path) -> None:
     assert found.fits is True
 
 
-def test_activations_grow_with_the_micro_batch_and_weights_do_not(tmp_path: Path) -> None:
-    job = job_file(tmp_path)
+def test_activations_grow_with_the_micro_batch_and_weights_do_not() -> None:
+    job = shared_job(JOB)
     small, large = estimate(job, micro_batch=64), estimate(job, micro_batch=256)
     assert large.parts.weights == small.parts.weights
     assert large.parts.activations == pytest.approx(4 * small.parts.activations, rel=0.25)
 
 
-def test_recomputing_keeps_less_and_half_precision_too(tmp_path: Path) -> None:
-    job = job_file(tmp_path)
+def test_recomputing_keeps_less_and_half_precision_too() -> None:
+    job = shared_job(JOB)
     sizes = {
         how: estimate(job, micro_batch=64, **how_options).allocated_bytes
         for how, how_options in {
@@ -121,8 +117,8 @@ def test_recomputing_keeps_less_and_half_precision_too(tmp_path: Path) -> None:
     assert sizes["full"] < sizes["selective"] < sizes["bf16"] < sizes["fp32"]
 
 
-def test_sharding_divides_what_a_rank_keeps(tmp_path: Path) -> None:
-    job = job_file(tmp_path)
+def test_sharding_divides_what_a_rank_keeps() -> None:
+    job = shared_job(JOB)
     one = estimate(job, precision="fp32")
     shard = estimate(job, "8xH100", precision="fp32", strategy="fsdp")
     copy = estimate(job, "8xH100", precision="fp32", strategy="ddp")
@@ -132,6 +128,7 @@ def test_sharding_divides_what_a_rank_keeps(tmp_path: Path) -> None:
     assert copy.parts.communication == 0
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_a_second_question_is_answered_from_the_cache_and_a_changed_job_is_not(tmp_path: Path) -> None:
     job = job_file(tmp_path)
     first = estimate(job)
@@ -182,8 +179,8 @@ class Job:
 """
 
 
-def test_the_job_sees_the_target_device(tmp_path: Path) -> None:
-    assert estimate(job_file(tmp_path, DEVICE_QUESTIONS)).assumptions == ()
+def test_the_job_sees_the_target_device() -> None:
+    assert estimate(shared_job(DEVICE_QUESTIONS)).assumptions == ()
 
 
 DATA_DEPENDENT = """
@@ -211,8 +208,8 @@ class Job:
 """
 
 
-def test_what_depends_on_values_is_assumed_and_listed(tmp_path: Path) -> None:
-    found = estimate(job_file(tmp_path, DATA_DEPENDENT), precision="fp32")
+def test_what_depends_on_values_is_assumed_and_listed() -> None:
+    found = estimate(shared_job(DATA_DEPENDENT), precision="fp32")
     assert any(".item()" in one for one in found.assumptions)
     assert any("half of the entries of a mask" in one for one in found.assumptions)
 
@@ -231,10 +228,10 @@ def test_what_depends_on_values_is_assumed_and_listed(tmp_path: Path) -> None:
         (("torch.randn(size, 128, 256)", "torch.randn(size, 128, 250)"), r"RuntimeError: .*job.py"),
     ],
 )  # fmt: skip
-def test_a_job_that_fails_is_told_where(tmp_path: Path, change: tuple[str, str], found: str) -> None:
+def test_a_job_that_fails_is_told_where(change: tuple[str, str], found: str) -> None:
     assert change[0] in JOB
     with pytest.raises(JobFailed, match=found) as caught:
-        estimate(job_file(tmp_path, JOB.replace(*change)))
+        estimate(shared_job(JOB.replace(*change)))
     assert caught.value.exit_code == 4
 
 
@@ -248,32 +245,30 @@ def test_a_job_that_fails_is_told_where(tmp_path: Path, change: tuple[str, str],
         ({"recompute": "some"}, "it is none of none, full, selective"),
     ],
 )
-def test_options_that_cannot_be_are_refused_before_tracing(
-    tmp_path: Path, options: dict[str, Any], found: str
-) -> None:
+def test_options_that_cannot_be_are_refused_before_tracing(options: dict[str, Any], found: str) -> None:
     with pytest.raises(WrongUse, match=found):
-        estimate(job_file(tmp_path), **options)
+        estimate(shared_job(JOB), **options)
 
 
-def test_bf16_is_refused_where_the_hardware_only_pretends(tmp_path: Path) -> None:
+def test_bf16_is_refused_where_the_hardware_only_pretends() -> None:
     with pytest.raises(WrongUse, match=r"Tesla T4 does not compute in bf16\. Use --precision fp16"):
-        trimtab.estimate(job_file(tmp_path), "T4")
+        trimtab.estimate(shared_job(JOB), "T4")
 
 
 def test_a_job_that_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="has no Jobb; it has Job"):
-        estimate(job_file(tmp_path) + "b")
+        estimate(shared_job(JOB) + "b")
     with pytest.raises(WrongUse, match="no such file"):
         estimate(f"{tmp_path}/missing.py:Job")
 
 
-def test_a_crash_in_the_tracing_process_is_an_error_message(tmp_path: Path) -> None:
+def test_a_crash_in_the_tracing_process_is_an_error_message() -> None:
     text = JOB.replace("return Net()", "import os; os.abort()")
     with pytest.raises(JobFailed, match="ended with signal 6"):
-        estimate(job_file(tmp_path, text))
+        estimate(shared_job(text))
 
 
-def test_deep_copies_of_tensors_stay_in_the_mode_they_were_made_in(tmp_path: Path) -> None:
+def test_deep_copies_of_tensors_stay_in_the_mode_they_were_made_in() -> None:
     # A copied mode gives torch's weak references to storages back twice, which corrupts the heap.
     text = JOB.replace("import torch\n", "import copy\nimport torch\n", 1).replace(
         "self.head = nn.Linear(256, 10)",
@@ -283,12 +278,13 @@ def test_deep_copies_of_tensors_stay_in_the_mode_they_were_made_in(tmp_path: Pat
         "        self.average = copy.deepcopy(self.blocks).requires_grad_(False)\n"
         "        assert not any(one.requires_grad for one in self.average.parameters())",
     )
-    with_average = estimate(job_file(tmp_path, text)).parts.weights
-    alone = estimate(job_file(tmp_path)).parts.weights
+    with_average = estimate(shared_job(text)).parts.weights
+    alone = estimate(shared_job(JOB)).parts.weights
     assert 1.9 < with_average / alone < 2.1
 
 
-def test_the_two_frozen_models_at_full_depth_are_traced(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_two_frozen_models_at_full_depth_are_traced() -> None:
     text = """
     from trimtab.exams.jobs import Bridge
 
@@ -296,20 +292,20 @@ def test_the_two_frozen_models_at_full_depth_are_traced(tmp_path: Path) -> None:
     class Job(Bridge):
         layers_a, layers_b = 32, 28
     """
-    found = trimtab.estimate(job_file(tmp_path, textwrap.dedent(text)), "H200", micro_batch=4)
+    found = trimtab.estimate(shared_job(textwrap.dedent(text)), "H200", micro_batch=4)
     # Measured on an H200: 41.69 GiB.
     assert found.process_bytes / GIB == pytest.approx(41.69, rel=0.03)
 
 
-def test_a_model_a_hundred_times_too_large_is_answered_without_memory(tmp_path: Path) -> None:
+def test_a_model_a_hundred_times_too_large_is_answered_without_memory() -> None:
     text = JOB.replace("nn.Linear(256, 10)", "nn.Linear(256, 2_000_000_000)").replace("0, 10,", "0, 100,")
-    found = estimate(job_file(tmp_path, text), micro_batch=1)
+    found = estimate(shared_job(text), micro_batch=1)
     assert found.fits is False
     assert found.process_bytes > 100 * 80 * GIB
 
 
-def test_the_command_prints_a_verdict_and_json_has_the_contract(tmp_path: Path) -> None:
-    job = job_file(tmp_path)
+def test_the_command_prints_a_verdict_and_json_has_the_contract() -> None:
+    job = shared_job(JOB)
     done = trimtab_cli("estimate", job, "--on", "H200", "--micro-batch", "256")
     assert done.returncode == 0, done.stderr
     assert "fits" in done.stdout
@@ -331,16 +327,16 @@ def test_the_command_prints_a_verdict_and_json_has_the_contract(tmp_path: Path) 
     assert all(name[-1].isdecimal() == (told is not None) for name, told in classes.items())
 
 
-def test_where_no_class_can_be_told_the_path_stays(tmp_path: Path) -> None:
+def test_where_no_class_can_be_told_the_path_stays() -> None:
     assert trimtab.api.module_classes("nowhere.py:Job", ["h.0.mlp"]) == {}
     assert trimtab.api.module_classes("nowhere.py:Job", ["0"]) == {}
-    broken = job_file(tmp_path, JOB.replace("return Net()", "raise OSError"))
+    broken = shared_job(JOB.replace("return Net()", "raise OSError"))
     assert trimtab.api.module_classes(broken, ["0"]) == {}
 
 
-def test_what_does_not_fit_leaves_with_exit_code_3(tmp_path: Path) -> None:
+def test_what_does_not_fit_leaves_with_exit_code_3() -> None:
     options = ("--on", "T4", "--micro-batch", "20000", "--precision", "fp16")
-    done = trimtab_cli("estimate", job_file(tmp_path), *options)
+    done = trimtab_cli("estimate", shared_job(JOB), *options)
     assert done.returncode == 3
     assert "does not fit" in done.stdout
 
@@ -358,6 +354,7 @@ def test_recorded_cases_are_predicted_within_two_percent(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("exam")
 def test_the_whole_exam_does_not_get_worse() -> None:
     marks = sit()
     assert [one.case for one in marks.cases if one.failed] == []
@@ -374,8 +371,8 @@ def test_a_profiled_run_is_kept_as_a_case_and_sat_again(tmp_path: Path) -> None:
         micro_batch=8, precision="bf16", recompute="none", compile=False, strategy="single", gpus=1,
         optimizer="fused", allocator="default",
     )  # fmt: skip
-    request = make_request(job_file(tmp_path), setting, device, options=None, clip=None)
-    truth = estimate(job_file(tmp_path))
+    request = make_request(shared_job(JOB), setting, device, options=None, clip=None)
+    truth = estimate(shared_job(JOB))
     run = Measured(
         allocated_bytes=truth.allocated_bytes,
         reserved_bytes=2 * truth.reserved_bytes,

@@ -22,6 +22,7 @@ from trimtab.trace.worker import Request
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.xdist_group("fusion")  # its fixture is made once
 PLAIN = Setting(micro_batch=1, global_batch=1, precision=Precision.FP32, compile=True)
 KNOWN = speed(H200) or pytest.fail("the H200 has a speed")
 PACE = KNOWN.pace

@@ -28,7 +28,7 @@ TEXT = argparse.__file__
 NEOX = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
 DISTIL = {"vocab_size": 300, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2}
 
-pytestmark = pytest.mark.usefixtures("own_cache", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def llama(folder: Path, architecture: str = "LlamaForCausalLM", **more: Any) -> str:

@@ -30,7 +30,7 @@ from trimtab.trace.redraw import redraws
 
 TINY = [f"{name}:tiny" for name in BUILT_IN]
 
-pytestmark = pytest.mark.usefixtures("own_cache", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def on_meta(job: Any) -> Any:

@@ -140,6 +140,8 @@ def nodes(cable: Cable, out: Path, *words: str) -> Iterator[list[subprocess.Pope
 
 
 @pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.usefixtures("cold_start")
 def test_two_nodes_train_over_a_link_that_is_cut_and_mended(
     cable: Cable, tmp_path: Path, alone: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +164,8 @@ def test_two_nodes_train_over_a_link_that_is_cut_and_mended(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.usefixtures("cold_start")
 def test_a_node_that_is_gone_for_good_leaves_the_other_to_finish(
     cable: Cable, tmp_path: Path, alone: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +185,8 @@ def test_a_node_that_is_gone_for_good_leaves_the_other_to_finish(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.usefixtures("cold_start")
 def test_after_a_killed_worker_training_goes_on_within_twenty_seconds(
     tmp_path: Path, alone: float, capsys: pytest.CaptureFixture[str]
 ) -> None:

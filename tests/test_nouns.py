@@ -9,25 +9,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nouns import NOUNS
+from nouns import FIELDS, FITTED, NOUNS, all_nouns
 from trimtab import spec
 from trimtab.errors import BrokenFile
 from trimtab.spec import Cluster, Device, Estimate, Footprint, Link, Mesh, Node, Setting, Strategy
 
 
-def _all_nouns(base: type[spec.Noun]) -> set[type[spec.Noun]]:
-    found = set(base.__subclasses__())
-    return found | {deeper for one in found for deeper in _all_nouns(one)}
-
-
 def test_every_noun_has_a_strategy_here() -> None:
     # Benchmarks have nouns of their own, which nothing else reads.
-    ours = {one for one in _all_nouns(spec.Noun) if one.__module__.startswith("trimtab.")}
+    ours = {one for one in all_nouns() if one.__module__.startswith("trimtab.")}
     assert ours == set(NOUNS)
+    assert len(ours) > 100
+    assert {*FIELDS, *FITTED} <= {cls.__name__ for cls in ours}
 
 
 @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.__name__)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_noun_survives_json_both_ways(noun: type[spec.Noun], data: st.DataObject) -> None:
     value = data.draw(NOUNS[noun])

@@ -25,6 +25,8 @@ from trimtab.units import GIB
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.xdist_group("plan command")  # its fixture is made once
+
 JOB = """
 import torch
 from sizes import WIDTH

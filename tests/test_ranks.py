@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,18 +17,11 @@ from trimtab.strategies import limits
 from trimtab.training.run import Run
 from worlds import Drill, everywhere
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 WHOLE = 10
 STEPS = 5
 
 
-@pytest.fixture(autouse=True)
-def doubles() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 class Block(nn.Module):

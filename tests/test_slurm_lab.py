@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.usefixtures("cold_start"),
     pytest.mark.skipif(bool(slurm_lab.missing()), reason=slurm_lab.missing() or "there is a Slurm"),
 ]
 FIRST_STEP_S = 30

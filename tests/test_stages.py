@@ -27,7 +27,7 @@ CHAIN = "chain_default.yaml"
 ONE = "n_positives: 8\n"
 """Enough for a file to be a stage."""
 
-pytestmark = pytest.mark.usefixtures("own_cache", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import trimtab
-from test_estimate import job_file
+from shared_jobs import shared_job
+from test_estimate import JOB
 from trimtab.engine.branches import Absent, Nothing, branch_loss, branches_of, keep_branch
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.spec import Mesh
@@ -65,17 +66,12 @@ DEEP = 64 * 512 + 512 + 3 * (512 * 512 + 512) + 512 * 8 + 8
 SHARED = 32 * 64 + 64 + 2 * (64 * 64 + 64)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-
-
 def estimate(job: str, on: str, **options: Any) -> Estimate:
     return trimtab.estimate(job, on, micro_batch=8, precision="fp32", **options)
 
 
-def test_a_rank_of_a_branch_holds_its_own_frozen_part_and_all_that_learns(tmp_path: Path) -> None:
-    job = job_file(tmp_path, TWO)
+def test_a_rank_of_a_branch_holds_its_own_frozen_part_and_all_that_learns() -> None:
+    job = shared_job(TWO)
     whole = estimate(job, "H100")
     part = estimate(job, "2xH100", strategy="branch")
     assert whole.parts.weights == pytest.approx(4 * (WIDE + DEEP + SHARED), rel=0.01)
@@ -89,15 +85,15 @@ def test_a_rank_of_a_branch_holds_its_own_frozen_part_and_all_that_learns(tmp_pa
     assert part.reserved_bytes <= whole.reserved_bytes
 
 
-def test_hybrid_holds_what_branch_holds(tmp_path: Path) -> None:
-    job = job_file(tmp_path, TWO)
+def test_hybrid_holds_what_branch_holds() -> None:
+    job = shared_job(TWO)
     assert (
         estimate(job, "4xH100", strategy="hybrid").parts == estimate(job, "2xH100", strategy="branch").parts
     )
 
 
-def test_a_rank_of_hsdp_keeps_the_share_of_its_node(tmp_path: Path) -> None:
-    job = job_file(tmp_path)
+def test_a_rank_of_hsdp_keeps_the_share_of_its_node() -> None:
+    job = shared_job(JOB)
     one = estimate(job, "H100")
     node = estimate(job, "2x4xH100", strategy="hsdp")
     all_ = estimate(job, "2x4xH100", strategy="fsdp")
@@ -146,9 +142,9 @@ def test_a_strategy_that_cannot_be_is_refused(how: str, given: dict[str, int], f
     assert caught.value.exit_code == 2
 
 
-def test_a_job_without_branches_is_refused_before_tracing(tmp_path: Path) -> None:
+def test_a_job_without_branches_is_refused_before_tracing() -> None:
     with pytest.raises(WrongUse, match="the job has no branches"):
-        estimate(job_file(tmp_path), "2xH100", strategy="branch")
+        estimate(shared_job(JOB), "2xH100", strategy="branch")
     with pytest.raises(JobFailed, match="the job has no branches"):
         branches_of(object())
 
@@ -161,17 +157,15 @@ def test_a_job_without_branches_is_refused_before_tracing(tmp_path: Path) -> Non
         (("logits = model", "a, b = model.towers[name](z).shape; logits = model"), "another branch than"),
     ],
 )  # fmt: skip
-def test_branches_that_do_not_agree_with_the_model_are_named(
-    tmp_path: Path, change: tuple[str, str], found: str
-) -> None:
+def test_branches_that_do_not_agree_with_the_model_are_named(change: tuple[str, str], found: str) -> None:
     assert change[0] in TWO
     with pytest.raises(JobFailed, match=found):
-        estimate(job_file(tmp_path, TWO.replace(*change)), "2xH100", strategy="branch")
+        estimate(shared_job(TWO.replace(*change)), "2xH100", strategy="branch")
 
 
 def test_a_job_says_what_it_is(tmp_path: Path) -> None:
-    assert summary(job_file(tmp_path, TWO)).branches == ("wide", "deep")
-    found = summary(job_file(tmp_path))
+    assert summary(shared_job(TWO)).branches == ("wide", "deep")
+    found = summary(shared_job(JOB))
     assert (found.branches, found.global_batch, found.samples) == ((), 64, None)
     with pytest.raises(WrongUse, match="no such file"):
         summary(f"{tmp_path}/missing.py:Job")

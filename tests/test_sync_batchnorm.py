@@ -14,7 +14,6 @@ from torch.nn import functional
 
 import trimtab
 from outlooks import workload
-from training_worlds import world_of
 from trimtab import cluster
 from trimtab.api.estimating import first_device, look_closely, make_setting
 from trimtab.engine.sync_norm import synchronise
@@ -28,7 +27,7 @@ from trimtab.training import preparing
 from trimtab.training.resize import divided
 from trimtab.training.run import Run
 from trimtab.training.world import World
-from worlds import Drill, everywhere
+from worlds import Drill, everywhere, world_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,11 +38,7 @@ STEPS = 3
 NEAR = 1e-12
 
 
-@pytest.fixture(autouse=True)
-def doubles() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 class NormAndAct(nn.BatchNorm1d):

@@ -83,14 +83,17 @@ def called(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-PLANS = [
-    # Two models over several strategies are traced for seconds each.
-    pytest.param(*row, marks=[pytest.mark.slow] if "plan bridge" in row[1] else [])
-    for row in ROWS
-    if row[1].startswith("trimtab plan ")
-]
+def row_case(there: str, here: str, note: str) -> Any:
+    # Two models, or several strategies of them, are traced for seconds each. Of the plans for naics, the
+    # simplest stays.
+    is_heavy = "bridge" in here or "show conf --job naics" in here
+    is_heavy = is_heavy or ("plan naics" in here and "`optimize_gpu_config.py --auto`" not in there)
+    return pytest.param(there, here, note, marks=[pytest.mark.slow] if is_heavy else [])
+
+
+PLANS = [row_case(*row) for row in ROWS if row[1].startswith("trimtab plan ")]
 TRAININGS = [row for row in ROWS if "trimtab train " in row[1]]
-OTHERS = [row for row in ROWS if not row[1].startswith("trimtab plan ") and row not in TRAININGS]
+OTHERS = [row_case(*row) for row in ROWS if not row[1].startswith("trimtab plan ") and row not in TRAININGS]
 
 
 @pytest.mark.parametrize(("there", "here", "_"), PLANS)

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 WHOLE, STEPS, VOCAB, WIDTH = 10, 4, 11, 8
 
 
-@pytest.fixture(autouse=True)
-def doubles() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 class Block(nn.Module):

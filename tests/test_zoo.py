@@ -21,6 +21,7 @@ from trimtab.predict.pace import Rates, law
 from trimtab.spec import Work
 from trimtab.trace import imports, recurrent, rehearse
 
+pytestmark = pytest.mark.xdist_group("zoo")  # its fixture is made once
 KINDS = """
 import probes_cuda
 import torch

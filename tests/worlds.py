@@ -1,24 +1,33 @@
-"""Real processes for tests: a function run by every rank of a small world over gloo."""
+"""Real processes for tests, with gloo between them: one function, run by every rank of a small world."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import secrets
 import socket
+import subprocess
+import sys
 import tempfile
 import time
-import traceback
+import warnings
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.spawn import start_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+_PROGRAM = """
+import sys
+import worlds
+worlds.be_rank(sys.argv[1])
+"""
 
 
 class Drill:
@@ -56,33 +65,99 @@ def variables(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def everywhere(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
-    """What a function returns on every rank; the function is one of a module. An error there is one here."""
-    port = free_port()
+    """Return what `function(*args)` returns on every rank, with the variables that torchrun sets.
+
+    The function is one of a module. An error on a rank is an error here.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(  # type: ignore[no-untyped-call]
-            _one, (size, port, folder, (function, args)), nprocs=size, join=False, start_method="spawn"
-        )
-        until = time.monotonic() + timeout_s
-        try:
-            while not context.join(timeout=1):
-                if time.monotonic() > until:
-                    raise TimeoutError(f"{function.__name__} hangs on {size} processes")
-        finally:
-            for process in context.processes:
-                process.kill()
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]  # noqa: S301
+        env = [variables(rank, size, port) for port in [free_port()] for rank in range(size)]
+        return _run(function, [args] * size, Path(folder), timeout_s, env)
 
 
-def _one(rank: int, size: int, port: int, folder: str, told: tuple[Callable[..., Any], Any]) -> None:
-    import torch
+def together(
+    ranks: int, work: Callable[..., Any], *args: Any, folder: Path, timeout_s: float = 120
+) -> list[Any]:
+    """Return what `work(rank, ranks, *args)` returns on every rank, where warnings are errors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"{work.__name__}-{ranks}-{len(list(folder.iterdir()))}"
+    place.mkdir()
+    return _run(work, [(rank, ranks, *args) for rank in range(ranks)], place, timeout_s, strict=True)
 
-    function, args = told
 
-    torch.set_num_threads(1)
-    os.environ.update(variables(rank, size, port))
+def _run(
+    work: Callable[..., Any],
+    args: list[Any],
+    folder: Path,
+    timeout_s: float,
+    env: list[dict[str, str]] | None = None,
+    *,
+    strict: bool = False,
+) -> list[Any]:
+    """Call a function in a process for each list of arguments; raise with the output of those that failed.
+
+    Nothing of the tests' own process is inherited.
+    """
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    common = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    started = []
+    for rank, own in enumerate(args):
+        order = folder / f"{rank}.order"
+        order.write_bytes(pickle.dumps((work.__module__, work.__name__, own, strict)))
+        with (folder / f"{rank}.out").open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(order)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=common | (env[rank] if env else {}),
+            )
+        started.append(process)
+    ends_at = time.monotonic() + timeout_s
     try:
-        found = function(*args)
-    except BaseException:
-        traceback.print_exc()
-        raise
-    (Path(folder) / str(rank)).write_bytes(pickle.dumps(found))
+        while any(process.poll() is None for process in started) and not any(
+            process.returncode for process in started
+        ):
+            if time.monotonic() > ends_at:
+                raise TimeoutError(f"{work.__name__} hangs on {len(args)} processes")
+            time.sleep(0.02)
+    finally:
+        failed = [rank for rank, process in enumerate(started) if process.poll()]
+        for process in started:
+            process.kill()
+            process.wait()
+    said = [f"rank {rank}:\n{(folder / f'{rank}.out').read_text(errors='replace')}" for rank in failed]
+    assert not failed, "\n".join(said)
+    return [pickle.loads((folder / f"{rank}.answer").read_bytes()) for rank in range(len(args))]  # noqa: S301 - ours
+
+
+def be_rank(order: str) -> None:
+    module, name, args, strict = pickle.loads(Path(order).read_bytes())  # noqa: S301 - ours
+    if strict:
+        warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    answer = getattr(importlib.import_module(module), name)(*args)
+    Path(order).with_suffix(".answer").write_bytes(pickle.dumps(answer))
+
+
+@contextlib.contextmanager
+def world_of(size: int, rank: int, store: Path) -> Iterator[bool]:
+    """Ranks 0 to size - 1 in a process group; False on the others, which stay out of it.
+
+    One start of processes, which takes seconds, serves for many worlds, one after the other.
+    """
+    import torch.distributed as dist
+
+    if rank >= size:
+        yield False
+        return
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        yield True
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
