@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError
 from trimtab.exams.sit import Case, cases
 from trimtab.jobs.load import load
-from trimtab.spec import Noun, Precision, Recompute
+from trimtab.spec import Noun, Recompute
+from trimtab.spec.precision import FLOAT32
 from trimtab.units import GIB
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ EXAM_BEGIN, EXAM_END = "<!-- exam begins -->\n", "<!-- exam ends -->"
 BEGIN, END = "<!-- others begin -->\n", "<!-- others end -->"
 VERSIONS = ("accelerate", "torch", "transformers", "peft")
 GB = 10**9
-MIXED = (Precision.BF16, Precision.FP16)
-FOUR_BYTES = (Precision.FP32, Precision.TF32)
 
 
 class Figure(Noun, frozen=True, kw_only=True):
@@ -200,8 +199,8 @@ def accelerate_figure(case: Case, model: Model) -> Figure | None:
     setting = case.measurement.setting
     if setting.mesh.dp_shard > 1:
         return None
-    dtype = "float32" if setting.precision in FOUR_BYTES else "float16"
-    covered = model.adam and not model.frozen and setting.precision is not Precision.BF16_TRUE
+    dtype = "float32" if setting.dtypes.compute == FLOAT32 else "float16"
+    covered = model.adam and not model.frozen and setting.dtypes.weights == FLOAT32
     return Figure(bytes=model.accelerate[dtype], covered=covered)
 
 
@@ -212,7 +211,7 @@ def deepspeed_figure(case: Case, model: Model) -> Figure:
         needed = zero3(model.parameters, model.largest_layer, setting.mesh.dp_shard)
     else:
         needed = zero2(model.parameters, 1)
-    covered = model.adam and not model.frozen and setting.precision in MIXED
+    covered = model.adam and not model.frozen and setting.dtypes.autocast is not None
     return Figure(bytes=needed, covered=covered)
 
 
@@ -239,7 +238,7 @@ def guide_figures(case: Case, model: Model) -> dict[str, Figure]:
         width=job.width,
         length=job.seq if case.job == "Bert" else (job.image // job.patch) ** 2 + 1,
     )
-    value_bytes = 4 if setting.precision in FOUR_BYTES else 2
+    value_bytes = 4 if setting.dtypes.compute == FLOAT32 else 2
     needed = guide_c(encoder, items, value_bytes=value_bytes, recompute=full)
     return {"C": Figure(bytes=needed, covered=case.job == "Bert")}
 

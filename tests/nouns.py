@@ -119,6 +119,7 @@ def build(cls: type[spec.Noun]) -> Values:
 load_package()
 from trimtab.catalog.words import KINDS  # noqa: E402 - after the check that everything can be loaded
 from trimtab.configs.targets import COUNTS, WORDS, Knob  # noqa: E402
+from trimtab.spec.precision import DTYPE_BYTES, FLOAT32  # noqa: E402
 from trimtab.training.faults import HOME, FaultKind  # noqa: E402
 from trimtab.training.questions import ANSWERS  # noqa: E402
 from trimtab.training.suspects import BACKWARD, BATCH, FORWARD  # noqa: E402
@@ -135,6 +136,10 @@ FIELDS: dict[str, dict[str, Values]] = {
         "clock_hz": maybe(rates),
         "power_limit_w": maybe(st.floats(1, 2000)),
         "bandwidth_bytes_per_s": maybe(rates),
+    },
+    "Dtypes": {
+        "autocast": maybe(st.sampled_from([name for name in DTYPE_BYTES if name != FLOAT32])),
+        **dict.fromkeys(("weights", "frozen_weights", "reductions"), st.sampled_from([*DTYPE_BYTES])),
     },
     "Fault": {"kind": st.sampled_from(FaultKind), "step": few},
     "Knob": {

@@ -145,7 +145,7 @@ def test_a_convolution_survives_being_written_down(image: tuple[int, ...]) -> No
         weight_source=64,
         last=len(image) == 2,
         bytes=2,
-        precision="bf16",
+        arithmetic="bf16",
     )
     assert unflat(flat(shape), "bf16") == shape
     cause = Cause(rule="convolution weight", numbers=flat(shape), word="bf16", beside=7)

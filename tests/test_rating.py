@@ -46,7 +46,7 @@ def test_the_kind_of_a_model_is_told_by_what_it_computes(flops: dict[str, int], 
 
 @pytest.mark.parametrize("name", ["H100", "H200", "A100-80GB", "A100-40GB"])
 def test_28_percent_is_never_excellent(name: str) -> None:
-    usual = reference("transformer", stated(name).devices[0], Precision.BF16)
+    usual = reference("transformer", stated(name).devices[0], Precision.BF16.dtypes)
     assert usual is not None
     assert rating(0.28, usual) == "fair"
     assert rating(usual.low, usual) == "good"
@@ -64,7 +64,7 @@ def test_28_percent_is_never_excellent(name: str) -> None:
     ],
 )
 def test_without_figures_there_is_no_adjective(name: str, kind: str | None, precision: Precision) -> None:
-    usual = reference(kind, stated(name).devices[0], precision)
+    usual = reference(kind, stated(name).devices[0], precision.dtypes)
     assert usual is None
     assert rating(0.9, usual) is None
 
@@ -79,7 +79,7 @@ def test_every_row_has_known_devices_and_a_range() -> None:
 
 
 def test_a_predicted_mfu_above_all_published_runs_is_doubted() -> None:
-    usual = reference("transformer", stated("H100").devices[0], Precision.BF16)
+    usual = reference("transformer", stated("H100").devices[0], Precision.BF16.dtypes)
     assert usual is not None
     doubt = doubt_of(usual.high + 0.08, usual)
     assert "54%" in doubt

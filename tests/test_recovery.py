@@ -170,7 +170,7 @@ def test_a_larger_micro_batch_that_is_slower_is_taken_back_for_good() -> None:
 
 
 def test_the_loss_scale_halves_and_grows_and_is_one_without_fp16() -> None:
-    scale = first_scale(Setting(micro_batch=1, global_batch=1, precision=Precision.FP16).precision)
+    scale = first_scale(Setting(micro_batch=1, global_batch=1, precision=Precision.FP16).dtypes)
     assert scale.halved().value == scale.value / 2
     for _ in range(GROWS_AFTER):
         scale = scale.after_good()

@@ -272,11 +272,11 @@ def test_a_transposed_sparse_matrix_is_a_copy_out_of_order() -> None:
 # ------------------------------------------------------------------------------------------ volumes
 
 
-def volume(*channels: int, side: int, kernel: int, precision: str = "bf16") -> convolution.Shape:
+def volume(*channels: int, side: int, kernel: int, arithmetic: str = "bf16") -> convolution.Shape:
     return convolution.Shape(
         samples=2, source=channels[0], result=channels[1], image=(side,) * 3, made=(side,) * 3,
         kernel=(kernel,) * 3, stride=1, groups=1, weight_source=channels[0], last=False,
-        bytes=4 if precision == "fp32" else 2, precision=precision,
+        bytes=4 if arithmetic == "fp32" else 2, arithmetic=arithmetic,
     )  # fmt: skip
 
 
@@ -289,8 +289,8 @@ def volume(*channels: int, side: int, kernel: int, precision: str = "bf16") -> c
         (volume(64, 128, side=24, kernel=3), "weight", 14_598_643),
         (volume(256, 128, side=24, kernel=3), "weight", 23_003_152),
         (volume(64, 32, side=96, kernel=3), "forward", 339_849_232),
-        (volume(64, 64, side=48, kernel=3, precision="fp32"), "weight", 113_688_592),
-        (volume(4, 64, side=96, kernel=3, precision="fp32"), "weight", 0),
+        (volume(64, 64, side=48, kernel=3, arithmetic="fp32"), "weight", 113_688_592),
+        (volume(4, 64, side=96, kernel=3, arithmetic="fp32"), "weight", 0),
     ],
 )
 def test_convolutions_over_volumes_take_what_cudnn_took(
@@ -321,7 +321,7 @@ def test_volumes_with_channels_last_are_seen_as_such() -> None:
 def test_a_matrix_product_over_pixels_pads_nothing() -> None:
     shape = convolution.Shape(
         samples=8, source=256, result=150, image=(128, 128), made=(128, 128), kernel=(1, 1), stride=1,
-        groups=1, weight_source=256, last=True, bytes=2, precision="bf16",
+        groups=1, weight_source=256, last=True, bytes=2, arithmetic="bf16",
     )  # fmt: skip
     assert convolution.workspace(shape, "forward") == convolution.workspace(shape, "source") == 0
     assert convolution.workspace(shape, "weight") < 5 * 2**20

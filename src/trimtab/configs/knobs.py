@@ -17,7 +17,7 @@ import msgspec
 
 from trimtab.configs.targets import KeyIndex, find_roots
 from trimtab.errors import TrimtabError, UnknownName, WrongUse, nearest
-from trimtab.spec import Noun
+from trimtab.spec import Noun, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -275,8 +275,8 @@ class _KnobCollector:
             self._put(self.pins, "precision", "tf32" if found.get("enable_tf32") else "fp32", word)
             return
         wanted = found.get("amp_dtype", "bf16")
-        if wanted == "bf16" and not bf16:
-            self.said.append("bf16 is only emulated on these GPUs: fp16 instead")
+        if Precision(wanted).dtypes.is_bf16 and not bf16:
+            self.said.append(f"{wanted} is only emulated on these GPUs: fp16 instead")
             wanted = "fp16"
         if "enable_tf32" in found:
             self.said.append(f"enable_tf32 has nothing to do: autocast computes matrix products in {wanted}")

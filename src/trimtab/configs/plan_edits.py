@@ -173,7 +173,7 @@ def plan_sequence_length(plan: Plan) -> int | None:
 
 def list_facts(setting: Setting, nodes: int = 1, seq: int | None = None) -> dict[str, int | str]:
     """Return everything that a key can hold, for a setting with full micro-batches."""
-    length = {} if seq is None else {"seq": seq}
+    length: dict[str, int | str] = {} if seq is None else {"seq": seq}
     return length | {
         "micro_batch": setting.micro_batch,
         "accumulation": setting.accumulation,

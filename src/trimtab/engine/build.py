@@ -9,23 +9,23 @@ import torch
 from torch import nn
 
 from trimtab.engine.branches import branches_of, keep_branch
-from trimtab.engine.precision import configure
+from trimtab.engine.precision import configure, torch_dtype
 from trimtab.errors import JobFailed
-from trimtab.spec import Precision
+from trimtab.spec.precision import FLOAT32
 from trimtab.strategies import strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trimtab.spec import Setting
+    from trimtab.spec import Dtypes, Setting
 
 
 @contextlib.contextmanager
-def building(precision: Precision, device: str) -> Iterator[None]:
+def building(dtypes: Dtypes, device: str) -> Iterator[None]:
     """Default device and dtype, for the job's model() and batch() alone."""
     before = torch.get_default_dtype()
-    if precision is Precision.BF16_TRUE:
-        torch.set_default_dtype(torch.bfloat16)
+    if dtypes.weights != FLOAT32:
+        torch.set_default_dtype(torch_dtype(dtypes.weights))
     try:
         with torch.device(device):
             yield
@@ -40,7 +40,7 @@ def build_device(setting: Setting, device: str) -> str:
 
 def make_batch(job: Any, setting: Setting, device: str) -> Any:
     """Make one micro-batch, as the job makes it."""
-    with building(setting.precision, device):
+    with building(setting.dtypes, device):
         return job.batch(setting.micro_batch)
 
 
@@ -58,9 +58,9 @@ def build(  # noqa: PLR0913 - what to build, and as which rank
     With `branch`, as a rank of that branch has it; what only other branches need goes to `dropped`. Without
     `values`, a model that would be built on the host is built on the meta device.
     """
-    configure(setting)
+    configure(setting.dtypes)
     place = build_device(setting, device)
-    with building(setting.precision, place if values or place == device else "meta"):
+    with building(setting.dtypes, place if values or place == device else "meta"):
         model = job.model()
     if not isinstance(model, nn.Module):
         raise JobFailed(

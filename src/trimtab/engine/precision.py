@@ -1,79 +1,57 @@
-"""Which dtypes compute and which are stored."""
+"""Which dtypes compute and which are stored: the rows of `spec/precision.py`, carried out with torch."""
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from trimtab.engine.additive import batch_norms
-from trimtab.spec import Precision
+from trimtab.spec.precision import FLOAT32
 from trimtab.strategies import strategy_of
 
 if TYPE_CHECKING:
-    from trimtab.spec import Setting
+    from torch import nn
 
-AUTOCAST = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+    from trimtab.spec import Dtypes, Setting
+
+HALF = (torch.float16, torch.bfloat16)
 
 
-def configure(setting: Setting) -> None:
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that torch calls so.
+
+    >>> torch_dtype("bfloat16")
+    torch.bfloat16
+    """
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that torch has for a dtype, without the module: bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def configure(dtypes: Dtypes) -> None:
     """Set the TF32 flags; torch reads them when it chooses a kernel."""
-    torch.backends.cuda.matmul.allow_tf32 = setting.precision is Precision.TF32
-    torch.backends.cudnn.allow_tf32 = setting.precision is not Precision.FP32
+    torch.backends.cuda.matmul.allow_tf32 = dtypes.tf32_products
+    torch.backends.cudnn.allow_tf32 = dtypes.tf32_convolutions
 
 
 def autocast_dtype(setting: Setting) -> torch.dtype | None:
     """Return the dtype of autocast, or None where there is none. FSDP casts by itself."""
-    return None if strategy_of(setting).is_sharded else AUTOCAST.get(setting.precision)
+    name = setting.dtypes.autocast
+    return None if name is None or strategy_of(setting).is_sharded else torch_dtype(name)
 
 
-def cast_weights(model: nn.Module, setting: Setting) -> None:
-    """Store all weights in bf16 where the precision says so; buffers stay as the model made them."""
-    if setting.precision is Precision.BF16_TRUE:
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.dtype is not torch.bfloat16:
-                parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def widen_norms(model: nn.Module) -> None:
-    """Let BatchNorm layers compute with fp32 weights, where fsdp gathers these in half precision.
-
-    Their running statistics are fp32, and torch refuses weights of another dtype beside them.
-    """
-    for layer in batch_norms(model):
-        if not issubclass(type(layer), _WideWeights):
-            layer.__class__ = _with_wide_weights(type(layer))  # type: ignore[arg-type]
-
-
-class _WideWeights:
-    """Stands before the class of a BatchNorm layer; its weights are read in fp32."""
-
-    _parameters: dict[str, torch.Tensor | None]
-    _buffers: dict[str, torch.Tensor | None]
-
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """The weight, in the dtype of the running statistics."""
-        return self._widened("weight")
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The bias, in the dtype of the running statistics."""
-        return self._widened("bias")
-
-    def _widened(self, name: str) -> torch.Tensor | None:
-        parameter = self._parameters.get(name)
-        half = parameter is not None and parameter.dtype in (torch.float16, torch.bfloat16)
-        # A sharded parameter is only looked at, never computed with.
-        if parameter is None or not half or hasattr(parameter, "full_tensor"):
-            return parameter
-        running = self._buffers.get("running_mean")
-        return parameter.to(torch.float32 if running is None else running.dtype)
-
-
-@functools.cache
-def _with_wide_weights(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer of that class whose weights are read in fp32."""
-    return type(kind.__name__, (_WideWeights, kind), {"__module__": kind.__module__})
+def cast_weights(model: nn.Module, dtypes: Dtypes) -> None:
+    """Store weights in other dtypes than float32 where the precision says so; buffers stay as they are."""
+    if dtypes.weights == dtypes.frozen_weights == FLOAT32:
+        # Weights that a job builds in another dtype stay in it.
+        return
+    for parameter in model.parameters():
+        dtype = torch_dtype(dtypes.weights if parameter.requires_grad else dtypes.frozen_weights)
+        if parameter.is_floating_point() and parameter.dtype is not dtype:
+            parameter.data = parameter.data.to(dtype)

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from trimtab.engine.blocks import shard_units
-from trimtab.engine.precision import AUTOCAST, widen_norms
+from trimtab.engine.precision import torch_dtype
+from trimtab.engine.sync_norm import widen_norms
 from trimtab.errors import WrongUse
 
 if TYPE_CHECKING:
@@ -32,10 +33,13 @@ def shard(model: nn.Module, setting: Setting, device: str, fill: Fill | None = N
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     _refuse_scalars(model, setting)
-    policy = MixedPrecisionPolicy()
-    if setting.precision in AUTOCAST:
-        half = AUTOCAST[setting.precision]
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    dtypes = setting.dtypes
+    cast = None if dtypes.autocast is None else torch_dtype(dtypes.autocast)
+    # Without a cast, gradients come in the dtype of their weights, which a job may have chosen.
+    as_they_come = cast is None and dtypes.reductions == dtypes.gradients
+    summed = None if as_they_come else torch_dtype(dtypes.reductions)
+    policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=summed)
+    if cast is not None:
         widen_norms(model)
     mesh = device_mesh(setting, device)
 

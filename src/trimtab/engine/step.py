@@ -27,7 +27,6 @@ from trimtab.engine.shard import place, shard
 from trimtab.engine.sync_norm import SyncReducer, synchronise
 from trimtab.errors import JobFailed
 from trimtab.jobs.job import loss_function
-from trimtab.spec import Precision
 from trimtab.strategies import strategy_of
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Prepared", "build", "building", "make_batch", "prepare", "repeated_blocks", "step"]
 
 SCALE = 2.0**16
-"""What a loss is multiplied by in fp16, so that gradients do not vanish."""
+"""What a loss is multiplied by where the precision scales it, so that gradients do not vanish."""
 
 
 @dataclass(kw_only=True)
@@ -164,7 +163,7 @@ def arrange(  # noqa: PLR0913 - what differs between tracing and training
     """
     sharded = strategy_of(setting).is_sharded
     statistics = synchronise(model) if setting.sync_batchnorm and setting.gpus > 1 else None
-    cast_weights(model, setting)
+    cast_weights(model, setting.dtypes)
     recomputed = recompute(model, setting.recompute)
     if install_stage is not None:
         # Blocks of other stages are never on this device.
@@ -287,7 +286,7 @@ def step(
 
     `between` is called between the forward and the backward pass of each.
     """
-    scale = SCALE if state.setting.precision is Precision.FP16 else 1.0
+    scale = SCALE if state.setting.dtypes.scales_loss else 1.0
     count = len(batches)
     state.gradients.begin()
     losses = []

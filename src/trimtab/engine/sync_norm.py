@@ -124,7 +124,7 @@ def synchronise(model: nn.Module) -> Statistics | None:
     statistics = Statistics()
     for layer in layers:
         layer.__dict__["_trimtab_statistics"] = statistics
-        layer.__class__ = _synchronised(type(layer))  # type: ignore[arg-type]
+        layer.__class__ = _extended(type(layer), _Synchronised)  # type: ignore[arg-type]
     return statistics
 
 
@@ -166,14 +166,49 @@ class _Synchronised:
 
 
 @functools.cache
-def _synchronised(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer of that class that is synchronised."""
-    if issubclass(kind, _Synchronised):
+def _extended(kind: type[nn.Module], before: type) -> type[nn.Module]:
+    """Return the class of a layer with another class before it, under the layer's own name."""
+    if issubclass(kind, before):
         return kind
-    if issubclass(kind, nn.SyncBatchNorm):
-        # Its forward() would sum over ranks by itself, and not survive an out-of-memory.
-        return type(kind.__name__, (_Synchronised, _AnyShape), {"__module__": kind.__module__})
-    return type(kind.__name__, (_Synchronised, kind), {"__module__": kind.__module__})
+    # The forward() of SyncBatchNorm would sum over ranks by itself, and not survive an out-of-memory.
+    sums_itself = before is _Synchronised and issubclass(kind, nn.SyncBatchNorm)
+    return type(kind.__name__, (before, _AnyShape if sums_itself else kind), {"__module__": kind.__module__})
+
+
+def widen_norms(model: nn.Module) -> None:
+    """Let BatchNorm layers compute with fp32 weights, where fsdp gathers these in half precision.
+
+    Their running statistics are fp32, and torch refuses weights of another dtype beside them.
+    """
+    for layer in batch_norms(model):
+        layer.__class__ = _extended(type(layer), _WideWeights)  # type: ignore[arg-type]
+
+
+class _WideWeights:
+    """Stands before the class of a BatchNorm layer; its weights are read in fp32."""
+
+    _parameters: dict[str, torch.Tensor | None]
+    _buffers: dict[str, torch.Tensor | None]
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The weight, in the dtype of the running statistics."""
+        return self._widened("weight")
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias, in the dtype of the running statistics."""
+        return self._widened("bias")
+
+    def _widened(self, name: str) -> torch.Tensor | None:
+        parameter = self._parameters.get(name)
+        # A sharded parameter is only looked at, never computed with.
+        if parameter is None or hasattr(parameter, "full_tensor"):
+            return parameter
+        if parameter.dtype is accumulated(parameter.dtype):
+            return parameter
+        running = self._buffers.get("running_mean")
+        return parameter.to(torch.float32 if running is None else running.dtype)
 
 
 class _AnyShape(_BatchNorm):
@@ -297,7 +332,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that statistics of values of a dtype are computed in."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+    return torch.promote_types(dtype, torch.float32)
 
 
 class _Gpu:

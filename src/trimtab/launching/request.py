@@ -16,8 +16,9 @@ from trimtab.launching.manifests import build_indexed_job, build_sky_task, build
 from trimtab.launching.quoting import check_path
 from trimtab.launching.resources import compute_resources
 from trimtab.launching.slurm import build_sbatch_launch
-from trimtab.spec import Launch, LaunchKind, Precision
+from trimtab.spec import Launch, LaunchKind
 from trimtab.spec.base import Noun, below
+from trimtab.spec.precision import BFLOAT16, FLOAT16
 from trimtab.strategies import strategy_of
 from trimtab.training.meeting import Meeting
 from trimtab.training.start import LOGS, RESTARTS, Fleet, arguments, run_id
@@ -72,8 +73,8 @@ def build_local_launch(
     )
 
 
-MIXED = {Precision.BF16: "bf16", Precision.FP16: "fp16"}
-"""Precisions as accelerate says them; the others are no autocast."""
+MIXED = {BFLOAT16: "bf16", FLOAT16: "fp16", None: "no"}
+"""The dtypes of autocast in the words of accelerate."""
 PORT = 29500
 
 
@@ -125,7 +126,7 @@ def _accelerate_words(job_spec: JobSpec, rendezvous: str | None) -> list[str]:
     resources, choice = job_spec.resources, job_spec.plan.choice
     ranks = resources.nodes * resources.procs
     words = ["accelerate", "launch", f"--num_processes={ranks}", f"--num_machines={resources.nodes}"]
-    words.append(f"--mixed_precision={MIXED.get(choice.precision, 'no')}")
+    words.append(f"--mixed_precision={MIXED[choice.dtypes.autocast]}")
     words.append(f"--dynamo_backend={'inductor' if choice.compile else 'no'}")
     if not resources.gpus:
         words.append("--cpu")

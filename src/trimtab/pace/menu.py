@@ -13,6 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trimtab.engine.build import building
+from trimtab.engine.precision import configure, torch_dtype
+from trimtab.spec import Precision
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -102,15 +106,11 @@ class Language(nn.Module):
 @contextlib.contextmanager
 def precision(name: str) -> Iterator[None]:
     """What trimtab's precisions switch: autocast, default dtype, TF32."""
-    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-    torch.backends.cudnn.allow_tf32 = name != "fp32"
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-    torch.set_default_dtype(torch.bfloat16 if name == "bf16-true" else torch.float32)
-    try:
-        with torch.device("cuda"), torch.autocast("cuda", dtype=half, enabled=half is not None):
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+    dtypes = Precision(name).dtypes
+    configure(dtypes)
+    half = None if dtypes.autocast is None else torch_dtype(dtypes.autocast)
+    with building(dtypes, "cuda"), torch.autocast("cuda", dtype=half, enabled=half is not None):
+        yield
 
 
 def _language(  # noqa: PLR0913, PLR0917 - the sizes of a transformer

@@ -15,7 +15,6 @@ from trimtab.spec import (
     Candidate,
     Look,
     Objective,
-    Precision,
     Reason,
     Recompute,
     Rejection,
@@ -264,13 +263,14 @@ def _why_precision(best: Seen, space: Space) -> str:
     name = device.kind
     if space.failed_precisions:
         return "; ".join(f"{one.precision} fails: {one.why}" for one in space.failed_precisions)
-    if best.setting.precision is Precision.FP32:
+    dtypes = best.setting.dtypes
+    if not dtypes.is_narrow:
         return f"what {name} runs faster is not known"
-    rate = device.peaks.bf16 if best.setting.precision is Precision.BF16 else device.peaks.fp16
+    rate = device.peaks.of(dtypes.products)
     peak = f", {format_flops(rate)} dense" if rate else ""
-    if best.setting.precision is Precision.BF16:
-        return f"{name} has it in hardware{peak}; weights stay fp32"
-    return f"{name} only emulates bf16; fp16 with loss scaling{peak}"
+    if dtypes.scales_loss:
+        return f"{name} only emulates bf16; {best.setting.precision} with loss scaling{peak}"
+    return f"{name} has it in hardware{peak}; weights stay fp32"
 
 
 def _why_recompute(best: Seen, result: Result, space: Space) -> str:

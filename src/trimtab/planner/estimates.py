@@ -14,7 +14,6 @@ from trimtab.predict.estimate import estimate
 from trimtab.predict.timeline import timeline
 from trimtab.predict.traces import cached_trace, traces
 from trimtab.predict.verdict import judge_fully
-from trimtab.spec import Precision
 from trimtab.strategies import strategy_of
 from trimtab.trace.worker import Request
 
@@ -39,7 +38,7 @@ def first_device(cluster: Cluster) -> Device:
 
 def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
     """Raise if a setting computes in bf16 and the device only emulates it."""
-    if device.bf16 is False and setting.precision in (Precision.BF16, Precision.BF16_TRUE):
+    if device.bf16 is False and setting.dtypes.is_bf16:
         raise WrongUse(
             f"{setting.precision} on {device.name}",
             found=f"{device.name} does not compute in bf16",

@@ -21,6 +21,7 @@ from trimtab.predict.derive import derived
 from trimtab.predict.estimate import estimate as judge
 from trimtab.predict.verdict import judge_fully
 from trimtab.spec import PARTS, Allocator, Estimate, Recompute
+from trimtab.spec.precision import BFLOAT16, FLOAT16
 from trimtab.strategies import one_micro_batch, one_replica, strategy_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ EVENNESS = 0.95
 better, but for the last wave of blocks on the multiprocessors."""
 OUTSIDE = ("collective", "wait")
 """Kinds of work that a bound on computing leaves out."""
-PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
 UNUSED = frozenset({"workers", "shares"})
 """Fields of a Setting that no estimate depends on."""
 UNUSED_WITH_BATCH = UNUSED | {"global_batch"}
@@ -491,7 +491,8 @@ def peak_s(trace: Trace, device: Device) -> float:
     total = 0.0
     for number in computing(trace).sequence:
         work = trace.works[number]
-        rate = getattr(device.peaks, PEAKS.get(work.dtype, ""), None) or max(known, default=None)
+        half = device.peaks.of(work.dtype) if work.dtype in (FLOAT16, BFLOAT16) else None
+        rate = half or max(known, default=None)
         total += work.flops / rate if rate else 0.0
     return total
 

@@ -223,8 +223,8 @@ def _beyond(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]
     if precision is None or any(runs(one, Precision(precision)) for one in devices):
         return []
     names = ", ".join(dict.fromkeys(one.kind for one in devices))
-    if precision == Precision.TF32:
-        return [(f"precision=tf32, and {names} has no TF32", "pin precision=fp16 or fp32")]
+    if Precision(precision).dtypes.tf32_products:
+        return [(f"precision={precision}, and {names} has no TF32", "pin precision=fp16 or fp32")]
     return [
         (
             f"precision={precision}, and {names} only emulates bf16",
@@ -258,9 +258,9 @@ def _joined_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tu
 
 def runs(device: Device, precision: Precision) -> bool:
     """Whether the device runs the precision in hardware; what is not known counts as yes."""
-    if precision in (Precision.BF16, Precision.BF16_TRUE):
+    if precision.dtypes.is_bf16:
         return device.bf16 is not False
-    if precision is Precision.TF32:
+    if precision.dtypes.tf32_products:
         known = any(getattr(device.peaks, name) for name in device.peaks.__struct_fields__)
         return device.peaks.tf32 is not None or not known
     return True
@@ -412,29 +412,19 @@ def _by_rule(
 
 def _why_not(precision: Precision, chosen: Precision, devices: tuple[Device, ...]) -> str:
     """Why a precision is not tried, with its rate."""
-    first = devices[0]
-    rates = {
-        Precision.FP32: first.peaks.fp32,
-        Precision.TF32: first.peaks.tf32,
-        Precision.FP16: first.peaks.fp16,
-        Precision.BF16: first.peaks.bf16,
-    }
-    if precision is Precision.BF16_TRUE:
-        return "bf16-true changes the numerics of training: only by pin"
-    if precision is Precision.BF16:
-        return (
-            "bf16 is only emulated here"
-            if chosen is Precision.FP16
-            else "bf16: nobody knows if it is native here"
-        )
-    if precision is Precision.FP16 and chosen in WITHOUT_AUTOCAST:
-        return "fp16 runs under autocast as well, and needs loss scaling: only by pin"
-    if precision is Precision.FP16:
-        return "fp16 needs loss scaling, and runs no faster than bf16" if chosen is Precision.BF16 else (
-            "fp16: nobody knows how fast it is here"
-        )  # fmt: skip
-    slow, fast = rates[precision], rates[chosen]
-    if slow is None or fast is None or chosen is precision:
+    dtypes, other = precision.dtypes, chosen.dtypes
+    if not dtypes.keeps_float32:
+        return f"{precision} changes the numerics of training: only by pin"
+    if dtypes.is_bf16:
+        emulated = f"{precision} is only emulated here"
+        return emulated if other.scales_loss else f"{precision}: nobody knows if it is native here"
+    if dtypes.scales_loss and not other.is_narrow:
+        return f"{precision} runs under autocast as well, and needs loss scaling: only by pin"
+    if dtypes.scales_loss:
+        return f"{precision} needs loss scaling, and runs no faster than {chosen}"
+    peaks = devices[0].peaks
+    slow, fast = peaks.of(dtypes.products), peaks.of(other.products)
+    if slow is None or fast is None:
         return f"{precision} is slower than {chosen} on tensor cores, and keeps larger activations"
     return f"{precision} has a peak of {format_flops(slow)}, {chosen} of {format_flops(fast)}: only by pin"
 

@@ -9,7 +9,7 @@ from trimtab.catalog.facts import facts_of
 from trimtab.predict import comms, time
 from trimtab.predict.calibration import speed
 from trimtab.predict.memory import Memory, memory
-from trimtab.predict.rating import PEAK_OF, doubt_of, model_kind, rating, reference
+from trimtab.predict.rating import doubt_of, model_kind, rating, reference
 from trimtab.spec import Allocator, Band, Estimate, Recompute, StepTime
 from trimtab.strategies import strategy_of
 from trimtab.units import MIB
@@ -119,11 +119,11 @@ def _timed(  # noqa: PLR0913 - as above
     among = comms.links(cluster, setting.gpus) if cluster is not None else comms.Links(1.0, 1.0, 1, 1)
     parts = time.step(trace, setting, pace.pace, pace.host, among, fusing=fusing)
     seconds = parts.total_s
-    peak = getattr(device.peaks, PEAK_OF[setting.precision]) or device.peaks.fp32
+    peak = device.peaks.of(setting.dtypes.products) or device.peaks.fp32
     flops = time.device_flops(trace, setting)
     once = time.model_flops(trace)
     mfu = flops / (seconds * peak) if peak else None
-    usual = reference(model_kind(trace), device, setting.precision)
+    usual = reference(model_kind(trace), device, setting.dtypes)
     said = []
     if fusing and trace.no_compile_gain:
         said.append(

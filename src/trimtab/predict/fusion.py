@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.cache import MemoryCache
 from trimtab.predict.flow import links, sized
-from trimtab.spec import Precision, Work
+from trimtab.spec import Work
+from trimtab.spec.precision import DTYPE_BYTES, FLOAT32, TF32
 from trimtab.spec.trace import ENTER, LEAVE
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ ACROSS = ("batch_norm", "group_norm")
 AGAIN = 2.0
 """A tensor is computed again where reading what it follows from moves no more than this times its own bytes,
 which writing and reading it would."""
-HALF_OF = {Precision.BF16: "bfloat16", Precision.FP16: "float16"}
-"""What autocast computes in."""
-HALF = set(HALF_OF.values())
 ALIGNED_BYTES = 16
 PADDED_GAIN = 1.1
 """Inductor pads where its own measurement says that it is so much faster."""
@@ -76,7 +74,7 @@ def fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
     """The trace with the operations that the compiled step would have; allocations stay the eager ones."""
     known = groups(trace)
     plan = _Plan(trace, known)
-    half = HALF_OF.get(setting.precision)
+    half = setting.dtypes.autocast
     # A step has thousands of calls of libraries, and a hundred different ones.
     calls: dict[tuple[int, bool], tuple[Work, ...]] = {}
     works: list[Work] = []
@@ -108,7 +106,7 @@ def fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
 
 def halved(work: Work, half: str) -> Work:
     """A matrix product of a compiled backward pass: autocast holds there too, whatever it did before."""
-    if work.kind != "matrix" or work.dtype not in ("float32", "tf32"):
+    if work.kind != "matrix" or work.dtype not in (FLOAT32, TF32):
         return work
     alignment = work.dims[4] // 2 if work.dims[4:] and work.dims[4] < ALIGNED_BYTES else ALIGNED_BYTES
     return work.replace(
@@ -133,7 +131,7 @@ def padded(work: Work, pace: Pace) -> tuple[Work, ...]:
 
     Operands with a side to pad are copied before.
     """
-    size = 2 if work.dtype in HALF else 4
+    size = DTYPE_BYTES.get(work.dtype, 4)
     unit = ALIGNED_BYTES // size
     batch, rows, columns, inner, *_ = work.dims
     longer = tuple(-(-side // unit) * unit for side in (rows, columns, inner))
@@ -395,7 +393,7 @@ class _Plan:
             return False
         bulk = WIDE * work.read_bytes
         if work.write_bytes > bulk:
-            row = work.dims[1] * (2 if work.dtype in HALF else 4) if len(work.dims) > 1 else 0
+            row = work.dims[1] * DTYPE_BYTES.get(work.dtype, 4) if len(work.dims) > 1 else 0
             long = row > IN_CACHE or any(word in work.op for word in ACROSS)
         else:
             long = 4 * work.read_bytes > IN_CACHE * max(1, work.write_bytes)

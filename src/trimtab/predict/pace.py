@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.facts import facts_of
+from trimtab.spec.precision import BFLOAT16, FLOAT16
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ PERSISTENT_WIDTH, PERSISTENT_BATCH = 1024, 128
 SPLITS = (1, 2, 4, 8, 16)
 LEAST_SPLIT = 256
 """The sum over k is split between multiprocessors where that leaves so much for each."""
-HALF = {"float16", "bfloat16"}
+HALF = {FLOAT16, BFLOAT16}
 NEAREST = 5
 OTHER_OP, OTHER_DTYPE = 16.0, 6.0
 """Squared distance between operations of different name or dtype, in doublings of a size."""

@@ -9,21 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimtab.catalog.tables import mfu_references
-from trimtab.spec import MfuReference, Precision
+from trimtab.spec import MfuReference
+from trimtab.spec.precision import DTYPE_BYTES, FLOAT16
 
 if TYPE_CHECKING:
-    from trimtab.spec import Device, Trace
+    from trimtab.spec import Device, Dtypes, Trace
 
 WORDS = ("poor", "fair", "good", "excellent")
-PEAK_OF = {
-    Precision.FP32: "fp32",
-    Precision.TF32: "tf32",
-    Precision.FP16: "fp16",
-    Precision.BF16: "bf16",
-    Precision.BF16_TRUE: "bf16",
-}
-"""The dense peak that MFU is a share of."""
-SIXTEEN_BITS = (Precision.FP16, Precision.BF16, Precision.BF16_TRUE)
 NEARLY_ALL = 0.95
 """Of a transformer's operations, the share that is matrix products and attention."""
 POOR = 0.5
@@ -46,9 +38,10 @@ def model_kind(trace: Trace) -> str | None:
     return "transformer" if is_transformer else None
 
 
-def reference(kind: str | None, device: Device, precision: Precision) -> MfuReference | None:
+def reference(kind: str | None, device: Device, dtypes: Dtypes) -> MfuReference | None:
     """What published runs of such a model reach on such a device."""
-    if precision not in SIXTEEN_BITS or device.slice is not None:
+    # The published runs compute in 16 bits.
+    if DTYPE_BYTES[dtypes.compute] != DTYPE_BYTES[FLOAT16] or device.slice is not None:
         return None
     row = next((row for row in mfu_references() if row.model == kind and device.model in row.devices), None)
     if row is None:

@@ -15,7 +15,8 @@ from trimtab.cache import MemoryCache, key_of
 from trimtab.catalog.tables import collectives
 from trimtab.predict.accumulate import gradients
 from trimtab.predict.fusion import fused
-from trimtab.spec import Precision, Recompute, Work
+from trimtab.spec import Recompute, Work
+from trimtab.spec.precision import DTYPE_BYTES
 from trimtab.strategies import strategy_of
 from trimtab.strategies.base import Traffic
 
@@ -321,7 +322,7 @@ def device_flops(trace: Trace, setting: Setting) -> float:
 
 def gradient_bytes(trace: Trace, setting: Setting) -> int:
     """What a replica has to tell the others."""
-    return trace.trainable * (2 if setting.precision is Precision.BF16_TRUE else 4)
+    return trace.trainable * DTYPE_BYTES[setting.dtypes.gradients]
 
 
 def communication(

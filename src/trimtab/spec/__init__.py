@@ -30,13 +30,13 @@ from trimtab.spec.plan import (
     Rejection,
     WhatIf,
 )
+from trimtab.spec.precision import Dtypes, Precision
 from trimtab.spec.queue import Headway, JobView, QueuedJob
 from trimtab.spec.run import Attempt, Check, Incident, IncidentKind, Measurement, Summary
 from trimtab.spec.setting import (
     Allocator,
     Mesh,
     OptimizerImplementation,
-    Precision,
     Recompute,
     Setting,
     Share,
@@ -64,6 +64,7 @@ __all__ = [
     "Comparison",
     "Device",
     "DeviceProcess",
+    "Dtypes",
     "Estimate",
     "Finding",
     "Footprint",

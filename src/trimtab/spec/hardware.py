@@ -30,6 +30,10 @@ class Vendor(StrEnum):
     AMD = "amd"
 
 
+PEAK_NAMES = {"float32": "fp32", "tf32": "tf32", "float16": "fp16", "bfloat16": "bf16"}
+"""Fields of Peaks by the dtype that matrix products compute in."""
+
+
 class Peaks(Noun, frozen=True, kw_only=True):
     """Dense operations per second by dtype, with fp32 accumulation. None: the device has no such path."""
 
@@ -47,6 +51,10 @@ class Peaks(Noun, frozen=True, kw_only=True):
     def faults(self) -> list[str]:
         """Rates are positive."""
         return below(1, fp32=self.fp32, tf32=self.tf32, fp16=self.fp16, bf16=self.bf16, fp8=self.fp8)
+
+    def of(self, dtype: str) -> float | None:
+        """Return the rate of matrix products in a dtype, as torch names it, or in tf32."""
+        return getattr(self, PEAK_NAMES[dtype]) if dtype in PEAK_NAMES else None
 
     def scaled(self, share: float) -> Peaks:
         """The peaks of a share of the device, such as a MIG slice."""

@@ -6,19 +6,7 @@ from enum import StrEnum
 from math import prod
 
 from trimtab.spec.base import Noun, below
-
-
-class Precision(StrEnum):
-    """Which dtype computes and which one the weights are kept in."""
-
-    FP32 = "fp32"
-    TF32 = "tf32"
-    BF16 = "bf16"
-    """bf16 autocast, fp32 weights."""
-    FP16 = "fp16"
-    """fp16 autocast with loss scaling, fp32 weights."""
-    BF16_TRUE = "bf16-true"
-    """bf16 weights."""
+from trimtab.spec.precision import Dtypes, Precision
 
 
 class Recompute(StrEnum):
@@ -166,6 +154,11 @@ class Setting(Noun, frozen=True, kw_only=True):
     def data_parallel(self) -> int:
         """Ways the global batch is split."""
         return self.mesh.data_parallel
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """The dtypes of a step."""
+        return self.precision.dtypes
 
     def faults(self) -> list[str]:
         """The global batch is reached, and with no micro-batch to spare."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimtab.spec import Mesh, Strategy
+from trimtab.spec.precision import DTYPE_BYTES
 from trimtab.strategies.base import Derivation, ParallelStrategy, Traffic, Wrapping, on_mesh
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class FsdpStrategy(ParallelStrategy):
         backward = max(0.0, gathered / 2 + scattered - traffic.hidden_backward_s)
         replicas = setting.mesh.dp_replicate
         # Copies of a shard are a whole shard group apart: one in each node, where a node holds a group.
-        across = links.all_reduce_s(traffic.gradient_bytes // shards, replicas, apart=shards)
+        shard_bytes = traffic.trace.trainable * DTYPE_BYTES[setting.dtypes.reductions] // shards
+        across = links.all_reduce_s(shard_bytes, replicas, apart=shards)
         sharded = passes * (forward + backward) + max(0.0, across - traffic.hidden_backward_s)
         return sharded + traffic.statistics_s()
 

@@ -13,11 +13,11 @@ import torch
 from torch._guards import TracingContext
 from torch.nn.functional import pad
 
+from trimtab.engine.precision import HALF
 from trimtab.trace.attention_rules import (
     CUDNN,
     EFFICIENT,
     FLASH,
-    HALF,
     MATH,
     Call,
     Choice,

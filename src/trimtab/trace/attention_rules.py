@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from trimtab.engine.precision import HALF, dtype_name
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HALF = (torch.float16, torch.bfloat16)
 NEWEST_GPU = (12, 1)
 FOUR = 4
 """Fused kernels take batch x heads x length x head size."""
@@ -156,7 +157,7 @@ def _heads_shown(call: Call) -> str:
 
 
 def _dtype_words(call: Call) -> str:
-    dtypes = list(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in call.tensors))
+    dtypes = list(dict.fromkeys(dtype_name(tensor.dtype) for tensor in call.tensors))
     return f"does not compute in {' and '.join(dtypes)}"
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import trimtab.trace
+from trimtab.engine.precision import dtype_name
 from trimtab.spec import Work
 from trimtab.trace import trials
 from trimtab.trace.trials import GIGA, Balance, Tuning, aside, replace
@@ -72,7 +73,7 @@ class Fused:
         return Work(
             op=KERNEL_NAME.sub("", self.name),
             kind=kind,
-            dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
+            dtype=dtype_name(first.dtype) if first is not None else "",
             read_bytes=max(0, self.moved_bytes - write_bytes),
             write_bytes=write_bytes,
             dims=(0, first.shape[-1] if first is not None and first.dim() else 1),

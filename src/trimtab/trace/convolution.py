@@ -44,8 +44,8 @@ class Shape:
     last: bool
     """Channels last in memory."""
     bytes: int
-    precision: str
-    """fp32, tf32, fp16 or bf16."""
+    arithmetic: str
+    """How it multiplies: fp32, tf32, fp16 or bf16, as the fields of Peaks are called."""
 
     @property
     def window(self) -> int:
@@ -110,7 +110,7 @@ def shape_of(
         weight_source=weight.shape[1],
         last=channels_last(source, weight),
         bytes=source.element_size(),
-        precision=names.get(source.dtype, plain),
+        arithmetic=names.get(source.dtype, plain),
     )
 
 
@@ -123,7 +123,7 @@ def workspace(shape: Shape, phase: str) -> int:
     """Bytes of workspace; phase is forward, source (its gradient) or weight (its gradient)."""
     if shape.groups > 1 and shape.groups == shape.source:
         return 0
-    by_algorithm = _exact if shape.precision == "fp32" else _tensor_cores
+    by_algorithm = _exact if shape.arithmetic == "fp32" else _tensor_cores
     return by_algorithm(shape, phase, fallback_facts().convolution)
 
 
@@ -211,9 +211,9 @@ def _partial_sums(shape: Shape, facts: ConvolutionFacts) -> int:
     """fp32 weight gradients, one copy a group of multiprocessors that shares the work."""
     gradient = shape.result * shape.weight_source * shape.window * 4
     few = min(shape.source, shape.result)
-    if len(shape.image) == 1 and shape.precision == "fp16" and few > facts.line_fp16_channels:
+    if len(shape.image) == 1 and shape.arithmetic == "fp16" and few > facts.line_fp16_channels:
         return 0
-    if shape.precision == "tf32":
+    if shape.arithmetic == "tf32":
         tiles = shape.window * _ceil(shape.source, 128) * _ceil(shape.result, 128)
         parts = multiprocessors() // tiles
         return parts * gradient if parts > 1 else multiprocessors() * 2**16
@@ -233,15 +233,15 @@ def _partial_sums(shape: Shape, facts: ConvolutionFacts) -> int:
 
 def _tensor_cores(shape: Shape, phase: str, facts: ConvolutionFacts) -> int:
     few = shape.source <= facts.few_channels
-    stem = shape.precision == "fp16" and few and shape.window == facts.stem_window
-    align = 4 if shape.precision == "tf32" or (stem and phase != "source") else 8
+    stem = shape.arithmetic == "fp16" and few and shape.window == facts.stem_window
+    align = 4 if shape.arithmetic == "tf32" or (stem and phase != "source") else 8
     if shape.last:
         return _already_last(shape, phase, align, facts)
     if shape.window == 1 and shape.stride == 1:
         return _pointwise(shape, phase, align, facts)
     if few:
         return _few_channels(shape, phase, align, facts)
-    if phase == "forward" and shape.precision == "tf32" and _small_output_stays(shape, facts):
+    if phase == "forward" and shape.arithmetic == "tf32" and _small_output_stays(shape, facts):
         source = shape.padded(shape.source, prod(shape.image), align)
         return source + _up(shape.result, align) * _up(shape.weight_source, align) * shape.window * 4
     moved = shape.copies(align, weight=shape.window > 1)
@@ -269,7 +269,7 @@ def _already_last(shape: Shape, phase: str, align: int, facts: ConvolutionFacts)
     if shape.result % align:
         total += shape.padded(shape.result, shape.pixels, align)
     if few and phase == "forward":
-        if shape.precision == "tf32":
+        if shape.arithmetic == "tf32":
             total = shape.padded(shape.source, prod(shape.image), 1) if shape.window > 1 else 0
         elif shape.window <= facts.few_forward_window:
             total = 0
@@ -294,7 +294,7 @@ def _pointwise(shape: Shape, phase: str, align: int, facts: ConvolutionFacts) ->
 
 def _few_channels(shape: Shape, phase: str, align: int, facts: ConvolutionFacts) -> int:
     moved = shape.copies(align)
-    plain = shape.precision == "tf32"
+    plain = shape.arithmetic == "tf32"
     if phase == "forward":
         in_place = shape.window <= facts.few_forward_window or (plain and len(shape.image) == 1)
         return 0 if in_place else moved

@@ -69,22 +69,22 @@ def flat(shape: convolution.Shape) -> tuple[int, ...]:
     numbers = [len(shape.image)]
     for field in fields(shape):
         value = getattr(shape, field.name)
-        if field.name != "precision":
+        if field.name != "arithmetic":
             numbers += value if isinstance(value, tuple) else [int(value)]
     return tuple(numbers)
 
 
-def unflat(numbers: tuple[int, ...], precision: str) -> convolution.Shape:
+def unflat(numbers: tuple[int, ...], arithmetic: str) -> convolution.Shape:
     """The convolution that `flat` wrote down."""
     count, *rest = numbers
     values: dict[str, int | tuple[int, ...]] = {}
     for field in fields(convolution.Shape):
         if field.name in ("image", "made", "kernel"):
             values[field.name], rest = tuple(rest[:count]), rest[count:]
-        elif field.name != "precision":
+        elif field.name != "arithmetic":
             values[field.name], *rest = rest
     values["last"] = bool(values["last"])
-    return convolution.Shape(**values, precision=precision)  # type: ignore[arg-type]
+    return convolution.Shape(**values, arithmetic=arithmetic)  # type: ignore[arg-type]
 
 
 def size(cause: Cause) -> int | None:

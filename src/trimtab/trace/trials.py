@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
+from trimtab.engine.precision import dtype_name
+from trimtab.spec.precision import BFLOAT16, FLOAT16, FLOAT32, TF32
 from trimtab.trace.kernels import MATRIX_OPS
 
 if TYPE_CHECKING:
@@ -65,10 +67,10 @@ class Clock(TorchDispatchMode):
     def rate(self, dtype: torch.dtype) -> float:
         """Operations a second of a matrix product."""
         peaks = self.peaks
-        tf32 = torch.backends.cuda.matmul.allow_tf32
-        by_dtype = {torch.float16: peaks.fp16, torch.bfloat16: peaks.bf16}
-        plain = peaks.tf32 if tf32 else peaks.fp32
-        return by_dtype.get(dtype, plain) or peaks.fp32 or UNKNOWN_RATE
+        name = dtype_name(dtype)
+        if name not in (FLOAT16, BFLOAT16):
+            name = TF32 if torch.backends.cuda.matmul.allow_tf32 else FLOAT32
+        return peaks.of(name) or peaks.fp32 or UNKNOWN_RATE
 
 
 def _aligned(matrix: torch.Tensor) -> bool:

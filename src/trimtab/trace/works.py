@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from trimtab.engine.precision import dtype_name
 from trimtab.engine.sync_norm import Statistics
 from trimtab.spec import Work
 from trimtab.spec.trace import BROADCAST, PERMUTED, PROMOTED, STATISTICS
@@ -161,13 +162,9 @@ def _bytes(tensor: torch.Tensor) -> int:
     return prod(counts) * tensor.element_size()
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def matrix_dtype(tensor: torch.Tensor, *, convolution: bool = False) -> str:
     """The dtype that tensor cores compute in: tf32 where torch may use it for fp32."""
-    name = _dtype(tensor)
+    name = dtype_name(tensor.dtype)
     backend = torch.backends.cudnn if convolution else torch.backends.cuda.matmul
     return "tf32" if name == "float32" and backend.allow_tf32 else name
 
@@ -204,7 +201,7 @@ def _sparse(name: str, given: list[torch.Tensor], results: list[torch.Tensor]) -
     return Work(
         op=name,
         kind="gather",
-        dtype=_dtype(lead if lead is not None else given[0]),
+        dtype=dtype_name((lead if lead is not None else given[0]).dtype),
         flops=flops,
         read_bytes=reads,
         write_bytes=writes,
@@ -381,7 +378,7 @@ def _many(
     return Work(
         op=name,
         kind="optimizer",
-        dtype=_dtype(lead[0]) if lead else "",
+        dtype=dtype_name(lead[0].dtype) if lead else "",
         read_bytes=sum(map(_bytes, given)),
         write_bytes=0 if norm else sum(map(_bytes, changed)) + sum(map(_bytes, results)),
         dims=(len(lead), numbers),
@@ -394,7 +391,7 @@ def _collective(name: str, given: list[torch.Tensor], results: list[torch.Tensor
     return Work(
         op=f"{STATISTICS} {name}" if Statistics.is_talking else name,
         kind="collective",
-        dtype=_dtype(given[0]) if given else "",
+        dtype=dtype_name(given[0].dtype) if given else "",
         read_bytes=max(sizes, default=0),
         write_bytes=min(sizes, default=0),
     )
@@ -443,7 +440,7 @@ def _elementwise(
     return Work(
         op=name,
         kind=kind,
-        dtype=_dtype(largest) if largest is not None else "",
+        dtype=dtype_name(largest.dtype) if largest is not None else "",
         read_bytes=max(0, reads),
         write_bytes=writes,
         dims=(_obstacles(given, lead), largest.shape[-1] if largest is not None and largest.dim() else 1),

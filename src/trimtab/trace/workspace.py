@@ -62,7 +62,7 @@ def caused(rule: str, numbers: tuple[int, ...], word: str = "", *, beside: int =
 
 
 def _cudnn(shape: convolution.Shape, phase: str, *, beside: int = 0) -> Take:
-    return caused(formulas.CONVOLUTION + phase, formulas.flat(shape), shape.precision, beside=beside)
+    return caused(formulas.CONVOLUTION + phase, formulas.flat(shape), shape.arithmetic, beside=beside)
 
 
 def cublas(capability: tuple[int, int]) -> int:

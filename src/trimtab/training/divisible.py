@@ -14,7 +14,7 @@ import torch
 from trimtab.engine.additive import HALF_ROUNDING, SAMPLES, Question, judge, rounding_of
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import stated_additive
-from trimtab.spec import BatchLoss, Precision
+from trimtab.spec import BatchLoss
 from trimtab.training import status
 from trimtab.training.batches import on_device
 from trimtab.training.recovery import is_out_of_memory
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from trimtab.training.parts import StepRunner
 
 STATED = "the job says additive = False"
-_HALF = (Precision.BF16, Precision.FP16, Precision.BF16_TRUE)
 
 
 class Divisible:
@@ -78,7 +77,6 @@ class Divisible:
             return BatchLoss()
         if ready.compiling is not None:
             ready.compiling.off()
-        half = stepper.setting.precision in _HALF
         given = on_device(window.part(0, samples).batch, stepper.device)
         compute = ready.loss
         assert compute is not None  # noqa: S101 - the caller has looked
@@ -91,7 +89,7 @@ class Divisible:
         )
         ready.buffers.begin()
         try:
-            rounding = HALF_ROUNDING if half else rounding_of(ready.model, None)
+            rounding = HALF_ROUNDING if stepper.setting.dtypes.is_narrow else rounding_of(ready.model, None)
             found = judge(
                 question,
                 given,

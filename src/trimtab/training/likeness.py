@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from trimtab.engine.precision import dtype_name
+
 SHOWN = 3
 """Differences that are told of."""
 _KEYS = 8
@@ -21,7 +23,7 @@ def sketch(batch: Any) -> str:
     """
     if isinstance(batch, torch.Tensor):
         shape = ["n", *map(str, batch.shape[1:])] if batch.dim() else []
-        return f"{str(batch.dtype).removeprefix('torch.')} ({', '.join(shape)})"
+        return f"{dtype_name(batch.dtype)} ({', '.join(shape)})"
     if isinstance(batch, Mapping):
         return "{" + _listed([f"{key}: {sketch(one)}" for key, one in batch.items()]) + "}"
     if isinstance(batch, list | tuple):

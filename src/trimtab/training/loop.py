@@ -27,7 +27,7 @@ from trimtab.jobs.load import failed, file_of, load
 from trimtab.launching.run_summary import JSON as SUMMARY
 from trimtab.launching.run_summary import build_summary, count_node_gpus, remove_summary, write_summary
 from trimtab.planner import whole_batch
-from trimtab.spec import BatchLoss, IncidentKind, Precision
+from trimtab.spec import BatchLoss, IncidentKind
 from trimtab.strategies import strategy_of
 from trimtab.training.control import given, is_lost
 from trimtab.training.evaluate import evaluate, validation_of
@@ -354,7 +354,7 @@ class Training:
             self.scribe.meters.say(note)
         if self.run.device.type == "cpu" and not cpu.has_bf16():
             cpu.silence_bf16_warning()
-            if choice.precision in (Precision.BF16, Precision.BF16_TRUE):
+            if choice.dtypes.is_bf16:
                 self.scribe.meters.say(f"{cpu.NO_BF16}: {choice.precision} is slow here, use fp32")
         if self.world.is_main and isinstance(self.job, Job):
             for remark in self.job.remarks:

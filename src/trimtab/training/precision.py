@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.spec import Allocator, Precision
+from trimtab.spec import Allocator
 from trimtab.spec.base import Noun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trimtab.spec import Setting
+    from trimtab.spec import Dtypes, Setting
 
 LEAST_SCALE = 2.0**-10
 MOST_SCALE = 2.0**24
@@ -21,7 +21,7 @@ _EXPANDABLE = "expandable_segments:True"
 
 
 class LossScale(Noun, frozen=True, kw_only=True):
-    """What a loss is multiplied by so that fp16 gradients do not vanish; 1 for every other precision.
+    """What a loss is multiplied by so that fp16 gradients do not vanish; 1 where the loss is not scaled.
 
     Gradients are summed over ranks before they are judged, so that all ranks have the same scale always.
     """
@@ -48,9 +48,9 @@ class LossScale(Noun, frozen=True, kw_only=True):
         return LossScale(value=self.value * 2)
 
 
-def first_scale(precision: Precision) -> LossScale:
+def first_scale(dtypes: Dtypes) -> LossScale:
     """The scale that a run begins with."""
-    return LossScale(value=2.0**16) if precision is Precision.FP16 else LossScale()
+    return LossScale(value=2.0**16) if dtypes.scales_loss else LossScale()
 
 
 def allocator_variables(setting: Setting, env: Mapping[str, str]) -> dict[str, str]:

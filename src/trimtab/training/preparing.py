@@ -15,13 +15,14 @@ from trimtab.engine.build import build_device, building
 from trimtab.engine.compile import Compiling
 from trimtab.engine.entries import Entries, entries_of
 from trimtab.engine.optimizer import implementation_for, make_optimizer
+from trimtab.engine.precision import torch_dtype
 from trimtab.engine.stages import keep_stage
 from trimtab.engine.step import arrange
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import failed
 from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED
-from trimtab.spec import Precision
+from trimtab.spec.precision import FLOAT32
 from trimtab.strategies import strategy_of
 from trimtab.training import world
 from trimtab.training.fitting import Fitting, Gauge
@@ -218,9 +219,9 @@ def _model(wanted: Wanted, device: torch.device) -> tuple[nn.Module, str, str | 
         )
     if not strategy_of(setting).is_built_on_host:
         model.to(device)
-    if wanted.model is not None and setting.precision is Precision.BF16_TRUE:
+    if wanted.model is not None and setting.dtypes.weights != FLOAT32:
         # A model that was not built under this precision: its buffers have to follow.
-        model.to(torch.bfloat16)
+        model.to(torch_dtype(setting.dtypes.weights))
     return model, branch, own
 
 
@@ -286,7 +287,7 @@ def _built_on(job: Any, setting: Setting, device: str) -> Any:
             cure="Give prepare(model), or Run(job=...).",
         )
     try:
-        with building(setting.precision, device):
+        with building(setting.dtypes, device):
             model = job.model()
     except Exception as error:
         raise failed("model()", error, "Mend the job; it builds its model on the default device.") from error

@@ -83,7 +83,7 @@ class Run:
         self.torch_device = torch.device(self.world.device)
         if self.torch_device.type == "cuda":
             torch.cuda.set_device(self.torch_device)
-        configure(self.setting)
+        configure(self.setting.dtypes)
         if self._connects:
             world.connect(self.world, timeout_min=timeout_min, join_s=join_s)
         self.groups = make_groups(self.setting, self.world)

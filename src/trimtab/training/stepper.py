@@ -87,7 +87,7 @@ class Stepper:
         self.asked = 0.0
         self.spike_limit: float | None = None
         self.steps = 0
-        self.scale: LossScale = first_scale(setting.precision)
+        self.scale: LossScale = first_scale(setting.dtypes)
         self.rollback = False
         """Whether the optimizer of this rank was interrupted halfway."""
         self.outcome: Outcome | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trimtab.engine.precision import HALF
 from trimtab.engine.stages import StandIn
 from trimtab.spec.base import Noun
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-HALVES = (torch.bfloat16, torch.float16)
 FORWARD, BACKWARD, BATCH, LOSS = "forward", "backward", "batch", "loss"
 _EARLIER = (BATCH, FORWARD, LOSS, BACKWARD)
 """In the order in which they come in a step."""
@@ -202,11 +202,11 @@ def _device_type(module: nn.Module, args: Any) -> str:
 def _half_of(values: Any, module: nn.Module) -> torch.dtype | None:
     """The 16-bit dtype that a module works in, if it does."""
     tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-    return next((one.dtype for one in (*tensors, *module.parameters()) if one.dtype in HALVES), None)
+    return next((one.dtype for one in (*tensors, *module.parameters()) if one.dtype in HALF), None)
 
 
 def _wide(one: torch.Tensor) -> torch.Tensor:
-    return one.float() if one.dtype in HALVES else one
+    return one.float() if one.dtype in HALF else one
 
 
 def _narrow(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -220,7 +220,7 @@ def _wide_weights(module: nn.Module) -> Iterator[None]:
         (part, name, weight)
         for part in module.modules()
         for name, weight in part._parameters.items()  # noqa: SLF001 - the only way in that is undone without a trace
-        if weight is not None and weight.dtype in HALVES
+        if weight is not None and weight.dtype in HALF
     ]
     try:
         for part, name, weight in taken:

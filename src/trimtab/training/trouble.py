@@ -7,7 +7,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trimtab.errors import JobFailed
-from trimtab.spec import IncidentKind, Precision
+from trimtab.spec import IncidentKind
 from trimtab.training import ladder as rules
 from trimtab.training.ladder import Ladder, Rung
 from trimtab.training.scribe import STOPPED
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 AGAIN = "once more"
 """How the engine speaks of the repetition that every bad step gets: no answer of the ladder."""
 BACK = "goes back to its last good checkpoint"
-HALF_ENOUGH = (Precision.FP32, Precision.TF32)
-"""Precisions in which there is nothing to keep in fp32."""
 
 
 class Trouble:
@@ -60,7 +58,8 @@ class Trouble:
         self.since = done if self.since is None else self.since
         spike = isfinite(outcome.loss) and isfinite(outcome.grad_norm)
         kind = IncidentKind.LOSS_SPIKE if spike else IncidentKind.NOT_A_NUMBER
-        can_keep = self.run.setting.precision not in HALF_ENOUGH
+        # In float32 there is nothing to keep in a wider dtype.
+        can_keep = self.run.setting.dtypes.is_narrow
         why = outcome.skipped
         rung = self._climb(kind, can_keep=can_keep)
         if rung is Rung.FP32:
