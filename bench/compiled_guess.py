@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import plan_quality  # type: ignore[import-not-found] # beside this file
 
 from trimtab.catalog.clusters import stated
-from trimtab.exams.sit import cases, is_full_name
-from trimtab.predict.accumulate import accumulated
+from trimtab.exams.run import cases, is_full_name
 from trimtab.predict.estimate import estimate
+from trimtab.predict.memory import accumulated
 from trimtab.spec import Trace
 from trimtab.trace.tracer import traced_all
 

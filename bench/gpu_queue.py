@@ -469,11 +469,11 @@ def predict(case: QueuedCase) -> dict[str, float]:
     """Today's prediction of a case."""
     from trimtab.catalog.clusters import stated
     from trimtab.predict.estimate import estimate
+    from trimtab.trace.request import TraceRequest
     from trimtab.trace.tracer import traced
-    from trimtab.trace.worker import Request
 
     cluster = stated(f"{case.setting.gpus}x{DEVICE}")
-    request = Request(
+    request = TraceRequest(
         job=case.job_name, overrides=case.options, setting=case.setting, device=cluster.devices[0]
     )
     found = estimate(traced(request), case.setting, cluster.devices[0], cluster=cluster)[0]

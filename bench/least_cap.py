@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.catalog.clusters import stated
-from trimtab.exams.sit import cases, is_full_name
+from trimtab.exams.run import cases, is_full_name
 from trimtab.spec import Allocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.exams.sit import Case
-    from trimtab.trace.worker import Request
+    from trimtab.exams.run import Case
+    from trimtab.trace.request import TraceRequest
 
 CASES = (
     "gpt-bf16-b16",
@@ -72,12 +72,12 @@ def case_named(name: str) -> Case:
     return found
 
 
-def request_of(case: Case) -> Request:
+def request_of(case: Case) -> TraceRequest:
     """What the tracer and the GPU are asked to run."""
-    from trimtab.trace.worker import Request
+    from trimtab.trace.request import TraceRequest
 
     setting = case.measurement.setting
-    return Request(
+    return TraceRequest(
         job=case.job if is_full_name(case.job) else f"trimtab.exams.jobs:{case.job}",
         overrides=case.overrides,
         setting=setting,

@@ -20,7 +20,7 @@ from trimtab.spec import Noun, requests
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trimtab.catalog.words import Word
+    from trimtab.catalog.glossary import Word
 
 DOCS = Path(__file__).parent.parent / "docs"
 MADE = "<!-- made by `python bench/manual.py`: change the program, not this page -->"

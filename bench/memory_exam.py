@@ -11,7 +11,7 @@ from pathlib import Path
 
 from machine import machine  # type: ignore[import-not-found] # beside this file
 
-from trimtab.exams.sit import Answer, Marks, cases, mark, sit
+from trimtab.exams.run import Answer, Marks, cases, mark, sit
 from trimtab.units import GIB
 
 FIGURES = ("allocated_bytes", "reserved_bytes", "process_bytes")

@@ -27,7 +27,7 @@ from torch.utils.data import default_collate
 
 import trimtab
 from trimtab.engine.recompute import recompute
-from trimtab.jobs.naics.model import EncoderLayer
+from trimtab.jobs.naics.job import EncoderLayer
 from trimtab.spec import Recompute
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -14,11 +14,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.jobs.naics.model import CHANNELS, FURTHEST, NEAREST, PADDING
+from trimtab.jobs.naics.job import CHANNELS, FURTHEST, NEAREST, PADDING
 
 if TYPE_CHECKING:
-    from trimtab.jobs.naics.job import Naics
-    from trimtab.jobs.naics.model import Adapted, EncoderLayer, NaicsModel, TextEncoder
+    from trimtab.jobs.naics.job import Adapted, EncoderLayer, Naics, NaicsModel, TextEncoder
 
 
 class Lora(nn.Module):

@@ -1,4 +1,4 @@
-"""What single operations ask the CUDA allocator for: the facts behind the rules of trimtab.trace.workspace.
+"""What single operations ask the CUDA allocator for: the facts behind the rules of trimtab.trace.workspaces.
 
     python bench/op_memory.py job NAME FILE      on a GPU: every allocation of three steps, with its operation
     python bench/op_memory.py probe GROUP FILE   on a GPU: the allocations of single operations, many shapes
@@ -46,7 +46,7 @@ def _job_of(name: str) -> tuple[str, dict[str, Any], Setting, float | None]:
     """Job, options, setting and clip of a case."""
     from bench.gpu_queue import queue
 
-    from trimtab.exams.sit import cases
+    from trimtab.exams.run import cases
 
     for case in queue():
         if case.id == name:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import BrokenFile, EnvironmentFault, TrimtabError
-from trimtab.exams.sit import Case, cases
+from trimtab.exams.run import Case, cases
 from trimtab.jobs.load import load
 from trimtab.spec import Noun, Recompute
 from trimtab.spec.precision import FLOAT32

@@ -15,7 +15,7 @@ from pathlib import Path
 from machine import machine  # type: ignore[import-not-found] # beside this file
 
 from trimtab.errors import TrimtabError
-from trimtab.exams.sit import Case, cases, predict
+from trimtab.exams.run import Case, cases, predict
 from trimtab.predict.calibration import read_calibration
 
 PAGE = Path(__file__).parent.parent / "docs" / "time.md"

@@ -29,7 +29,7 @@ from trimtab.jobs.slm import LanguageModel
 from trimtab.spec import Plan
 from trimtab.training.loading import checked_order
 from trimtab.training.loop import train
-from trimtab.training.task import Task
+from trimtab.training.task import TrainTask
 
 HERE = Path(__file__).parent
 PLANS, RESULTS = HERE / "training_plans.json", HERE / "training.json"
@@ -132,7 +132,7 @@ def by_trimtab(key: str, *, steps: int = WARM + TIMED) -> dict[str, Any]:
     fresh()
     plan = planned(key)
     with tempfile.TemporaryDirectory() as out:
-        task = Task(
+        task = TrainTask(
             job="slm",
             options=WANTED[key]["options"],
             plan=plan,

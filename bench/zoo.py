@@ -802,6 +802,7 @@ def trace_entry(entry: Entry) -> Line:
     from trimtab.predict.estimate import estimate
     from trimtab.spec import Precision, Setting, Trace
     from trimtab.trace import worker
+    from trimtab.trace.request import TraceRequests
     from trimtab.trace.server import decode_answer
 
     began = time.monotonic()
@@ -810,7 +811,7 @@ def trace_entry(entry: Entry) -> Line:
     device = first_device(where)
     size = entry.micro_batch
     setting = Setting(micro_batch=size, global_batch=size, precision=Precision.BF16)
-    requests = worker.Requests(
+    requests = TraceRequests(
         job=f"{entry.place}:{entry.name}", settings=(setting,), device=device, timeout_s=TIMEOUT_S
     )
     try:

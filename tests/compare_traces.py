@@ -34,7 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.predict.allocator import Allocator, Config, Event, Peaks, round_size, splits
+from trimtab.predict.allocator import (
+    AllocatorConfig,
+    CachingAllocator,
+    Event,
+    ReplayPeaks,
+    round_size,
+    splits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,7 +104,7 @@ class Comparison:
     out_of_memory: bool
     divergences: tuple[Divergence, ...]
     """The first in `reserved`, the first in `place`; neither when all agree."""
-    windows: tuple[Peaks, ...]
+    windows: tuple[ReplayPeaks, ...]
     """Modelled peaks of each stretch between the resets asked for."""
     real_segments: tuple[int, ...]
     """Sizes in order of creation; for expandable segments, of each mapping."""
@@ -110,7 +117,7 @@ class Comparison:
 class RealHeap:
     """The real allocator's free stretches and blocks, from the addresses of its trace."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: AllocatorConfig) -> None:
         self.config = config
         self.reserved = self.peak_reserved = 0
         self.allocated = self.peak_allocated = 0
@@ -221,18 +228,18 @@ def load(path: Path) -> Trace:
 
 def compare(
     trace: Sequence[Entry],
-    config: Config,
+    config: AllocatorConfig,
     *,
     real_addresses: bool = False,
     reset_peak_at: Sequence[int] = (),
 ) -> Comparison:
     """Replay the requests of a trace and set the outcome beside the real one."""
     bases = [entry["addr"] for entry in trace if entry["action"] == "segment_alloc"]
-    ours = Allocator(config, segment_addresses=bases if real_addresses else ())
+    ours = CachingAllocator(config, segment_addresses=bases if real_addresses else ())
     heap = RealHeap(config)
     unknown: list[int] = []
     first: dict[str, Divergence] = {}
-    windows: list[Peaks] = []
+    windows: list[ReplayPeaks] = []
     segments: list[int] = []
     resets = sorted(reset_peak_at)
     count = moved = 0
@@ -303,7 +310,7 @@ def _empties_cache(trace: Sequence[Entry], index: int, *, flushes_itself: bool) 
     return not (flushes_itself and after in (*GROWS, "oom"))
 
 
-def _differences(step: Step, ours: Allocator, *, failed: bool) -> Iterator[Divergence]:
+def _differences(step: Step, ours: CachingAllocator, *, failed: bool) -> Iterator[Divergence]:
     pairs: list[tuple[str, object, object]] = [("reserved", step.reserved, ours.reserved)]
     if failed:
         pairs.append(("out of memory", False, True))
@@ -339,7 +346,7 @@ def render(comparison: Comparison) -> str:
     return "\n".join(rows)
 
 
-def render_measured(windows: Sequence[Peaks], measured: Entry) -> str:
+def render_measured(windows: Sequence[ReplayPeaks], measured: Entry) -> str:
     """Modelled peaks of building, first and later steps beside torch's own statistics."""
     rows = []
     for name, peaks in zip(("build", "first", "later"), windows, strict=True):
@@ -368,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--measurements", type=Path, help="measure.py's, one JSON object a line")
     given = parser.parse_args(argv)
-    config = Config(
+    config = AllocatorConfig(
         expandable=given.expandable,
         capacity_bytes=given.capacity,
         max_split_size=None if given.max_split_mb is None else given.max_split_mb * MIB,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import machines as m
-from trimtab.probe.world import World, replayed
+from trimtab.probe.machine import Machine, replayed
 
 
 def at_work(record: dict[str, Any], index: int = 0, **readings: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def at_work(record: dict[str, Any], index: int = 0, **readings: Any) -> dict[str
 
 def world(
     *readings: dict[str, Any], pids: tuple[int, ...] = (), used_mib: tuple[int, ...] = (), alive: bool = True
-) -> World:
+) -> Machine:
     """A machine of H100s at work, with a process on each."""
     count = max(len(readings), 1)
     held = used_mib or (40_000,) * count

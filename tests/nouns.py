@@ -117,12 +117,12 @@ def build(cls: type[spec.Noun]) -> Values:
 
 
 load_package()
-from trimtab.catalog.words import KINDS  # noqa: E402 - after the check that everything can be loaded
+from trimtab.catalog.glossary import KINDS  # noqa: E402 - after the check that everything can be loaded
 from trimtab.configs.targets import COUNTS, WORDS, Knob  # noqa: E402
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT32  # noqa: E402
-from trimtab.training.faults import HOME, FaultKind  # noqa: E402
-from trimtab.training.questions import ANSWERS  # noqa: E402
-from trimtab.training.suspects import BACKWARD, BATCH, FORWARD  # noqa: E402
+from trimtab.training.bad_steps import BACKWARD, BATCH, FORWARD  # noqa: E402
+from trimtab.training.fault_injection import HOME, FaultKind  # noqa: E402
+from trimtab.training.job_queries import ANSWERS  # noqa: E402
 
 SAID = dict.fromkeys(("what", "evidence", "cause", "cure"), sentences)
 marks = tuples(tuples(names, 1), 1)
@@ -166,9 +166,9 @@ FIELDS: dict[str, dict[str, Values]] = {
     "World": {"rank": st.just(0)},
     "Advice": {"kind": sentences, "what": sentences, "cure": sentences},
     "Attempt": {"state": st.sampled_from(["running", "ended"])},
-    "Chain": {"stages": st.deferred(lambda: tuples(NOUNS[spec.Stage], 1, 1))},
+    "StageChain": {"stages": st.deferred(lambda: tuples(NOUNS[spec.Stage], 1, 1))},
     "Diagnosed": {**SAID, "realm": st.sampled_from(["job", "environment"])},
-    "Ending": {"asked": st.sampled_from(["", "SIGTERM", "SIGUSR1"])},
+    "RunEnding": {"asked": st.sampled_from(["", "SIGTERM", "SIGUSR1"])},
     "Finding": SAID,
     "FileMark": {"sha256": st.text("0123456789abcdef", min_size=64, max_size=64)},
     "LaunchDefaults": {
@@ -190,13 +190,13 @@ FIELDS: dict[str, dict[str, Values]] = {
         "distance_margin": st.sampled_from([None, 2.0, (1.0, 3.0)]),
     },
     "Peaks": dict.fromkeys(spec.Peaks.__struct_fields__, maybe(rates)),
-    "Question": {"what": st.sampled_from(sorted(ANSWERS))},
+    "JobQuery": {"what": st.sampled_from(sorted(ANSWERS))},
     "Reason": {"why": sentences},
     "Requirement": {"keys": tuples(names, 1), "values": st.just((1, "all")), "write": st.just(1)},
     "Stage": {"name": st.from_regex(r"[a-z0-9][a-z0-9_-]{0,8}", fullmatch=True)},
     "StageFormat": {"marks": marks},
     "StagedPlan": {"stages": st.deferred(lambda: tuples(NOUNS[spec.PlannedStage], 1, 1))},
-    "Suspect": {"phase": st.sampled_from([BATCH, FORWARD, BACKWARD])},
+    "BadModule": {"phase": st.sampled_from([BATCH, FORWARD, BACKWARD])},
     "ConfigTarget": {
         "knobs": st.deferred(lambda: tuples(NOUNS[Knob], 1)),
         "name": st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True),

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
-from trimtab.trace import batch_loss
-from trimtab.trace.batch_loss import found_out, looked_at
+from trimtab.trace import loss_check
+from trimtab.trace.loss_check import found_out, looked_at
 
 if TYPE_CHECKING:
     from trimtab.spec import BatchLoss
@@ -193,11 +193,11 @@ def test_a_large_model_keeps_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
             blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(50)]
             return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 5))
 
-    monkeypatch.setattr(batch_loss, "MOST_PARAMETERS", 500)
+    monkeypatch.setattr(loss_check, "MOST_PARAMETERS", 500)
     job = Deep()
     assert verdict(job).additive is False
-    assert job.seq == batch_loss.SHORT
-    monkeypatch.setattr(batch_loss, "MOST_PARAMETERS", 50)
+    assert job.seq == loss_check.SHORT
+    monkeypatch.setattr(loss_check, "MOST_PARAMETERS", 50)
     found = verdict(Deep())
     assert found.additive is None
     assert "too many to run on the CPU" in found.why

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from trimtab.catalog.clusters import stated
 from trimtab.errors import JobFailed
-from trimtab.predict.affine import _between, at, close, corner, same_program
+from trimtab.predict.derive import _between, at, close, corner, same_program
 from trimtab.predict.memory import memory
 from trimtab.predict.traces import _ends, between, partner_of, resized, traces
 from trimtab.spec import Cause, Mesh, Precision, Setting, Strategy, Trace, Work
 from trimtab.trace import convolution
-from trimtab.trace.formulas import COLUMN_SUM, column_sum, flat, size, unflat
 from trimtab.trace.tracer import traced_all
+from trimtab.trace.workspace_formulas import COLUMN_SUM, column_sum, flat, size, unflat
 
 MIB = 2**20
 

@@ -21,12 +21,12 @@ from compare_traces import compare, load, main, render
 from trimtab.predict.allocator import (
     MIN_BLOCK,
     SMALL_SIZE,
-    Allocator,
-    Config,
+    AllocatorConfig,
+    CachingAllocator,
     Event,
     OutOfMemory,
-    Peaks,
     Replay,
+    ReplayPeaks,
     _Addresses,
     replay,
     round_size,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
-PLAIN = Config()
-GROWING = Config(expandable=True)
+PLAIN = AllocatorConfig()
+GROWING = AllocatorConfig(expandable=True)
 
 
 def alloc(ident: int, size: int, stream: int = 0) -> Event:
@@ -55,12 +55,12 @@ def free(ident: int) -> Event:
 FLUSH: Event = ("empty_cache", 0, 0, 0)
 
 
-def run(*events: Event, config: Config = PLAIN) -> Replay:
+def run(*events: Event, config: AllocatorConfig = PLAIN) -> Replay:
     return replay(events, config)
 
 
-def after(*events: Event, config: Config = PLAIN) -> Allocator:
-    allocator = Allocator(config)
+def after(*events: Event, config: AllocatorConfig = PLAIN) -> CachingAllocator:
+    allocator = CachingAllocator(config)
     for event in events:
         assert allocator.apply(event) == 0
     return allocator
@@ -92,13 +92,13 @@ def test_round_size_goes_to_multiples_of_512(size: int, rounded: int) -> None:
     ],
 )
 def test_roundup_power2_next_division(size: int, divisions: int, rounded: int) -> None:
-    config = Config(roundup_power2_divisions=divisions)
+    config = AllocatorConfig(roundup_power2_divisions=divisions)
     assert round_size(size, config) == rounded
     assert run(alloc(1, size), config=config).peak_requested == size
 
 
 def test_roundup_power2_divisions_has_one_entry_for_each_power_from_1_mib() -> None:
-    config = Config(roundup_power2_divisions=(0, 8, *[2] * 14))
+    config = AllocatorConfig(roundup_power2_divisions=(0, 8, *[2] * 14))
     assert round_size(1200 * KIB, config) == 1200 * KIB
     assert round_size(2 * MIB + 1, config) == 2 * MIB + 256 * KIB
     assert round_size(5 * MIB, config) == 6 * MIB
@@ -123,9 +123,9 @@ def test_get_allocation_size(size: int, segment: int) -> None:
 
 
 def test_large_segment_size_replaces_the_20_mib() -> None:
-    config = Config(large_segment_size=64 * MIB)
+    config = AllocatorConfig(large_segment_size=64 * MIB)
     assert run(alloc(1, 2 * MIB), config=config).peak_reserved == 64 * MIB
-    growing = Config(large_segment_size=64 * MIB, expandable=True)
+    growing = AllocatorConfig(large_segment_size=64 * MIB, expandable=True)
     assert run(alloc(1, 65 * MIB), config=growing).peak_reserved == 128 * MIB
 
 
@@ -140,11 +140,11 @@ def test_large_segment_size_replaces_the_20_mib() -> None:
         (MIB, 12 * MIB, PLAIN, False),
         (MIB + 512, 12 * MIB, PLAIN, True),
         (512, 12 * MIB, GROWING, True),
-        (9 * MIB, 32 * MIB, Config(max_split_size=32 * MIB), False),
-        (9 * MIB, 32 * MIB - 512, Config(max_split_size=32 * MIB), True),
+        (9 * MIB, 32 * MIB, AllocatorConfig(max_split_size=32 * MIB), False),
+        (9 * MIB, 32 * MIB - 512, AllocatorConfig(max_split_size=32 * MIB), True),
     ],
 )
-def test_should_split(remaining: int, size: int, config: Config, cut: bool) -> None:
+def test_should_split(remaining: int, size: int, config: AllocatorConfig, cut: bool) -> None:
     assert splits(remaining, size, config) is cut
 
 
@@ -194,7 +194,7 @@ def test_best_fit_among_equals_takes_the_lowest_address() -> None:
     place = after(*events).place(3)
     assert place is not None
     assert place.segment == 0
-    falling = Allocator(PLAIN, segment_addresses=[900 * MIB, 800 * MIB])
+    falling = CachingAllocator(PLAIN, segment_addresses=[900 * MIB, 800 * MIB])
     for event in events:
         falling.apply(event)
     place = falling.place(3)
@@ -298,7 +298,7 @@ def test_empty_cache_frees_only_segments_without_a_live_block() -> None:
 
 
 def test_get_free_block_keeps_oversize_blocks_from_smaller_requests() -> None:
-    config = Config(max_split_size=32 * MIB)
+    config = AllocatorConfig(max_split_size=32 * MIB)
     found = run(alloc(1, 40 * MIB), free(1), alloc(2, 30 * MIB), config=config)
     assert found.reserved == 70 * MIB
     assert run(alloc(1, 40 * MIB), free(1), alloc(2, 30 * MIB)).reserved == 40 * MIB
@@ -308,33 +308,33 @@ def test_get_free_block_keeps_oversize_blocks_from_smaller_requests() -> None:
 def test_get_free_block_lets_an_oversize_block_be_less_than_20_mib_too_large(
     first: int, reserved: int
 ) -> None:
-    config = Config(max_split_size=32 * MIB)
+    config = AllocatorConfig(max_split_size=32 * MIB)
     found = run(alloc(1, first * MIB), free(1), alloc(2, 40 * MIB), config=config)
     assert found.reserved == reserved * MIB
 
 
 def test_max_non_split_rounding_moves_that_bound() -> None:
-    config = Config(max_split_size=32 * MIB, max_non_split_rounding=64 * MIB)
+    config = AllocatorConfig(max_split_size=32 * MIB, max_non_split_rounding=64 * MIB)
     found = run(alloc(1, 60 * MIB), free(1), alloc(2, 40 * MIB), config=config)
     assert (found.reserved, found.allocated) == (60 * MIB, 60 * MIB)
 
 
 def test_release_available_cached_blocks_gives_back_one_that_suffices_without_a_flush() -> None:
-    config = Config(max_split_size=32 * MIB, capacity_bytes=150 * MIB)
+    config = AllocatorConfig(max_split_size=32 * MIB, capacity_bytes=150 * MIB)
     events = [alloc(1, 80 * MIB), alloc(2, 12 * MIB), free(1), free(2), alloc(3, 60 * MIB)]
     found = run(*events, config=config)
     assert (found.reserved, found.num_retries) == (72 * MIB, 0)  # the 12 MiB stay cached
 
 
 def test_release_available_cached_blocks_gives_back_the_largest_until_they_suffice() -> None:
-    config = Config(max_split_size=32 * MIB, capacity_bytes=130 * MIB)
+    config = AllocatorConfig(max_split_size=32 * MIB, capacity_bytes=130 * MIB)
     events = [alloc(1, 36 * MIB), alloc(2, 40 * MIB), alloc(3, 44 * MIB)]
     found = run(*events, free(1), free(2), free(3), alloc(4, 80 * MIB), config=config)
     assert (found.reserved, found.num_retries) == (116 * MIB, 0)  # 36 stay, 44 and 40 went
 
 
 def test_without_max_split_size_the_same_need_flushes_everything() -> None:
-    config = Config(capacity_bytes=130 * MIB)
+    config = AllocatorConfig(capacity_bytes=130 * MIB)
     events = [alloc(1, 36 * MIB), alloc(2, 40 * MIB), alloc(3, 44 * MIB)]
     found = run(*events, free(1), free(2), free(3), alloc(4, 80 * MIB), config=config)
     assert (found.reserved, found.num_retries) == (80 * MIB, 1)
@@ -344,20 +344,22 @@ def test_without_max_split_size_the_same_need_flushes_everything() -> None:
 
 
 def test_out_of_memory_names_the_event_and_what_was_missing() -> None:
-    found = run(alloc(1, 60 * MIB), alloc(2, 60 * MIB), free(1), config=Config(capacity_bytes=100 * MIB))
+    found = run(
+        alloc(1, 60 * MIB), alloc(2, 60 * MIB), free(1), config=AllocatorConfig(capacity_bytes=100 * MIB)
+    )
     expected = OutOfMemory(index=1, requested_bytes=60 * MIB, short_bytes=20 * MIB)
     assert found.out_of_memory == expected
     assert (found.num_retries, found.allocated, found.peak_reserved) == (1, 60 * MIB, 60 * MIB)
 
 
 def test_split_segments_cannot_be_flushed() -> None:
-    config = Config(capacity_bytes=40 * MIB)
+    config = AllocatorConfig(capacity_bytes=40 * MIB)
     found = run(alloc(1, 2 * MIB), alloc(2, 2 * MIB), free(1), alloc(3, 30 * MIB), config=config)
     assert found.out_of_memory == OutOfMemory(index=3, requested_bytes=30 * MIB, short_bytes=10 * MIB)
 
 
 def test_alloc_block_holds_the_limit_against_the_whole_segment_even_when_expandable() -> None:
-    config = Config(expandable=True, limit_bytes=30 * MIB)
+    config = AllocatorConfig(expandable=True, limit_bytes=30 * MIB)
     found = run(alloc(1, 15 * MIB), alloc(2, 6 * MIB), config=config)
     assert found.out_of_memory is not None  # 20 mapped + 20 asked > 30, though 1 MiB more would do
     assert found.out_of_memory.short_bytes == 10 * MIB
@@ -366,16 +368,16 @@ def test_alloc_block_holds_the_limit_against_the_whole_segment_even_when_expanda
 
 def test_capacity_of_an_expandable_segment_is_held_against_pages() -> None:
     events = [alloc(1, 15 * MIB), alloc(2, 26 * MIB)]
-    config = Config(expandable=True, capacity_bytes=59 * MIB)
+    config = AllocatorConfig(expandable=True, capacity_bytes=59 * MIB)
     assert run(*events, config=config).out_of_memory == OutOfMemory(
         index=1, requested_bytes=26 * MIB, short_bytes=MIB
     )
-    config = Config(expandable=True, capacity_bytes=60 * MIB)
+    config = AllocatorConfig(expandable=True, capacity_bytes=60 * MIB)
     assert run(*events, config=config).out_of_memory is None
 
 
 def test_garbage_collection_frees_what_has_been_idle_longest() -> None:
-    config = Config(garbage_collection_threshold=0.5, limit_bytes=200 * MIB)
+    config = AllocatorConfig(garbage_collection_threshold=0.5, limit_bytes=200 * MIB)
     old = [alloc(1, 60 * MIB), free(1)]
     young = [alloc(2, 70 * MIB), free(2)]
     found = run(*old, *young, alloc(3, 90 * MIB), config=config)
@@ -384,13 +386,13 @@ def test_garbage_collection_frees_what_has_been_idle_longest() -> None:
 
 
 def test_garbage_collection_frees_a_block_that_is_alone_and_so_of_mean_age() -> None:
-    config = Config(garbage_collection_threshold=0.5, limit_bytes=200 * MIB)
+    config = AllocatorConfig(garbage_collection_threshold=0.5, limit_bytes=200 * MIB)
     found = run(alloc(1, 110 * MIB), free(1), alloc(2, 120 * MIB), config=config)
     assert (found.reserved, found.num_retries) == (120 * MIB, 0)
 
 
 def test_garbage_collection_counts_age_in_searches_of_the_large_pool() -> None:
-    config = Config(garbage_collection_threshold=0.3, limit_bytes=400 * MIB)
+    config = AllocatorConfig(garbage_collection_threshold=0.3, limit_bytes=400 * MIB)
     events = [alloc(ident, size * MIB) for ident, size in enumerate((2, 60, 40, 30))]
     events.append(alloc(10, 512))  # so that no small request misses, which would collect too
     search = [alloc(9, 2 * MIB), free(9)]
@@ -402,7 +404,7 @@ def test_garbage_collection_counts_age_in_searches_of_the_large_pool() -> None:
 
 
 def test_garbage_collection_without_a_limit_does_nothing() -> None:
-    config = Config(garbage_collection_threshold=0.5, capacity_bytes=400 * MIB)
+    config = AllocatorConfig(garbage_collection_threshold=0.5, capacity_bytes=400 * MIB)
     found = run(alloc(1, 60 * MIB), free(1), alloc(2, 70 * MIB), free(2), alloc(3, 90 * MIB), config=config)
     assert found.reserved == 220 * MIB
 
@@ -470,13 +472,13 @@ def test_map_block_merges_with_the_free_block_behind_the_hole() -> None:
 
 
 def test_retry_moves_pages_of_an_expandable_segment_to_another_stream() -> None:
-    config = Config(expandable=True, capacity_bytes=60 * MIB)
+    config = AllocatorConfig(expandable=True, capacity_bytes=60 * MIB)
     found = run(alloc(1, 40 * MIB, 0), free(1), alloc(2, 40 * MIB, 7), config=config)
     assert (found.reserved, found.num_retries, found.out_of_memory) == (40 * MIB, 1, None)
 
 
 def test_expandable_segments_pass_over_max_split_size_by_growing() -> None:
-    config = Config(expandable=True, max_split_size=32 * MIB)
+    config = AllocatorConfig(expandable=True, max_split_size=32 * MIB)
     found = run(alloc(1, 60 * MIB), free(1), alloc(2, 2 * MIB), config=config)
     # get_free_block refuses the 60 MiB; find_expandable_block then comes back with that very block.
     assert found.reserved == 60 * MIB
@@ -489,9 +491,9 @@ def test_reset_peak_at_starts_again_from_what_is_held() -> None:
     events = [alloc(1, 100 * MIB), free(1), alloc(2, 10 * MIB), alloc(3, 10 * MIB), free(3)]
     found = replay(events, reset_peak_at=[2, 5])
     assert found.windows == (
-        Peaks(100 * MIB, 100 * MIB, 100 * MIB),
-        Peaks(20 * MIB, 20 * MIB, 100 * MIB),
-        Peaks(10 * MIB, 10 * MIB, 100 * MIB),
+        ReplayPeaks(100 * MIB, 100 * MIB, 100 * MIB),
+        ReplayPeaks(20 * MIB, 20 * MIB, 100 * MIB),
+        ReplayPeaks(10 * MIB, 10 * MIB, 100 * MIB),
     )
     assert found.peak_allocated == 10 * MIB
 
@@ -502,12 +504,12 @@ def test_parallel_lists_are_events_too() -> None:
 
 
 def test_nothing_happens_without_events() -> None:
-    assert run().windows == (Peaks(0, 0, 0),)
+    assert run().windows == (ReplayPeaks(0, 0, 0),)
 
 
 def test_a_size_of_zero_takes_and_counts_nothing() -> None:
     found = run(alloc(1, 0), free(1), alloc(1, 0))
-    assert (found.windows, found.reserved, found.num_segments) == ((Peaks(0, 0, 0),), 0, 0)
+    assert (found.windows, found.reserved, found.num_segments) == ((ReplayPeaks(0, 0, 0),), 0, 0)
     assert after(alloc(1, 0)).place(1) is None
 
 
@@ -543,7 +545,7 @@ def test_a_reset_outside_the_events_is_refused(index: int, message: str) -> None
 
 def test_the_place_of_an_unknown_id_is_refused() -> None:
     with pytest.raises(ValueError, match="id 5 was never allocated"):
-        Allocator(PLAIN).place(5)
+        CachingAllocator(PLAIN).place(5)
 
 
 @pytest.mark.parametrize(
@@ -562,7 +564,7 @@ def test_the_place_of_an_unknown_id_is_refused() -> None:
 )
 def test_settings_the_real_parser_refuses_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Config(**fields)
+        AllocatorConfig(**fields)
 
 
 # --- properties -----------------------------------------------------------------------------------
@@ -573,7 +575,7 @@ SIZES = st.one_of(
     st.integers(MIB, 60 * MIB),
 )
 CONFIGS = st.builds(
-    Config,
+    AllocatorConfig,
     expandable=st.booleans(),
     max_split_size=st.sampled_from([None, None, 20 * MIB, 24 * MIB, 40 * MIB]),
     max_non_split_rounding=st.sampled_from([None, 30 * MIB]),
@@ -600,7 +602,7 @@ def histories(draw: st.DrawFn) -> list[Event]:
     return events
 
 
-def live_sizes(events: list[Event], config: Config) -> list[int]:
+def live_sizes(events: list[Event], config: AllocatorConfig) -> list[int]:
     sizes: dict[int, int] = {}
     for kind, ident, size, _ in events:
         if kind == "alloc":
@@ -612,8 +614,8 @@ def live_sizes(events: list[Event], config: Config) -> list[int]:
 
 @settings(max_examples=150, deadline=None)
 @given(histories(), CONFIGS)
-def test_every_state_is_sound(events: list[Event], config: Config) -> None:
-    state = Allocator(config)
+def test_every_state_is_sound(events: list[Event], config: AllocatorConfig) -> None:
+    state = CachingAllocator(config)
     for count, event in enumerate(events, start=1):
         if state.apply(event):
             break
@@ -624,7 +626,7 @@ def test_every_state_is_sound(events: list[Event], config: Config) -> None:
         check_allocated(state, live_sizes(events[:count], config))
 
 
-def check_layout(state: Allocator) -> None:
+def check_layout(state: CachingAllocator) -> None:
     spans = state.layout()
     for one, two in pairwise(spans):
         assert one.address + one.size <= two.address, "two blocks overlap"
@@ -635,7 +637,7 @@ def check_layout(state: Allocator) -> None:
     assert held == state.reserved
 
 
-def check_allocated(state: Allocator, rounded: list[int]) -> None:
+def check_allocated(state: CachingAllocator, rounded: list[int]) -> None:
     """Blocks are the rounded requests; those of the large pool may keep a remainder unsplit."""
     blocks = [span.size for span in state.layout() if span.state == "live"]
     assert state.allocated == sum(blocks)
@@ -650,9 +652,9 @@ def check_allocated(state: Allocator, rounded: list[int]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(histories(), CONFIGS)
 def test_freeing_everything_leaves_one_free_block_in_each_segment(
-    events: list[Event], config: Config
+    events: list[Event], config: AllocatorConfig
 ) -> None:
-    state = Allocator(config)
+    state = CachingAllocator(config)
     live: set[int] = set()
     for event in events:
         if state.apply(event):
@@ -672,13 +674,13 @@ def test_freeing_everything_leaves_one_free_block_in_each_segment(
 
 @settings(max_examples=50, deadline=None)
 @given(histories(), CONFIGS)
-def test_replaying_twice_gives_the_same(events: list[Event], config: Config) -> None:
+def test_replaying_twice_gives_the_same(events: list[Event], config: AllocatorConfig) -> None:
     assert replay(events, config) == replay(iter(events), config)
 
 
 @settings(max_examples=50, deadline=None)
 @given(histories(), CONFIGS)
-def test_windows_together_have_the_whole_peak(events: list[Event], config: Config) -> None:
+def test_windows_together_have_the_whole_peak(events: list[Event], config: AllocatorConfig) -> None:
     whole = replay(events, config)
     halves = replay(events, config, reset_peak_at=[len(events) // 2])
     assert whole.peak_reserved == max(window.reserved for window in halves.windows)
@@ -695,7 +697,7 @@ class Slow:
     Left out: max_split_size, garbage collection and the limit.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: AllocatorConfig) -> None:
         self.config = config
         self.segments: list[dict[str, Any]] = []
         self.live: dict[int, tuple[dict[str, Any], int, int]] = {}
@@ -840,14 +842,14 @@ class Slow:
 @given(
     histories(),
     st.builds(
-        Config,
+        AllocatorConfig,
         expandable=st.booleans(),
         capacity_bytes=st.sampled_from([None, 60 * MIB, 90 * MIB, 133 * MIB, 200 * MIB]),
     ),
 )
-def test_a_slow_second_reading_of_the_rules_agrees(events: list[Event], config: Config) -> None:
+def test_a_slow_second_reading_of_the_rules_agrees(events: list[Event], config: AllocatorConfig) -> None:
     rising = [number << 63 for number in range(1, 300)]  # as in `Slow`
-    fast, slow = Allocator(config, segment_addresses=rising), Slow(config)
+    fast, slow = CachingAllocator(config, segment_addresses=rising), Slow(config)
     for event in events:
         short = fast.apply(event)
         assert (short == 0) is slow.apply(event)
@@ -936,10 +938,10 @@ def test_frees_from_before_the_trace_are_counted_and_ignored() -> None:
     assert found.real_allocated is None
 
 
-def recorded(events: list[Event], config: Config, *, falling: bool) -> list[dict[str, Any]]:
+def recorded(events: list[Event], config: AllocatorConfig, *, falling: bool) -> list[dict[str, Any]]:
     """What the real allocator would have recorded, had it been our own."""
     bases = [BASE - i * GIB * 300 for i in range(5000)] if falling else []
-    ours = Allocator(config, segment_addresses=bases)
+    ours = CachingAllocator(config, segment_addresses=bases)
     trace: list[dict[str, Any]] = []
     where: dict[int, tuple[int, int]] = {}
     held: dict[int, int] = {}
@@ -967,7 +969,7 @@ def recorded(events: list[Event], config: Config, *, falling: bool) -> list[dict
 
 
 def long_trace(*, falling: bool) -> tuple[list[dict[str, Any]], Replay]:
-    config = Config(capacity_bytes=20 * GIB)
+    config = AllocatorConfig(capacity_bytes=20 * GIB)
     events = [(kind, i, size // 16, stream) for kind, i, size, stream in busy_history(1500)]
     return recorded(events, config, falling=falling), replay(events, config)
 

@@ -20,7 +20,7 @@ from trimtab.configs.files import write_files
 from trimtab.configs.show import Display, build_display, find_job
 from trimtab.configs.targets import builtin_targets, find_target
 from trimtab.errors import NothingFits, UnknownName, WrongUse
-from trimtab.planner.stale import devices_of
+from trimtab.planner.validity import devices_of
 from trimtab.spec import Band, Footprint, Place, Precision, Recompute, Setting
 from trimtab.units import GIB
 

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import trimtab
 from shared_jobs import shared_job
 from trimtab.trace import attention_rules as rules
-from trimtab.trace.attention_rules import CUDNN, EFFICIENT, FLASH, MATH, Call, Target
-from trimtab.trace.workspace import Tiles, efficient_tiles
+from trimtab.trace.attention_rules import CUDNN, EFFICIENT, FLASH, MATH, AttentionTarget, Call
+from trimtab.trace.workspaces import Tiles, efficient_tiles
 
 HOPPER, AMPERE, ADA, TURING, BLACKWELL = (9, 0), (8, 0), (8, 9), (7, 5), (10, 0)
 TODAY = (2, 13)
@@ -23,8 +23,8 @@ FUSED = (CUDNN, FLASH, EFFICIENT)
 
 def target(
     capability: tuple[int, int] = HOPPER, torch_: tuple[int, int] = TODAY, cudnn: int = 91900
-) -> Target:
-    return Target(capability, torch_, cudnn)
+) -> AttentionTarget:
+    return AttentionTarget(capability, torch_, cudnn)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def call(query: torch.Tensor | None = None, given: torch.Tensor | None = None, *
     return Call(query, keys["key"], keys["value"], given, **more)
 
 
-def failed(kernel: str, asked: Call, where: Target) -> str:
+def failed(kernel: str, asked: Call, where: AttentionTarget) -> str:
     found = rules.first_failure(kernel, asked, where)
     return found.check if found else ""
 
@@ -72,7 +72,7 @@ def transposed() -> torch.Tensor:
 
 WIDE = qkv(2, 4, 64, 100)
 SINGLE = qkv(2, 4, 1, 64)
-CASES: list[tuple[str, str, Call, Target]] = [
+CASES: list[tuple[str, str, Call, AttentionTarget]] = [
     (CUDNN, "can_use_cudnn_attention: version", call(dropout=0.5), target(cudnn=91200)),
     (CUDNN, "check_tensor_shapes", call(qkv(2, 64, 64)), target()),
     (CUDNN, "check_dtypes_low_precision", call(qkv(dtype=torch.float32)), target()),
@@ -145,7 +145,9 @@ CASES: list[tuple[str, str, Call, Target]] = [
 @pytest.mark.parametrize(
     ("kernel", "check", "asked", "where"), CASES, ids=[f"{one[0]}-{one[1]}" for one in CASES]
 )
-def test_a_kernel_is_refused_by_the_condition(kernel: str, check: str, asked: Call, where: Target) -> None:
+def test_a_kernel_is_refused_by_the_condition(
+    kernel: str, check: str, asked: Call, where: AttentionTarget
+) -> None:
     assert failed(kernel, asked, where) == check
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 import trimtab
 from trimtab.errors import WrongUse
-from trimtab.jobs import cpu
+from trimtab.jobs import synthetic
 from trimtab.jobs.bridge.data import made_up, passages
 from trimtab.jobs.head import Lesson, weighted_token_loss
 from trimtab.spec import Mesh, Setting, Strategy
@@ -129,7 +129,7 @@ def test_one_model_at_a_time_is_exact(options: dict[str, Any]) -> None:
 def test_frozen_models_have_a_dtype_that_the_device_has(
     monkeypatch: pytest.MonkeyPatch, bf16: bool, gpu: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(cpu, "has_bf16", lambda: bf16)
+    monkeypatch.setattr(synthetic, "has_bf16", lambda: bf16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     job = trimtab.load("bridge:tiny")
     assert {one.dtype for one in job.model().parameters() if not one.requires_grad} == {dtype}

@@ -16,13 +16,13 @@ import pytest
 from trimtab import cache
 from trimtab.cache import PLANS, TRACES, CacheKind, MemoryCache, code_fingerprint, fingerprint, key_of
 from trimtab.catalog.clusters import stated
-from trimtab.planner import foresight
+from trimtab.planner import estimator
 from trimtab.planner.plan import NOT_ESTIMATING
-from trimtab.predict import time as step_time
+from trimtab.predict import step_time
 from trimtab.spec import Allocator, Link, Mesh, Setting, Strategy, Trace
 from trimtab.spec.setting import Share
+from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import NOT_TRACED, NOT_TRACING, family_key, trace_key
-from trimtab.trace.worker import Request
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -40,13 +40,13 @@ def wider(**changes: Any) -> WiderSetting:
     return WiderSetting(**fields, **changes)
 
 
-def request(setting: Setting, **changes: Any) -> Request:
-    return Request(job="slm:tiny", setting=setting, device=stated("H100").devices[0], **changes)
+def request(setting: Setting, **changes: Any) -> TraceRequest:
+    return TraceRequest(job="slm:tiny", setting=setting, device=stated("H100").devices[0], **changes)
 
 
 KEYS = {
     "trace": lambda setting: trace_key(request(setting)),
-    "estimate": foresight.setting_key,
+    "estimate": estimator.setting_key,
     "fusion": lambda setting: key_of(setting, step_time.NOT_FUSED),
 }
 
@@ -89,8 +89,8 @@ def test_every_field_of_setting_is_in_a_key_or_left_out_by_name(field: str) -> N
     other = changed(field)
     same_trace = family_key(request(SETTING)) == family_key(request(other))
     assert same_trace == (field in NOT_TRACED)
-    same_estimate = foresight.setting_key(SETTING) == foresight.setting_key(other)
-    assert same_estimate == (field in foresight.UNUSED_WITH_BATCH)
+    same_estimate = estimator.setting_key(SETTING) == estimator.setting_key(other)
+    assert same_estimate == (field in estimator.UNUSED_WITH_BATCH)
 
 
 def test_where_branches_have_different_numbers_of_ranks_the_whole_batch_is_in_the_key() -> None:
@@ -98,7 +98,7 @@ def test_where_branches_have_different_numbers_of_ranks_the_whole_batch_is_in_th
     uneven = [
         Setting(strategy=Strategy.HYBRID, mesh=mesh, micro_batch=8, global_batch=batch) for batch in (7, 8)
     ]
-    first, second = map(foresight.setting_key, uneven)
+    first, second = map(estimator.setting_key, uneven)
     assert first != second
 
 
@@ -121,7 +121,7 @@ def test_a_trace_key_changes_with_the_request_and_the_code_of_the_job(tmp_path: 
 def test_a_field_that_does_not_exist_cannot_be_left_out() -> None:
     with pytest.raises(ValueError, match="Setting has no field worker"):
         key_of(SETTING, frozenset({"worker"}))
-    assert set(Link.__struct_fields__) >= foresight.LINK_WITHIN_UNUSED
+    assert set(Link.__struct_fields__) >= estimator.LINK_WITHIN_UNUSED
 
 
 def test_code_is_in_the_key_unless_it_is_left_out_by_name() -> None:

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
-from trimtab.engine import sharded
+from trimtab.engine import fsdp as fsdp_module
 from trimtab.errors import JobFailed, NothingFits, WrongUse
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy
 from trimtab.strategies import limits
-from trimtab.training.caching import Caching
+from trimtab.training.micro_batches import CachedSteps
 from trimtab.training.run import Run
 from worlds import Drill, everywhere
 
@@ -287,7 +287,7 @@ def test_a_strategy_without_the_whole_model_on_a_rank_is_refused() -> None:
         setting = ddp(2, 1).replace(strategy=Strategy.PIPELINE, mesh=Mesh(pp=2), accumulation=10)
 
     with pytest.raises(WrongUse, match="gradient caching needs ranks"):
-        Caching(Staged(), Clip())  # type: ignore[arg-type]
+        CachedSteps(Staged(), Clip())  # type: ignore[arg-type]
 
 
 class Uncut(trimtab.Job):
@@ -364,7 +364,7 @@ def four_ranks() -> dict[str, Report]:
         "hsdp": trained(hsdp, places, Clip(), Drill(*due), clip=0.3),
     }
     limits.KEEPS_WHOLE = 0.0
-    sharded.reset = sharded.reset_by_hand
+    fsdp_module.reset = fsdp_module.reset_by_hand
     found["by hand"] = trained(fsdp(4, 2), places, SimClr(), Drill(*due), clip=0.3)
     return found
 

@@ -4,8 +4,9 @@ import doctest
 
 import pytest
 
-from trimtab.catalog import clusters, describe, lookup, tables
-from trimtab.catalog.lookup import plain_name, reported, typed
+from trimtab.catalog import clusters, tables
+from trimtab.catalog import devices as devices_module
+from trimtab.catalog.devices import plain_name, reported, typed
 from trimtab.catalog.tables import DeviceRow, devices
 from trimtab.errors import UnknownName, WrongUse
 from trimtab.spec import Peaks
@@ -182,13 +183,13 @@ def test_trap_peaks_are_dense_not_sparse(row: str, sparse: float) -> None:
 )
 def test_trap_geforce_l40_and_a10g_run_at_half_rate(row: str, fp16: float) -> None:
     assert ROWS[row].fp16 == fp16
-    assert ROWS[row].flop_per_clock == describe.FLOP_PER_CLOCK[ROWS[row].compute_capability] / 2
+    assert ROWS[row].flop_per_clock == devices_module.FLOP_PER_CLOCK[ROWS[row].compute_capability] / 2
 
 
 def test_trap_every_geforce_in_the_catalogue_is_half_rate() -> None:
     for row in devices():
         if "GeForce" in row.drivers[0]:
-            assert row.flop_per_clock == describe.FLOP_PER_CLOCK[row.compute_capability] / 2
+            assert row.flop_per_clock == devices_module.FLOP_PER_CLOCK[row.compute_capability] / 2
             assert row.tf32 in (None, row.fp32)
 
 
@@ -202,12 +203,12 @@ def test_trap_an_mi250x_is_counted_per_gcd() -> None:
 def test_trap_bf16_is_only_emulated_on_volta_and_turing(name: str) -> None:
     row, _ = typed(name)
     assert (row.bf16, row.tf32, row.fp8) == (None, None, None)
-    assert describe.has_bf16(row.compute_capability) is False
+    assert devices_module.has_bf16(row.compute_capability) is False
 
 
 @pytest.mark.parametrize("row", devices(), ids=lambda row: row.name)
 def test_trap_bf16_is_there_exactly_from_sm_80(row: DeviceRow) -> None:
-    assert describe.has_bf16(row.compute_capability) == (row.bf16 is not None)
+    assert devices_module.has_bf16(row.compute_capability) == (row.bf16 is not None)
 
 
 @pytest.mark.parametrize("row", devices(), ids=lambda row: row.name)
@@ -227,7 +228,7 @@ def test_trap_usable_memory_is_what_was_read_on_such_a_card(name: str, gib: floa
 def test_trap_the_clock_a_driver_reports_is_not_the_specified_one() -> None:
     row = ROWS["H100 SXM5 80GB"]
     assert row.clock_ghz == 1.83
-    too_high = describe.derived_peaks("NVIDIA H100", "9.0", 132, 1.98e9)
+    too_high = devices_module.derived_peaks("NVIDIA H100", "9.0", 132, 1.98e9)
     assert too_high is not None
     assert too_high.bf16
     assert too_high.bf16 / 1e12 == pytest.approx(1070, rel=0.01)
@@ -235,7 +236,7 @@ def test_trap_the_clock_a_driver_reports_is_not_the_specified_one() -> None:
 
 
 def test_trap_blackwell_geforce_is_not_blackwell_datacenter() -> None:
-    assert describe.FLOP_PER_CLOCK["12.0"] * 8 == describe.FLOP_PER_CLOCK["10.0"]
+    assert devices_module.FLOP_PER_CLOCK["12.0"] * 8 == devices_module.FLOP_PER_CLOCK["10.0"]
 
 
 def test_trap_links_are_counted_one_way() -> None:
@@ -272,12 +273,12 @@ def test_a_name_that_leaves_the_memory_open_is_not_guessed(name: str, choice: st
 
 
 def test_a_device_of_an_unknown_generation_has_no_derived_peak() -> None:
-    assert describe.derived_peaks("NVIDIA X", "13.0", 100, 2e9) is None
+    assert devices_module.derived_peaks("NVIDIA X", "13.0", 100, 2e9) is None
 
 
 def test_a_derived_geforce_has_half_the_rate_and_no_bf16_before_ampere() -> None:
-    full = describe.derived_peaks("NVIDIA RTX 5000", "7.5", 48, 1.8e9)
-    half = describe.derived_peaks("NVIDIA GeForce RTX 2070", "7.5", 48, 1.8e9)
+    full = devices_module.derived_peaks("NVIDIA RTX 5000", "7.5", 48, 1.8e9)
+    half = devices_module.derived_peaks("NVIDIA GeForce RTX 2070", "7.5", 48, 1.8e9)
     assert full is not None
     assert half is not None
     assert full.fp16 == 2 * (half.fp16 or 0)
@@ -286,10 +287,10 @@ def test_a_derived_geforce_has_half_the_rate_and_no_bf16_before_ampere() -> None
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1660 Ti", "NVIDIA T1000", "NVIDIA GeForce MX450"])
 def test_turing_without_tensor_cores_gets_no_tensor_peaks(name: str) -> None:
-    assert describe.derived_peaks(name, "7.5", 24, 1.77e9) == Peaks(fp32=24 * 1.77e9 * 128)
+    assert devices_module.derived_peaks(name, "7.5", 24, 1.77e9) == Peaks(fp32=24 * 1.77e9 * 128)
 
 
-@pytest.mark.parametrize("module", [clusters, describe, lookup, tables])
+@pytest.mark.parametrize("module", [clusters, devices_module, tables])
 def test_the_examples_in_the_docstrings_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from trimtab.engine.branches import keep_branch
 from trimtab.errors import WrongUse
 from trimtab.spec import Incident, IncidentKind
-from trimtab.training import states
-from trimtab.training.keep import Keeper
+from trimtab.training import checkpoint_format
+from trimtab.training.checkpoint_format import MANIFEST, SafeReader, find_fault
+from trimtab.training.checkpoints import CheckpointManager
 from trimtab.training.loading import Loader, checked_order
-from trimtab.training.store import MANIFEST, SafeReader, fault_in
 from worlds import together, world_of
 
 if TYPE_CHECKING:
@@ -101,8 +101,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def saved(folder: Path, steps: tuple[int, ...], told: list[Incident] | None = None, **kwargs: Any) -> Keeper:
-    keeper = Keeper(folder, tell=(told if told is not None else []).append, **kwargs)
+def saved(
+    folder: Path, steps: tuple[int, ...], told: list[Incident] | None = None, **kwargs: Any
+) -> CheckpointManager:
+    keeper = CheckpointManager(folder, tell=(told if told is not None else []).append, **kwargs)
     objects = build(0)
     for step in steps:
         advance(objects, step - objects["scheduler"].last_epoch)
@@ -120,12 +122,12 @@ def expected(steps: int) -> float:
 def test_a_resumed_run_goes_on_to_the_same_loss_with_the_same_random_numbers(tmp_path: Path) -> None:
     first = build(0)
     advance(first, 3)
-    keeper = Keeper(tmp_path)
+    keeper = CheckpointManager(tmp_path)
     keeper.save(3, first, {"losses": [1.5, 2.5]}, wait=True)
     drawn = random.random(), np.random.rand(), torch.rand(2)  # noqa: S311, NPY002
     wanted = advance(first, 3)
     second = build(1)
-    loaded = Keeper(tmp_path).load_latest(second)
+    loaded = CheckpointManager(tmp_path).load_latest(second)
     assert loaded is not None
     assert (loaded.step, loaded.extra, loaded.same_world) == (3, {"losses": [1.5, 2.5]}, True)
     again = random.random(), np.random.rand(), torch.rand(2)  # noqa: S311, NPY002
@@ -142,14 +144,14 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
     def slow(_: int) -> None:
         held.wait(30)
 
-    keeper = Keeper(tmp_path, before_write=slow)
+    keeper = CheckpointManager(tmp_path, before_write=slow)
     keeper.save(2, objects)
     assert keeper.kept is None
     advance(objects, 4)
     held.set()
     assert keeper.finish() == 2
     other = build(1)
-    Keeper(tmp_path).load_latest(other)
+    CheckpointManager(tmp_path).load_latest(other)
     assert advance(other, 4) == expected(6)
 
 
@@ -169,9 +171,9 @@ def test_what_there_is_of_optimizers_and_other_objects_is_kept_whatever_they_are
     one = make()
     one["model"](torch.ones(3, 2)).sum().backward()
     one["optimizer"].step()
-    Keeper(tmp_path).save(1, one, {"best": np.float64(0.5), "curve": np.arange(3)}, wait=True)
+    CheckpointManager(tmp_path).save(1, one, {"best": np.float64(0.5), "curve": np.arange(3)}, wait=True)
     two = make()
-    loaded = Keeper(tmp_path).load_latest(two)
+    loaded = CheckpointManager(tmp_path).load_latest(two)
     assert loaded is not None
     assert loaded.extra["best"] == 0.5
     assert loaded.extra["curve"].tolist() == [0, 1, 2]
@@ -183,7 +185,7 @@ def test_how_an_optimizer_runs_is_not_taken_from_a_checkpoint(tmp_path: Path) ->
     saved(tmp_path, (2,))
     other = build(1)
     other["optimizer"].param_groups[0]["foreach"] = True
-    Keeper(tmp_path).load_latest(other)
+    CheckpointManager(tmp_path).load_latest(other)
     assert other["optimizer"].param_groups[0]["foreach"] is True
     assert other["optimizer"].param_groups[0]["weight_decay"] == 0.1
 
@@ -194,15 +196,15 @@ def test_the_position_in_the_data_is_kept(tmp_path: Path) -> None:
 
     one = loader()
     seen = [window.indices for window in one.windows(2)]
-    Keeper(tmp_path).save(2, {"loader": one}, wait=True)
+    CheckpointManager(tmp_path).save(2, {"loader": one}, wait=True)
     other = loader()
-    Keeper(tmp_path).load_latest({"loader": other})
+    CheckpointManager(tmp_path).load_latest({"loader": other})
     seen += [window.indices for window in other]
     assert sorted(index for some in seen for index in some) == list(range(20))
 
 
 def test_the_last_few_and_the_best_are_kept_and_frozen_weights_once(tmp_path: Path) -> None:
-    keeper, objects = Keeper(tmp_path, last=2), build(0)
+    keeper, objects = CheckpointManager(tmp_path, last=2), build(0)
     for step, metric in enumerate([3.0, 1.0, 2.0, None, 5.0], start=1):
         keeper.save(step, objects, metric=metric, wait=True)
     names = sorted(one.name for one in tmp_path.iterdir())
@@ -218,13 +220,13 @@ def test_the_last_few_and_the_best_are_kept_and_frozen_weights_once(tmp_path: Pa
 
 
 def test_a_frozen_weight_that_was_changed_is_written_again(tmp_path: Path) -> None:
-    keeper, objects = Keeper(tmp_path), build(0)
+    keeper, objects = CheckpointManager(tmp_path), build(0)
     keeper.save(1, objects, wait=True)
     with torch.no_grad():
         objects["model"].base.weight.fill_(2.0)
     keeper.save(2, objects, wait=True)
     other = build(1)
-    loaded = Keeper(tmp_path).load_latest(other)
+    loaded = CheckpointManager(tmp_path).load_latest(other)
     assert loaded is not None
     assert loaded.step == 2
     assert torch.equal(other["model"].base.weight, objects["model"].base.weight)
@@ -233,15 +235,15 @@ def test_a_frozen_weight_that_was_changed_is_written_again(tmp_path: Path) -> No
 
 def test_going_back_drops_what_came_after(tmp_path: Path) -> None:
     saved(tmp_path, (1, 2, 3))
-    loaded = Keeper(tmp_path).load_latest(build(1), before=2)
+    loaded = CheckpointManager(tmp_path).load_latest(build(1), before=2)
     assert loaded is not None
     assert loaded.step == 1
-    assert [one.step for one in Keeper(tmp_path).checkpoints()] == [1]
+    assert [one.step for one in CheckpointManager(tmp_path).checkpoints()] == [1]
 
 
 def test_there_may_be_nothing_to_load(tmp_path: Path) -> None:
-    assert Keeper(tmp_path / "new").load_latest(build(0)) is None
-    assert Keeper(tmp_path / "new").finish() is None
+    assert CheckpointManager(tmp_path / "new").load_latest(build(0)) is None
+    assert CheckpointManager(tmp_path / "new").finish() is None
 
 
 # What goes wrong on the disk
@@ -279,7 +281,7 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before(
     else:
         HARM[harm](target)
     other = build(1)
-    loaded = Keeper(tmp_path, tell=told.append).load_latest(other)
+    loaded = CheckpointManager(tmp_path, tell=told.append).load_latest(other)
     assert loaded is not None
     assert loaded.step == 2
     assert [one.kind for one in told] == [IncidentKind.BAD_CHECKPOINT]
@@ -288,7 +290,7 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before(
     assert named.get((harm, file), file) in told[0].why
     assert advance(other, 4) == expected(6)
     # It is not tried, and not told of, again.
-    assert Keeper(tmp_path, tell=told.append).load_latest(build(1)) is not None
+    assert CheckpointManager(tmp_path, tell=told.append).load_latest(build(1)) is not None
     assert len(told) == 1
 
 
@@ -298,7 +300,7 @@ def test_when_all_are_torn_there_is_nothing_to_load_and_each_is_told(
     saved(tmp_path, (1, 2))
     for one in tmp_path.glob("step-*"):
         _cut(one / "__0_0.distcp")
-    assert Keeper(tmp_path, tell=told.append).load_latest(build(1)) is None
+    assert CheckpointManager(tmp_path, tell=told.append).load_latest(build(1)) is None
     assert [one.step for one in told] == [2, 1]
 
 
@@ -307,13 +309,13 @@ def test_torn_frozen_weights_are_taken_from_the_model_and_written_again(
 ) -> None:
     saved(tmp_path, (2,))
     _flip(tmp_path / "frozen-00000002" / "__0_0.distcp")
-    other, keeper = build(0), Keeper(tmp_path, tell=told.append)
+    other, keeper = build(0), CheckpointManager(tmp_path, tell=told.append)
     loaded = keeper.load_latest(other)
     assert loaded is not None
     assert "frozen weights" in told[0].why
     assert advance(other, 4) == expected(6)
     keeper.save(6, other, wait=True)
-    assert fault_in(tmp_path / "frozen-00000006") == ""
+    assert find_fault(tmp_path / "frozen-00000006") == ""
 
 
 def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path, told: list[Incident]) -> None:
@@ -323,7 +325,7 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path, told: list[Inc
         if step == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    keeper, objects = Keeper(tmp_path, tell=told.append, before_write=full), build(0)
+    keeper, objects = CheckpointManager(tmp_path, tell=told.append, before_write=full), build(0)
     keeper.save(2, objects, wait=True)
     assert keeper.finish() is None
     assert [one.kind for one in told] == [IncidentKind.FULL_DISK]
@@ -353,7 +355,7 @@ def test_what_a_killed_process_left_half_written_is_swept_away(tmp_path: Path) -
     half = tmp_path / ".writing-step-00000002"
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half")
-    loaded = Keeper(tmp_path).load_latest(build(1))
+    loaded = CheckpointManager(tmp_path).load_latest(build(1))
     assert loaded is not None
     assert loaded.step == 1
     assert not half.exists()
@@ -369,12 +371,12 @@ def test_a_checkpoint_of_another_model_is_refused_and_not_set_aside(tmp_path: Pa
     with pytest.raises(
         WrongUse, match=r"another model: model:left.weight is \[2, 7\] there and \[3, 7\] here"
     ):
-        Keeper(tmp_path).load_latest(other)
+        CheckpointManager(tmp_path).load_latest(other)
     other = build(0)
     other["model"].more = nn.Linear(7, 3).double()
     with pytest.raises(WrongUse, match=r"it has no model:more\.weight"):
-        Keeper(tmp_path).load_latest(other)
-    assert [one.step for one in Keeper(tmp_path).checkpoints()] == [1]
+        CheckpointManager(tmp_path).load_latest(other)
+    assert [one.step for one in CheckpointManager(tmp_path).checkpoints()] == [1]
 
 
 class _Strange:
@@ -386,13 +388,13 @@ class _Strange:
 
 def test_a_state_that_could_not_be_read_back_safely_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="the state of strange"):
-        Keeper(tmp_path).save(1, {"strange": _Strange(), **build(0)})
-    assert Keeper(tmp_path).checkpoints() == []
+        CheckpointManager(tmp_path).save(1, {"strange": _Strange(), **build(0)})
+    assert CheckpointManager(tmp_path).checkpoints() == []
 
 
 def test_an_optimizer_of_parameters_that_are_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="no module here has"):
-        Keeper(tmp_path).save(1, {"optimizer": build(0)["optimizer"]})
+        CheckpointManager(tmp_path).save(1, {"optimizer": build(0)["optimizer"]})
 
 
 class _Trap:
@@ -437,7 +439,7 @@ def resharded(rank: int, folder: str, phase: tuple[int, str, int, int]) -> dict[
     if how == "branch":
         keep_branch(model, {"left": "left", "right": "right"}, ("left", "right")[rank])
     objects = alike(model)
-    keeper = Keeper(folder, tell=told.append)
+    keeper = CheckpointManager(folder, tell=told.append)
     loaded = keeper.load_latest(objects)
     loss = advance(objects, stop - start, average=how == "ddp")
     keeper.save(stop, objects, {"by": size})
@@ -455,7 +457,7 @@ def disturbed(rank: int, folder: str) -> dict[str, Any]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     objects = build(0)
-    keeper = Keeper(folder, tell=told.append, before_write=full)
+    keeper = CheckpointManager(folder, tell=told.append, before_write=full)
     for step in (1, 2, 3):
         keeper.save(step, objects)
     kept = keeper.finish()
@@ -463,11 +465,11 @@ def disturbed(rank: int, folder: str) -> dict[str, Any]:
     if rank == 0:
         _cut(Path(folder, "step-00000003", "plain-1.pt"))
     keeper.ranks.told(None)
-    loaded = Keeper(folder, tell=told.append).load_latest(objects)
+    loaded = CheckpointManager(folder, tell=told.append).load_latest(objects)
     if rank == 1:
         objects["model"].left = nn.Linear(7, 3).double()
     try:
-        Keeper(folder, tell=told.append).load_latest(objects)
+        CheckpointManager(folder, tell=told.append).load_latest(objects)
         raised = ""
     except WrongUse as error:
         raised = str(error)
@@ -509,7 +511,7 @@ def test_two_ranks_then_three_sharded_then_two_of_branches_then_one_continue_the
         assert {one["sharded"] for one in seen} == {how == "fsdp"}
         assert {one["loaded"] and one["loaded"][0] for one in seen} == {start or None}
     objects = alike(build(9)["model"])
-    loaded = Keeper(folder / "curve").load_latest(objects)
+    loaded = CheckpointManager(folder / "curve").load_latest(objects)
     assert loaded is not None
     assert (loaded.step, loaded.extra, loaded.same_world) == (7, {"by": 2}, False)
     assert advance(objects, 3) == pytest.approx(advance(reference, 3), abs=1e-12)
@@ -532,17 +534,17 @@ def test_all_ranks_agree_on_what_one_of_them_could_not_write_or_read(
 
 
 def test_wrappers_do_not_change_names() -> None:
-    plain = set(states.snapshot({"model": Net()}).tensors)
-    assert set(states.snapshot({"model": torch.compile(Net(), backend="eager")}).tensors) == plain
+    plain = set(checkpoint_format.snapshot({"model": Net()}).tensors)
+    assert set(checkpoint_format.snapshot({"model": torch.compile(Net(), backend="eager")}).tensors) == plain
     inner = Net()
     inner.left = torch.compile(inner.left, backend="eager")  # type: ignore[assignment]
-    assert set(states.snapshot({"model": inner}).tensors) == plain
+    assert set(checkpoint_format.snapshot({"model": inner}).tensors) == plain
 
 
 def test_the_size_of_what_is_saved_is_told_before() -> None:
     objects = build(0)
-    before = states.snapshot(objects).size_bytes
+    before = checkpoint_format.snapshot(objects).size_bytes
     advance(objects, 1)
     trained = sum(one.numel() for one in objects["model"].parameters() if one.requires_grad)
     unused = objects["model"].unused.numel()
-    assert states.snapshot(objects).size_bytes > before + 2 * 8 * (trained - unused)
+    assert checkpoint_format.snapshot(objects).size_bytes > before + 2 * 8 * (trained - unused)

@@ -21,7 +21,7 @@ import trimtab
 from trimtab import api, render
 from trimtab.cli.main import COMMANDS, load_command
 from trimtab.probe.detect import detect
-from trimtab.probe.world import replayed
+from trimtab.probe.machine import replayed
 from trimtab.spec import Cluster, Node
 
 Done = subprocess.CompletedProcess[str]

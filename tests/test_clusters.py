@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trimtab
-from trimtab.catalog.clusters import stated
-from trimtab.catalog.network import network_link
+from trimtab.catalog.clusters import network_link, stated
 from trimtab.catalog.tables import devices, fabrics
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
 

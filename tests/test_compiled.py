@@ -10,11 +10,11 @@ import trimtab
 from shared_jobs import shared_job
 from test_cli import trimtab_cli
 from trimtab.catalog.clusters import row_device
-from trimtab.catalog.lookup import reported
+from trimtab.catalog.devices import reported
 from trimtab.errors import JobFailed, WrongUse
-from trimtab.exams.sit import cases, predict
+from trimtab.exams.run import cases, predict
 from trimtab.spec import PARTS, Device, Estimate
-from trimtab.trace.trials import Balance, Clock, Tuning
+from trimtab.trace.compiled import Balance, CostClock, Tuning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -252,7 +252,7 @@ def test_every_recorded_compiled_run_is_predicted() -> None:
 
 
 def seconds(rows: int, inner: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> float:
-    clock = Clock(h200())
+    clock = CostClock(h200())
     with clock:
         torch.mm(
             torch.empty(rows, inner, dtype=dtype, device="meta"),
@@ -268,7 +268,7 @@ def test_matrix_products_of_odd_sides_are_slow() -> None:
 
 
 def test_views_take_no_time() -> None:
-    clock = Clock(h200())
+    clock = CostClock(h200())
     with clock:
         torch.empty(8, 8, device="meta").t()
     before = clock.seconds

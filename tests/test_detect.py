@@ -6,7 +6,7 @@ import pytest
 
 import machines as m
 from trimtab.probe.detect import detect
-from trimtab.probe.world import here, recorded, replayed
+from trimtab.probe.machine import recorded, replayed, this_machine
 from trimtab.spec import Cluster, Severity
 
 if TYPE_CHECKING:
@@ -451,7 +451,7 @@ def test_nvidia_smi_without_memory_means_the_hosts_or_a_finding(memory: str, kep
 
 
 def test_torch_answers_where_neither_nvml_nor_nvidia_smi_does() -> None:
-    from trimtab.probe.fallback import _TORCH
+    from trimtab.probe.devices import _TORCH
 
     answer = (
         '[{"name": "AMD Instinct MI300X", "total": 205822885888, "free": 205000000000,'
@@ -478,7 +478,7 @@ def test_a_gpu_on_the_bus_without_a_driver_is_an_error() -> None:
 
 
 def test_a_recording_replays_to_the_same_cluster() -> None:
-    world, record = recorded(here())
+    world, record = recorded(this_machine())
     seen = detect(world)
     again = look(record)
     assert again == seen

@@ -12,7 +12,7 @@ from test_cli import trimtab_cli
 from trimtab.catalog.tables import bad_versions
 from trimtab.diagnosis.findings import Diagnosis
 from trimtab.diagnosis.machine import ALLOCATOR_KEYS, examine_machine
-from trimtab.probe.world import here, recorded, replayed
+from trimtab.probe.machine import recorded, replayed, this_machine
 from trimtab.units import GIB, MIB
 
 SYNCED = {"timedatectl show --property=NTPSynchronized --value": "yes\n"}
@@ -229,7 +229,7 @@ def test_a_machine_that_answers_nothing_is_no_error() -> None:
 
 
 def test_this_machine_can_be_recorded_and_looked_at_again() -> None:
-    world, notes = recorded(here())
+    world, notes = recorded(this_machine())
     live = examine_machine(world)
     again = examine_machine(replayed(json.loads(json.dumps(notes))))
     assert told(again) == told(live)

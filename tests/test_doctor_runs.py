@@ -14,14 +14,14 @@ from trimtab.diagnosis.diagnose import diagnose_logs
 from trimtab.diagnosis.fault_kinds import load_kinds
 from trimtab.diagnosis.log_scanner import Sighting
 from trimtab.diagnosis.own_runs import ENDINGS, STATES, settle_runs
-from trimtab.probe.world import World, replayed
+from trimtab.probe.machine import Machine, replayed
 from trimtab.spec import Incident, IncidentKind
-from trimtab.training.signals import HEARD, described
+from trimtab.training.signals import HEARD, describe_stop
 
 LOGS = Path(__file__).parent / "logs"
 
 
-def machine(name: str = "n1", *processes: int) -> World:
+def machine(name: str = "n1", *processes: int) -> Machine:
     """A machine on which those processes are."""
     alive = {f"process:{one}": {"name": "python"} for one in processes}
     return replayed({"host": {"name": name, **alive}})
@@ -31,7 +31,7 @@ def copied(name: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(LOGS / name, tmp_path / name))
 
 
-def kinds_of(*names: Path | str, world: World | None = None) -> list[str | None]:
+def kinds_of(*names: Path | str, world: Machine | None = None) -> list[str | None]:
     return [one.kind for one in diagnose_logs([str(one) for one in names], world=world).findings]
 
 
@@ -159,7 +159,9 @@ def test_somebody_elses_error_beside_ours_still_is_one() -> None:
 def test_every_event_is_known_as_it_is_printed(kind: IncidentKind, tmp_path: Path) -> None:
     done = "this attempt ends. Mend it." if kind in {"failed", "bug"} else "it was answered"
     # In the words of the run itself, so that this fails where they change.
-    asked = next((f"{who} asked for the end" for one, who in map(described, HEARD) if one is kind), "it came")
+    asked = next(
+        (f"{who} asked for the end" for one, who in map(describe_stop, HEARD) if one is kind), "it came"
+    )
     one = Incident(kind=kind, at_s=1.0, step=3, rank=0, why=asked, done=done)
     file = tmp_path / "events.jsonl"
     file.write_text(one.to_json() + "\n", encoding="utf-8")

@@ -12,14 +12,13 @@ from torch import nn
 import trimtab
 from shared_jobs import shared_job
 from trimtab.catalog.clusters import stated
-from trimtab.engine.blocks import repeated_blocks, shard_units
-from trimtab.engine.entries import Entries, entries_of
+from trimtab.engine.build import Entries, entries_of, repeated_blocks, shard_units
+from trimtab.engine.fsdp import place, shard_placement
 from trimtab.engine.gradients import OwnGradients
-from trimtab.engine.shard import place, shard_placement
 from trimtab.engine.step import prepare, step
 from trimtab.predict.derive import bucket_sizes, with_buckets
 from trimtab.predict.memory import memory
-from trimtab.predict.time import gradient_bytes
+from trimtab.predict.step_time import gradient_bytes
 from trimtab.spec import Mesh, Precision, Setting, Strategy
 from trimtab.trace.tracer import traced_all
 from worlds import together, world_of

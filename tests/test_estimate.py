@@ -14,8 +14,8 @@ from test_cli import trimtab_cli
 from trimtab.api import make_request, make_setting
 from trimtab.errors import JobFailed, UnknownName, WrongUse
 from trimtab.exams.measure import Measured, case_of
-from trimtab.exams.sit import cases, keep, predict, sit
-from trimtab.predict.allocator import Config
+from trimtab.exams.run import cases, keep, predict, sit
+from trimtab.predict.allocator import AllocatorConfig
 from trimtab.spec import PARTS
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ GIB = 2**30
 
 @pytest.mark.parametrize("file", TRACES, ids=lambda file: file.name.split(".")[0])
 def test_the_allocator_reserves_what_a_real_h200_did(file: Path) -> None:
-    found = compare(load(file).entries, Config(), real_addresses=True)
+    found = compare(load(file).entries, AllocatorConfig(), real_addresses=True)
     assert found.reserved == found.real_reserved
     assert found.allocated == found.real_allocated
 

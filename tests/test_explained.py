@@ -14,7 +14,7 @@ from trimtab.configs.knobs import load_knobs
 from trimtab.diagnosis.fault_kinds import load_kinds
 from trimtab.errors import TrimtabError
 from trimtab.planner import pins
-from trimtab.predict import rating
+from trimtab.predict import estimate
 from trimtab.watching import advice
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ ENUMERATED = {
     "an objective": [*spec.Objective],
     "an axis": [*spec.Mesh.__struct_fields__],
     "a part of memory": [*spec.Footprint.__struct_fields__],
-    "a rating": [*rating.WORDS],
+    "a rating": [*estimate.WORDS],
     "an error": [one.__name__ for one in classes(TrimtabError)],
     "an event of a run": [*spec.IncidentKind],
     "a severity": [*spec.Severity],
@@ -91,7 +91,7 @@ def test_the_entry_of_a_verb_names_its_command(verb: str) -> None:
     assert f"trimtab {verb}" in trimtab.explain(verb).text
 
 
-@pytest.mark.parametrize("word", rating.WORDS)
+@pytest.mark.parametrize("word", estimate.WORDS)
 def test_a_rating_is_named_in_its_entry(word: str) -> None:
     assert word in trimtab.explain(word).what
 

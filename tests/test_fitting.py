@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from trimtab.spec import Band, Estimate, Footprint
-from trimtab.training.fitting import Fitting, Gauge
-from trimtab.training.recovery import Sizes
+from trimtab.training.oom_recovery import MemoryGauge, MicroBatchFitter, Sizes
 
 GIB = 2**30
 
 
-class Numbers(Gauge):
+class Numbers(MemoryGauge):
     """A GPU of which only numbers are there."""
 
     def __init__(self, *, fixed: int, sample: int, limit: int, fitting: Any = None) -> None:
@@ -44,9 +43,9 @@ class Clock:
         return self.now
 
 
-def fitted(current: int, **numbers: Any) -> tuple[Fitting, Clock]:
+def fitted(current: int, **numbers: Any) -> tuple[MicroBatchFitter, Clock]:
     gauge, clock = Numbers(**numbers), Clock()
-    fitting = Fitting(
+    fitting = MicroBatchFitter(
         Sizes(planned=current, current=current),
         gauge=gauge,
         estimate=None,
@@ -93,7 +92,7 @@ def test_before_anything_was_measured_the_estimate_of_the_plan_says_where_to_go(
         band=Band(low_bytes=0, high_bytes=total),
     )
     sizes = Sizes(planned=64, current=64)
-    fitting = Fitting(sizes, gauge=gauge, estimate=estimate, estimated_for=64, grows_beyond=False)
+    fitting = MicroBatchFitter(sizes, gauge=gauge, estimate=estimate, estimated_for=64, grows_beyond=False)
     fitting.release()
     move = fitting.failed(size=64, share=64, step=0)
     assert gauge.given_back == 1
@@ -104,7 +103,7 @@ def test_before_anything_was_measured_the_estimate_of_the_plan_says_where_to_go(
 
 def test_without_a_gauge_it_is_half() -> None:
     sizes = Sizes(planned=8, current=8)
-    fitting = Fitting(sizes, gauge=None, estimate=None, estimated_for=8, grows_beyond=True)
+    fitting = MicroBatchFitter(sizes, gauge=None, estimate=None, estimated_for=8, grows_beyond=True)
     move = fitting.failed(size=8, share=8, step=0)
     assert move is not None
     assert move.sizes.current == 4

@@ -20,7 +20,7 @@ FLOORS = [
     {"trace"},
     {"predict"},
     {"planner"},
-    {"configs", "launching", "training", "diagnosis", "exams", "pace", "watching"},
+    {"configs", "launching", "training", "diagnosis", "exams", "calibration", "watching"},
     {"cli", "api", "render", "pages", "__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -17,7 +17,7 @@ from trimtab import api
 from trimtab.cache import TRACES
 from trimtab.errors import JobFailed, TrimtabError, WrongUse
 from trimtab.spec import Setting, Trace
-from trimtab.trace.host import limit_bytes, resident_bytes
+from trimtab.trace.child_process import limit_bytes, resident_bytes
 from trimtab.trace.server import imported_modules
 from trimtab.trace.tracer import traced_all
 

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from test_time import H200, matrix
-from trimtab.predict import comms, time
-from trimtab.predict.accumulate import accumulated
+from trimtab.predict import communication, step_time
 from trimtab.predict.calibration import speed
 from trimtab.predict.estimate import estimate
-from trimtab.predict.flow import flow, operands
-from trimtab.predict.fusion import channels_last, fused, inside, padded
+from trimtab.predict.fusion import channels_last, flow, fused, inside, operands, padded
+from trimtab.predict.memory import accumulated
 from trimtab.spec import PARTS, Precision, Recompute, Setting, Trace, Work
 from trimtab.spec.trace import ENTER, LEAVE
+from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import traced
-from trimtab.trace.worker import Request
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -306,7 +305,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     file.write_text(textwrap.dedent(JOB), encoding="utf-8")
     setting = Setting(micro_batch=8, global_batch=8)
     return {
-        name: traced(Request(job=f"{file}:{name}", setting=setting, device=H200), cache=False)
+        name: traced(TraceRequest(job=f"{file}:{name}", setting=setting, device=H200), cache=False)
         for name in ("Words", "Inside")
     }
 
@@ -345,9 +344,11 @@ def test_a_loss_inside_of_the_model_is_fused_and_one_outside_is_not(words: dict[
     assert "aten::_log_softmax_backward_data" in eager
     assert not any("softmax" in one.op for one in within.works)
     assert traffic(within) < 0.75 * traffic(without)
-    alone = comms.Links(1.0, 1.0, 1, 1)
+    alone = communication.Links(1.0, 1.0, 1, 1)
     seconds = [
-        time.step(words["Inside"], setting.replace(compile=one), PACE, KNOWN.host, alone, fusing=one).total_s
+        step_time.step(
+            words["Inside"], setting.replace(compile=one), PACE, KNOWN.host, alone, fusing=one
+        ).total_s
         for one in (True, False)
     ]
     assert seconds[0] < seconds[1]

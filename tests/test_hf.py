@@ -18,8 +18,8 @@ from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import pretrained
 from trimtab.jobs.head import IGNORED
 from trimtab.jobs.huggingface import HIDDEN
-from trimtab.jobs.text.blocks import Blocks
-from trimtab.jobs.text.foreign import Foreign
+from trimtab.jobs.text.blocks import TokenBlocks
+from trimtab.jobs.text.model_tokenizer import Foreign
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -176,7 +176,7 @@ def test_the_tokenizer_of_the_folder_is_used_and_its_end_stands_after_a_document
     tokenizer(folder, ["?", "the", "end", "cat", "on", "mat"])
     job = trimtab.load(llama(folder), seq=6, data=prose(tmp_path), samples="none")
     samples = job.dataset()
-    assert isinstance(samples, Blocks)
+    assert isinstance(samples, TokenBlocks)
     assert samples[0]["input_ids"].tolist() == [1, 3, 0, 4, 1, 5]
     tokens = job._text()[0].array()  # noqa: SLF001
     # The config says that 2 ends a text.

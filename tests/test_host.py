@@ -6,7 +6,7 @@ import pytest
 
 import machines as m
 from trimtab.probe import host
-from trimtab.probe.world import replayed
+from trimtab.probe.machine import replayed
 from trimtab.spec import Scheduler
 
 GIB = 2**30
@@ -14,9 +14,9 @@ V2 = {"/proc/self/cgroup": "0::/a/b\n"}
 V1 = {"/proc/self/cgroup": "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n"}
 
 
-def read(files: dict[str, str], scheduler: Scheduler | None = None, **facts: Any) -> host.Host:
+def read(files: dict[str, str], scheduler: Scheduler | None = None, **facts: Any) -> host.HostLimits:
     world = replayed(m.machine(None, read=files, host=facts))
-    return host.read(world, scheduler or Scheduler())
+    return host.read_host(world, scheduler or Scheduler())
 
 
 @pytest.mark.parametrize(

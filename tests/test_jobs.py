@@ -16,17 +16,17 @@ from torch.utils.data import DataLoader, default_collate
 
 import trimtab
 from test_cli import trimtab_cli
-from trimtab.engine.blocks import repeated_blocks
+from trimtab.engine.build import repeated_blocks
 from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse
-from trimtab.exams.sit import cases
+from trimtab.exams.run import cases
 from trimtab.jobs import load as load_module
 from trimtab.jobs.head import IGNORED, mean_token_loss, token_losses
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import file_of, name_of
-from trimtab.jobs.naics.model import lorentz_distance, on_hyperboloid
+from trimtab.jobs.naics.job import lorentz_distance, on_hyperboloid
 from trimtab.jobs.options import options
 from trimtab.jobs.registry import BUILT_IN, JOBS, job_flags
-from trimtab.trace.redraw import redraws
+from trimtab.trace.fake_cuda import redraws
 
 TINY = [f"{name}:tiny" for name in BUILT_IN]
 

@@ -20,7 +20,7 @@ from trimtab.errors import TrimtabError, UnknownName, WrongUse
 from trimtab.jobs.options import options
 from trimtab.planner.pins import KEYS
 from trimtab.spec.requests import PlanRequest, TrainRequest
-from trimtab.training.task import Task
+from trimtab.training.task import TrainTask
 
 GLOSSARY = (
     *("enable_tf32", "enable_amp", "amp_dtype", "enable_compile", "max_length", "batch_size", "eval_steps"),
@@ -64,7 +64,7 @@ def test_the_examples_are_true() -> None:
 
 def test_every_knob_of_the_glossary_is_known_and_sets_something_that_there_is() -> None:
     assert not set(GLOSSARY) - set(knobs.load_knobs())
-    of_slm, of_training = set(options(api.load("slm"))), set(Task.__struct_fields__)
+    of_slm, of_training = set(options(api.load("slm"))), set(TrainTask.__struct_fields__)
     for knob in knobs.load_knobs().values():
         assert not knob.option or knob.option in of_slm, knob.name
         assert not knob.pin or knob.pin in KEYS, knob.name

@@ -14,10 +14,23 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trimtab.spec import IncidentKind
-from trimtab.training import ladder as module
-from trimtab.training import suspects
-from trimtab.training.ladder import CALM, ENOUGH, Ladder, Rung, bad, good, keeping, rolled_back, spike_limit
-from trimtab.training.suspects import Suspect, earliest, first_bad, keep_fp32
+from trimtab.training import bad_steps
+from trimtab.training import bad_steps as module
+from trimtab.training.bad_steps import (
+    CALM,
+    ENOUGH,
+    BadModule,
+    BadStepAction,
+    BadStepPolicy,
+    after_bad_step,
+    after_good_step,
+    after_rollback,
+    earliest,
+    find_first_bad,
+    keep_fp32,
+    spike_limit,
+    with_fp32_module,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,50 +38,55 @@ if TYPE_CHECKING:
 NAN, SPIKE = IncidentKind.NOT_A_NUMBER, IncidentKind.LOSS_SPIKE
 
 
-def climbed(kind: IncidentKind, times: int, **can: bool) -> list[Rung]:
-    ladder, rungs = Ladder(), []
+def climbed(kind: IncidentKind, times: int, **can: bool) -> list[BadStepAction]:
+    ladder, rungs = BadStepPolicy(), []
     for _ in range(times):
-        ladder, rung = bad(ladder, kind, **can)
+        ladder, rung = after_bad_step(ladder, kind, **can)
         rungs.append(rung)
     return rungs
 
 
 def test_the_ladder_is_climbed_rung_by_rung_while_trouble_lasts() -> None:
-    assert climbed(NAN, 5) == list(Rung)
-    assert climbed(NAN, 7)[5:] == [Rung.STOP, Rung.STOP]
+    assert climbed(NAN, 5) == list(BadStepAction)
+    assert climbed(NAN, 7)[5:] == [BadStepAction.STOP, BadStepAction.STOP]
 
 
 def test_a_spike_has_no_bad_module_and_no_checkpoint_means_no_way_back() -> None:
-    assert climbed(SPIKE, 4) == [Rung.SKIP, Rung.LOWER_RATE, Rung.ROLL_BACK, Rung.STOP]
-    assert climbed(NAN, 3, can_keep=False)[1] is Rung.LOWER_RATE
-    assert climbed(NAN, 4, can_roll_back=False)[3] is Rung.STOP
+    assert climbed(SPIKE, 4) == [
+        BadStepAction.SKIP,
+        BadStepAction.LOWER_RATE,
+        BadStepAction.ROLL_BACK,
+        BadStepAction.STOP,
+    ]
+    assert climbed(NAN, 3, can_keep=False)[1] is BadStepAction.LOWER_RATE
+    assert climbed(NAN, 4, can_roll_back=False)[3] is BadStepAction.STOP
 
 
 def test_calm_brings_the_ladder_down_and_keeps_what_was_changed() -> None:
-    ladder = Ladder()
+    ladder = BadStepPolicy()
     for _ in range(3):
-        ladder, rung = bad(ladder, NAN)
-    assert rung is Rung.LOWER_RATE
+        ladder, rung = after_bad_step(ladder, NAN)
+    assert rung is BadStepAction.LOWER_RATE
     assert ladder.rate == pytest.approx(0.8)
     for _ in range(CALM - 1):
-        ladder = good(ladder, 1.0)
-    assert bad(ladder, NAN)[1] is Rung.ROLL_BACK
-    ladder = good(ladder, 1.0)
-    assert bad(ladder, NAN)[1] is Rung.SKIP
+        ladder = after_good_step(ladder, 1.0)
+    assert after_bad_step(ladder, NAN)[1] is BadStepAction.ROLL_BACK
+    ladder = after_good_step(ladder, 1.0)
+    assert after_bad_step(ladder, NAN)[1] is BadStepAction.SKIP
     assert ladder.rate == pytest.approx(0.8)
 
 
 def test_a_roll_back_keeps_what_was_learnt_and_forgets_the_losses() -> None:
-    now = keeping(Ladder(height=4, calm=0, rate=0.64, losses=(9.0,)), "head")
-    after = rolled_back(now, Ladder(losses=(1.0, 2.0)))
+    now = with_fp32_module(BadStepPolicy(height=4, calm=0, rate=0.64, losses=(9.0,)), "head")
+    after = after_rollback(now, BadStepPolicy(losses=(1.0, 2.0)))
     assert (after.height, after.rate, after.kept, after.losses) == (4, 0.64, ("head",), (1.0, 2.0))
 
 
 def test_a_ladder_survives_json_and_refuses_a_raised_rate() -> None:
-    one = Ladder(height=2, rate=0.8, kept=("a.b",), losses=(1.5, 1.25))
-    assert Ladder.from_json(one.to_json()) == one
+    one = BadStepPolicy(height=2, rate=0.8, kept=("a.b",), losses=(1.5, 1.25))
+    assert BadStepPolicy.from_json(one.to_json()) == one
     with pytest.raises(ValueError, match=r"rate is 1\.2"):
-        Ladder(rate=1.2)
+        BadStepPolicy(rate=1.2)
 
 
 def test_losses_that_fall_wobble_or_have_heavy_tails_are_no_spikes() -> None:
@@ -79,11 +97,11 @@ def test_losses_that_fall_wobble_or_have_heavy_tails_are_no_spikes() -> None:
         "lognormal": [draw.lognormvariate(0, 0.5) for _ in range(2000)],
     }
     for name, losses in curves.items():
-        ladder, spikes = Ladder(), 0
+        ladder, spikes = BadStepPolicy(), 0
         for loss in losses:
             limit = spike_limit(ladder.losses)
             spikes += limit is not None and loss > limit
-            ladder = good(ladder, loss)
+            ladder = after_good_step(ladder, loss)
         assert spikes == 0, name
 
 
@@ -105,8 +123,8 @@ def test_no_loss_that_was_good_is_a_spike_afterwards(losses: list[float]) -> Non
 
 
 def test_the_report_says_what_was_tried() -> None:
-    text = module.report(
-        Ladder(rate=0.8, kept=("head",), losses=(1.0,)), NAN, 12, "the gradient is nan", ("a",)
+    text = module.describe_stop_by_policy(
+        BadStepPolicy(rate=0.8, kept=("head",), losses=(1.0,)), NAN, 12, "the gradient is nan", ("a",)
     )
     for part in (
         "step 12",
@@ -121,7 +139,7 @@ def test_the_report_says_what_was_tried() -> None:
 
 def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(module).failed == 0
-    assert doctest.testmod(suspects).failed == 0
+    assert doctest.testmod(bad_steps).failed == 0
 
 
 class Blow(nn.Module):
@@ -152,8 +170,8 @@ def passed(compute: Callable[[], Any]) -> Callable[[], torch.Tensor]:
     return whole
 
 
-def found_in(model: nn.Module, batch: torch.Tensor) -> Suspect | None:
-    return first_bad(model, [passed(lambda: model(batch).float().mean())], [batch])
+def found_in(model: nn.Module, batch: torch.Tensor) -> BadModule | None:
+    return find_first_bad(model, [passed(lambda: model(batch).float().mean())], [batch])
 
 
 def test_the_first_bad_module_is_found_forward() -> None:
@@ -175,7 +193,7 @@ def test_a_bad_batch_a_bad_loss_and_a_good_step_are_told_apart() -> None:
     nan = found_in(model, torch.full((3, 4), math.nan))
     assert nan is not None
     assert nan.phase == "batch"
-    loss = first_bad(model, [passed(lambda: model(torch.ones(3, 4)).mean() / 0)])
+    loss = find_first_bad(model, [passed(lambda: model(torch.ones(3, 4)).mean() / 0)])
     assert loss is not None
     assert loss.phase == "loss"
 
@@ -188,7 +206,7 @@ def test_every_pass_is_run_whatever_was_found_before() -> None:
         # As in a stage whose loss is on another rank; others may wait for what it does.
         ran.append(model(torch.ones(3, 4)).mean().backward())
 
-    found = first_bad(model, [run, run], [bad])
+    found = find_first_bad(model, [run, run], [bad])
     assert found is not None
     assert found.phase == "batch"
     assert len(ran) == 2
@@ -201,9 +219,9 @@ def test_no_hook_is_left_behind() -> None:
 
 
 def test_ranks_agree_on_the_earliest() -> None:
-    late = Suspect(module="a", phase="backward", order=0)
-    early = Suspect(module="b", phase="forward", order=5)
-    assert earliest([None, late, early, Suspect(module="c", phase="forward", order=6)]) == early
+    late = BadModule(module="a", phase="backward", order=0)
+    early = BadModule(module="b", phase="forward", order=5)
+    assert earliest([None, late, early, BadModule(module="c", phase="forward", order=6)]) == early
     assert earliest([None, None]) is None
 
 
@@ -234,6 +252,8 @@ def test_weights_keep_their_dtype_while_their_module_computes_in_fp32() -> None:
 
 
 def test_a_run_that_never_went_back_does_not_say_so() -> None:
-    said = module.report(Ladder(), NAN, 3, "the loss is nan", (), went_back=False)
+    said = module.describe_stop_by_policy(BadStepPolicy(), NAN, 3, "the loss is nan", (), went_back=False)
     assert "checkpoint" not in said
-    assert "checkpoint" in module.report(Ladder(), NAN, 3, "the loss is nan", (), went_back=True)
+    assert "checkpoint" in module.describe_stop_by_policy(
+        BadStepPolicy(), NAN, 3, "the loss is nan", (), went_back=True
+    )

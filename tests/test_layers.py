@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trimtab.catalog.clusters import stated
-from trimtab.predict.affine import same_program
+from trimtab.predict.derive import same_program
 from trimtab.predict.memory import memory
 from trimtab.spec import Mesh, Precision, Recompute, Setting, Strategy, Trace, Work
-from trimtab.trace.blocks import MANY, are_equal, cut, worth_cutting
-from trimtab.trace.formulas import launches
-from trimtab.trace.layers import extended, matched
+from trimtab.trace.block_growth import extended, matched
+from trimtab.trace.repeated_blocks import MANY, are_equal, cut, worth_cutting
+from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
-from trimtab.trace.worker import Requests
+from trimtab.trace.workspace_formulas import launches
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -283,7 +283,9 @@ SETTINGS = [
 def whole_and_few(folder: Path, name: str, setting: Setting) -> list[Trace]:
     job = folder / "job.py"
     job.write_text(JOB, encoding="utf-8")
-    asked = Requests(job=f"{job}:{name}", settings=(setting,), device=stated("H100").devices[0], clip=1.0)
+    asked = TraceRequests(
+        job=f"{job}:{name}", settings=(setting,), device=stated("H100").devices[0], clip=1.0
+    )
     found = []
     for whole in (True, False):
         with WorkerProcess() as worker:

@@ -16,11 +16,11 @@ import os, sys, time
 from pathlib import Path
 
 sys.modules.setdefault("silent_worker", sys.modules["__main__"])
-from trimtab.trace import lifeline, worker
+from trimtab.trace import child_process, worker
 from trimtab.trace.forks import forked
 
 if os.environ.get("NO_SIGNAL"):
-    lifeline._ask_for_signal = lambda: False
+    child_process._ask_for_signal = lambda: False
 
 def note(name):
     scratch = Path("note." + name)
@@ -49,12 +49,12 @@ import os
 from pathlib import Path
 from trimtab.api.detecting import cluster
 from trimtab.trace.server import WorkerProcess
-from trimtab.trace.worker import Requests
+from trimtab.trace.request import TraceRequests
 
 Path("pid.parent").write_text(str(os.getpid()))
 with WorkerProcess(module="silent_worker") as worker:
     worker.ask_all(
-        Requests(job="job", settings=(), device=cluster("H100").devices[0]), timeout_s=600
+        TraceRequests(job="job", settings=(), device=cluster("H100").devices[0]), timeout_s=600
     )
 """
 TERMINAL = """
@@ -176,7 +176,7 @@ def test_a_fork_ends_when_the_worker_is_killed(folder: Path, start: Start) -> No
 
 
 def test_a_process_whose_parent_has_gone_does_not_begin(tmp_path: Path) -> None:
-    code = "from trimtab.trace.lifeline import end_with_parent; end_with_parent(); print('began')"
+    code = "from trimtab.trace.child_process import end_with_parent; end_with_parent(); print('began')"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     env = os.environ | {"TRIMTAB_PARENT": str(gone.pid)}

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
-from trimtab.training import control as control_module
-from trimtab.training import meeting, start
-from trimtab.training.control import Control, Failure
-from trimtab.training.meeting import Meeting
+from trimtab.training import rank_files as control_module
+from trimtab.training import torchrun
+from trimtab.training.rank_files import RankFailure, RankFiles
+from trimtab.training.torchrun import Meeting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def test_a_host_that_does_not_exist_is_refused_at_once(monkeypatch: pytest.Monke
 
 def test_in_kubernetes_a_name_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    monkeypatch.setattr(meeting, "JOIN_S", 1.5)
+    monkeypatch.setattr(torchrun, "JOIN_S", 1.5)
     asked = []
 
     def resolve(host: str, *_: object, **__: object) -> list[object]:
@@ -66,7 +66,7 @@ def test_the_way_to_the_meeting_place_gives_address_and_interface() -> None:
 def test_a_port_that_another_program_has_is_refused(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "ANSWER_S", 1.0)
+    monkeypatch.setattr(torchrun, "ANSWER_S", 1.0)
     port = listener.getsockname()[1]
     with pytest.raises(
         EnvironmentFault, match=f"127.0.0.1:{port}: another program listens .* it is not torchrun"
@@ -90,9 +90,9 @@ def test_a_free_port_of_this_machine_needs_no_word_where_torchrun_knows_the_addr
 def test_a_host_that_does_not_answer_is_said_after_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting, "JOIN_S", 0.6)
-    monkeypatch.setattr(meeting, "ANSWER_S", 0.2)
-    monkeypatch.setattr(meeting, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(torchrun, "JOIN_S", 0.6)
+    monkeypatch.setattr(torchrun, "ANSWER_S", 0.2)
+    monkeypatch.setattr(torchrun, "PATIENCE_S", 0.1)
     # An address that is kept for documentation, and that nobody has.
     with pytest.raises(EnvironmentFault, match=r"192.0.2.1:29400: it did not answer within 1 s"):
         Meeting.read("192.0.2.1:29400").check("10.9.9.9")
@@ -100,19 +100,19 @@ def test_a_host_that_does_not_answer_is_said_after_a_while(
 
 
 def test_a_fleet_alone_meets_nobody() -> None:
-    fleet = start.Fleet(procs=2)
-    assert start.placed(fleet) == (fleet, "")
+    fleet = torchrun.Fleet(procs=2)
+    assert torchrun.placed(fleet) == (fleet, "")
 
 
 # Notes
 
 
 def test_notes_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
-    Control(tmp_path).stop(signal.SIGTERM)
-    Control(tmp_path).done()
+    RankFiles(tmp_path).stop(signal.SIGTERM)
+    RankFiles(tmp_path).done()
     os.utime(tmp_path / "stopping", ns=(1, 1))
     os.utime(tmp_path / "done", ns=(1, 1))
-    later = Control(tmp_path, since_ns=2)
+    later = RankFiles(tmp_path, since_ns=2)
     assert later.stopping() is None
     assert not later.is_over()
     assert not later.is_done()
@@ -121,9 +121,9 @@ def test_notes_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
 
 
 def test_ranks_find_the_notes_by_their_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in Control(tmp_path, since_ns=7, own="-n1").variables().items():
+    for name, value in RankFiles(tmp_path, since_ns=7, own="-n1").variables().items():
         monkeypatch.setenv(name, value)
-    found = control_module.given()
+    found = control_module.find_rank_files()
     assert found is not None
     assert (found.folder, found.since_ns, found.own) == (tmp_path, 7, "-n1")
 
@@ -132,19 +132,19 @@ def test_an_error_on_one_node_ends_the_ranks_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "3")
-    one, other = Control(tmp_path, own="n1"), Control(tmp_path, own="n2")
+    one, other = RankFiles(tmp_path, own="n1"), RankFiles(tmp_path, own="n2")
     one.fail(
         JobFailed("loss()", found="ValueError: boom", cure="Mend it."), trace="Traceback\nValueError: boom\n"
     )
     assert other.is_over()
     assert isinstance(other.error(), JobFailed)
-    assert other.failure() == Failure(3, socket.gethostname(), "Traceback\nValueError: boom\n")
+    assert other.failure() == RankFailure(3, socket.gethostname(), "Traceback\nValueError: boom\n")
 
 
 def test_the_first_rank_to_crash_is_the_one_that_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    control = Control(tmp_path)
+    control = RankFiles(tmp_path)
     assert control.failure() is None
     for rank, text in (("2", "KeyError: a"), ("0", "KeyError: a"), ("1", "KeyError: a")):
         monkeypatch.setenv("RANK", rank)
@@ -156,38 +156,39 @@ def test_the_first_rank_to_crash_is_the_one_that_is_told(
 
 
 def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path: Path) -> None:
-    control = Control(tmp_path)
+    control = RankFiles(tmp_path)
     assert control.lost() is None
     control.lose(1, -9)
     assert control.lost() == "rank 1 was killed by SIGKILL"
     control.lose(0, 3)
     assert control.lost() == "rank 0 ended with 3"
     with pytest.raises(EnvironmentFault, match="rank 0 ended with 3; 2 restarts did not help"):
-        start._judged(1, control, start.Fleet(procs=2, restarts=2))  # noqa: SLF001
+        torchrun._judged(1, control, torchrun.Fleet(procs=2, restarts=2))  # noqa: SLF001
 
 
 def test_the_failing_rank_and_its_cause_fit_into_twenty_lines() -> None:
     frames = "".join(f'  File "a.py", line {n}, in f\n    f({n})\n      ^^^^\n' for n in range(40))
     trace = f"Traceback (most recent call last):\n{frames}ValueError: boom\n"
-    told = start.report(Failure(2, "n1", trace), "runs/a/logs")
+    told = torchrun.report(RankFailure(2, "n1", trace), "runs/a/logs")
     lines = told.splitlines()
     assert lines[0] == "trimtab: rank 2 on n1 failed first; output of ranks is in runs/a/logs"
     assert lines[-1] == "ValueError: boom"
     # The error itself takes three lines more, or a few where they are long.
     assert len(lines) <= 14
     assert not any(line.strip() == "^^^^" for line in lines)
-    assert start.report(None, "logs") == ""
-    assert start.report(Failure(0, "n1", ""), "logs") == ""
+    assert torchrun.report(None, "logs") == ""
+    assert torchrun.report(RankFailure(0, "n1", ""), "logs") == ""
 
 
 def test_notes_of_several_nodes_are_in_the_runs_folder(tmp_path: Path) -> None:
-    several = start.Fleet(procs=1, rendezvous="head:1")
-    notes = start._notes(several, tmp_path / "run", tmp_path / "own")  # noqa: SLF001
+    several = torchrun.Fleet(procs=1, rendezvous="head:1")
+    notes = torchrun._notes(several, tmp_path / "run", tmp_path / "own")  # noqa: SLF001
     assert notes.folder == tmp_path / "run" / "control"
     assert notes.since_ns > 0
     notes.stop(signal.SIGTERM)
     assert notes.is_over()
-    assert start._notes(start.Fleet(procs=1), tmp_path / "run", tmp_path / "own").folder == tmp_path / "own"  # noqa: SLF001
+    own = torchrun._notes(torchrun.Fleet(procs=1), tmp_path / "run", tmp_path / "own")  # noqa: SLF001
+    assert own.folder == tmp_path / "own"
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(EnvironmentFault, match="cannot be written to"):
-        start._notes(several, tmp_path / "file", tmp_path)  # noqa: SLF001
+        torchrun._notes(several, tmp_path / "file", tmp_path)  # noqa: SLF001

@@ -285,7 +285,7 @@ def test_the_rate_rises_and_stays() -> None:
 
 
 def test_distances_of_points_far_out_are_exact_in_fp32() -> None:
-    from trimtab.jobs.naics.model import lorentz_distance, on_hyperboloid
+    from trimtab.jobs.naics.job import lorentz_distance, on_hyperboloid
 
     torch.manual_seed(0)
     tangent = torch.randn(64, 1, 17, dtype=torch.float64)

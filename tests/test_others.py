@@ -12,7 +12,7 @@ import torch
 from bench import others
 
 from trimtab.errors import BrokenFile, EnvironmentFault
-from trimtab.exams.sit import cases
+from trimtab.exams.run import cases
 from trimtab.units import GIB, MIB
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from trimtab.errors import WrongUse
 from trimtab.jobs.job import Job
 from trimtab.predict.calibration import shipped, write_own_calibration
 from trimtab.spec import Objective, Plan
-from trimtab.trace.summary import described
+from trimtab.trace.job_summary import described
 from trimtab.units import GIB
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ from trimtab import spec
 from trimtab.catalog.clusters import row_device, stated
 from trimtab.catalog.tables import devices
 from trimtab.errors import JobFailed, NothingFits, UnknownName, WrongUse
-from trimtab.planner import advise, batch, decide, pins, stale
+from trimtab.planner import batch_split, decision, explanations, pins, validity
 from trimtab.planner import search as searching
-from trimtab.planner.batch import as_share, cut, cuts, in_proportion, micro_batches, rank_samples
-from trimtab.planner.decide import Question
-from trimtab.planner.foresight import Foresight
-from trimtab.planner.layouts import layouts
+from trimtab.planner.batch_split import as_share, cut, cuts, in_proportion, micro_batches, rank_samples
+from trimtab.planner.decision import PlanQuestion
+from trimtab.planner.estimator import TraceEstimator
 from trimtab.planner.search import TIE, is_tie, search, simplicity, value
-from trimtab.planner.space import space
+from trimtab.planner.space import layouts, space
 from trimtab.spec import (
     Allocator,
     Cluster,
@@ -45,7 +44,7 @@ from trimtab.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.planner.outlook import Layout
+    from trimtab.planner.protocol import Layout
     from trimtab.spec import Workload
 
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -59,10 +58,10 @@ def planned(
     **policy: Any,
 ) -> Plan:
     where = stated(on) if isinstance(on, str) else on
-    question = Question(
+    question = PlanQuestion(
         job="fake", workload=job or workload(), cluster=where, policy=Policy(**policy), compare=compare
     )
-    return decide.decide(question, law or Law())
+    return decision.decide(question, law or Law())
 
 
 def is_kept(setting: Setting, whole: int) -> bool:
@@ -676,7 +675,7 @@ def test_what_if_says_why_there_is_no_half_batch() -> None:
     ],
 )
 def test_a_pin_is_read_as_people_type_it(text: str, key: str, value: Any) -> None:
-    assert pins.read([text]) == {key: value}
+    assert pins.read_pins([text]) == {key: value}
 
 
 @pytest.mark.parametrize(
@@ -693,14 +692,14 @@ def test_a_pin_is_read_as_people_type_it(text: str, key: str, value: Any) -> Non
 )
 def test_a_pin_that_cannot_be_meant_is_refused(text: str, said: str) -> None:
     with pytest.raises(WrongUse, match=said):
-        pins.read([text])
+        pins.read_pins([text])
 
 
 def test_an_unknown_pin_gives_the_nearest() -> None:
     with pytest.raises(UnknownName, match="micro_batch"):
-        pins.read(["microbatch=3"])
+        pins.read_pins(["microbatch=3"])
     with pytest.raises(WrongUse, match="two values"):
-        pins.read(["gpus=1", "gpus=2"])
+        pins.read_pins(["gpus=1", "gpus=2"])
 
 
 @pytest.mark.parametrize(
@@ -922,7 +921,7 @@ def test_a_pinned_micro_batch_keeps_unlike_gpus_apart_with_a_reason() -> None:
 def prints(plan: Plan, **changes: str) -> dict[str, str]:
     assert plan.workload is not None
     versions = {"trimtab": "0.1.0", "torch": "2.13.0"}
-    return {**stale.fingerprints("a/job.py:Fake", plan.workload, plan.places, versions), **changes}
+    return {**validity.fingerprints("a/job.py:Fake", plan.workload, plan.places, versions), **changes}
 
 
 def fresh() -> Plan:
@@ -932,9 +931,9 @@ def fresh() -> Plan:
 
 def test_a_plan_that_nothing_changed_for_still_holds() -> None:
     plan = fresh()
-    assert stale.changes(plan, prints(plan), stated("4xA100-40GB")) == []
-    assert stale.changes(plan, prints(plan), stated("8xA100-40GB")) == []
-    assert stale.changes(plan, prints(plan), None) == []
+    assert validity.changes(plan, prints(plan), stated("4xA100-40GB")) == []
+    assert validity.changes(plan, prints(plan), stated("8xA100-40GB")) == []
+    assert validity.changes(plan, prints(plan), None) == []
 
 
 @pytest.mark.parametrize(
@@ -950,18 +949,18 @@ def test_a_plan_that_nothing_changed_for_still_holds() -> None:
 )
 def test_a_stale_plan_says_what_changed(changes: dict[str, str], on: str, said: str) -> None:
     plan = fresh()
-    found = stale.changes(plan, prints(plan, **changes), stated(on))
+    found = validity.changes(plan, prints(plan, **changes), stated(on))
     assert len(found) == 1
     assert said in found[0]
     with pytest.raises(WrongUse, match="it is stale"):
-        stale.refuse(plan, "plan.json", found)
+        validity.refuse(plan, "plan.json", found)
 
 
 def test_a_gpu_that_is_no_longer_free_makes_a_plan_stale() -> None:
     plan = fresh()
     where = stated("4xA100-40GB")
     busy = tuple(one.replace(free_bytes=GIB) for one in where.nodes[0].devices)
-    found = stale.changes(plan, prints(plan), where.replace(nodes=(where.nodes[0].replace(devices=busy),)))
+    found = validity.changes(plan, prints(plan), where.replace(nodes=(where.nodes[0].replace(devices=busy),)))
     assert "1.0 GiB is free" in found[0]
 
 
@@ -1004,19 +1003,19 @@ def ticking(trace: Trace, setting: Setting, layout: Layout, _: Any) -> float:
     return setting.accumulation * (one + 0.001) + exchange
 
 
-def foresight(asked: list[Setting], **changes: Any) -> Foresight:
+def foresight(asked: list[Setting], **changes: Any) -> TraceEstimator:
     def trace_all(settings: Any, _: Any, __: Any) -> list[Any]:
         asked.extend(settings)
         return [traced(one) for one in settings]
 
-    return Foresight(trace_all=trace_all, clock=ticking, **changes)
+    return TraceEstimator(trace_all=trace_all, clock=ticking, **changes)
 
 
 def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     asked: list[Setting] = []
     first = foresight(asked)
-    question = Question(job="x", workload=workload(), cluster=stated("4xH100"), policy=Policy())
-    plan = decide.decide(question, first)
+    question = PlanQuestion(job="x", workload=workload(), cluster=stated("4xH100"), policy=Policy())
+    plan = decision.decide(question, first)
     assert is_kept(plan.choice, 64)
     assert plan.choice.gpus == 4
     # One device stands for replicas, and shards of every number lie on the line through two numbers.
@@ -1027,7 +1026,7 @@ def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     assert {one.mesh.data_parallel for one in asked if one.strategy is Strategy.FSDP} <= {4, 16}
     # The next of the same kind needs no more of them.
     asked.clear()
-    assert decide.decide(question, first).choice == plan.choice
+    assert decision.decide(question, first).choice == plan.choice
     assert asked == []
 
 
@@ -1037,8 +1036,8 @@ def test_what_is_asked_beside_changes_neither_runners_up_nor_rejections(objectiv
 
     def ask(compare: tuple[int, ...] = (), **policy: Any) -> tuple[Any, ...]:
         whole = Policy(objective=objective, **policy)
-        question = Question("x", workload(), stated("3xH100"), whole, compare)
-        plan = decide.decide(question, foresight([]))
+        question = PlanQuestion("x", workload(), stated("3xH100"), whole, compare)
+        plan = decision.decide(question, foresight([]))
         return plan.choice, plan.estimate, plan.runners_up, plan.rejected, plan.reasons, plan.looked_at
 
     plain = ask()
@@ -1066,7 +1065,7 @@ def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch
         computed.append(setting)
         return estimate(trace, setting, *others, **more)
 
-    monkeypatch.setattr("trimtab.planner.foresight.judge", counting)
+    monkeypatch.setattr("trimtab.planner.estimator.judge", counting)
     monkeypatch.setattr(plans, "traces", traces)
     monkeypatch.setattr(plans, "is_known", lambda *_: True)
     monkeypatch.setattr(plans, "summary", lambda *_, **__: workload())
@@ -1098,8 +1097,8 @@ def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch
 
 def test_runners_up_are_the_best_that_follow_from_what_was_traced() -> None:
     outlook = foresight([])
-    question = Question(job="x", workload=workload(), cluster=stated("4xH100"), policy=Policy())
-    plan = decide.decide(question, outlook)
+    question = PlanQuestion(job="x", workload=workload(), cluster=stated("4xH100"), policy=Policy())
+    plan = decision.decide(question, outlook)
     legal = space(workload(), stated("4xH100"), Policy())
     least: dict[Any, float] = {}
     for family in legal.families:
@@ -1145,7 +1144,7 @@ def test_a_failure_is_remembered_and_told_again() -> None:
         calls.append(settings)
         return [JobFailed("loss()", found="it raised", cure="Mend it.") for _ in settings]
 
-    outlook = Foresight(trace_all=trace_all)
+    outlook = TraceEstimator(trace_all=trace_all)
     layout = layouts(stated("H100"))[0]
     for _ in range(2):
         with pytest.raises(JobFailed, match="it raised"):
@@ -1153,7 +1152,7 @@ def test_a_failure_is_remembered_and_told_again() -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("module", [advise, batch, pins, searching, stale])
+@pytest.mark.parametrize("module", [explanations, batch_split, pins, searching, validity])
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     assert doctest.testmod(module).failed == 0
 
@@ -1167,4 +1166,4 @@ def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     ],
 )
 def test_a_bound_below_the_choice_is_not_said_to_be_worse(least: float, text: str) -> None:
-    assert advise.why_beaten(least, 15.7, Policy()) == text
+    assert explanations.why_beaten(least, 15.7, Policy()) == text

@@ -25,7 +25,7 @@ from trimtab.planner.space import _why_not, runs
 from trimtab.spec import Dtypes, Precision, Setting
 from trimtab.spec.hardware import PEAK_NAMES
 from trimtab.spec.precision import DTYPE_BYTES
-from trimtab.training.precision import first_scale
+from trimtab.training.optimizer_step import first_scale
 
 PACKAGE = Path(trimtab.__file__).parent
 DOCS = PACKAGE.parent.parent / "docs"

@@ -13,7 +13,7 @@ from outlooks import Law, workload
 from trimtab.catalog.clusters import stated
 from trimtab.cli.main import app
 from trimtab.cli.progress import progress
-from trimtab.planner.decide import Question, decide
+from trimtab.planner.decision import PlanQuestion, decide
 from trimtab.spec import Policy
 from trimtab.spec.requests import PlanRequest
 
@@ -30,8 +30,8 @@ class Interrupted(Law):
         return super().estimate(setting, layout)
 
 
-def question(compare: tuple[int, ...] = ()) -> Question:
-    return Question(
+def question(compare: tuple[int, ...] = ()) -> PlanQuestion:
+    return PlanQuestion(
         job="fake", workload=workload(), cluster=stated("4xH100"), policy=Policy(), compare=compare
     )
 

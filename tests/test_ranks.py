@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.engine import sharded as fsdp_gradients
+from trimtab.engine import fsdp as fsdp_gradients
 from trimtab.errors import NothingFits
 from trimtab.spec import IncidentKind, Mesh, Setting, Share, Strategy
 from trimtab.strategies import limits

@@ -6,7 +6,7 @@ import pytest
 
 from trimtab.catalog.clusters import stated
 from trimtab.catalog.tables import devices, mfu_references
-from trimtab.predict.rating import WORDS, doubt_of, model_kind, rating, reference
+from trimtab.predict.estimate import WORDS, doubt_of, model_kind, rating, reference
 from trimtab.spec import Precision, Trace, Work
 
 EMPTY: dict[str, object] = dict.fromkeys(

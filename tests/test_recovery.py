@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.spec import Allocator, Precision, Setting
-from trimtab.training.precision import GROWS_AFTER, LossScale, allocator_variables, first_scale
-from trimtab.training.recovery import (
+from trimtab.training.oom_recovery import (
     PATIENCE,
     Room,
     Sizes,
-    adjusted,
+    adjust_micro_batch,
     after_failure,
-    even,
-    grown,
+    even_micro_batch,
+    grow_micro_batch,
     is_out_of_memory,
     part_sizes,
-    slower,
+    revert_if_slower,
 )
+from trimtab.training.optimizer_step import GROWS_AFTER, LossScale, allocator_variables, first_scale
 
 GIB = 2**30
 
@@ -58,7 +58,7 @@ def test_an_error_that_is_its_own_cause_ends() -> None:
 
 @given(size=st.integers(1, 300), share=st.integers(1, 300))
 def test_even_parts_are_as_few_and_differ_little(size: int, share: int) -> None:
-    found = even(size, share)
+    found = even_micro_batch(size, share)
     assert 1 <= found <= size
     assert len(part_sizes(found, share)) == len(part_sizes(size, share))
     assert sum(part_sizes(found, share)) == share
@@ -110,10 +110,10 @@ def test_an_estimate_that_was_wrong_gives_way_in_small_steps_and_then_in_halves(
     room = Room(limit_bytes=100 * GIB, fixed_bytes=0, sample_bytes=1.0)
     first = after_failure(Sizes(planned=64, current=64), size=64, share=1000, room=room, step=0)
     assert first is not None
-    assert first.sizes.current == even(48, 1000)
+    assert first.sizes.current == even_micro_batch(48, 1000)
     again = after_failure(first.sizes.replace(current=64), size=64, share=1000, room=room, step=60)
     assert again is not None
-    assert again.sizes.current == even(32, 1000)
+    assert again.sizes.current == even_micro_batch(32, 1000)
 
 
 def test_it_grows_back_after_a_while_and_waits_twice_as_long_after_each_failure() -> None:
@@ -125,7 +125,9 @@ def test_it_grows_back_after_a_while_and_waits_twice_as_long_after_each_failure(
         move = after_failure(sizes, size=8, share=16, room=room, step=step)
         assert move is not None
         sizes, began = move.sizes, step
-        while (back := grown(sizes, share=16, room=room, step=step)) is None or back.sizes.current < 8:
+        while (
+            back := grow_micro_batch(sizes, share=16, room=room, step=step)
+        ) is None or back.sizes.current < 8:
             sizes = sizes if back is None else back.sizes
             step += 1
         sizes = back.sizes
@@ -137,9 +139,9 @@ def test_it_grows_back_after_a_while_and_waits_twice_as_long_after_each_failure(
 
 def test_it_does_not_grow_to_what_is_known_not_to_fit() -> None:
     room = Room(limit_bytes=10 * GIB, fixed_bytes=GIB, sample_bytes=2 * GIB)
-    assert grown(Sizes(planned=8, current=4), share=8, room=room, step=1000) is None
+    assert grow_micro_batch(Sizes(planned=8, current=4), share=8, room=room, step=1000) is None
     roomy = room.replace(sample_bytes=GIB)
-    move = grown(Sizes(planned=8, current=4), share=8, room=roomy, step=1000)
+    move = grow_micro_batch(Sizes(planned=8, current=4), share=8, room=roomy, step=1000)
     assert move is not None
     assert move.sizes.current == 8
 
@@ -147,26 +149,26 @@ def test_it_does_not_grow_to_what_is_known_not_to_fit() -> None:
 def test_much_room_grows_and_little_room_shrinks_and_both_say_why() -> None:
     sizes = Sizes(planned=4, current=4)
     room = Room(limit_bytes=100 * GIB, fixed_bytes=10 * GIB, sample_bytes=4 * GIB)
-    more = adjusted(sizes, share=64, room=room, peak_bytes=26 * GIB, step=200)
+    more = adjust_micro_batch(sizes, share=64, room=room, peak_bytes=26 * GIB, step=200)
     assert more is not None
-    assert more.sizes.current == even(21, 64) == 16
+    assert more.sizes.current == even_micro_batch(21, 64) == 16
     assert "the peak is 26.0 GiB of 100.0 GiB" in more.why
     full = Room(limit_bytes=100 * GIB, fixed_bytes=10 * GIB, sample_bytes=22.3 * GIB)
-    less = adjusted(sizes, share=64, room=full, peak_bytes=99 * GIB, step=200)
+    less = adjust_micro_batch(sizes, share=64, room=full, peak_bytes=99 * GIB, step=200)
     assert less is not None
     assert less.sizes.current == 3
     assert "close to the limit" in less.why
-    assert adjusted(sizes, share=64, room=room, peak_bytes=80 * GIB, step=200) is None
-    assert adjusted(sizes, share=64, room=room, peak_bytes=26 * GIB, step=10) is None
+    assert adjust_micro_batch(sizes, share=64, room=room, peak_bytes=80 * GIB, step=200) is None
+    assert adjust_micro_batch(sizes, share=64, room=room, peak_bytes=26 * GIB, step=10) is None
 
 
 def test_a_larger_micro_batch_that_is_slower_is_taken_back_for_good() -> None:
     before, now = Sizes(planned=4, current=4), Sizes(planned=4, current=16)
-    back = slower(now, before, seconds=1.1, seconds_before=1.0, step=300)
+    back = revert_if_slower(now, before, seconds=1.1, seconds_before=1.0, step=300)
     assert back is not None
     assert back.sizes.current == 4
     assert back.sizes.barred(16, 10**9)
-    assert slower(now, before, seconds=1.0, seconds_before=1.0, step=300) is None
+    assert revert_if_slower(now, before, seconds=1.0, seconds_before=1.0, step=300) is None
 
 
 def test_the_loss_scale_halves_and_grows_and_is_one_without_fp16() -> None:

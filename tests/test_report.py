@@ -30,11 +30,10 @@ from trimtab.pages import page, report
 from trimtab.pages.figures import candidates_figure, find_frontier, pick_evenly
 from trimtab.pages.report_data import ReportData, read_report_data
 from trimtab.pages.svg import Scale, format_number, round_ticks, round_up
-from trimtab.predict.memory import memory
-from trimtab.predict.timeline import Timeline, timeline
+from trimtab.predict.memory import Timeline, memory, timeline
 from trimtab.spec import PARTS, Look, Plan, PlannedStage, Stage, StagedPlan, Trace
-from trimtab.training.meters import Line
-from trimtab.training.record import Record, Tail
+from trimtab.training.run_folder import RunRecord, Tail
+from trimtab.training.step_log import StepLine
 from trimtab.units import GIB
 
 if TYPE_CHECKING:
@@ -85,10 +84,10 @@ def made(story: ReportData) -> str:
 def full(words: str) -> ReportData:
     """A story with the same words wherever words can come from outside."""
     plan = samples.plan(words, words=words)
-    record = Record(
+    record = RunRecord(
         root=Path("run"),
         plan=plan,
-        lines=tuple(Line.from_builtins(samples.line(step)) for step in range(1, 9)),
+        lines=tuple(StepLine.from_builtins(samples.line(step)) for step in range(1, 9)),
         events=(samples.incident(3, why=words, done=words),),
         said=(words,),
     )
@@ -384,7 +383,7 @@ def test_a_file_that_grows_is_read_on_from_where_reading_ended(tmp_path: Path) -
     tail = Tail(file)
 
     def steps() -> list[int]:
-        return [one.step for one in tail.fresh(Line) if one is not None]
+        return [one.step for one in tail.fresh(StepLine) if one is not None]
 
     assert steps() == [1]
     assert tail.torn

@@ -14,11 +14,11 @@ import trimtab
 from trimtab.engine.compile import CALL, Compiling
 from trimtab.errors import EnvironmentFault, JobFailed, NothingFits, WrongUse
 from trimtab.spec import Incident, IncidentKind, Mesh, OptimizerImplementation, Precision, Setting, Strategy
-from trimtab.training import recovery, stepper
-from trimtab.training.evaluate import evaluate
+from trimtab.training import oom_recovery, stepper
+from trimtab.training.bad_steps import suspect
 from trimtab.training.loading import window_of
+from trimtab.training.loop import evaluate
 from trimtab.training.run import Run
-from trimtab.training.trouble import suspect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -589,7 +589,7 @@ def test_copies_of_a_model_are_not_touched() -> None:
         run.prepare(model, sgd, loss=squared)
         run.step(samples())
     assert far(kept, [one.detach() for one in network().parameters()]) == 0
-    assert stepper.MOST_ATTEMPTS > recovery.PATIENCE / 2
+    assert stepper.MOST_ATTEMPTS > oom_recovery.PATIENCE / 2
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, sgd])

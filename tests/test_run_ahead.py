@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from trimtab.spec import Setting
-from trimtab.training import updating
-from trimtab.training.meters import Clock
+from trimtab.training import optimizer_step
 from trimtab.training.run import Run
+from trimtab.training.step_log import StepClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,13 +51,13 @@ class Job:
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused optimizer of a CPU decides by itself as well, only nobody gains from it."""
-    plain = updating.Updater.__init__
+    plain = optimizer_step.OptimizerStep.__init__
 
-    def init(self: updating.Updater, *args: Any, **kwargs: Any) -> None:
+    def init(self: optimizer_step.OptimizerStep, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
         self._called_off_on_device = True
 
-    monkeypatch.setattr(updating.Updater, "__init__", init)
+    monkeypatch.setattr(optimizer_step.OptimizerStep, "__init__", init)
 
 
 class Trained:
@@ -217,7 +217,7 @@ def test_every_step_is_timed_by_when_it_ended(settling: int, monkeypatch: pytest
     with Run(setting, job=job) as run:
         run.prepare()
         windows = run.loader(job.dataset()).windows(STEPS)
-        clock = Clock()
+        clock = StepClock()
         steps = run.over(
             windows, lambda window: window.step % settling == settling - 1 or window.step == STEPS - 1
         )
@@ -229,7 +229,7 @@ def test_every_step_is_timed_by_when_it_ended(settling: int, monkeypatch: pytest
 def test_a_clock_never_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    clock = Clock()
+    clock = StepClock()
     now = 12.0
     assert clock.lap(11.5) == 1.5
     assert clock.lap() == 0.5

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab import cluster
 from trimtab.spec import Precision, Setting, Trace
-from trimtab.trace import autocast
-from trimtab.trace.autocast import FP32, LOWER, WIDEST, Autocast, casts_last_argument_first, read_lists
+from trimtab.trace import kernels
+from trimtab.trace.kernels import FP32, LOWER, WIDEST, Autocast, casts_last_argument_first, read_lists
+from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import traced
-from trimtab.trace.worker import Request
 
 if TYPE_CHECKING:
     from trimtab.spec import Device
@@ -61,7 +61,7 @@ def device(name: str) -> Device:
 
 def trace_of(job: Path, name: str = "H200") -> Trace:
     setting = Setting(micro_batch=8, global_batch=8, precision=Precision.BF16)
-    return traced(Request(job=f"{job}:Small", setting=setting, device=device(name)), cache=False)
+    return traced(TraceRequest(job=f"{job}:Small", setting=setting, device=device(name)), cache=False)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ class Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the host are cast as those of a GPU would be."""
     monkeypatch.setattr(
-        autocast, "_is_eligible", lambda one: isinstance(one, torch.Tensor) and one.is_floating_point()
+        kernels, "_is_eligible", lambda one: isinstance(one, torch.Tensor) and one.is_floating_point()
     )
 
 

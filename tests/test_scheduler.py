@@ -20,12 +20,12 @@ TORCHRUN = {
 
 
 def test_a_plain_shell_has_no_scheduler() -> None:
-    found, findings = scheduler.read({"PATH": "/bin"})
+    found, findings = scheduler.read_scheduler({"PATH": "/bin"})
     assert (found.name, found.launcher, found.sources, findings) == (None, None, {}, [])
 
 
 def test_slurm_is_read_with_its_units() -> None:
-    found, findings = scheduler.read(m.SLURM_TWO_NODES)
+    found, findings = scheduler.read_scheduler(m.SLURM_TWO_NODES)
     assert findings == []
     assert (found.name, found.launcher, found.job_id) == ("slurm", "srun", "8812")
     assert found.node_names == ("gpu07", "gpu08")
@@ -44,12 +44,12 @@ def test_slurm_is_read_with_its_units() -> None:
     ],
 )
 def test_slurm_grants_memory_in_three_ways(env: dict[str, str], gib: int | None) -> None:
-    found, _ = scheduler.read({"SLURM_JOB_ID": "1"} | env)
+    found, _ = scheduler.read_scheduler({"SLURM_JOB_ID": "1"} | env)
     assert found.memory_bytes == (None if gib is None else gib * 2**30)
 
 
 def test_torchrun_inside_slurm_gives_the_ranks() -> None:
-    found, findings = scheduler.read(m.SLURM_TWO_NODES | TORCHRUN)
+    found, findings = scheduler.read_scheduler(m.SLURM_TWO_NODES | TORCHRUN)
     assert findings == []
     assert (found.name, found.launcher) == ("slurm", "torchrun")
     assert (found.rank, found.world_size, found.local_world_size) == (5, 8, 4)
@@ -58,11 +58,11 @@ def test_torchrun_inside_slurm_gives_the_ranks() -> None:
 
 def test_an_elastic_kubernetes_job_counts_its_largest_size() -> None:
     env = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PET_NNODES": "1:4"}
-    assert scheduler.read(env)[0].num_nodes == 4
+    assert scheduler.read_scheduler(env)[0].num_nodes == 4
 
 
 def test_ranks_set_by_hand_are_taken() -> None:
-    found, findings = scheduler.read({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"})
+    found, findings = scheduler.read_scheduler({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"})
     assert (found.launcher, found.world_size, findings) == ("by hand", 4, [])
 
 
@@ -93,7 +93,7 @@ def test_ranks_set_by_hand_are_taken() -> None:
     ],
 )
 def test_a_half_set_or_wrong_environment_is_an_error_at_once(env: dict[str, str], what: str) -> None:
-    _, findings = scheduler.read(env)
+    _, findings = scheduler.read_scheduler(env)
     assert what in findings[0].what
     assert findings[0].severity.value == "error"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trimtab.training.faults import Fault, FaultKind
+from trimtab.training.fault_injection import Fault, FaultKind
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,9 +16,9 @@ from trimtab.jobs.naics.pairs import read_pairs
 from trimtab.jobs.naics.stages import SHIPPED, find_stage, read_stages
 from trimtab.jobs.yaml_files import read_yaml
 from trimtab.spec import IncidentKind, Plan, PlannedStage, Setting, Stage, StagedPlan
-from trimtab.training.chain import Chain, run
-from trimtab.training.folder import RunFolder
-from trimtab.training.task import Ending
+from trimtab.training.run_folder import RunFolder
+from trimtab.training.stages import StageChain, run
+from trimtab.training.task import RunEnding
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -246,16 +246,16 @@ def test_nothing_to_tell_apart_is_refused_before_anything_is_built(option: str) 
 # the chain
 
 
-def ended(step: int, asked: str = "") -> Ending:
-    return Ending(step=step, loss=0.5, out="-", asked=asked)
+def ended(step: int, asked: str = "") -> RunEnding:
+    return RunEnding(step=step, loss=0.5, out="-", asked=asked)
 
 
 def test_stages_follow_each_other_and_go_on_where_they_ended(tmp_path: Path) -> None:
-    chain = Chain(job="naics", stages=(Stage(name="a"), Stage(name="b"), Stage(name="c")))
+    chain = StageChain(job="naics", stages=(Stage(name="a"), Stage(name="b"), Stage(name="c")))
     seen: list[tuple[str, str]] = []
     stops = {"b"}
 
-    def train(stage: Stage, place: Path, before: Path | None) -> Ending:
+    def train(stage: Stage, place: Path, before: Path | None) -> RunEnding:
         assert place.name == stage.name
         seen.append((stage.name, before.name if before else ""))
         asked = "SIGTERM" if stage.name in stops else ""
@@ -287,7 +287,7 @@ def test_stages_follow_each_other_and_go_on_where_they_ended(tmp_path: Path) -> 
     ],
 )
 def test_a_folder_of_other_stages_is_refused(tmp_path: Path, change: dict[str, Any], found: str) -> None:
-    chain = Chain(job="naics", stages=(Stage(name="a"), Stage(name="b")))
+    chain = StageChain(job="naics", stages=(Stage(name="a"), Stage(name="b")))
     run(chain, tmp_path, lambda *_: ended(1), lambda _: None)
     with pytest.raises(WrongUse, match=found):
         run(chain.replace(**change), tmp_path, lambda *_: ended(1), lambda _: None)
@@ -296,7 +296,7 @@ def test_a_folder_of_other_stages_is_refused(tmp_path: Path, change: dict[str, A
 def test_a_folder_of_a_plain_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}", encoding="utf-8")
     with pytest.raises(WrongUse, match="a run without stages"):
-        run(Chain(job="a", stages=(Stage(name="a"),)), tmp_path, lambda *_: ended(1), lambda _: None)
+        run(StageChain(job="a", stages=(Stage(name="a"),)), tmp_path, lambda *_: ended(1), lambda _: None)
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def test_training_over_two_stages_learns_survives_and_is_the_same(two: Path, tmp
     drill.write_text('[{"kind": "terminate", "step": 5, "rank": 0}]', encoding="utf-8")
     out, calm = tmp_path / "out", tmp_path / "calm"
 
-    def train(place: Path, **asked: Any) -> Ending:
+    def train(place: Path, **asked: Any) -> RunEnding:
         return trimtab.train_stages("naics:tiny", files=two, out=place, steps=16, **asked)
 
     # Each stage is asked to end at its fifth step, once.

@@ -15,7 +15,7 @@ from trimtab.engine.branches import Absent, Nothing, branch_loss, branches_of, k
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.spec import Mesh
 from trimtab.strategies import STRATEGIES
-from trimtab.trace.summary import summary
+from trimtab.trace.job_summary import summary
 
 if TYPE_CHECKING:
     from pathlib import Path

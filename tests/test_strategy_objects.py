@@ -15,10 +15,10 @@ import trimtab
 from outlooks import Law, workload
 from trimtab.catalog.clusters import stated
 from trimtab.errors import WrongUse
-from trimtab.planner import decide
-from trimtab.planner.decide import Question
+from trimtab.planner import decision
+from trimtab.planner.decision import PlanQuestion
 from trimtab.planner.space import space
-from trimtab.predict.comms import Links
+from trimtab.predict.communication import Links
 from trimtab.spec import Mesh, Policy, Setting, Strategy, Trace, Work
 from trimtab.strategies import STRATEGIES, one_micro_batch, one_replica, strategy_of, usual_strategy
 from trimtab.strategies.base import Derivation, ParallelStrategy, Refusal, Traffic, Wrapping
@@ -398,14 +398,14 @@ def test_a_new_strategy_is_planned_refused_and_explained(striped: ParallelStrate
     assert only == {2, 4}
     with pytest.raises(WrongUse, match="stripes come in pairs"):
         striped.mesh(3)
-    question = Question(
+    question = PlanQuestion(
         job="fake",
         workload=workload(),
         cluster=stated("4xH100"),
         policy=Policy(pins={"gpus": 4, "strategy": "striped"}),
         compare=(),
     )
-    plan = decide.decide(question, Law())
+    plan = decision.decide(question, Law())
     assert (plan.choice.strategy, plan.choice.mesh) == ("striped", Mesh(dp_shard=4))
     assert striped.explain(plan.choice.mesh) == "weights are cut in 4 stripes"
 
@@ -415,8 +415,8 @@ def test_a_new_strategy_explains_itself_in_a_plan(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delitem(STRATEGIES, word)
     monkeypatch.setitem(STRATEGIES, "striped", StripedStrategy())
     monkeypatch.setattr(StripedStrategy, "shares_by_speed", True)
-    question = Question(
+    question = PlanQuestion(
         job="fake", workload=workload(), cluster=stated("4xH100"), policy=Policy(pins={"gpus": 4}), compare=()
     )
-    reasons = {reason.subject: reason.why for reason in decide.decide(question, Law()).reasons}
+    reasons = {reason.subject: reason.why for reason in decision.decide(question, Law()).reasons}
     assert reasons["strategy"].startswith("weights are cut in 4 stripes")

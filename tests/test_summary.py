@@ -21,7 +21,7 @@ from trimtab.spec import (
     Setting,
     Strategy,
 )
-from trimtab.training.scribe import following, requeued
+from trimtab.training.events import describe_requeue, next_attempt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -179,7 +179,7 @@ def test_gpus_are_counted_by_the_driver(tmp_path: Path) -> None:
 
 
 def after(before: Attempt | None, env: dict[str, str] | None = None, *, seen_s: float = 0.0) -> Attempt:
-    return following(before, procs=4, nodes=2, now_s=500.0, seen_s=seen_s, env=env or {}, host="h", pid=9)
+    return next_attempt(before, procs=4, nodes=2, now_s=500.0, seen_s=seen_s, env=env or {}, host="h", pid=9)
 
 
 def test_the_first_attempt_has_nothing_before_it() -> None:
@@ -216,7 +216,7 @@ def test_an_attempt_that_was_killed_lasted_until_it_last_wrote() -> None:
 )
 def test_a_requeue_is_told_once(before: Attempt | None, restarts: str, is_told: bool) -> None:
     env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts, "SLURM_JOB_NODELIST": "n2"}
-    words = requeued(before, after(before, env), env)
+    words = describe_requeue(before, after(before, env), env)
     assert bool(words) is is_told
     if is_told:
         assert words == f"Slurm has requeued job 7 (restart {restarts}), which now runs on n2"

@@ -18,15 +18,15 @@ from trimtab import cluster
 from trimtab.api.estimating import first_device, look_closely, make_setting
 from trimtab.engine.sync_norm import synchronise
 from trimtab.errors import JobFailed, WrongUse
-from trimtab.planner import pins, whole_batch
+from trimtab.planner import batch_loss_rules, pins
 from trimtab.planner.space import space
-from trimtab.predict import comms
+from trimtab.predict import communication
 from trimtab.spec import BatchLoss, Mesh, Policy, Recompute, Setting, Share, Strategy
 from trimtab.spec.trace import STATISTICS
-from trimtab.training import preparing
-from trimtab.training.resize import divided
+from trimtab.training import prepare
+from trimtab.training.process_group import World
 from trimtab.training.run import Run
-from trimtab.training.world import World
+from trimtab.training.task import divide_setting
 from worlds import Drill, everywhere, world_of
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def test_a_layer_that_computes_statistics_in_its_own_way_is_refused() -> None:
 def test_a_run_refuses_what_cannot_be_synchronised(changes: dict[str, Any], words: str) -> None:
     setting = ddp(2, 8).replace(**changes)
     with pytest.raises(WrongUse, match=words):
-        preparing.check(setting, World(size=2))
+        prepare.check_world_size(setting, World(size=2))
 
 
 def test_no_batch_norm_no_change() -> None:
@@ -392,7 +392,7 @@ def legal(**fixed: Any) -> Any:
 
 
 def test_only_layouts_whose_ranks_run_the_same_layers_are_legal() -> None:
-    assert pins.read(["sync-batchnorm=yes"]) == {"sync_batchnorm": True}
+    assert pins.read_pins(["sync-batchnorm=yes"]) == {"sync_batchnorm": True}
     found = legal()
     assert {one.strategy for one in found.families} == {Strategy.SINGLE, Strategy.DDP, Strategy.FSDP}
     assert all(one.setting(one.cuts[0]).sync_batchnorm for one in found.families)
@@ -417,17 +417,19 @@ def test_only_layouts_whose_ranks_run_the_same_layers_are_legal() -> None:
     ],
 )  # fmt: skip
 def test_a_plan_offers_it_and_says_what_it_does(chosen: Setting, value: str, words: str) -> None:
-    (found,) = whole_batch.notes(workload(global_batch=WHOLE, batch_loss=NORMED), chosen)
+    (found,) = batch_loss_rules.notes(workload(global_batch=WHOLE, batch_loss=NORMED), chosen)
     assert found.value == value
     assert words in found.why
-    (none,) = whole_batch.notes(workload(global_batch=WHOLE, batch_loss=BatchLoss(additive=True)), ddp(2, 8))
+    (none,) = batch_loss_rules.notes(
+        workload(global_batch=WHOLE, batch_loss=BatchLoss(additive=True)), ddp(2, 8)
+    )
     assert (none.subject, none.value) == ("sync_batchnorm", "no effect")
 
 
 def test_an_estimate_says_what_the_layers_see() -> None:
-    (offer,) = whole_batch.warnings(NORMED, ddp(2, 4).replace(sync_batchnorm=False))
+    (offer,) = batch_loss_rules.warnings(NORMED, ddp(2, 4).replace(sync_batchnorm=False))
     assert offer.endswith("--sync-batchnorm lets them see those of all 2 GPUs")
-    (said,) = whole_batch.warnings(NORMED, ddp(2, 4))
+    (said,) = batch_loss_rules.warnings(NORMED, ddp(2, 4))
     assert (
         said == "3 BatchNorm layers see the 8 samples of one micro-batch of all 2 GPUs together, "
         "not the global batch of 16"
@@ -435,9 +437,9 @@ def test_an_estimate_says_what_the_layers_see() -> None:
 
 
 def test_fewer_processes_stay_synchronised_and_more_do_not_compile() -> None:
-    assert divided(ddp(2, 8), 4)[0].sync_batchnorm
+    assert divide_setting(ddp(2, 8), 4)[0].sync_batchnorm
     alone = Setting(micro_batch=16, global_batch=16, compile=True, sync_batchnorm=True)
-    found, said = divided(alone, 2)
+    found, said = divide_setting(alone, 2)
     assert (found.compile, found.sync_batchnorm) == (False, True)
     assert "not compiled any more" in said
 
@@ -473,7 +475,7 @@ def test_a_trace_has_its_collectives_and_the_time_counts_them() -> None:
     plain, synced_ = seen["ddp", False], seen["ddp", True]
     assert plain.step_time is not None
     assert synced_.step_time is not None
-    among = comms.links(where, 4)
+    among = communication.links(where, 4)
     # Two layers gather 17 numbers a rank forward, and sum 16 backward.
     talk_s = 2 * (among.all_gather_s(17 * 4 * 4, 4) + among.all_reduce_s(16 * 4, 4))
     assert synced_.step_time.communication_s - plain.step_time.communication_s == pytest.approx(

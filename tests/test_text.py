@@ -24,9 +24,9 @@ from trimtab.errors import EnvironmentFault, WrongUse
 from trimtab.jobs.slm import share_of_rate
 from trimtab.jobs.text import corpus as texts
 from trimtab.jobs.text import tokens as kept
-from trimtab.jobs.text.blocks import Layout
+from trimtab.jobs.text.blocks import BlockLayout
+from trimtab.jobs.text.byte_pairs import WORD, Pieces, count, learn
 from trimtab.jobs.text.corpus import find, standard_library
-from trimtab.jobs.text.pieces import WORD, Pieces, count, learn
 from trimtab.jobs.text.tokens import ABOUT, TOKENS, Learnt, Tokens, tokenised
 
 PROSE = "\n".join(f"the cat {n} sat on the mat and the dog sat on cat {n % 7}" for n in range(400)) + "\n"
@@ -322,7 +322,7 @@ def test_long_work_says_so_on_stderr(
 
 @given(st.integers(1, 500), st.none() | st.integers(1, 1500))
 def test_no_sample_is_held_out_and_blocks_are_shared_fairly(blocks: int, wanted: int | None) -> None:
-    layout = Layout(blocks=blocks, wanted=wanted)
+    layout = BlockLayout(blocks=blocks, wanted=wanted)
     taken = Counter(layout.block(one) for one in range(layout.samples))
     held = {layout.held_out_block(one, layout.held_out) for one in range(layout.held_out)}
     assert len(held) == layout.held_out
@@ -344,7 +344,7 @@ def test_no_sample_is_held_out_and_blocks_are_shared_fairly(blocks: int, wanted:
     ],
 )
 def test_what_becomes_of_the_text_is_said(blocks: int, wanted: int | None, words: str) -> None:
-    assert words in Layout(blocks=blocks, wanted=wanted).words
+    assert words in BlockLayout(blocks=blocks, wanted=wanted).words
 
 
 def test_slm_learns_from_a_text_of_the_users(tmp_path: Path) -> None:

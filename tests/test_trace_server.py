@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from trimtab.catalog.clusters import stated
 from trimtab.errors import UnknownName
 from trimtab.spec import Setting
+from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
-from trimtab.trace.worker import Requests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 LONG_S = 300.0
 
 
-def asked(*micro_batches: int, clip: float | None = None, job: str = "slm:tiny") -> Requests:
+def asked(*micro_batches: int, clip: float | None = None, job: str = "slm:tiny") -> TraceRequests:
     settings = tuple(Setting(micro_batch=one, global_batch=one) for one in micro_batches)
-    return Requests(job=job, settings=settings, device=stated("H100").devices[0], clip=clip)
+    return TraceRequests(job=job, settings=settings, device=stated("H100").devices[0], clip=clip)
 
 
-def totals(worker: WorkerProcess, requests: Requests) -> list[int]:
+def totals(worker: WorkerProcess, requests: TraceRequests) -> list[int]:
     answers = worker.ask_all(requests, timeout_s=LONG_S)
     whole = [one for one in answers if isinstance(one, dict)]
     assert len(whole) == len(requests.settings), answers
@@ -38,7 +38,7 @@ def test_prefetched_answers_are_used_and_anything_else_is_traced(
     sent: list[int] = []
     send = WorkerProcess._send  # noqa: SLF001 - to see what is sent
 
-    def noting(self: WorkerProcess, requests: Requests) -> None:
+    def noting(self: WorkerProcess, requests: TraceRequests) -> None:
         sent.extend(one.micro_batch for one in requests.settings)
         send(self, requests)
 

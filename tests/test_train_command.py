@@ -20,7 +20,7 @@ import torch
 from trimtab import api
 from trimtab.cli.main import main_code
 from trimtab.spec import Band, Estimate, Footprint, Mesh, Place, Plan, Setting, Strategy
-from trimtab.training.keep import Keeper
+from trimtab.training.checkpoints import CheckpointManager
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -272,7 +272,7 @@ def test_evaluation_is_of_every_sample_once_an_epoch_and_never_at_the_start(home
     assert list(judged) == [7, 14]
     job = api.load(f"{home}/job.py:Judged")
     model = job.model()
-    Keeper(calm / "checkpoints").load_latest({"model": model})
+    CheckpointManager(calm / "checkpoints").load_latest({"model": model})
     whole = torch.utils.data.default_collate(list(job.validation()))
     assert judged[14] == pytest.approx(float(job.loss(model, whole).detach()), abs=1e-12)
 

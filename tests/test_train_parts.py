@@ -32,16 +32,18 @@ from trimtab.spec import (
     Strategy,
     Workload,
 )
-from trimtab.training import control as control_module
-from trimtab.training import evaluate, likeness, loop, meters, resize, settle, signals, start, task, worker
-from trimtab.training.control import Control
-from trimtab.training.control import given as notes_given
-from trimtab.training.faults import Fault, FaultKind, Faults, read, tear
-from trimtab.training.folder import RunFolder, RunIdentity
-from trimtab.training.meters import Line, Meters, measured_mfu
-from trimtab.training.scribe import Scribe
-from trimtab.training.task import Ending, Task
-from trimtab.training.world import World
+from trimtab.training import loading, loop, signals, step_log, task, torchrun, worker
+from trimtab.training import loop as loop_module
+from trimtab.training import rank_files as control_module
+from trimtab.training import task as task_module
+from trimtab.training.events import EventLog
+from trimtab.training.fault_injection import Fault, FaultKind, Faults, read_faults, tear
+from trimtab.training.process_group import World
+from trimtab.training.rank_files import RankFiles
+from trimtab.training.rank_files import find_rank_files as notes_given
+from trimtab.training.run_folder import RunFolder, RunIdentity
+from trimtab.training.step_log import StepLine, StepLog, measured_mfu
+from trimtab.training.task import RunEnding, TrainTask
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,9 +51,9 @@ if TYPE_CHECKING:
 WORKLOAD = Workload(name="w", global_batch=16, samples=100)
 
 
-def line(step: int = 1, **changes: object) -> Line:
+def line(step: int = 1, **changes: object) -> StepLine:
     fields = {"epoch": 0, "loss": 2.5, "time_s": 0.1, "samples": 4, "samples_per_s": 40.0} | changes
-    return Line(step=step, **fields)  # type: ignore[arg-type]
+    return StepLine(step=step, **fields)  # type: ignore[arg-type]
 
 
 # --- lines ---
@@ -77,7 +79,7 @@ def test_a_live_line_is_cut_to_the_terminal_at_a_comma() -> None:
 
 def test_lines_are_printed_every_so_many_steps_and_the_last_always() -> None:
     stream = io.StringIO()
-    shown = Meters(every=10, steps=25, stream=stream)
+    shown = StepLog(every=10, steps=25, stream=stream)
     for step in range(1, 24):
         shown.step(line(step))
     shown.close()
@@ -85,7 +87,7 @@ def test_lines_are_printed_every_so_many_steps_and_the_last_always() -> None:
 
 
 def test_json_lines_have_what_the_contract_names(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = Meters(every=1, steps=2, as_json=True)
+    shown = StepLog(every=1, steps=2, as_json=True)
     shown.step(line(1))
     shown.event(Incident(kind=IncidentKind.RESIZE, at_s=1.0, step=1, why="a", done="b"))
     shown.step(line(2, mfu=0.5))
@@ -124,10 +126,10 @@ def test_mfu_follows_from_the_plans_by_time_devices_and_samples() -> None:
 def test_requests_of_many_ranks_are_read_back_from_their_sum(
     heard: list[signal.Signals | None], due: bool
 ) -> None:
-    requests = [signals.Request(one, news=number == 3) for number, one in enumerate(heard)]
-    requests.append(signals.Request(checkpoint=due))
-    total = torch.tensor([signals.packed(one) for one in requests], dtype=torch.float64).sum()
-    together = signals.unpacked(float(total))
+    requests = [signals.StopRequest(one, news=number == 3) for number, one in enumerate(heard)]
+    requests.append(signals.StopRequest(checkpoint=due))
+    total = torch.tensor([signals.pack_request(one) for one in requests], dtype=torch.float64).sum()
+    together = signals.unpack_requests(float(total))
     assert together.checkpoint is due
     assert together.news is (len(heard) > 3)
     assert (together.asked is None) == all(one is None for one in heard)
@@ -244,16 +246,16 @@ def test_a_schedule_that_cannot_be_read_is_refused(tmp_path: Path, text: str, fo
     file = tmp_path / "faults.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(WrongUse, match=found):
-        read(file)
+        read_faults(file)
     with pytest.raises(WrongUse, match="cannot be read"):
-        read(tmp_path / "none.json")
+        read_faults(tmp_path / "none.json")
 
 
 # --- notes between processes, and the command line of torchrun ---
 
 
 def test_notes_travel_between_processes(tmp_path: Path) -> None:
-    notes = Control(tmp_path)
+    notes = RankFiles(tmp_path)
     assert not notes.is_over()
     assert notes.error() is None
     assert notes.stopping() is None
@@ -263,7 +265,7 @@ def test_notes_travel_between_processes(tmp_path: Path) -> None:
     assert isinstance(error, JobFailed)
     assert (error.given, error.exit_code) == ("loss()", 4)
     assert notes.is_over()
-    other = Control(tmp_path / "other")
+    other = RankFiles(tmp_path / "other")
     other.folder.mkdir()
     other.stop(signal.SIGUSR1)
     assert other.is_over()
@@ -271,7 +273,7 @@ def test_notes_travel_between_processes(tmp_path: Path) -> None:
 
 
 def test_the_same_crash_at_the_same_step_is_a_bug_and_others_are_not(tmp_path: Path) -> None:
-    notes = Control(tmp_path)
+    notes = RankFiles(tmp_path)
     assert [notes.crash("boom", step) for step in (1, 1, 2, 1)] == [False, False, False, True]
     assert notes.last_crash() == "boom"
 
@@ -280,12 +282,12 @@ def test_a_rank_that_starts_after_the_end_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(control_module.FOLDER, str(tmp_path))
-    Control(tmp_path).stop(signal.SIGTERM)
+    RankFiles(tmp_path).stop(signal.SIGTERM)
     assert worker.main(["/no/such/task"]) == 0
 
 
 def test_torchrun_is_told_what_to_start(tmp_path: Path) -> None:
-    alone = start.arguments(start.Fleet(procs=2, restarts=3), tmp_path / "task.json", "id")
+    alone = torchrun.arguments(torchrun.Fleet(procs=2, restarts=3), tmp_path / "task.json", "id")
     assert alone[:2] == ["--standalone", "--nnodes=1"]
     assert alone[2:4] == ["--nproc-per-node=2", "--max-restarts=3"]
     assert alone[4:] == [
@@ -294,36 +296,38 @@ def test_torchrun_is_told_what_to_start(tmp_path: Path) -> None:
         "trimtab.training.worker",
         str(tmp_path / "task.json"),
     ]
-    logged = start.arguments(start.Fleet(procs=3, logs="runs/a/logs"), tmp_path, "id")
+    logged = torchrun.arguments(torchrun.Fleet(procs=3, logs="runs/a/logs"), tmp_path, "id")
     # The first rank of a node prints on the terminal.
     assert logged[5:7] == ["--log-dir=runs/a/logs", "--redirects=1:3,2:3"]
-    several = start.arguments(start.Fleet(procs=8, nodes="1:4", rendezvous="head:1"), tmp_path, "id")
+    several = torchrun.arguments(torchrun.Fleet(procs=8, nodes="1:4", rendezvous="head:1"), tmp_path, "id")
     assert several[:4] == ["--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=head:1", "--rdzv-id=id"]
-    placed = start.Fleet(procs=8, nodes="2", rendezvous="head:1", address="10.0.0.2")
-    assert "--local-addr=10.0.0.2" in start.arguments(placed, tmp_path, "id")
+    placed = torchrun.Fleet(procs=8, nodes="2", rendezvous="head:1", address="10.0.0.2")
+    assert "--local-addr=10.0.0.2" in torchrun.arguments(placed, tmp_path, "id")
     for hosts, said in (
         (None, []),
         (True, ["--rdzv-conf=is_host=true"]),
         (False, ["--rdzv-conf=is_host=false"]),
     ):
-        words = start.arguments(placed.replace(hosts=hosts), tmp_path, "id")
+        words = torchrun.arguments(placed.replace(hosts=hosts), tmp_path, "id")
         assert [one for one in words if "is_host" in one] == said
 
 
 def test_on_slurm_they_meet_on_the_first_node_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = start.Fleet(procs=1, nodes="2", rendezvous="127.0.0.1:29677")
+    fleet = torchrun.Fleet(procs=1, nodes="2", rendezvous="127.0.0.1:29677")
     monkeypatch.setenv("SLURM_NODEID", "1")
-    assert start.placed(fleet)[0].hosts is False
+    assert torchrun.placed(fleet)[0].hosts is False
     monkeypatch.setenv("SLURM_NODEID", "0")
-    assert start.placed(fleet)[0].hosts is not False
+    assert torchrun.placed(fleet)[0].hosts is not False
 
 
 def test_ranks_get_their_share_of_cores_and_no_other_launchers_variables(tmp_path: Path) -> None:
-    env = start.environment({"RANK": "3", "PATH": "p"}, start.Fleet(procs=4), Control(tmp_path), cores=10)
+    env = torchrun.environment(
+        {"RANK": "3", "PATH": "p"}, torchrun.Fleet(procs=4), RankFiles(tmp_path), cores=10
+    )
     assert "RANK" not in env
     assert (env["PATH"], env["OMP_NUM_THREADS"], env[control_module.FOLDER]) == ("p", "2", str(tmp_path))
     assert (
-        start.environment({"OMP_NUM_THREADS": "7"}, start.Fleet(procs=4), Control(tmp_path), 1)[
+        torchrun.environment({"OMP_NUM_THREADS": "7"}, torchrun.Fleet(procs=4), RankFiles(tmp_path), 1)[
             "OMP_NUM_THREADS"
         ]
         == "7"
@@ -333,13 +337,13 @@ def test_ranks_get_their_share_of_cores_and_no_other_launchers_variables(tmp_pat
 @pytest.mark.parametrize("text", ["0", "4:2", "x", "1:", ":2", "1:2:3", "-1"])
 def test_nodes_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(WrongUse, match="neither a number of nodes"):
-        start.read_nodes(text, "a:1")
+        torchrun.read_nodes(text, "a:1")
 
 
 def test_several_nodes_need_a_place_to_meet() -> None:
-    assert start.read_nodes("1", None) == ("1", "")
+    assert torchrun.read_nodes("1", None) == ("1", "")
     with pytest.raises(WrongUse, match="a place to meet"):
-        start.read_nodes("1:4", None)
+        torchrun.read_nodes("1:4", None)
 
 
 @pytest.mark.parametrize(
@@ -355,8 +359,8 @@ def test_a_lost_peer_is_told_from_a_bug(text: str, lost: bool) -> None:
 
 
 def test_the_end_of_a_run_is_an_exit_code() -> None:
-    assert Ending(step=1, out="x").exit_code == 0
-    assert [Ending(step=1, out="x", asked=one).exit_code for one in ("SIGTERM", "SIGUSR1", "SIGINT")] == [
+    assert RunEnding(step=1, out="x").exit_code == 0
+    assert [RunEnding(step=1, out="x", asked=one).exit_code for one in ("SIGTERM", "SIGUSR1", "SIGINT")] == [
         143,
         138,
         130,
@@ -387,7 +391,9 @@ def test_the_global_batch_is_the_same_on_any_number_of_processes(
         accumulation=rounds,
         global_batch=batch,
     )
-    found, words = resize.divided(first, after, nodes=2 if after % 2 == 0 and after > 2 else 1, branches=2)
+    found, words = task_module.divide_setting(
+        first, after, nodes=2 if after % 2 == 0 and after > 2 else 1, branches=2
+    )
     assert found.global_batch == batch
     assert found.gpus == after
     assert found.micro_batch <= first.micro_batch
@@ -402,7 +408,7 @@ def test_a_strategy_gives_way_to_its_kin_where_the_number_does_not_allow_it() ->
         accumulation=2,
         global_batch=16,
     )
-    assert [resize.divided(branch, many, branches=2)[0].strategy for many in (1, 2, 3, 4)] == [
+    assert [task_module.divide_setting(branch, many, branches=2)[0].strategy for many in (1, 2, 3, 4)] == [
         Strategy.SINGLE,
         Strategy.BRANCH,
         Strategy.HYBRID,
@@ -414,23 +420,23 @@ def test_a_pipeline_keeps_its_stages_where_it_can() -> None:
     piped = Setting(
         strategy=Strategy.PIPELINE, mesh=Mesh(pp=2), micro_batch=4, accumulation=4, global_batch=16
     )
-    found = [resize.divided(piped, many)[0] for many in (1, 2, 3, 4)]
+    found = [task_module.divide_setting(piped, many)[0] for many in (1, 2, 3, 4)]
     assert [one.strategy for one in found] == ["single", "pipeline", "fsdp", "pipeline"]
     assert found[3].mesh == Mesh(pp=2, dp_replicate=2)
     four = piped.replace(mesh=Mesh(pp=4))
-    assert resize.divided(four, 3)[0].mesh == Mesh(pp=3)
-    begun = resize.cpu_setting(WORKLOAD, 2, {"strategy": "pipeline"})
+    assert task_module.divide_setting(four, 3)[0].mesh == Mesh(pp=3)
+    begun = task_module.cpu_setting(WORKLOAD, 2, {"strategy": "pipeline"})
     assert (begun.mesh, begun.micro_batch, begun.accumulation) == (Mesh(pp=2), 4, 4)
 
 
 def test_a_machine_without_a_gpu_gets_a_plain_plan() -> None:
-    plan = resize.cpu_plan("slm:tiny", WORKLOAD, 3, {}, {})
+    plan = task_module.cpu_plan("slm:tiny", WORKLOAD, 3, {}, {})
     assert (plan.choice.strategy, plan.choice.micro_batch, plan.choice.accumulation) == (Strategy.DDP, 6, 1)
     assert "not predicted" in plan.estimate.assumptions[0]
     assert Plan.from_json(plan.to_json()) == plan
-    pinned = resize.cpu_setting(WORKLOAD, 2, {"micro_batch": 3, "precision": "bf16", "workers": 1})
+    pinned = task_module.cpu_setting(WORKLOAD, 2, {"micro_batch": 3, "precision": "bf16", "workers": 1})
     assert (pinned.micro_batch, pinned.accumulation, pinned.precision, pinned.workers) == (3, 3, "bf16", 1)
-    assert resize.cpu_setting(WORKLOAD, 2, {"accumulation": 4}).micro_batch == 2
+    assert task_module.cpu_setting(WORKLOAD, 2, {"accumulation": 4}).micro_batch == 2
 
 
 @pytest.mark.parametrize(
@@ -448,55 +454,55 @@ def test_pins_that_cannot_be_are_refused_without_a_gpu_too(
     procs: int, pins: dict[str, object], found: str
 ) -> None:
     with pytest.raises(WrongUse, match=found):
-        resize.cpu_setting(WORKLOAD, procs, pins)
+        task_module.cpu_setting(WORKLOAD, procs, pins)
 
 
 def test_a_task_survives_json() -> None:
-    one = Task(
+    one = TrainTask(
         job="slm:tiny",
-        plan=resize.cpu_plan("slm:tiny", WORKLOAD, 1, {}, {}),
+        plan=task_module.cpu_plan("slm:tiny", WORKLOAD, 1, {}, {}),
         out="x",
         steps=3,
         faults_due=(Fault(kind=FaultKind.KILL, step=1),),
     )
-    assert Task.from_json(one.to_json()) == one
+    assert TrainTask.from_json(one.to_json()) == one
 
 
-@pytest.mark.parametrize("module", [evaluate, likeness, meters, signals, start, task, worker])
+@pytest.mark.parametrize("module", [loop_module, loading, step_log, signals, torchrun, task, worker])
 def test_the_examples_in_the_docstrings_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 
 
 def test_an_unhelpful_end_is_an_error_of_the_environment(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match="a rank ended without a word; 3 restarts did not help"):
-        start._judged(1, Control(tmp_path), start.Fleet(procs=2, restarts=3))  # noqa: SLF001
+        torchrun._judged(1, RankFiles(tmp_path), torchrun.Fleet(procs=2, restarts=3))  # noqa: SLF001
 
 
 # --- settling, and writing down ---
 
 
 def test_a_plan_for_other_processes_is_divided_and_said_so() -> None:
-    plan = resize.cpu_plan("slm:tiny", WORKLOAD, 4, {"micro_batch": 2}, {})
-    asked = Task(job="slm:tiny", plan=plan, out="x")
-    found, words = settle.settled(asked, object(), World())
+    plan = task_module.cpu_plan("slm:tiny", WORKLOAD, 4, {"micro_batch": 2}, {})
+    asked = TrainTask(job="slm:tiny", plan=plan, out="x")
+    found, words = task_module.agree_on_plan(asked, object(), World())
     assert (found.choice.gpus, found.choice.global_batch, found.choice.micro_batch) == (1, 16, 2)
     assert "4 -> 1 processes, ddp -> single, micro-batch 2 x 2 -> 2 x 8" in words
     assert "times are scaled" in found.estimate.assumptions[-1]
-    same, nothing = settle.settled(asked.replace(plan=found), object(), World())
+    same, nothing = task_module.agree_on_plan(asked.replace(plan=found), object(), World())
     assert (same, nothing) == (found, "")
     with pytest.raises(WrongUse, match="rank 0 was given no plan"):
-        settle.settled(asked.replace(plan=None), object(), World())
+        task_module.agree_on_plan(asked.replace(plan=None), object(), World())
 
 
-def opened(place: Path, size: int = 1) -> tuple[Scribe, io.StringIO]:
+def opened(place: Path, size: int = 1) -> tuple[EventLog, io.StringIO]:
     identity = RunIdentity(job="a", global_batch=16)
-    folder = RunFolder.open(place, identity=identity, plan=resize.cpu_plan("a", WORKLOAD, 1, {}, {}))
+    folder = RunFolder.open(place, identity=identity, plan=task_module.cpu_plan("a", WORKLOAD, 1, {}, {}))
     stream = io.StringIO()
     world = World(size=size, address="a", port=1) if size > 1 else World()
-    return Scribe(world, folder, Meters(every=1, steps=1, stream=stream)), stream
+    return EventLog(world, folder, StepLog(every=1, steps=1, stream=stream)), stream
 
 
-def kinds(scribe: Scribe) -> list[str]:
+def kinds(scribe: EventLog) -> list[str]:
     return [one.kind.value for one in scribe.folder.events()]
 
 
@@ -552,7 +558,7 @@ def test_a_reader_that_goes_away_does_not_end_a_training() -> None:
         def write(self, text: str) -> int:  # noqa: ARG002 - as a stream has it
             raise BrokenPipeError
 
-    shown = Meters(every=1, steps=5, stream=Gone())
+    shown = StepLog(every=1, steps=5, stream=Gone())
     for step in range(1, 6):
         shown.step(line(step))
     shown.close()
@@ -571,19 +577,19 @@ def test_errors_of_a_job_are_told_from_ours(tmp_path: Path) -> None:
 
 
 def test_evaluation_makes_as_many_passes_on_every_rank() -> None:
-    assert evaluate.rounds(10, 3, 2) == 2
-    assert evaluate.rounds(1, 4, 2) == 1
+    assert loop_module.rounds(10, 3, 2) == 2
+    assert loop_module.rounds(1, 4, 2) == 1
     with pytest.raises(JobFailed, match="has no samples that can be counted"):
-        evaluate.validation_of(type("Job", (), {"validation": lambda _: []})())
-    assert evaluate.validation_of(object()) is None
+        loop_module.validation_of(type("Job", (), {"validation": lambda _: []})())
+    assert loop_module.validation_of(object()) is None
 
 
 def test_ranks_do_not_take_the_notes_of_an_earlier_attempt_for_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Control(tmp_path).stop(signal.SIGUSR1)
+    RankFiles(tmp_path).stop(signal.SIGUSR1)
     later = (tmp_path / "stopping").stat().st_mtime_ns + 1
-    for name, value in Control(tmp_path, since_ns=later, own="a-1").variables().items():
+    for name, value in RankFiles(tmp_path, since_ns=later, own="a-1").variables().items():
         monkeypatch.setenv(name, value)
     heard = notes_given()
     assert heard is not None
@@ -598,32 +604,32 @@ def test_ranks_do_not_take_the_notes_of_an_earlier_attempt_for_theirs(
 @pytest.mark.slow
 def test_a_run_on_other_nodes_is_planned_again_with_the_batch_of_its_plan() -> None:
     one = cluster("2xH100")
-    there = resize.several_nodes(one, 2)
-    before = resize.cpu_plan("slm:tiny", WORKLOAD.replace(global_batch=24), 1, {"precision": "bf16"}, {})
-    asked = Task(job="slm:tiny", plan=before, out="x")
-    found = settle.replanned(asked, before, 4, there)
+    there = task_module.repeat_node(one, 2)
+    before = task_module.cpu_plan("slm:tiny", WORKLOAD.replace(global_batch=24), 1, {"precision": "bf16"}, {})
+    asked = TrainTask(job="slm:tiny", plan=before, out="x")
+    found = task_module.replan_in_child(asked, before, 4, there)
     assert found is not None
     assert (found.choice.gpus, found.choice.global_batch, found.choice.precision) == (4, 24, "bf16")
     assert {place.node for place in found.places} == {0, 1}
     # What cannot be planned is divided instead, and nothing is raised.
-    assert settle.replanned(asked, before, 64, there) is None
+    assert task_module.replan_in_child(asked, before, 64, there) is None
 
 
 def test_batches_are_set_side_by_side_in_words() -> None:
     made = {"x": (torch.zeros(2, 3), torch.zeros(2)), "names": ["a", "b"], "meta": {"k": 1}}
     same = {"x": [torch.zeros(5, 3), torch.zeros(5)], "names": ("c",), "meta": {"k": 7}}
-    assert likeness.differences(made, same) == []
+    assert loading.compare_batches(made, same) == []
     other = {"x": [torch.zeros(5, 3, 1), torch.zeros(())], "names": torch.zeros(5), "meta": {}}
-    assert likeness.differences(made, other) == [
+    assert loading.compare_batches(made, other) == [
         "batch['x'][0] is float32 (n, 3) from batch() and float32 (n, 3, 1) from dataset()",
         "batch['x'][1] is float32 (n) from batch() and float32 () from dataset()",
         "batch['names'] is [str, str] from batch() and float32 (n) from dataset()",
         "batch['meta'] has k from batch() and nothing from dataset()",
     ]
-    assert likeness.differences([torch.zeros(1)], [torch.zeros(1)] * 2) == [
+    assert loading.compare_batches([torch.zeros(1)], [torch.zeros(1)] * 2) == [
         "batch is [float32 (n)] from batch() and [float32 (n), float32 (n)] from dataset()"
     ]
-    assert likeness.differences(torch.zeros(1), None) == [
+    assert loading.compare_batches(torch.zeros(1), None) == [
         "batch is float32 (n) from batch() and NoneType from dataset()"
     ]
-    assert "and 2 more" in likeness.sketch([torch.zeros(1)] * 10)
+    assert "and 2 more" in loading.describe_batch([torch.zeros(1)] * 10)

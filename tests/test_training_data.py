@@ -24,11 +24,21 @@ from torch.utils.data import IterableDataset
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.files import write_atomic
 from trimtab.spec import Incident, IncidentKind, Setting
-from trimtab.training import folder as folder_module
-from trimtab.training import loading, order, states
-from trimtab.training.folder import RunFolder, RunIdentity, folder_fault
-from trimtab.training.loading import Loader, Window, checked_order, cut, window_of
-from trimtab.training.order import Order, bounds, epoch_order, share_of
+from trimtab.training import checkpoint_format, loading
+from trimtab.training import loading as loading_module
+from trimtab.training import run_folder as folder_module
+from trimtab.training.loading import (
+    Loader,
+    SampleOrder,
+    Window,
+    checked_order,
+    epoch_order,
+    share_bounds,
+    share_of,
+    slice_batch,
+    window_of,
+)
+from trimtab.training.run_folder import RunFolder, RunIdentity, folder_fault
 
 # Order
 
@@ -91,7 +101,7 @@ def test_no_sample_is_lost_or_seen_twice_in_an_epoch_on_any_number_of_ranks(
 ) -> None:
     batch = min(batch, samples)
     shares = tuple(range(1, ranks + 1)) if unlike else ()
-    one = Order(samples=samples, global_batch=batch, seed=5)
+    one = SampleOrder(samples=samples, global_batch=batch, seed=5)
     seen: list[int] = []
     for step in range(epoch * one.steps_per_epoch, (epoch + 1) * one.steps_per_epoch):
         taken = one.batch(step)
@@ -109,31 +119,31 @@ def test_unlike_ranks_take_their_shares_exactly_and_short_batches_in_proportion(
     samples: int, weights: list[int]
 ) -> None:
     total = sum(weights)
-    full = bounds(total, len(weights), weights)
+    full = share_bounds(total, len(weights), weights)
     assert [b - a for a, b in pairwise(full)] == weights
-    short = bounds(samples, len(weights), weights)
+    short = share_bounds(samples, len(weights), weights)
     for weight, a, b in zip(weights, short, short[1:], strict=False):
         assert abs((b - a) - samples * weight / total) < 1
-    alike = bounds(samples, len(weights))
+    alike = share_bounds(samples, len(weights))
     sizes = [b - a for a, b in pairwise(alike)]
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_step_of_a_huge_dataset_costs_no_more_than_its_samples() -> None:
-    taken = Order(samples=10**12, global_batch=64).batch(12_345_678_901)
+    taken = SampleOrder(samples=10**12, global_batch=64).batch(12_345_678_901)
     assert len(set(taken.indices.tolist())) == 64
     assert 0 <= taken.indices.min() <= taken.indices.max() < 10**12
 
 
 def test_an_order_of_less_than_one_batch_cannot_be() -> None:
     with pytest.raises(ValueError, match="3 samples do not make one global_batch of 4"):
-        Order(samples=3, global_batch=4)
+        SampleOrder(samples=3, global_batch=4)
     with pytest.raises(ValueError, match="global_batch is 0"):
-        Order(samples=3, global_batch=0)
+        SampleOrder(samples=3, global_batch=0)
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    for module in (order, loading, folder_module, states):
+    for module in (loading_module, loading, folder_module, checkpoint_format):
         assert doctest.testmod(module).failed == 0
 
 
@@ -294,7 +304,7 @@ def test_a_plain_batch_is_a_window() -> None:
     parts = window.parts(4)
     assert [one.batch.ids.tolist() for one in parts] == [[0, 1, 2, 3], [4]]
     assert isinstance(parts[0].batch, Pair)
-    assert cut({"rate": torch.tensor(1.0), "n": 3}, 0, 1) == {"rate": torch.tensor(1.0), "n": 3}
+    assert slice_batch({"rate": torch.tensor(1.0), "n": 3}, 0, 1) == {"rate": torch.tensor(1.0), "n": 3}
 
 
 @pytest.mark.parametrize("batch", [{}, [], 5, "text"])
@@ -537,7 +547,7 @@ def test_a_disk_without_room_for_checkpoints_is_said_before_training(tmp_path: P
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from trimtab.training.folder import RunFolder, RunIdentity
+from trimtab.training.run_folder import RunFolder, RunIdentity
 from trimtab.spec import Setting
 RunFolder.open(sys.argv[1], identity=RunIdentity.from_json(sys.argv[2]), plan=Setting.from_json(sys.argv[3]))
 print("held", flush=True)

@@ -21,18 +21,18 @@ from trimtab import render
 from trimtab.catalog.clusters import stated
 from trimtab.catalog.facts import facts_of
 from trimtab.errors import NothingFits
-from trimtab.planner import decide, stale
-from trimtab.planner.decide import Question
-from trimtab.predict.accumulate import accumulated
+from trimtab.planner import decision, validity
+from trimtab.planner.decision import PlanQuestion
 from trimtab.predict.capacity import (
     MOST_STEPS,
     TrainingSteps,
+    judge_fully,
     least_capacity,
     run_within,
     training_steps,
 )
 from trimtab.predict.estimate import estimate
-from trimtab.predict.verdict import judge_fully
+from trimtab.predict.memory import accumulated
 from trimtab.spec import Allocator, Mesh, Policy, Setting, Strategy, Trace, Verdict
 from trimtab.units import GIB, MIB
 
@@ -337,10 +337,10 @@ def test_a_verdict_that_contradicts_itself_is_refused() -> None:
 
 
 def planned(law: Law, **policy: Any) -> Plan:
-    question = Question(
+    question = PlanQuestion(
         job="fake", workload=workload(), cluster=stated("1xA100-40GB"), policy=Policy(**policy)
     )
-    return decide.decide(question, law)
+    return decision.decide(question, law)
 
 
 ONLY_ONE = {"pins": {"recompute": "none", "compile": False, "micro_batch": 32}}
@@ -376,7 +376,7 @@ def test_a_tight_plan_holds_on_the_gpu_that_it_was_made_for() -> None:
     plan = planned(Law(cached_share=0.3), **ONLY_ONE)
     prints = plan.fingerprints
     assert plan.estimate.band.high_bytes > plan.estimate.need_bytes
-    assert stale.changes(plan, prints, stated("1xA100-40GB")) == []
+    assert validity.changes(plan, prints, stated("1xA100-40GB")) == []
     text = " ".join(_shown(plan).split())
     assert "torch releases cached blocks, and runs in" in text
 

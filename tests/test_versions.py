@@ -14,7 +14,7 @@ from trimtab.catalog import tables, torch_release
 from trimtab.errors import EnvironmentFault
 from trimtab.probe import versions
 from trimtab.probe.detect import detect
-from trimtab.probe.world import replayed
+from trimtab.probe.machine import replayed
 
 
 def whats(record: dict[str, object]) -> list[str]:

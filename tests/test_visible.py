@@ -4,15 +4,15 @@ import pytest
 
 import machines as m
 from trimtab.probe import nvml
-from trimtab.probe.visible import Visible, visible
-from trimtab.probe.world import replayed
+from trimtab.probe.machine import replayed
+from trimtab.probe.visible_devices import Visible, visible
 
 FOUR = m.machine([m.h100() for _ in range(4)])
 CUT = m.machine([m.cut_a100(), m.a100_40()])
 
 
 def see(record: dict[str, object], value: str | None, *, driver: str = "580.95.05") -> Visible:
-    reading = nvml.read(replayed(record))
+    reading = nvml.read_nvml(replayed(record))
     env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     return visible(reading.devices, env, mig_parents=reading.mig_parents, driver=driver)
 

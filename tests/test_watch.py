@@ -22,8 +22,8 @@ import run_samples as samples
 from trimtab.cli.main import main_code
 from trimtab.cli.watch import Lines, picture
 from trimtab.errors import WrongUse
-from trimtab.probe.gauges import gauges
-from trimtab.probe.world import World, replayed
+from trimtab.probe.machine import Machine, replayed
+from trimtab.probe.nvml import gauges
 from trimtab.spec import Advice, DeviceProcess, Gauge, Incident, IncidentKind, Sample, WatchedRun
 from trimtab.units import GIB
 from trimtab.watching.advice import advise
@@ -212,7 +212,7 @@ def test_too_few_looks_or_steps_say_nothing() -> None:
 # Runs
 
 
-def followed(folder: Path, now: float, world: World = NOTHING) -> WatchedRun:
+def followed(folder: Path, now: float, world: Machine = NOTHING) -> WatchedRun:
     return RunFollower(folder).look(now, world, gauges(world)[0])
 
 
@@ -371,7 +371,7 @@ class Clock:
         self.now_s += seconds
 
 
-def watcher(world: World, *places: Path) -> tuple[RunWatcher, Clock]:
+def watcher(world: Machine, *places: Path) -> tuple[RunWatcher, Clock]:
     clock = Clock()
     return RunWatcher(world=world, places=places, now=clock, wait=clock.wait), clock
 

@@ -13,16 +13,15 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
-from trimtab.engine.stages import StandIn, bounds, chain, head, keep_stage
+from trimtab.engine.pipeline_stage import StandIn, bounds, chain, head, keep_stage
 from trimtab.errors import JobFailed, NothingFits, WrongUse
 from trimtab.spec import Mesh, Recompute, Setting, Strategy
-from trimtab.training import world
-from trimtab.training.keep import Keeper
+from trimtab.training import process_group
+from trimtab.training.bad_steps import keep_fp32, suspect
+from trimtab.training.checkpoints import CheckpointManager
 from trimtab.training.loading import window_of
-from trimtab.training.piping import NeighbourFailed, schedule
+from trimtab.training.pipeline import NeighbourFailed, schedule
 from trimtab.training.run import Run
-from trimtab.training.suspects import keep_fp32
-from trimtab.training.trouble import suspect
 from worlds import Drill, everywhere
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ def among(size: int) -> Iterator[bool]:
     here = int(os.environ["RANK"]) < size
     if not here and size > 1:
         # Ranks meet by the number of the meeting.
-        next(world._MEETINGS)  # noqa: SLF001
+        next(process_group._MEETINGS)  # noqa: SLF001
     try:
         yield here
     finally:
@@ -264,7 +263,7 @@ def kept(folder: Path) -> dict[str, Any]:
             with Run(setting, join_s=60) as run:
                 model, optimizer = run.prepare(network(number), torch.optim.AdamW, loss=loss, weight=tokens)
                 objects = {"model": model, "optimizer": optimizer}
-                keeper = Keeper(folder)
+                keeper = CheckpointManager(folder)
                 assert (keeper.load_latest(objects) is None) == (number == 0)
                 batches = [data(2 * number), data(2 * number + 1)]
                 found[f"kept {number}"] = trained(run, model, batches)
@@ -274,7 +273,7 @@ def kept(folder: Path) -> dict[str, Any]:
 
 
 def evaluated() -> float:
-    from trimtab.training.evaluate import evaluate
+    from trimtab.training.loop import evaluate
 
     samples = data(7)
     dataset = [{name: value[number] for name, value in samples.items()} for number in range(WHOLE)]

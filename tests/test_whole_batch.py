@@ -9,10 +9,10 @@ import pytest
 from outlooks import workload
 from trimtab import cluster
 from trimtab.errors import WrongUse
-from trimtab.planner import whole_batch
+from trimtab.planner import batch_loss_rules
 from trimtab.planner.space import space
 from trimtab.spec import BatchLoss, Mesh, Policy, Setting, Strategy
-from trimtab.training.resize import cpu_setting
+from trimtab.training.task import cpu_setting
 
 APART = BatchLoss(additive=False, gap=0.3, why="the loss of 8 samples is 2.8, the mean of its halves 2.1")
 
@@ -70,7 +70,7 @@ def setting(micro: int, rounds: int, ranks: int = 1) -> Setting:
     ],
 )
 def test_a_plan_says_how_the_batch_is_cut(known: dict[str, Any], chosen: Setting, values: list[str]) -> None:
-    found = whole_batch.notes(workload(global_batch=32, **known), chosen)
+    found = batch_loss_rules.notes(workload(global_batch=32, **known), chosen)
     assert [one.value for one in found] == values
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import trimtab
 from trimtab import api
-from trimtab.catalog import words as module
-from trimtab.catalog.words import KINDS, Word, word, words
+from trimtab.catalog import glossary as module
+from trimtab.catalog.glossary import KINDS, Word, word, words
 from trimtab.cli.main import main_code
 from trimtab.errors import UnknownName
 from trimtab.spec import Precision, Strategy

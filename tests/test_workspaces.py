@@ -10,18 +10,26 @@ import pytest
 import torch
 
 from trimtab.catalog.clusters import stated
-from trimtab.trace import convolution, formulas, recurrent, shapes, sparse, values, worker, workspace
+from trimtab.trace import (
+    convolution,
+    data_dependent,
+    fake_ops,
+    recurrent,
+    worker,
+    workspace_formulas,
+    workspaces,
+)
 from trimtab.trace.kernels import Kernels
-from trimtab.trace.workspace import LAST_RESULT, RESULT
+from trimtab.trace.workspaces import LAST_RESULT, RESULT
 
 AT = "meta"
 
 
-def takes(name: str, args: tuple[Any, ...], out: Any = None) -> list[workspace.Take]:
-    return workspace.RULES[name](args, out)
+def takes(name: str, args: tuple[Any, ...], out: Any = None) -> list[workspaces.Take]:
+    return workspaces.RULES[name](args, out)
 
 
-def sizes(found: list[workspace.Take]) -> list[int]:
+def sizes(found: list[workspaces.Take]) -> list[int]:
     return [take.size for take in found if take.size]
 
 
@@ -42,7 +50,7 @@ def sizes(found: list[workspace.Take]) -> list[int]:
     ],
 )
 def test_partial_sums_over_rows_are_those_of_torch(rows: int, columns: int, seen: int) -> None:
-    assert formulas.column_sum(rows, columns) == seen
+    assert workspace_formulas.column_sum(rows, columns) == seen
 
 
 def backward(gradient: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, **how: Any) -> Any:
@@ -110,7 +118,7 @@ def test_a_ctc_loss_has_a_dense_gradient_and_its_sums_twice() -> None:
     log_probs = torch.empty(32, 399, 1024, device=AT).transpose(0, 1)
     sums = torch.empty(32, 399, 121, device=AT)
     args = (None, log_probs, None, None, None, None, sums, 0, True)
-    out = shapes.RESULTS["aten::_ctc_loss_backward"](args)
+    out = fake_ops.RESULTS["aten::_ctc_loss_backward"](args)
     assert out.is_contiguous()
     found = takes("aten::_ctc_loss_backward", args, out)
     assert sizes(found) == [6_179_712, 52_297_728, 3_089_856]
@@ -129,7 +137,7 @@ def test_a_linear_layer_of_scattered_inputs_adds_its_bias_in_place() -> None:
         assert key == "AutogradCUDA"
 
     library: Any = SimpleNamespace(impl=keep)
-    shapes.add_bias_in_place(library)
+    fake_ops.add_bias_in_place(library)
     line, source = torch.nn.Linear(4, 6), torch.randn(3, 5, 4)
     for given in (source, source.transpose(0, 1), source[0]):
         assert torch.allclose(made["linear"](given, line.weight, line.bias), line(given))
@@ -223,14 +231,14 @@ def test_random_lengths_are_the_same_in_every_process() -> None:
 
 def test_layers_that_are_skipped_at_random_are_taken_to_run() -> None:
     told: list[str] = []
-    found = values.Values(told.append)
+    found = data_dependent.Values(told.append)
     for size in ((), (1,)):
         drawn = torch.empty(size, device=AT)
         found.follow(torch.ops.aten.rand.default, "aten::rand", (list(size),), {}, drawn)
-        assert getattr(drawn, values.REAL).item() > 0.99
+        assert getattr(drawn, data_dependent.REAL).item() > 0.99
     several = torch.empty(1000, device=AT)
     found.follow(torch.ops.aten.rand.default, "aten::rand", ([1000],), {}, several)
-    assert getattr(several, values.REAL).min() < 0.1
+    assert getattr(several, data_dependent.REAL).min() < 0.1
     assert set(told) == {"layers that are skipped at random are taken to run"}
 
 
@@ -238,7 +246,7 @@ def test_layers_that_are_skipped_at_random_are_taken_to_run() -> None:
 
 
 def matrix(rows: int, entries: int, *, in_order: bool) -> torch.Tensor:
-    return sparse.coordinates(
+    return fake_ops.coordinates(
         torch.empty(2, entries, dtype=torch.int64, device=AT),
         torch.empty(entries, device=AT),
         (rows, rows),
@@ -250,23 +258,23 @@ def test_a_sparse_product_sorts_and_copies_its_result() -> None:
     loose, tight = (matrix(40_000, 600_000, in_order=order) for order in (False, True))
     out = torch.empty(40_000, 512, device=AT)
     whole = 81_920_000
-    sorting, pieces = sparse.product_bytes("aten::_sparse_addmm", (out, loose, out), out)
+    sorting, pieces = fake_ops.product_bytes("aten::_sparse_addmm", (out, loose, out), out)
     assert sorting == 40 * 600_000
     assert pieces == [2_400_000, 9_600_000, 160_004, 2_400_000, whole]
     # A plain product has zeros to add to, and a sorted matrix needs no sorting.
-    assert sparse.product_bytes("aten::mm", (tight, out), out) == (0, [whole, 160_004, 2_400_000, whole])
+    assert fake_ops.product_bytes("aten::mm", (tight, out), out) == (0, [whole, 160_004, 2_400_000, whole])
 
 
 def test_a_transposed_sparse_matrix_is_a_copy_out_of_order() -> None:
     given = matrix(100, 500, in_order=True)
     for name, args in (("aten::t", (given,)), ("aten::transpose", (given, 0, 1))):
-        found = sparse.result(name, args, pytest.fail)
-        assert sparse.nonzeros(found) == 500
+        found = fake_ops.result(name, args, pytest.fail)
+        assert fake_ops.nonzeros(found) == 500
         assert not found.is_coalesced()
-        assert [one.numel() for one in sparse.parts(found)] == [1000, 500]
+        assert [one.numel() for one in fake_ops.parts(found)] == [1000, 500]
     dense = torch.empty(3, 4, device=AT)
-    assert sparse.result("aten::t", (dense,), pytest.fail) is None
-    assert sparse.parts(dense) == (dense,)
+    assert fake_ops.result("aten::t", (dense,), pytest.fail) is None
+    assert fake_ops.parts(dense) == (dense,)
 
 
 # ------------------------------------------------------------------------------------------ volumes
@@ -307,7 +315,7 @@ def test_the_gradient_of_a_transposed_convolution_is_copied_once() -> None:
     copied = gradient.numel() * 2
     args = backward(gradient, source, weight, stride=[2, 2, 2], transposed=True, wanted=[True, True, False])
     found = takes("aten::convolution_backward", args)
-    assert found[1] == workspace.hold(copied)
+    assert found[1] == workspaces.hold(copied)
     assert [take.cause.beside for take in found if take.cause] == [0, 0]
 
 

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from trimtab.errors import EnvironmentFault
-from trimtab.training.world import World, _met, connect, disconnect, read
+from trimtab.training.process_group import World, _met, connect, disconnect, read_world
 from worlds import free_port, variables
 
 HAND = variables(1, 2, 29500)
@@ -119,7 +119,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_every_launcher_is_understood(env: dict[str, str], gpus: int, expected: World) -> None:
-    assert read(env, gpus) == expected
+    assert read_world(env, gpus) == expected
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_half_set_or_contradictory_environment_is_an_error(
     env: dict[str, str], gpus: int, text: str
 ) -> None:
     with pytest.raises(EnvironmentFault, match=text.replace("[", r"\[")):
-        read(env, gpus)
+        read_world(env, gpus)
 
 
 def world(port: int, rank: int = 0, size: int = 2, address: str = "127.0.0.1") -> World:

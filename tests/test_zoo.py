@@ -17,9 +17,9 @@ from bench import zoo
 
 from trimtab.catalog.facts import fallback_facts
 from trimtab.errors import CannotFollow, JobFailed, WrongUse
-from trimtab.predict.pace import Rates, law
+from trimtab.predict.op_time import Rates, law
 from trimtab.spec import Work
-from trimtab.trace import imports, recurrent, rehearse
+from trimtab.trace import cpu_check, fake_cuda, recurrent
 
 pytestmark = pytest.mark.xdist_group("zoo")  # its fixture is made once
 KINDS = """
@@ -279,18 +279,18 @@ class Job:
 
 def test_a_rehearsal_tries_the_micro_batch_where_a_small_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    asked = rehearse.Rehearsal(job=f"{tmp_path}/job.py:Job", micro_batch=4)
-    assert rehearse.run(asked) == {}
+    asked = cpu_check.CpuCheck(job=f"{tmp_path}/job.py:Job", micro_batch=4)
+    assert cpu_check.run(asked) == {}
     with pytest.raises(JobFailed, match=r"ValueError: three at least.*job\.py, line 8"):
-        rehearse.run(asked.replace(micro_batch=2))
+        cpu_check.run(asked.replace(micro_batch=2))
 
 
 def test_a_model_that_is_too_large_is_not_tried(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    asked = rehearse.Rehearsal(job=f"{tmp_path}/job.py:Job", overrides={"width": 2**30})
-    assert rehearse.run(asked) == {"untried": "its weights take 4.0 GiB"}
+    asked = cpu_check.CpuCheck(job=f"{tmp_path}/job.py:Job", overrides={"width": 2**30})
+    assert cpu_check.run(asked) == {"untried": "its weights take 4.0 GiB"}
     error = CannotFollow("loss()", found="trimtab cannot follow aten::x here", cure="Go on.")
-    told = rehearse.judged(error, rehearse.Outcome(untried="its weights take 4.0 GiB"))
+    told = cpu_check.judged(error, cpu_check.CpuCheckResult(untried="its weights take 4.0 GiB"))
     assert "was not tried: its weights take 4.0 GiB. Go on." in str(told)
     assert told.exit_code == 1
 
@@ -298,8 +298,8 @@ def test_a_model_that_is_too_large_is_not_tried(tmp_path: Path) -> None:
 def test_a_failure_of_its_own_replaces_that_of_the_trace() -> None:
     error = CannotFollow("loss()", found="trimtab cannot follow aten::x here", cure="Go on.")
     own = JobFailed("loss()", found="ValueError: no", cure="Fix loss().")
-    assert rehearse.judged(error, rehearse.Outcome(failure=own)) is own
-    assert "The job itself is fine" in str(rehearse.judged(error, rehearse.Outcome()))
+    assert cpu_check.judged(error, cpu_check.CpuCheckResult(failure=own)) is own
+    assert "The job itself is fine" in str(cpu_check.judged(error, cpu_check.CpuCheckResult()))
 
 
 # ------------------------------------------------------------------------------------------ the parts
@@ -316,12 +316,12 @@ def test_a_failure_of_its_own_replaces_that_of_the_trace() -> None:
     ],
 )
 def test_what_belongs_to_a_package(file: str, installed: bool) -> None:
-    assert imports.is_installed(file) is installed
+    assert fake_cuda.is_installed(file) is installed
 
 
 def test_a_matching_without_values_has_as_many_pairs() -> None:
     module = SimpleNamespace(linear_sum_assignment=lambda cost: ("real", cost))
-    imports.STAND_INS["scipy.optimize"](module)
+    fake_cuda.STAND_INS["scipy.optimize"](module)
     rows, columns = module.linear_sum_assignment(SimpleNamespace(fake_mode=1, shape=(100, 7)))
     assert list(rows) == list(columns) == list(range(7))
     assert module.linear_sum_assignment("cost") == ("real", "cost")

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
+    from trimtab.catalog.glossary import Word
     from trimtab.catalog.tables import DeviceRow
-    from trimtab.catalog.words import Word
     from trimtab.errors import TrimtabError
-    from trimtab.exams.sit import Marks
-    from trimtab.predict.memory import Memory
+    from trimtab.exams.run import Marks
+    from trimtab.predict.memory import MemoryPeaks
     from trimtab.spec import (
         Calibration,
         Cluster,
@@ -566,7 +566,7 @@ LETTERS = {
 
 def estimate(
     found: Estimate,
-    details: Memory,
+    details: MemoryPeaks,
     *,
     heading: str,
     help_lines: tuple[str, ...] = (),
@@ -846,7 +846,7 @@ def staged_plan(found: StagedPlan) -> RenderableType:
 
 
 def _plan_name(found: Plan) -> str:
-    from trimtab.planner.stale import used
+    from trimtab.planner.validity import used
 
     name = found.workload.name if found.workload else found.job
     return f"{name} on {used(found.places)}"

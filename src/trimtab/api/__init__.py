@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.api.applying import (
-    applied,
-    apply,
-    config_places,
-    propose,
-    revert,
-    show,
-    turn_knobs,
-    write_plan,
-)
+from trimtab.api.applying import applied, apply, config_places, propose, revert, show, turn_knobs, write_plan
 from trimtab.api.detecting import (
     FUNCTIONS,
     VERBS,
@@ -39,31 +30,10 @@ from trimtab.api.estimating import (
     profile,
     requested_setting,
 )
-from trimtab.api.launching import (
-    cancel,
-    find_jobs,
-    launch,
-    list_jobs,
-    prepare_launch,
-    start_launch,
-)
-from trimtab.api.planning import (
-    make_policy,
-    plan,
-    plan_from,
-    read_plan,
-)
-from trimtab.api.reporting import (
-    report,
-    watch,
-)
-from trimtab.api.training import (
-    plan_stages,
-    prepare_training,
-    run_training,
-    train,
-    train_stages,
-)
+from trimtab.api.launching import cancel, find_jobs, launch, list_jobs, prepare_launch, start_launch
+from trimtab.api.planning import make_policy, plan, plan_from, read_plan
+from trimtab.api.reporting import report, watch
+from trimtab.api.training import plan_stages, prepare_training, run_training, train, train_stages
 
 __all__ = [
     "FUNCTIONS",

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
     from trimtab.configs.files import PreparedFile, WriteResult
     from trimtab.configs.knobs import KnobSettings
     from trimtab.configs.show import Display
-    from trimtab.spec import (
-        Cluster,
-        Estimate,
-        Plan,
-        Setting,
-    )
+    from trimtab.spec import Cluster, Estimate, Plan, Setting
 
 
 def config_places(to: str | Path | Sequence[str | Path] | None) -> list[str]:
@@ -62,7 +57,7 @@ def _same_but(
 ) -> Plan:
     """Return the best plan for the job with some options changed; only the micro-batch may differ."""
     from trimtab.configs.apply import stage_pins
-    from trimtab.planner.stale import devices_of
+    from trimtab.planner.validity import devices_of
 
     return plan(
         found.job,
@@ -275,7 +270,7 @@ def turn_knobs(  # noqa: PLR0913 - what knobs may meet
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import load as find
     from trimtab.jobs.load import name_of
-    from trimtab.planner.pins import read as read_pins
+    from trimtab.planner.pins import read_pins
 
     asked: dict[str, Any] = {}
     if config is not None:

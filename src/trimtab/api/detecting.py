@@ -8,11 +8,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trimtab.catalog.words import Word
+    from trimtab.catalog.glossary import Word
     from trimtab.diagnosis.findings import Diagnosis
-    from trimtab.spec import (
-        Cluster,
-    )
+    from trimtab.spec import Cluster
 
 VERBS = (
     "detect",
@@ -66,7 +64,7 @@ def cluster(on: str | Path | None = None, *, network: str | None = None) -> Clus
 
 def stated_network(where: Cluster, network: str) -> Cluster:
     """Return the cluster with a stated bandwidth between its nodes."""
-    from trimtab.catalog.network import with_network
+    from trimtab.catalog.clusters import with_network
 
     return with_network(where, network)
 
@@ -77,7 +75,7 @@ def explain(word: str) -> Word:
     >>> explain("oom").name
     'out-of-memory'
     """
-    from trimtab.catalog.words import word as look_up
+    from trimtab.catalog.glossary import word as look_up
     from trimtab.diagnosis.fault_kinds import kind_words
 
     return look_up(word, VERBS, more=kind_words())
@@ -85,7 +83,7 @@ def explain(word: str) -> Word:
 
 def all_words() -> dict[str, Word]:
     """Return every entry that `explain` has, by name: trimtab's words, and the findings of `doctor`."""
-    from trimtab.catalog.words import words
+    from trimtab.catalog.glossary import words
     from trimtab.diagnosis.fault_kinds import kind_words
 
     ours = words(VERBS)

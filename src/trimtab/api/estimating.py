@@ -12,17 +12,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.errors import TrimtabError
-    from trimtab.exams.sit import Marks
-    from trimtab.predict.memory import Memory
-    from trimtab.spec import (
-        Calibration,
-        Cluster,
-        Device,
-        Estimate,
-        Setting,
-        Trace,
-    )
-    from trimtab.trace.worker import Request
+    from trimtab.exams.run import Marks
+    from trimtab.predict.memory import MemoryPeaks
+    from trimtab.spec import Calibration, Cluster, Device, Estimate, Setting, Trace
+    from trimtab.trace.request import TraceRequest
 
 
 @accepts(EstimateRequest)
@@ -78,7 +71,7 @@ def look_closely(  # noqa: PLR0913 - a question and where it is asked
     clip: float | None = None,
     cache: bool = True,
     always_least: bool = False,
-) -> tuple[Estimate, Memory, Trace]:
+) -> tuple[Estimate, MemoryPeaks, Trace]:
     """Return the estimate of a setting, its memory in detail, and its trace."""
     from trimtab.errors import TrimtabError
 
@@ -95,8 +88,8 @@ def batch_warnings(
     """Return warnings about a setting that splits the job's batch; runs the job's code on a small batch."""
     from trimtab.jobs.load import name_of
     from trimtab.jobs.registry import comes_with_trimtab
-    from trimtab.planner.whole_batch import warnings
-    from trimtab.trace.batch_loss import batch_loss
+    from trimtab.planner.batch_loss_rules import warnings
+    from trimtab.trace.loss_check import batch_loss
 
     name, changed = name_of(job)
     if comes_with_trimtab(name):
@@ -115,7 +108,7 @@ def look_at_all(  # noqa: PLR0913 - as above
     clip: float | None = None,
     cache: bool = True,
     always_least: bool = False,
-) -> list[tuple[Estimate, Memory, Trace] | TrimtabError]:
+) -> list[tuple[Estimate, MemoryPeaks, Trace] | TrimtabError]:
     """Return the estimate, memory and trace of each setting of a job, or the error.
 
     All that has to be traced is traced in one go. `always_least` finds the smallest capacity that runs also
@@ -154,13 +147,15 @@ def is_known(  # noqa: PLR0913 - as above
 
 def make_request(
     job: Any, setting: Setting, device: Device, *, options: dict[str, Any] | None, clip: float | None
-) -> Request:
+) -> TraceRequest:
     """Return the request that a worker process needs to trace a job."""
     from trimtab.jobs.load import name_of
-    from trimtab.trace.worker import Request
+    from trimtab.trace.request import TraceRequest
 
     name, changed = name_of(job)
-    return Request(job=name, overrides=changed | (options or {}), setting=setting, device=device, clip=clip)
+    return TraceRequest(
+        job=name, overrides=changed | (options or {}), setting=setting, device=device, clip=clip
+    )
 
 
 def first_device(where: Cluster) -> Device:
@@ -205,14 +200,7 @@ def make_setting(  # noqa: PLR0913 - each is a field of Setting
     as `global_batch` needs.
     """
     from trimtab.errors import WrongUse
-    from trimtab.spec import (
-        Allocator,
-        OptimizerImplementation,
-        Precision,
-        Recompute,
-        Setting,
-        Strategy,
-    )
+    from trimtab.spec import Allocator, OptimizerImplementation, Precision, Recompute, Setting, Strategy
     from trimtab.strategies import STRATEGIES
 
     def word(kind: Any, text: str, option: str) -> Any:
@@ -267,7 +255,7 @@ def module_classes(
     Runs the job's model() in a child process, without memory; empty where no path is like that.
     """
     from trimtab.jobs.load import name_of
-    from trimtab.training.questions import classes_of
+    from trimtab.training.job_queries import classes_of
 
     bare = {path for path in paths if path.rpartition(".")[2].isdecimal()}
     if not bare:
@@ -285,7 +273,7 @@ def _spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -
     """
     from trimtab.jobs.load import name_of
     from trimtab.strategies import STRATEGIES
-    from trimtab.trace.summary import summary
+    from trimtab.trace.job_summary import summary
 
     # A word that is no strategy is refused where the setting is made.
     facts = STRATEGIES[strategy].job_facts if strategy in STRATEGIES else ()
@@ -299,7 +287,7 @@ def _spread_of(job: Any, strategy: str, options: dict[str, Any] | None = None) -
 
 def exam(only: str = "*", *, cache: bool = True) -> Marks:
     """Compare every recorded measurement with today's predictions."""
-    from trimtab.exams.sit import sit
+    from trimtab.exams.run import sit
 
     return sit(only, cache=cache)
 
@@ -320,7 +308,7 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
     from pathlib import Path
 
     from trimtab.exams.measure import case_of, measured
-    from trimtab.exams.sit import keep as add
+    from trimtab.exams.run import keep as add
 
     request = make_request(job, setting, device, options=options, clip=clip)
     found = measured(request)
@@ -339,7 +327,7 @@ def profile(  # noqa: PLR0913 - a question and what to do with the answer
 
 def calibrate(*, budget_s: float | None = None) -> tuple[Calibration, Path]:
     """Measure the GPU of this machine; return the calibration and the file that stores it."""
-    from trimtab.pace.measure import BUDGET_S, calibrated
+    from trimtab.calibration.measure import BUDGET_S, calibrated
     from trimtab.predict.calibration import write_own_calibration
 
     device = gpu_here("calibrate")

@@ -12,12 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.errors import TrimtabError
-    from trimtab.spec import (
-        JobView,
-        Launch,
-        LaunchKind,
-        Plan,
-    )
+    from trimtab.spec import JobView, Launch, LaunchKind, Plan
 
 
 @accepts(LaunchRequest)
@@ -98,7 +93,7 @@ def prepare_launch(request: LaunchRequest) -> tuple[Launch, ...]:
 def _fault(found: Plan, kind: LaunchKind, *, cache: bool) -> str:
     """Return why the run of a plan would fail at once; empty for a launch of your own script."""
     from trimtab.spec import LaunchKind
-    from trimtab.training.questions import fault_of
+    from trimtab.training.job_queries import fault_of
 
     if kind in {LaunchKind.ACCELERATE, LaunchKind.DEEPSPEED}:
         return ""
@@ -112,11 +107,11 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
 
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import name_of
-    from trimtab.planner.stale import devices_of
+    from trimtab.planner.validity import devices_of
     from trimtab.probe.detect import as_cluster
     from trimtab.spec import Plan
-    from trimtab.trace.summary import described
-    from trimtab.training.resize import cpu_plan
+    from trimtab.trace.job_summary import described
+    from trimtab.training.task import cpu_plan
 
     plan_or_job, procs, options = request.plan_or_job, request.procs, request.options or {}
     nodes = _most_nodes(request.nodes)
@@ -158,7 +153,7 @@ def _plans_to_launch(request: LaunchRequest, counts: tuple[int, ...]) -> list[tu
 
 def _most_nodes(nodes: str | None) -> int:
     """Return the most nodes of MIN:MAX."""
-    from trimtab.training.start import node_range
+    from trimtab.training.torchrun import node_range
 
     return 1 if nodes is None else node_range(nodes)[1]
 

@@ -58,7 +58,7 @@ def make_policy(
     from collections.abc import Mapping as AnyMapping
 
     from trimtab.errors import WrongUse
-    from trimtab.planner.pins import read, taken
+    from trimtab.planner.pins import read_pins, taken
     from trimtab.spec import Objective, Policy
     from trimtab.units import parse_duration
 
@@ -77,7 +77,7 @@ def make_policy(
         memory_share=memory,
         deadline_s=parse_duration(deadline, "--deadline") if isinstance(deadline, str) else deadline,
         price_per_gpu_hour=price,
-        pins=taken(pins) if isinstance(pins, AnyMapping) else read(pins),
+        pins=taken(pins) if isinstance(pins, AnyMapping) else read_pins(pins),
     )
 
 
@@ -87,7 +87,7 @@ def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -
     Without `job` the job that the plan names is looked at; without `on` the cluster is left out, so that a
     plan can be read anywhere.
     """
-    from trimtab.planner.stale import check_plan, read_plan_file
+    from trimtab.planner.validity import check_plan, read_plan_file
 
     found = read_plan_file(file)
     check_plan(found, str(file), job=job, on=on)
@@ -96,6 +96,6 @@ def read_plan(file: Path, *, job: Any = None, on: str | Cluster | None = None) -
 
 def plan_from(file: Path | str) -> tuple[Plan, str]:
     """Return the plan in a file, and a note on where its job was found; refuse a stale plan."""
-    from trimtab.planner.stale import read_checked_plan
+    from trimtab.planner.validity import read_checked_plan
 
     return read_checked_plan(Path(file))

@@ -57,7 +57,7 @@ def watch(
     """
     from pathlib import Path
 
-    from trimtab.probe.world import here
+    from trimtab.probe.machine import this_machine
     from trimtab.watching.watch import RunWatcher
 
-    return RunWatcher(world=here(), places=[Path(run) for run in runs]).samples(interval_s, samples)
+    return RunWatcher(world=this_machine(), places=[Path(run) for run in runs]).samples(interval_s, samples)

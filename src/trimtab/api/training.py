@@ -12,18 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from trimtab.spec import (
-        Cluster,
-        Plan,
-        Stage,
-        StagedPlan,
-    )
-    from trimtab.training.start import Fleet
-    from trimtab.training.task import Ending, Task
+    from trimtab.spec import Cluster, Plan, Stage, StagedPlan
+    from trimtab.training.task import RunEnding, TrainTask
+    from trimtab.training.torchrun import Fleet
 
 
 @accepts(TrainRequest)
-def train(request: TrainRequest) -> Ending:
+def train(request: TrainRequest) -> RunEnding:
     """Train a job, elastically: by a plan, or by one that is made here for this machine.
 
     trimtab.train("slm:tiny", steps=20, out="runs/first")
@@ -37,7 +32,7 @@ def train(request: TrainRequest) -> Ending:
 
 
 @accepts(TrainRequest)
-def prepare_training(request: TrainRequest) -> tuple[Task, Fleet | None]:
+def prepare_training(request: TrainRequest) -> tuple[TrainTask, Fleet | None]:
     """Return what is to be trained, checked and planned, and the processes that have to be started for it."""
     import os
     from pathlib import Path
@@ -45,10 +40,9 @@ def prepare_training(request: TrainRequest) -> tuple[Task, Fleet | None]:
     from trimtab.errors import WrongUse
     from trimtab.jobs.load import load as find
     from trimtab.jobs.load import name_of
-    from trimtab.training import start, task
-    from trimtab.training.faults import read as read_faults
-    from trimtab.training.world import ALONE, SRUN, World
-    from trimtab.training.world import read as read_world
+    from trimtab.training import task, torchrun
+    from trimtab.training.fault_injection import read_faults
+    from trimtab.training.process_group import ALONE, SRUN, World, read_world
     from trimtab.units import parse_whole
 
     procs, seed = request.procs, request.seed or 0
@@ -56,7 +50,7 @@ def prepare_training(request: TrainRequest) -> tuple[Task, Fleet | None]:
     overrides = changed | (request.options or {})
     here = detect()
     world = read_world(os.environ, len(here.devices))
-    places, meeting = start.read_nodes(request.nodes, request.rendezvous)
+    places, meeting = torchrun.read_nodes(request.nodes, request.rendezvous)
     if world.launcher == SRUN and meeting:
         # srun has started one of us a node, and torchrun will start the ranks of it.
         world = World()
@@ -84,14 +78,14 @@ def prepare_training(request: TrainRequest) -> tuple[Task, Fleet | None]:
     chosen = None
     if world.is_main:
         # One rank plans; the others learn it from that one.
-        most_nodes = start.node_range(places)[1]
+        most_nodes = torchrun.node_range(places)[1]
         ranks = world.size if world.launcher != ALONE else procs and procs * most_nodes
         local_size = parse_whole(os.environ.get("LOCAL_WORLD_SIZE", ""))
         together = local_size or min(world.size, len(here.devices) or world.size)
         per_node = together if world.launcher != ALONE else procs if meeting else None
         question = (name, loaded, overrides, here)
         chosen = _plan_to_train(question, request, ranks, per_node=per_node)
-    asked = task.Task(
+    asked = task.TrainTask(
         job=name,
         options=overrides,
         plan=chosen,
@@ -107,21 +101,21 @@ def prepare_training(request: TrainRequest) -> tuple[Task, Fleet | None]:
         faults_due=tuple(schedule),
         timeout_min=request.timeout_min,
     )
-    count = procs or (1 if chosen is None else -(-chosen.choice.gpus // start.node_range(places)[1]))
+    count = procs or (1 if chosen is None else -(-chosen.choice.gpus // torchrun.node_range(places)[1]))
     if world.launcher != ALONE or (count == 1 and not meeting):
         return asked, None
-    restarts = start.RESTARTS if request.restarts is None else request.restarts
-    return asked, start.Fleet(procs=count, nodes=places, rendezvous=meeting, restarts=restarts)
+    restarts = torchrun.RESTARTS if request.restarts is None else request.restarts
+    return asked, torchrun.Fleet(procs=count, nodes=places, rendezvous=meeting, restarts=restarts)
 
 
-def run_training(task: Task, fleet: Fleet | None) -> Ending:
+def run_training(task: TrainTask, fleet: Fleet | None) -> RunEnding:
     """Train, in this process or in those that it starts."""
     from trimtab.errors import EnvironmentFault
-    from trimtab.training import start, worker
-    from trimtab.training.control import is_lost
+    from trimtab.training import torchrun, worker
+    from trimtab.training.rank_files import is_lost
 
     if fleet is not None:
-        return start.launch(task, fleet)
+        return torchrun.launch(task, fleet)
     try:
         return worker.run(task)
     except Exception as error:
@@ -150,10 +144,10 @@ def _plan_to_train(
     from pathlib import Path
 
     from trimtab.errors import WrongUse
-    from trimtab.planner.stale import check_plan, read_plan_file
+    from trimtab.planner.validity import check_plan, read_plan_file
     from trimtab.spec import Plan
-    from trimtab.trace.summary import described
-    from trimtab.training.resize import cpu_plan, several_nodes
+    from trimtab.trace.job_summary import described
+    from trimtab.training.task import cpu_plan, repeat_node
     from trimtab.units import plural
 
     name, job, overrides, here = question
@@ -170,7 +164,7 @@ def _plan_to_train(
         if not isinstance(given, Plan):
             # Other nodes are assumed to be like this one.
             planned_nodes = len({place.node for place in found.places}) if per_node is not None else 1
-            check_plan(found, str(given), job=name, on=several_nodes(here, planned_nodes))
+            check_plan(found, str(given), job=name, on=repeat_node(here, planned_nodes))
         if ranks is not None and per_node is None and ranks != found.choice.gpus:
             raise WrongUse(
                 f"--procs {ranks} with a plan for {found.choice.gpus} processes",
@@ -188,7 +182,7 @@ def _plan_to_train(
             cure=f"Use --procs {len(here.devices)} or fewer: one process trains on one GPU.",
         )
     fixed = policy.pins | ({"gpus": ranks} if ranks is not None else {})
-    return plan(name, several_nodes(here, nodes), pins=fixed, options=overrides, say=request.say)
+    return plan(name, repeat_node(here, nodes), pins=fixed, options=overrides, say=request.say)
 
 
 def _stages_of(
@@ -225,7 +219,7 @@ def plan_stages(request: PlanStagesRequest) -> StagedPlan:
     from trimtab.jobs.load import load as find
     from trimtab.probe.detect import as_cluster
     from trimtab.spec import PlannedStage, StagedPlan
-    from trimtab.trace.summary import described
+    from trimtab.trace.job_summary import described
 
     name, overrides, stages = _stages_of(request.job, request.files, request.options)
     asked = request.arguments() | {
@@ -253,7 +247,7 @@ def plan_stages(request: PlanStagesRequest) -> StagedPlan:
 
 
 @accepts(TrainStagesRequest)
-def train_stages(request: TrainStagesRequest) -> Ending:
+def train_stages(request: TrainStagesRequest) -> RunEnding:
     """Train the stages of a job one after the other, each with the weights of the one before.
 
     trimtab.train_stages("naics:tiny", out="runs/curriculum", steps=20)
@@ -265,9 +259,9 @@ def train_stages(request: TrainStagesRequest) -> Ending:
     from pathlib import Path
 
     from trimtab.errors import WrongUse
-    from trimtab.training import chain, task
-    from trimtab.training.world import ALONE
-    from trimtab.training.world import read as read_world
+    from trimtab.training import stages as stages_module
+    from trimtab.training import task
+    from trimtab.training.process_group import ALONE, read_world
 
     job, files, options = request.job, request.files, request.options
     name, overrides, stages = _stages_of(job, files, options)
@@ -289,17 +283,17 @@ def train_stages(request: TrainStagesRequest) -> Ending:
         plan, pins = plan_stages(job, here, files=files, options=options, pins=fixed, say=request.say), ()
     planned = _plans_of(plan, stages)
 
-    def train_one(stage: Stage, place: Path, before: Path | None) -> Ending:
+    def train_one(stage: Stage, place: Path, before: Path | None) -> RunEnding:
         asked = request.replace(
             job=name, plan=planned.get(stage.name), options=overrides | stage.options, out=place, pins=pins
         )
         ready, fleet = prepare_training(asked)
         return run_training(ready.replace(begin_from="" if before is None else str(before)), fleet)
 
-    identity = chain.Chain(
+    identity = stages_module.StageChain(
         job=name, options=overrides, stages=stages, steps=request.steps, seed=request.seed or 0
     )
-    return chain.run(identity, task.place(request.out, name), train_one, _say)
+    return stages_module.run(identity, task.place(request.out, name), train_one, _say)
 
 
 def _say(text: str) -> None:

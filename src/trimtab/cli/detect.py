@@ -13,7 +13,7 @@ from trimtab.cli.console import Json, print_json, print_text
 from trimtab.errors import UnknownName, WrongUse, shortened
 
 if TYPE_CHECKING:
-    from trimtab.catalog.words import Word
+    from trimtab.catalog.glossary import Word
     from trimtab.spec import Cluster
 
 
@@ -50,7 +50,7 @@ def detect(  # noqa: PLR0913, PLR0917 - each is an option
     """
     _refuse_together({"--on": on is not None, "--list": names, "--record": record is not None})
     if names:
-        from trimtab.catalog.describe import row_facts
+        from trimtab.catalog.devices import row_facts
         from trimtab.catalog.tables import devices
 
         if json:
@@ -92,9 +92,9 @@ def _look(on: str | None, record: Path | None) -> Cluster:
     if record is None:
         return api.detect()
     from trimtab.probe.detect import detect as look
-    from trimtab.probe.world import here, recorded
+    from trimtab.probe.machine import recorded, this_machine
 
-    world, notes = recorded(here())
+    world, notes = recorded(this_machine())
     found = look(world)
     try:
         record.write_text(json_text.dumps(notes, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from trimtab.spec.requests import EstimateRequest
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
-    from trimtab.predict.memory import Memory
+    from trimtab.predict.memory import MemoryPeaks
     from trimtab.spec import Cluster, Estimate, Setting
 
 WORTH_SAYING = 0.01
@@ -62,7 +62,7 @@ def estimate(request: EstimateRequest, *, json: Json = False) -> None:
 
 def _estimate(
     request: EstimateRequest, setting: Setting, where: Cluster, *, quiet: bool
-) -> tuple[Estimate, Memory, tuple[str, ...]]:
+) -> tuple[Estimate, MemoryPeaks, tuple[str, ...]]:
     """Return the estimate, its details, and what another choice would change if that is quick to trace.
 
     The other choice is eager mode for compiled code, otherwise full recomputation.

@@ -29,7 +29,7 @@ def exam(
 
     Takes some minutes the first time. Needs transformers and peft for some of the cases.
     """
-    from trimtab.exams.sit import sit
+    from trimtab.exams.run import sit
 
     def done(answer: Any) -> None:
         if not json:

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.configs.targets import WORDS, conditions_hold, split_key
 from trimtab.configs.text_edit import format_path
-from trimtab.spec import (
-    Allocator,
-    Noun,
-    OptimizerImplementation,
-    Precision,
-    Recompute,
-    Setting,
-    Strategy,
-)
+from trimtab.spec import Allocator, Noun, OptimizerImplementation, Precision, Recompute, Setting, Strategy
 from trimtab.strategies import STRATEGIES, strategy_by_degrees, usual_strategy
 
 if TYPE_CHECKING:

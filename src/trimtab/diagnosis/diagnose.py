@@ -17,13 +17,13 @@ from trimtab.diagnosis.log_scanner import LogScanner, Sighting, strip_escapes
 from trimtab.diagnosis.own_runs import EVENTS, describe_end, settle_runs
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.spec import Incident, Plan
-from trimtab.training.record import ATTEMPT, IDENTITY, LOCK, LOG
+from trimtab.training.run_folder import ATTEMPT_RECORD, IDENTITY, LOCK, LOG
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from trimtab.probe.world import World
+    from trimtab.probe.machine import Machine
 
 MOST_JSON = 256 << 20
 """A larger JSON file is read as lines."""
@@ -34,7 +34,7 @@ ARCHIVES = {
     b"\x89PNG": "a picture",
     b"%PDF": "a PDF",
 }
-RUN_FILES = (LOG, ATTEMPT, IDENTITY, LOCK, "summary.json", "summary.txt")
+RUN_FILES = (LOG, ATTEMPT_RECORD, IDENTITY, LOCK, "summary.json", "summary.txt")
 """Files of a run's folder that say together how the run stands."""
 
 
@@ -171,19 +171,19 @@ class LogReader:
         ]
         self.read.append(name)
 
-    def read_runs(self, folders: Iterable[Path], world: World | None) -> list[Sighting]:
+    def read_runs(self, folders: Iterable[Path], world: Machine | None) -> list[Sighting]:
         """Describe the state of the runs in these folders."""
-        from trimtab.probe.world import here
+        from trimtab.probe.machine import this_machine
         from trimtab.watching.watch import RunFollower, read_lock_holder
 
         ends = []
         for folder in folders:
-            where = world or here()
+            where = world or this_machine()
             run = RunFollower(folder).look(time.time(), where, ())
             pid, host = read_lock_holder(folder)
             seen = bool(pid) and host == where.host("name")
             alive = seen and where.host(f"process:{pid}") is not None
-            note = folder / ATTEMPT
+            note = folder / ATTEMPT_RECORD
             file = note if note.is_file() else folder / LOG
             ends.append(describe_end(run, alive=alive if seen else None, host=host, file=str(file)))
         return ends
@@ -191,7 +191,7 @@ class LogReader:
 
 def _is_run_folder(folder: Path) -> bool:
     """Return whether `trimtab train` wrote a folder: others write a log.jsonl as well."""
-    return (folder / ATTEMPT).is_file()
+    return (folder / ATTEMPT_RECORD).is_file()
 
 
 def _name_binary(head: bytes) -> str:
@@ -203,7 +203,7 @@ def _name_binary(head: bytes) -> str:
 
 
 def diagnose_logs(
-    names: Sequence[str], say: Callable[[str], None] = lambda _: None, *, world: World | None = None
+    names: Sequence[str], say: Callable[[str], None] = lambda _: None, *, world: Machine | None = None
 ) -> Diagnosis:
     """Diagnose the named logs, folders and records together; `world` replaces this machine in tests."""
     sources, notes = log_files.find_sources(names)

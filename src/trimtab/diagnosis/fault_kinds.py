@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from trimtab.catalog.words import Word
+from trimtab.catalog.glossary import Word
 from trimtab.errors import shortened
 from trimtab.spec import Severity
 

@@ -15,7 +15,7 @@ from trimtab.diagnosis.findings import SEVERITIES, Diagnosed, Diagnosis
 from trimtab.errors import nearest
 from trimtab.probe.detect import detect
 from trimtab.probe.host import memory_folders
-from trimtab.probe.world import NvmlFault, World, here
+from trimtab.probe.machine import Machine, NvmlFault, this_machine
 from trimtab.spec import Finding, Severity
 from trimtab.units import GIB, MIB, format_bytes
 
@@ -83,9 +83,9 @@ QUIET = ("", "0", "OFF", "INFO", "false", "False")
 """Values of those that slow nothing down."""
 
 
-def examine_machine(world: World | None = None) -> Diagnosis:
+def examine_machine(world: Machine | None = None) -> Diagnosis:
     """Return what is wrong with this machine, the worst first. Never raises for a broken machine."""
-    world = world or here()
+    world = world or this_machine()
     cluster = detect(world)
     findings = [*cluster.findings, *(finding for check in CHECKS for finding in check(world, cluster))]
     unique = {(finding.severity, finding.what): finding for finding in findings}
@@ -110,13 +110,13 @@ def _note_no_gpu(cluster: Cluster) -> list[str]:
     return [] if cluster.devices else ["No GPU is visible: what concerns one could not be checked."]
 
 
-def _note_unknown_clock(world: World) -> list[str]:
+def _note_unknown_clock(world: Machine) -> list[str]:
     return (
         [] if _is_synchronised(world) is not None else ["Whether the clock is synchronised is not told here."]
     )
 
 
-def _ask_nvml(world: World, function: str, *args: Any) -> Any:
+def _ask_nvml(world: Machine, function: str, *args: Any) -> Any:
     """Ask NVML; return None if it does not answer."""
     try:
         return world.nvml(function, *args)
@@ -131,7 +131,7 @@ def _list_devices(cluster: Cluster) -> Iterator[tuple[int, str]]:
             yield device.index, device.bus_id
 
 
-def _list_handles(world: World, cluster: Cluster) -> list[tuple[int, str]]:
+def _list_handles(world: Machine, cluster: Cluster) -> list[tuple[int, str]]:
     """List index and NVML key ("gpu0") of each whole device that this process may use."""
     count = _ask_nvml(world, "nvmlDeviceGetCount")
     by_bus = {}
@@ -142,7 +142,7 @@ def _list_handles(world: World, cluster: Cluster) -> list[tuple[int, str]]:
     return [(index, by_bus[bus]) for index, bus in _list_devices(cluster) if bus in by_bus]
 
 
-def _check_shared_memory(_: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_shared_memory(_: Machine, cluster: Cluster) -> Iterator[Finding]:
     size = cluster.nodes[0].shm_bytes
     if size is not None and size < SMALL_SHM:
         yield Finding(
@@ -155,7 +155,7 @@ def _check_shared_memory(_: World, cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _check_open_files(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_open_files(world: Machine, _: Cluster) -> Iterator[Finding]:
     limits = world.host("limit:nofile")
     soft = limits[0] if limits else None
     if soft is not None and soft < GOOD_FILES:
@@ -170,7 +170,7 @@ def _check_open_files(world: World, _: Cluster) -> Iterator[Finding]:
         )
 
 
-def _check_locked_memory(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_locked_memory(world: Machine, _: Cluster) -> Iterator[Finding]:
     limits = world.host("limit:memlock")
     soft = limits[0] if limits else None
     if soft is not None and soft < FEW_LOCKED and world.names("/sys/class/infiniband"):
@@ -183,7 +183,7 @@ def _check_locked_memory(world: World, _: Cluster) -> Iterator[Finding]:
         )
 
 
-def _check_memory(world: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_memory(world: Machine, cluster: Cluster) -> Iterator[Finding]:
     node = cluster.nodes[0]
     if node.ram_free_bytes is not None and node.ram_free_bytes < LITTLE_RAM:
         yield Finding(
@@ -206,7 +206,7 @@ def _check_memory(world: World, cluster: Cluster) -> Iterator[Finding]:
             return
 
 
-def _check_disks(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_disks(world: Machine, _: Cluster) -> Iterator[Finding]:
     home = world.host("home") or ""
     places = {
         "the working folder": world.host("folder"),
@@ -237,12 +237,12 @@ def _check_disks(world: World, _: Cluster) -> Iterator[Finding]:
             )
 
 
-def _is_synchronised(world: World) -> bool | None:
+def _is_synchronised(world: Machine) -> bool | None:
     answer = world.run(("timedatectl", "show", "--property=NTPSynchronized", "--value"))
     return {"yes": True, "no": False}.get((answer or "").strip())
 
 
-def _check_clock(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_clock(world: Machine, _: Cluster) -> Iterator[Finding]:
     if _is_synchronised(world) is False:
         yield Finding(
             severity=Severity.INFO,
@@ -253,7 +253,7 @@ def _check_clock(world: World, _: Cluster) -> Iterator[Finding]:
         )
 
 
-def _check_throttling(world: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_throttling(world: Machine, cluster: Cluster) -> Iterator[Finding]:
     for index, key in _list_handles(world, cluster):
         reasons = _ask_nvml(world, "nvmlDeviceGetCurrentClocksEventReasons", key)
         if reasons is None:
@@ -269,7 +269,7 @@ def _check_throttling(world: World, cluster: Cluster) -> Iterator[Finding]:
                 )
 
 
-def _check_ecc(world: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_ecc(world: Machine, cluster: Cluster) -> Iterator[Finding]:
     for index, key in _list_handles(world, cluster):
         errors = _ask_nvml(world, "nvmlDeviceGetTotalEccErrors", key, UNCORRECTED, VOLATILE)
         if isinstance(errors, int) and errors:
@@ -300,7 +300,7 @@ def _check_ecc(world: World, cluster: Cluster) -> Iterator[Finding]:
             )
 
 
-def _check_pcie(world: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_pcie(world: Machine, cluster: Cluster) -> Iterator[Finding]:
     for index, key in _list_handles(world, cluster):
         now = _ask_nvml(world, "nvmlDeviceGetCurrPcieLinkWidth", key)
         most = _ask_nvml(world, "nvmlDeviceGetMaxPcieLinkWidth", key)
@@ -314,7 +314,7 @@ def _check_pcie(world: World, cluster: Cluster) -> Iterator[Finding]:
             )
 
 
-def _check_peers(world: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_peers(world: Machine, cluster: Cluster) -> Iterator[Finding]:
     handles = _list_handles(world, cluster)
     refused = [
         (index, two, status)
@@ -339,7 +339,7 @@ def _check_peers(world: World, cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _check_versions(_: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_versions(_: Machine, cluster: Cluster) -> Iterator[Finding]:
     have = cluster.versions
     linux = re.match(r"Linux (\S+)", have.system or "")
     present = {"linux": linux.group(1) if linux else None, "nccl": have.nccl, "driver": have.driver}
@@ -360,7 +360,7 @@ def _version_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d{1,9}", text.partition("-")[0]))
 
 
-def _check_torch(world: World, cluster: Cluster) -> Iterator[Finding]:
+def _check_torch(world: Machine, cluster: Cluster) -> Iterator[Finding]:
     if cluster.versions.torch is None:
         yield Finding(
             severity=Severity.WARNING,
@@ -371,7 +371,7 @@ def _check_torch(world: World, cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _check_allocator(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_allocator(world: Machine, _: Cluster) -> Iterator[Finding]:
     for variable in world.env:
         near = variable.startswith("PYTORCH") and nearest(variable, ALLOCATOR_VARIABLES, count=1)
         if near and variable not in ALLOCATOR_VARIABLES and "ALLOC" in variable.replace("ALOC", "ALLOC"):
@@ -413,7 +413,7 @@ def _option_finding(variable: str, value: str, wrong: str, meant: list[str]) -> 
     )
 
 
-def _check_variables(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_variables(world: Machine, _: Cluster) -> Iterator[Finding]:
     for variable, why in SLOWING.items():
         value = world.env.get(variable)
         if value is not None and value not in QUIET:
@@ -426,7 +426,7 @@ def _check_variables(world: World, _: Cluster) -> Iterator[Finding]:
             )
 
 
-def _check_interfaces(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_interfaces(world: Machine, _: Cluster) -> Iterator[Finding]:
     asked, there = world.env.get("NCCL_SOCKET_IFNAME"), world.names("/sys/class/net")
     if not asked or not there or asked.startswith("^"):
         return
@@ -446,7 +446,7 @@ def _check_interfaces(world: World, _: Cluster) -> Iterator[Finding]:
         )
 
 
-def _check_infiniband(world: World, _: Cluster) -> Iterator[Finding]:
+def _check_infiniband(world: Machine, _: Cluster) -> Iterator[Finding]:
     root = "/sys/class/infiniband"
     ports = [(card, port) for card in world.names(root) for port in world.names(f"{root}/{card}/ports")]
     states = {
@@ -465,7 +465,7 @@ def _check_infiniband(world: World, _: Cluster) -> Iterator[Finding]:
         )
 
 
-CHECKS: tuple[Callable[[World, Cluster], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Machine, Cluster], Iterator[Finding]], ...] = (
     _check_ecc,
     _check_torch,
     _check_versions,

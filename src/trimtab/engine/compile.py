@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.engine.entries import Entries
+from trimtab.engine.build import Entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Where gradients are stored, and how they are summed over ranks while the backward pass still runs.
 
 `OwnGradients`: one process, gradients as autograd makes them. `Reducer`: gradients are views of flat buckets
-that are summed over ranks. `trimtab.engine.sharded.ShardedGradients`: FSDP2 scatters them.
+that are summed over ranks. `trimtab.engine.fsdp.ShardedGradients`: FSDP2 scatters them.
 
 torch's own reducer cannot go on after an exception in the backward pass. This one can: the order of its
 buckets is fixed, so a rank that fails sends what is left as it is, says so in the status, and all ranks try

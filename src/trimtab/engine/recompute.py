@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trimtab.engine.blocks import repeated_blocks
+from trimtab.engine.build import repeated_blocks
 from trimtab.errors import WrongUse
 from trimtab.spec import Recompute
 

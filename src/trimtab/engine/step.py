@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.engine.blocks import repeated_blocks
 from trimtab.engine.branches import branch_loss
-from trimtab.engine.build import build, building, make_batch
-from trimtab.engine.cached import forward_twice, rows_of_step
+from trimtab.engine.build import Entries, build, building, entries_of, make_batch, repeated_blocks
 from trimtab.engine.compile import Compiling
-from trimtab.engine.entries import Entries, entries_of
+from trimtab.engine.fsdp import place, shard
+from trimtab.engine.gradient_caching import forward_twice, rows_of_step
 from trimtab.engine.gradients import Gradients, OwnGradients, Reducer
 from trimtab.engine.optimizer import implementation_for, make_optimizer, use_foreach_for_shards
 from trimtab.engine.precision import autocast_dtype, cast_weights
 from trimtab.engine.recompute import recompute
-from trimtab.engine.shard import place, shard
 from trimtab.engine.sync_norm import SyncReducer, synchronise
 from trimtab.errors import JobFailed
 from trimtab.jobs.job import loss_function
@@ -34,12 +32,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from trimtab.engine.shard import Fill
-    from trimtab.engine.stages import Stage
+    from trimtab.engine.fsdp import Fill
+    from trimtab.engine.pipeline_stage import TracedStage
     from trimtab.engine.sync_norm import Statistics
     from trimtab.spec import Setting
 
-__all__ = ["Prepared", "build", "building", "make_batch", "prepare", "repeated_blocks", "step"]
+__all__ = ["PreparedJob", "build", "building", "make_batch", "prepare", "repeated_blocks", "step"]
 
 SCALE = 2.0**16
 """What a loss is multiplied by where the precision scales it, so that gradients do not vanish."""
@@ -63,7 +61,7 @@ class Arranged:
 
 
 @dataclass(kw_only=True)
-class Prepared(Arranged):
+class PreparedJob(Arranged):
     """A job that is ready for its first step."""
 
     job: Any
@@ -71,14 +69,14 @@ class Prepared(Arranged):
     device: str
     branch: str = ""
     """The one that this rank computes; empty: all of them."""
-    stage: Stage | None = None
+    stage: TracedStage | None = None
     """Of a pipeline."""
     compiling: Compiling | None = None
 
 
 def prepare(
     job: Any, setting: Setting, device: str = "cuda", *, branch: str = "", values: bool = True
-) -> Prepared:
+) -> PreparedJob:
     """Build the model, arrange recomputation and sharding, make the optimizer.
 
     Without `values`, a model that is built on the host has none: only its sizes matter then.
@@ -95,18 +93,18 @@ def assemble(  # noqa: PLR0913 - and as which rank
     *,
     branch: str = "",
     stage: int | None = None,
-) -> Prepared:
+) -> PreparedJob:
     """Do everything between building the model and the first step, as one rank of the setting.
 
     With `stage`, as a rank of that stage of a pipeline has it.
     """
-    staged: list[Stage] = []
+    staged: list[TracedStage] = []
 
     def install_stage(model: nn.Module) -> None:
-        from trimtab.engine.stages import Stage
+        from trimtab.engine.pipeline_stage import TracedStage
 
         assert stage is not None  # noqa: S101 - only then is this called
-        staged.append(Stage(model, stage, setting.mesh.pp))
+        staged.append(TracedStage(model, stage, setting.mesh.pp))
 
     arranged = arrange(
         model,
@@ -122,7 +120,7 @@ def assemble(  # noqa: PLR0913 - and as which rank
     if setting.compile:
         compiling = Compiling(model, lambda *_: None, arranged.entries)
         compiling.start()
-    return Prepared(
+    return PreparedJob(
         **vars(arranged),
         job=job,
         setting=setting,
@@ -235,7 +233,7 @@ def _gradients(  # noqa: PLR0913, PLR0917 - what arrange() knows
 ) -> Gradients:
     """Where the gradients live: scattered, in buckets that ranks sum, or where autograd puts them."""
     if strategy_of(setting).is_sharded:
-        from trimtab.engine.sharded import ShardedGradients
+        from trimtab.engine.fsdp import ShardedGradients
 
         return ShardedGradients(
             model,
@@ -256,7 +254,7 @@ def _gradients(  # noqa: PLR0913, PLR0917 - what arrange() knows
     return Reducer(summed, equal_parts=setting.mesh.pp > 1)
 
 
-def forward(state: Prepared, batch: Any) -> torch.Tensor:
+def forward(state: PreparedJob, batch: Any) -> torch.Tensor:
     """The loss of one micro-batch."""
     half = autocast_dtype(state.setting)
     with torch.autocast(state.device, dtype=half, enabled=half is not None):
@@ -276,7 +274,7 @@ def forward(state: Prepared, batch: Any) -> torch.Tensor:
 
 
 def step(
-    state: Prepared,
+    state: PreparedJob,
     batches: Sequence[Any],
     *,
     clip: float | None = None,
@@ -305,7 +303,7 @@ def step(
     return losses[0] if count == 1 else torch.stack(losses).mean()
 
 
-def _backward(state: Prepared, loss: torch.Tensor, weight: float) -> None:
+def _backward(state: PreparedJob, loss: torch.Tensor, weight: float) -> None:
     if state.stage is not None and not state.stage.is_last:
         # The gradient comes from the next stage, in memory of its own.
         loss.backward(torch.empty_like(loss))
@@ -313,7 +311,7 @@ def _backward(state: Prepared, loss: torch.Tensor, weight: float) -> None:
         (loss if weight == 1.0 else loss * weight).backward()
 
 
-def update(state: Prepared, scale: float, clip: float | None) -> None:
+def update(state: PreparedJob, scale: float, clip: float | None) -> None:
     """Unscale and clip the gradients, in the optimizer's own kernel where it can; then step."""
     optimizer = state.optimizer
     device = state.parameters[0].device

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from trimtab.engine.additive import batch_norms
+from trimtab.engine.additive_loss import batch_norms
 from trimtab.engine.gradients import Reducer
 from trimtab.errors import JobFailed
 
@@ -42,7 +42,7 @@ ABSENT = 1e-30
 """Samples of a rank that has none: as good as 0, but that a mean over them is a number."""
 
 
-class Exchange(NamedTuple):
+class NormCollective(NamedTuple):
     """One collective of a layer."""
 
     gathers: bool
@@ -68,7 +68,7 @@ class Statistics:
     def __init__(self) -> None:
         self.counts = True
         """Whether the samples of the pass under way are part of the statistics."""
-        self.note: Callable[[Exchange], None] | None = None
+        self.note: Callable[[NormCollective], None] | None = None
         """Is called just before a collective."""
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Statistics:
     @contextlib.contextmanager
     def _talking(self, values: torch.Tensor, *, gathers: bool) -> Iterator[None]:
         if self.note is not None:
-            self.note(Exchange(gathers, values.numel(), values.dtype))
+            self.note(NormCollective(gathers, values.numel(), values.dtype))
         Statistics.is_talking = True
         try:
             yield
@@ -519,8 +519,8 @@ class SyncReducer(Reducer):
         self._statistics = statistics
         statistics.note = self._note
         self._device = parameters[0][0].device
-        self._known: dict[str, list[Exchange]] = {}
-        self._now: list[Exchange] = []
+        self._known: dict[str, list[NormCollective]] = {}
+        self._now: list[NormCollective] = []
         self._kind = ""
         self._done = 0
         self._stays_out = False
@@ -575,7 +575,7 @@ class SyncReducer(Reducer):
         self._stays_out = False
         super().finish(failed_at, count)
 
-    def _note(self, exchange: Exchange) -> None:
+    def _note(self, exchange: NormCollective) -> None:
         self._now.append(exchange)
 
     def _learn(self) -> None:

@@ -14,11 +14,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import EnvironmentFault
-from trimtab.exams.sit import Case
+from trimtab.exams.run import Case
 from trimtab.jobs.load import failed, load
 from trimtab.spec import Allocator, Measurement, Noun, Recompute, Versions
+from trimtab.trace.request import TraceRequest
 from trimtab.trace.server import Say, ask, serve
-from trimtab.trace.worker import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ class Measured(Noun, frozen=True, kw_only=True):
     torch: str = ""
 
 
-def measured(request: Request) -> Measured:
+def measured(request: TraceRequest) -> Measured:
     """Run the request in a child process and read its answer."""
     conf = "expandable_segments:True" if request.setting.allocator is Allocator.EXPANDABLE else ""
     # The old name of the variable is read by every torch that trimtab runs with.
@@ -54,7 +54,7 @@ def measured(request: Request) -> Measured:
     return Measured.from_builtins(answer["measured"])
 
 
-def case_of(request: Request, found: Measured) -> Case:
+def case_of(request: TraceRequest, found: Measured) -> Case:
     """A run as a case of the exam."""
     setting = request.setting
     short = request.job.rpartition("/")[2]
@@ -80,7 +80,7 @@ def case_of(request: Request, found: Measured) -> Case:
     )
 
 
-def run(request: Request) -> Measured:
+def run(request: TraceRequest) -> Measured:
     """Build the job on the GPU, take its steps and read the counters. Only in a process of its own."""
     import torch
 
@@ -169,7 +169,7 @@ def _process_bytes() -> int | None:
 
 
 def _work(text: str, say: Say) -> None:
-    say({"measured": run(Request.from_json(text)).to_builtins()})
+    say({"measured": run(TraceRequest.from_json(text)).to_builtins()})
 
 
 if __name__ == "__main__":

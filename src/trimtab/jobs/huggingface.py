@@ -17,20 +17,19 @@ from trimtab.errors import JobFailed, TrimtabError, UnknownName, WrongUse, neare
 from trimtab.jobs.head import IGNORED
 from trimtab.jobs.job import Job
 from trimtab.jobs.lora import adapt
-from trimtab.jobs.pretrained import is_planned, loaded, stored
+from trimtab.jobs.pretrained import in_autocast, is_planned, library, loaded, stored
 from trimtab.jobs.synthetic import CPU, Synthetic, integer
-from trimtab.jobs.text.blocks import Blocks, described, laid_out
+from trimtab.jobs.text.blocks import TokenBlocks, described, laid_out
+from trimtab.jobs.text.byte_pairs import BYTES
 from trimtab.jobs.text.corpus import find
-from trimtab.jobs.text.foreign import tokenizer_in
-from trimtab.jobs.text.pieces import BYTES
+from trimtab.jobs.text.model_tokenizer import tokenizer_in
 from trimtab.jobs.text.tokens import Learnt, tokenised
-from trimtab.jobs.transformer_models import in_autocast, library
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trimtab.jobs.text.blocks import Layout
-    from trimtab.jobs.text.foreign import Foreign
+    from trimtab.jobs.text.blocks import BlockLayout
+    from trimtab.jobs.text.model_tokenizer import Foreign
     from trimtab.jobs.text.tokens import Tokens
 
 LONGEST = 1024
@@ -42,7 +41,7 @@ HIDDEN = 255
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class HeadTask:
     """What a head is for."""
 
     name: str
@@ -53,15 +52,15 @@ class Task:
 
 
 TASKS = (
-    Task(name="seq2seq", endings=("ForConditionalGeneration",), auto="AutoModelForSeq2SeqLM"),
-    Task(name="masked LM", endings=("ForMaskedLM",), auto="AutoModelForMaskedLM"),
-    Task(name="causal LM", endings=("ForCausalLM", "LMHeadModel"), auto="AutoModelForCausalLM"),
-    Task(
+    HeadTask(name="seq2seq", endings=("ForConditionalGeneration",), auto="AutoModelForSeq2SeqLM"),
+    HeadTask(name="masked LM", endings=("ForMaskedLM",), auto="AutoModelForMaskedLM"),
+    HeadTask(name="causal LM", endings=("ForCausalLM", "LMHeadModel"), auto="AutoModelForCausalLM"),
+    HeadTask(
         name="image classification",
         endings=("ForImageClassification",),
         auto="AutoModelForImageClassification",
     ),
-    Task(
+    HeadTask(
         name="sequence classification",
         endings=("ForSequenceClassification",),
         auto="AutoModelForSequenceClassification",
@@ -150,7 +149,7 @@ class HuggingFace(Job):
         return f"job hf:{self.folder}"
 
     @cached_property
-    def _task(self) -> Task:
+    def _task(self) -> HeadTask:
         """What the architecture in the config is for."""
         named = read_config(self.folder).get("architectures") or []
         config = self._config
@@ -168,7 +167,7 @@ class HuggingFace(Job):
             )
         return found
 
-    def _maps(self, task: Task) -> bool:
+    def _maps(self, task: HeadTask) -> bool:
         return type(self._config) in getattr(library(self._given), task.auto)._model_mapping  # noqa: SLF001
 
     def import_ahead(self) -> None:
@@ -339,15 +338,15 @@ class HuggingFace(Job):
         """AdamW."""
         return torch.optim.AdamW(params, lr=self.rate)
 
-    def dataset(self) -> Synthetic | Blocks:
+    def dataset(self) -> Synthetic | TokenBlocks:
         """Blocks of text, without those that are held out; or images of which each class has a brightness."""
         if self._is_image:
             return Synthetic(self.samples or 0, self._image)
         tokens, layout, _ = self._text()
         sample = partial(self._sample, blocks=layout.blocks, hidden=self._hidden, fixed=False)
-        return Blocks(tokens, self.tokens, layout.samples, layout.block, sample)
+        return TokenBlocks(tokens, self.tokens, layout.samples, layout.block, sample)
 
-    def validation(self) -> Blocks | None:
+    def validation(self) -> TokenBlocks | None:
         """Blocks that are held out, evenly spaced; None for images and for texts too short for any."""
         if self._is_image:
             return None
@@ -356,7 +355,7 @@ class HuggingFace(Job):
         if count < 1:
             return None
         sample = partial(self._sample, blocks=layout.blocks, hidden=self._hidden, fixed=True)
-        return Blocks(tokens, self.tokens, count, partial(layout.held_out_block, samples=count), sample)
+        return TokenBlocks(tokens, self.tokens, count, partial(layout.held_out_block, samples=count), sample)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -368,7 +367,7 @@ class HuggingFace(Job):
         own = () if foreign else (f"{self.folder} has no tokenizer: tokens are learnt from the text",)
         return (*weights, *described(tokens, layout, self.tokens), *own)
 
-    def _text(self) -> tuple[Tokens, Layout, Foreign | None]:
+    def _text(self) -> tuple[Tokens, BlockLayout, Foreign | None]:
         foreign = self._tokenizer
         if foreign is None and self._vocab < BYTES:
             raise WrongUse(

@@ -13,13 +13,13 @@ from torch.nn import functional
 from trimtab.errors import WrongUse
 from trimtab.jobs.head import mean_token_loss
 from trimtab.jobs.job import Job
-from trimtab.jobs.text.blocks import Blocks, described, laid_out
+from trimtab.jobs.text.blocks import TokenBlocks, described, laid_out
+from trimtab.jobs.text.byte_pairs import BYTES
 from trimtab.jobs.text.corpus import find
-from trimtab.jobs.text.pieces import BYTES
 from trimtab.jobs.text.tokens import Learnt, tokenised
 
 if TYPE_CHECKING:
-    from trimtab.jobs.text.blocks import Layout
+    from trimtab.jobs.text.blocks import BlockLayout
     from trimtab.jobs.text.tokens import Tokens
 
 LOWEST = 0.1
@@ -206,19 +206,19 @@ class Slm(Job):
         share = partial(share_of_rate, warmup=self.warmup, horizon=horizon)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
-    def dataset(self) -> Blocks:
+    def dataset(self) -> TokenBlocks:
         """Blocks of the text, without those that are held out."""
         tokens, layout = self._text()
-        return Blocks(tokens, self.seq + 1, layout.samples, layout.block, shifted)
+        return TokenBlocks(tokens, self.seq + 1, layout.samples, layout.block, shifted)
 
-    def validation(self) -> Blocks | None:
+    def validation(self) -> TokenBlocks | None:
         """Blocks that are held out, evenly spaced; None where the text is too short for any."""
         tokens, layout = self._text()
         count = min(layout.held_out, self.validation_batches * self.global_batch)
         if count < 1:
             return None
         block = partial(layout.held_out_block, samples=count)
-        return Blocks(tokens, self.seq + 1, count, block, shifted)
+        return TokenBlocks(tokens, self.seq + 1, count, block, shifted)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ class Slm(Job):
         tokens, layout = self._text()
         return described(tokens, layout, self.seq + 1)
 
-    def _text(self) -> tuple[Tokens, Layout]:
+    def _text(self) -> tuple[Tokens, BlockLayout]:
         if self.vocab < BYTES:
             raise WrongUse(
                 f"vocab {self.vocab}",

@@ -24,7 +24,7 @@ from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse
 from trimtab.files import read_json_lines
 from trimtab.probe.scheduler import node_names
 from trimtab.spec import Attempt, Headway, Incident, JobView, QueuedJob
-from trimtab.training.record import attempt_of
+from trimtab.training.run_folder import attempt_of
 from trimtab.training.task import RUNS
 from trimtab.units import parse_whole
 

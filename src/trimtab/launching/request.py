@@ -20,9 +20,8 @@ from trimtab.spec import Launch, LaunchKind
 from trimtab.spec.base import Noun, below
 from trimtab.spec.precision import BFLOAT16, FLOAT16
 from trimtab.strategies import strategy_of
-from trimtab.training.meeting import Meeting
-from trimtab.training.start import LOGS, RESTARTS, Fleet, arguments, run_id
 from trimtab.training.task import place
+from trimtab.training.torchrun import LOGS, RESTARTS, Fleet, Meeting, arguments, run_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

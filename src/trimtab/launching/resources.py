@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse
 from trimtab.spec.base import Noun, below
-from trimtab.training.start import node_range
+from trimtab.training.torchrun import node_range
 from trimtab.units import format_duration, plural
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import WrongUse
 from trimtab.files import write_atomic
 from trimtab.spec import Check, Summary
-from trimtab.training.folder import RunFolder
+from trimtab.training.run_folder import RunFolder
 from trimtab.units import format_bytes, format_duration
 
 if TYPE_CHECKING:

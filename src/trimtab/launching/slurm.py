@@ -389,7 +389,7 @@ def is_same_gpu(kind: str, device: str) -> bool:
     >>> is_same_gpu("rtx3090", "RTX 3090")
     True
     """
-    from trimtab.catalog.lookup import typed
+    from trimtab.catalog.devices import typed
 
     if not kind:
         return True

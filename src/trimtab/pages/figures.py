@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trimtab.pages.report_data import Profile, ReportData
     from trimtab.pages.svg import Markup
     from trimtab.spec import Incident
-    from trimtab.training.meters import Line
+    from trimtab.training.step_log import StepLine
 
 Row = tuple[str, ...]
 MOST_ROWS = 60
@@ -430,7 +430,7 @@ MOST_EVENTS = 200
 """Marked in a figure; the table has them all."""
 
 
-def loss_figure(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | None:
+def loss_figure(lines: Sequence[StepLine], events: Sequence[Incident]) -> Figure | None:
     """Show the loss over steps, with validation and events."""
     values_by_step = _keep_finite((line.step, line.loss) for line in lines)
     checks = _keep_finite((line.step, line.validation_loss) for line in lines)
@@ -466,7 +466,7 @@ def loss_figure(lines: Sequence[Line], events: Sequence[Incident]) -> Figure | N
     )
 
 
-def speed_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
+def speed_figure(lines: Sequence[StepLine], plan: Plan | None) -> Figure | None:
     """Show samples a second over steps, against the plan."""
     values_by_step = _keep_finite((line.step, line.samples_per_s) for line in lines)
     if not values_by_step:
@@ -489,7 +489,7 @@ def speed_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
     )
 
 
-def reserved_figure(lines: Sequence[Line], plan: Plan | None) -> Figure | None:
+def reserved_figure(lines: Sequence[StepLine], plan: Plan | None) -> Figure | None:
     """Show reserved memory over steps, against the plan."""
     values_by_step = _keep_finite((line.step, line.reserved_bytes) for line in lines)
     if not values_by_step or not any(value for _, value in values_by_step):
@@ -575,7 +575,7 @@ def comparison_figure(pairs: Sequence[tuple[str, float, float]]) -> Figure | Non
     )
 
 
-def compare_run(lines: Sequence[Line], plan: Plan | None) -> list[tuple[str, float, float]]:
+def compare_run(lines: Sequence[StepLine], plan: Plan | None) -> list[tuple[str, float, float]]:
     """Return the values that the plan predicts and the run measured, where both are known.
 
     Steps of another batch than the plan's say nothing about its step, so only those count that have its

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.pages import figures
 from trimtab.pages.svg import NARROW, WIDE, Markup, format_number, join_markup, pick_byte_unit, tag
-from trimtab.planner.stale import used
+from trimtab.planner.validity import used
 from trimtab.render import setting_words
 from trimtab.units import format_duration
 from trimtab.version import VERSION
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trimtab.pages.figures import Figure, Row
     from trimtab.pages.report_data import ReportData
     from trimtab.spec import Incident, Plan, WhatIf
-    from trimtab.training.record import Record
+    from trimtab.training.run_folder import RunRecord
 
 FIGURE = re.compile(r"[-+]?[\d,.]*(e[-+]?\d+)?( ?(%|[KMGT]?i?B|ms|s))?|(\d+[dhms])+")
 """What is set to the right in a table: a number, perhaps with its unit."""
@@ -165,7 +165,7 @@ def _plan_tiles(plan: Plan) -> list[tuple[str, str]]:
     return [(name, value) for name, value in tiles if value is not None]
 
 
-def _run_tiles(run: Record) -> list[tuple[str, str]]:
+def _run_tiles(run: RunRecord) -> list[tuple[str, str]]:
     if not run.lines:
         return []
     last = run.lines[-1]

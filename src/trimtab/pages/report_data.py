@@ -10,13 +10,13 @@ import msgspec
 from trimtab.errors import BrokenFile, WrongUse
 from trimtab.spec import Plan, StagedPlan
 from trimtab.spec.base import Noun
-from trimtab.training import record
-from trimtab.training.record import MARKS, Record, noun_of
+from trimtab.training import run_folder
+from trimtab.training.run_folder import MARKS, RunRecord, noun_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trimtab.predict.timeline import Timeline
+    from trimtab.predict.memory import Timeline
 
 CURE = "Give a plan from `trimtab plan --out FILE`, a run's folder, or what `trimtab profile --json` wrote."
 
@@ -35,7 +35,7 @@ class ReportData:
     origin: str
     """The file or folder, as it was given."""
     plan: Plan | None = None
-    run: Record | None = None
+    run: RunRecord | None = None
     profile: Profile | None = None
     timeline: Timeline | None = None
     timeline_of: str = ""
@@ -49,7 +49,7 @@ def read_report_data(place: Path) -> ReportData:
     if place.is_dir():
         return _read_run(place)
     try:
-        if place.stat().st_size > record.LARGEST_FILE:
+        if place.stat().st_size > run_folder.LARGEST_FILE:
             raise BrokenFile(f"report {place}", found="it is too large to be one of ours", cure=CURE)
         data = place.read_bytes()
     except OSError as error:
@@ -64,14 +64,14 @@ def _read_run(place: Path) -> ReportData:
             found=f"there is no {', no '.join(MARKS)} in it{_name_runs_below(place)}",
             cure=CURE,
         )
-    run = record.read(place)
+    run = run_folder.read_run(place)
     if not run.lines and not run.events and run.plan is None:
         raise BrokenFile(
             f"report {place}", found=f"nothing in it can be shown: {'; '.join(run.said)}", cure=CURE
         )
     missing = run.said
-    if not run.lines and not any(text.startswith(record.LOG) for text in missing):
-        missing = (*missing, f"{record.LOG} is empty: the run has not taken a step")
+    if not run.lines and not any(text.startswith(run_folder.LOG) for text in missing):
+        missing = (*missing, f"{run_folder.LOG} is empty: the run has not taken a step")
     return ReportData(origin=str(place), plan=run.plan, run=run, missing=missing)
 
 

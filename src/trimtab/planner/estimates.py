@@ -5,26 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError, WrongUse
-from trimtab.planner.foresight import plain_device, traced_as
-from trimtab.planner.stale import devices_of
-from trimtab.predict.accumulate import accumulated
+from trimtab.planner.estimator import plain_device, traced_as
+from trimtab.planner.validity import devices_of
 from trimtab.predict.calibration import read_own_calibration
+from trimtab.predict.capacity import judge_fully
 from trimtab.predict.derive import derived
 from trimtab.predict.estimate import estimate
-from trimtab.predict.timeline import timeline
+from trimtab.predict.memory import accumulated, timeline
 from trimtab.predict.traces import cached_trace, traces
-from trimtab.predict.verdict import judge_fully
 from trimtab.strategies import strategy_of
-from trimtab.trace.worker import Request
+from trimtab.trace.request import TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.predict.memory import Memory
-    from trimtab.predict.timeline import Timeline
+    from trimtab.predict.memory import MemoryPeaks, Timeline
     from trimtab.spec import Cluster, Device, Estimate, Plan, Setting, Trace
 
-    Estimated = tuple[Estimate, Memory, Trace]
+    Estimated = tuple[Estimate, MemoryPeaks, Trace]
 
 
 def first_device(cluster: Cluster) -> Device:
@@ -89,7 +87,7 @@ def cached_timeline(plan: Plan) -> tuple[Timeline | None, str]:
     for direct in ({setting.mesh.dp_shard}, set[int]()):
         try:
             device = plain_device(devices_of(plan).devices[0])
-            request = Request(job=plan.job, overrides=plan.options, setting=setting, device=device)
+            request = TraceRequest(job=plan.job, overrides=plan.options, setting=setting, device=device)
             needed = strategy_of(setting).trace_parts(setting, direct)
             parts = [cached_trace(request.replace(setting=part)) for part in needed]
         except TrimtabError as error:

@@ -54,7 +54,7 @@ def _unsynchronised(pins: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(NOT_COMPILED_SYNCHRONISED, "leave one of the two out")] if pins.get("compile") else []
 
 
-def read(texts: Iterable[str]) -> Pins:
+def read_pins(texts: Iterable[str]) -> Pins:
     """Pins from what people type: micro-batch=8, compile=false.
 
     >>> read(["micro-batch=8", "compile=false"])

@@ -11,27 +11,27 @@ import msgspec
 
 from trimtab.cache import ESTIMATES, PLANS, TRACES, code_fingerprint, fingerprint
 from trimtab.errors import WrongUse
-from trimtab.planner.decide import Question, decide
-from trimtab.planner.foresight import EstimateCache, Foresight, plain_device, spoken
-from trimtab.planner.outlook import room_bytes
+from trimtab.planner.decision import PlanQuestion, decide
+from trimtab.planner.estimator import EstimateCache, TraceEstimator, plain_device, spoken
+from trimtab.planner.protocol import room_bytes
 from trimtab.planner.space import shard_counts
-from trimtab.planner.stale import fingerprints, versions
+from trimtab.planner.validity import fingerprints, versions
 from trimtab.predict.calibration import own_folder, read_own_calibration
 from trimtab.predict.derive import direct_shards
 from trimtab.predict.traces import traces
 from trimtab.spec import Plan, Recompute
-from trimtab.trace.batch_loss import batch_loss
+from trimtab.trace.job_summary import Named, is_known, named_key, summary
+from trimtab.trace.loss_check import batch_loss
+from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
-from trimtab.trace.summary import Named, is_known, named_key, summary
 from trimtab.trace.tracer import NOT_TRACING, trace_key
-from trimtab.trace.worker import Requests
 from trimtab.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from trimtab.errors import TrimtabError
-    from trimtab.planner.search import Seen
+    from trimtab.planner.search import Evaluated
     from trimtab.predict.traces import Family
     from trimtab.spec import Cluster, Device, Policy, Setting, Trace, Workload
 
@@ -122,10 +122,10 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
         if not (cache and is_known(job, overrides)):
             # The worker process will be needed: it loads the job while this process reads the workload.
             device = plain_device(min(cluster.devices, key=room_bytes))
-            worker.load_job(Requests(job=job, overrides=overrides, settings=(), device=device))
+            worker.load_job(TraceRequests(job=job, overrides=overrides, settings=(), device=device))
         workload = workload_of(job, overrides, given, cache=cache, say=say)
         workload = with_batch_loss(job, overrides, workload, cache=cache, say=say)
-        question = Question(
+        question = PlanQuestion(
             job=job, workload=workload, cluster=cluster, policy=policy, compare=tuple(compare)
         )
         # The loss of a cached step is over the whole global batch, which its trace has to know.
@@ -154,7 +154,7 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
 
 
 def _decide(
-    question: Question,
+    question: PlanQuestion,
     tracing: Tracing,
     key: str,
     *,
@@ -164,7 +164,7 @@ def _decide(
     """Return the plan by a search; store the estimates that it computed, even if it fails."""
     cached = ESTIMATES.load(key, _read_estimates) if tracing.cache else None
     estimates = cached or EstimateCache()
-    outlook = Foresight(
+    outlook = TraceEstimator(
         trace_all=tracing.trace_all, calibration_of=read_own_calibration, say=say, cache=estimates
     )
     outlook.direct |= direct_shards(shard_counts(question.workload, question.cluster, question.policy))
@@ -209,7 +209,7 @@ def with_batch_loss(
     return workload.replace(batch_loss=batch_loss(job, overrides, cache=cache))
 
 
-def _describe(seen: Seen) -> str:
+def _describe(seen: Evaluated) -> str:
     """Return a setting with its speed in words."""
     setting, step_s = seen.setting, seen.estimate.step_s
     speed = "" if not step_s else f", {setting.global_batch / step_s:.3g} samples/s"

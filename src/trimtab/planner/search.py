@@ -16,14 +16,14 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.planner.outlook import room_bytes
+from trimtab.planner.protocol import room_bytes
 from trimtab.spec import Objective, Recompute, Verdict
 from trimtab.strategies import STRATEGIES, strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trimtab.planner.outlook import Layout, Outlook
+    from trimtab.planner.protocol import Estimator, Layout
     from trimtab.planner.space import Cut, Family, Space
     from trimtab.spec import Estimate, Policy, Setting, Strategy, Workload
 
@@ -37,13 +37,13 @@ median, on devices that were measured too. The simpler of two such plans is take
 
 RECOMPUTES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 
-Notice = Callable[["Seen"], None]
+Notice = Callable[["Evaluated"], None]
 Value = tuple[float, ...]
 """What the objective makes as small as it can."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class Evaluated:
     """A setting that was looked at closely."""
 
     setting: Setting
@@ -71,11 +71,11 @@ class Seen:
 class Result:
     """What a search found."""
 
-    best: Seen | None = None
-    fastest: Seen | None = None
+    best: Evaluated | None = None
+    fastest: Evaluated | None = None
     """The best by the objective, where something simpler is as good and was chosen."""
-    runners_up: list[Seen] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
+    runners_up: list[Evaluated] = field(default_factory=list)
+    seen: list[Evaluated] = field(default_factory=list)
     """Everything looked at closely, whether it fits or not."""
     too_large: dict[Family, tuple[int, int]] = field(default_factory=dict)
     """Settings that do not fit, and the least that one of them needs."""
@@ -152,9 +152,9 @@ def is_late(workload: Workload, policy: Policy, step_s: float | None, *, margin:
 
 def search(
     space: Space,
-    outlook: Outlook,
+    outlook: Estimator,
     *,
-    known: Iterable[Seen] = (),
+    known: Iterable[Evaluated] = (),
     margin: float | None = None,
     notice: Notice = lambda _: None,
 ) -> Result:
@@ -203,12 +203,12 @@ def ends(cuts: tuple[Cut, ...]) -> list[Cut]:
     return list(dict.fromkeys((several[0], several[-1])))
 
 
-def _strain(seen: Seen) -> tuple[int, float]:
+def _strain(seen: Evaluated) -> tuple[int, float]:
     """What is missing, and how often a step must release cached blocks: the less the better."""
     return seen.missing_bytes, seen.estimate.releases_per_step or 0.0
 
 
-Entry = tuple[Value, bool, tuple[int, ...], int, "Family | None", "Cut", Seen | None]
+Entry = tuple[Value, bool, tuple[int, ...], int, "Family | None", "Cut", Evaluated | None]
 """Value or bound, whether it is only a bound, and whose it is: of equals, what is known goes first, since a
 bound that is no lower promises nothing better."""
 
@@ -234,7 +234,7 @@ def _plainest(families: Iterable[Family]) -> list[Family]:
 class _Search:
     """One search under way: a heap of settings, by what they are known to take at least."""
 
-    def __init__(self, space: Space, outlook: Outlook, margin: float | None, notice: Notice) -> None:
+    def __init__(self, space: Space, outlook: Estimator, margin: float | None, notice: Notice) -> None:
         self.space = space
         self.policy = space.policy
         self.outlook = outlook
@@ -247,7 +247,7 @@ class _Search:
         self.numbers = count()
         self.limits = self.result.limits
         self.looked: set[Family] = set()
-        self.found: dict[tuple[Family, Cut], Seen | None] = {}
+        self.found: dict[tuple[Family, Cut], Evaluated | None] = {}
         self.hopeless: dict[Family, TrimtabError] = {}
         """Families that cannot be estimated at any micro-batch."""
         self.prepared: set[Recompute] = set()
@@ -259,7 +259,7 @@ class _Search:
         self.last_failure: TrimtabError | None = None
         self.plainest = _plainest(space.families)
 
-    def run(self, known: Iterable[Seen]) -> Result:
+    def run(self, known: Iterable[Evaluated]) -> Result:
         try:
             for one in known:
                 self._met(one)
@@ -465,14 +465,14 @@ class _Search:
             self._bound(family, cut)[0] <= best[0][0] * (1 + TIE) for cut in ends(family.cuts)
         )
 
-    def _estimated(self, family: Family, cut: Cut) -> Seen | None:
+    def _estimated(self, family: Family, cut: Cut) -> Evaluated | None:
         """The setting with the first allocator that makes it fit, or else with the one that needs least."""
         if (family, cut) not in self.found:
             self.found[family, cut] = self._estimate(family, cut)
         return self.found[family, cut]
 
-    def _estimate(self, family: Family, cut: Cut) -> Seen | None:
-        best: Seen | None = None
+    def _estimate(self, family: Family, cut: Cut) -> Evaluated | None:
+        best: Evaluated | None = None
         for allocator in self.space.allocators:
             setting = family.setting(cut, allocator)
             try:
@@ -481,7 +481,7 @@ class _Search:
                 self._count_failure(error)
                 self.last_failure = error
                 return None
-            one = Seen(setting, family.layout, estimate, allowed(family.layout, self.policy))
+            one = Evaluated(setting, family.layout, estimate, allowed(family.layout, self.policy))
             if self.space.tight and not one.fits:
                 one = replace(
                     one, estimate=self.outlook.judge_within(setting, family.layout, one.allowed_bytes)
@@ -517,7 +517,7 @@ class _Search:
         if first is not None and not self.result.seen:
             self.hopeless = {one: self.hopeless.get(one, first) for one in self.space.families}
 
-    def _find_limit(self, family: Family, cut: Cut, seen: Seen) -> None:
+    def _find_limit(self, family: Family, cut: Cut, seen: Evaluated) -> None:
         """Find the largest micro-batch that fits, by the line through what two of them need.
 
         Memory is nearly a line in the micro-batch, so that the first guess is mostly right. What the line
@@ -564,12 +564,12 @@ class _Search:
         least = min(least, need_bytes) if least and need_bytes else least or need_bytes
         self.result.too_large[family] = (many + 1, least)
 
-    def _late(self, seen: Seen) -> bool:
+    def _late(self, seen: Evaluated) -> bool:
         return self.margin is not None and is_late(
             self.space.workload, self.policy, seen.estimate.step_s, margin=self.margin
         )
 
-    def _met(self, seen: Seen, family: Family | None = None) -> None:
+    def _met(self, seen: Evaluated, family: Family | None = None) -> None:
         """A setting that is known: it competes if it fits, and ends in time where that is asked."""
         if not seen.fits:
             return

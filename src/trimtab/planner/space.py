@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
-from trimtab.planner import whole_batch
-from trimtab.planner.batch import cut, cuts
-from trimtab.planner.layouts import layouts
-from trimtab.planner.pins import (
-    NOT_COMPILED_SYNCHRONISED,
-    contradictions,
-)
+from trimtab.planner import batch_loss_rules
+from trimtab.planner.batch_split import cut, cuts
+from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, contradictions
+from trimtab.planner.protocol import Layout, kind, room_bytes
 from trimtab.spec import (
     Allocator,
     Mesh,
     OptimizerImplementation,
+    Place,
     Precision,
     Recompute,
     Rejection,
@@ -27,10 +26,114 @@ from trimtab.strategies import STRATEGIES, strategy_by_speed
 from trimtab.units import format_flops
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from trimtab.planner.outlook import Layout
-    from trimtab.spec import Cluster, Device, Policy, Workload
+    from trimtab.spec import Cluster, Device, Link, Policy, Workload
+
+
+# Which of a cluster's devices a plan could use.
+
+
+MOST_MIXES = 64
+"""More ways than this to mix unlike devices are not listed: then only all of them together are."""
+
+Picks = list[tuple[int, "Device"]]
+"""Number of the node, and the device."""
+
+
+def layouts(cluster: Cluster) -> list[Layout]:
+    """Every set of devices worth trying, the smallest first.
+
+    Within a node any number; over several nodes whole nodes only. Of equal devices those with the most free
+    memory, and beside them those with the fastest link, where the two differ.
+    """
+    by_kind: dict[str, Picks] = {}
+    for number, node in enumerate(cluster.nodes):
+        for device in node.devices:
+            by_kind.setdefault(kind(device), []).append((number, device))
+    found: dict[tuple[Place, ...], Layout] = {}
+    for held in by_kind.values():
+        for picks in _alike(cluster, held):
+            one = layout(cluster, picks)
+            found.setdefault(one.places, one)
+    for picks in _mixed(list(by_kind.values())):
+        one = layout(cluster, picks)
+        found.setdefault(one.places, one)
+    return sorted(found.values(), key=lambda one: one.gpus)
+
+
+def _alike(cluster: Cluster, held: Picks) -> Iterator[Picks]:
+    """Sets of devices of one kind."""
+    nodes: dict[int, list[Device]] = {}
+    for number, device in held:
+        nodes.setdefault(number, []).append(device)
+    # The roomiest node first: it serves all numbers up to its own.
+    order = sorted(nodes, key=lambda one: (-len(nodes[one]), -sum(map(room_bytes, nodes[one])), one))
+    first = order[0]
+    within = [link for link in cluster.links if link.node == first]
+    for count in range(1, len(nodes[first]) + 1):
+        for devices in _within(nodes[first], within, count):
+            yield [(first, one) for one in devices]
+    for count in range(2, len(order) + 1):
+        yield [(number, one) for number in order[:count] for one in nodes[number]]
+
+
+def _within(devices: list[Device], links: list[Link], count: int) -> list[list[Device]]:
+    """Of one node: the devices with the most room, and those that the fastest link joins."""
+    roomy = sorted(devices, key=lambda one: (-room_bytes(one), one.index))
+    choices = [roomy[:count]]
+    if 1 < count < len(devices):
+        ends = {one.index for one in devices}
+        fast = max(
+            (link for link in links if len(ends & set(link.devices)) >= count),
+            key=lambda link: link.bandwidth_bytes_per_s or 0.0,
+            default=None,
+        )
+        if fast is not None:
+            choices.append([one for one in roomy if one.index in fast.devices][:count])
+    return [sorted(one, key=lambda device: device.index) for one in choices]
+
+
+def _mixed(kinds: list[Picks]) -> Iterator[Picks]:
+    """Sets that hold devices of several kinds."""
+    if len(kinds) < 2:  # noqa: PLR2004 - unlike ones
+        return
+    ways = 1
+    for held in kinds:
+        ways *= len(held) + 1
+    numbers: Iterable[tuple[int, ...]] = (
+        product(*(range(len(held) + 1) for held in kinds))
+        if ways <= MOST_MIXES
+        else [tuple(len(held) for held in kinds)]
+    )
+    for counts in numbers:
+        if sum(count > 0 for count in counts) > 1:
+            yield [one for held, count in zip(kinds, counts, strict=True) for one in held[:count]]
+
+
+def layout(cluster: Cluster, picks: Picks) -> Layout:
+    """The part of a cluster that holds these devices and no others."""
+    picks = sorted(picks, key=lambda one: (one[0], one[1].index))
+    used = sorted({number for number, _ in picks})
+    chosen = {number: [device for node, device in picks if node == number] for number in used}
+    links = []
+    for link in cluster.links:
+        if link.node is None:
+            links += [link] if len(used) > 1 else []
+        elif link.node in chosen:
+            ends = tuple(one.index for one in chosen[link.node] if one.index in link.devices)
+            if len(ends) > 1:
+                links.append(link.replace(node=used.index(link.node), devices=ends))
+    part = cluster.replace(
+        nodes=tuple(cluster.nodes[number].replace(devices=tuple(chosen[number])) for number in used),
+        links=tuple(links),
+    )
+    places = tuple(
+        Place(node=number, node_name=cluster.nodes[number].name, device=device.index, name=kind(device))
+        for number, device in picks
+    )
+    return Layout(places=places, cluster=part)
+
 
 MOST_WORKERS = 8
 """Loader processes per rank: more rarely feed a device faster, and each holds batches in RAM."""
@@ -141,7 +244,7 @@ def space(
         if layout.gpus > 1 and any(device.slice for device in layout.cluster.devices):
             refusals.add(SLICES_APART, 1)
         elif layout.gpus > 1 and len(layout.kinds) > 1 and workload.is_indivisible:
-            refusals.add(whole_batch.why_one_rank(workload), 1)
+            refusals.add(batch_loss_rules.why_one_rank(workload), 1)
         elif len(layout.kinds) == 1:
             families += _families(layout, workload, policy, failed, refusals)
         elif pins.get("strategy") in {None, by_speed}:
@@ -318,7 +421,7 @@ def _families(
                 f"more data-parallel GPUs than the global batch of {workload.global_batch} has samples", ways
             )
             continue
-        refused = whole_batch.why_not(workload, strategy, mesh)
+        refused = batch_loss_rules.why_not(workload, strategy, mesh)
         rules = STRATEGIES[strategy]
         refused = refused or (rules.why_not_synchronised if synchronised else "")
         if refused:
@@ -370,7 +473,7 @@ def _members(workload: Workload, mesh: Mesh, policy: Policy, refusals: _Refusals
     if not workload.is_indivisible:
         return found
     smaller = [one for one in found if one[1] > 1]
-    refusals.add(whole_batch.why_one_piece(workload), len(smaller) * ways)
+    refusals.add(batch_loss_rules.why_one_piece(workload), len(smaller) * ways)
     return [one for one in found if one[1] == 1]
 
 
@@ -435,5 +538,5 @@ def _empty(policy: Policy, workload: Workload, refused: tuple[Rejection, ...]) -
     return WrongUse(
         pinned or f"global batch {workload.global_batch}",
         found="no setting agrees with that: " + "; ".join(one.why for one in refused),
-        cure=whole_batch.cure(workload) if workload.is_indivisible else "Leave a pin out.",
+        cure=batch_loss_rules.cure(workload) if workload.is_indivisible else "Leave a pin out.",
     )

@@ -58,7 +58,7 @@ Parallel lists become events with `zip(kinds, ids, sizes, streams)`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class AllocatorConfig:
     """The allocator's settings, in bytes where the environment variable says MB.
 
     Config(expandable=True, capacity_bytes=79 << 30)    # expandable_segments:True on 79 GiB
@@ -125,7 +125,7 @@ class OutOfMemory:
     """How much more capacity (or limit) that last attempt needed."""
 
 
-class Peaks(NamedTuple):
+class ReplayPeaks(NamedTuple):
     """The highest values of one stretch of events, as torch counts them."""
 
     allocated: int
@@ -140,7 +140,7 @@ class Peaks(NamedTuple):
 class Replay:
     """What the allocator did. After out of memory: what it had done until then."""
 
-    windows: tuple[Peaks, ...]
+    windows: tuple[ReplayPeaks, ...]
     """Peaks of each stretch between resets; one where there was none."""
     allocated: int
     """At the end."""
@@ -174,7 +174,7 @@ class Replay:
 
 def replay(
     events: Iterable[Event],
-    config: Config | None = None,
+    config: AllocatorConfig | None = None,
     *,
     reset_peak_at: Iterable[int] = (),
     segment_addresses: Iterable[int] = (),
@@ -194,11 +194,11 @@ def replay(
     Raises:
         ValueError: for an event that cannot happen, with its index.
     """
-    allocator = Allocator(config or Config(), segment_addresses=segment_addresses)
+    allocator = CachingAllocator(config or AllocatorConfig(), segment_addresses=segment_addresses)
     resets = sorted(set(reset_peak_at))
     if resets and resets[0] < 0:
         raise ValueError(f"reset_peak_at={resets[0]}: indices count from 0")
-    windows: list[Peaks] = []
+    windows: list[ReplayPeaks] = []
     failed: OutOfMemory | None = None
     index = -1
     pending = set(resets)
@@ -219,7 +219,7 @@ def replay(
     return _summary(allocator, windows, failed)
 
 
-def _summary(allocator: Allocator, windows: list[Peaks], failed: OutOfMemory | None) -> Replay:
+def _summary(allocator: CachingAllocator, windows: list[ReplayPeaks], failed: OutOfMemory | None) -> Replay:
     return Replay(
         windows=(*windows, allocator.reset_peaks()),
         allocated=allocator.allocated,
@@ -231,7 +231,7 @@ def _summary(allocator: Allocator, windows: list[Peaks], failed: OutOfMemory | N
     )
 
 
-def round_size(size: int, config: Config) -> int:
+def round_size(size: int, config: AllocatorConfig) -> int:
     """The block a request needs: the next multiple of 512, or of a share of its power of two.
 
     With 4 divisions, 1200 KiB lies between 1024 and 2048 KiB, whose steps are 256 KiB: 1280 KiB.
@@ -248,7 +248,7 @@ def round_size(size: int, config: Config) -> int:
     return -(-size // step) * step
 
 
-def segment_size(size: int, config: Config) -> int:
+def segment_size(size: int, config: AllocatorConfig) -> int:
     """What `cudaMalloc` is asked for when no cached block serves a rounded size."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
@@ -257,7 +257,7 @@ def segment_size(size: int, config: Config) -> int:
     return -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-def splits(remaining: int, size: int, config: Config) -> bool:
+def splits(remaining: int, size: int, config: AllocatorConfig) -> bool:
     """Whether a block with `remaining` bytes beyond the rounded size is cut in two.
 
     In the small pool and in expandable segments any remainder of 512 bytes is cut off. In the large
@@ -269,7 +269,7 @@ def splits(remaining: int, size: int, config: Config) -> bool:
     return remaining > SMALL_SIZE and (cap is None or size < cap)
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where a live block lies."""
 
     segment: int
@@ -443,10 +443,10 @@ def _join(ranges: list[_Range], new: _Range, within: _Range | None = None) -> No
     ranges[first:last] = [_Range(start, end)]
 
 
-class Allocator:
+class CachingAllocator:
     """The caching allocator of one device, one step at a time. `replay` is the usual way in."""
 
-    def __init__(self, config: Config, *, segment_addresses: Iterable[int] = ()) -> None:
+    def __init__(self, config: AllocatorConfig, *, segment_addresses: Iterable[int] = ()) -> None:
         self.config = config
         self.allocated = 0
         self.requested = 0
@@ -534,22 +534,22 @@ class Allocator:
                 elif block.prev is None and block.next is None:
                     self._release(block)
 
-    def reset_peaks(self) -> Peaks:
+    def reset_peaks(self) -> ReplayPeaks:
         """The peaks so far; from here on they start from the current values."""
-        peaks = Peaks(self._peak_allocated, self._peak_requested, self._peak_reserved)
+        peaks = ReplayPeaks(self._peak_allocated, self._peak_requested, self._peak_reserved)
         self._peak_allocated = self.allocated
         self._peak_requested = self.requested
         self._peak_reserved = self.reserved
         return peaks
 
-    def place(self, ident: int) -> Place | None:
+    def place(self, ident: int) -> BlockPlace | None:
         """Where a live block lies; None for one of size zero."""
         if ident not in self._live:
             raise ValueError(self._not_live(ident))
         block = self._live[ident]
         if block is None:
             return None
-        return Place(block.segment.ordinal, block.address - block.segment.base, block.size)
+        return BlockPlace(block.segment.ordinal, block.address - block.segment.base, block.size)
 
     def state(self, names: Mapping[int, int]) -> Hashable:
         """Everything that decides what happens next, to compare with another moment of the same replay.

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.catalog.clusters import row_device
+from trimtab.catalog.devices import reported
 from trimtab.catalog.facts import calibration_file, device_facts, facts_of
-from trimtab.catalog.lookup import reported
 from trimtab.catalog.tables import devices
 from trimtab.errors import EnvironmentFault
 from trimtab.files import write_atomic
-from trimtab.predict import pace, time
+from trimtab.predict import op_time, step_time
 from trimtab.spec import Calibration
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Speed(NamedTuple):
     """How fast a device and its host are."""
 
-    pace: pace.Pace
-    host: time.HostCosts
+    pace: op_time.Pace
+    host: step_time.HostCosts
     own: bool
     """Whether this device itself was calibrated."""
     source: str
@@ -53,7 +53,7 @@ def merged(parts: list[Calibration]) -> Calibration:
 
 def speed(device: Device, own: Calibration | None = None) -> Speed | None:
     """The speed of a device, by its own calibration where there is one; None where too little is known."""
-    target = pace.rates(device)
+    target = op_time.rates(device)
     if target is None:
         return None
     known = next((one for one in shipped() if one.device == device.kind), None)
@@ -65,25 +65,25 @@ def speed(device: Device, own: Calibration | None = None) -> Speed | None:
         return None
     return Speed(
         pace=_pace(chosen.device, target, measured_on) if own is None else _fresh(own, target, measured_on),
-        host=time.host(chosen.host, facts_of(device)),
+        host=step_time.host(chosen.host, facts_of(device)),
         own=own is not None or known is not None,
         source=chosen.device,
     )
 
 
 @cache
-def _pace(name: str, target: pace.Rates, measured_on: pace.Rates) -> pace.Pace:
+def _pace(name: str, target: op_time.Rates, measured_on: op_time.Rates) -> op_time.Pace:
     """Of a shipped calibration: kept, because its points are many and questions come in numbers."""
     return _fresh(next(one for one in shipped() if one.device == name), target, measured_on)
 
 
-def _fresh(calibration: Calibration, target: pace.Rates, measured_on: pace.Rates) -> pace.Pace:
-    return pace.Pace(target, pace.points(calibration, measured_on))
+def _fresh(calibration: Calibration, target: op_time.Rates, measured_on: op_time.Rates) -> op_time.Pace:
+    return op_time.Pace(target, op_time.points(calibration, measured_on))
 
 
-def _rates(name: str) -> pace.Rates | None:
+def _rates(name: str) -> op_time.Rates | None:
     row = next((one for one in devices() if one.name == name), None) or reported(name)
-    return pace.rates(row_device(row, 0, "the calibration")) if row is not None else None
+    return op_time.rates(row_device(row, 0, "the calibration")) if row is not None else None
 
 
 def own_folder() -> Path:

@@ -7,21 +7,202 @@ same in other portions. So planning traces one device and two numbers of shards,
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from trimtab.predict.affine import at
-from trimtab.predict.time import gradient_bytes
+from trimtab.predict.step_time import gradient_bytes
 from trimtab.spec import PARTS, Work
 from trimtab.spec.trace import GRADIENT
 from trimtab.strategies import strategy_of
 from trimtab.strategies.base import Derivation
 from trimtab.strategies.fsdp import ANCHORS
 from trimtab.strategies.limits import BUCKET_BYTES
+from trimtab.trace.workspace_formulas import size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
-    from trimtab.spec import Setting, Trace
+    from trimtab.spec import Cause, Setting, Trace
+
+
+# From traces at two micro-batches to the trace at any other.
+#
+# A job runs the same program at every micro-batch, on longer tensors: allocations and frees come in the same
+# order, and every size is a + b x micro-batch. Two traces give a and b of every allocation, and so the trace
+# that any other micro-batch would have, for the allocator's model to replay. Workspaces that are no straight
+# line have their formula beside them, which is worked out again. Where the program is another one, there is
+# no answer, and the caller traces for real.
+
+
+Number = int | Fraction
+SAME = ("marks", "streams", "parts", "recomputed", "phases", "part")
+"""What has to be equal in two traces of one program, as it stands."""
+COUNTS = ("recomputed_flops", "parameters", "trainable", "kept_bytes", "handed_bytes")
+"""Numbers of a whole trace that are mixed as sizes are."""
+TOLERANCE = 0.001
+MAX_COLUMNS = 64
+"""Columns in the cache: more than a plan has different ones."""
+
+
+def at(low: Trace, high: Trace, micro_low: Number, micro_high: Number, micro: Number) -> Trace | None:
+    """The trace at `micro`, from those at two other micro-batches; None where their programs differ.
+
+    Works the same for anything else that sizes are affine in, such as Fraction(1, shards).
+    """
+    if micro_low == micro_high or not same_program(low, high):
+        return None
+    if micro in {micro_low, micro_high}:
+        return low if micro == micro_low else high
+    share = Fraction(micro - micro_low) / Fraction(micro_high - micro_low)
+    return _mixed((low, high), lambda one, other: _between(one, other, share))
+
+
+def corner(origin: Trace, one: Trace, other: Trace) -> Trace | None:
+    """The fourth corner of a rectangle: what two changes of the first trace make together.
+
+    A longer micro-batch makes activations longer, and more shards make shards shorter, neither by what the
+    other does. None where the programs differ.
+    """
+    if not (same_program(origin, one) and same_program(origin, other)):
+        return None
+    return _mixed((origin, one, other), lambda first, second, third: max(0, second + third - first))
+
+
+def _mixed(traces: tuple[Trace, ...], mix: Callable[..., int]) -> Trace:
+    """A trace whose numbers are mixed from those of others of the same program."""
+    first = traces[0]
+    sizes = [
+        values[0] if len(set(values)) == 1 else mix(*values)
+        for values in zip(*(one.sizes for one in traces), strict=True)
+    ]
+    causes = _causes(traces, mix)
+    for number, cause in causes.items():
+        known = size(cause)
+        sizes[number] = sizes[number] if known is None else known
+    places = {cause: place for place, cause in enumerate(dict.fromkeys(causes.values()))}
+    works, sequence = _works(traces, mix)
+    return first.replace(
+        sizes=tuple(sizes),
+        causes=tuple(places),
+        caused=tuple((number, places[cause]) for number, cause in causes.items()),
+        works=works,
+        sequence=sequence,
+        **{name: mix(*(getattr(one, name) for one in traces)) for name in COUNTS},
+        beside=tuple(_mixed(each, mix) for each in zip(*(one.beside for one in traces), strict=True)),
+        assumptions=tuple(dict.fromkeys(said for one in traces for said in one.assumptions)),
+    )
+
+
+def close(guess: Trace | None, truth: Trace) -> bool:
+    """Whether a trace from a line is as good as the real one: the same program, sizes within a thousandth."""
+    if guess is None or not same_program(guess, truth):
+        return False
+    off = sum(abs(one - other) for one, other in zip(guess.sizes, truth.sizes, strict=True))
+    return off <= TOLERANCE * sum(truth.sizes)
+
+
+def same_program(one: Trace, other: Trace) -> bool:
+    """Whether two traces allocate and free the same things in the same order, whatever their sizes.
+
+    Frees with no allocation between them may come in any order: torch gives back what autocast has cached by
+    where it lies in memory, and the allocator's state after all of them is the same.
+    """
+    return (
+        len(one.order) == len(other.order)
+        and all(getattr(one, name) == getattr(other, name) for name in SAME)
+        and _names(one.ops, one.op_names) == _names(other.ops, other.op_names)
+        and _names(one.modules, one.module_names) == _names(other.modules, other.module_names)
+        and _in_order(one.order, _begins(one)) == _in_order(other.order, _begins(other))
+        and _rules(one) == _rules(other)
+        and _kinds(one) == _kinds(other)
+        and len(one.beside) == len(other.beside)
+        and all(map(same_program, one.beside, other.beside))
+    )
+
+
+# Traces that were worked out from others share their columns, and are compared with each other many times.
+@lru_cache(maxsize=MAX_COLUMNS)
+def _names(column: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(names[index] for index in column)
+
+
+def _begins(trace: Trace) -> frozenset[int]:
+    return frozenset(trace.marks.values())
+
+
+@lru_cache(maxsize=MAX_COLUMNS)
+def _in_order(order: tuple[int, ...], begins: frozenset[int]) -> tuple[int, ...]:
+    """The order, with frees in a row sorted; no run of them reaches over the beginning of a phase."""
+    found: list[int] = []
+    frees: list[int] = []
+    for position, number in enumerate(order):
+        if frees and (number >= 0 or position in begins):
+            found += sorted(frees)
+            frees = []
+        if number >= 0:
+            found.append(number)
+        else:
+            frees.append(number)
+    return (*found, *sorted(frees))
+
+
+def _rules(trace: Trace) -> list[tuple[int, str, str, int]]:
+    """Which allocations have which formula."""
+    each = [(one.rule, one.word, len(one.numbers)) for one in trace.causes]
+    return [(number, *each[index]) for number, index in trace.caused]
+
+
+def _causes(traces: tuple[Trace, ...], mix: Callable[..., int]) -> dict[int, Cause]:
+    """What sizes follow from, mixed, by allocation."""
+    found = {}
+    for each in zip(*(one.caused for one in traces), strict=True):
+        causes = [one.causes[index] for one, (_, index) in zip(traces, each, strict=True)]
+        found[each[0][0]] = causes[0].replace(
+            numbers=tuple(mix(*values) for values in zip(*(one.numbers for one in causes), strict=True)),
+            beside=mix(*(one.beside for one in causes)),
+        )
+    return found
+
+
+def _kinds(trace: Trace) -> list[tuple[str, str, str, bool, int]]:
+    """What each operation of the sequence is, its size left out; a longer one may take more launches."""
+    each = [(one.op, one.kind, one.dtype, one.kernels > 0, len(one.dims)) for one in trace.works]
+    return [each[index] for index in trace.sequence]
+
+
+def _works(traces: tuple[Trace, ...], mix: Callable[..., int]) -> tuple[tuple[Work, ...], tuple[int, ...]]:
+    """The operations mixed, each different one once."""
+    made: dict[tuple[int, ...], Work] = {}
+    places: dict[Work, int] = {}
+    sequence = []
+    for numbers in zip(*(one.sequence for one in traces), strict=True):
+        if numbers not in made:
+            works = [one.works[number] for one, number in zip(traces, numbers, strict=True)]
+            made[numbers] = works[0].replace(
+                flops=mix(*(one.flops for one in works)),
+                read_bytes=mix(*(one.read_bytes for one in works)),
+                write_bytes=mix(*(one.write_bytes for one in works)),
+                dims=tuple(mix(*values) for values in zip(*(one.dims for one in works), strict=True)),
+                kernels=max(min(works[0].kernels, 1), mix(*(one.kernels for one in works))),
+            )
+        sequence.append(places.setdefault(made[numbers], len(places)))
+    return tuple(places), tuple(sequence)
+
+
+def _between(one: int, other: int, share: Fraction) -> int:
+    """One plus a share of the way to the other, whole and not below zero.
+
+    >>> _between(1536, 3072, Fraction(1, 2)), _between(100, 200, Fraction(-3, 2))
+    (2304, 0)
+    """
+    if one == other:
+        return one
+    # What round(one + (other - one) * share) gives, many times faster.
+    whole, rest = divmod(one * share.denominator + (other - one) * share.numerator, share.denominator)
+    twice = 2 * rest
+    if twice > share.denominator or (twice == share.denominator and whole % 2):
+        whole += 1
+    return max(0, whole)
 
 
 def direct_shards(numbers: Collection[int]) -> set[int]:
@@ -118,8 +299,8 @@ def bucket_sizes(gradients: list[int], whole: int) -> list[int]:
     [30, 100, 2]
     """
     sizes = [0]
-    for size in gradients:
-        sizes[-1] += size
+    for added in gradients:
+        sizes[-1] += added
         if sizes[-1] >= BUCKET_BYTES:
             sizes.append(0)
     sizes[-1] += max(0, whole - sum(gradients))

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.cache import TRACES
 from trimtab.errors import TrimtabError
-from trimtab.predict.affine import at, close, corner
+from trimtab.predict.derive import at, close, corner
 from trimtab.spec import Trace
 from trimtab.strategies import one_micro_batch, strategy_of
+from trimtab.trace.request import TraceRequest
 from trimtab.trace.tracer import cached_family, family_key, trace_key, traced_all
-from trimtab.trace.worker import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,8 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
     worker process is started for this call.
     """
     requests = [
-        Request(job=job, overrides=overrides or {}, setting=one, device=device, clip=clip) for one in settings
+        TraceRequest(job=job, overrides=overrides or {}, setting=one, device=device, clip=clip)
+        for one in settings
     ]
     names = [family_key(one) for one in requests]
     families = {} if families is None else families
@@ -89,12 +90,12 @@ def _chosen(
     return chosen
 
 
-def is_known(request: Request) -> bool:
+def is_known(request: TraceRequest) -> bool:
     """Whether the trace of a request can be had without tracing."""
     return cached_trace(request) is not None
 
 
-def cached_trace(request: Request) -> Trace | None:
+def cached_trace(request: TraceRequest) -> Trace | None:
     """Return the trace of a request from the cache, itself or by two others; None if it has to be traced."""
     found = between(cached_family(request), request.setting.micro_batch)
     return found if isinstance(found, Trace) else None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trimtab.catalog.network import network_link
-from trimtab.probe import fallback, host, nvml, scheduler, versions
+from trimtab.catalog.clusters import network_link
+from trimtab.probe import devices as devices_module
+from trimtab.probe import host, nvml, scheduler, versions
+from trimtab.probe.devices import SeenDevice, device
 from trimtab.probe.links import device_links
-from trimtab.probe.seen import SeenDevice, device
-from trimtab.probe.visible import HIDES_ALL, VARIABLE, Visible, visible
-from trimtab.probe.world import World, here
+from trimtab.probe.machine import Machine, this_machine
+from trimtab.probe.visible_devices import HIDES_ALL, VARIABLE, Visible, visible
 from trimtab.spec import Cluster, Device, Finding, Link, Node, Scheduler, Severity
 from trimtab.units import MIB, format_bytes, plural
 
@@ -26,7 +27,7 @@ CAPPED_SHARE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundDevices:
     """The devices of this node, whoever reported them."""
 
     visible: Visible
@@ -37,17 +38,17 @@ class Found:
     """Devices that exist and are not visible to this process."""
 
 
-def detect(world: World | None = None) -> Cluster:
+def detect(world: Machine | None = None) -> Cluster:
     """What this process may use. Never raises for a machine in disorder: that is told in `findings`."""
-    world = world or here()
-    schedule, schedule_findings = scheduler.read(world.env)
+    world = world or this_machine()
+    schedule, schedule_findings = scheduler.read_scheduler(world.env)
     name = world.host("name") or "localhost"
     outside = _outside(name, world, schedule)
     # What was granted on other nodes binds nothing here.
     granted = Scheduler() if outside else schedule
     found = _devices(world)
     devices, device_findings = _described(found.visible.devices)
-    limits = host.read(world, granted)
+    limits = host.read_host(world, granted)
     node = Node(
         name=name,
         devices=devices,
@@ -58,7 +59,7 @@ def detect(world: World | None = None) -> Cluster:
         shm_bytes=limits.shm_bytes,
         sources=limits.sources | {"devices": _devices_source(devices)},
     )
-    software = versions.read(world, found.driver, found.reading.driver_cuda, found.driver_source)
+    software = versions.read_versions(world, found.driver, found.reading.driver_cuda, found.driver_source)
     known = {one.index for one in devices}
     links = tuple(
         link
@@ -93,8 +94,7 @@ def as_cluster(on: str | Path | Cluster | None, *, network: str | None = None) -
     from os import PathLike, fspath
     from pathlib import Path
 
-    from trimtab.catalog.clusters import from_file, stated
-    from trimtab.catalog.network import with_network
+    from trimtab.catalog.clusters import from_file, stated, with_network
     from trimtab.errors import WrongUse
 
     if isinstance(on, Cluster):
@@ -118,22 +118,22 @@ def _devices_source(devices: tuple[Device, ...]) -> str:
     return devices[0].sources["name"] if devices else "detected: none found"
 
 
-def _devices(world: World) -> Found:
+def _devices(world: Machine) -> FoundDevices:
     """Devices from the first of NVML, nvidia-smi and torch that answers."""
-    reading = nvml.read(world)
+    reading = nvml.read_nvml(world)
     seen, driver, source = reading.devices, reading.driver, "NVML"
     if reading.absent and _looks_nvidia(world):
-        seen, driver, silent = fallback.from_nvidia_smi(world)
+        seen, driver, silent = devices_module.from_nvidia_smi(world)
         reading = replace(reading, findings=(*reading.findings, *silent))
         source = "nvidia-smi"
     if not seen and _torch_may_know(world, reading):
         # torch has applied the variables itself.
-        own = fallback.from_torch(world)
+        own = devices_module.from_torch(world)
         if own:
-            return Found(visible=Visible(devices=own), reading=reading, driver_source="torch")
+            return FoundDevices(visible=Visible(devices=own), reading=reading, driver_source="torch")
     shown = visible(seen, world.env, mig_parents=reading.mig_parents, driver=driver)
     usable = [one for one in seen if one.key not in reading.mig_parents]
-    return Found(
+    return FoundDevices(
         visible=shown,
         reading=reading,
         driver=driver,
@@ -142,12 +142,12 @@ def _devices(world: World) -> Found:
     )
 
 
-def _looks_nvidia(world: World) -> bool:
+def _looks_nvidia(world: Machine) -> bool:
     """Whether an NVIDIA driver is loaded: cheaper to ask than starting nvidia-smi in vain."""
     return bool(world.read("/proc/driver/nvidia/version")) or "nvidiactl" in world.names("/dev")
 
 
-def _torch_may_know(world: World, reading: NvmlReading) -> bool:
+def _torch_may_know(world: Machine, reading: NvmlReading) -> bool:
     """Whether to start torch, which takes seconds: only where a device exists that nobody else described."""
     if world.env.get(VARIABLE, "0").strip() in HIDES_ALL:
         return False
@@ -212,14 +212,14 @@ def _capped(one: Device) -> list[Finding]:
     ]
 
 
-def _notes(found: Found) -> tuple[str, ...]:
+def _notes(found: FoundDevices) -> tuple[str, ...]:
     notes = list(found.visible.notes)
     if found.hidden > 0 and found.visible.devices and not found.visible.findings:
         notes.append(f"{found.hidden} more on this node, not visible to this process.")
     return tuple(notes)
 
 
-def _driverless(world: World, found: Found) -> list[Finding]:
+def _driverless(world: Machine, found: FoundDevices) -> list[Finding]:
     """A GPU on the PCI bus that nobody could describe."""
     if found.visible.devices or found.hidden or found.reading.findings:
         return []
@@ -254,7 +254,7 @@ def _fewer_than_granted(devices: tuple[Device, ...], schedule: Scheduler) -> lis
     ]
 
 
-def _outside(name: str, world: World, schedule: Scheduler) -> list[Finding]:
+def _outside(name: str, world: Machine, schedule: Scheduler) -> list[Finding]:
     """This host is none of the job's nodes: a login node under salloc."""
     listed = schedule.node_names
     if not listed or _own_name(name, world, schedule) is not None:
@@ -272,14 +272,14 @@ def _outside(name: str, world: World, schedule: Scheduler) -> list[Finding]:
     ]
 
 
-def _own_name(name: str, world: World, schedule: Scheduler) -> str | None:
+def _own_name(name: str, world: Machine, schedule: Scheduler) -> str | None:
     """What the node list calls this host, whose own name may be another; None where it is not in it."""
     own = {one.partition(".")[0] for one in (name, world.env.get("SLURMD_NODENAME", ""))}
     return next((one for one in schedule.node_names if one.partition(".")[0] in own), None)
 
 
 def _all_nodes(
-    node: Node, links: tuple[Link, ...], schedule: Scheduler, world: World
+    node: Node, links: tuple[Link, ...], schedule: Scheduler, world: Machine
 ) -> tuple[tuple[Node, ...], tuple[Link, ...], tuple[str, ...]]:
     """This node, and its fellows in the allocation, which are taken to be like it."""
     count = schedule.num_nodes or 1

@@ -11,7 +11,7 @@ from trimtab.units import parse_whole
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trimtab.probe.world import World
+    from trimtab.probe.machine import Machine
     from trimtab.spec import Scheduler
 
 UNLIMITED_V1 = 2**60
@@ -22,7 +22,7 @@ _DISPLAY_CLASSES = ("0x0300", "0x0302", "0x1200")
 """VGA controller, 3D controller, processing accelerator."""
 
 
-class Limit(NamedTuple):
+class HostLimit(NamedTuple):
     """A number and who sets it."""
 
     value: int
@@ -44,7 +44,7 @@ CGROUP_MEMORY = (
 """Version 2, version 1."""
 
 
-class Host(NamedTuple):
+class HostLimits(NamedTuple):
     """What may be used, with sources by field of Node."""
 
     cpu_cores: int | None
@@ -55,7 +55,7 @@ class Host(NamedTuple):
     sources: dict[str, str]
 
 
-def read(world: World, scheduler: Scheduler) -> Host:
+def read_host(world: Machine, scheduler: Scheduler) -> HostLimits:
     """The tightest of all limits on cores and on memory."""
     cores = min(_core_limits(world, scheduler), default=None, key=lambda limit: limit.value)
     ram = world.host("ram") or {}
@@ -70,7 +70,7 @@ def read(world: World, scheduler: Scheduler) -> Host:
         "shm_bytes": "detected: /dev/shm" if shm else None,
         "name": "detected: the operating system",
     }
-    return Host(
+    return HostLimits(
         cpu_cores=cores.value if cores else None,
         cpu_cores_total=total,
         ram_bytes=memory.value if memory else None,
@@ -80,21 +80,21 @@ def read(world: World, scheduler: Scheduler) -> Host:
     )
 
 
-def _core_limits(world: World, scheduler: Scheduler) -> Iterator[Limit]:
+def _core_limits(world: Machine, scheduler: Scheduler) -> Iterator[HostLimit]:
     total, affinity = world.host("cpus"), world.host("affinity")
     if total:
-        yield Limit(total, "detected: the operating system")
+        yield HostLimit(total, "detected: the operating system")
     if affinity:
-        yield Limit(affinity, "detected: CPU affinity")
+        yield HostLimit(affinity, "detected: CPU affinity")
     for folder in _cgroup_folders(world, "cpu"):
         quota = _cpu_quota(world, folder)
         if quota is not None:
-            yield Limit(quota, f"detected: cgroup {folder}")
+            yield HostLimit(quota, f"detected: cgroup {folder}")
     if scheduler.cpus_on_node:
-        yield Limit(scheduler.cpus_on_node, "detected: SLURM_CPUS_ON_NODE")
+        yield HostLimit(scheduler.cpus_on_node, "detected: SLURM_CPUS_ON_NODE")
 
 
-def _cpu_quota(world: World, folder: str) -> int | None:
+def _cpu_quota(world: Machine, folder: str) -> int | None:
     """Cores that a cgroup's quota amounts to, at least one; None where it sets none."""
     both = world.read(f"{folder}/cpu.max")
     if both:
@@ -106,27 +106,27 @@ def _cpu_quota(world: World, folder: str) -> int | None:
     return max(1, math.floor(part / whole)) if part is not None and whole else None
 
 
-def _memory_limits(world: World, scheduler: Scheduler, ram: dict[str, int]) -> Iterator[Limit]:
+def _memory_limits(world: Machine, scheduler: Scheduler, ram: dict[str, int]) -> Iterator[HostLimit]:
     if ram.get("total"):
-        yield Limit(ram["total"], "detected: the operating system")
+        yield HostLimit(ram["total"], "detected: the operating system")
     for folder in _cgroup_folders(world, "memory"):
         for files in CGROUP_MEMORY:
             if limit := _memory_limit(world, folder, files):
-                yield Limit(limit, f"detected: cgroup {folder}")
+                yield HostLimit(limit, f"detected: cgroup {folder}")
     if scheduler.memory_bytes:
-        yield Limit(scheduler.memory_bytes, scheduler.sources["memory_bytes"])
+        yield HostLimit(scheduler.memory_bytes, scheduler.sources["memory_bytes"])
 
 
-def _memory_limit(world: World, folder: str, files: MemoryFiles) -> int | None:
+def _memory_limit(world: Machine, folder: str, files: MemoryFiles) -> int | None:
     limit = _whole(world, f"{folder}/{files.limit}")
     return limit if limit and limit < UNLIMITED_V1 else None
 
 
-def _free_limits(world: World, ram: dict[str, int], memory: Limit | None) -> Iterator[Limit]:
+def _free_limits(world: Machine, ram: dict[str, int], memory: HostLimit | None) -> Iterator[HostLimit]:
     """What is free on the host, under each cgroup's limit, and at most the tightest limit."""
     if ram.get("available") is None:
         return
-    yield Limit(ram["available"], "detected: the operating system")
+    yield HostLimit(ram["available"], "detected: the operating system")
     for folder in _cgroup_folders(world, "memory"):
         for files in CGROUP_MEMORY:
             limit, used = _memory_limit(world, folder, files), _whole(world, f"{folder}/{files.usage}")
@@ -134,12 +134,12 @@ def _free_limits(world: World, ram: dict[str, int], memory: Limit | None) -> Ite
                 # Files read and not touched again are given back under pressure: they are not in the way.
                 held = max(0, used - _stated(world.read(f"{folder}/memory.stat"), files.reclaimable))
                 source = f"detected: cgroup {folder}: its limit less {files.usage}"
-                yield Limit(max(0, limit - held), source)
+                yield HostLimit(max(0, limit - held), source)
     if memory is not None:
         yield memory
 
 
-def _whole(world: World, path: str) -> int | None:
+def _whole(world: Machine, path: str) -> int | None:
     return parse_whole(world.read(path) or "")
 
 
@@ -149,12 +149,12 @@ def _stated(text: str | None, name: str) -> int:
     return int(match.group(1)) if match else 0
 
 
-def memory_folders(world: World) -> list[str]:
+def memory_folders(world: Machine) -> list[str]:
     """The cgroups whose limits on memory bind this process, its own first."""
     return _cgroup_folders(world, "memory")
 
 
-def _cgroup_folders(world: World, controller: str) -> list[str]:
+def _cgroup_folders(world: Machine, controller: str) -> list[str]:
     """The folders whose limits bind this process: its own cgroup and every one above it."""
     found = []
     for line in (world.read("/proc/self/cgroup") or "").splitlines():
@@ -171,7 +171,7 @@ def _cgroup_folders(world: World, controller: str) -> list[str]:
     return found
 
 
-def pci_accelerators(world: World) -> list[str]:
+def pci_accelerators(world: Machine) -> list[str]:
     """GPUs on the PCI bus as "0000:01:00.0 NVIDIA", whether or not a driver runs them."""
     vendors = {NVIDIA_PCI_VENDOR: "NVIDIA", AMD_PCI_VENDOR: "AMD"}
     found = []

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.catalog.lookup import reported
+from trimtab.catalog.devices import reported
 from trimtab.catalog.tables import links as link_rows
 from trimtab.spec import Link
 
 if TYPE_CHECKING:
+    from trimtab.probe.devices import SeenDevice
     from trimtab.probe.nvml import NvLinks, NvmlReading
-    from trimtab.probe.seen import SeenDevice
 
 LEVELS = {
     0: "on one board",

@@ -7,20 +7,24 @@ container, in PCI order.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trimtab.catalog.describe import cores_per_multiprocessor
+from trimtab.catalog.devices import cores_per_multiprocessor
+from trimtab.probe.devices import SeenDevice, UsableMemory, shared_memory
 from trimtab.probe.host import pci_accelerators
-from trimtab.probe.seen import Memory, SeenDevice, shared_memory
-from trimtab.probe.world import (
+from trimtab.probe.machine import (
     NVML_LIBRARY_NOT_FOUND,
     NVML_NO_PYTHON_PACKAGE,
     NVML_NOT_SUPPORTED,
+    Machine,
     NvmlFault,
-    World,
 )
-from trimtab.spec import DeviceProcess, Finding, Severity, Slice
+from trimtab.spec import DeviceProcess, Finding, Gauge, Severity, Slice
 from trimtab.units import GIB, parse_whole
+
+if TYPE_CHECKING:
+    from trimtab.probe.machine import Machine
+
 
 MEMORY_V2 = 0x2000028
 """nvmlMemory_v2: tells what the driver keeps for itself apart from what processes use."""
@@ -92,7 +96,7 @@ class NvmlReading:
     findings: tuple[Finding, ...] = ()
 
 
-def read(world: World) -> NvmlReading:
+def read_nvml(world: Machine) -> NvmlReading:
     """Ask NVML everything; a GPU that fails half way is left out, with a finding."""
     try:
         world.nvml("nvmlInit")
@@ -144,7 +148,7 @@ def read(world: World) -> NvmlReading:
         return replace(reading, findings=lost)
 
 
-def _may(world: World, function: str, *args: Any) -> Any:
+def _may(world: Machine, function: str, *args: Any) -> Any:
     """An answer that may be missing: None where the driver does not tell, for whatever reason.
 
     A GPU that is gone is another matter, and raises.
@@ -157,7 +161,7 @@ def _may(world: World, function: str, *args: Any) -> Any:
         return None
 
 
-def _told(world: World, function: str) -> Any:
+def _told(world: Machine, function: str) -> Any:
     """An answer about the driver itself; None where there is none, for whatever reason."""
     try:
         return world.nvml(function)
@@ -165,7 +169,7 @@ def _told(world: World, function: str) -> Any:
         return None
 
 
-def _nvidia_on_bus(world: World) -> bool:
+def _nvidia_on_bus(world: Machine) -> bool:
     return any(one.endswith("NVIDIA") for one in pci_accelerators(world))
 
 
@@ -195,7 +199,7 @@ def _cuda(number: int | None) -> str | None:
     return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _device(world: World, key: str) -> SeenDevice:
+def _device(world: Machine, key: str) -> SeenDevice:
     memory = _memory(world, key)
     capability = _may(world, "nvmlDeviceGetCudaComputeCapability", key)
     text = f"{capability[0]}.{capability[1]}" if capability else None
@@ -227,7 +231,7 @@ def _device(world: World, key: str) -> SeenDevice:
     )
 
 
-def _numa_node(world: World, bus_id: str) -> int | None:
+def _numa_node(world: Machine, bus_id: str) -> int | None:
     """The NUMA node that a device hangs on, by its PCI address; the kernel writes -1 where it has none.
 
     NVML's own answer is another thing: the node that a GPU's memory forms, on machines that share it.
@@ -241,7 +245,7 @@ def _scaled(value: float | None, factor: float) -> float | None:
     return None if not value else value * factor
 
 
-def _memory(world: World, key: str) -> Memory:
+def _memory(world: Machine, key: str) -> UsableMemory:
     """What processes can use and what is free; the driver's own share is taken off where it is told.
 
     A GPU that has no memory of its own (GB10, Jetson) does not support the question.
@@ -255,10 +259,10 @@ def _memory(world: World, key: str) -> Memory:
             raise
         return shared
     usable = memory["total"] - memory.get("reserved", 0)
-    return Memory(usable=usable, free=min(memory["free"], usable), source=None)
+    return UsableMemory(usable=usable, free=min(memory["free"], usable), source=None)
 
 
-def _processes(world: World, key: str) -> tuple[DeviceProcess, ...] | None:
+def _processes(world: Machine, key: str) -> tuple[DeviceProcess, ...] | None:
     """Other processes on a device, each once."""
     lists = [
         _may(world, "nvmlDeviceGetComputeRunningProcesses", key),
@@ -278,7 +282,7 @@ def _processes(world: World, key: str) -> tuple[DeviceProcess, ...] | None:
     )
 
 
-def _slices(world: World, parent: SeenDevice) -> list[SeenDevice]:
+def _slices(world: Machine, parent: SeenDevice) -> list[SeenDevice]:
     """The MIG slices of a GPU; none where MIG is off or unknown to the device."""
     if not _mig_is_on(world, parent.key):
         return []
@@ -292,12 +296,12 @@ def _slices(world: World, parent: SeenDevice) -> list[SeenDevice]:
     return slices
 
 
-def _mig_is_on(world: World, key: str) -> bool:
+def _mig_is_on(world: Machine, key: str) -> bool:
     mode = _may(world, "nvmlDeviceGetMigMode", key)
     return bool(mode and mode[0])
 
 
-def _slice(world: World, parent: SeenDevice, key: str, uuid: str) -> SeenDevice:
+def _slice(world: Machine, parent: SeenDevice, key: str, uuid: str) -> SeenDevice:
     memory = _memory(world, key)
     shape = _may(world, "nvmlDeviceGetAttributes_v2", key) or {}
     gpu_instance = _may(world, "nvmlDeviceGetGpuInstanceId", key)
@@ -331,7 +335,7 @@ def _slice(world: World, parent: SeenDevice, key: str, uuid: str) -> SeenDevice:
     )
 
 
-def _nvlinks(world: World, key: str) -> NvLinks | None:
+def _nvlinks(world: Machine, key: str) -> NvLinks | None:
     """The live NVLinks of a GPU; None where it has none."""
     version, to_switch = 0, 0
     to_peer: dict[str, int] = {}
@@ -354,7 +358,89 @@ def _nvlinks(world: World, key: str) -> NvLinks | None:
     return NvLinks(generation=NVLINK_GENERATIONS.get(version), to_switch=to_switch, to_peer=to_peer)
 
 
-def _ancestors(world: World, keys: list[str]) -> dict[tuple[str, str], int]:
+def _ancestors(world: Machine, keys: list[str]) -> dict[tuple[str, str], int]:
     pairs = [(one, two) for index, one in enumerate(keys) for two in keys[index + 1 :]]
     found = {pair: _may(world, "nvmlDeviceGetTopologyCommonAncestor", *pair) for pair in pairs}
     return {pair: level for pair, level in found.items() if level is not None}
+
+
+# What the GPUs of this machine do at this moment, as NVML tells.
+
+
+TEMPERATURE_OF_CHIP = 0
+REASONS = {
+    0x2: "application clocks setting",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+    0x100: "display clock setting",
+}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons, as nvml.h has them; 0x1, an idle GPU, is no reason."""
+MOST_SLICES = 8
+
+
+def gauges(world: Machine) -> tuple[tuple[Gauge, ...], str]:
+    """Every GPU in PCI order, one that is cut into slices as its slices; and why there are none."""
+    try:
+        world.nvml("nvmlInit")
+        count = int(world.nvml("nvmlDeviceGetCount"))
+    except NvmlFault as fault:
+        return (), fault.text
+    found: list[Gauge] = []
+    for index in range(count):
+        try:
+            found += _read(world, index)
+        except NvmlFault as fault:
+            # A cgroup hides the other jobs' GPUs this way: they are none of our business.
+            if fault.code != NO_PERMISSION:
+                found.append(Gauge(key=f"gpu{index}", index=index, fault=fault.text))
+    return tuple(found), "" if found else "the driver shows none"
+
+
+def _read(world: Machine, index: int) -> list[Gauge]:
+    key = f"gpu{index}"
+    if not _mig_is_on(world, key):
+        return [_gauge(world, key, index)]
+    slices = [f"{key}/mig{number}" for number in range(MOST_SLICES)]
+    there = [one for one in slices if _may(world, "nvmlDeviceGetUUID", one) is not None]
+    return [_gauge(world, one, index) for one in there] or [_gauge(world, key, index)]
+
+
+def _gauge(world: Machine, key: str, index: int) -> Gauge:
+    memory = _memory(world, key)
+    rates = _may(world, "nvmlDeviceGetUtilizationRates", key) or {}
+    whole = key.partition("/")[0]
+    return Gauge(
+        key=key,
+        index=index,
+        name=str(_may(world, "nvmlDeviceGetName", key) or _may(world, "nvmlDeviceGetName", whole) or ""),
+        uuid=_may(world, "nvmlDeviceGetUUID", key),
+        memory_bytes=memory.usable,
+        used_bytes=None if memory.free is None else max(0, memory.usable - memory.free),
+        busy=_share(rates.get("gpu")),
+        memory_busy=_share(rates.get("memory")),
+        # Power, heat and clocks belong to the whole GPU, of which a slice is a part.
+        power_w=_scaled(_may(world, "nvmlDeviceGetPowerUsage", whole), 1e-3),
+        power_limit_w=_scaled(_may(world, "nvmlDeviceGetPowerManagementLimit", whole), 1e-3),
+        temperature_c=_may(world, "nvmlDeviceGetTemperature", whole, TEMPERATURE_OF_CHIP),
+        clock_hz=_scaled(_may(world, "nvmlDeviceGetClockInfo", whole, CLOCK_SM), 1e6),
+        top_clock_hz=_scaled(_may(world, "nvmlDeviceGetMaxClockInfo", whole, CLOCK_SM), 1e6),
+        throttles=_throttles(world, whole),
+        processes=_processes(world, key),
+    )
+
+
+def _share(percent: Any) -> float | None:
+    """A share of 1; drivers answer 2**32 - 1 where they do not know."""
+    return percent / 100 if isinstance(percent, int | float) and 0 <= percent <= 100 else None  # noqa: PLR2004
+
+
+def _throttles(world: Machine, key: str) -> tuple[str, ...]:
+    bits = _may(world, "nvmlDeviceGetCurrentClocksEventReasons", key)
+    if bits is None:
+        # Drivers before R535 know it by another name.
+        bits = _may(world, "nvmlDeviceGetCurrentClocksThrottleReasons", key)
+    return tuple(name for bit, name in REASONS.items() if isinstance(bits, int) and bits & bit)

@@ -48,7 +48,7 @@ MOST_NODES = 65536
 """A node list that spells out to more than this is a mistake."""
 
 
-def read(env: Mapping[str, str]) -> tuple[Scheduler, list[Finding]]:
+def read_scheduler(env: Mapping[str, str]) -> tuple[Scheduler, list[Finding]]:
     """What the variables say, and which of them cannot be."""
     name, launcher = _name(env), _launcher(env)
     tables = [table for table in (TABLES.get(name or ""), TABLES.get(launcher or "")) if table]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from trimtab.catalog.describe import capability
+from trimtab.catalog.devices import capability
 from trimtab.catalog.tables import drivers, torch_builds, torch_releases
 from trimtab.catalog.torch_release import is_supported, requirement
 from trimtab.spec import Device, Finding, Severity, Versions
 from trimtab.version import VERSION
 
 if TYPE_CHECKING:
-    from trimtab.probe.world import World
+    from trimtab.probe.machine import Machine
 
 
-def read(world: World, driver: str | None, driver_cuda: str | None, driver_source: str) -> Versions:
+def read_versions(
+    world: Machine, driver: str | None, driver_cuda: str | None, driver_source: str
+) -> Versions:
     """All versions; the CUDA release of torch comes from the text of torch/version.py."""
     text = world.host("torch_version_file") or ""
     package = _nccl_package(_assigned(text, "cuda"))

@@ -16,35 +16,42 @@ from trimtab.spec.hardware import (
     Vendor,
     Versions,
 )
-from trimtab.spec.launch import Launch, LaunchKind
 from trimtab.spec.plan import (
     Candidate,
     Change,
     Comparison,
+    Launch,
+    LaunchKind,
     Look,
     Objective,
     Place,
     Plan,
+    PlannedStage,
     Policy,
     Reason,
     Rejection,
+    Stage,
+    StagedPlan,
     WhatIf,
 )
 from trimtab.spec.precision import Dtypes, Precision
-from trimtab.spec.queue import Headway, JobView, QueuedJob
-from trimtab.spec.run import Attempt, Check, Incident, IncidentKind, Measurement, Summary
-from trimtab.spec.setting import (
-    Allocator,
-    Mesh,
-    OptimizerImplementation,
-    Recompute,
-    Setting,
-    Share,
-    Strategy,
+from trimtab.spec.run import (
+    Advice,
+    Attempt,
+    Check,
+    Gauge,
+    Headway,
+    Incident,
+    IncidentKind,
+    JobView,
+    Measurement,
+    QueuedJob,
+    Sample,
+    Summary,
+    WatchedRun,
 )
-from trimtab.spec.stage import PlannedStage, Stage, StagedPlan
+from trimtab.spec.setting import Allocator, Mesh, OptimizerImplementation, Recompute, Setting, Share, Strategy
 from trimtab.spec.trace import KINDS, PARTS, Cause, Trace, Work
-from trimtab.spec.watch import Advice, Gauge, Sample, WatchedRun
 from trimtab.spec.workload import BatchLoss, Workload
 
 __all__ = [

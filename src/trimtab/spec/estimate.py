@@ -162,7 +162,7 @@ class Estimate(Noun, frozen=True, kw_only=True):
     def judge_quickly(self, capacity_bytes: int) -> Self:
         """The estimate with the verdict by what torch reserves on a large device.
 
-        Either it fits, or `fits` is false and the verdict stays open: see `trimtab.predict.verdict`.
+        Either it fits, or `fits` is false and the verdict stays open: see `trimtab.predict.capacity`.
         """
         fits = self.band.high_bytes <= capacity_bytes
         return self.replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Any
 
@@ -188,3 +189,128 @@ class Plan(Noun, frozen=True, kw_only=True):
     """False where the search was interrupted: the choice is the best that it had found."""
     folder: str = ""
     """The folder it was made in, from which the paths in `job` and `options` start; empty in older plans."""
+
+
+# Stage: a part of a training that changes the job; and the plans of all stages of one.
+
+
+_NAME = re.compile(r"\w[\w.-]*")
+
+
+class Stage(Noun, frozen=True, kw_only=True):
+    """What a job is for some epochs, before it becomes what the next stage says."""
+
+    name: str
+    """Also of its folder in the run's."""
+    options: dict[str, Any] = {}
+    """Members of the job that it sets, epochs and rate included."""
+    epochs: int | None = None
+    rate: float | None = None
+    """Of learning."""
+
+    def faults(self) -> list[str]:
+        """A name that a folder can have, and something to do."""
+        wrong = below(1, epochs=self.epochs) + below(0, rate=self.rate)
+        if not _NAME.fullmatch(self.name):
+            wrong.append(f"name {self.name!r} cannot be that of a folder")
+        return wrong
+
+
+class PlannedStage(Noun, frozen=True, kw_only=True):
+    """A stage, and how it will run."""
+
+    stage: Stage
+    plan: Plan
+
+
+class StagedPlan(Noun, frozen=True, kw_only=True):
+    """The plans of all stages of a job: each with its own cut of one global batch."""
+
+    derived = ("global_batch", "hours", "gpu_hours")
+
+    job: str
+    stages: tuple[PlannedStage, ...]
+
+    @property
+    def global_batch(self) -> int:
+        """Of every stage."""
+        return self.stages[0].plan.choice.global_batch
+
+    @property
+    def hours(self) -> float | None:
+        """Of all of them, one after the other; None where one is not known."""
+        return _sum([one.plan.estimate.hours for one in self.stages])
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Of all devices."""
+        return _sum([one.plan.estimate.gpu_hours for one in self.stages])
+
+    def faults(self) -> list[str]:
+        """There is a stage, no two have one name, and all have one global batch."""
+        if not self.stages:
+            return ["there is no stage"]
+        names = [one.stage.name for one in self.stages]
+        wrong = [f"two stages are named {one}" for one in {*names} if names.count(one) > 1]
+        batches = sorted({one.plan.choice.global_batch for one in self.stages})
+        return wrong + ([f"global_batch differs between stages: {batches}"] if len(batches) > 1 else [])
+
+
+def _sum(hours: list[float | None]) -> float | None:
+    return None if any(one is None for one in hours) else sum(one for one in hours if one is not None)
+
+
+# Launch: what would be run, as text, before anything is.
+
+
+class LaunchKind(StrEnum):
+    """Who starts the processes."""
+
+    TORCHRUN = "torchrun"
+    SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    """An Indexed Job and a headless Service."""
+    KUBEFLOW = "kubeflow"
+    """A TrainJob."""
+    SKY = "sky"
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+
+
+class Launch(Noun, frozen=True, kw_only=True):
+    """A command with its variables, and the script or manifest that it is given."""
+
+    kind: LaunchKind
+    command: tuple[str, ...]
+    """The words of the command that starts it all."""
+    environment: dict[str, str] = {}
+    """Variables that it is given beside those that are there."""
+    why: dict[str, str] = {}
+    """The reason for each variable."""
+    script: str | None = None
+    """The batch script or manifest; None where the command is all there is."""
+    script_file: str | None = None
+    """Where the script is written."""
+    files: dict[str, str] = {}
+    """Other files that it needs, by their paths."""
+    starts: tuple[str, ...] = ()
+    """What the command starts on every node in turn; the words of torchrun."""
+    out: str | None = None
+    """The run's folder."""
+    notes: tuple[str, ...] = ()
+    """What was chosen and what was not checked, in sentences."""
+    fault: str = ""
+    """Why the run would end before its first step; empty where nothing is known against it."""
+    job_id: str | None = None
+    """The scheduler's number, once it is submitted."""
+
+    def faults(self) -> list[str]:
+        """A command has a word, a script a place, and every reason a variable."""
+        wrong = [] if self.command and self.command[0] else ["command is empty"]
+        if (self.script is None) != (self.script_file is None):
+            wrong.append("a script and the file for it go together")
+        return wrong + [
+            f"there is a reason for {name}, and no such variable"
+            for name in self.why
+            if name not in self.environment
+        ]

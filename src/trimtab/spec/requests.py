@@ -21,8 +21,7 @@ import msgspec
 
 from trimtab.errors import WrongUse, nearest
 from trimtab.spec.hardware import Cluster
-from trimtab.spec.plan import Plan
-from trimtab.spec.stage import StagedPlan
+from trimtab.spec.plan import Plan, StagedPlan
 from trimtab.units import parse_whole
 
 if TYPE_CHECKING:

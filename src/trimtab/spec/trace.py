@@ -49,7 +49,7 @@ class Work(Noun, frozen=True, kw_only=True):
     dims: tuple[int, ...] = ()
     """matrix: batch, m, n, k, alignment in bytes; convolution: groups, spots, n, k, layout, kernel area;
     attention: batch, heads, queries, keys, head size, causal; recurrent: layers, steps, batch, width;
-    optimizer: tensors, numbers; others: obstacles, last dimension. What they mean: trimtab.trace.works."""
+    optimizer: tensors, numbers; others: obstacles, last dimension. What they mean: trimtab.trace.op_cost."""
     kernels: int = 1
     """Launches that it makes; of a recurrent layer, the cells: steps times layers times directions."""
     fresh: bool = False
@@ -71,7 +71,7 @@ class Cause(Noun, frozen=True, kw_only=True):
     """What the size of a workspace follows from, where it is no straight line in the micro-batch."""
 
     rule: str
-    """A formula of trimtab.trace.formulas."""
+    """A formula of trimtab.trace.workspace_formulas."""
     numbers: tuple[int, ...]
     """What the formula is given: shapes, which are straight lines."""
     word: str = ""

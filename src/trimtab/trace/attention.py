@@ -19,9 +19,9 @@ from trimtab.trace.attention_rules import (
     EFFICIENT,
     FLASH,
     MATH,
+    AttentionTarget,
     Call,
     Choice,
-    Target,
     choose,
     cure,
     explain,
@@ -172,7 +172,7 @@ def register(
     _answer_questions(target)
 
 
-def _answer_questions(target: Target) -> None:
+def _answer_questions(target: AttentionTarget) -> None:
     """`torch.backends.cuda.can_use_*` as on the target: nested tensors of layout jagged ask it."""
     import torch.backends.cuda as questions
     import torch.nested._internal.sdpa as jagged

@@ -61,7 +61,7 @@ class Call(NamedTuple):
         return NESTED if any(tensor.layout == torch.strided for tensor in nested) else JAGGED
 
 
-class Target(NamedTuple):
+class AttentionTarget(NamedTuple):
     """The GPU, and the software on it."""
 
     capability: tuple[int, int]
@@ -75,7 +75,7 @@ class Condition(NamedTuple):
 
     check: str
     """The name of torch's function, and after a colon which part of it."""
-    holds: Callable[[Call, Target], bool]
+    holds: Callable[[Call, AttentionTarget], bool]
     cause: Callable[[Call], str]
     """Completes the sentence "KERNEL ..."."""
     cure: str | Callable[[Call], str]
@@ -101,11 +101,11 @@ class Choice(NamedTuple):
     lost: tuple[Loss, ...]
 
 
-def target_of(capability: tuple[int, int]) -> Target:
+def target_of(capability: tuple[int, int]) -> AttentionTarget:
     """The target with the installed torch, or with the cuDNN that its CUDA wheels bring."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return Target(capability, (major, minor), found or _wheel_cudnn((major, minor)))
+    return AttentionTarget(capability, (major, minor), found or _wheel_cudnn((major, minor)))
 
 
 def _wheel_cudnn(release: tuple[int, int]) -> int:
@@ -173,15 +173,15 @@ def _last_dim_stride_1(call: Call, *, ignore_single: bool) -> bool:
     return inputs and (call.mask is None or call.mask.stride(-1) == 1)
 
 
-def _four_dimensions(call: Call, _: Target) -> bool:
+def _four_dimensions(call: Call, _: AttentionTarget) -> bool:
     return all(tensor.dim() == FOUR for tensor in call.tensors)
 
 
-def _on_cuda(call: Call, _: Target) -> bool:
+def _on_cuda(call: Call, _: AttentionTarget) -> bool:
     return call.query.device.type == "cuda"
 
 
-def _lengths_not_zero(call: Call, _: Target) -> bool:
+def _lengths_not_zero(call: Call, _: AttentionTarget) -> bool:
     return call.query.shape[-2] != 0 and call.key.shape[-2] != 0
 
 
@@ -189,20 +189,20 @@ def _same_dtype(call: Call, allowed: tuple[torch.dtype, ...]) -> bool:
     return call.query.dtype == call.key.dtype == call.value.dtype and call.query.dtype in allowed
 
 
-def _low_precision(call: Call, target: Target) -> bool:
+def _low_precision(call: Call, target: AttentionTarget) -> bool:
     return _same_dtype(call, HALF if target.capability[0] >= 8 else HALF[:1])  # noqa: PLR2004
 
 
-def _efficient_dtypes(call: Call, target: Target) -> bool:
+def _efficient_dtypes(call: Call, target: AttentionTarget) -> bool:
     older = (torch.float16, torch.float32)
     return _same_dtype(call, (*older, torch.bfloat16) if target.capability[0] >= 8 else older)  # noqa: PLR2004
 
 
-def _gpu_between(lowest: tuple[int, int]) -> Callable[[Call, Target], bool]:
+def _gpu_between(lowest: tuple[int, int]) -> Callable[[Call, AttentionTarget], bool]:
     return lambda _, target: lowest <= target.capability <= NEWEST_GPU
 
 
-def _same_batch(call: Call, _: Target) -> bool:
+def _same_batch(call: Call, _: AttentionTarget) -> bool:
     return call.query.shape[0] == call.key.shape[0] == call.value.shape[0]
 
 
@@ -211,7 +211,7 @@ def _heads(call: Call) -> tuple[int, int, int]:
     return query, key, value
 
 
-def _heads_fit(call: Call, target: Target, *, groups: bool, same_keys: bool = True) -> bool:
+def _heads_fit(call: Call, target: AttentionTarget, *, groups: bool, same_keys: bool = True) -> bool:
     """`groups`: the kernel takes enable_gqa; `same_keys`: keys and values then need as many heads."""
     query, key, value = _heads(call)
     if query == key == value:
@@ -223,16 +223,16 @@ def _heads_fit(call: Call, target: Target, *, groups: bool, same_keys: bool = Tr
     return bool(query % key == 0 and query % value == 0)
 
 
-def _flash_heads(call: Call, _: Target) -> bool:
+def _flash_heads(call: Call, _: AttentionTarget) -> bool:
     query, key, value = (tensor.shape[-1] for tensor in call.tensors)
     return bool(query == key == value and query <= 256)  # noqa: PLR2004
 
 
-def _flash_nested_heads(call: Call, target: Target) -> bool:
+def _flash_nested_heads(call: Call, target: AttentionTarget) -> bool:
     return _flash_heads(call, target) and call.query.shape[-1] % 8 == 0
 
 
-def _small_chip_heads(call: Call, target: Target) -> bool:
+def _small_chip_heads(call: Call, target: AttentionTarget) -> bool:
     """sm86 to sm89 and sm120 have too little shared memory for the backward pass of large heads."""
     small = (8, 6) <= target.capability <= (8, 9) or (12, 0) <= target.capability <= NEWEST_GPU
     size = call.query.shape[-1]
@@ -240,11 +240,11 @@ def _small_chip_heads(call: Call, target: Target) -> bool:
     return not (call.needs_grad and small and awkward)
 
 
-def _square_if_causal(call: Call, _: Target) -> bool:
+def _square_if_causal(call: Call, _: AttentionTarget) -> bool:
     return not call.causal or call.form != DENSE or call.query.shape[-2] == call.key.shape[-2]
 
 
-def alignment(call: Call, target: Target) -> int:
+def alignment(call: Call, target: AttentionTarget) -> int:
     """What head sizes must be multiples of for the memory-efficient kernel."""
     half = call.query.dtype in HALF
     major = target.capability[0]
@@ -252,13 +252,13 @@ def alignment(call: Call, target: Target) -> int:
     return max(4 if major >= 8 else 1, (8 if half else 4) if tensor_cores else 1)  # noqa: PLR2004
 
 
-def _efficient_heads(call: Call, target: Target) -> bool:
+def _efficient_heads(call: Call, target: AttentionTarget) -> bool:
     query, key, value = (tensor.shape[-1] for tensor in call.tensors)
     step = alignment(call, target)
     return bool(query == key and query % step == 0 and query > 0 and value % step == 0 and value > 0)
 
 
-def _pointers_aligned(call: Call, target: Target) -> bool:
+def _pointers_aligned(call: Call, target: AttentionTarget) -> bool:
     """A view that begins in the middle of 16 bytes; blocks of the allocator begin at 512."""
     if target.capability[0] < 8:  # noqa: PLR2004
         return True
@@ -266,11 +266,11 @@ def _pointers_aligned(call: Call, target: Target) -> bool:
     return all(tensor.numel() == 0 or tensor.storage_offset() % step == 0 for tensor in call.tensors)
 
 
-def _mask_constant(call: Call, _: Target) -> bool:
+def _mask_constant(call: Call, _: AttentionTarget) -> bool:
     return call.mask is None or not call.mask.requires_grad
 
 
-def _mask_shape(call: Call, _: Target) -> bool:
+def _mask_shape(call: Call, _: AttentionTarget) -> bool:
     mask = call.mask
     if mask is None:
         return True
@@ -281,7 +281,7 @@ def _mask_shape(call: Call, _: Target) -> bool:
     return all(size in (1, wanted) for size, wanted in pairs)
 
 
-def _cudnn_head_limit(call: Call, target: Target) -> int:
+def _cudnn_head_limit(call: Call, target: AttentionTarget) -> int:
     """The largest head of cuDNN's kernels, by GPU and release."""
     datacenter = target.capability == (9, 0) or target.capability[0] == 10  # noqa: PLR2004
     sizes = (call.query.shape[-1], call.value.shape[-1])
@@ -296,44 +296,44 @@ def _cudnn_head_limit(call: Call, target: Target) -> int:
     return 128
 
 
-def _cudnn_heads(call: Call, target: Target) -> bool:
+def _cudnn_heads(call: Call, target: AttentionTarget) -> bool:
     most = _cudnn_head_limit(call, target)
     return bool(call.query.shape[-1] <= most and call.value.shape[-1] <= most)
 
 
-def _cudnn_head_steps(call: Call, _: Target) -> bool:
+def _cudnn_head_steps(call: Call, _: AttentionTarget) -> bool:
     return bool(call.query.shape[-1] % 8 == 0 and call.value.shape[-1] % 8 == 0)
 
 
-def _cudnn_large_heads_backward(call: Call, target: Target) -> bool:
+def _cudnn_large_heads_backward(call: Call, target: AttentionTarget) -> bool:
     sizes = (call.query.shape[-1], call.value.shape[-1])
     if not call.needs_grad or _cudnn_head_limit(call, target) < 256:  # noqa: PLR2004
         return True
     return max(sizes) <= 128 or sizes in ((192, 128), (256, 256))  # noqa: PLR2004
 
 
-def _cudnn_counts(call: Call, _: Target) -> bool:
+def _cudnn_counts(call: Call, _: AttentionTarget) -> bool:
     most = 65535
     return bool(call.query.shape[0] <= most and call.query.shape[1] <= most)
 
 
-def _cudnn_lengths(call: Call, _: Target) -> bool:
+def _cudnn_lengths(call: Call, _: AttentionTarget) -> bool:
     return bool(call.key.shape[2] != 1 and not (call.dropout and call.query.shape[2] == 1))
 
 
-def _not_deterministic(_: Call, __: Target) -> bool:
+def _not_deterministic(_: Call, __: AttentionTarget) -> bool:
     strict = not torch.is_deterministic_algorithms_warn_only_enabled()
     return not (torch.are_deterministic_algorithms_enabled() and strict)
 
 
-def _nested_batches(call: Call, _: Target) -> bool:
+def _nested_batches(call: Call, _: AttentionTarget) -> bool:
     sizes = [tensor.size(0) for tensor in call.tensors]
     if len(set(sizes)) == 1:
         return True
     return not call.needs_grad and all(size in (1, max(sizes)) for size in sizes)
 
 
-def _nested_lengths(call: Call, _: Target) -> bool:
+def _nested_lengths(call: Call, _: AttentionTarget) -> bool:
     """No sample is empty, and every one has as many heads."""
     for tensor in call.tensors:
         if tensor.is_nested:
@@ -343,12 +343,12 @@ def _nested_lengths(call: Call, _: Target) -> bool:
     return True
 
 
-def _cudnn_takes_nested(call: Call, target: Target) -> bool:
+def _cudnn_takes_nested(call: Call, target: AttentionTarget) -> bool:
     allowed = os.environ.get("TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED") == "1"
     return call.form != NESTED or (allowed and target.capability[0] in (9, 10))
 
 
-def _switch(name: str) -> Callable[[Call, Target], bool]:
+def _switch(name: str) -> Callable[[Call, AttentionTarget], bool]:
     return lambda _, __: bool(getattr(torch.backends.cuda, name)())
 
 
@@ -411,7 +411,8 @@ def _stride_condition(*, ignore_single: bool) -> Condition:
 
 
 def _heads_condition(
-    holds: Callable[[Call, Target], bool], cause: str = "wants as many heads of keys and values as of queries"
+    holds: Callable[[Call, AttentionTarget], bool],
+    cause: str = "wants as many heads of keys and values as of queries",
 ) -> Condition:
     return Condition(
         "check_batch_size_and_num_heads_dense: heads", holds, _says(cause), SAME_HEADS, DENSE
@@ -623,7 +624,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
 """What each fused kernel asks, in torch's order."""
 
 
-def first_failure(kernel: str, call: Call, target: Target) -> Loss | None:
+def first_failure(kernel: str, call: Call, target: AttentionTarget) -> Loss | None:
     """The first condition of a fused kernel that a call does not meet; None: the kernel can run."""
     for condition in CONDITIONS[kernel]:
         applies = condition.since <= target.torch and condition.form in ("", call.form)
@@ -633,14 +634,14 @@ def first_failure(kernel: str, call: Call, target: Target) -> Loss | None:
     return None
 
 
-def prefers_cudnn(target: Target) -> bool:
+def prefers_cudnn(target: AttentionTarget) -> bool:
     """Whether torch tries cuDNN first: Hopper and datacenter Blackwell, with cuDNN after 9.15."""
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1" or target.capability[0] not in (9, 10):
         return False
     return target.torch < (2, 10) or target.cudnn > 91500  # noqa: PLR2004
 
 
-def order(target: Target) -> list[str]:
+def order(target: AttentionTarget) -> list[str]:
     """The kernels in the order in which torch tries them; a user may have set it (sdpa_kernel)."""
     kernels = [NUMBERS[number] for number in torch._C._get_sdp_priority_order() if number in NUMBERS]
     if tuple(kernels) == BUILT_IN_ORDER and prefers_cudnn(target):
@@ -648,7 +649,7 @@ def order(target: Target) -> list[str]:
     return kernels
 
 
-def choose(call: Call, target: Target) -> Choice:
+def choose(call: Call, target: AttentionTarget) -> Choice:
     """The kernel that torch would run."""
     lost: list[Loss] = []
     for kernel in order(target):

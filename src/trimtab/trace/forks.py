@@ -16,8 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from trimtab.trace.host import limit_bytes, resident_bytes, too_much
-from trimtab.trace.lifeline import end_with_parent
+from trimtab.trace.child_process import end_with_parent, limit_bytes, resident_bytes, too_much
 from trimtab.trace.server import answer_with, encode_error, process_died, took_too_long
 
 if TYPE_CHECKING:

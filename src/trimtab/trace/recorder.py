@@ -22,15 +22,15 @@ from torch.utils._pytree import tree_leaves
 from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
 from trimtab.spec.trace import ENTER, GRADIENT, LEAVE
-from trimtab.trace.imitate import Stream
-from trimtab.trace.sparse import PARTS, is_sparse, parts
-from trimtab.trace.works import POSITIONS, finds_positions, work
+from trimtab.trace.fake_cuda import FakeStream
+from trimtab.trace.fake_ops import PARTS, is_sparse, parts
+from trimtab.trace.op_cost import POSITIONS, finds_positions, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from trimtab.engine.entries import Entries
+    from trimtab.engine.build import Entries
     from trimtab.spec import Cause
     from trimtab.trace.kernels import Kernels
 
@@ -300,10 +300,10 @@ class Recorder(TorchDispatchMode):
     def _new(self, size: int, part: str, op: str) -> int:
         number = len(self.sizes)
         self.sizes.append(size)
-        self.parts.append("communication" if Stream.current or op == "resize" else part)
+        self.parts.append("communication" if FakeStream.current or op == "resize" else part)
         self.modules.append(self.module)
         self.ops.append(op)
-        self.streams.append(Stream.current)
+        self.streams.append(FakeStream.current)
         self.order.append(number)
         return number
 

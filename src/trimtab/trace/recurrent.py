@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.catalog.facts import fallback_facts
-from trimtab.trace.values import REAL, known_values
+from trimtab.trace.data_dependent import REAL, known_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

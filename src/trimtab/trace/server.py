@@ -31,14 +31,19 @@ import msgspec
 from trimtab.catalog.torch_release import require_supported_torch
 from trimtab.errors import JobFailed, TrimtabError, error_from_dict
 from trimtab.jobs.job import Job
-from trimtab.trace.host import limit_bytes, resident_bytes, too_much
-from trimtab.trace.lifeline import end_with_parent, parent_variable
+from trimtab.trace.child_process import (
+    end_with_parent,
+    limit_bytes,
+    parent_variable,
+    resident_bytes,
+    too_much,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
     from trimtab.spec import Setting
-    from trimtab.trace.worker import Requests
+    from trimtab.trace.request import TraceRequests
 
     Answer = dict[str, Any] | TrimtabError
 
@@ -215,13 +220,13 @@ class WorkerProcess:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._job = ""
         """The job that the process has loaded."""
-        self._pending: deque[Requests] = deque()
+        self._pending: deque[TraceRequests] = deque()
         """Requests without an answer so far, in the order in which they were sent."""
         self._prefetched: dict[tuple[float | None, Setting], Answer] = {}
         """Answers that were not asked for yet, by gradient clipping and setting."""
         self._unread = bytearray()
         """Bytes after the last answer."""
-        self.last: Requests | None = None
+        self.last: TraceRequests | None = None
         """The last requests."""
 
     def __enter__(self) -> Self:
@@ -230,18 +235,18 @@ class WorkerProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def load_job(self, requests: Requests) -> None:
+    def load_job(self, requests: TraceRequests) -> None:
         """Start loading the job of these requests, and return at once."""
         self._send(requests.replace(settings=()))
 
-    def prefetch(self, requests: Requests) -> None:
+    def prefetch(self, requests: TraceRequests) -> None:
         """Start tracing what is likely to be asked for next, and return at once.
 
         Other requests wait until that is done, so prefetch little, and only what is likely.
         """
         self._send(requests)
 
-    def ask_all(self, requests: Requests, *, timeout_s: float) -> list[Answer]:
+    def ask_all(self, requests: TraceRequests, *, timeout_s: float) -> list[Answer]:
         """Return the answer or the error to each request; only one error if the job cannot be loaded."""
         self.last = requests
         wanted = [(requests.clip, setting) for setting in requests.settings]
@@ -284,7 +289,7 @@ class WorkerProcess:
         if self._scratch is not None:
             self._scratch.cleanup()
 
-    def _ensure_process(self, requests: Requests) -> None:
+    def _ensure_process(self, requests: TraceRequests) -> None:
         """Start a process unless there is one for this job."""
         job = requests.replace(settings=(), clip=None, timeout_s=1.0).to_json()
         if self._process is None or self._process.poll() is not None or job != self._job:
@@ -292,7 +297,7 @@ class WorkerProcess:
             self._start()
             self._job = job
 
-    def _send(self, requests: Requests) -> None:
+    def _send(self, requests: TraceRequests) -> None:
         self._ensure_process(requests)
         self._pending.append(requests)
         assert self._process is not None  # noqa: S101 - it was started
@@ -314,7 +319,7 @@ class WorkerProcess:
             start_new_session=True,
         )
 
-    def _answer(self, requests: Requests, ends_at: float, timeout_s: float) -> bytes:
+    def _answer(self, requests: TraceRequests, ends_at: float, timeout_s: float) -> bytes:
         """Return the answers to one request; raise if the process takes too much time or memory."""
         process, given = self._process, f"job {requests.job}"
         assert process is not None  # noqa: S101 - it was asked

@@ -12,15 +12,15 @@ from trimtab.errors import TrimtabError
 from trimtab.jobs.registry import FOLDER, comes_with_trimtab
 from trimtab.spec import Trace
 from trimtab.trace.forks import at_once
+from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
-from trimtab.trace.worker import Requests
 from trimtab.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trimtab.spec import Device, Setting
-    from trimtab.trace.worker import Request
+    from trimtab.trace.request import TraceRequest
 
 TIMEOUT_S = 600.0
 COMPILED_TIMEOUT_S = 1800.0
@@ -33,14 +33,14 @@ follows the key, so that the traces of one family are found together.
 """
 NOT_TRACING = frozenset(
     {
-        *("api", "cli", "configs", "diagnosis", "exams", "launching", "pace", "pages", "planner"),
+        *("api", "cli", "configs", "diagnosis", "exams", "launching", "calibration", "pages", "planner"),
         *("predict", "probe", "render", "training", "watching"),
     }
 )
 """Packages of trimtab that no trace depends on."""
 
 
-def traced(request: Request, *, cache: bool = True) -> Trace:
+def traced(request: TraceRequest, *, cache: bool = True) -> Trace:
     """Return the trace of a request, from the cache if job, code and versions are unchanged."""
     (found,) = traced_all(
         request.job,
@@ -70,7 +70,7 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
     What fails for all of them, such as a job that cannot be loaded, is raised. Without `worker`, a worker
     process is started for this call.
     """
-    requests = Requests(
+    requests = TraceRequests(
         job=job,
         overrides=overrides or {},
         settings=tuple(settings),
@@ -92,7 +92,7 @@ def traced_all(  # noqa: PLR0913 - what a Request has, with several settings
     return [found[key] for key in keys]
 
 
-def _ask(requests: Requests, worker: WorkerProcess | None) -> list[Trace | TrimtabError]:
+def _ask(requests: TraceRequests, worker: WorkerProcess | None) -> list[Trace | TrimtabError]:
     rounds = 1 + -(-len(requests.settings) // at_once())
     timeout_s = rounds * requests.timeout_s
     if worker is not None:
@@ -109,7 +109,7 @@ def _ask(requests: Requests, worker: WorkerProcess | None) -> list[Trace | Trimt
     ]
 
 
-def trace_key(request: Request) -> str:
+def trace_key(request: TraceRequest) -> str:
     """Return the cache key of a trace: its family, then the micro-batch."""
     return f"{family_key(request)}-{request.setting.micro_batch}"
 
@@ -119,7 +119,7 @@ def load_trace(key: str) -> Trace | None:
     return TRACES.load(key, Trace.from_json)
 
 
-def cached_family(request: Request) -> dict[int, Trace]:
+def cached_family(request: TraceRequest) -> dict[int, Trace]:
     """Return the cached traces that differ from a request in the micro-batch alone, by micro-batch."""
     family = family_key(request)
     sizes = (key.removeprefix(f"{family}-") for key in TRACES.keys(f"{family}-"))
@@ -127,7 +127,7 @@ def cached_family(request: Request) -> dict[int, Trace]:
     return {size: trace for size, trace in traces.items() if trace is not None}
 
 
-def family_key(request: Request) -> str:
+def family_key(request: TraceRequest) -> str:
     """Return a cache key of everything that a trace depends on beside the micro-batch."""
     setting = request.setting
     # One device has no other ranks to synchronise with.

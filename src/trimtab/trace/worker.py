@@ -20,14 +20,15 @@ import msgspec
 from trimtab.errors import CannotFollow, JobFailed, TrimtabError
 from trimtab.jobs.job import Job
 from trimtab.jobs.load import cannot_follow, failed, load
-from trimtab.spec import PARTS, Device, Noun, Recompute, Setting, Trace
+from trimtab.spec import PARTS, Recompute, Setting, Trace
 from trimtab.spec.trace import ENTER
 from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.strategies.base import ALIKE, RankKind
+from trimtab.trace.block_growth import FEW, extended
+from trimtab.trace.child_process import end_with_parent
+from trimtab.trace.cpu_check import CpuCheck, check_on_cpu, judged
 from trimtab.trace.forks import forked
-from trimtab.trace.layers import FEW, extended
-from trimtab.trace.lifeline import end_with_parent
-from trimtab.trace.rehearse import Rehearsal, judged, rehearse
+from trimtab.trace.request import TraceRequest, TraceRequests
 from trimtab.trace.server import (
     END,
     Say,
@@ -42,49 +43,17 @@ from trimtab.trace.server import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.trace.blocks import Repeated
-    from trimtab.trace.rehearse import Outcome
+    from trimtab.trace.cpu_check import CpuCheckResult
+    from trimtab.trace.repeated_blocks import Repeated
 
 STEPS = 3
 """The first step makes optimizer states and workspaces, the second has all of them, the third shows how the
 allocator settles."""
 
 
-class Request(Noun, frozen=True, kw_only=True):
-    """What to trace."""
-
-    job: str
-    overrides: dict[str, Any] = {}
-    """Options of the job, set before it is used; unknown ones are an error."""
-    setting: Setting
-    device: Device
-    clip: float | None = None
-
-
 WHOLE, FEWER, CHECKED = "whole", "fewer", "checked"
 """How a model of many equal blocks is traced: all of them; a few for all; that, and a forward pass of all of
 them beside it."""
-
-
-class Requests(Noun, frozen=True, kw_only=True):
-    """Settings of one job to trace for one device."""
-
-    job: str
-    overrides: dict[str, Any] = {}
-    settings: tuple[Setting, ...]
-    device: Device
-    clip: float | None = None
-    timeout_s: float = 600.0
-    """For each of them."""
-    whole: bool = False
-    """Whether all blocks of a model are traced, however many are equal."""
-
-    def each(self) -> list[Request]:
-        """The requests one by one."""
-        return [
-            Request(job=self.job, overrides=self.overrides, setting=one, device=self.device, clip=self.clip)
-            for one in self.settings
-        ]
 
 
 def seed_random_numbers() -> None:
@@ -95,9 +64,9 @@ def seed_random_numbers() -> None:
     torch.manual_seed(0)
 
 
-def ready(requests: Requests) -> Any:
+def ready(requests: TraceRequests) -> Any:
     """Pretend to have the device and load the job; then import what every trace will need."""
-    from trimtab.trace.imitate import imitate
+    from trimtab.trace.fake_cuda import imitate
 
     imitate(requests.device)
     # Jobs that draw lengths or layers at random draw the same ones for every setting.
@@ -109,7 +78,7 @@ def ready(requests: Requests) -> Any:
 
 def trace(  # noqa: PLR0913 - what to trace, and how
     job: Any,
-    request: Request,
+    request: TraceRequest,
     deliver: Callable[[Trace, str], None],
     *,
     rank: RankKind = ALIKE,
@@ -155,20 +124,20 @@ class _Built(NamedTuple):
 
     job: Any
     model: Any
-    request: Request
+    request: TraceRequest
     recorder: Any
     rank: RankKind
 
 
 def _whole(built: _Built, *, forward: bool = False) -> Trace:
     """The trace of the model as it is now; with `forward`, of its first forward pass alone."""
-    from trimtab.trace import scripts
+    from trimtab.trace import fake_ops
 
     recorder = built.recorder
     counts = _steps(built, forward=forward)
     recorder.paused = True
     chosen = built.job.assumptions if isinstance(built.job, Job) else ()
-    assumed = (*chosen, *recorder.kernels.assumptions, *scripts.assumptions(), *recorder.kernels.unfused)
+    assumed = (*chosen, *recorder.kernels.assumptions, *fake_ops.assumptions(), *recorder.kernels.unfused)
     compiled = counts.pop("lost_compiled", {})
     assumed += tuple(f"under torch.compile {text}" for text in compiled)
     if not forward:
@@ -192,7 +161,7 @@ def _from_few(built: _Built, *, check: bool, timeout_s: float) -> Trace | None:
     With `check` the same has to hold for a forward pass, of which the whole is traced as well: a job may do
     something at the tenth block that the first four do not show. For that the plainest setting will do.
     """
-    from trimtab.trace.blocks import made, worth_cutting
+    from trimtab.trace.repeated_blocks import made, worth_cutting
 
     lists = worth_cutting(built.model)
     if not lists:
@@ -235,7 +204,7 @@ def _few(built: _Built, counts: dict[Repeated, int], *, forward: bool) -> Callab
     """Trace the model with the first blocks of its lists alone."""
 
     def task(say: Say) -> None:
-        from trimtab.trace.blocks import cut
+        from trimtab.trace.repeated_blocks import cut
 
         # Those that were cut off are there all the same: they hold their memory.
         taken = [cut(one, count) for one, count in counts.items()]
@@ -270,10 +239,10 @@ def _join_fake_group(setting: Setting) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.gpus)
 
 
-def _model(job: Any, request: Request, recorder: Any, branch: str) -> Any:
+def _model(job: Any, request: TraceRequest, recorder: Any, branch: str) -> Any:
     """The job's model on the pretended device."""
     from trimtab.engine import step as steps
-    from trimtab.trace.imitate import hide_tracing
+    from trimtab.trace.fake_cuda import hide_tracing
 
     recorder.mark("build", "weights")
     dropped: list[Any] = []
@@ -512,7 +481,7 @@ class _Part(NamedTuple):
 
     number: int
     """Which of the requests."""
-    request: Request
+    request: TraceRequest
     rank: RankKind
 
 
@@ -521,7 +490,7 @@ class Sure:
 
     few: bool | None = None
     """Whether a few of them stand for all; None while nobody has checked."""
-    outcome: Outcome | None = None
+    outcome: CpuCheckResult | None = None
     """What the job did when it was run by itself; None while nobody has tried."""
 
 
@@ -531,7 +500,7 @@ def _stay() -> None:
     warnings.simplefilter("ignore")
     answer, job, sure = redirect_stdout(), None, Sure()
     for line in sys.stdin.buffer:
-        requests = Requests.from_json(line)
+        requests = TraceRequests.from_json(line)
         try:
             job = ready(requests) if job is None else job
             said = _answers(job, requests, sure)
@@ -542,7 +511,7 @@ def _stay() -> None:
     os._exit(0)
 
 
-def _answers(job: Any, requests: Requests, sure: Sure) -> bytes:
+def _answers(job: Any, requests: TraceRequests, sure: Sure) -> bytes:
     """A line for each request; none where it was only to be made ready."""
     if not requests.settings:
         return b""
@@ -556,27 +525,27 @@ def _answers(job: Any, requests: Requests, sure: Sure) -> bytes:
     return b"\n".join(map(_together, lines.values()))
 
 
-def _judged(answer: bytes, request: Request, sure: Sure) -> bytes:
+def _judged(answer: bytes, request: TraceRequest, sure: Sure) -> bytes:
     """The answer; where tracing failed, the job is run by itself to find out whose fault it is."""
     if not answer.startswith(b'{"error"'):
         return answer
     error = decode_answer(answer)
     if not isinstance(error, CannotFollow):
         return answer
-    small = Rehearsal(job=request.job, overrides=request.overrides, micro_batch=request.setting.micro_batch)
+    small = CpuCheck(job=request.job, overrides=request.overrides, micro_batch=request.setting.micro_batch)
     if error.given.startswith("batch("):
         # It may fail at this size alone.
-        return encode_error(judged(error, rehearse(small.replace(member="batch()"))))
+        return encode_error(judged(error, check_on_cpu(small.replace(member="batch()"))))
     if sure.outcome is None:
-        sure.outcome = rehearse(small)
+        sure.outcome = check_on_cpu(small)
     return encode_error(judged(error, sure.outcome))
 
 
-def _blamed_at_import(error: TrimtabError, requests: Requests) -> TrimtabError:
+def _blamed_at_import(error: TrimtabError, requests: TraceRequests) -> TrimtabError:
     """The error of loading a job: ours, where the job can be loaded without the pretended device."""
     if type(error) is not JobFailed:
         return error
-    outcome = rehearse(Rehearsal(job=requests.job, overrides=requests.overrides, member="load"))
+    outcome = check_on_cpu(CpuCheck(job=requests.job, overrides=requests.overrides, member="load"))
     if outcome.failure is not None or outcome.untried:
         return outcome.failure or error
     cure = (
@@ -585,7 +554,7 @@ def _blamed_at_import(error: TrimtabError, requests: Requests) -> TrimtabError:
     return CannotFollow(error.given, found=error.found, cure=cure)
 
 
-def _traced(job: Any, requests: Requests, parts: list[_Part], sure: Sure) -> list[bytes]:
+def _traced(job: Any, requests: TraceRequests, parts: list[_Part], sure: Sure) -> list[bytes]:
     """The answer to each part; those that few blocks gave are taken back if the check comes out otherwise."""
     ways = [WHOLE if sure.few is False else FEWER] * len(parts)
     if sure.few is None:
@@ -603,7 +572,7 @@ def _traced(job: Any, requests: Requests, parts: list[_Part], sure: Sure) -> lis
     return answers
 
 
-def _told(job: Any, requests: Requests, parts: list[tuple[_Part, str]]) -> list[bytes]:
+def _told(job: Any, requests: TraceRequests, parts: list[tuple[_Part, str]]) -> list[bytes]:
     """What copies of this process say of each part, traced in the way asked for."""
     before = frozenset(sys.modules)
 
@@ -625,7 +594,7 @@ def _told(job: Any, requests: Requests, parts: list[tuple[_Part, str]]) -> list[
     return [answers[place] for place in range(len(parts))]
 
 
-def _ranks(job: Any, request: Request) -> list[RankKind]:
+def _ranks(job: Any, request: TraceRequest) -> list[RankKind]:
     """The kinds of ranks of a setting, which differ in what they hold."""
     strategy = strategy_of(request.setting)
     branches: list[str] = []

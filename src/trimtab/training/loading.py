@@ -11,6 +11,7 @@ import functools
 import pickle
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,19 +19,170 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from trimtab.engine.precision import dtype_name
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import failed
-from trimtab.training.order import Order, mixed, share_of
+from trimtab.spec.base import Noun, below
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Sequence
+
+    Indices = np.ndarray[Any, np.dtype[np.int64]]
+    Words = np.ndarray[Any, np.dtype[np.uint64]]
+    from collections.abc import Callable, Iterable, Iterator
+
+
+# Which samples an optimizer step takes, and which of them a rank takes: pure sums.
+#
+# The order of an epoch is one permutation of the samples, drawn from the seed and the epoch alone. A step
+# takes the next `global_batch` of them and ranks share that out, so the number of ranks, the micro-batch
+# and the workers have no say in what is learnt from when.
+
+
+_MASK = 2**64 - 1
+_ROUNDS = 8
+_SORTED = 4096
+"""Datasets up to this size are put in the order of a hash of each number: a network over few bits has too few
+permutations to be fair to them."""
+
+
+class SampleOrder(Noun, frozen=True, kw_only=True):
+    """What decides the order of samples, and nothing else does.
+
+    >>> order = Order(samples=10, global_batch=4, seed=1)
+    >>> [len(order.batch(step).indices) for step in range(4)]
+    [4, 4, 2, 4]
+    """
+
+    derived = ("steps_per_epoch",)
+
+    samples: int
+    """In the dataset."""
+    global_batch: int
+    """Samples an optimizer step; the last step of an epoch takes what is left."""
+    seed: int = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps that see every sample once."""
+        return -(-self.samples // self.global_batch)
+
+    def faults(self) -> list[str]:
+        """An epoch holds at least one global batch."""
+        wrong = below(1, global_batch=self.global_batch)
+        if self.samples < self.global_batch:
+            wrong.append(f"{self.samples} samples do not make one global_batch of {self.global_batch}")
+        return wrong
+
+    def batch(self, step: int) -> Batch:
+        """The samples of an optimizer step, counted from 0 over all epochs."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.global_batch
+        stop = min(start + self.global_batch, self.samples)
+        return Batch(step, epoch, epoch_order(self.seed, epoch, self.samples, start, stop))
+
+
+class Batch(NamedTuple):
+    """The samples of one optimizer step."""
+
+    step: int
+    epoch: int
+    indices: Indices
+
+
+def epoch_order(seed: int, epoch: int, samples: int, start: int = 0, stop: int | None = None) -> Indices:
+    """Places start to stop of the permutation of an epoch.
+
+    A Feistel network keyed by seed and epoch permutes the numbers below a power of two; a number that lands
+    outside of the dataset is sent through again until it lands inside, which keeps it a permutation. Each
+    place is computed alone: a step of a dataset of 10^12 costs what a step of 10^4 does, and no rank ever
+    holds the whole order. Small datasets are sorted by a hash instead.
+
+    >>> sorted(epoch_order(seed=3, epoch=0, samples=5).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    stop = samples if stop is None else stop
+    if samples <= _SORTED:
+        keyed = _hash_words(np.arange(samples, dtype=np.uint64), mix_seed(seed, epoch))
+        return np.argsort(keyed, kind="stable")[start:stop].astype(np.int64)
+    values = np.arange(start, stop, dtype=np.uint64)
+    bits = (samples - 1).bit_length()
+    keys = [mix_seed(seed, epoch, number) for number in range(_ROUNDS)]
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        values[outside] = _permute(values[outside], bits, keys)
+        outside = values >= samples
+    return values.astype(np.int64)
+
+
+def _permute(values: Words, bits: int, keys: Sequence[int]) -> Words:
+    """The Feistel network: each half in turn is changed by a hash of the other."""
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    low, high = values & low_mask, values >> low_bits
+    for number, key in enumerate(keys):
+        if number % 2:
+            low = low ^ (_hash_words(high, key) & low_mask)
+        else:
+            high = high ^ (_hash_words(low, key) & high_mask)
+    return (high << low_bits) | low
+
+
+def _hash_words(values: Words, key: int) -> Words:
+    """The finalizer of splitmix64, over keyed words; numpy's unsigned words wrap around silently."""
+    words = values + np.uint64(key)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def mix_seed(*numbers: int) -> int:
+    """One word of 64 bits from several whole numbers: the same on every machine and version.
+
+    >>> mixed(1, 2) == mixed(1, 2), mixed(1, 2) == mixed(2, 1)
+    (True, False)
+    """
+    word = 0
+    for number in numbers:
+        word = (word ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+        word ^= word >> 31
+    return word
+
+
+def share_bounds(samples: int, data_parallel: int, shares: Sequence[int] = ()) -> list[int]:
+    """Where the share of each rank begins, and where the last one ends.
+
+    Ranks that are alike differ by one sample at most. `shares` are the samples of a full global batch that
+    unlike ranks take: a full batch is shared out exactly so, a short one in proportion.
+
+    >>> bounds(10, 4), bounds(40, 2, shares=[30, 10]), bounds(10, 2, shares=[30, 10])
+    ([0, 2, 5, 7, 10], [0, 30, 40], [0, 7, 10])
+    """
+    weights = list(shares) or [1] * data_parallel
+    assert len(weights) == data_parallel  # noqa: S101 - a Setting checks its shares
+    total, before = sum(weights), 0
+    places = [0]
+    for weight in weights:
+        before += weight
+        places.append(samples * before // total)
+    return places
+
+
+def share_of(indices: Indices, rank: int, data_parallel: int, shares: Sequence[int] = ()) -> Indices:
+    """What one data-parallel rank takes of a batch: a run of it, empty where there are too few samples."""
+    places = share_bounds(len(indices), data_parallel, shares)
+    return indices[places[rank] : places[rank + 1]]
+
 
 _PREFETCH = 2
 """Windows that each worker has ready."""
 
 
-class Part(NamedTuple):
+class CollatedSamples(NamedTuple):
     """Some samples of a window, collated: one forward and backward pass."""
 
     batch: Any
@@ -59,18 +211,18 @@ class Window:
     collate: Callable[[list[Any]], Any] | None = None
     pin: bool = False
 
-    def part(self, start: int, stop: int) -> Part:
+    def part(self, start: int, stop: int) -> CollatedSamples:
         """Samples start to stop of this rank; free of charge where they are slices."""
         if self.collate is not None:
-            batch = _collated(list(self.items[start:stop]), self.collate)
-            batch = _mapped(batch, _pinned) if self.pin else batch
+            batch = _collate(list(self.items[start:stop]), self.collate)
+            batch = _map_batch(batch, _pin) if self.pin else batch
         elif (start, stop) == (0, self.size):
             batch = self.batch
         else:
-            batch = cut(self.batch, start, stop)
-        return Part(batch, stop - start, self.indices[start:stop])
+            batch = slice_batch(self.batch, start, stop)
+        return CollatedSamples(batch, stop - start, self.indices[start:stop])
 
-    def parts(self, micro_batch: int) -> list[Part]:
+    def parts(self, micro_batch: int) -> list[CollatedSamples]:
         """All of the window in parts of that size; the last may be smaller, and there may be none.
 
         >>> [one.samples for one in window_of(torch.zeros(5, 2)).parts(2)]
@@ -86,8 +238,8 @@ class Window:
     def _lone(self) -> Any:
         if self.collate is None:
             return self.batch
-        batch = _collated(list(self.items), self.collate)
-        return _mapped(batch, _pinned) if self.pin else batch
+        batch = _collate(list(self.items), self.collate)
+        return _map_batch(batch, _pin) if self.pin else batch
 
 
 def window_of(batch: Any, *, samples: int | None = None, step: int = 0, epoch: int = 0) -> Window:
@@ -116,7 +268,7 @@ class Loader:
     """
 
     dataset: Any
-    order: Order
+    order: SampleOrder
     rank: int = 0
     """Among the data-parallel ranks."""
     data_parallel: int = 1
@@ -242,7 +394,7 @@ class Loader:
         )
 
 
-def checked_order(dataset: Any, global_batch: int, seed: int = 0) -> Order:
+def checked_order(dataset: Any, global_batch: int, seed: int = 0) -> SampleOrder:
     """The order of a dataset's samples; an error where it has none that can be kept."""
     if dataset is None:
         raise JobFailed("dataset()", found="it returned None", cure="Return the dataset to train on.")
@@ -267,7 +419,7 @@ def checked_order(dataset: Any, global_batch: int, seed: int = 0) -> Order:
             found=f"one optimizer step takes global_batch {global_batch}",
             cure=f"Give it at least {global_batch} samples, or a global_batch of at most {max(samples, 1)}.",
         )
-    return Order(samples=samples, global_batch=global_batch, seed=seed)
+    return SampleOrder(samples=samples, global_batch=global_batch, seed=seed)
 
 
 class _Steps:
@@ -286,7 +438,9 @@ class _Source(Dataset[Any]):
     A worker process cannot raise an error of ours: the reader would rebuild it from a text.
     """
 
-    def __init__(self, dataset: Any, order: Order, share: Callable[[Any], Any], *, separate: bool) -> None:
+    def __init__(
+        self, dataset: Any, order: SampleOrder, share: Callable[[Any], Any], *, separate: bool
+    ) -> None:
         self.dataset = dataset
         self.order = order
         self.share = share
@@ -300,7 +454,7 @@ class _Source(Dataset[Any]):
             if self.separate:
                 # As bytes: tensors by the thousand would each take a file descriptor on their way here.
                 return None, pickle.dumps(items)
-            return _collated(items, default_collate), None
+            return _collate(items, default_collate), None
         except TrimtabError as error:
             return error
 
@@ -310,7 +464,7 @@ class _Source(Dataset[Any]):
         items = []
         try:
             for index in indices:
-                seed = mixed(self.order.seed, epoch, index)
+                seed = mix_seed(self.order.seed, epoch, index)
                 random.seed(seed)
                 np.random.seed(seed % 2**32)  # noqa: NPY002 - what datasets draw from
                 # Not torch.manual_seed, which would also seed the GPU that trains.
@@ -328,7 +482,7 @@ class _Source(Dataset[Any]):
         return items
 
 
-def _collated(items: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+def _collate(items: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
     try:
         return collate(items)
     except Exception as error:
@@ -338,31 +492,31 @@ def _collated(items: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
         raise failed(f"a batch of {len(items)} samples", error, cure) from error
 
 
-def cut(batch: Any, start: int, stop: int) -> Any:
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """Samples start to stop of a collated batch: views of its tensors, slices of its lists of texts."""
     if isinstance(batch, torch.Tensor):
         return batch[start:stop] if batch.dim() else batch
     if isinstance(batch, list | tuple) and batch and all(isinstance(one, str | bytes) for one in batch):
         return batch[start:stop]
-    return _inside(batch, lambda one: cut(one, start, stop))
+    return _map_container(batch, lambda one: slice_batch(one, start, stop))
 
 
-def lone_copy(batch: Any) -> Any:
+def copy_batch(batch: Any) -> Any:
     """A batch of its own in the host's memory: a part of another one would hold all of it."""
-    return _mapped(batch, lambda one: one.detach().to("cpu", copy=True))
+    return _map_batch(batch, lambda one: one.detach().to("cpu", copy=True))
 
 
-def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _map_batch(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, torch.Tensor):
         return change(batch)
-    return _inside(batch, lambda one: _mapped(one, change))
+    return _map_container(batch, lambda one: _map_batch(one, change))
 
 
-def _inside(batch: Any, change: Callable[[Any], Any]) -> Any:
+def _map_container(batch: Any, change: Callable[[Any], Any]) -> Any:
     """The same container with everything in it changed; anything else as it is."""
     if isinstance(batch, dict):
         changed = {key: change(one) for key, one in batch.items()}
-        return changed if type(batch) is dict else _rebuilt(batch, changed)
+        return changed if type(batch) is dict else _rebuild_mapping(batch, changed)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(change(one) for one in batch))
     if isinstance(batch, list | tuple):
@@ -370,7 +524,7 @@ def _inside(batch: Any, change: Callable[[Any], Any]) -> Any:
     return batch
 
 
-def _rebuilt(batch: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+def _rebuild_mapping(batch: dict[Any, Any], changed: dict[Any, Any]) -> Any:
     """A dict of some other class, as tokenizers give it; a plain one where the class takes no dict."""
     try:
         return type(batch)(changed)
@@ -378,5 +532,101 @@ def _rebuilt(batch: dict[Any, Any], changed: dict[Any, Any]) -> Any:
         return changed
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+
+# Batches of any shape, brought to a device.
+
+
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """The batch on a device; from pinned memory without waiting for the copy.
+
+    >>> on_device({"ids": [torch.ones(2)], "name": "a"}, torch.device("cpu"))
+    {'ids': [tensor([1., 1.])], 'name': 'a'}
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        moved = {key: move_to_device(one, device) for key, one in batch.items()}
+        return moved if type(batch) is dict else _rebuild_moved(batch, moved)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move_to_device(one, device) for one in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(move_to_device(one, device) for one in batch)
+    return batch
+
+
+def _rebuild_moved(batch: Any, moved: dict[Any, Any]) -> Any:
+    """A mapping of some other class, as tokenizers give it; a plain one where the class takes no dict."""
+    try:
+        return type(batch)(moved)
+    except TypeError:
+        return moved
+
+
+# Sets a batch that was read from a dataset beside one that the job's batch() makes, in words.
+
+
+SHOWN = 3
+"""Differences that are told of."""
+_KEYS = 8
+"""Entries of a container that are shown."""
+
+
+def describe_batch(batch: Any) -> str:
+    """What a batch is made of; n stands for its samples.
+
+    >>> sketch({"x": torch.zeros(4, 8), "y": [torch.zeros(4), "a"]})
+    '{x: float32 (n, 8), y: [float32 (n), str]}'
+    """
+    if isinstance(batch, torch.Tensor):
+        shape = ["n", *map(str, batch.shape[1:])] if batch.dim() else []
+        return f"{dtype_name(batch.dtype)} ({', '.join(shape)})"
+    if isinstance(batch, Mapping):
+        return "{" + _listed([f"{key}: {describe_batch(one)}" for key, one in batch.items()]) + "}"
+    if isinstance(batch, list | tuple):
+        return "[" + _listed([describe_batch(one) for one in batch]) + "]"
+    return type(batch).__name__
+
+
+def compare_batches(made: Any, read: Any, at: str = "batch") -> list[str]:
+    """A phrase for each place in which what dataset() gives is not like what batch() makes.
+
+    How many samples there are does not count, and neither do lists for tuples: stacking makes them so.
+
+    >>> differences({"x": torch.zeros(2, 8)}, {"x": torch.zeros(4, 8, dtype=torch.float64)})
+    ["batch['x'] is float32 (n, 8) from batch() and float64 (n, 8) from dataset()"]
+    """
+    if _kind(made) == _kind(read):
+        return []
+    if isinstance(made, Mapping) and isinstance(read, Mapping):
+        both = [key for key in made if key in read]
+        inside = [one for key in both for one in compare_batches(made[key], read[key], f"{at}[{key!r}]")]
+        if len(both) == len(made) == len(read):
+            return inside
+        here, there = (_listed([str(key) for key in one]) or "nothing" for one in (made, read))
+        return [f"{at} has {here} from batch() and {there} from dataset()", *inside]
+    if isinstance(made, list | tuple) and isinstance(read, list | tuple) and len(made) == len(read):
+        pairs = enumerate(zip(made, read, strict=True))
+        return [one for number, pair in pairs for one in compare_batches(*pair, f"{at}[{number}]")]
+    return [f"{at} is {describe_batch(made)} from batch() and {describe_batch(read)} from dataset()"]
+
+
+def _kind(one: Any) -> Any:
+    """What two leaves are alike in; containers are none, but for a list with a text for each sample."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype, one.dim(), one.shape[1:]
+    if isinstance(one, Mapping | list | tuple):
+        return "texts" if _texts(one) else id(one)
+    return type(one)
+
+
+def _texts(one: Any) -> bool:
+    """Whether it is a list of texts, one a sample."""
+    return isinstance(one, list | tuple) and bool(one) and all(isinstance(text, str | bytes) for text in one)
+
+
+def _listed(words: list[str]) -> str:
+    left = len(words) - _KEYS
+    return ", ".join(words[:_KEYS] + ([f"and {left} more"] if left > 0 else []))

@@ -7,57 +7,167 @@ through the process group, announced in the status of a step, so that a step wit
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
 import time
 import traceback
 from contextlib import ExitStack, contextmanager
-from math import isfinite
+from itertools import pairwise
+from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader, Subset, default_collate
 
-from trimtab.engine.additive import batch_norms
+from trimtab.engine.additive_loss import batch_norms
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
-from trimtab.jobs import cpu
-from trimtab.jobs.job import Job
+from trimtab.jobs import synthetic
+from trimtab.jobs.job import Job, samples_in
 from trimtab.jobs.load import failed, file_of, load
 from trimtab.launching.run_summary import JSON as SUMMARY
 from trimtab.launching.run_summary import build_summary, count_node_gpus, remove_summary, write_summary
-from trimtab.planner import whole_batch
+from trimtab.planner import batch_loss_rules
 from trimtab.spec import BatchLoss, IncidentKind
 from trimtab.strategies import strategy_of
-from trimtab.training.control import given, is_lost
-from trimtab.training.evaluate import evaluate, validation_of
-from trimtab.training.faults import Faults, tear
-from trimtab.training.folder import RunFolder, RunIdentity
-from trimtab.training.keep import Keeper
-from trimtab.training.ladder import Ladder
-from trimtab.training.likeness import SHOWN, differences
-from trimtab.training.loading import checked_order
-from trimtab.training.meters import Clock, Line, Meters, measured_mfu, printed_every, tokens_in
-from trimtab.training.order import mixed
+from trimtab.training.bad_steps import BadStepHandler, BadStepPolicy
+from trimtab.training.checkpoint_format import snapshot
+from trimtab.training.checkpoints import CheckpointManager
+from trimtab.training.events import EventLog
+from trimtab.training.fault_injection import Faults, tear
+from trimtab.training.loading import (
+    SHOWN,
+    checked_order,
+    compare_batches,
+    mix_seed,
+    share_bounds,
+    slice_batch,
+)
+from trimtab.training.oom_recovery import is_out_of_memory
+from trimtab.training.process_group import connect, disconnect, read_world
+from trimtab.training.rank_files import find_rank_files, is_lost
 from trimtab.training.run import Run
-from trimtab.training.scribe import Scribe
-from trimtab.training.settle import gathered, settled, together
-from trimtab.training.signals import SILENCE_S, Request, Signals, described, meant, packed, unpacked
-from trimtab.training.states import snapshot
-from trimtab.training.task import Ending, check_trainable
-from trimtab.training.trouble import Trouble
-from trimtab.training.world import connect, disconnect, read
+from trimtab.training.run_folder import RunFolder, RunIdentity
+from trimtab.training.signals import (
+    SILENCE_S,
+    Signals,
+    StopRequest,
+    describe_stop,
+    original_signal,
+    pack_request,
+    unpack_requests,
+)
+from trimtab.training.step_log import StepClock, StepLine, StepLog, measured_mfu, printed_every, tokens_in
+from trimtab.training.task import RunEnding, agree_on_plan, check_trainable, gather_values, run_on_rank_zero
 from trimtab.units import format_bytes, plural
 
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Iterator
 
-    from trimtab.training.control import Control
     from trimtab.training.loading import Window
-    from trimtab.training.run import Outcome
-    from trimtab.training.task import Task
-    from trimtab.training.world import World
+    from trimtab.training.process_group import World
+    from trimtab.training.rank_files import RankFiles
+    from trimtab.training.run import StepOutcome
+    from trimtab.training.task import TrainTask
+
+
+# The loss on samples that nothing is learnt from, shared over ranks.
+
+
+def validation_of(job: Any) -> Any:
+    """The job's dataset for evaluation; None where it has none."""
+    make = getattr(job, "validation", None)
+    dataset = make() if callable(make) else None
+    if dataset is None:
+        return None
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
+        raise JobFailed(
+            "validation()",
+            found=f"a {type(dataset).__name__} has no samples that can be counted and shared out",
+            cure="Return a dataset with __len__ and __getitem__(index), or None.",
+        )
+    return dataset
+
+
+def rounds(samples: int, ranks: int, size: int) -> int:
+    """Passes that the rank with the most samples makes; sharded ranks must all make as many.
+
+    >>> rounds(10, 4, 2), rounds(3, 4, 2)
+    (2, 1)
+    """
+    places = share_bounds(samples, ranks)
+    most = max(stop - start for start, stop in pairwise(places))
+    return -(-most // size)
+
+
+def evaluate(run: Run, dataset: Any) -> float:
+    """The mean loss over a dataset, weighted as in training; not a number where none of it counts.
+
+    Memory is given back afterwards.
+    """
+    total, weight = _shared(run, dataset)
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    whole = run.all_reduce(torch.tensor([total, weight], dtype=torch.float64))
+    # Every branch and every stage counted the same samples.
+    mesh = run.setting.mesh
+    return float(whole[0]) * mesh.branch * mesh.pp / float(whole[1]) if whole[1] else nan
+
+
+def _shared(run: Run, dataset: Any) -> tuple[float, float]:
+    """The weighted loss of this rank's samples, and their weight."""
+    ranks, size = run.groups.data_parallel, run.micro_batch
+    places = share_bounds(len(dataset), ranks)
+    mine = range(places[run.groups.data_rank], places[run.groups.data_rank + 1])
+    reader: DataLoader[Any] = DataLoader(
+        Subset(dataset, mine),
+        batch_size=size,
+        num_workers=run.setting.workers if len(mine) > size else 0,
+        collate_fn=getattr(run.job, "collate", None) or default_collate,
+        generator=torch.Generator(),
+    )
+    total = weight = 0.0
+    modes = {name: one.training for name, one in run.model.named_modules()}
+    run.model.eval()
+    try:
+        with torch.no_grad(), run.quiet():
+            for batch in reader:
+                counted = float(run.weight_of(batch))
+                found = _loss(run, batch)
+                # A mean over nothing is not a number, and neither is nought times it.
+                total += found * counted if counted else 0.0
+                weight += counted
+            for _ in range(rounds(len(dataset), ranks, size) - len(reader)):
+                _loss(run, (getattr(run.job, "collate", None) or default_collate)([dataset[0]]))
+    finally:
+        for name, one in run.model.named_modules():
+            one.training = modes[name]
+    return total, weight
+
+
+def _loss(run: Run, batch: Any) -> float:
+    """The loss of a batch; in halves where it does not fit."""
+    try:
+        with run.computing():
+            return float(run.loss_of(run.on_device(batch)))
+    except Exception as error:
+        samples = samples_in(batch)
+        # Ranks that compute together, each with a share of the weights, cannot take halves alone.
+        shares = strategy_of(run.setting).weight_shares(run.setting.mesh) or 1
+        if not is_out_of_memory(error) or samples < 2 or shares > 1:  # noqa: PLR2004 - halves
+            raise
+    gc.collect()
+    torch.cuda.empty_cache()
+    half = samples // 2
+    parts = [slice_batch(batch, 0, half), slice_batch(batch, half, samples)]
+    weights = [float(run.weight_of(one)) for one in parts]
+    known = [_loss(run, one) * share for one, share in zip(parts, weights, strict=True) if share]
+    return sum(known) / sum(weights) if known else nan
+
 
 PATIENCE = 5.0
 """After a signal, times the last step until silence means that a rank is gone."""
@@ -75,23 +185,23 @@ MEMORY_S = 0.5
 """Between two looks at the memory."""
 
 
-class Progress:
+class RunProgress:
     """How far this process has come, for whoever asks when it has crashed."""
 
     step = 0
 
 
-def train(task: Task) -> Ending:
+def train(task: TrainTask) -> RunEnding:
     """Train until the task is done or a signal asks for the end."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    world = read(os.environ, gpus)
-    notes = given()
+    world = read_world(os.environ, gpus)
+    notes = find_rank_files()
     with Signals() as signals:
         # What the parent was asked while this process was still waking up.
         signals.asked = signals.asked or (notes.stopping() if notes is not None else None)
         connect(world, timeout_min=task.timeout_min)
         with ExitStack() as stack:
-            ending = Training(task, world, signals, stack, notes).go()
+            ending = TrainingLoop(task, world, signals, stack, notes).go()
         disconnect()
     return ending
 
@@ -117,11 +227,16 @@ class Stateful:
         self.load_state_dict = load_state
 
 
-class Training:
+class TrainingLoop:
     """One attempt at a run."""
 
     def __init__(
-        self, task: Task, world: World, signals: Signals, stack: ExitStack, notes: Control | None = None
+        self,
+        task: TrainTask,
+        world: World,
+        signals: Signals,
+        stack: ExitStack,
+        notes: RankFiles | None = None,
     ) -> None:
         self.task = task
         self.world = world
@@ -145,7 +260,7 @@ class Training:
         with self._blaming("dataset()"):
             self.dataset = self.job.dataset()
             self.validation = validation_of(self.job)
-        self.plan, resized = settled(task, self.job, world)
+        self.plan, resized = agree_on_plan(task, self.job, world)
         if isinstance(self.job, Job):
             # A plan may have another global batch than the job, and a schedule counts steps of it.
             with contextlib.suppress(AttributeError):
@@ -184,13 +299,13 @@ class Training:
         """
         assert self.window is not None  # noqa: S101 - asked before
         try:
-            found = differences(self.job.batch(TRIED), self.window.filler())
+            found = compare_batches(self.job.batch(TRIED), self.window.filler())
         except Exception:  # noqa: BLE001 - nothing can be said of it, and the failure itself is what counts
             return ""
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         return f"dataset() is not like batch(): {'; '.join(found[:SHOWN])}{more}" if found else ""
 
-    def _scribe(self, stack: ExitStack) -> Scribe:
+    def _scribe(self, stack: ExitStack) -> EventLog:
         """The folder, taken up by rank 0; an error there is one on all ranks."""
         task = self.task
         options = {key: value for key, value in task.options.items() if key != "global_batch"}
@@ -204,8 +319,8 @@ class Training:
             folder = RunFolder.open(task.out, identity=identity, plan=self.plan)
             stack.callback(folder.close)
 
-        together(self.world, take_up)
-        meters = Meters(
+        run_on_rank_zero(self.world, take_up)
+        meters = StepLog(
             every=task.every or printed_every(task.steps),
             steps=task.steps,
             as_json=task.json,
@@ -213,7 +328,7 @@ class Training:
             tensorboard=folder.root / "tensorboard" if self.world.is_main else None,
         )
         stack.callback(meters.close)
-        scribe = Scribe(self.world, folder, meters)
+        scribe = EventLog(self.world, folder, meters)
         scribe.begin()
         stack.push(lambda _, error, __: scribe.end(error))
         return scribe
@@ -231,16 +346,16 @@ class Training:
         meters = self.scribe.meters
         meters.steps, meters.every = self.steps, task.every or printed_every(self.steps)
         # Ranks draw unlike numbers from here on; a checkpoint of as many ranks puts them back.
-        torch.manual_seed(mixed(task.seed, self.world.rank) % 2**63)
-        self.keeper = Keeper(
+        torch.manual_seed(mix_seed(task.seed, self.world.rank) % 2**63)
+        self.keeper = CheckpointManager(
             self.scribe.folder.checkpoints,
             last=task.keep,
             tell=self.scribe.write,
             before_write=None if self.faults is None else self._before_write,
             timeout_min=task.timeout_min,
         )
-        self.trouble = Trouble(self.run, self.keeper, self.scribe)
-        together(self.world, self._check_room)
+        self.trouble = BadStepHandler(self.run, self.keeper, self.scribe)
+        run_on_rank_zero(self.world, self._check_room)
         if self._resumed() is None:
             # Whatever was logged had no checkpoint to go with it.
             self.scribe.folder.rewind(0)
@@ -250,7 +365,9 @@ class Training:
 
     def _take_weights(self, folder: Path) -> None:
         """Begin with the weights that another run ended with; optimizer and data begin anew."""
-        before = Keeper(folder / "checkpoints", tell=self.scribe.write, timeout_min=self.task.timeout_min)
+        before = CheckpointManager(
+            folder / "checkpoints", tell=self.scribe.write, timeout_min=self.task.timeout_min
+        )
         loaded = before.load_latest({"model": self.run.model})
         if loaded is None:
             raise WrongUse(
@@ -259,7 +376,7 @@ class Training:
                 cure="Let that run end first, or begin in another folder.",
             )
         # The other run's random numbers came with its weights.
-        torch.manual_seed(mixed(self.task.seed, self.world.rank) % 2**63)
+        torch.manual_seed(mix_seed(self.task.seed, self.world.rank) % 2**63)
         self.scribe.tell(
             IncidentKind.STAGE,
             f"{folder.name} ended with step {loaded.step}",
@@ -296,11 +413,11 @@ class Training:
         if loaded is None:
             return None
         # Ranks other than the first have no extra: they hear it.
-        extra = together(self.world, lambda: loaded.extra)
-        self.trouble.restored(Ladder.from_json(extra["ladder"]), rolled_back=before is not None)
+        extra = run_on_rank_zero(self.world, lambda: loaded.extra)
+        self.trouble.restored(BadStepPolicy.from_json(extra["ladder"]), rolled_back=before is not None)
         self.best, self.loss = extra["best"], extra["loss"]
         dropped = self.scribe.folder.rewind(loaded.step)
-        Progress.step = self.scribe.step = loaded.step
+        RunProgress.step = self.scribe.step = loaded.step
         again = f"; {plural(dropped, 'step')} after it will be taken again" if dropped else ""
         self.scribe.tell(
             IncidentKind.RESUME,
@@ -311,7 +428,7 @@ class Training:
 
     # the run
 
-    def go(self) -> Ending:
+    def go(self) -> RunEnding:
         """Take the steps that are left."""
         if self.loader.step >= self.steps:
             self.scribe.meters.say(f"{self.scribe.folder.root} has its {self.steps} steps already")
@@ -319,7 +436,7 @@ class Training:
             self._announce()
             if self.world.is_main:
                 remove_summary(self.scribe.folder.root)
-        clock = Clock()
+        clock = StepClock()
         self._prompt()
         steps = self.run.over(self._noted(self.loader.windows(self.steps)), self._settles)
         while True:
@@ -331,7 +448,9 @@ class Training:
             if self.ending is not None and not self.run.ahead:
                 # A rank that was asked itself knows by which signal; the others know that there was one.
                 asked = self.signals.asked or self.ending
-                return self._finished(meant(asked, None if self.notes is None else self.notes.stopping()))
+                return self._finished(
+                    original_signal(asked, None if self.notes is None else self.notes.stopping())
+                )
             self._prompt()
 
     def _noted(self, windows: Iterator[Window]) -> Iterator[Window]:
@@ -352,10 +471,10 @@ class Training:
         )
         for note in self._batch_notes():
             self.scribe.meters.say(note)
-        if self.run.device.type == "cpu" and not cpu.has_bf16():
-            cpu.silence_bf16_warning()
+        if self.run.device.type == "cpu" and not synthetic.has_bf16():
+            synthetic.silence_bf16_warning()
             if choice.dtypes.is_bf16:
-                self.scribe.meters.say(f"{cpu.NO_BF16}: {choice.precision} is slow here, use fp32")
+                self.scribe.meters.say(f"{synthetic.NO_BF16}: {choice.precision} is slow here, use fp32")
         if self.world.is_main and isinstance(self.job, Job):
             for remark in self.job.remarks:
                 self.scribe.meters.say(remark)
@@ -368,25 +487,26 @@ class Training:
         norms = len(batch_norms(self.run.model))
         stated = known.replace(batch_loss=BatchLoss(additive=True, stated=True, batch_norms=norms))
         return [
-            f"{one.subject} {one.value}: {one.why}" for one in whole_batch.notes(stated, self.plan.choice)
+            f"{one.subject} {one.value}: {one.why}"
+            for one in batch_loss_rules.notes(stated, self.plan.choice)
         ]
 
     def _prompt(self) -> None:
         """What the next step is to know and to ask the other ranks."""
         news = bool(self.scribe.news)
-        self.run.asked = packed(Request(self.signals.asked, news, self._is_due()))
+        self.run.asked = pack_request(StopRequest(self.signals.asked, news, self._is_due()))
         self.run.spike_limit = self.trouble.limit
         self.rate = rate_of(self.run.optimizer)
 
-    def _follow(self, window: Window, outcome: Outcome, clock: Clock) -> None:
+    def _follow(self, window: Window, outcome: StepOutcome, clock: StepClock) -> None:
         """All that may follow from a step."""
         scribe, rate = self.scribe, self.rate
         done = scribe.step = window.step + 1
         time_s = clock.lap(outcome.ended_s)
         self.signals.silence_s = max(SILENCE_S, PATIENCE * time_s)
         self.signals.step_ended()
-        Progress.step = done
-        request = unpacked(outcome.asked)
+        RunProgress.step = done
+        request = unpack_requests(outcome.asked)
         if request.news:
             scribe.share()
         if self._goes_back(window, outcome):
@@ -405,7 +525,7 @@ class Training:
         if validation is not None:
             clock.restart()
 
-    def _goes_back(self, window: Window, outcome: Outcome) -> bool:
+    def _goes_back(self, window: Window, outcome: StepOutcome) -> bool:
         """Judge the step; True where the run went back and the step never was."""
         done = window.step + 1
         before = done
@@ -453,19 +573,19 @@ class Training:
                 tear(self.scribe.folder.checkpoints)
         self.saved_s = time.monotonic()
 
-    def _finished(self, asked: signal.Signals | None) -> Ending:
+    def _finished(self, asked: signal.Signals | None) -> RunEnding:
         """Everything on the disk, and the last words."""
         with self.signals.busy():
             saved = self.keeper.finish()
         self.scribe.share()
         if asked is not None:
-            kind, who = described(asked)
+            kind, who = describe_stop(asked)
             self.scribe.tell(
                 kind,
                 f"{who} asked for the end",
                 f"the step was finished and the checkpoint of step {saved} kept; the same command resumes",
             )
-        ending = Ending(
+        ending = RunEnding(
             step=self.loader.step, loss=self.loss, out=self.task.out, asked=asked.name if asked else ""
         )
         self.scribe.meters.close()
@@ -498,7 +618,7 @@ class Training:
             # The run is done and its weights are kept: a summary is not worth failing for.
             self.scribe.meters.say(f"no summary could be written: {error.strerror}")
 
-    def _last_words(self, ending: Ending) -> None:
+    def _last_words(self, ending: RunEnding) -> None:
         folder, meters = self.scribe.folder, self.scribe.meters
         if self.task.json:
             events = [one.to_builtins() for one in folder.events()]
@@ -521,7 +641,12 @@ class Training:
         return self.validation is not None and (done % every == 0 or done == self.steps)
 
     def _log(
-        self, window: Window, outcome: Outcome, time_s: float, rate: float | None, validation: float | None
+        self,
+        window: Window,
+        outcome: StepOutcome,
+        time_s: float,
+        rate: float | None,
+        validation: float | None,
     ) -> None:
         indices = self._indices(window)
         if not self.world.is_main:
@@ -530,7 +655,7 @@ class Training:
         samples = outcome.samples
         tokens = tokens_in(samples, outcome.weight, getattr(self.job, "seq", None))
         share = samples / choice.global_batch
-        line = Line(
+        line = StepLine(
             step=window.step + 1,
             epoch=window.epoch,
             loss=outcome.loss if isfinite(outcome.loss) else None,
@@ -567,7 +692,7 @@ class Training:
         if self.faults is None:
             return None
         mine = window.indices if self.run.groups.counts else ()
-        return tuple(index for some in gathered(self.world, mine) for index in some)
+        return tuple(index for some in gather_values(self.world, mine) for index in some)
 
     def _before_write(self, step: int) -> None:
         if self.faults is not None:

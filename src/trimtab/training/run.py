@@ -24,27 +24,27 @@ from trimtab.engine.precision import configure
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import load
-from trimtab.planner import stale
+from trimtab.planner import validity
 from trimtab.spec import Plan, Setting
 from trimtab.strategies import usual_strategy
-from trimtab.training import preparing, status, world
-from trimtab.training.batches import on_device
-from trimtab.training.loading import Loader, checked_order
-from trimtab.training.parts import Outcome, Part
-from trimtab.training.precision import LossScale
-from trimtab.training.recovery import Sizes
-from trimtab.training.reduce import make_groups
-from trimtab.training.stepper import Flight, Stepper
+from trimtab.training import optimizer_step, process_group
+from trimtab.training import prepare as prepare_module
+from trimtab.training.loading import Loader, checked_order, move_to_device
+from trimtab.training.micro_batches import MicroBatch, StepOutcome
+from trimtab.training.oom_recovery import Sizes
+from trimtab.training.optimizer_step import LossScale
+from trimtab.training.process_group import make_groups
+from trimtab.training.stepper import StepInFlight, Stepper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from trimtab.spec import Incident
     from trimtab.training.loading import Window
+    from trimtab.training.process_group import World
     from trimtab.training.stepper import Faults
-    from trimtab.training.world import World
 
-__all__ = ["Outcome", "Part", "Run"]
+__all__ = ["MicroBatch", "Run", "StepOutcome"]
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -66,7 +66,7 @@ class Run:
         listen: Callable[[Incident], None] | None = None,
         faults: Faults = None,
         device: str | None = None,
-        join_s: float = world.JOIN_S,
+        join_s: float = process_group.JOIN_S,
         connected: World | None = None,
     ) -> None:
         """`plan` is a Plan, its file, a Setting, or nothing: then all samples of a batch go at once.
@@ -74,18 +74,18 @@ class Run:
         `connected` is the world of a caller who has made the process group, and will leave it.
         """
         self.job = load(job) if isinstance(job, str) else job
-        self.plan = stale.read_plan_file(Path(plan)) if isinstance(plan, str | Path) else plan
+        self.plan = validity.read_plan_file(Path(plan)) if isinstance(plan, str | Path) else plan
         gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
         self._connects = connected is None
-        self.world: World = connected or world.read(os.environ, gpus)
+        self.world: World = connected or process_group.read_world(os.environ, gpus)
         self.setting = self._chosen()
-        preparing.check(self.setting, self.world)
+        prepare_module.check_world_size(self.setting, self.world)
         self.torch_device = torch.device(self.world.device)
         if self.torch_device.type == "cuda":
             torch.cuda.set_device(self.torch_device)
         configure(self.setting.dtypes)
         if self._connects:
-            world.connect(self.world, timeout_min=timeout_min, join_s=join_s)
+            process_group.connect(self.world, timeout_min=timeout_min, join_s=join_s)
         self.groups = make_groups(self.setting, self.world)
         self._stepper = Stepper(self.setting, self.world, self.groups, faults=faults, listen=listen)
         self.ahead = False
@@ -212,7 +212,7 @@ class Run:
         if self._stepper.prepared is not None:
             raise WrongUse("run.prepare()", found="it was called twice", cure="Make a second Run.")
         ready = self._stepper.prepare(
-            preparing.Wanted(
+            prepare_module.PrepareRequest(
                 job=self.job, model=model, optimizer=optimizer, loss=loss, weight=weight, clip=clip,
                 schedule=schedule, setting=self.setting, world=self.world, groups=self.groups,
                 estimate=self.plan.estimate if isinstance(self.plan, Plan) else None,
@@ -236,7 +236,7 @@ class Run:
 
     # one optimizer step
 
-    def step(self, batch: Any) -> Outcome:
+    def step(self, batch: Any) -> StepOutcome:
         """One optimizer step with a window of loader(), or with this rank's share of a batch of one's own."""
         ready = self._stepper.ready()
         if ready.loss is None:
@@ -252,7 +252,7 @@ class Run:
 
     def over(
         self, windows: Iterable[Window], settles: Callable[[Window], bool] | None = None
-    ) -> Iterator[tuple[Window, Outcome]]:
+    ) -> Iterator[tuple[Window, StepOutcome]]:
         """Steps over windows, each with its outcome, in order; what comes of it is the same as with step().
 
         Where the device itself decides whether an update happens, the host does not wait for the outcome: it
@@ -260,7 +260,7 @@ class Run:
         `settles` is true it does wait: what is saved or evaluated then is the state after that step.
         """
         stepper = self._stepper
-        flight: Flight | None = None
+        flight: StepInFlight | None = None
         for window in windows:
             passes = stepper.passes(window) if stepper.flies() else None
             if flight is not None:
@@ -288,11 +288,11 @@ class Run:
             stepper.landed(flight)
             yield flight.window, self.update()
 
-    def parts(self, batch: Any) -> Iterator[Part]:
+    def parts(self, batch: Any) -> Iterator[MicroBatch]:
         """The parts of a step, again and in other sizes until all ranks have succeeded; update() follows."""
         return self._stepper.parts(batch)
 
-    def update(self) -> Outcome:
+    def update(self) -> StepOutcome:
         """Finish the step whose parts() have been gone through."""
         outcome, self._stepper.outcome = self._stepper.outcome, None
         if outcome is None:
@@ -322,11 +322,13 @@ class Run:
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
         if self.size > 1:
-            status.agree(0.0, self.torch_device, self.size, least=True)
+            optimizer_step.agree(0.0, self.torch_device, self.size, least=True)
 
     def rollback_needed(self) -> bool:
         """Whether the optimizer of a rank was interrupted halfway in the last step. All ranks call it."""
-        return bool(status.agree(float(self._stepper.rollback), self.torch_device, self.size, least=False))
+        return bool(
+            optimizer_step.agree(float(self._stepper.rollback), self.torch_device, self.size, least=False)
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes of this process on its device, now and at the peak; empty on a CPU."""
@@ -360,7 +362,7 @@ class Run:
 
     def on_device(self, batch: Any) -> Any:
         """A batch, where this process computes."""
-        return on_device(batch, self.torch_device)
+        return move_to_device(batch, self.torch_device)
 
     def loss_of(self, batch: Any) -> torch.Tensor:
         """This rank's loss of a batch that is on the device, for passes of one's own.
@@ -431,7 +433,7 @@ class Run:
             if ready.compiling is not None:
                 ready.compiling.off()
         if self._connects:
-            world.disconnect()
+            process_group.disconnect()
 
     def __enter__(self) -> Self:
         return self

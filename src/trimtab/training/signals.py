@@ -36,7 +36,7 @@ FIELD = 10_000
 """More ranks than the packed request can tell apart."""
 
 
-def heard() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """The signals that this process answers: not what nohup had it ignore."""
     return [one for one in HEARD if one is not signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
@@ -50,7 +50,7 @@ def exit_code(asked: signal.Signals) -> int:
     return 128 + asked
 
 
-def meant(asked: signal.Signals, noted: signal.Signals | None) -> signal.Signals:
+def original_signal(asked: signal.Signals, noted: signal.Signals | None) -> signal.Signals:
     """The signal that whoever wants the end gave, where ranks got another.
 
     The parent of ranks passes Ctrl-C and a lost terminal on as SIGTERM, and has noted before which it was.
@@ -62,7 +62,7 @@ def meant(asked: signal.Signals, noted: signal.Signals | None) -> signal.Signals
     return noted if passed_on and noted is not None else asked
 
 
-def described(asked: signal.Signals) -> tuple[IncidentKind, str]:
+def describe_stop(asked: signal.Signals) -> tuple[IncidentKind, str]:
     """What a request to end is as an incident, and who asked, in words.
 
     >>> described(signal.SIGINT)[1], described(signal.SIGTERM)[1]
@@ -75,7 +75,7 @@ def described(asked: signal.Signals) -> tuple[IncidentKind, str]:
     }.get(asked, (IncidentKind.PREEMPTION, asked.name))
 
 
-class Request(NamedTuple):
+class StopRequest(NamedTuple):
     """What ranks tell each other beside the status of a step."""
 
     asked: signal.Signals | None = None
@@ -86,7 +86,7 @@ class Request(NamedTuple):
     """Whether rank 0's clock says that a checkpoint is due."""
 
 
-def packed(one: Request) -> float:
+def pack_request(one: StopRequest) -> float:
     """A request as one number that can be summed over ranks.
 
     Whole numbers are exact in 64 bits up to 9e15: from the right, there are four digits for ranks that were
@@ -97,7 +97,7 @@ def packed(one: Request) -> float:
     return float(sum(int(field) * FIELD**place for place, field in enumerate(fields)))
 
 
-def unpacked(total: float) -> Request:
+def unpack_requests(total: float) -> StopRequest:
     """What ranks asked for together.
 
     >>> unpacked(packed(Request(signal.SIGUSR1)) + packed(Request(checkpoint=True))).checkpoint
@@ -107,7 +107,7 @@ def unpacked(total: float) -> Request:
     left, warned = divmod(left, FIELD)
     checkpoint, news = divmod(left, FIELD)
     asked = signal.SIGTERM if ended else signal.SIGUSR1 if warned else None
-    return Request(asked, news > 0, checkpoint > 0)
+    return StopRequest(asked, news > 0, checkpoint > 0)
 
 
 class Signals:
@@ -134,7 +134,7 @@ class Signals:
             return self
         self._mouth.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        for one in heard():
+        for one in handled_signals():
             self._before[one] = signal.signal(one, self._noted)
         self._thread.start()
         return self

@@ -11,30 +11,25 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from trimtab.engine.additive import batch_norms
+from trimtab.engine.additive_loss import batch_norms
 from trimtab.engine.precision import autocast_dtype
 from trimtab.engine.step import check_loss
 from trimtab.errors import NothingFits, WrongUse
 from trimtab.jobs.job import is_cached
 from trimtab.spec import Incident, IncidentKind
-from trimtab.training import preparing, status
-from trimtab.training.caching import Caching
-from trimtab.training.divisible import Divisible
-from trimtab.training.loading import Window, lone_copy, window_of
-from trimtab.training.order import bounds
-from trimtab.training.parts import Outcome, Part
-from trimtab.training.precision import LossScale, first_scale
-from trimtab.training.recovery import Move, is_out_of_memory
-from trimtab.training.status import Status
-from trimtab.training.updating import Interrupted
+from trimtab.training import optimizer_step
+from trimtab.training import prepare as prepare_module
+from trimtab.training.loading import Window, copy_batch, share_bounds, window_of
+from trimtab.training.micro_batches import CachedSteps, MicroBatch, SplitGuard, StepOutcome
+from trimtab.training.oom_recovery import Move, is_out_of_memory
+from trimtab.training.optimizer_step import Interrupted, LossScale, Status, first_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trimtab.spec import Setting
-    from trimtab.training.piping import Pipe
-    from trimtab.training.reduce import Groups
-    from trimtab.training.world import World
+    from trimtab.training.pipeline import PipelineRunner
+    from trimtab.training.process_group import RankGroups, World
 
     Faults = Any
     """What is asked at "forward", "backward", "gradient" and "optimizer": at(point, step, rank)."""
@@ -48,7 +43,7 @@ LONE_TRIES = 3
 
 
 @dataclass(kw_only=True)
-class Flight:
+class StepInFlight:
     """A step whose outcome is not known yet, and what repeating it would begin with."""
 
     window: Window
@@ -72,7 +67,7 @@ class Stepper:
         self,
         setting: Setting,
         world: World,
-        groups: Groups,
+        groups: RankGroups,
         *,
         faults: Faults,
         listen: Callable[[Incident], None] | None,
@@ -83,16 +78,16 @@ class Stepper:
         self.device = torch.device(world.device)
         self.autocast = autocast_dtype(setting)
         self.faults = faults
-        self.prepared: preparing.Prepared | None = None
+        self.prepared: prepare_module.PreparedRun | None = None
         self.asked = 0.0
         self.spike_limit: float | None = None
         self.steps = 0
         self.scale: LossScale = first_scale(setting.dtypes)
         self.rollback = False
         """Whether the optimizer of this rank was interrupted halfway."""
-        self.outcome: Outcome | None = None
+        self.outcome: StepOutcome | None = None
         self._listen = listen
-        self._exchange = status.Exchange(self.device, world.size)
+        self._exchange = optimizer_step.StatusExchange(self.device, world.size)
         self._proposed: Move | None = None
         self._fatal: str | None = None
         self._window: Window | None = None
@@ -106,27 +101,27 @@ class Stepper:
         """One that counted, of whichever rank: what a rank whose share counts for nothing runs along with."""
         self._void = False
         """Whether no sample that counts was met yet, on any rank."""
-        self.caching: Caching | None = None
+        self.caching: CachedSteps | None = None
         """How a job that gives embed() and loss_of() computes a step."""
-        self.divisible: Divisible | None = None
+        self.divisible: SplitGuard | None = None
         """Whether the batch may be cut; None where gradient caching does it."""
 
-    def prepare(self, wanted: preparing.Wanted) -> preparing.Prepared:
+    def prepare(self, wanted: prepare_module.PrepareRequest) -> prepare_module.PreparedRun:
         """Make everything ready for the first step."""
         is_cutting = wanted.loss is None and is_cached(wanted.job)
         if not is_cutting:
-            self.divisible = Divisible(self, wanted.job)
+            self.divisible = SplitGuard(self, wanted.job)
             self.divisible.check_statement()
         mid_backward = self.mid_backward if self.faults is not None else None
-        self.prepared = preparing.prepare(wanted, self.say_compile, mid_backward)
+        self.prepared = prepare_module.prepare(wanted, self.say_compile, mid_backward)
         self._strikes_at = max(1, self.prepared.wiring.arrivals // 3)
         if is_cutting:
-            self.caching = Caching(self, wanted.job)
+            self.caching = CachedSteps(self, wanted.job)
             # loss_of() itself says what it is a mean over.
             self.prepared.weight = None
         return self.prepared
 
-    def parts(self, batch: Any) -> Iterator[Part]:
+    def parts(self, batch: Any) -> Iterator[MicroBatch]:
         """The parts of a step, again and in other sizes until all ranks have succeeded; update() follows."""
         ready = self.ready()
         self.outcome = None
@@ -137,8 +132,14 @@ class Stepper:
         yield from self._attempts(ready, window, total)
 
     def _attempts(
-        self, ready: preparing.Prepared, window: Window, total: Any, *, attempts: int = 0, bad: int = 0
-    ) -> Iterator[Part]:
+        self,
+        ready: prepare_module.PreparedRun,
+        window: Window,
+        total: Any,
+        *,
+        attempts: int = 0,
+        bad: int = 0,
+    ) -> Iterator[MicroBatch]:
         """One attempt after the other, until one stands or is skipped."""
         while True:
             attempts += 1
@@ -174,7 +175,9 @@ class Stepper:
                 return
             bad += again
 
-    def _piped(self, ready: preparing.Prepared, pipe: Pipe, parts: list[Part]) -> int | None:
+    def _piped(
+        self, ready: prepare_module.PreparedRun, pipe: PipelineRunner, parts: list[MicroBatch]
+    ) -> int | None:
         """The parts of an attempt through this stage of a pipeline; the part that failed, if one did."""
         loss = ready.loss
         if loss is None:
@@ -184,11 +187,11 @@ class Stepper:
                 cure="Give prepare(loss=...): stages take turns with forward and backward passes.",
             )
 
-        def forward(part: Part) -> torch.Tensor:
+        def forward(part: MicroBatch) -> torch.Tensor:
             with part.computing():
                 return pipe.relay.run(lambda: loss(ready.model, part.batch))
 
-        def backward(part: Part, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        def backward(part: MicroBatch, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
             ready.wiring.before(part.number, part.count)
             if gradient is None:
                 self.backward(output, part.share)
@@ -217,12 +220,12 @@ class Stepper:
             and ready.buffers.is_settled(self.world.size)
         )
 
-    def passes(self, batch: Any) -> Flight:
+    def passes(self, batch: Any) -> StepInFlight:
         """Forward and backward over a window, again in smaller parts while nobody else has heard of it."""
         ready = self.ready()
         window, total = self._opened(ready, batch)
         self._remember(ready)
-        flight = Flight(
+        flight = StepInFlight(
             window=window,
             total=total,
             random=self._random,
@@ -245,19 +248,19 @@ class Stepper:
             if flight.failed_at is None or self._fatal is not None or ready.wiring.sent_any:
                 return flight
 
-    def take_off(self, flight: Flight) -> None:
+    def take_off(self, flight: StepInFlight) -> None:
         """Tell the others, and start the update; the outcome is asked for later."""
         flight.limit = self.spike_limit
         self._send(self.ready(), flight.window, flight.failed_at, flight.parts)
 
-    def landed(self, flight: Flight) -> bool:
+    def landed(self, flight: StepInFlight) -> bool:
         """Wait for the outcome of a step, and repeat it where it is bad; whether it was good at once."""
         ready, window = self.ready(), flight.window
         later = self._window, self._pieces, self._random, self._device_random
         self._window, self._pieces = window, None
         heard = self._exchange.wait()
-        verdict = status.judged(heard, limit=flight.limit, scale=self.scale.value)
-        if verdict.kind == status.GOOD:
+        verdict = optimizer_step.judge_status(heard, limit=flight.limit, scale=self.scale.value)
+        if verdict.kind == optimizer_step.GOOD:
             self._end(ready, window, heard, verdict, attempts=flight.attempts, parts=flight.parts)
             assert self.outcome is not None  # noqa: S101 - it has just been made
             self.outcome = msgspec.structs.replace(self.outcome, ended_s=self._exchange.ended_s)
@@ -274,12 +277,12 @@ class Stepper:
                     part.backward(ready.loss(ready.model, part.batch))  # type: ignore[misc]  # as above
         return False
 
-    def _rehearsal(self, ready: preparing.Prepared, window: Window) -> Iterator[Part]:
+    def _rehearsal(self, ready: prepare_module.PreparedRun, window: Window) -> Iterator[MicroBatch]:
         """Passes of one sample that count for nothing: they show what ranks say to each other in a pass."""
         self._rehearsing = True
         self._start_over(ready)
         for number in range(2):
-            part = Part(self, self._filler(ready, window), samples=0, share=0.0, number=number, count=2)
+            part = MicroBatch(self, self._filler(ready, window), samples=0, share=0.0, number=number, count=2)
             if self.caching is not None:
                 self.caching.rehearse(ready, part)
             else:
@@ -293,7 +296,7 @@ class Stepper:
         ready.wiring.finish(None, 2)
         self._rehearsing = False
 
-    def ready(self) -> preparing.Prepared:
+    def ready(self) -> prepare_module.PreparedRun:
         """What prepare() made; an error where it was not called."""
         if self.prepared is None:
             raise WrongUse(
@@ -301,7 +304,7 @@ class Stepper:
             )
         return self.prepared
 
-    def _opened(self, ready: preparing.Prepared, batch: Any) -> tuple[Window, Any]:
+    def _opened(self, ready: prepare_module.PreparedRun, batch: Any) -> tuple[Window, Any]:
         """The window of this step, and the weight of the whole global batch."""
         own = not isinstance(batch, Window)
         window = window_of(batch, step=self.steps) if own else batch
@@ -329,7 +332,7 @@ class Stepper:
         dist.all_reduce(whole, group=groups.data_group)
         return window, whole
 
-    def _cut(self, ready: preparing.Prepared, window: Window) -> tuple[int, list[tuple[Any, Any]]]:
+    def _cut(self, ready: prepare_module.PreparedRun, window: Window) -> tuple[int, list[tuple[Any, Any]]]:
         """The window in parts of the micro-batch, each with its weight.
 
         Parts that count for nothing are left out: a mean over nothing is not a number, whatever it counts.
@@ -341,7 +344,7 @@ class Stepper:
         weighed = [(one, _weight(weigh, one.batch)) for one in pieces]
         return size, [(one, weight) for one, weight in weighed if _counts(weight)]
 
-    def _remember(self, ready: preparing.Prepared) -> None:
+    def _remember(self, ready: prepare_module.PreparedRun) -> None:
         """What a repetition begins with again: random numbers and buffers."""
         self._random = torch.get_rng_state()
         cuda = self.device.type == "cuda"
@@ -350,7 +353,7 @@ class Stepper:
         self._first = True
         self._lone_failures = 0
 
-    def _start_over(self, ready: preparing.Prepared) -> None:
+    def _start_over(self, ready: prepare_module.PreparedRun) -> None:
         if not self._first:
             torch.set_rng_state(self._random)
             if self._device_random is not None:
@@ -360,7 +363,7 @@ class Stepper:
         ready.wiring.begin()
         self._loss: torch.Tensor | None = None
 
-    def _split(self, ready: preparing.Prepared, window: Window, total: Any) -> list[Part]:
+    def _split(self, ready: prepare_module.PreparedRun, window: Window, total: Any) -> list[MicroBatch]:
         """The parts of this attempt, with the share of each in the loss of the whole global batch."""
         size = ready.fitting.sizes.current
         if self._pieces is None or self._pieces[0] != size:
@@ -371,9 +374,9 @@ class Stepper:
             count = self._most_parts(window, size)
         if ready.statistics is not None and ready.weight is not None:
             # BatchNorm has no statistics in a pass in which no sample of any rank counts.
-            count = int(status.agree(len(kept), self.device, self.world.size, least=False))
+            count = int(optimizer_step.agree(len(kept), self.device, self.world.size, least=False))
         parts = [
-            Part(
+            MicroBatch(
                 self, one.batch, samples=one.samples, share=_share(weight, total), number=number, count=count
             )
             for number, (one, weight) in enumerate(kept)
@@ -381,13 +384,13 @@ class Stepper:
         self._weight: Any = sum(weight for _, weight in kept)
         filler = self._filler(ready, window) if len(parts) < count else None
         parts += [
-            Part(self, filler, samples=0, share=0.0, number=number, count=count)
+            MicroBatch(self, filler, samples=0, share=0.0, number=number, count=count)
             for number in range(len(parts), count)
         ]
         ready.regular = min(size, ready.regular_share)
         return parts
 
-    def _filler(self, ready: preparing.Prepared, window: Window) -> Any:
+    def _filler(self, ready: prepare_module.PreparedRun, window: Window) -> Any:
         """One sample to keep the others company with.
 
         One that counts: what a mean over nothing comes to is not a number, and neither is nought times it.
@@ -397,7 +400,7 @@ class Stepper:
             found = self._sample
         return window.filler() if found is None else found
 
-    def _counting(self, ready: preparing.Prepared, window: Window) -> Any:
+    def _counting(self, ready: prepare_module.PreparedRun, window: Window) -> Any:
         """The first sample of this rank that counts; None where there is none."""
         if self._pieces is not None and not self._pieces[1]:
             return None
@@ -411,12 +414,12 @@ class Stepper:
         """How many parts the rank with the largest share has; all have to run as many."""
         # Ranks with shares of different sizes may have different micro-batches too.
         if not self.setting.shares and (window.indices or window.samples != window.size):
-            places = bounds(window.samples, self.groups.data_parallel, [])
+            places = share_bounds(window.samples, self.groups.data_parallel, [])
             largest = max(stop - start for start, stop in pairwise(places))
             return -(-largest // size)
-        return int(status.agree(-(-window.size // size), self.device, self.world.size, least=False))
+        return int(optimizer_step.agree(-(-window.size // size), self.device, self.world.size, least=False))
 
-    def enter(self, part: Part) -> None:
+    def enter(self, part: MicroBatch) -> None:
         """Before the forward pass of a part."""
         ready = self.ready()
         ready.wiring.before(part.number, part.count)
@@ -424,7 +427,7 @@ class Stepper:
         if ready.compiling is not None and ready.compiling.on:
             ready.compiling.use(part.samples, ready.regular)
 
-    def count_statistics(self, ready: preparing.Prepared, part: Part) -> None:
+    def count_statistics(self, ready: prepare_module.PreparedRun, part: MicroBatch) -> None:
         """Let BatchNorm's statistics over all ranks see the samples of a part only where they count."""
         if ready.statistics is not None:
             ready.statistics.counts = part.samples > 0 or self._rehearsing
@@ -497,7 +500,7 @@ class Stepper:
             return _COMPILER
         return None
 
-    def _recover(self, ready: preparing.Prepared, window: Window, part: Part) -> None:
+    def _recover(self, ready: prepare_module.PreparedRun, window: Window, part: MicroBatch) -> None:
         """Give memory back and choose smaller parts; notes where there is nothing smaller."""
         self._loss = None
         why = part.error or ""
@@ -526,21 +529,23 @@ class Stepper:
         self._tell(IncidentKind.OUT_OF_MEMORY, why, again)
 
     def _close(
-        self, ready: preparing.Prepared, window: Window, failed_at: int | None, count: int
-    ) -> tuple[status.Verdict, Status]:
+        self, ready: prepare_module.PreparedRun, window: Window, failed_at: int | None, count: int
+    ) -> tuple[optimizer_step.StepVerdict, Status]:
         """Sum over ranks, and update where all is well."""
         self._send(ready, window, failed_at, count)
         heard = self._exchange.wait()
         scale = self.scale.value
-        verdict = status.judged(heard, limit=self.spike_limit, scale=scale)
+        verdict = optimizer_step.judge_status(heard, limit=self.spike_limit, scale=scale)
         updater = ready.updater
-        if verdict.kind == status.GOOD and not updater.on_device:
+        if verdict.kind == optimizer_step.GOOD and not updater.on_device:
             norm = heard.squares**0.5 / scale
             gradients = ready.wiring.gradients()
             self._stepping(ready, lambda: updater.apply(gradients, norm, scale, ready.fitting.release))
         return verdict, heard
 
-    def _send(self, ready: preparing.Prepared, window: Window, failed_at: int | None, count: int) -> None:
+    def _send(
+        self, ready: prepare_module.PreparedRun, window: Window, failed_at: int | None, count: int
+    ) -> None:
         """Let all ranks know, and start the update where the device can call it off."""
         wiring, failed = ready.wiring, failed_at is not None
         wiring.finish(failed_at, count)
@@ -570,7 +575,7 @@ class Stepper:
             divisor = self._exchange.divisor(updater.clip, scale)
             self._stepping(ready, lambda: updater.launch(found_bad, divisor, ready.fitting.release))
 
-    def _stepping(self, ready: preparing.Prepared, act: Callable[[], None]) -> None:
+    def _stepping(self, ready: prepare_module.PreparedRun, act: Callable[[], None]) -> None:
         if self.faults is not None:
             ready.updater.before = lambda: self.at("optimizer")
         try:
@@ -592,44 +597,53 @@ class Stepper:
             ) from error
 
     def _answer(
-        self, ready: preparing.Prepared, window: Window, verdict: status.Verdict, heard: Status, bad: int
+        self,
+        ready: prepare_module.PreparedRun,
+        window: Window,
+        verdict: optimizer_step.StepVerdict,
+        heard: Status,
+        bad: int,
     ) -> int | None:
         """None where the step is over; else how much nearer to being skipped the next attempt is."""
-        if verdict.kind == status.FATAL:
+        if verdict.kind == optimizer_step.FATAL:
             raise NothingFits(
                 f"optimizer step {window.step} on {self.world.size} processes",
                 found=self._fatal or "another rank has no memory left for a single sample",
                 cure="Use more recomputation, a sharded strategy, or devices with more memory.",
             )
-        if verdict.kind == status.REPLAY:
+        if verdict.kind == optimizer_step.REPLAY:
             self._agree_on_size(ready)
             return 0
-        if verdict.kind == status.NOT_FINITE and self.scale.can_shrink and _finite(heard.loss):
+        if verdict.kind == optimizer_step.NOT_FINITE and self.scale.can_shrink and _finite(heard.loss):
             self.scale = self.scale.halved()
             return 0
-        if verdict.kind in (status.NOT_FINITE, status.SPIKE) and not bad:
+        if verdict.kind in (optimizer_step.NOT_FINITE, optimizer_step.SPIKE) and not bad:
             if self.world.is_main:
-                kind = IncidentKind.LOSS_SPIKE if verdict.kind == status.SPIKE else IncidentKind.NOT_A_NUMBER
+                kind = (
+                    IncidentKind.LOSS_SPIKE
+                    if verdict.kind == optimizer_step.SPIKE
+                    else IncidentKind.NOT_A_NUMBER
+                )
                 self._tell(kind, verdict.why, "the same samples are tried once more")
             return 1
         return None
 
-    def _agree_on_size(self, ready: preparing.Prepared) -> None:
+    def _agree_on_size(self, ready: prepare_module.PreparedRun) -> None:
         """Ranks that have to run the same number of parts take the smallest micro-batch of any."""
         if not ready.wiring.equal_parts:
             return
         fitting = ready.fitting
-        least = int(status.agree(fitting.sizes.current, self.device, self.world.size, least=True))
+        least = int(optimizer_step.agree(fitting.sizes.current, self.device, self.world.size, least=True))
         if least != fitting.sizes.current:
             moved = fitting.sizes.replace(current=least, changed_at=self.steps)
             fitting.take(Move(sizes=moved, why="another rank has less room"))
 
     def _end(  # noqa: PLR0913 - what is known of the step
         self,
-        ready: preparing.Prepared,
+        ready: prepare_module.PreparedRun,
         window: Window,
         heard: Status,
-        verdict: status.Verdict,
+        verdict: optimizer_step.StepVerdict,
         *,
         attempts: int,
         parts: int,
@@ -637,7 +651,7 @@ class Stepper:
         norm = heard.squares**0.5 / self.scale.value
         if heard.strays:
             ready.buffers.learn(self.device)
-        good = verdict.kind == status.GOOD
+        good = verdict.kind == optimizer_step.GOOD
         if good:
             ready.buffers.settle()
             self.scale = self.scale.after_good()
@@ -645,13 +659,13 @@ class Stepper:
                 ready.schedule.step()
         else:
             ready.buffers.back()
-            self.rollback = self.rollback and verdict.kind != status.ROLLBACK
+            self.rollback = self.rollback and verdict.kind != optimizer_step.ROLLBACK
             # It may be the one with the bad number: the next step finds another.
             self._sample = None
         self.steps += 1
         self._fit(ready, window, heard)
         samples = int(heard.samples)
-        self.outcome = Outcome(
+        self.outcome = StepOutcome(
             step=window.step,
             epoch=window.epoch,
             loss=heard.loss,
@@ -662,17 +676,17 @@ class Stepper:
             attempts=attempts,
             parts=parts,
             micro_batch=ready.fitting.sizes.current,
-            rollback_needed=verdict.kind == status.ROLLBACK,
+            rollback_needed=verdict.kind == optimizer_step.ROLLBACK,
             asked=heard.asked,
         )
 
-    def _fit(self, ready: preparing.Prepared, window: Window, heard: Status) -> None:
+    def _fit(self, ready: prepare_module.PreparedRun, window: Window, heard: Status) -> None:
         """Another micro-batch between steps, where memory or pace suggest one."""
         fitting = ready.fitting
         if heard.resize:
             # All ranks heard it: those that have to be alike take the least that any wants.
             wanted = self._proposed.sizes.current if self._proposed is not None else fitting.sizes.current
-            least = int(status.agree(wanted, self.device, self.world.size, least=True))
+            least = int(optimizer_step.agree(wanted, self.device, self.world.size, least=True))
             why = self._proposed.why if self._proposed is not None else "another rank has less room"
             self._proposed = None
             if least != fitting.sizes.current:
@@ -687,13 +701,13 @@ class Stepper:
         else:
             self._move(ready, move)
 
-    def _move(self, ready: preparing.Prepared, move: Move) -> None:
+    def _move(self, ready: prepare_module.PreparedRun, move: Move) -> None:
         before = ready.fitting.sizes.current
         ready.fitting.take(move)
         done = f"from {before} to {move.sizes.current} samples at once{self._seen_by_norms(ready, move)}"
         self._tell(IncidentKind.MICRO_BATCH, move.why, done)
 
-    def _seen_by_norms(self, ready: preparing.Prepared, move: Move) -> str:
+    def _seen_by_norms(self, ready: prepare_module.PreparedRun, move: Move) -> str:
         """What another micro-batch means for BatchNorm, which sees nothing else; empty without any."""
         if not any(module.training for module in batch_norms(ready.model)):
             return ""
@@ -712,12 +726,12 @@ class Stepper:
             )
 
 
-def shared_sample(mine: Any, groups: Groups) -> Any:
+def shared_sample(mine: Any, groups: RankGroups) -> Any:
     """A sample for each of the ranks that share data: its own, or else that of the first which has one.
 
     None where none has. All of them call it.
     """
-    mine = None if mine is None else lone_copy(mine)
+    mine = None if mine is None else copy_batch(mine)
     if groups.data_alone:
         return mine
     having: list[Any] = [None] * groups.data_parallel

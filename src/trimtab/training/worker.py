@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import TrimtabError
-from trimtab.training.control import LOST, Control, end_with_parent, given, is_lost
+from trimtab.training.rank_files import LOST, RankFiles, end_with_parent, find_rank_files, is_lost
 
 if TYPE_CHECKING:
-    from trimtab.training.task import Ending, Task
+    from trimtab.training.task import RunEnding, TrainTask
 
 
 def main(arguments: list[str]) -> int:
     """Run a task from its file; notes for the parent where there is one."""
-    control = given()
+    control = find_rank_files()
     if control is not None:
         if control.is_over():
             return 0
         end_with_parent()
         # Until the run listens, Ctrl-C ends this process without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from trimtab.training.task import Task
+    from trimtab.training.task import TrainTask
 
     file = Path(arguments[0])
-    task = Task.from_json(file.read_bytes(), origin=str(file))
+    task = TrainTask.from_json(file.read_bytes(), origin=str(file))
     try:
         ending = run(task)
     except TrimtabError as error:
@@ -44,9 +44,9 @@ def main(arguments: list[str]) -> int:
     return ending.exit_code
 
 
-def run(task: Task) -> Ending:
+def run(task: TrainTask) -> RunEnding:
     """Train, in this process, as the rank that its variables make it."""
-    from trimtab.training.precision import allocator_variables
+    from trimtab.training.optimizer_step import allocator_variables
 
     if task.plan is not None:
         # Before CUDA starts, or they are not heard.
@@ -56,7 +56,7 @@ def run(task: Task) -> Ending:
     return train(task)
 
 
-def _unforeseen(error: Exception, control: Control | None) -> int:
+def _unforeseen(error: Exception, control: RankFiles | None) -> int:
     if is_lost(error):
         _say(f"another rank is gone: {str(error).splitlines()[0][:200]}")
         return LOST

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import WrongUse
-from trimtab.probe.gauges import gauges
+from trimtab.probe.nvml import gauges
 from trimtab.spec import Incident, Sample, WatchedRun
-from trimtab.training.meters import Line
-from trimtab.training.record import EVENTS, IDENTITY, LOCK, LOG, PLAN, Tail, attempt_of, is_step, plan_of
+from trimtab.training.run_folder import EVENTS, IDENTITY, LOCK, LOG, PLAN, Tail, attempt_of, is_step, plan_of
+from trimtab.training.step_log import StepLine
 from trimtab.units import format_duration, parse_whole
 from trimtab.watching.advice import advise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from trimtab.probe.world import World
+    from trimtab.probe.machine import Machine
     from trimtab.spec import Attempt, Gauge, Plan
 
 DEEPEST = 3
@@ -97,7 +97,7 @@ class RunFollower:
     """Follows the folder of one run."""
 
     folder: Path
-    lines: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
+    lines: deque[StepLine] = field(default_factory=lambda: deque(maxlen=RECENT))
     events: deque[Incident] = field(default_factory=lambda: deque(maxlen=SHOWN_EVENTS))
     seen: int = 0
     """Steps that have been read."""
@@ -106,7 +106,7 @@ class RunFollower:
     _told: Tail | None = None
     _plan_at: float | None = None
 
-    def look(self, now: float, world: World, gauges: Sequence[Gauge]) -> WatchedRun:
+    def look(self, now: float, world: Machine, gauges: Sequence[Gauge]) -> WatchedRun:
         """Return the state of the run now; devices only if they are certain."""
         self._read()
         note = attempt_of(self.folder)
@@ -149,7 +149,7 @@ class RunFollower:
         self._told = self._told or _open_at_end(self.folder / EVENTS)
         before = self._log.at
         try:
-            for line in self._log.fresh(Line):
+            for line in self._log.fresh(StepLine):
                 if self._log.at < before:
                     # The file was written anew: what was read of it is void.
                     self.lines.clear()
@@ -171,7 +171,7 @@ class RunFollower:
         steps: int | None,
         silent: float | None,
         typical: float | None,
-        world: World,
+        world: Machine,
     ) -> tuple[str, str]:
         """Return the state of the run, and its reason if it is not obvious."""
         step = self.lines[-1].step if self.lines else 0
@@ -185,7 +185,7 @@ class RunFollower:
             return "gone", f"its process {pid} is no more, and it did not say that it ended"
         return _progress_state(silent, typical)
 
-    def _devices(self, world: World, gauges: Sequence[Gauge]) -> tuple[str, ...]:
+    def _devices(self, world: Machine, gauges: Sequence[Gauge]) -> tuple[str, ...]:
         """Return this machine's GPUs that the run uses: by its process, the others by its plan.
 
         The plan counts GPUs as its process saw them, so it is believed only where it has the first one right.
@@ -226,7 +226,7 @@ def read_lock_holder(folder: Path) -> tuple[int, str]:
     return parse_whole(words[1]) or 0, words[3]
 
 
-def _seconds_left(last: Line | None, steps: int | None, typical: float | None) -> float | None:
+def _seconds_left(last: StepLine | None, steps: int | None, typical: float | None) -> float | None:
     """Return the seconds to the end of the run, at the speed of the last steps."""
     if last is None or steps is None or typical is None:
         return None
@@ -265,7 +265,7 @@ def _median(values: list[float | None]) -> float | None:
 
 def _rate_mfu(mfu: float | None, plan: Plan | None) -> str | None:
     """Return the rating of a measured MFU, against the plan's reference."""
-    from trimtab.predict.rating import rating
+    from trimtab.predict.estimate import rating
 
     return None if mfu is None or plan is None else rating(mfu, plan.estimate.mfu_reference)
 
@@ -284,7 +284,7 @@ class RunWatcher:
     for sample in watcher.samples(interval_s=2.0): ...
     """
 
-    world: World
+    world: Machine
     places: Sequence[Path] = ()
     """Runs, or folders that runs are in; none: those below the current one that are not long over."""
     now: Callable[[], float] = time.time

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from trimtab.errors import EnvironmentFault, WrongUse
-from trimtab.jobs import cpu
-from trimtab.jobs.transformer_models import library
+from trimtab.jobs import synthetic
+from trimtab.jobs.pretrained import library
 
 KIND = torch.bfloat16
 """What frozen weights are kept in, on every GPU and on a CPU that multiplies bf16 matrices."""
@@ -89,7 +89,7 @@ def is_pretence() -> bool:
 
 def random_dtype() -> torch.dtype:
     """Return the dtype of frozen random weights: fp32 on a CPU without bf16 matrix products."""
-    return torch.float32 if cpu.trains_on_slow_cpu() and not is_pretence() else KIND
+    return torch.float32 if synthetic.trains_on_slow_cpu() and not is_pretence() else KIND
 
 
 def random_decoder(config: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import UnknownName, WrongUse, nearest
 from trimtab.jobs.naics.pairs import Pairs, read_pairs
 from trimtab.jobs.yaml_files import read_yaml
-from trimtab.spec.stage import Stage
+from trimtab.spec.plan import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -20,7 +20,7 @@ APART = 20
 """Of so many blocks the last is held out."""
 
 
-class Layout(Noun, frozen=True, kw_only=True):
+class BlockLayout(Noun, frozen=True, kw_only=True):
     """How a text is cut, and which of its blocks a sample is.
 
     >>> layout = Layout(blocks=45, wanted=4)
@@ -74,7 +74,7 @@ class Layout(Noun, frozen=True, kw_only=True):
         return f"{blocks}, so that an epoch of {samples:,} samples has each {times} times (samples={samples})"
 
 
-def laid_out(tokens: Tokens, length: int, samples: int | None) -> Layout:
+def laid_out(tokens: Tokens, length: int, samples: int | None) -> BlockLayout:
     """Blocks of `length` tokens; raises where the text has not one."""
     blocks = tokens.count // length
     if not blocks:
@@ -84,10 +84,10 @@ def laid_out(tokens: Tokens, length: int, samples: int | None) -> Layout:
             f"and one block takes {length:,}",
             cure=f"Give a longer text, or shorter sequences: at most {max(tokens.count - 1, 0):,} tokens.",
         )
-    return Layout(blocks=blocks, wanted=samples)
+    return BlockLayout(blocks=blocks, wanted=samples)
 
 
-def described(tokens: Tokens, layout: Layout, length: int) -> tuple[str, ...]:
+def described(tokens: Tokens, layout: BlockLayout, length: int) -> tuple[str, ...]:
     """What is read, and how it is cut, in words."""
     return (
         f"text: {tokens.origin}",
@@ -95,7 +95,7 @@ def described(tokens: Tokens, layout: Layout, length: int) -> tuple[str, ...]:
     )
 
 
-class Blocks(Dataset[Any]):
+class TokenBlocks(Dataset[Any]):
     """Samples made of blocks; the file is opened by each process when it first reads."""
 
     def __init__(

@@ -31,7 +31,7 @@ NOT_SOURCES = frozenset(
 _CURE = "Name a file of text, or a folder with such files, in UTF-8."
 
 
-class Document(Noun, frozen=True, kw_only=True):
+class TextFile(Noun, frozen=True, kw_only=True):
     """One file of a corpus."""
 
     path: str
@@ -45,7 +45,7 @@ class Corpus(Noun, frozen=True, kw_only=True):
 
     origin: str
     """Where it came from, in words."""
-    documents: tuple[Document, ...]
+    documents: tuple[TextFile, ...]
     left_out: tuple[str, ...] = ()
     """Files of a folder that are not text."""
 
@@ -158,9 +158,9 @@ def _files(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).parts)
 
 
-def _document(path: Path) -> Document:
+def _document(path: Path) -> TextFile:
     about = path.stat()
-    return Document(path=str(path.absolute()), size=about.st_size, changed=about.st_mtime_ns)
+    return TextFile(path=str(path.absolute()), size=about.st_size, changed=about.st_mtime_ns)
 
 
 def _refusal(path: Path) -> str | None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from trimtab.cache import TOKENS as CACHE
 from trimtab.errors import EnvironmentFault, TrimtabError
-from trimtab.jobs.text.pieces import BYTES, Pieces, count, learn
+from trimtab.jobs.text.byte_pairs import BYTES, Pieces, count, learn
 from trimtab.spec.base import Noun
 from trimtab.units import format_bytes
 
@@ -50,11 +50,11 @@ class Tokeniser(Protocol):
     def fingerprint(self) -> str:
         """Changes when the same text would become other tokens."""
 
-    def prepared(self, corpus: Corpus, tell: Tell) -> Encoder:
+    def prepared(self, corpus: Corpus, tell: Tell) -> TokenEncoder:
         """Ready for a text; learns from it, where it does that."""
 
 
-class Encoder(Protocol):
+class TokenEncoder(Protocol):
     """A tokeniser that is ready."""
 
     @property
@@ -100,7 +100,7 @@ class Learnt:
         """The size is all that can be chosen."""
         return f"byte pairs {FORMAT}, {self.size}"
 
-    def prepared(self, corpus: Corpus, tell: Tell) -> Encoder:
+    def prepared(self, corpus: Corpus, tell: Tell) -> TokenEncoder:
         """With the vocabulary learnt."""
         if self.size <= BYTES:
             return Own(Pieces())

@@ -1,0 +1,369 @@
+"""The programs that a calibration times: the operations of common models, over sizes and precisions.
+
+Each dish is a small training step of one kind of layer. What counts is which operations come up at which
+sizes, not what they learn; the stopwatch times each different one once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trimtab.engine.build import building
+from trimtab.engine.precision import configure, torch_dtype
+from trimtab.spec import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+GIB = 2**30
+MOST = 0.5
+
+
+class Dish(NamedTuple):
+    """One program: its name, the memory it needs, and what runs it."""
+
+    name: str
+    need_bytes: int
+    run: Callable[[], None]
+
+
+class CalibrationAttention(nn.Module):
+    """Self-attention with grouped heads; by torch's fused kernels, or spelt out."""
+
+    def __init__(self, width: int, heads: int, groups: int, *, causal: bool, spelt_out: bool) -> None:
+        super().__init__()
+        self.heads, self.groups, self.causal, self.spelt_out = heads, groups, causal, spelt_out
+        size = width // heads
+        self.query = nn.Linear(width, width)
+        self.keys = nn.Linear(width, 2 * groups * size)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of (batch, steps, width)."""
+        batch, steps, width = x.shape
+        size = width // self.heads
+        query = self.query(x).view(batch, steps, self.heads, size).transpose(1, 2)
+        key, value = (
+            one.reshape(batch, steps, self.groups, size)
+            .transpose(1, 2)
+            .repeat_interleave(self.heads // self.groups, 1)
+            for one in self.keys(x).chunk(2, -1)
+        )
+        if self.spelt_out:
+            scores = query @ key.transpose(-1, -2) / size**0.5
+            blocked = torch.ones(steps, steps, dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(blocked, float("-inf"))
+            mixed = functional.dropout(scores.softmax(-1), 0.1) @ value
+        else:
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, steps, width))
+        return out
+
+
+class CalibrationBlock(nn.Module):
+    """A transformer block, in the old fashion (layer norm, GELU) or the new (RMS norm, gated SiLU)."""
+
+    def __init__(self, width: int, inner: int, attention: CalibrationAttention, *, gated: bool) -> None:
+        super().__init__()
+        self.attention, self.gated = attention, gated
+        norm = nn.RMSNorm if gated else nn.LayerNorm
+        self.first, self.second = norm(width), norm(width)
+        self.up = nn.Linear(width, inner, bias=not gated)
+        self.gate = nn.Linear(width, inner, bias=False) if gated else None
+        self.down = nn.Linear(inner, width, bias=not gated)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of (batch, steps, width)."""
+        x = x + self.attention(self.first(x))
+        y = self.second(x)
+        if self.gate is not None:
+            y = functional.silu(self.gate(y)) * self.up(y)
+        else:
+            y = functional.gelu(self.up(y))
+        return x + functional.dropout(self.down(y), 0.1)
+
+
+class Language(nn.Module):
+    """Embedding, one block, head."""
+
+    def __init__(self, block: CalibrationBlock, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.block, self.norm = block, nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores of every word."""
+        out: torch.Tensor = self.head(self.norm(self.block(self.embed(tokens))))
+        return out
+
+
+@contextlib.contextmanager
+def precision(name: str) -> Iterator[None]:
+    """What trimtab's precisions switch: autocast, default dtype, TF32."""
+    dtypes = Precision(name).dtypes
+    configure(dtypes)
+    half = None if dtypes.autocast is None else torch_dtype(dtypes.autocast)
+    with building(dtypes, "cuda"), torch.autocast("cuda", dtype=half, enabled=half is not None):
+        yield
+
+
+def _language(  # noqa: PLR0913, PLR0917 - the sizes of a transformer
+    kind: str,
+    width: int,
+    heads: int,
+    batch: int,
+    steps: int,
+    vocabulary: int,
+    *,
+    inner: int = 0,
+    groups: int = 0,
+    gated: bool = False,
+    causal: bool = True,
+    spelt_out: bool = False,
+) -> Dish:
+    inner = inner or 4 * width
+
+    def run() -> None:
+        with precision(kind):
+            attention = CalibrationAttention(
+                width, heads, groups or heads, causal=causal, spelt_out=spelt_out
+            )
+            model = Language(CalibrationBlock(width, inner, attention, gated=gated), width, vocabulary)
+            tokens = torch.randint(vocabulary, (batch, steps))
+            logits = model(tokens)
+            loss = functional.cross_entropy(logits.view(-1, vocabulary), tokens.view(-1))
+        loss.backward()
+
+    need = batch * steps * (vocabulary * 16 + inner * 40 + width * 120)
+    need += (batch * heads * steps * steps * 24) * spelt_out + 8 * width * (vocabulary * 2 + 3 * inner)
+    style = "gated " if gated else "spelt out " if spelt_out else ""
+    return Dish(f"{style}transformer {width} wide, {batch} x {steps}, {kind}", need, run)
+
+
+def _laid_out(layer: Any, layout: torch.memory_format) -> Any:
+    return layer.to(memory_format=layout)
+
+
+def _convolutions(  # noqa: PLR0913 - the sizes of a convolution
+    kind: str, batch: int, side: int, channels: int, *, last: bool, groups: int = 1
+) -> Dish:
+    """Convolution, norm, activation, as in a residual network and in a U-Net."""
+
+    def run() -> None:
+        layout = torch.channels_last if last else torch.contiguous_format
+        with precision(kind):
+            x = torch.randn(batch, channels, side, side, requires_grad=True).to(memory_format=layout)
+            narrow = nn.Conv2d(channels, channels, 3, padding=1, groups=groups, bias=False)
+            wide = nn.Conv2d(channels, 2 * channels, 1, bias=False)
+            half = nn.Conv2d(2 * channels, channels, 3, stride=2, padding=1)
+            batch_norm, group_norm = nn.BatchNorm2d(channels), nn.GroupNorm(min(32, channels), 2 * channels)
+            for layer in (narrow, wide, half):
+                _laid_out(layer, layout)
+            y = functional.relu(batch_norm(narrow(x))) + x
+            y = functional.silu(group_norm(wide(y)))
+            z = half(y)
+            z = torch.cat([functional.interpolate(z, size=(side, side), mode="nearest"), x], 1)
+            loss = functional.max_pool2d(z, 2).float().square().mean() + functional.relu(y).mean()
+        loss.backward()
+
+    need = batch * channels * side * side * 4 * 40
+    style = " channels-last" if last else ""
+    return Dish(f"convolutions {channels} x {side}^2, batch {batch}, {kind}{style}", need, run)
+
+
+def _stem(kind: str, batch: int, side: int, *, last: bool) -> Dish:
+    def run() -> None:
+        layout = torch.channels_last if last else torch.contiguous_format
+        with precision(kind):
+            x = torch.randn(batch, 3, side, side).to(memory_format=layout)
+            first = _laid_out(nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False), layout)
+            y = functional.max_pool2d(functional.relu(nn.BatchNorm2d(64)(first(x))), 3, 2, 1)
+            patches = nn.Conv2d(3, 768, 16, stride=16)(x)
+            loss = y.float().mean() + patches.float().mean()
+        loss.backward()
+
+    return Dish(f"stem {side}^2, batch {batch}, {kind}", batch * side * side * 64 * 30, run)
+
+
+def _sound(kind: str, batch: int, steps: int, channels: int) -> Dish:
+    """Convolutions over time: wide ones, depthwise ones, and a strided one over raw sound."""
+
+    def run() -> None:
+        with precision(kind):
+            raw = torch.randn(batch, 1, steps * 20)
+            first = nn.Conv1d(1, channels, 10, stride=5)(raw)
+            x = torch.randn(batch, channels, steps, requires_grad=True)
+            depth = nn.Conv1d(channels, channels, 31, padding=15, groups=channels)
+            wide = nn.Conv1d(channels, 2 * channels, 1)
+            y = functional.glu(wide(depth(x)), 1)
+            y = functional.silu(nn.BatchNorm1d(channels)(y))
+            loss = (
+                y.float().square().mean() + functional.gelu(nn.GroupNorm(8, channels)(first)).float().mean()
+            )
+        loss.backward()
+
+    return Dish(f"sound {channels} x {steps}, batch {batch}, {kind}", batch * steps * channels * 4 * 80, run)
+
+
+def _recurrent(kind: str, layer: type[nn.LSTM | nn.GRU], batch: int, steps: int, width: int) -> Dish:
+    def run() -> None:
+        with precision(kind):
+            model = layer(width, width, num_layers=2, batch_first=True)
+            x = torch.randn(batch, steps, width, requires_grad=True)
+            out, _ = model(x)
+            loss = out.float().square().mean()
+        loss.backward()
+
+    name = layer.__name__
+    return Dish(f"{name} {width} wide, {batch} x {steps}, {kind}", batch * steps * width * 4 * 60, run)
+
+
+def _tables(kind: str, batch: int) -> Dish:
+    """A recommender: tables, their products, small dense layers."""
+
+    def run() -> None:
+        with precision(kind):
+            tables = nn.ModuleList(nn.Embedding(400_000, 64) for _ in range(4))
+            bag = nn.EmbeddingBag(400_000, 64, mode="sum")
+            picks = torch.randint(400_000, (batch, 4))
+            rows = [table(picks[:, place]) for place, table in enumerate(tables)] + [bag(picks)]
+            x = torch.stack(rows, 1)
+            products = torch.bmm(x, x.transpose(1, 2)).flatten(1)
+            y = nn.Sequential(
+                nn.Linear(25, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1)
+            )
+            loss = functional.binary_cross_entropy_with_logits(
+                y(products).float().squeeze(-1), torch.rand(batch)
+            )
+        loss.backward()
+
+    return Dish(f"tables, batch {batch}, {kind}", 4 * GIB, run)
+
+
+def _experts(kind: str, tokens: int, width: int) -> Dish:
+    """Routing: scores, the best two, rows picked and put back."""
+
+    def run() -> None:
+        with precision(kind):
+            x = torch.randn(tokens, width, requires_grad=True)
+            scores = nn.Linear(width, 8)(x).float().softmax(-1)
+            weight, chosen = scores.topk(2, -1)
+            rows = torch.arange(tokens // 4)
+            picked = x[rows]
+            y = nn.Linear(width, 4 * width)(picked)
+            out = torch.zeros_like(x).index_add(
+                0, rows, nn.Linear(4 * width, width)(functional.gelu(y)).to(x)
+            )
+            loss = out.float().square().mean() + weight.mean() + (chosen == 1).float().mean() * scores.mean()
+        loss.backward()
+
+    return Dish(f"experts, {tokens} tokens, {width} wide, {kind}", tokens * width * 4 * 60, run)
+
+
+def _spread(dtype: torch.dtype, count: int) -> Dish:
+    """Plain operations over one size."""
+
+    def run() -> None:
+        with torch.device("cuda"):
+            x = torch.randn(count // 512, 512, dtype=dtype, requires_grad=True)
+            y = torch.rand(count // 512, 512, dtype=dtype)
+            z = (x * y + 1.0) / (y + 2.0) - x
+            z = (
+                torch.tanh(z)
+                + torch.sigmoid(x)
+                + torch.exp(-y)
+                + y.clamp(min=0.1).sqrt()
+                + torch.rsqrt(y + 1)
+            )
+            z = torch.where(y > MOST, z, x) + x.pow(2) + x.abs() + functional.leaky_relu(x)
+            z = functional.dropout(z, 0.1).masked_fill(y > MOST, 0.0)
+            square = z.view(-1, 8, 64, 512 // 64 * 8)[:, :, :, :64]
+            loss = square.transpose(1, 2).contiguous().float().mean() + z.float().sum(0).mean()
+            loss = loss + z.mean(-1).float().mean() + torch.cat([x, z], -1).float().norm()
+            loss = loss + functional.mse_loss(z, y).float() + z.cumsum(-1).float().mean() + z.amax(-1).mean()
+            loss = loss + functional.softmax(x, -1).float().std()
+        loss.backward()
+
+    return Dish(f"plain operations, {count} x {dtype}", count * 4 * 60, run)
+
+
+def _optimizers(sizes: list[int], dtype: torch.dtype, what: str) -> Dish:
+    def run() -> None:
+        weights = [torch.randn(size, dtype=dtype, device="cuda").requires_grad_(True) for size in sizes]
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        makers: list[Any] = [
+            lambda: torch.optim.AdamW(weights, fused=True),
+            lambda: torch.optim.AdamW(weights, foreach=True),
+            lambda: torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=True),
+            lambda: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
+            lambda: torch.optim.Adagrad(weights, foreach=True),
+            lambda: torch.optim.AdamW(weights[:4], foreach=False),
+        ]
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        for make in makers:
+            make().step()
+
+    return Dish(f"optimizers, {what}", sum(sizes) * 4 * 10, run)
+
+
+def menu() -> list[Dish]:
+    """Every dish, what matters most first."""
+    layers = [768 * 768 * 4, 768 * 3072, 3072 * 768, 768, 768, 3072] * 12 + [50304 * 768]
+    wide = [4096 * 4096] * 8 + [4096 * 14336] * 3 + [4096] * 20
+    narrow = [512 * 512 * 9, 512, 512, 256 * 256 * 9, 256, 256] * 8
+    dishes = [
+        _language("bf16", 768, 12, 16, 1024, 50304),
+        _language("bf16", 4096, 32, 2, 2048, 128_256, inner=14336, groups=8, gated=True),
+        _optimizers(layers, torch.float32, "124 M in 73 tensors"),
+        _optimizers(wide, torch.bfloat16, "310 M in 31 bf16 tensors"),
+        _optimizers(narrow, torch.float32, "24 M in 48 tensors"),
+        _convolutions("bf16", 64, 56, 64, last=True),
+        _convolutions("bf16", 64, 14, 256, last=True),
+        _convolutions("bf16", 64, 32, 128, last=False),
+        _stem("bf16", 128, 224, last=True),
+        _recurrent("bf16", nn.LSTM, 64, 128, 1024),
+        _tables("fp32", 16384),
+    ]
+    for kind in ("bf16", "bf16-true", "fp16", "tf32", "fp32"):
+        dishes += [
+            _language(kind, 256, 4, 16, 256, 1024),
+            _language(kind, 512, 8, 32, 512, 8192, causal=False),
+            _language(kind, 768, 12, 4, 1024, 50304),
+            _language(kind, 1024, 16, 8, 512, 30522, causal=False),
+            _language(kind, 2048, 16, 4, 2048, 32000, inner=5632, groups=4, gated=True),
+            _language(kind, 4096, 32, 4, 1024, 4096, inner=14336, groups=8, gated=True),
+            _language(kind, 768, 12, 4, 1024, 1024, spelt_out=True),
+            _language(kind, 1024, 8, 32, 128, 512),
+            # A vocabulary that is a multiple of nothing: rows of the scores are not aligned.
+            _language(kind, 768, 12, 4, 1024, 50257),
+        ]
+        for last in (True, False):
+            dishes += [
+                _convolutions(kind, 32, 64, 128, last=last),
+                _convolutions(kind, 128, 56, 64, last=last),
+                _convolutions(kind, 128, 28, 128, last=last),
+                _convolutions(kind, 128, 14, 256, last=last),
+                _convolutions(kind, 128, 7, 512, last=last),
+                _convolutions(kind, 32, 16, 512, last=last),
+                _stem(kind, 64, 224, last=last),
+            ]
+        dishes += [
+            _sound(kind, 16, 400, 512),
+            _sound(kind, 32, 800, 256),
+            _recurrent(kind, nn.LSTM, 64, 128, 512),
+            _recurrent(kind, nn.LSTM, 64, 256, 1024),
+            _recurrent(kind, nn.GRU, 32, 128, 1024),
+            _experts(kind, 8192, 1024),
+            _tables(kind, 32768),
+            _convolutions(kind, 32, 28, 192, last=False, groups=192),
+        ]
+    for dtype in (torch.float32, torch.bfloat16):
+        dishes += [_spread(dtype, 1 << size) for size in (16, 20, 23, 26)]
+    return dishes

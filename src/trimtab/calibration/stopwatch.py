@@ -1,0 +1,75 @@
+"""Times every different operation of a program on a GPU, described as the tracer describes it.
+
+The stopwatch sits below autograd, where the tracer's recorder sits, so that a point of a calibration and an
+operation of a prediction are the same thing under the same name.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trimtab.trace.op_cost import traits, work
+
+if TYPE_CHECKING:
+    from trimtab.spec import Work
+
+QUEUE_CYCLES = 1_500_000
+"""The GPU sleeps so long, about a millisecond, while the host queues what is timed: short kernels would
+otherwise be timed at the pace of the host."""
+AIM_S = 1.5e-3
+"""Each operation is repeated for about so long."""
+MOST_REPEATS = 40
+UNTIMED = {"wait", "view", "call", "collective"}
+
+
+class Stopwatch(TorchDispatchMode):
+    """Seconds of each different work, measured the first time it is met."""
+
+    def __init__(self, until: float = float("inf")) -> None:
+        super().__init__()
+        self.times: dict[Work, float] = {}
+        self.until = until
+        """No new work is timed after this moment of the clock."""
+        self.counts: dict[Work, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.name().partition(".")[0] if hasattr(func, "name") else str(func)
+        done = work(func, name, args, kwargs, out)
+        if done is None or done.kind in UNTIMED or not done.kernels:
+            return out
+        self.counts[done] = self.counts.get(done, 0) + 1
+        if done not in self.times and time.monotonic() < self.until and _repeatable(func, args):
+            self.times[done] = _seconds(func, args, kwargs)
+        return out
+
+
+def _repeatable(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether doing it again is harmless: indices that are changed in place soon point outside of tables."""
+    _, written = traits(func)
+    changed = [args[place] for place in written if place < len(args)]
+    return all(not isinstance(one, torch.Tensor) or one.is_floating_point() for one in changed)
+
+
+def _seconds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    once = _repeated(func, args, kwargs, 2)
+    repeats = max(3, min(MOST_REPEATS, round(AIM_S / max(once, 1e-7))))
+    return min(_repeated(func, args, kwargs, repeats), once)
+
+
+def _repeated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(QUEUE_CYCLES)  # noqa: SLF001 - there is no public way to keep the GPU busy
+    begin.record()
+    for _ in range(count):
+        func(*args, **kwargs)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / count

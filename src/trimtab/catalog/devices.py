@@ -1,0 +1,238 @@
+"""Finds a device by what drivers report and by what people type, and never guesses.
+
+Names are compared whole, after case, vendor words and punctuation are dropped: an A10 is not the
+beginning of an A100, and an RTX 4090 Laptop GPU is not an RTX 4090.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from trimtab.catalog.tables import DeviceRow, ambiguous, devices
+from trimtab.errors import UnknownName, WrongUse, nearest, shortened
+from trimtab.spec import Peaks, Vendor
+
+if TYPE_CHECKING:
+    from trimtab.catalog.tables import DeviceRow
+
+
+_VENDOR_WORDS = re.compile(r"\b(nvidia|geforce|tesla|quadro|amd|instinct|radeon|generation)\b|\(tm\)|\(r\)")
+_PUNCTUATION = re.compile(r"[^a-z0-9]")
+# A size stands on its own: the G of "A100-40G" is a unit, the G of "A10G" is not.
+_SIZE_SUFFIX = re.compile(r"(?<![a-z0-9])(\d+)\s*(gib|gb|g)(?![a-z0-9])")
+# 1g.5gb, 3g.20gb, 1g.10gb+me: how NVIDIA names the parts of a GPU.
+_SLICE = re.compile(r"(?<![a-z0-9])(mig(?![a-z0-9])|[1-7]g\.\d+gb)", re.IGNORECASE)
+_COUNT_LAST = re.compile(r"(.+?)\s*[xX*]\s*(\d+)")
+
+
+def plain_name(name: str) -> str:
+    """What is left of a name when case, vendor and punctuation are dropped.
+
+    >>> plain_name("NVIDIA A100-SXM4-40GB"), plain_name("a100 sxm4 40g"), plain_name("rtx-4090")
+    ('a100sxm440', 'a100sxm440', 'rtx4090')
+    """
+    lower = name.lower().replace("_", "-")
+    lower = _SIZE_SUFFIX.sub(r"\1", lower)
+    return _PUNCTUATION.sub("", _VENDOR_WORDS.sub(" ", lower))
+
+
+@cache
+def _by_driver() -> dict[str, DeviceRow]:
+    return {plain_name(driver): row for row in devices() for driver in row.drivers}
+
+
+@cache
+def _by_typed() -> dict[str, tuple[DeviceRow, str]]:
+    """Plain name to the row and the note that goes with that spelling, driver names included."""
+    found = {plain_name(typed): (row, row.taken.get(typed, "")) for row in devices() for typed in row.typed}
+    for driver, row in _by_driver().items():
+        # "Quadro RTX 6000" and "RTX 6000" have one plain name; the typed one carries the note.
+        found.setdefault(driver, (row, ""))
+    for row in devices():
+        # What plans and tables call it can be typed too.
+        found.setdefault(plain_name(row.name), (row, ""))
+    return found
+
+
+def reported(name: str) -> DeviceRow | None:
+    """The row of a device by the name its driver reports; None for a device not in the catalogue."""
+    return _by_driver().get(plain_name(name))
+
+
+def typed(name: str, *, given: str = "") -> tuple[DeviceRow, str]:
+    """The row of a device by what a person typed, and a note on what was taken where a choice was open.
+
+    >>> typed("4090")[0].name
+    'GeForce RTX 4090'
+    >>> typed("RTX 6000")[1][:31]
+    'RTX 6000 is the Turing card of '
+    """
+    plain = plain_name(name)
+    if found := _by_typed().get(plain):
+        row, note = found
+        # The full driver name leaves no choice open.
+        return row, "" if name in row.drivers else note
+    given = given or f"device {name!r}"
+    for one in ambiguous():
+        if plain == plain_name(one.typed):
+            raise WrongUse(
+                given,
+                found=f"{one.typed} comes in {len(one.choices)} sizes: {', '.join(one.choices)}",
+                cure=f"Say which, as in {one.choices[0]}.",
+            )
+    backwards = _COUNT_LAST.fullmatch(name)
+    if backwards and plain_name(backwards.group(1)) in _by_typed():
+        raise WrongUse(
+            given,
+            found="the count stands after the name",
+            cure=f"Write {backwards.group(2)}x{backwards.group(1)}.",
+        )
+    if _SLICE.search(name):
+        raise WrongUse(
+            given,
+            found="a MIG slice has no name of its own here: what it gets depends on how its GPU was cut",
+            cure="Ask the machine that has it: trimtab detect --json > FILE, then --on FILE.",
+        )
+    raise _unknown(name, given)
+
+
+def _unknown(name: str, given: str) -> UnknownName:
+    known = [row.typed[0] for row in devices()]
+    close = nearest(name, known) or nearest(plain_name(name), known)
+    listing = "`trimtab detect --list` shows every name."
+    if not close:
+        return UnknownName(given, found=f"no device is called {shortened(name)!r}", cure=listing)
+    return UnknownName(
+        given,
+        found=f"no device is called {shortened(name)!r}; the nearest are {', '.join(close)}",
+        cure=f"Use one of those; {listing}",
+    )
+
+
+# Turns what is known of a device into a Device: from its row, or by a rule from its own properties.
+
+
+FLOP_PER_CLOCK = {
+    "7.0": 1024,
+    "7.5": 1024,
+    "8.0": 2048,
+    "8.6": 1024,
+    "8.9": 1024,
+    "9.0": 4096,
+    "10.0": 8192,
+    "10.3": 8192,
+    "12.0": 1024,
+}
+"""Dense fp16 operations per clock and multiprocessor with fp32 accumulation, by compute capability.
+Times multiprocessors and the specified clock it gives the catalogue's figure within 1.2 % on every row
+marked A. GeForce parts run at half of it, and so do the L40 and the A10G, which have rows of their own."""
+
+CORES_PER_MULTIPROCESSOR = {"7": 64, "7.5": 64, "8.0": 64, "8": 128, "9": 128, "10": 128, "12": 128}
+"""fp32 lanes per multiprocessor, by compute capability, exact before major."""
+
+FIRST_BF16_MAJOR = 8
+"""Ampere. Older devices emulate bf16: PyTorch then says it is supported, and it is slow."""
+FIRST_FP8 = (8, 9)
+"""Ada."""
+
+
+def capability(text: str) -> tuple[int, int] | None:
+    """NVIDIA's compute capability as numbers; None for an AMD name.
+
+    >>> capability("8.6"), capability("gfx942")
+    ((8, 6), None)
+    """
+    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+    return (int(match.group(1)), int(match.group(2))) if match else None
+
+
+def has_bf16(compute_capability: str) -> bool:
+    """Whether bf16 runs on the hardware: from sm_80 up, and on every AMD Instinct in the catalogue."""
+    numbers = capability(compute_capability)
+    return numbers is None or numbers[0] >= FIRST_BF16_MAJOR
+
+
+def cores_per_multiprocessor(compute_capability: str) -> int | None:
+    """fp32 lanes per multiprocessor; None for a generation that is not known."""
+    major = compute_capability.split(".", maxsplit=1)[0]
+    table = CORES_PER_MULTIPROCESSOR
+    return table.get(compute_capability, table.get(major))
+
+
+def row_peaks(row: DeviceRow) -> Peaks:
+    """The catalogue's TFLOP/s as operations per second."""
+    rates = {key: getattr(row, key) for key in Peaks.__struct_fields__}
+    return Peaks(**{key: rate * 1e12 if rate else None for key, rate in rates.items()})
+
+
+def row_vendor(row: DeviceRow) -> Vendor:
+    """Who made it."""
+    return Vendor(row.vendor)
+
+
+def row_facts(row: DeviceRow) -> dict[str, Any]:
+    """A row for programs to read: bytes and operations per second, with its source."""
+    peaks = row_peaks(row)
+    return {
+        "name": row.typed[0],
+        "model": row.name,
+        "also": [*row.typed[1:], *(one for one in row.drivers if one not in row.typed)],
+        "vendor": row.vendor,
+        "compute_capability": row.compute_capability,
+        "bf16": has_bf16(row.compute_capability),
+        "memory_bytes": row.usable_bytes,
+        "bandwidth_bytes_per_s": row.bandwidth_gbs * 1e9,
+        "peaks": peaks.to_builtins(),
+        "source": row.source,
+        "memory_source": row.usable_source or None,
+        "verification": list(row.verification),
+    }
+
+
+WITHOUT_TENSOR_CORES = re.compile(
+    r"\b(GTX 16\d\d|MX ?[45]\d\d|T(400|500|550|600|1000|1200|2000))\b", re.IGNORECASE
+)
+"""Turing chips of compute capability 7.5 that have no tensor cores (TU116, TU117), by their names."""
+
+
+def derived_peaks(name: str, compute_capability: str, multiprocessors: int, clock_hz: float) -> Peaks | None:
+    """Peaks of an NVIDIA device that the catalogue lacks, from its own properties.
+
+    multiprocessors x clock x FLOP_PER_CLOCK, halved for a GeForce; bf16 equals fp16 from sm_80, tf32 is half
+    of it (on a GeForce that equals fp32), fp8 twice it from sm_89. None for a generation with no known rate;
+    fp32 alone for the Turing chips without tensor cores.
+    The clock a driver reports is the highest, not the specified one: 8 % above it on an H100, 23 % on an
+    RTX 4090, so the peaks come out too high by as much.
+
+    >>> derived_peaks("NVIDIA H100", "9.0", 132, 1.83e9).bf16 / 1e12
+    989.42976
+    """
+    rate, lanes = FLOP_PER_CLOCK.get(compute_capability), cores_per_multiprocessor(compute_capability)
+    numbers = capability(compute_capability)
+    if rate is None or lanes is None or numbers is None:
+        return None
+    if compute_capability == "7.5" and WITHOUT_TENSOR_CORES.search(name):
+        return Peaks(fp32=multiprocessors * clock_hz * lanes * 2)
+    half = "geforce" in name.lower()
+    fp16 = multiprocessors * clock_hz * rate / (2 if half else 1)
+    ampere = numbers[0] >= FIRST_BF16_MAJOR
+    return Peaks(
+        fp32=multiprocessors * clock_hz * lanes * 2,
+        tf32=fp16 / 2 if ampere else None,
+        fp16=fp16,
+        bf16=fp16 if ampere else None,
+        fp8=fp16 * 2 if numbers >= FIRST_FP8 else None,
+    )
+
+
+def derived_bandwidth(bus_width_bits: int, memory_clock_hz: float) -> float:
+    """Memory bandwidth from bus width and memory clock, two transfers a clock.
+
+    The driver's memory clock already carries the factors of GDDR6X and HBM3e, so one rule does.
+
+    >>> round(derived_bandwidth(384, 10501e6) / 1e9), round(derived_bandwidth(5120, 1593e6) / 1e9)
+    (1008, 2039)
+    """
+    return bus_width_bits / 8 * memory_clock_hz * 2

@@ -1,0 +1,533 @@
+"""The words of a plan: why each choice, what was refused, and the recommendation in a sentence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trimtab.planner.batch_split import is_exact, micro_batches, rank_samples
+from trimtab.planner.protocol import room_bytes
+from trimtab.planner.search import TIE, run_s
+from trimtab.planner.space import USUAL_WORKERS
+from trimtab.spec import Allocator, Candidate, Look, Objective, Reason, Recompute, Rejection
+from trimtab.strategies import strategy_of
+from trimtab.units import format_bytes, format_duration, format_flops, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from trimtab.planner.search import Evaluated, Result
+    from trimtab.planner.space import Family, Space
+    from trimtab.spec import Cluster, Comparison, Estimate, Policy, Setting, Workload
+
+FEW = 0.1
+"""Shares below this are told with a digit behind the point."""
+NOISE = 0.005
+"""Times closer than this are called equal."""
+
+
+def finished(estimate: Estimate, setting: Setting, workload: Workload) -> Estimate:
+    """The estimate with what the horizon adds: hours and GPU-hours."""
+    if estimate.step_s is None:
+        return estimate
+    seconds = run_s(workload, estimate.step_s)
+    hours = None if seconds is None else seconds / 3600
+    return estimate.replace(
+        samples_per_s=setting.global_batch / estimate.step_s if estimate.step_s else None,
+        hours=hours,
+        gpu_hours=None if hours is None else hours * setting.gpus,
+    )
+
+
+def cost(estimate: Estimate | None, policy: Policy) -> float | None:
+    """Of the whole run, in the currency of the price."""
+    if estimate is None or estimate.gpu_hours is None or policy.price_per_gpu_hour is None:
+        return None
+    return estimate.gpu_hours * policy.price_per_gpu_hour
+
+
+def per_step(step_s: float) -> str:
+    """A step's time, with three digits that matter."""
+    return f"{step_s:.3g} s" if step_s >= 1 else f"{step_s * 1000:.3g} ms"
+
+
+def reasons(best: Evaluated, result: Result, space: Space, cluster: Cluster) -> tuple[Reason, ...]:
+    """Every choice of the plan with why it was made."""
+    setting = best.setting
+    told = [
+        ("gpus", f"{setting.gpus} of {len(cluster.devices)}", _why_gpus(best, result, space, cluster)),
+        ("strategy", setting.strategy.value, _why_strategy(best, result, space)),
+        ("micro_batch", str(setting.micro_batch), _why_micro(best, result, space)),
+        ("accumulation", str(setting.accumulation), _why_rounds(setting)),
+        ("precision", setting.precision.value, _why_precision(best, space)),
+        ("recompute", setting.recompute.value, _why_recompute(best, result, space)),
+        ("compile", "yes" if setting.compile else "no", _why_compile(best, result, space)),
+        (
+            "optimizer",
+            setting.optimizer.value,
+            _pinned(space, "optimizer") or "one kernel updates all weights",
+        ),
+        ("allocator", setting.allocator.value, _why_allocator(best, space)),
+        ("workers", str(setting.workers), _why_workers(best, space)),
+    ]
+    return tuple(Reason(subject=subject, value=value, why=why) for subject, value, why in told)
+
+
+def _pinned(space: Space, key: str) -> str:
+    return "pinned" if key in space.policy.pins else ""
+
+
+def _against(best: Evaluated, result: Result, get: Callable[[Setting], Any]) -> list[str]:
+    """How the other values of one choice fared, each at its best."""
+    others: dict[Any, list[Evaluated]] = {}
+    for one in result.seen:
+        if get(one.setting) != get(best.setting):
+            others.setdefault(get(one.setting), []).append(one)
+    unseen: dict[Any, float] = {}
+    for family, (_, least) in result.beaten.items():
+        name = get(family.setting(family.cuts[-1]))
+        # Where a bound is well below what was found, that is not yet the best of this value.
+        found = [one.estimate.step_s or 0.0 for one in others.get(name, ()) if one.fits]
+        if name != get(best.setting) and least and least * (1 + TIE) < min(found, default=math.inf):
+            unseen[name] = min(least, unseen.get(name, least))
+    told = [_fared(str(value), seen, best) for value, seen in others.items() if value not in unseen]
+    return told + [
+        f"{name} takes {per_step(least)} a step at the very least" for name, least in unseen.items()
+    ]
+
+
+def _fared(name: str, seen: list[Evaluated], best: Evaluated) -> str:
+    fitting = [one for one in seen if one.fits]
+    if not fitting:
+        least = min(one.estimate.need_bytes for one in seen)
+        return f"{name} does not fit ({format_bytes(least)} of {format_bytes(seen[0].allowed_bytes)})"
+    times = [one.estimate.step_s for one in fitting if one.estimate.step_s is not None]
+    if not times or best.estimate.step_s is None:
+        return f"{name} fits too"
+    return f"{name} {compared(min(times), best.estimate.step_s)}"
+
+
+def compared(step_s: float, best_s: float) -> str:
+    """A step's time beside the choice's."""
+    more = step_s / best_s - 1
+    if abs(more) < NOISE:
+        return f"takes as long ({per_step(step_s)} a step)"
+    return f"takes {per_step(step_s)} a step ({more:{'+.1%' if abs(more) < FEW else '+.0%'}})"
+
+
+def _why_gpus(best: Evaluated, result: Result, space: Space, cluster: Cluster) -> str:
+    if said := _pinned(space, "gpus"):
+        return said
+    names = " and ".join(best.layout.kinds)
+    told = [f"{best.setting.gpus} x {names}"]
+    if best.estimate.step_s is not None:
+        told.append(f"{per_step(best.estimate.step_s)} a step")
+    tied = _tied(best, result, _on)
+    if best.layout.device.slice and len(cluster.devices) > 1:
+        told.append("MIG slices cannot work on one job together")
+    elif tied:
+        told.append(tied)
+    elif best.setting.gpus < len(cluster.devices):
+        told += _against(best, result, _on)[-2:] or ["more would not be better"]
+    return ", ".join(told)
+
+
+def _on(setting: Setting) -> str:
+    """A number of GPUs as the subject of what was found there."""
+    return f"on {setting.gpus} it"
+
+
+def _tied(best: Evaluated, result: Result, get: Callable[[Setting], Any]) -> str:
+    """What is a little faster and not as simple; empty where nothing is, or nothing that differs in this."""
+    first = result.fastest
+    if first is None or get(first.setting) == get(best.setting):
+        return ""
+    if first.estimate.step_s is None or best.estimate.step_s is None:
+        return f"{get(first.setting)} would be no better"
+    less = 1 - first.estimate.step_s / best.estimate.step_s
+    return (
+        f"{get(first.setting)} would take {per_step(first.estimate.step_s)} (-{less:.1%}), and within "
+        f"{TIE:.0%} predictions cannot tell: the simpler is taken"
+    )
+
+
+def _why_strategy(best: Evaluated, result: Result, space: Space) -> str:
+    if said := _pinned(space, "strategy"):
+        return said
+    setting = best.setting
+    strategy = strategy_of(setting)
+    what = strategy.explain(setting.mesh)
+    if not strategy.needs_several_gpus:
+        return what
+    if setting.shares:
+        return f"{what}; unlike GPUs share the batch out by speed: {split(best)}"
+    alike = _only(result, lambda one: one.gpus, best)
+    others = _against(best, alike, lambda one: one.strategy.value)
+    first = result.fastest
+    tied = _tied(best, alike, lambda one: one.strategy.value)
+    if first is not None and tied and first.setting.gpus == setting.gpus:
+        others = [tied, *(one for one in others if not one.startswith(f"{first.setting.strategy} "))]
+    return "; ".join([what, *others])
+
+
+def _only(result: Result, alike: Callable[[Setting], Any], best: Evaluated) -> Result:
+    """What was found of settings that are like the choice in one respect."""
+    beaten = {
+        family: told
+        for family, told in result.beaten.items()
+        if alike(family.setting(family.cuts[-1])) == alike(best.setting)
+    }
+    seen = [one for one in result.seen if alike(one.setting) == alike(best.setting)]
+    return replace(result, seen=seen, beaten=beaten)
+
+
+def split(best: Evaluated) -> str:
+    """Who takes how much of the batch."""
+    named: dict[tuple[str, int, int, int], int] = {}
+    for place, share in zip(best.layout.places, best.setting.shares, strict=True):
+        key = (place.name, share.samples, share.micro_batch, share.accumulation)
+        named[key] = named.get(key, 0) + 1
+    return ", ".join(
+        f"{count} x {name} {samples} samples ({micro} x {rounds})"
+        for (name, samples, micro, rounds), count in named.items()
+    )
+
+
+def _why_micro(best: Evaluated, result: Result, space: Space) -> str:
+    setting = best.setting
+    if setting.shares:
+        return "the largest of the ranks"
+    if said := _pinned(space, "micro_batch"):
+        return said
+    same = [
+        one
+        for one in result.seen
+        if (one.setting.mesh, one.setting.recompute, one.setting.compile, one.setting.strategy)
+        == (setting.mesh, setting.recompute, setting.compile, setting.strategy)
+    ]
+    told = []
+    larger = [one for one in same if one.setting.micro_batch > setting.micro_batch]
+    smaller = [one for one in same if one.setting.micro_batch < setting.micro_batch]
+    limit = next((most for one, most in result.limits.items() if _is_of(setting, one, best)), None)
+    if limit == setting.micro_batch:
+        told.append("the largest that fits")
+    if larger:
+        nearest = min(larger, key=lambda one: one.setting.micro_batch)
+        told.append(_fared(str(nearest.setting.micro_batch), [nearest], best))
+    elif setting.accumulation == 1:
+        told.append("a rank's whole share of the batch")
+    elif limit is None:
+        told.append("larger ones would be no faster")
+    if smaller:
+        nearest = max(smaller, key=lambda one: one.setting.micro_batch)
+        told.append(_fared(str(nearest.setting.micro_batch), [nearest], best))
+    return "; ".join(told)
+
+
+def _is_of(setting: Setting, family: Family, best: Evaluated) -> bool:
+    own = (setting.strategy, setting.mesh, setting.recompute, setting.compile, best.layout)
+    return own == (family.strategy, family.mesh, family.recompute, family.compile, family.layout)
+
+
+def _why_rounds(setting: Setting) -> str:
+    """The identity of the global batch, in numbers."""
+    micro, rounds, ranks, whole = (
+        setting.micro_batch,
+        setting.accumulation,
+        setting.data_parallel,
+        setting.global_batch,
+    )
+    if setting.shares:
+        return f"{' + '.join(str(one.samples) for one in setting.shares)} = {whole}, exactly"
+    if is_exact(whole, ranks, micro, rounds):
+        return f"{micro} x {rounds} x {ranks} data-parallel = {whole}, exactly"
+    sizes = {samples: micro_batches(samples, micro)[-1] for samples in rank_samples(whole, ranks)}
+    last = ", ".join(f"{samples} samples end in a micro-batch of {size}" for samples, size in sizes.items())
+    product = f"{micro} x {rounds} x {ranks} is more than {whole}"
+    return f"{product}: the last is smaller, so that it is {whole} exactly ({last})"
+
+
+def _why_precision(best: Evaluated, space: Space) -> str:
+    if said := _pinned(space, "precision"):
+        return said
+    device = best.layout.device
+    name = device.kind
+    if space.failed_precisions:
+        return "; ".join(f"{one.precision} fails: {one.why}" for one in space.failed_precisions)
+    dtypes = best.setting.dtypes
+    if not dtypes.is_narrow:
+        return f"what {name} runs faster is not known"
+    rate = device.peaks.of(dtypes.products)
+    peak = f", {format_flops(rate)} dense" if rate else ""
+    if dtypes.scales_loss:
+        return f"{name} only emulates bf16; {best.setting.precision} with loss scaling{peak}"
+    return f"{name} has it in hardware{peak}; weights stay fp32"
+
+
+def _why_recompute(best: Evaluated, result: Result, space: Space) -> str:
+    if said := _pinned(space, "recompute"):
+        return said
+    others = _against(best, _only(result, lambda one: one.mesh, best), lambda one: one.recompute.value)
+    if best.setting.recompute is Recompute.NONE:
+        return "; ".join(["it fits without computing anything twice", *others])
+    return "; ".join(others) or "it needs less memory"
+
+
+def _why_compile(best: Evaluated, result: Result, space: Space) -> str:
+    if said := _pinned(space, "compile"):
+        return said
+    if best.setting.sync_batchnorm and best.setting.gpus > 1:
+        return "sync_batchnorm is not compiled on several GPUs"
+    others = _against(
+        best, _only(result, lambda one: one.mesh, best), lambda one: "compiled" if one.compile else "eager"
+    )
+    if others:
+        return "; ".join(others)
+    failed = [error.found for _, error in result.failed.values()]
+    if failed and not best.setting.compile:
+        return failed[0]
+    return "it takes fewer and larger kernels" if best.setting.compile else "it would be no better"
+
+
+def _why_allocator(best: Evaluated, space: Space) -> str:
+    said = _pinned(space, "allocator")
+    if best.is_tight:
+        return f"{said}; {best.estimate.verdict_reason}" if said else best.estimate.verdict_reason
+    if said:
+        return said
+    high, most = format_bytes(best.estimate.band.high_bytes), format_bytes(best.allowed_bytes)
+    if best.setting.allocator is Allocator.DEFAULT:
+        return f"{high} at most, {most} may be used"
+    return f"the default one would keep more in pieces than may be used; this way {high} of {most}"
+
+
+def _why_workers(best: Evaluated, space: Space) -> str:
+    if said := _pinned(space, "workers"):
+        return said
+    nodes = best.layout.cluster.nodes
+    cores = [node.cpu_cores for node in nodes if node.cpu_cores]
+    if len(cores) < len(nodes):
+        return f"the cores are not known; {USUAL_WORKERS} per GPU is usual"
+    count = len(nodes[0].devices)
+    return f"{min(cores)} cores for {plural(count, 'GPU')}, one each kept for the rank itself"
+
+
+def rejections(result: Result, space: Space, more: Iterable[Rejection] = ()) -> tuple[Rejection, ...]:
+    """Everything that was refused, by cause: what was found out first, then what is fixed by rule."""
+    listed = _too_large(result, space)
+    if result.too_late:
+        deadline = format_duration(space.policy.deadline_s or 0.0)
+        listed.append(
+            Rejection(why=f"ends later than the deadline of {deadline} allows", count=result.too_late)
+        )
+    listed += [
+        Rejection(why=f"could not be predicted: {found}", count=many)
+        for found, (many, _) in result.failed.items()
+    ]
+    listed += [
+        Rejection(why=f"{one.precision} could not be predicted: {one.why}", count=one.count)
+        for one in space.failed_precisions
+    ]
+    return (*listed, *_beaten(result, space.policy), *space.refused, *more)
+
+
+def _too_large(result: Result, space: Space) -> list[Rejection]:
+    by_strategy: dict[str, list[tuple[int, int, Family]]] = {}
+    for family, (many, least) in result.too_large.items():
+        by_strategy.setdefault(family.strategy.value, []).append((many, least, family))
+    listed = []
+    for strategy, rows in by_strategy.items():
+        needs = [least for _, least, _ in rows if least]
+        need = f" {format_bytes(min(needs))} or more are needed," if needs else ""
+        first = rows[0][2]
+        most = format_bytes(space.policy.memory_share * room_bytes(first.layout.device))
+        listed.append(
+            Rejection(
+                why=f"{strategy}: too large,{need} {most} may be used",
+                count=sum(many for many, _, _ in rows),
+                example=first.setting(first.cuts[-1]),
+            )
+        )
+    return listed
+
+
+def _beaten(result: Result, policy: Policy) -> list[Rejection]:
+    by_strategy: dict[str, tuple[int, float]] = {}
+    for family, (many, least) in result.beaten.items():
+        had, lowest = by_strategy.get(family.strategy.value, (0, least))
+        by_strategy[family.strategy.value] = (had + many, min(lowest, least))
+    best_s = None if result.best is None else result.best.estimate.step_s
+    return [
+        Rejection(why=f"{strategy}: {why_beaten(least, best_s, policy)}", count=many)
+        for strategy, (many, least) in by_strategy.items()
+    ]
+
+
+def why_beaten(least: float, best_s: float | None, policy: Policy) -> str:
+    """Say why settings that take at least `least` seconds a step were not looked at more closely."""
+    if policy.objective is Objective.SPEED and best_s and 0 < least < best_s:
+        return (
+            f"at most {best_s / least - 1:.1%} faster than the choice, which predictions cannot tell; "
+            "the choice is simpler"
+        )
+    return f"cannot be better than the choice{_at_least(least, policy)}"
+
+
+def _at_least(least: float, policy: Policy) -> str:
+    """The bound that rules settings out, where it is a time."""
+    if policy.objective is Objective.SPEED and least:
+        return f", {per_step(least)} a step at the very least"
+    return {Objective.GPUS: ", by GPUs and time", Objective.COST: ", by GPU-hours"}.get(policy.objective, "")
+
+
+def candidates(result: Result, workload: Workload) -> tuple[Candidate, ...]:
+    """The runners-up, with why they lost."""
+    assert result.best is not None  # noqa: S101 - nobody runs up to nothing
+    best = result.best
+    return tuple(
+        Candidate(
+            setting=one.setting,
+            estimate=finished(one.estimate, one.setting, workload),
+            why=_lost(one, best) + _elsewhere(one, best) + "; releases cached blocks" * one.is_tight,
+        )
+        for one in result.runners_up
+    )
+
+
+def _elsewhere(one: Evaluated, best: Evaluated) -> str:
+    """Which devices, where they are not of the kinds that the choice has."""
+    return "" if one.layout.kinds == best.layout.kinds else f" ({' and '.join(one.layout.kinds)})"
+
+
+def looks(result: Result) -> tuple[Look, ...]:
+    """All that was looked at, each setting once."""
+    each = {one.setting: one for one in (*result.seen, *([result.best] if result.best else []))}
+    return tuple(
+        Look(
+            setting=setting,
+            process_bytes=one.estimate.process_bytes,
+            high_bytes=one.estimate.band.high_bytes,
+            samples_per_s=setting.global_batch / one.estimate.step_s if one.estimate.step_s else None,
+            fits=one.fits,
+        )
+        for setting, one in each.items()
+    )
+
+
+def _lost(one: Evaluated, best: Evaluated) -> str:
+    if one.estimate.step_s is None or best.estimate.step_s is None:
+        return "more rounds, more recomputing or fewer GPUs; times are not known"
+    more = one.estimate.step_s / best.estimate.step_s - 1
+    if one.setting.gpus > best.setting.gpus and more < NOISE:
+        more = one.setting.gpus - best.setting.gpus
+        return plural(more, "more GPU")
+    if abs(more) < NOISE:
+        return "no faster"
+    if more < 0:
+        return f"{more:+.1%} a step, less simple"
+    return f"{more:+.1%} a step" if abs(more) < 1 else f"{more + 1:.1f} times as long"
+
+
+def recommendation(
+    best: Evaluated,
+    space: Space,
+    cluster: Cluster,
+    rows: tuple[Comparison, ...],
+    fastest: Evaluated | None = None,
+) -> str:
+    """The answer in a sentence or two; `fastest` is what was a little better and not as simple."""
+    said = _answer(best, space, cluster, rows, fastest)
+    return f"{said} {_tight_words(best, space.policy)}" if best.is_tight else said
+
+
+def _tight_words(best: Evaluated, policy: Policy) -> str:
+    """The warning of a plan that fits only because torch releases cached blocks."""
+    said = (
+        "It fits only because torch releases cached blocks: "
+        f"{format_bytes(best.estimate.band.high_bytes)} are wanted and {format_bytes(best.allowed_bytes)} "
+        "may be used"
+    )
+    if policy.memory_share < 1:
+        said += (
+            f" (--memory {policy.memory_share:g}; torch takes more as long as the GPU has it, unless "
+            "torch.cuda.set_per_process_memory_fraction stops it)"
+        )
+    releases = best.estimate.releases_per_step
+    slower = "steps take longer than predicted" if releases else "only the first steps take longer"
+    return f"{said}; {slower}."
+
+
+def _answer(
+    best: Evaluated, space: Space, cluster: Cluster, rows: tuple[Comparison, ...], fastest: Evaluated | None
+) -> str:
+    policy, workload, setting = space.policy, space.workload, best.setting
+    count, total = setting.gpus, len(cluster.devices)
+    gpus = plural(count, "GPU")
+    estimate = finished(best.estimate, setting, workload)
+    if estimate.step_s is None:
+        fit = format_bytes(estimate.process_bytes)
+        known = (
+            f"Use {gpus}: it fits in {fit}. How long it takes is not known, since the device's speed is not."
+        )
+        return f"{known}{_short_epoch(workload)}"
+    if estimate.hours is None:
+        rate = f"{estimate.samples_per_s:.3g} samples/s"
+        return f"Use {gpus} of {total}: {rate}. The job does not say how many samples there are."
+    took = format_duration(estimate.hours * 3600)
+    spent = f"{estimate.gpu_hours:.3g} GPU-hours"
+    price = cost(estimate, policy)
+    spent += f", cost {price:,.2f}" if price is not None else ""
+    free = f", {total - count} of {total} left free" if total > count else ""
+    words = {
+        Objective.SPEED: ("fastest", "as fast as"),
+        Objective.COST: ("cheapest", "as cheap as"),
+        Objective.GPUS: ("enough", "as good as"),
+    }[policy.objective]
+    lead = f"{gpus} {'are' if count > 1 else 'is'} {words[0]}"
+    if fastest is not None and fastest.setting.gpus != count:
+        lead = f"{gpus} {'are' if count > 1 else 'is'} {words[1]} {fastest.setting.gpus}, within {TIE:.0%}"
+    said = f"{lead}: {took} for {_horizon(workload)} ({spent}{free}).{_short_epoch(workload)}"
+    if policy.deadline_s is not None:
+        spare = 1 - estimate.hours * 3600 / policy.deadline_s
+        said += f" The deadline of {format_duration(policy.deadline_s)} leaves {spare:.0%} to spare."
+    others = [_beside(row, best) for row in rows if row.gpus != count]
+    told = [one for one in others if one]
+    return f"{said} {sentence('; '.join(told))}" if told else said
+
+
+def sentence(text: str) -> str:
+    """A text with a large letter before it and a full stop behind.
+
+    >>> sentence("use 4 GPUs")
+    'Use 4 GPUs.'
+    """
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _horizon(workload: Workload) -> str:
+    epochs = plural(workload.epochs, "epoch")
+    return f"{epochs} of {workload.samples:,} samples"
+
+
+def _short_epoch(workload: Workload) -> str:
+    """A warning where an epoch has fewer samples than a step takes; empty where it has enough.
+
+    >>> from trimtab.spec import Workload
+    >>> _short_epoch(Workload(name="a", global_batch=16, samples=16))
+    ''
+    """
+    if workload.samples is None or workload.samples >= workload.global_batch:
+        return ""
+    return (
+        f" An epoch of {workload.samples:,} samples is less than one step of {workload.global_batch:,}, and "
+        "`trimtab train` refuses it: give a smaller --global-batch, or more samples."
+    )
+
+
+def _beside(row: Comparison, best: Evaluated) -> str:
+    if row.estimate is None or row.estimate.hours is None or best.estimate.step_s is None:
+        return f"{row.gpus}: {row.why or 'nothing fits'}" if row.estimate is None else ""
+    took = format_duration(row.estimate.hours * 3600)
+    late = ", too late" if row.meets_deadline is False else ""
+    return f"{row.gpus} would take {took}{late}"

@@ -1,0 +1,186 @@
+"""Unlike devices under ddp: each rank takes a share of the batch in proportion to its speed.
+
+The gradient is exact all the same: every rank weighs its own by its samples over the global batch. The shares
+come from the rates of each kind of device by itself; the step takes as long as the slowest rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.errors import TrimtabError
+from trimtab.planner.batch_split import as_share, cuts, in_proportion, rank_samples
+from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED
+from trimtab.planner.protocol import Layout, kind, room_bytes
+from trimtab.planner.search import Evaluated
+from trimtab.planner.space import runs, workers
+from trimtab.spec import Allocator, OptimizerImplementation, Precision, Recompute, Rejection, Setting
+from trimtab.strategies import strategy_by_speed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trimtab.planner.protocol import Estimator
+    from trimtab.planner.space import Space
+    from trimtab.spec import Device, Estimate, Share
+
+MOST_TRIED = 12
+"""Micro-batches tried for each kind of device."""
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """How fast a device of one kind is, at the micro-batch that suits it best."""
+
+    micro_batch: int
+    samples_per_s: float
+
+
+def mixed(space: Space, outlook: Estimator) -> tuple[list[Evaluated], list[Rejection]]:
+    """The best setting of every layout of unlike devices, and why there is none where there is none."""
+    seen: list[Evaluated] = []
+    refused: list[Rejection] = []
+    for layout in space.mixed:
+        why = _unfit(space, layout)
+        found = [] if why else list(_settings(space, outlook, layout))
+        seen += found
+        if not found:
+            names = " and ".join(layout.kinds)
+            refused.append(
+                Rejection(why=why or f"{names} together: some rank does not fit, or no speed is known")
+            )
+    return seen, refused
+
+
+def _unfit(space: Space, layout: Layout) -> str:
+    """Why a layout cannot share the batch out; empty where it can."""
+    if layout.gpus > space.workload.global_batch:
+        return f"more GPUs than the global batch of {space.workload.global_batch} has samples"
+    precision = space.policy.pins.get("precision")
+    if precision and not all(runs(one, Precision(str(precision))) for one in layout.cluster.devices):
+        return f"{precision} is only emulated by some of {' and '.join(layout.kinds)}"
+    if space.policy.pins.get("sync_batchnorm") and space.policy.pins.get("compile"):
+        return NOT_COMPILED_SYNCHRONISED
+    fixed = [key for key in ("micro_batch", "accumulation") if key in space.policy.pins]
+    if fixed:
+        return f"unlike GPUs take unlike micro-batches, and {fixed[0]} is pinned"
+    return ""
+
+
+def _settings(space: Space, outlook: Estimator, layout: Layout) -> Iterator[Evaluated]:
+    pins = space.policy.pins
+    recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else list(Recompute)
+    for recompute in recomputes:
+        compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
+        for compiled in [False] if pins.get("sync_batchnorm") else compiles:
+            for allocator in space.allocators:
+                ask = _Ask(space, outlook, layout, recompute, compiled, allocator)
+                try:
+                    found = ask.best()
+                except TrimtabError:
+                    found = None
+                if found is not None:
+                    yield found
+                    break
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """One way to run on unlike devices, all but the shares decided."""
+
+    space: Space
+    outlook: Estimator
+    layout: Layout
+    recompute: Recompute
+    compiled: bool
+    allocator: Allocator
+
+    def best(self) -> Evaluated | None:
+        """Shares by speed, or even ones where those are as good."""
+        kinds = {kind(one): one for one in sorted(self.layout.cluster.devices, key=room_bytes, reverse=True)}
+        rates = {name: self._rate(device) for name, device in kinds.items()}
+        known = {name: rate for name, rate in rates.items() if rate is not None}
+        if len(known) < len(kinds):
+            return None
+        names = [one.name for one in self.layout.places]
+        whole = self.space.workload.global_batch
+        samples = in_proportion(whole, [known[name].samples_per_s for name in names], [whole] * len(names))
+        ways = [one for one in (samples, rank_samples(whole, len(names))) if one is not None]
+        found = [
+            self._together(
+                [as_share(one, known[name].micro_batch) for one, name in zip(way, names, strict=True)], kinds
+            )
+            for way in ways
+        ]
+        fitting = [one for one in found if one is not None and one.fits]
+        return min(fitting, key=lambda one: one.estimate.step_s or 0.0, default=None)
+
+    def _rate(self, device: Device) -> _Rate | None:
+        """The best rate of a kind over the micro-batches that fit; None where nothing fits or is known."""
+        ladder = cuts(self.space.workload.global_batch, 1)
+        tried = ladder[:: max(1, len(ladder) // MOST_TRIED)]
+        found: list[_Rate] = []
+        for micro, _ in [*tried, ladder[-1]]:
+            once, twice = (self._alone(device, micro, rounds) for rounds in (1, 2))
+            if not self._fits(once, device) or once.step_s is None or twice.step_s is None:
+                continue
+            found.append(_Rate(micro, micro / max(twice.step_s - once.step_s, 1e-9)))
+        return max(found, key=lambda one: one.samples_per_s, default=None)
+
+    def _fits(self, estimate: Estimate, device: Device) -> bool:
+        return estimate.band.high_bytes <= self.space.policy.memory_share * room_bytes(device)
+
+    def _alone(self, device: Device, micro: int, rounds: int) -> Estimate:
+        """A rank on that device, as if all the others were like it."""
+        nodes = tuple(
+            node.replace(devices=tuple(device.replace(index=one.index) for one in node.devices))
+            for node in self.layout.cluster.nodes
+        )
+        alike = Layout(
+            places=tuple(one.replace(name=kind(device)) for one in self.layout.places),
+            cluster=self.layout.cluster.replace(nodes=nodes),
+        )
+        ranks = self.layout.gpus
+        return self.outlook.estimate(self._setting(micro, rounds, micro * rounds * ranks), alike)
+
+    def _setting(self, micro: int, rounds: int, whole: int, shares: tuple[Share, ...] = ()) -> Setting:
+        pins = self.space.policy.pins
+        precision = self.space.precision(self.layout.cluster.devices)
+        strategy = strategy_by_speed()
+        return Setting(
+            strategy=strategy.word,
+            mesh=strategy.mesh(self.layout.gpus),
+            micro_batch=micro,
+            accumulation=rounds,
+            global_batch=whole,
+            precision=precision,
+            recompute=self.recompute,
+            compile=self.compiled,
+            optimizer=OptimizerImplementation(str(pins.get("optimizer") or "fused")),
+            allocator=self.allocator,
+            workers=workers(self.layout, self.space.policy),
+            sync_batchnorm=bool(pins.get("sync_batchnorm")),
+            shares=shares,
+        )
+
+    def _together(self, shares: list[Share], kinds: dict[str, Device]) -> Evaluated | None:
+        """All ranks at once: the slowest sets the pace, the fullest decides whether it fits."""
+        ranks: dict[tuple[str, int, int], Share] = {}
+        for place, share in zip(self.layout.places, shares, strict=True):
+            ranks.setdefault((place.name, share.micro_batch, share.accumulation), share)
+        found = [(self._alone(kinds[name], micro, rounds), kinds[name]) for name, micro, rounds in ranks]
+        times = [one.step_s for one, _ in found if one.step_s is not None]
+        if len(times) < len(found):
+            return None
+        fullest, device = max(found, key=lambda one: one[0].band.high_bytes / room_bytes(one[1]))
+        whole = self.space.workload.global_batch
+        slowest = max(times)
+        estimate = fullest.replace(step_s=slowest, samples_per_s=whole / slowest, mfu=None, step_time=None)
+        micro, rounds = max(one.micro_batch for one in shares), max(one.accumulation for one in shares)
+        return Evaluated(
+            setting=self._setting(micro, rounds, whole, tuple(shares)),
+            layout=self.layout,
+            estimate=estimate,
+            allowed_bytes=int(self.space.policy.memory_share * room_bytes(device)),
+        )

@@ -1,0 +1,589 @@
+"""Keeps checkpoints: written in the background, whole or not at all, and read by any number of ranks.
+
+    checkpoints/step-00000200/        manifest.json, .metadata, tensors and plain values of each rank
+    checkpoints/frozen-00000100/      weights that are never updated, written once
+    checkpoints/.writing-...          on its way; renamed when every byte is on the disk
+    checkpoints/broken-step-00000300  did not hold what was written; kept until the next such one
+
+What goes wrong with a checkpoint never stops training: it is an incident, and the ones before are untouched.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from trimtab.errors import TrimtabError, WrongUse
+from trimtab.files import sync_folder, write_synced
+from trimtab.spec import Incident, IncidentKind
+from trimtab.training import checkpoint_format
+from trimtab.training.checkpoint_format import (
+    INDEX,
+    MANIFEST,
+    CheckpointReader,
+    FileMark,
+    Manifest,
+    StagedPlanner,
+    StagingBuffers,
+    find_fault,
+    local_part,
+    manifest_of,
+    mark_of,
+)
+from trimtab.training.run_folder import is_full
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_NAME = re.compile(r"step-(\d{8,})")
+_SHOWN = 3
+"""Names that an error lists."""
+
+
+class LoadedCheckpoint(NamedTuple):
+    """What was taken up again."""
+
+    step: int
+    """Optimizer steps that are done."""
+    extra: dict[str, Any]
+    metric: float | None
+    path: Path
+    same_world: bool
+    """Whether as many ranks wrote it; random numbers go on where they were only then."""
+
+
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint on the disk."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+
+
+class CheckpointFailure(NamedTuple):
+    """Why a rank could not do its part."""
+
+    text: str
+    full: bool = False
+
+
+@dataclass
+class _Task:
+    """Everything that the writer needs, copied: training goes on meanwhile."""
+
+    step: int
+    metric: float | None
+    pieces: list[tuple[str, StagedPlanner, bytes | None]]
+    """Folder, tensors and plain values of what is written; frozen weights come first."""
+    frozen: str | None
+
+
+class CheckpointManager:
+    """Saves and restores the objects of a training.
+
+    keeper = Keeper(folder.checkpoints, tell=folder.event)
+    loaded = keeper.load_latest({"model": model, "optimizer": optimizer, "loader": loader})
+    keeper.save(step, {"model": model, "optimizer": optimizer, "loader": loader}, {"losses": losses})
+    keeper.finish()
+
+    Every rank calls each of these, in the same order. `tell` is called on the first rank only, and maybe
+    from the writer's thread. `before_write` is called with the step on every rank before files are written,
+    and may raise what a disk would.
+    """
+
+    def __init__(  # noqa: PLR0913 - the outside world, each with a default
+        self,
+        folder: str | Path,
+        *,
+        last: int = 3,
+        tell: Callable[[Incident], None] | None = None,
+        before_write: Callable[[int], None] | None = None,
+        timeout_min: float = 10,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = Path(folder)
+        self.last = last
+        self.tell = tell
+        self.before_write = before_write
+        self.clock = clock
+        self.ranks = Ranks(timeout_min)
+        self.waited_s = 0.0
+        """Seconds that training stood still for checkpoints, copying included."""
+        self.kept: int | None = None
+        """Step of the last checkpoint that is in place."""
+        self._stage = StagingBuffers()
+        self._frozen: str | None = None
+        self._signatures: dict[str, tuple[int, int]] = {}
+        self._writer: threading.Thread | None = None
+        if self.ranks.first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in (*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def save(
+        self,
+        step: int,
+        objects: Mapping[str, Any],
+        extra: dict[str, Any] | None = None,
+        *,
+        metric: float | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Copy the state of all objects, and write it in the background; `wait` until it is in place."""
+        began = time.monotonic()
+        self._join()
+        task = self._task(step, objects, extra or {}, metric)
+        self._writer = threading.Thread(target=self._write, args=(task,), name="checkpoint", daemon=True)
+        self._writer.start()
+        if wait:
+            self._join()
+        self.waited_s += time.monotonic() - began
+
+    def finish(self) -> int | None:
+        """Wait for what is being written; the step of the last checkpoint that is in place."""
+        self._join()
+        return self.kept
+
+    def load_latest(
+        self, objects: Mapping[str, Any], *, before: int | None = None
+    ) -> LoadedCheckpoint | None:
+        """Put the newest whole checkpoint into the objects; None where there is none.
+
+        One that is torn is set aside, and the one before it taken. With `before`, the run goes back: all
+        checkpoints of that step and later ones are dropped first.
+        """
+        self._join()
+        for one in reversed(self._candidates(before)):
+            fault = next(
+                filter(None, self.ranks.all_of(find_fault(one, self.ranks.rank, self.ranks.size))), ""
+            )
+            if not fault:
+                return self._load(one, objects)
+            self._set_aside(one, fault)
+        return None
+
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """What is there, oldest first."""
+        found = []
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            match = _NAME.fullmatch(path.name)
+            if match:
+                found.append(SavedCheckpoint(int(match[1]), path, manifest_of(path)))
+        return sorted(found)
+
+    # Saving
+
+    def _task(
+        self, step: int, objects: Mapping[str, Any], extra: dict[str, Any], metric: float | None
+    ) -> _Task:
+        taken = checkpoint_format.snapshot(objects, self.ranks.rank, self.ranks.size)
+        values = {
+            "rank": self.ranks.rank,
+            "random": checkpoint_format.random_states(),
+            "objects": taken.values,
+            "extra": extra if self.ranks.first else {},
+        }
+        data = checkpoint_format.packed(values)
+        pieces: list[tuple[str, StagedPlanner, bytes | None]] = []
+        signatures = {name: _signature(one) for name, one in taken.frozen.items()}
+        if taken.frozen and self._frozen is None:
+            self._frozen, self._signatures = f"frozen-{step:08d}", signatures
+            # Once in a run: its copies are not kept for the next time.
+            pieces.append((self._frozen, self._staged(taken.frozen, StagingBuffers()), None))
+        changed = {
+            name: one for name, one in taken.frozen.items() if self._signatures.get(name) != signatures[name]
+        }
+        held = {**taken.tensors, **changed}
+        pieces.append((f"step-{step:08d}", self._staged(held, self._stage), data))
+        return _Task(step, metric, pieces, self._frozen)
+
+    def _staged(self, tensors: dict[str, torch.Tensor], stage: StagingBuffers) -> StagedPlanner:
+        return StagedPlanner(tensors, stage.copy(tensors), self.ranks.first)
+
+    def _write(self, task: _Task) -> None:
+        """The writer's thread: on every rank, in step, whatever goes wrong on one of them."""
+        try:
+            failure = next(filter(None, (self._write_piece(task, *piece) for piece in task.pieces)), None)
+        except Exception as error:  # noqa: BLE001 - a rank that is gone; the loop will notice by itself
+            failure = _failure(error)
+        if failure is None:
+            self.kept = task.step
+            if self.ranks.first:
+                self._prune()
+            return
+        if task.pieces[0][0] == task.frozen:
+            # Whether it came to be or not, the next checkpoint writes its own.
+            self._frozen, self._signatures = None, {}
+        if self.ranks.first:
+            for name, _, _ in task.pieces:
+                shutil.rmtree(self.folder / f".writing-{name}", ignore_errors=True)
+            self._incident(
+                IncidentKind.FULL_DISK if failure.full else IncidentKind.BAD_CHECKPOINT,
+                task.step,
+                f"the checkpoint of step {task.step} could not be written: {failure.text}",
+                "what there was of it is removed, earlier ones are untouched, and training goes on",
+            )
+
+    def _write_piece(
+        self, task: _Task, name: str, planner: StagedPlanner, data: bytes | None
+    ) -> CheckpointFailure | None:
+        folder = self.folder / f".writing-{name}"
+        # Hashed from the disk's cache after writing: less to go wrong than hashing on the way.
+        writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+        writer.set_up_storage_writer(self.ranks.first)
+        index: list[Any] = []
+
+        def planned(plans: list[Any]) -> list[Any]:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            plans, metadata = planner.create_global_plan(plans)
+            index.append(metadata)
+            return writer.prepare_global_plan(plans)
+
+        def ready() -> Any:
+            if self.before_write is not None:
+                self.before_write(task.step)
+            return planner.local
+
+        plan = self.ranks.scattered(ready, planned)
+        if isinstance(plan, CheckpointFailure):
+            return plan
+
+        def written() -> tuple[Any, dict[str, FileMark]]:
+            results = writer.write_data(planner.finish_plan(plan), planner).wait()
+            # By name: a rank to whom nothing fell has an empty file, which no result speaks of.
+            files = {one.name for one in folder.glob(f"__{self.ranks.rank}_*")}
+            if data is not None:
+                plain = f"plain-{self.ranks.rank}.pt"
+                write_synced(folder / plain, data)
+                files.add(plain)
+            return results, {file: mark_of(folder / file) for file in files}
+
+        def finished(parts: list[tuple[Any, dict[str, FileMark]]]) -> None:
+            writer.finish(index[0], [results for results, _ in parts])
+            marks = {name: mark for _, some in parts for name, mark in some.items()}
+            self._put_in_place(task, folder, name, {**marks, INDEX: mark_of(folder / INDEX)})
+
+        return self.ranks.reduced(written, finished)
+
+    def _put_in_place(self, task: _Task, folder: Path, name: str, marks: dict[str, FileMark]) -> None:
+        """Vouch for all files, and give the folder its name."""
+        unseen = [one for one in marks if not (folder / one).exists()]
+        if unseen:
+            raise OSError(
+                0,
+                f"{unseen[0]} was written by another node and is not seen by this one; the folder "
+                "has to be on a disk that all nodes share",
+            )
+        manifest = Manifest(
+            step=task.step,
+            world=self.ranks.size,
+            saved_at_s=self.clock(),
+            metric=task.metric,
+            frozen=task.frozen,
+            files=marks,
+        )
+        write_synced(folder / MANIFEST, manifest.to_json(indent=2).encode())
+        sync_folder(folder)
+        place = self.folder / name
+        if place.exists():
+            self._remove(place)
+        folder.rename(place)
+        sync_folder(self.folder)
+
+    def _prune(self) -> None:
+        """Keep the last few, the best, and the frozen weights that these refer to."""
+        there = [one for one in self.checkpoints() if one.manifest is not None]
+        keep = there[-self.last :]
+        rated = [one for one in there if one.manifest and one.manifest.metric is not None]
+        if rated:
+            keep = [*keep, min(rated, key=lambda one: (one.manifest.metric, -one.step))]  # type: ignore[union-attr]
+        for one in there:
+            if one not in keep:
+                self._remove(one.path)
+        used = {one.manifest.frozen for one in keep if one.manifest}
+        for path in self.folder.glob("frozen-*"):
+            if path.name not in used:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Take the name away first: a folder that is half removed must not be taken for a checkpoint."""
+        gone = self.folder / f".removing-{path.name}"
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    # Loading
+
+    def _candidates(self, before: int | None) -> list[Path]:
+        """The checkpoints to try, as the first rank sees them; later ones than asked for are dropped."""
+        there: list[Path] = []
+        if self.ranks.first:
+            for one in self.checkpoints():
+                if before is not None and one.step >= before:
+                    self._remove(one.path)
+                else:
+                    there.append(one.path)
+        found: list[Path] = self.ranks.told(there)
+        return found
+
+    def _load(self, path: Path, objects: Mapping[str, Any]) -> LoadedCheckpoint:
+        """Fill the objects; an error on one rank is an error on all."""
+        manifest = manifest_of(path)
+        assert manifest is not None  # noqa: S101 - it was verified
+        frozen = self._whole_frozen(manifest)
+        try:
+            loaded, problem = self._filled(path, manifest, frozen, objects), None
+        except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
+            loaded, problem = None, error
+        problems = [one for one in self.ranks.all_of(problem and _as_trimtab_error(problem, path)) if one]
+        if problem is not None:
+            raise _as_trimtab_error(problem, path) from problem
+        if problems:
+            raise problems[0]
+        assert loaded is not None  # noqa: S101 - there was no problem
+        self.kept = loaded.step
+        return loaded
+
+    def _filled(
+        self, path: Path, manifest: Manifest, frozen_at: Path | None, objects: Mapping[str, Any]
+    ) -> LoadedCheckpoint:
+        source, frozen = CheckpointReader(path), None if frozen_at is None else CheckpointReader(frozen_at)
+        own, others = source.tensors(), {} if frozen is None else frozen.tensors()
+        shapes = {name: shape for name, (shape, _) in (others | own).items()}
+        found = checkpoint_format.wanted(objects, shapes)
+        self._check(path, found, lenient=manifest.frozen is not None and frozen is None, objects=objects)
+        plain = [
+            checkpoint_format.unpacked((path / f"plain-{rank}.pt").read_bytes())
+            for rank in range(manifest.world)
+        ]
+        names = checkpoint_format.parameter_names(objects)
+        place = self.ranks.rank, self.ranks.size
+        fresh: dict[str, dict[str, torch.Tensor]] = {}
+        for label, one in objects.items():
+            if isinstance(one, torch.optim.Optimizer):
+                fresh[label], lost = checkpoint_format.optimizer_targets(label, one, names, own, place)
+                self._lost(manifest, path, label, lost)
+        source.fill(
+            {name: one for name, one in found.targets.items() if name in own}
+            | {name: one for some in fresh.values() for name, one in some.items()}
+        )
+        if frozen is not None:
+            frozen.fill({name: one for name, one in found.targets.items() if name not in own})
+        same = manifest.world == self.ranks.size
+        mine = plain[self.ranks.rank if same else 0]
+        for label, one in objects.items():
+            everyone = [rank["objects"][label] for rank in plain if label in rank["objects"]]
+            if not everyone:
+                continue
+            if label in fresh:
+                checkpoint_format.load_optimizer(label, one, names, fresh[label], everyone)
+            elif isinstance(one, torch.nn.Module):
+                checkpoint_format.load_module(label, one, everyone)
+            else:
+                one.load_state_dict(mine["objects"][label])
+        if same:
+            checkpoint_format.set_random_states(mine["random"])
+        self._remember_frozen(manifest, objects, others, own, there=frozen is not None)
+        return LoadedCheckpoint(manifest.step, plain[0]["extra"], manifest.metric, path, same)
+
+    def _whole_frozen(self, manifest: Manifest) -> Path | None:
+        """Where the frozen weights are, if they are whole."""
+        if manifest.frozen is None:
+            return None
+        folder = self.folder / manifest.frozen
+        faults = self.ranks.all_of(find_fault(folder, self.ranks.rank, self.ranks.size))
+        fault = next(filter(None, faults), "")
+        if not fault:
+            return folder
+        self._incident(
+            IncidentKind.BAD_CHECKPOINT,
+            manifest.step,
+            f"the frozen weights in {folder.name} cannot be used: {fault}",
+            "those that the job's model() built are taken, and written with the next checkpoint",
+        )
+        return None
+
+    def _remember_frozen(
+        self,
+        manifest: Manifest,
+        objects: Mapping[str, Any],
+        stored: Mapping[str, Any],
+        own: Mapping[str, Any],
+        *,
+        there: bool,
+    ) -> None:
+        """What need not be written again, because it is as it was stored."""
+        if not there:
+            self._frozen, self._signatures = None, {}
+            return
+        frozen = checkpoint_format.snapshot(_modules(objects)).frozen
+        self._frozen = manifest.frozen
+        self._signatures = {
+            name: _signature(one) for name, one in frozen.items() if name in stored and name not in own
+        }
+
+    def _check(
+        self, path: Path, found: checkpoint_format.Restoring, *, lenient: bool, objects: Mapping[str, Any]
+    ) -> None:
+        """The checkpoint is of this model."""
+        missing = found.missing
+        if lenient:
+            frozen = checkpoint_format.snapshot(_modules(objects)).frozen
+            missing = [one for one in missing if one not in frozen]
+        if found.unlike or missing:
+            some = found.unlike[:_SHOWN] or [f"it has no {one}" for one in missing[:_SHOWN]]
+            count = len(found.unlike) or len(missing)
+            rest = f", and {count - _SHOWN} more" if count > _SHOWN else ""
+            raise WrongUse(
+                f"checkpoint {path}",
+                found=f"it is of another model: {'; '.join(some)}{rest}",
+                cure="Resume with the job as it was, or start a new run in another folder.",
+            )
+
+    def _lost(self, manifest: Manifest, path: Path, label: str, lost: list[str]) -> None:
+        if lost:
+            self._incident(
+                IncidentKind.BAD_CHECKPOINT,
+                manifest.step,
+                f"{path.name} has the {label}'s state of {lost[0]} and {len(lost) - 1} more for "
+                f"{manifest.world} ranks alone, and there are {self.ranks.size}",
+                "that state starts anew",
+            )
+
+    def _set_aside(self, path: Path, fault: str) -> None:
+        if self.ranks.first:
+            for earlier in self.folder.glob("broken-*"):
+                shutil.rmtree(earlier, ignore_errors=True)
+            path.rename(self.folder / f"broken-{path.name}")
+        self._incident(
+            IncidentKind.BAD_CHECKPOINT,
+            int(path.name.rpartition("-")[2]),
+            f"{path.name} cannot be used: {fault}",
+            f"it is set aside as broken-{path.name}, and the one before it is taken",
+        )
+
+    def _incident(self, kind: IncidentKind, step: int, why: str, done: str) -> None:
+        if self.ranks.first and self.tell is not None:
+            self.tell(Incident(kind=kind, at_s=self.clock(), step=step, rank=0, why=why, done=done))
+
+    def _join(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+
+class Ranks:
+    """The ranks of this run, on a group of their own: the writer talks while training talks on another."""
+
+    def __init__(self, timeout_min: float) -> None:
+        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if together else 0
+        self.size = dist.get_world_size() if together else 1
+        self.group = (
+            dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_min)) if together else None
+        )
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank names, prunes and tells."""
+        return self.rank == 0
+
+    def all_of(self, value: Any) -> list[Any]:
+        """The value of every rank, in order, on every rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def told(self, value: Any) -> Any:
+        """The value of the first rank."""
+        if self.group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    def scattered(self, make: Callable[[], Any], divide: Callable[[list[Any]], list[Any]]) -> Any:
+        """What the first rank divides of what all ranks made; the Failure of any, on all of them."""
+        made = self._gathered(make)
+        divided: list[Any] = []
+        if self.first:
+            divided = self._combined(made, divide)
+        if self.group is None:
+            return divided[0]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, divided if self.first else None, src=0, group=self.group)
+        return own[0]
+
+    def reduced(
+        self, make: Callable[[], Any], combine: Callable[[list[Any]], Any]
+    ) -> CheckpointFailure | None:
+        """Let the first rank combine what all ranks made; the Failure of any, on all of them."""
+        made = self._gathered(make)
+        failure = None
+        if self.first:
+            failure = self._combined(made, lambda parts: [combine(parts)])[0]
+        result: CheckpointFailure | None = self.told(failure)
+        return result
+
+    def _gathered(self, make: Callable[[], Any]) -> list[Any]:
+        """On the first rank, what each made, or why it could not."""
+        try:
+            value = make()
+        except Exception as error:  # noqa: BLE001 - a rank that stopped here would leave the others waiting
+            value = _failure(error)
+        if self.group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.first else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
+
+    def _combined(self, made: list[Any], combine: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        failure = next((one for one in made if isinstance(one, CheckpointFailure)), None)
+        if failure is None:
+            try:
+                return combine(made)
+            except Exception as error:  # noqa: BLE001 - as above
+                failure = _failure(error)
+        return [failure] * self.size
+
+
+def _failure(error: Exception) -> CheckpointFailure:
+    """An error as something that another rank can be sent."""
+    if isinstance(error, OSError):
+        return CheckpointFailure(error.strerror or str(error), full=is_full(error))
+    text = str(error).strip().split("\n")[0][:300]
+    return CheckpointFailure(f"{type(error).__name__}: {text}")
+
+
+def _as_trimtab_error(error: Exception, path: Path) -> TrimtabError:
+    """An error while loading, as one of ours."""
+    if isinstance(error, TrimtabError):
+        return error
+    return WrongUse(
+        f"checkpoint {path}",
+        found=f"{type(error).__name__}: {str(error).strip()[:300]}",
+        cure="Resume with the job as it was, or start a new run in another folder.",
+    )
+
+
+def _modules(objects: Mapping[str, Any]) -> dict[str, Any]:
+    return {label: one for label, one in objects.items() if isinstance(one, torch.nn.Module)}
+
+
+def _signature(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes when a tensor is written to or replaced."""
+    local = local_part(tensor)
+    return local.data_ptr(), local._version  # noqa: SLF001 - torch has no other name for it

@@ -1,0 +1,209 @@
+"""Writes down what happens: rank 0 into the folder and onto the terminal, the others through rank 0."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from trimtab.errors import TrimtabError
+from trimtab.files import write_atomic
+from trimtab.spec import Attempt, Incident, IncidentKind
+from trimtab.training.rank_files import LEADER, is_lost
+from trimtab.training.run_folder import ATTEMPT
+from trimtab.training.task import count_nodes, gather_values
+from trimtab.units import parse_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from trimtab.training.process_group import World
+    from trimtab.training.run_folder import RunFolder
+    from trimtab.training.step_log import StepLog
+
+STOPPED = "the run is stopped"
+"""How the answer begins that ends a run for its numbers."""
+MOST_TOLD = 500
+"""Letters of an error that an event repeats."""
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count > 1)}"
+
+
+def next_attempt(  # noqa: PLR0913 - what an attempt knows of itself
+    before: Attempt | None,
+    *,
+    procs: int,
+    nodes: int,
+    now_s: float,
+    seen_s: float,
+    env: Mapping[str, str],
+    host: str,
+    pid: int,
+) -> Attempt:
+    """An attempt after another one, or the first; `seen_s` is when the one before last left a trace."""
+    found = Attempt(
+        procs=procs,
+        nodes=nodes,
+        began_s=now_s,
+        at_s=now_s,
+        job_id=env.get("SLURM_JOB_ID") or None,
+        restarts=parse_whole(env.get("SLURM_RESTART_COUNT", "")) or 0,
+        host=host,
+        pid=pid,
+    )
+    if before is None:
+        return found
+    # One that ended without a word is over by the time it last wrote something.
+    took_s = max(0.0, (before.at_s if before.state == "ended" else max(before.at_s, seen_s)) - before.began_s)
+    return found.replace(
+        attempt=before.attempt + 1,
+        earlier_s=before.earlier_s + took_s,
+        earlier_proc_s=before.earlier_proc_s + took_s * before.procs,
+    )
+
+
+def describe_requeue(before: Attempt | None, now: Attempt, env: Mapping[str, str]) -> str:
+    """How the scheduler came to start the job again, in words; empty where it did not.
+
+    >>> one = Attempt(job_id="7", state="ended")
+    >>> requeued(one, one.replace(restarts=1), {"SLURM_JOB_NODELIST": "n1"})
+    'Slurm has requeued job 7 (restart 1), which now runs on n1'
+    """
+    if before is None or now.job_id is None or before.job_id != now.job_id or now.restarts <= before.restarts:
+        return ""
+    where = env.get("SLURM_JOB_NODELIST", "")
+    return f"Slurm has requeued job {now.job_id} (restart {now.restarts})" + (
+        f", which now runs on {where}" if where else ""
+    )
+
+
+class EventLog:
+    """The incidents of one attempt."""
+
+    def __init__(self, world: World, folder: RunFolder, meters: StepLog) -> None:
+        self.world = world
+        self.folder = folder
+        self.meters = meters
+        self.step = 0
+        """The step that an incident strikes at where it does not say so itself."""
+        self.news: list[Incident] = []
+        """What happened on this rank and is not in the folder yet."""
+        self.seen: list[Incident] = []
+        """What has been written in this attempt."""
+        self.attempt = Attempt()
+
+    def tell(self, kind: IncidentKind, why: str, done: str, *, step: int | None = None) -> None:
+        """An incident that all ranks know of."""
+        if self.world.is_main:
+            at = self.step if step is None else step
+            self.write(Incident(kind=kind, at_s=time.time(), step=at, rank=0, why=why, done=done))
+
+    def write(self, one: Incident) -> None:
+        """Put an incident on record, on rank 0."""
+        self.seen.append(one)
+        self.folder.event(one)
+        self.meters.event(one)
+
+    def hear(self, one: Incident) -> None:
+        """Take what happened on this rank, where steps are counted from 0."""
+        counted = one.replace(step=None if one.step is None else one.step + 1)
+        if self.world.is_main:
+            self.write(counted)
+        else:
+            self.news.append(counted)
+
+    def share(self) -> None:
+        """Bring what happened on other ranks to rank 0; all ranks call it."""
+        told = gather_values(self.world, [one.to_json() for one in self.news])
+        self.news = []
+        for text in (text for texts in told for text in texts):
+            self.write(Incident.from_json(text))
+
+    def begin(self) -> None:
+        """Note that an attempt is under way, and say so where the one before ended without a word."""
+        if not self.world.is_main:
+            return
+        before = self._before()
+        self.folder.events_file.touch()
+        lines = self.folder.lines()
+        at = self.step = lines[-1]["step"] if lines else 0
+        self.attempt = next_attempt(
+            before,
+            procs=self.world.size,
+            nodes=count_nodes(self.world),
+            now_s=time.time(),
+            seen_s=_written_s(self.folder.log_file),
+            env=os.environ,
+            host=socket.gethostname(),
+            pid=parse_whole(os.environ.get(LEADER, "")) or os.getpid(),
+        )
+        if before is not None and before.state == "running":
+            self.tell(
+                IncidentKind.LOST_RANK,
+                f"attempt {before.attempt}, with {_processes(before.procs)}, "
+                "ended without a word: a process was killed, or its node was lost",
+                "this attempt goes on from the last checkpoint, or from the start",
+                step=at,
+            )
+        again = describe_requeue(before, self.attempt, os.environ)
+        if again:
+            self.tell(IncidentKind.REQUEUE, again, "this attempt takes the run up where it was", step=at)
+        if before is not None and before.procs != self.world.size:
+            self.tell(
+                IncidentKind.RESIZE,
+                f"the last attempt had {_processes(before.procs)}, and this one has "
+                f"{_processes(self.world.size)}",
+                "the same global batch is divided among them",
+                step=at,
+            )
+        self._note("running")
+
+    def goes_to(self, steps: int) -> None:
+        """Note how long the run is, for whoever looks at its folder."""
+        if self.world.is_main:
+            self.attempt = self.attempt.replace(steps=steps)
+            self._note("running")
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Note how the attempt ended, as far as it is known."""
+        if not self.world.is_main or (error is not None and is_lost(error)):
+            return
+        if isinstance(error, TrimtabError):
+            self._failed(error)
+        elif error is not None:
+            what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+            self.tell(IncidentKind.BUG, f"rank 0 raised {what}", "this attempt ends")
+        self._note("ended")
+        checkpoints = self.folder.checkpoints
+        if error is not None and not self.folder.lines() and not any(checkpoints.iterdir()):
+            # A run that never took a step lays no claim to its folder.
+            (self.folder.root / "run.json").unlink(missing_ok=True)
+
+    def _failed(self, error: TrimtabError) -> None:
+        """Keep an error for whoever has only the folder; the ladder has told its own."""
+        if self.seen and STOPPED in self.seen[-1].done:
+            return
+        why = " ".join(f"{error.given}: {error.found}".split())[:MOST_TOLD]
+        done = f"this attempt ends. {error.cure}"
+        self.folder.event(
+            Incident(kind=IncidentKind.FAILED, at_s=time.time(), step=self.step, rank=0, why=why, done=done)
+        )
+
+    def _before(self) -> Attempt | None:
+        return Attempt.from_file(self.folder.root / ATTEMPT)
+
+    def _note(self, state: str) -> None:
+        self.attempt = self.attempt.replace(state=state, at_s=time.time())
+        write_atomic(self.folder.root / ATTEMPT, self.attempt.to_json().encode(), sync=True)
+
+
+def _written_s(file: Path) -> float:
+    """When a file was last written, in seconds since 1970."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0

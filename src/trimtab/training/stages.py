@@ -1,0 +1,124 @@
+"""A training in stages: one run after the other, each in a folder of its own, with the weights carried on.
+
+OUT/stages.json        which stages, with what: resumed by the same ones only
+OUT/events.jsonl       one line a stage that has ended
+OUT/01_stage/          a run like any other
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import WrongUse
+from trimtab.files import write_atomic
+from trimtab.spec import Incident, IncidentKind, Stage
+from trimtab.spec.base import Noun
+from trimtab.training.run_folder import STAGES, RunFolder, folder_fault
+from trimtab.training.task import RunEnding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class StageChain(Noun, frozen=True, kw_only=True):
+    """What makes two trainings in stages the same."""
+
+    job: str
+    options: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies an empty dict given as a default
+    """Members of the job that were set from outside, for all stages."""
+    stages: tuple[Stage, ...]
+    steps: int | None = None
+    """Of each stage, where that was said."""
+    seed: int = 0
+
+    def faults(self) -> list[str]:
+        """Each stage has a folder of its own."""
+        names = [one.name for one in self.stages]
+        return (
+            []
+            if names and len({*names}) == len(names)
+            else ["stages need a name each, and there must be some"]
+        )
+
+
+def run(
+    chain: StageChain,
+    root: Path,
+    train: Callable[[Stage, Path, Path | None], RunEnding],
+    say: Callable[[str], None],
+) -> RunEnding:
+    """Train the stages that are left, and say how the last one ended.
+
+    `train` runs a stage into a folder, beginning with the weights of another where there is one.
+    """
+    folder = RunFolder(root=root.absolute())
+    ended = _take_up(folder, chain)
+    before: Path | None = None
+    ending = RunEnding(step=0, out=str(root))
+    for number, stage in enumerate(chain.stages, start=1):
+        place = folder.root / stage.name
+        if stage.name in ended:
+            say(f"stage {stage.name} ({number} of {len(chain.stages)}) has ended already")
+            ending = RunEnding(step=ended[stage.name], out=str(place))
+        else:
+            say(f"stage {stage.name} ({number} of {len(chain.stages)})")
+            ending = train(stage, place, before)
+            if ending.asked:
+                return ending
+            folder.event(_end_of_stage(stage, ending, last=number == len(chain.stages)))
+        before = place
+    return ending
+
+
+def _take_up(folder: RunFolder, chain: StageChain) -> dict[str, int]:
+    """The folder, made or found again; the stages that have ended, with their steps."""
+    file = folder.root / STAGES
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            _refuse_others(StageChain.from_json(file.read_bytes(), origin=str(file)), chain, folder.root)
+        elif (folder.root / "run.json").exists():
+            raise WrongUse(
+                f"--out {folder.root}",
+                found="it is the folder of a run without stages",
+                cure="Give another folder with --out.",
+            )
+        else:
+            write_atomic(file, chain.to_json(indent=2).encode() + b"\n", sync=True)
+    except OSError as error:
+        raise folder_fault(f"--out {folder.root}", error) from error
+    names = {one.name for one in chain.stages}
+    told = [one for one in folder.events() if one.kind is IncidentKind.STAGE]
+    return {name: one.step or 0 for one in told if (name := one.why.split()[1]) in names}
+
+
+def _refuse_others(before: StageChain, chain: StageChain, root: Path) -> None:
+    """An error where the folder is of other stages."""
+    its, mine = before.to_builtins(), chain.to_builtins()
+    differences = [key for key in its if key != "stages" and its[key] != mine[key]]
+    names = ([one["name"] for one in both["stages"]] for both in (its, mine))
+    differences += ["the stages"] * (len({tuple(one) for one in names}) > 1) or [
+        f"stage {one['name']}"
+        for one, other in zip(its["stages"], mine["stages"], strict=True)
+        if one != other
+    ]
+    if differences:
+        raise WrongUse(
+            f"--out {root}",
+            found=f"it is another training's: of that one, {', '.join(differences)} differ",
+            cure="Give another folder with --out, or resume with what that training has.",
+        )
+
+
+def _end_of_stage(stage: Stage, ending: RunEnding, *, last: bool) -> Incident:
+    loss = "" if ending.loss is None else f" with loss {ending.loss:.4f}"
+    return Incident(
+        kind=IncidentKind.STAGE,
+        at_s=time.time(),
+        step=ending.step,
+        rank=0,
+        why=f"stage {stage.name} has taken its {ending.step} steps",
+        done=f"it ended{loss}; " + ("it was the last" if last else "the next stage begins with its weights"),
+    )
