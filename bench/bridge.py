@@ -104,7 +104,7 @@ def _plain_teacher(job: Any, decoder: Any, answer: Any) -> torch.Tensor:
     """Logits in fp32 of all positions of the text and of the tokens after it."""
     text = torch.cat([answer["prompt"], answer["ids"][:, : job.ahead]], dim=1)
     parts = [decoder(input_ids=some, use_cache=False).logits for some in torch.split(text, TEACHER_ROWS)]
-    return torch.cat([one.to(_wide(one.dtype)) for one in parts])
+    return torch.cat([part.to(_wide(part.dtype)) for part in parts])
 
 
 def _wide(kind: torch.dtype) -> torch.dtype:
@@ -249,7 +249,7 @@ def compared(
     job.sequential = False
     compile_layers(model)
     found["compiled"] = run("ours, layers compiled", size, job.losses)
-    found["larger"] = [run("ours, layers compiled", one, job.losses) for one in larger]
+    found["larger"] = [run("ours, layers compiled", number, job.losses) for number in larger]
     as_written(model)
     change(job, before)
     plain, ours = found["plain"], found["compiled"]
@@ -268,7 +268,7 @@ def compared(
 
 def learning(model: Any) -> dict[str, Any]:
     """What learns, by name."""
-    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def losses(parts: tuple[Any, Any, Any]) -> dict[str, Any]:

@@ -81,38 +81,38 @@ def of_exam() -> Iterator[Row | None]:
 
 def of_plans(key: str, measured: list[dict[str, object]], *, eager: bool = False) -> Iterator[Row | None]:
     """The compiled candidates of one job of plan_quality.json, or with `eager` the others."""
-    one = plan_quality.JOBS[key]
+    job = plan_quality.JOBS[key]
     known = [row for row in measured if "samples_per_s" in row and row["compile"] is not eager]
-    settings = [plan_quality.setting_of(one, row) for row in known]
+    settings = [plan_quality.setting_of(job, row) for row in known]
     alone = [s.replace(compile=False, accumulation=1, global_batch=s.micro_batch) for s in settings]
-    traces = traced_all(plan_quality.name_of(one), alone, DEVICE, overrides=one["options"])
+    traces = traced_all(plan_quality.name_of(job), alone, DEVICE, overrides=job["options"])
     for row, setting, trace in zip(known, settings, traces, strict=True):
         name = f"{key} {row['micro_batch']} {row['precision']} {row['recompute']}"
-        seconds = one["batch"] / float(str(row["samples_per_s"]))
+        seconds = job["batch"] / float(str(row["samples_per_s"]))
         process = int(str(row["reserved_bytes"])) + CONTEXT
         yield guess(name, setting, trace, seconds=seconds, process=process)
 
 
 def summary(name: str, rows: list[Row]) -> str:
     """Median and worst error of the time, and how often the memory was above its band."""
-    sizes = [abs(one.error) for one in rows]
-    above = sum(one.measured_bytes > one.high_bytes for one in rows)
+    sizes = [abs(row.error) for row in rows]
+    above = sum(row.measured_bytes > row.high_bytes for row in rows)
     return (
         f"| {name} | {len(rows)} | {statistics.median(sizes):.1%} | "
-        f"{max(rows, key=lambda one: abs(one.error)).error:+.1%} | {above} |"
+        f"{max(rows, key=lambda row: abs(row.error)).error:+.1%} | {above} |"
     )
 
 
 def ranking(rows: list[Row]) -> str:
     """How often the faster of two settings of a job is guessed to be the faster one, ties of 3 % left out."""
     right = every = 0
-    for place, one in enumerate(rows):
+    for place, row in enumerate(rows):
         for other in rows[:place]:
-            apart = one.measured_s / other.measured_s
+            apart = row.measured_s / other.measured_s
             if 1 / 1.03 < apart < 1.03:  # noqa: PLR2004 - as the docstring says
                 continue
             every += 1
-            right += (one.guessed_s > other.guessed_s) == (apart > 1)
+            right += (row.guessed_s > other.guessed_s) == (apart > 1)
     return f"{right} of {every} pairs in the right order"
 
 
@@ -121,14 +121,14 @@ def main(chosen: list[str]) -> None:
     results = json.loads(plan_quality.RESULTS.read_text(encoding="utf-8"))
     found: dict[str, list[Row]] = {}
     orders = []
-    chosen = [one for one in chosen if one != "-v"]
+    chosen = [text for text in chosen if text != "-v"]
     if not chosen or "exam" in chosen:
         found["exam"] = [row for row in of_exam() if row is not None]
-    for key, one in results.items():
+    for key, result in results.items():
         if chosen and key not in chosen:
             continue
-        found[key] = [row for row in of_plans(key, one["candidates"]) if row is not None]
-        others = [row for row in of_plans(key, one["candidates"], eager=True) if row is not None]
+        found[key] = [row for row in of_plans(key, result["candidates"]) if row is not None]
+        others = [row for row in of_plans(key, result["candidates"], eager=True) if row is not None]
         if "-v" in sys.argv:
             found[f"{key} eager"] = others
         orders.append(f"{key}: {ranking(found[key] + others)}, compiled and eager; "

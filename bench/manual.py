@@ -146,17 +146,24 @@ def commands() -> dict[str, Any]:
 def command_text(name: str, command: Any) -> str:
     """One command: what it does, and its arguments and options."""
     words, options = [], []
-    for one in command.params:
-        shown = one.metavar or one.name.upper()
-        if one.param_type_name == "argument":
-            words.append((f"`{shown.strip('{}')}`", cell(one.help or "")))
+    for param in command.params:
+        shown = param.metavar or param.name.upper()
+        if param.param_type_name == "argument":
+            words.append((f"`{shown.strip('{}')}`", cell(param.help or "")))
             continue
-        kind = "" if one.is_flag else f" {one.metavar or KINDS.get(one.type.name, one.type.name.upper())}"
-        default = "" if one.default in (None, False, (), []) or one.is_flag else f" Default: {one.default}."
-        spelt = ", ".join(
-            f"`{flag}{kind if flag.startswith('--') else ''}`" for flag in (*one.opts, *one.secondary_opts)
+        kind = (
+            ""
+            if param.is_flag
+            else f" {param.metavar or KINDS.get(param.type.name, param.type.name.upper())}"
         )
-        options.append((spelt, cell((one.help or "") + default)))
+        default = (
+            "" if param.default in (None, False, (), []) or param.is_flag else f" Default: {param.default}."
+        )
+        spelt = ", ".join(
+            f"`{flag}{kind if flag.startswith('--') else ''}`"
+            for flag in (*param.opts, *param.secondary_opts)
+        )
+        options.append((spelt, cell((param.help or "") + default)))
     usage = " ".join(["trimtab", name, *(word.strip("`") for word, _ in words)])
     parts = [f"### trimtab {name}", f"`{usage} [OPTIONS]`", cell_paragraphs(command.help or "")]
     if words or options:
@@ -173,14 +180,22 @@ def signature(value: Any) -> str:
     """Names of the arguments with their defaults, without types."""
     shown: list[str] = []
     bare = False
-    for one in inspect.signature(value).parameters.values():
-        if one.name == "self":
+    for parameter in inspect.signature(value).parameters.values():
+        if parameter.name == "self":
             continue
-        if one.kind is one.KEYWORD_ONLY and not bare and not any(part.startswith("*") for part in shown):
+        if (
+            parameter.kind is parameter.KEYWORD_ONLY
+            and not bare
+            and not any(part.startswith("*") for part in shown)
+        ):
             shown.append("*")
             bare = True
-        star = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(one.kind.name, "")
-        shown.append(star + one.name + ("" if one.default is one.empty else f"={default_text(one.default)}"))
+        star = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(parameter.kind.name, "")
+        shown.append(
+            star
+            + parameter.name
+            + ("" if parameter.default is parameter.empty else f"={default_text(parameter.default)}")
+        )
     return f"({', '.join(shown)})"
 
 
@@ -234,7 +249,7 @@ def nouns() -> str:
                 *value.__struct_fields__,
                 *(one for one in value.derived if one not in value.__struct_fields__),
             ]
-            rows.append((f"`{name}`", first_line(value), ", ".join(f"`{one}`" for one in fields)))
+            rows.append((f"`{name}`", first_line(value), ", ".join(f"`{field}`" for field in fields)))
         elif inspect.isclass(value) and issubclass(value, Enum):
             rows.append(
                 (f"`{name}`", first_line(value), "one of " + ", ".join(f"`{one.value}`" for one in value))
@@ -265,7 +280,9 @@ def reference() -> str:
     codes = api.explain("exit-codes")
     from trimtab.configs.targets import builtin_targets
 
-    targets = [(f"`{one.name}`", cell(one.title)) for one in builtin_targets()]
+    targets = [
+        (f"`{builtin_target.name}`", cell(builtin_target.title)) for builtin_target in builtin_targets()
+    ]
     parts = [
         "# Reference",
         MADE,
@@ -294,7 +311,7 @@ def reference() -> str:
         "## Variables",
         table(
             ("variable", "says"),
-            [(", ".join(f"`{one}`" for one in names.split(", ")), cell(what)) for names, what in VARIABLES],
+            [(", ".join(f"`{word}`" for word in names.split(", ")), cell(what)) for names, what in VARIABLES],
         ),
     ]
     return "\n\n".join(parts) + "\n"
@@ -339,7 +356,7 @@ def word_text(word: Word, known: dict[str, Word]) -> str:
 
 def glossary() -> str:
     """The page docs/glossary.md."""
-    known = {name: one for name, one in api.all_words().items() if one.kind != "fault"}
+    known = {name: word for name, word in api.all_words().items() if word.kind != "fault"}
     parts = [
         "# Glossary",
         MADE,

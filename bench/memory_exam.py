@@ -46,9 +46,9 @@ def table(title: str, marks: Marks) -> str:
 
 def tables(marks: Marks) -> str:
     """Eager runs and compiled ones."""
-    compiled = {one.id for one in cases() if one.measurement.setting.compile}
+    compiled = {case.id for case in cases() if case.measurement.setting.compile}
     apart = [
-        tuple(one for one in marks.cases if (one.case in compiled) is wanted) for wanted in (False, True)
+        tuple(case for case in marks.cases if (case.case in compiled) is wanted) for wanted in (False, True)
     ]
     return "".join(
         table(f"{len(some)} {kind} runs", mark(some))

@@ -63,7 +63,7 @@ class Bench:
 
     def batch(self, anchors: int, number: int) -> dict[str, torch.Tensor]:
         """The same rows for whoever asks."""
-        rows = [self.rows[(number * 1009 + 31 * one) % len(self.rows)] for one in range(anchors)]
+        rows = [self.rows[(number * 1009 + 31 * index) % len(self.rows)] for index in range(anchors)]
         return {name: one.to(self.device) for name, one in default_collate(rows).items()}
 
     def model(self) -> Any:
@@ -91,7 +91,7 @@ class Bench:
     def steps(self, model: Any, anchors: int) -> dict[str, Any]:
         """Optimizer steps of one batch each."""
         cuda = self.device.type == "cuda"
-        learn = [one for one in model.parameters() if one.requires_grad]
+        learn = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(learn, lr=2e-4, weight_decay=0.01, fused=cuda)
         model.train()
         losses, times = [], []
@@ -120,7 +120,7 @@ class Bench:
             "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
             "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else None,
             "warm_s": round(warm_s, 1),
-            "losses": [round(one, 4) for one in losses],
+            "losses": [round(loss, 4) for loss in losses],
         }
 
     def settle(self) -> None:
@@ -177,12 +177,12 @@ class Bench:
             with torch.autocast("cuda", torch.bfloat16):
                 model(self.batch(anchors, 0)).backward()
             self.settle()
-        events = sorted(profile.key_averages(), key=lambda one: -one.device_time_total)[:12]
-        total = sum(one.device_time_total for one in profile.key_averages())
+        events = sorted(profile.key_averages(), key=lambda key_average: -key_average.device_time_total)[:12]
+        total = sum(key_average.device_time_total for key_average in profile.key_averages())
         say(f"{name}: {total / 1000:.1f} ms on the device, of which")
-        for one in events:
+        for event in events:
             print(
-                f"          {one.device_time_total / 1000:8.2f} ms  {one.count:5d} x  {one.key[:90]}",
+                f"          {event.device_time_total / 1000:8.2f} ms  {event.count:5d} x  {event.key[:90]}",
                 flush=True,
             )
 
@@ -224,9 +224,9 @@ def main() -> None:
     )
     for anchors in bench.batches:
         speeds = {
-            one["what"]: one["anchors_per_s"]
-            for one in bench.results
-            if one.get("anchors") == anchors and "anchors_per_s" in one
+            result["what"]: result["anchors_per_s"]
+            for result in bench.results
+            if result.get("anchors") == anchors and "anchors_per_s" in result
         }
         for name, speed in speeds.items():
             if name != "naive" and "naive" in speeds:

@@ -76,7 +76,7 @@ class Encoder(nn.Module):
     def __init__(self, ours: TextEncoder, job: Naics, *, recompute: bool) -> None:
         super().__init__()
         self.words, self.positions, self.kinds, self.norm = ours.words, ours.positions, ours.kinds, ours.norm
-        self.layers = nn.ModuleList(Layer(one, job) for one in ours.layers)  # type: ignore[arg-type]
+        self.layers = nn.ModuleList(Layer(layer, job) for layer in ours.layers)  # type: ignore[arg-type]
         self.recompute = recompute
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:  # noqa: D102
@@ -111,12 +111,12 @@ class Naive(nn.Module):
             {channel: ids[:, part].flatten(0, 1).long() for channel, ids in batch.items()}
             for part in (slice(0, 1), slice(1, 2), slice(2, None))
         ]
-        (anchor, *_), (positive, *_), (negative, *_) = embedded = [self.embed(one) for one in roles]
+        (anchor, *_), (positive, *_), (negative, *_) = embedded = [self.embed(role) for role in roles]
         each = len(negative) // anchors
         losses = []
         for number in range(anchors):
             near = self.distance(anchor[number], positive[number])
-            far = [self.distance(anchor[number], negative[number * each + one]) for one in range(each)]
+            far = [self.distance(anchor[number], negative[number * each + index]) for index in range(each)]
             scores = -torch.stack([near, *far]) / self.job.temperature
             losses.append(
                 functional.cross_entropy(scores[None], torch.zeros(1, dtype=torch.long, device=near.device))
@@ -150,9 +150,9 @@ class Naive(nn.Module):
         length = space.norm(dim=-1, keepdim=True).clamp(NEAREST, FURTHEST)
         return torch.cat([length.cosh(), length.sinh() * functional.normalize(space, dim=-1)], dim=-1) / root
 
-    def distance(self, one: torch.Tensor, other: torch.Tensor) -> Any:
+    def distance(self, tensor: torch.Tensor, other: torch.Tensor) -> Any:
         """Between two points."""
-        product = self.job.curvature * (one[0] * other[0] - (one[1:] * other[1:]).sum())
+        product = self.job.curvature * (tensor[0] * other[0] - (tensor[1:] * other[1:]).sum())
         return torch.acosh(product.clamp(min=1 + NEAREST)) / self.job.curvature**0.5
 
     def uneven(self, embedded: Any, anchors: int) -> torch.Tensor:

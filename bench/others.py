@@ -164,10 +164,10 @@ def built(case: Case) -> Model:
     with torch.device("meta"):
         model: Any = job.model()
     parameters = list(model.parameters())
-    trained = [one for one in parameters if one.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer = make_optimizer(job, trained, case.measurement.setting.optimizer)
     return Model(
-        parameters=sum(one.numel() for one in parameters),
+        parameters=sum(parameter.numel() for parameter in parameters),
         largest_layer=max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()),
         frozen=len(trained) < len(parameters),
         adam=isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)),

@@ -58,15 +58,15 @@ AT_ONCE = 14
 """Processes that compile at the same time."""
 
 
-def name_of(one: dict[str, Any]) -> str:
+def name_of(mapping: dict[str, Any]) -> str:
     """The job as trimtab names it."""
-    return f"trimtab.exams.jobs:{one['job']}"
+    return f"trimtab.exams.jobs:{mapping['job']}"
 
 
-def candidates(one: dict[str, Any]) -> list[dict[str, Any]]:
+def candidates(mapping: dict[str, Any]) -> list[dict[str, Any]]:
     """Every micro-batch, precision, way of recomputing, compiled or not."""
     ways = itertools.product(
-        one["micro"], one.get("precisions", PRECISIONS), ("none", "full", "selective"), (False, True)
+        mapping["micro"], mapping.get("precisions", PRECISIONS), ("none", "full", "selective"), (False, True)
     )
     return [
         {"micro_batch": micro, "precision": precision, "recompute": recompute, "compile": compiled}
@@ -74,13 +74,13 @@ def candidates(one: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def setting_of(one: dict[str, Any], candidate: dict[str, Any]) -> Setting:
+def setting_of(mapping: dict[str, Any], candidate: dict[str, Any]) -> Setting:
     """A candidate as a setting over the whole global batch."""
     micro = candidate["micro_batch"]
     return Setting(
         micro_batch=micro,
-        accumulation=-(-one["batch"] // micro),
-        global_batch=one["batch"],
+        accumulation=-(-mapping["batch"] // micro),
+        global_batch=mapping["batch"],
         precision=Precision(candidate["precision"]),
         recompute=Recompute(candidate["recompute"]),
         compile=candidate["compile"],
@@ -89,7 +89,7 @@ def setting_of(one: dict[str, Any], candidate: dict[str, Any]) -> Setting:
 
 
 def measured(
-    one: dict[str, Any], candidate: dict[str, Any], *, warm: int = 2, timed: int = 4
+    mapping: dict[str, Any], candidate: dict[str, Any], *, warm: int = 2, timed: int = 4
 ) -> dict[str, Any]:
     """Samples a second of whole optimizer steps, or why there are none."""
     import torch
@@ -102,8 +102,8 @@ def measured(
     state = batches = None
     try:
         torch.manual_seed(0)
-        setting = setting_of(one, candidate)
-        job = load(name_of(one), one["options"])
+        setting = setting_of(mapping, candidate)
+        job = load(name_of(mapping), mapping["options"])
         state = steps.prepare(job, setting)
         batches = [steps.make_batch(job, setting, "cuda")] * setting.accumulation
         torch.cuda.reset_peak_memory_stats()
@@ -117,7 +117,7 @@ def measured(
             times.append(time.perf_counter() - begin)
         return {
             **candidate,
-            "samples_per_s": one["batch"] / statistics.median(times[warm:]),
+            "samples_per_s": mapping["batch"] / statistics.median(times[warm:]),
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "took_s": round(time.perf_counter() - start, 1),
         }
@@ -135,9 +135,9 @@ def measured(
 
 def warm(key: str, number: int) -> None:
     """Compile one candidate, so that the measuring process finds it in the compiler's cache."""
-    one = JOBS[key]
-    every = [c for c in candidates(one) + choices(key) if c["compile"]]
-    found = measured({**one, "batch": every[number]["micro_batch"]}, every[number], warm=1, timed=1)
+    job = JOBS[key]
+    every = [c for c in candidates(job) + choices(key) if c["compile"]]
+    found = measured({**job, "batch": every[number]["micro_batch"]}, every[number], warm=1, timed=1)
     print(json.dumps(found))
 
 
@@ -153,9 +153,9 @@ def measure(keys: list[str]) -> None:
     out = Path(os.environ.get("OUT", HERE)) / RESULTS.name
     found: dict[str, Any] = {}
     for key in keys:
-        one = JOBS[key]
+        job = JOBS[key]
         begin = time.perf_counter()
-        count = sum(c["compile"] for c in candidates(one) + choices(key))
+        count = sum(c["compile"] for c in candidates(job) + choices(key))
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(_child, ["warm"] * count, [key] * count, map(str, range(count))))
         print(f"{key}: compiled {count} in {time.perf_counter() - begin:.0f} s", flush=True)
@@ -178,11 +178,11 @@ def measure_all(key: str) -> None:
     """All candidates of a job, the best ones once more, and the finders; as one line of JSON."""
     import torch
 
-    one = JOBS[key]
-    rows = [measured(one, c) for c in candidates(one) + choices(key)]
+    job = JOBS[key]
+    rows = [measured(job, c) for c in candidates(job) + choices(key)]
     best = sorted((r for r in rows if "samples_per_s" in r), key=lambda r: -r["samples_per_s"])[:2]
     again = [
-        measured(one, {k: r[k] for k in ("micro_batch", "precision", "recompute", "compile")}) for r in best
+        measured(job, {k: r[k] for k in ("micro_batch", "precision", "recompute", "compile")}) for r in best
     ]
     print(
         json.dumps(
@@ -191,33 +191,33 @@ def measure_all(key: str) -> None:
                 "torch": str(torch.__version__),
                 "candidates": rows,
                 "best_again": again,
-                "finders": finders(one),
+                "finders": finders(job),
             }
         )
     )
 
 
-def finders(one: dict[str, Any]) -> list[dict[str, Any]]:
+def finders(mapping: dict[str, Any]) -> list[dict[str, Any]]:
     """What accelerate's and Lightning's searches for a batch size end at, and how fast that is."""
     found: list[dict[str, Any]] = []
     for name, search in (("accelerate", by_accelerate), ("lightning", by_lightning)):
         start = time.perf_counter()
         try:
-            size = search(one)
+            size = search(mapping)
         except Exception as error:  # noqa: BLE001 - a finder that fails is an answer
             found.append({"finder": name, "why": f"{type(error).__name__}: {str(error)[:200]}"})
             continue
         took = time.perf_counter() - start
         candidate = {"micro_batch": size, "precision": "bf16", "recompute": "none", "compile": False}
-        row = measured({**one, "batch": size}, candidate)
+        row = measured({**mapping, "batch": size}, candidate)
         found.append({"finder": name, "search_s": round(took, 1), **row})
     return found
 
 
-def _trial(one: dict[str, Any], size: int) -> None:
+def _trial(mapping: dict[str, Any], size: int) -> None:
     """One step of the eager job at that batch; raises out of memory."""
     row = measured(
-        {**one, "batch": size},
+        {**mapping, "batch": size},
         {"micro_batch": size, "precision": "bf16", "recompute": "none", "compile": False},
         warm=0,
         timed=1,
@@ -226,18 +226,18 @@ def _trial(one: dict[str, Any], size: int) -> None:
         raise RuntimeError("CUDA out of memory." if row["why"] == "out of memory" else row["why"])
 
 
-def by_accelerate(one: dict[str, Any]) -> int:
+def by_accelerate(mapping: dict[str, Any]) -> int:
     """The search of accelerate: nine tenths of the batch until it fits."""
     from accelerate.utils import find_executable_batch_size
 
     def attempt(batch_size: int) -> int:
-        _trial(one, batch_size)
+        _trial(mapping, batch_size)
         return batch_size
 
-    return int(find_executable_batch_size(attempt, starting_batch_size=one["finder"])())
+    return int(find_executable_batch_size(attempt, starting_batch_size=mapping["finder"])())
 
 
-def by_lightning(one: dict[str, Any]) -> int:
+def by_lightning(mapping: dict[str, Any]) -> int:
     """Lightning's search: doubling, then halving the interval."""
     import lightning
     import torch
@@ -246,11 +246,11 @@ def by_lightning(one: dict[str, Any]) -> int:
 
     from trimtab.jobs.load import load
 
-    job = load(name_of(one), one["options"])
+    job = load(name_of(mapping), mapping["options"])
 
     class Repeated(Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
-            return one["finder"] * 4
+            return mapping["finder"] * 4
 
         def __getitem__(self, index: int) -> int:
             return index
@@ -284,7 +284,9 @@ def by_lightning(one: dict[str, Any]) -> int:
     )
     module = Module()
     with torch.enable_grad():
-        Tuner(trainer).scale_batch_size(module, mode="binsearch", steps_per_trial=2, init_val=one["micro"][0])
+        Tuner(trainer).scale_batch_size(
+            module, mode="binsearch", steps_per_trial=2, init_val=mapping["micro"][0]
+        )
     size = int(module.batch_size)
     del module, trainer
     gc.collect()
@@ -298,9 +300,9 @@ def plan(keys: list[str]) -> None:
 
     found = json.loads(PLANS.read_text(encoding="utf-8")) if PLANS.exists() else {}
     for key in keys:
-        one = JOBS[key]
+        job = JOBS[key]
         start = time.perf_counter()
-        made = trimtab.plan(name_of(one), "H200", global_batch=one["batch"], options=one["options"])
+        made = trimtab.plan(name_of(job), "H200", global_batch=job["batch"], options=job["options"])
         print(
             key,
             made.choice,
@@ -320,8 +322,8 @@ def table(_: list[str]) -> None:
     results, plans = (json.loads(file.read_text(encoding="utf-8")) for file in (RESULTS, PLANS))
     print("| job | best measured | the plan | of the best | accelerate | Lightning |")
     print("|---|---|---|--:|--:|--:|")
-    for key, one in results.items():
-        fits = [r for r in one["candidates"] if "samples_per_s" in r]
+    for key, result in results.items():
+        fits = [r for r in result["candidates"] if "samples_per_s" in r]
         best = max(fits, key=lambda r: r["samples_per_s"])
         choice = plans[key]["choice"]
         mine = next(
@@ -329,7 +331,7 @@ def table(_: list[str]) -> None:
             for r in fits
             if all(r[k] == choice[k] for k in ("micro_batch", "precision", "recompute", "compile"))
         )
-        by = {f["finder"]: f for f in one["finders"]}
+        by = {f["finder"]: f for f in result["finders"]}
         others = [
             f"{f['micro_batch']}: {f['samples_per_s'] / best['samples_per_s']:.0%}"
             if "samples_per_s" in f

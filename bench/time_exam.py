@@ -37,8 +37,8 @@ def errors(case: Case) -> tuple[float, float] | None:
 
 def summary(name: str, found: list[float]) -> str:
     """Median and worst of some errors."""
-    sizes = [abs(one) for one in found]
-    near = sum(one <= 0.2 for one in sizes)  # noqa: PLR2004 - the figure that is asked for
+    sizes = [abs(value) for value in found]
+    near = sum(size <= 0.2 for size in sizes)  # noqa: PLR2004 - the figure that is asked for
     return f"| {name} | {statistics.median(sizes):.1%} | {max(sizes):.1%} | {near} of {len(sizes)} |"
 
 

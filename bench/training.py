@@ -122,7 +122,7 @@ def by_hand(key: str, *, steps: int = WARM + TIMED, usual: bool = False) -> dict
     torch.cuda.synchronize()
     return {
         "step_s": (time.perf_counter() - start) / (steps - WARM - 1),
-        "losses": [float(one) for one in losses[:: steps // 8]],
+        "losses": [float(loss) for loss in losses[:: steps // 8]],
         "reserved_bytes": torch.cuda.max_memory_reserved(),
     }
 

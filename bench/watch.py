@@ -49,10 +49,10 @@ def main() -> int:
     out = os.environ.get("OUT")
     if out:
         Path(out, "watch.jsonl").write_text(
-            "".join(one.to_json() + "\n" for one in samples), encoding="utf-8"
+            "".join(sample.to_json() + "\n" for sample in samples), encoding="utf-8"
         )
     last = samples[-1]
-    missing = [one for one in READINGS if last.gpus and getattr(last.gpus[0], one) is None]
+    missing = [reading for reading in READINGS if last.gpus and getattr(last.gpus[0], reading) is None]
     found = bool(last.runs and last.runs[0].devices)
     print(f"missing: {', '.join(missing) or 'no reading'}")
     print(f"the run's GPU is {'known' if found else 'not known'}")

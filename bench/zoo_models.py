@@ -511,7 +511,7 @@ class WindowNet(nn.Module):
         for stage, depth in enumerate(depths):
             now = width * 2**stage
             self.stages.append(
-                nn.ModuleList([Windows(now, 3 * 2**stage, 7, 3 * (one % 2)) for one in range(depth)])
+                nn.ModuleList([Windows(now, 3 * 2**stage, 7, 3 * (index % 2)) for index in range(depth)])
             )
             if stage < len(depths) - 1:
                 self.merges.append(
@@ -612,8 +612,8 @@ class MomentumNet(nn.Module):
         self.key = copy.deepcopy(self.query).requires_grad_(requires_grad=False)
         self.register_buffer("queue", functional.normalize(torch.randn(size, length), dim=0))
 
-    def forward(self, one: Tensor, other: Tensor) -> Tensor:  # noqa: D102
-        query = functional.normalize(self.query(one), dim=1)
+    def forward(self, tensor: Tensor, other: Tensor) -> Tensor:  # noqa: D102
+        query = functional.normalize(self.query(tensor), dim=1)
         with torch.no_grad():
             for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
                 mine.mul_(0.999).add_(theirs, alpha=0.001)
@@ -1044,7 +1044,10 @@ class FieldNet(nn.Module):
     def __init__(self, width: int = 256, layers: int = 8) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            [nn.Linear(63 if not one else width + 63 * (one == layers // 2), width) for one in range(layers)]
+            [
+                nn.Linear(63 if not index else width + 63 * (index == layers // 2), width)
+                for index in range(layers)
+            ]
         )
         self.density, self.colour = (
             nn.Linear(width, 1),
@@ -1170,7 +1173,7 @@ class FlowNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scales = nn.ModuleList(
-            [nn.ModuleList([FlowStep(12 * 2**one) for _ in range(8)]) for one in range(3)]
+            [nn.ModuleList([FlowStep(12 * 2**index) for _ in range(8)]) for index in range(3)]
         )
 
     def forward(self, image: Tensor) -> Tensor:  # noqa: D102
@@ -1213,7 +1216,7 @@ class ClickNet(nn.Module):
     def forward(self, numbers: Tensor, ids: Tensor, clicked: Tensor) -> Tensor:  # noqa: D102
         low = self.low(numbers)
         rows = [table(one) for table, one in zip(self.tables, ids.unbind(1), strict=True)]
-        seen = torch.stack([low, *(one.to(low.dtype) for one in rows)], 1)
+        seen = torch.stack([low, *(row.to(low.dtype) for row in rows)], 1)
         pairs = seen @ seen.transpose(1, 2)
         row, column = torch.tril_indices(seen.shape[1], seen.shape[1], -1, device=seen.device)
         logits = self.high(torch.cat([low, pairs[:, row, column]], 1)).squeeze(1)

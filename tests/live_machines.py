@@ -42,6 +42,6 @@ def world(
     ]
     names = {f"process:{pid}": "python" for pid in pids} if alive else {}
     record = m.machine(gpus, host=names)
-    for index, one in enumerate(readings):
-        record = at_work(record, index, **one)
+    for index, reading in enumerate(readings):
+        record = at_work(record, index, **reading)
     return replayed(record)

@@ -244,7 +244,7 @@ class Slurm:
 
 def _opened(process: psutil.Process) -> list[str]:
     try:
-        return [str(one.path) for one in process.open_files()] + list(process.environ().values())
+        return [str(open_file.path) for open_file in process.open_files()] + list(process.environ().values())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
 

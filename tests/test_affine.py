@@ -211,8 +211,8 @@ def test_a_trace_whose_causes_are_not_there_is_refused() -> None:
 
 
 @given(st.integers(0, 10**12), st.integers(0, 10**12), st.fractions(-4, 4, max_denominator=64))
-def test_between_rounds_as_fractions_do(one: int, other: int, share: Fraction) -> None:
-    assert _between(one, other, share) == max(0, round(one + (other - one) * share))
+def test_between_rounds_as_fractions_do(number: int, other: int, share: Fraction) -> None:
+    assert _between(number, other, share) == max(0, round(number + (other - number) * share))
 
 
 @given(low=st.integers(2, 9), step=st.integers(1, 40), few=st.integers(1, 8), more=st.integers(1, 56))
@@ -245,7 +245,7 @@ def test_of_two_micro_batches_at_two_numbers_of_shards_three_are_traced() -> Non
         for micro in (2, 6)
     ]
     device = stated("H100").devices[0]
-    found = [one for one in traces("slm:tiny", settings, device) if isinstance(one, Trace)]
+    found = [trace for trace in traces("slm:tiny", settings, device) if isinstance(trace, Trace)]
     said = [any("another number of shards" in text for text in one.assumptions) for one in found]
     assert said == [False, False, False, True]
     assert traces("slm:tiny", settings[-1:], device) == found[-1:], "it is remembered like any other"

@@ -54,19 +54,21 @@ SAME_AS = {"mesh": "strategy", "global_batch": "micro_batch", "accumulation": "m
 """A warning about the one covers the other, which follows from it."""
 
 
-def applied(name: str, file: str, text: str, one: Plan) -> tuple[str, Draft]:
+def applied(name: str, file: str, text: str, plan: Plan) -> tuple[str, Draft]:
     """The file's text after the plan is written into it."""
     document = formats.read_config(text, file)
     where = find_site(document, builtin_targets(), origin=file, name=name)
-    draft = draft_edits(where, document, one, file=file)
+    draft = draft_edits(where, document, plan, file=file)
     return document.edit({edit.path: edit.after for edit in draft.edits}, add=True), draft
 
 
-def shown(name: str, file: str, text: str, one: Plan) -> Reading:
+def shown(name: str, file: str, text: str, plan: Plan) -> Reading:
     """What the file says to `show`, on the plan's GPUs."""
     document = formats.read_config(text, file)
     where = find_site(document, builtin_targets(), origin=file, name=name)
-    return interpret.interpret_config(where, document.entries(), gpus=one.choice.gpus, nodes=count_nodes(one))
+    return interpret.interpret_config(
+        where, document.entries(), gpus=plan.choice.gpus, nodes=count_nodes(plan)
+    )
 
 
 @pytest.mark.parametrize("label", FILES)
@@ -119,10 +121,12 @@ TWO = Setting(
 )
 
 
-def changed(name: str, one: Plan, held: tuple[str, str]) -> tuple[dict[str, object], dict[str, str]]:
+def changed(name: str, plan: Plan, held: tuple[str, str]) -> tuple[dict[str, object], dict[str, str]]:
     """What is written by key, and every warning by key."""
-    _, draft = applied(name, *held, one)
-    return {edit.key: edit.after for edit in draft.edits}, {one.key: one.text for one in draft.warnings}
+    _, draft = applied(name, *held, plan)
+    return {edit.key: edit.after for edit in draft.edits}, {
+        warning.key: warning.text for warning in draft.warnings
+    }
 
 
 def test_torchtitan_gets_the_plans_sequence_length() -> None:
@@ -155,7 +159,9 @@ def test_a_qlora_config_of_axolotl_is_read_as_it_runs() -> None:
     )
     assert found.facts["precision"] == "bf16"  # bf16: auto, with the adapter's weights in fp32
     assert found.facts["seq"] == 77
-    assert {"load_in_4bit", "sample_packing", "gradient_checkpointing"} <= {one.key for one in found.warnings}
+    assert {"load_in_4bit", "sample_packing", "gradient_checkpointing"} <= {
+        warning.key for warning in found.warnings
+    }
     whole = text.replace("adapter: qlora\n", "").replace("load_in_4bit: true", "load_in_4bit: false")
     document = formats.read_config(whole, file)
     where = find_site(document, builtin_targets(), origin=file)

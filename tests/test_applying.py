@@ -57,10 +57,10 @@ def by_negatives(options: dict[str, Any]) -> Plan:
     return plan(MAIN.choice.replace(micro_batch=micro, accumulation=-(-256 // micro)))
 
 
-def proposal(*to: Path | str, one: Plan = MAIN, name: str | None = None) -> Proposal:
+def proposal(*to: Path | str, plan: Plan = MAIN, name: str | None = None) -> Proposal:
     return propose_edits(
         [parse_aim(str(place)) for place in to],
-        one,
+        plan,
         builtin_targets(),
         opened=formats.read_config,
         name=name,
@@ -69,7 +69,7 @@ def proposal(*to: Path | str, one: Plan = MAIN, name: str | None = None) -> Prop
 
 
 def values(found: Proposal) -> dict[tuple[str, str], Any]:
-    return {(one.file.rpartition("/")[2], one.key): one.after for one in found.edits}
+    return {(edit.file.rpartition("/")[2], edit.key): edit.after for edit in found.edits}
 
 
 def test_stages_get_their_own_cut_of_one_global_batch(conf: Path) -> None:
@@ -80,10 +80,10 @@ def test_stages_get_their_own_cut_of_one_global_batch(conf: Path) -> None:
     assert ("01_stage.yaml", "batch_size") not in wrote  # as the main config has it
     assert wrote["02_stage.yaml", "batch_size"] == 32
     assert wrote["02_stage.yaml", "accumulate_grad_batches"] == 8
-    for one in found.stages:
-        assert one.setting.micro_batch * one.setting.accumulation == 256
-        assert one.estimate == ESTIMATE
-    assert [one.name for one in found.stages] == ["01_stage", "02_stage", "03_stage"]
+    for stage in found.stages:
+        assert stage.setting.micro_batch * stage.setting.accumulation == 256
+        assert stage.estimate == ESTIMATE
+    assert [stage.name for stage in found.stages] == ["01_stage", "02_stage", "03_stage"]
     assert any("only where your trainer reads them" in one for one in found.said)
     (second,) = [one for one in found.prepare() if one.file.endswith("02_stage.yaml")]
     assert second.after.decode().startswith(samples.STAGE.format(number=2, positives=16, negatives=8))
@@ -127,7 +127,7 @@ def test_a_job_that_does_not_know_the_stages_options_runs_them_all_alike(conf: P
     found = propose_edits(
         [parse_aim(str(conf))], MAIN, builtin_targets(), opened=formats.read_config, replan=replan
     )
-    assert {one.setting.micro_batch for one in found.stages} == {16}
+    assert {stage.setting.micro_batch for stage in found.stages} == {16}
     assert any("no option 'negatives'" in one for one in found.said)
 
 
@@ -144,27 +144,27 @@ def test_a_stage_for_which_nothing_fits_is_named(conf: Path) -> None:
 def test_a_broken_stage_stops_everything(conf: Path) -> None:
     broken = "n_negatives: 8\nname: a\npositive_level: 1\npositive_level: 2\n"
     (conf / "curriculum" / "02_stage.yaml").write_text(broken, encoding="utf-8")
-    before = {one: one.read_bytes() for one in conf.rglob("*.yaml")}
+    before = {path: path.read_bytes() for path in conf.rglob("*.yaml")}
     with pytest.raises(WrongUse, match=r"02_stage\.yaml.*positive_level"):
         trimtab.apply(MAIN, conf)
-    assert before == {one: one.read_bytes() for one in conf.rglob("*.yaml")}
+    assert before == {path: path.read_bytes() for path in conf.rglob("*.yaml")}
 
 
 def test_what_one_file_lacks_another_may_hold(tmp_path: Path) -> None:
     (tmp_path / "args.yaml").write_text(samples.ARGUMENTS_YAML, encoding="utf-8")
     (tmp_path / "run.yaml").write_text(samples.ACCELERATE, encoding="utf-8")
-    alone = proposal(tmp_path / "args.yaml", one=plan(FSDP))
+    alone = proposal(tmp_path / "args.yaml", plan=plan(FSDP))
     assert any("torchrun" in one for one in alone.said)
-    both = proposal(tmp_path / "args.yaml", tmp_path / "run.yaml", one=plan(FSDP))
+    both = proposal(tmp_path / "args.yaml", tmp_path / "run.yaml", plan=plan(FSDP))
     assert not any("torchrun" in one or "batch_size=" in one for one in both.said)
-    assert len({one.file for one in both.edits}) == 2
+    assert len({edit.file for edit in both.edits}) == 2
 
 
 def test_the_same_file_named_twice_is_edited_once(tmp_path: Path) -> None:
     file = tmp_path / "config.py"
     file.write_text(samples.SLM, encoding="utf-8")
-    twice = proposal(file, f"{file}:slm_config", one=plan(SINGLE))
-    assert len([one for one in twice.edits if one.key == "slm_config.batch_size"]) == 1
+    twice = proposal(file, f"{file}:slm_config", plan=plan(SINGLE))
+    assert len([edit for edit in twice.edits if edit.key == "slm_config.batch_size"]) == 1
 
 
 def test_a_colon_may_be_part_of_a_name(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_hidden_folders_and_backups_are_not_looked_at(conf: Path) -> None:
     kept = conf / ".trimtab" / "backups" / "1"
     kept.mkdir(parents=True)
     (kept / "config.yaml").write_text(samples.HYDRA, encoding="utf-8")
-    assert all(".trimtab" not in one.file for one in proposal(conf).edits)
+    assert all(".trimtab" not in edit.file for edit in proposal(conf).edits)
 
 
 @pytest.mark.parametrize(("nodes", "each"), [(1, 1), (1, 4), (2, 8)])
@@ -209,7 +209,7 @@ def test_a_plan_knows_its_devices_by_the_names_it_shows(nodes: int, each: int) -
     )
     found = devices_of(MAIN.replace(places=places))
     assert [len(node.devices) for node in found.nodes] == [each] * nodes
-    assert {one.model for one in found.devices} == {name}
+    assert {device.model for device in found.devices} == {name}
 
 
 # --- written for real ---
@@ -346,7 +346,7 @@ def test_going_back_asks_a_person_as_writing_does_and_not_a_script(saved: Path) 
 def test_wrong_use_of_the_commands_is_an_error_in_three_parts(
     saved: Path, args: list[str], code: int, said: str
 ) -> None:
-    there = [str(saved.parent / one) if one.endswith((".json", ".yaml", "where")) else one for one in args]
+    there = [str(saved.parent / arg) if arg.endswith((".json", ".yaml", "where")) else arg for arg in args]
     done = trimtab_cli(*there, "--json")
     assert done.returncode == code, done.stderr
     error = json.loads(done.stdout)["error"]
@@ -356,8 +356,8 @@ def test_wrong_use_of_the_commands_is_an_error_in_three_parts(
 
 def test_the_targets_are_listed() -> None:
     done = trimtab_cli("apply", "--list-targets", "--json")
-    assert [one["name"] for one in json.loads(done.stdout)["targets"]] == [
-        one.name for one in builtin_targets()
+    assert [load["name"] for load in json.loads(done.stdout)["targets"]] == [
+        builtin_target.name for builtin_target in builtin_targets()
     ]
     plain = trimtab_cli("apply", "--list-targets").stdout
     assert max(map(len, plain.splitlines())) <= 80
@@ -408,7 +408,7 @@ def shown(place: Path | str, oracle: Oracle | None, gpus: int | None = 1) -> Dis
 
 def test_what_a_layouts_model_does_without_a_key_is_assumed_and_said(conf: Path) -> None:
     found = shown(conf, Oracle())
-    assert {one.setting.recompute for one in found.stages} == {Recompute.FULL}
+    assert {stage.setting.recompute for stage in found.stages} == {Recompute.FULL}
     assert any("recompute full is assumed" in one for one in found.said)
 
 

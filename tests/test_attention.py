@@ -143,7 +143,7 @@ CASES: list[tuple[str, str, Call, AttentionTarget]] = [
 
 
 @pytest.mark.parametrize(
-    ("kernel", "check", "asked", "where"), CASES, ids=[f"{one[0]}-{one[1]}" for one in CASES]
+    ("kernel", "check", "asked", "where"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES]
 )
 def test_a_kernel_is_refused_by_the_condition(
     kernel: str, check: str, asked: Call, where: AttentionTarget
@@ -162,9 +162,9 @@ SWITCHES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "mem_efficient"}
 @pytest.mark.parametrize("kernel", FUSED)
 def test_a_kernel_that_the_user_has_switched_off_is_refused(kernel: str) -> None:
     others = [
-        one
-        for one in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
-        if kernel != FLASH or one != SDPBackend.FLASH_ATTENTION
+        sdpbackend
+        for sdpbackend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
+        if kernel != FLASH or sdpbackend != SDPBackend.FLASH_ATTENTION
     ]
     with sdpa_kernel(others):
         assert failed(kernel, call(), target()) == f"check_runtime_disabled_{SWITCHES[kernel]}"
@@ -194,7 +194,7 @@ class Nested:
     def __init__(
         self, lengths: tuple[int, ...] = (5, 7), heads: int = 4, head: int = 64, *, grad: bool = True
     ) -> None:
-        self.sizes = torch.tensor([[heads, one, head] for one in lengths])
+        self.sizes = torch.tensor([[heads, length, head] for length in lengths])
         self.shape, self.requires_grad = (len(lengths), heads, max(lengths), head), grad
 
     def dim(self) -> int:
@@ -229,7 +229,7 @@ def test_nested_tensors_have_conditions_of_their_own(kernel: str, check: str, qu
 def test_every_condition_has_a_case() -> None:
     shared = {"check_all_tensors_on_device", "check_cudnn_deterministic"}
     switches = {(kernel, f"check_runtime_disabled_{word}") for kernel, word in SWITCHES.items()}
-    tried = {(one[0], one[1]) for one in (*CASES, *NESTED)} | switches
+    tried = {(case[0], case[1]) for case in (*CASES, *NESTED)} | switches
     known = {(kernel, one.check) for kernel, found in rules.CONDITIONS.items() for one in found}
     assert {one for one in known - tried if one[1] not in shared} == set()
 
@@ -381,7 +381,7 @@ MASKS = ("plain", "expanded", "asked", "window", "permuted")
 
 @pytest.fixture
 def job() -> str:
-    classes = "".join(f"\n\nclass {one.title()}(Job):\n    mask = {one!r}\n" for one in MASKS)
+    classes = "".join(f"\n\nclass {mask.title()}(Job):\n    mask = {mask!r}\n" for mask in MASKS)
     return shared_job(JOB + classes).rpartition(":")[0]
 
 

@@ -64,20 +64,20 @@ def exact(job: Any) -> Any:
 
 
 def learning(model: Any) -> dict[str, Any]:
-    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def gradients(model: Any, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     model.zero_grad()
     # Unequal weights, so that a term that takes another's place is seen.
-    total: Any = sum((number + 1) * one for number, one in enumerate(losses.values()))
+    total: Any = sum((number + 1) * loss for number, loss in enumerate(losses.values()))
     total.backward()
     return {name: one.grad.clone() for name, one in learning(model).items() if one.grad is not None}
 
 
 def furthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
     assert some.keys() == others.keys()
-    return max(float((one - others[name]).norm() / one.norm()) for name, one in some.items())
+    return max(float((text - others[name]).norm() / text.norm()) for name, text in some.items())
 
 
 # ---------------------------------------------------------------------------------------------------- losses
@@ -98,8 +98,8 @@ def test_one_pass_has_the_losses_and_gradients_of_one_pass_a_token(options: dict
     batch = job.batch(5)
     batch["answers"]["qwen"]["length"][0] = 2
     ours, plain = job.losses(model, batch), plain_losses(model, batch)
-    for name, one in ours.items():
-        assert one.item() == pytest.approx(plain[name].item(), rel=1e-12)
+    for name, our in ours.items():
+        assert our.item() == pytest.approx(plain[name].item(), rel=1e-12)
     assert furthest(gradients(model, ours), gradients(model, plain)) < 1e-10
 
 
@@ -132,13 +132,19 @@ def test_frozen_models_have_a_dtype_that_the_device_has(
     monkeypatch.setattr(synthetic, "has_bf16", lambda: bf16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     job = trimtab.load("bridge:tiny")
-    assert {one.dtype for one in job.model().parameters() if not one.requires_grad} == {dtype}
+    assert {parameter.dtype for parameter in job.model().parameters() if not parameter.requires_grad} == {
+        dtype
+    }
     changed = dtype is not torch.bfloat16
-    assert ["no bf16 matrix products" in one and "fp32" in one for one in job.remarks] == [True] * changed
+    assert ["no bf16 matrix products" in remark and "fp32" in remark for remark in job.remarks] == [
+        True
+    ] * changed
     # What would need a GPU is planned as the GPU has it.
     with torch.device("meta"):
         planned = job.model()
-    assert {one.dtype for one in planned.parameters() if not one.requires_grad} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in planned.parameters() if not parameter.requires_grad} == {
+        torch.bfloat16
+    }
 
 
 def test_one_model_at_a_time_keeps_nothing_of_the_first_model() -> None:
@@ -154,12 +160,12 @@ def numbers_held(*, sequential: bool) -> int:
     alive: list[torch.Tensor] = []
     seen = []
 
-    def pack(one: torch.Tensor) -> Any:
-        alive.append(one)
-        return Held(one, alive)
+    def pack(tensor: torch.Tensor) -> Any:
+        alive.append(tensor)
+        return Held(tensor, alive)
 
     layers = model.qwen.model.layers
-    layers[-1].register_forward_hook(lambda *_: seen.append(sum(one.numel() for one in alive)))
+    layers[-1].register_forward_hook(lambda *_: seen.append(sum(tensor.numel() for tensor in alive)))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
         job.loss(model, batch).backward()
     return seen[0]
@@ -287,16 +293,18 @@ def test_an_estimate_sees_that_one_model_at_a_time_takes_less() -> None:
 
 
 def count(parameters: Any) -> int:
-    return sum(one.numel() for one in parameters)
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def test_what_can_be_added_has_the_parameters_on_record() -> None:
     job = trimtab.load("bridge", lora=8, deep_prefix=True)
     with torch.device("meta"):
         model = job.model()
-    adapters = {name: one for name, one in model.llama.named_parameters() if one.requires_grad}
+    adapters = {
+        name: parameter for name, parameter in model.llama.named_parameters() if parameter.requires_grad
+    }
     assert count(adapters.values()) == 20_971_520
-    assert count(one for name, one in adapters.items() if ".self_attn." in name) == 6_815_744
+    assert count(adapter for name, adapter in adapters.items() if ".self_attn." in name) == 6_815_744
     assert len(adapters) == 32 * 7 * 2
     assert {name: count(one.parameters()) for name, one in model.deep.items()} == {
         "llama": 285_212_672,
@@ -306,7 +314,9 @@ def test_what_can_be_added_has_the_parameters_on_record() -> None:
     assert added == 20_971_520 + 20_185_088 + 285_212_672 + 115_605_504
     # Frozen weights have no gradients, and nothing that learns is kept in bf16.
     assert {one.dtype for one in learning(model).values()} == {torch.float32}
-    assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {
+        torch.bfloat16
+    }
 
 
 def test_attention_alone_can_have_adapters() -> None:
@@ -447,7 +457,7 @@ def mapped_files(tensor: torch.Tensor) -> list[str]:
     address = tensor.data_ptr()
     found = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        start, stop = (int(one, 16) for one in line.split()[0].split("-"))
+        start, stop = (int(word, 16) for word in line.split()[0].split("-"))
         if start <= address < stop and "/" in line:
             found.append(line[line.index("/") :])
     return found
@@ -474,7 +484,7 @@ def test_weights_of_a_folder_lie_in_its_mapped_files(
         assert model.adapters[name].scale.item() == pytest.approx(size, rel=1e-5)
     batch = default_collate([job.dataset()[number] for number in range(2)])
     job.loss(model, batch).backward()
-    assert all(one.grad is None for one in model.llama.parameters())
+    assert all(parameter.grad is None for parameter in model.llama.parameters())
     assert model.encoder.bytes.weight.grad.abs().sum() > 0
 
 
@@ -496,7 +506,7 @@ def test_planning_reads_the_config_of_a_folder_and_no_weights(
     with torch.device("meta"):
         assert job.model().llama.config.hidden_size == 32
     assert job.batch(2)["answers"]["qwen"]["ids"].max() < 600
-    assert any("random weights for llama" in one for one in job.assumptions)
+    assert any("random weights for llama" in assumption for assumption in job.assumptions)
     assert job.model().adapters["llama"].scale.item() == pytest.approx(0.1)
 
 
@@ -599,7 +609,7 @@ def two_ranks(llama: str, qwen: str) -> dict[str, Any]:
             "moved": [name for name, one in learning(model).items() if not torch.equal(one, first[name])],
             "only": trained == {id(one) for one in learning(model).values()},
             "mapped": mapped_files(model.llama.get_input_embeddings().weight),
-            "grads": [name for name, one in model.named_parameters() if one.grad is not None],
+            "grads": [name for name, parameter in model.named_parameters() if parameter.grad is not None],
         }
 
 

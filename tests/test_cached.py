@@ -125,7 +125,7 @@ def expected(job: Any, clip: float | None = None) -> tuple[list[float], list[tor
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         losses.append(loss.item())
-    return losses, [one.detach() for one in model.parameters()]
+    return losses, [parameter.detach() for parameter in model.parameters()]
 
 
 Report = tuple[list[float], list[torch.Tensor], list[int]]
@@ -141,13 +141,16 @@ def trained(
         model, _ = run.prepare(clip=clip)
         mine = run.groups.data_rank
         outcomes = [run.step(cut(data(step), places[mine], places[mine + 1])) for step in range(STEPS)]
-        assert {one.samples for one in outcomes} == {WHOLE}
-        assert not any(one.skipped for one in outcomes)
-        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
+        assert {outcome.samples for outcome in outcomes} == {WHOLE}
+        assert not any(outcome.skipped for outcome in outcomes)
+        whole = [
+            parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            for parameter in model.parameters()
+        ]
         return (
-            [one.loss for one in outcomes],
+            [outcome.loss for outcome in outcomes],
             [one.detach().clone() for one in whole],
-            [one.attempts for one in outcomes],
+            [outcome.attempts for outcome in outcomes],
         )
 
 
@@ -233,8 +236,8 @@ def test_dropout_is_the_same_in_both_passes() -> None:
         torch.set_rng_state(state)
         outcome = run.step(data(0))
     assert outcome.loss == pytest.approx(loss.item(), rel=1e-12)
-    for one, same in zip(model.parameters(), other.parameters(), strict=True):
-        assert (one - same).abs().max() < 1e-12
+    for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert (parameter - same).abs().max() < 1e-12
 
 
 def test_batch_statistics_are_followed_once() -> None:

@@ -58,7 +58,7 @@ class Net(nn.Module):
 def build(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = Net().double()
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": trained[:2], "weight_decay": 0.1}, {"params": trained[2:], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
     return {
@@ -79,10 +79,10 @@ def advance(objects: dict[str, Any], steps: int, *, average: bool = False) -> fl
         objects["optimizer"].zero_grad()
         loss.backward()
         if average:
-            for one in objects["model"].parameters():
-                if one.grad is not None:
-                    dist.all_reduce(one.grad)
-                    one.grad /= dist.get_world_size()
+            for parameter in objects["model"].parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
         objects["optimizer"].step()
         objects["scheduler"].step()
     return float(loss.detach())
@@ -161,8 +161,8 @@ def test_what_there_is_of_optimizers_and_other_objects_is_kept_whatever_they_are
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step(closure)
-            for one in self.param_groups[0]["params"]:
-                self.state[one]["seen"] = self.state[one].get("seen", 0) + 1
+            for param_group in self.param_groups[0]["params"]:
+                self.state[param_group]["seen"] = self.state[param_group].get("seen", 0) + 1
 
     def make() -> dict[str, Any]:
         model = nn.Linear(2, 1)
@@ -207,7 +207,7 @@ def test_the_last_few_and_the_best_are_kept_and_frozen_weights_once(tmp_path: Pa
     keeper, objects = CheckpointManager(tmp_path, last=2), build(0)
     for step, metric in enumerate([3.0, 1.0, 2.0, None, 5.0], start=1):
         keeper.save(step, objects, metric=metric, wait=True)
-    names = sorted(one.name for one in tmp_path.iterdir())
+    names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["frozen-00000001", "step-00000002", "step-00000004", "step-00000005"]
     index = SafeReader(tmp_path / "step-00000005").read_metadata().state_dict_metadata
     assert "model:head.weight" in index
@@ -238,7 +238,7 @@ def test_going_back_drops_what_came_after(tmp_path: Path) -> None:
     loaded = CheckpointManager(tmp_path).load_latest(build(1), before=2)
     assert loaded is not None
     assert loaded.step == 1
-    assert [one.step for one in CheckpointManager(tmp_path).checkpoints()] == [1]
+    assert [checkpoint.step for checkpoint in CheckpointManager(tmp_path).checkpoints()] == [1]
 
 
 def test_there_may_be_nothing_to_load(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before(
     loaded = CheckpointManager(tmp_path, tell=told.append).load_latest(other)
     assert loaded is not None
     assert loaded.step == 2
-    assert [one.kind for one in told] == [IncidentKind.BAD_CHECKPOINT]
+    assert [incident.kind for incident in told] == [IncidentKind.BAD_CHECKPOINT]
     assert told[0].step == 4
     named = {("stray", file): "stray.txt", ("flip", MANIFEST): "does not hold what was written"}
     assert named.get((harm, file), file) in told[0].why
@@ -298,10 +298,10 @@ def test_when_all_are_torn_there_is_nothing_to_load_and_each_is_told(
     tmp_path: Path, told: list[Incident]
 ) -> None:
     saved(tmp_path, (1, 2))
-    for one in tmp_path.glob("step-*"):
-        _cut(one / "__0_0.distcp")
+    for path in tmp_path.glob("step-*"):
+        _cut(path / "__0_0.distcp")
     assert CheckpointManager(tmp_path, tell=told.append).load_latest(build(1)) is None
-    assert [one.step for one in told] == [2, 1]
+    assert [incident.step for incident in told] == [2, 1]
 
 
 def test_torn_frozen_weights_are_taken_from_the_model_and_written_again(
@@ -328,8 +328,8 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path, told: list[Inc
     keeper, objects = CheckpointManager(tmp_path, tell=told.append, before_write=full), build(0)
     keeper.save(2, objects, wait=True)
     assert keeper.finish() is None
-    assert [one.kind for one in told] == [IncidentKind.FULL_DISK]
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["frozen-00000001", "step-00000001"]
+    assert [incident.kind for incident in told] == [IncidentKind.FULL_DISK]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["frozen-00000001", "step-00000001"]
     keeper.save(3, objects, wait=True)
     assert keeper.finish() == 3
     assert len(told) == 1
@@ -346,8 +346,8 @@ def test_a_file_that_cannot_be_written_to_its_end_leaves_nothing_behind(
         keeper.save(2, build(0), wait=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [one.kind for one in told] == [IncidentKind.FULL_DISK]
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["frozen-00000001", "step-00000001"]
+    assert [incident.kind for incident in told] == [IncidentKind.FULL_DISK]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["frozen-00000001", "step-00000001"]
 
 
 def test_what_a_killed_process_left_half_written_is_swept_away(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_not_set_aside(tmp_path: Pa
     other["model"].more = nn.Linear(7, 3).double()
     with pytest.raises(WrongUse, match=r"it has no model:more\.weight"):
         CheckpointManager(tmp_path).load_latest(other)
-    assert [one.step for one in CheckpointManager(tmp_path).checkpoints()] == [1]
+    assert [checkpoint.step for checkpoint in CheckpointManager(tmp_path).checkpoints()] == [1]
 
 
 class _Strange:
@@ -419,7 +419,7 @@ PHASES = ((2, "ddp", 0, 2), (3, "fsdp", 2, 5), (2, "branch", 5, 5), (2, "fsdp", 
 
 def alike(model: nn.Module) -> dict[str, Any]:
     """An optimizer and a schedule as all phases have them."""
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.05, foreach=False)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     return {"model": model, "optimizer": optimizer, "scheduler": schedule}
@@ -461,7 +461,7 @@ def disturbed(rank: int, folder: str) -> dict[str, Any]:
     for step in (1, 2, 3):
         keeper.save(step, objects)
     kept = keeper.finish()
-    files = sorted(one.name for one in Path(folder, "step-00000003").iterdir())
+    files = sorted(path.name for path in Path(folder, "step-00000003").iterdir())
     if rank == 0:
         _cut(Path(folder, "step-00000003", "plain-1.pt"))
     keeper.ranks.told(None)
@@ -502,7 +502,7 @@ def test_two_ranks_then_three_sharded_then_two_of_branches_then_one_continue_the
     folder, answers = several
     reference = alike(build(0)["model"])
     for number, (ranks, how, start, stop) in enumerate(PHASES):
-        seen = [one[f"{number}"] for one in answers[:ranks]]
+        seen = [answer[f"{number}"] for answer in answers[:ranks]]
         if how != "branch":
             wanted = advance(reference, stop - start)
             assert [one["loss"] for one in seen] == pytest.approx([wanted] * ranks, abs=1e-12)
@@ -520,7 +520,7 @@ def test_two_ranks_then_three_sharded_then_two_of_branches_then_one_continue_the
 def test_all_ranks_agree_on_what_one_of_them_could_not_write_or_read(
     several: tuple[Path, list[dict[str, Any]]],
 ) -> None:
-    first, second = (one["disturbed"] for one in several[1][:2])
+    first, second = (path["disturbed"] for path in several[1][:2])
     assert first["kept"] == second["kept"] == 3
     assert {"plain-0.pt", "plain-1.pt", "manifest.json"} < set(first["files"])
     assert first["step"] == second["step"] == 1
@@ -545,6 +545,6 @@ def test_the_size_of_what_is_saved_is_told_before() -> None:
     objects = build(0)
     before = checkpoint_format.snapshot(objects).size_bytes
     advance(objects, 1)
-    trained = sum(one.numel() for one in objects["model"].parameters() if one.requires_grad)
+    trained = sum(parameter.numel() for parameter in objects["model"].parameters() if parameter.requires_grad)
     unused = objects["model"].unused.numel()
     assert checkpoint_format.snapshot(objects).size_bytes > before + 2 * 8 * (trained - unused)

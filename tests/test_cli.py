@@ -406,7 +406,7 @@ def test_markup_in_a_name_is_shown_inert() -> None:
 def _options_in(file: Path) -> list[tuple[str, str]]:
     """The options that a module of commands writes out itself, each with its type and its help."""
     every = ast.walk(ast.parse(file.read_text("utf-8")))
-    given = [one for made in every if isinstance(made, ast.FunctionDef) for one in made.args.args]
+    given = [arg for made in every if isinstance(made, ast.FunctionDef) for arg in made.args.args]
     written = [(one.arg, ast.unparse(one.annotation)) for one in given if one.annotation]
     return [(name, text) for name, text in written if text.startswith("Annotated")]
 
@@ -415,7 +415,7 @@ def test_an_option_of_several_commands_is_written_once() -> None:
     folder = Path(trimtab.__file__).parent / "cli"
     written = [one for file in sorted(folder.glob("*.py")) for one in _options_in(file)]
     assert len(written) > 20
-    assert [one for one, count in Counter(written).items() if count > 1] == []
+    assert [key for key, count in Counter(written).items() if count > 1] == []
     # The same choices, whoever is told them.
     shared = ("restarts", "steps", "pin", "rendezvous", "micro_batch")
     assert [one for one, _ in written if one in shared] == []

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 )
 def test_an_on_string_gives_its_nodes_and_devices(text: str, layout: list[list[str]]) -> None:
     cluster = trimtab.cluster(text)
-    assert [[one.model for one in node.devices] for node in cluster.nodes] == layout
-    assert [one.index for one in cluster.nodes[0].devices] == list(range(len(layout[0])))
+    assert [[device.model for device in node.devices] for node in cluster.nodes] == layout
+    assert [device.index for device in cluster.nodes[0].devices] == list(range(len(layout[0])))
 
 
 def test_a_stated_device_has_its_facts_from_the_catalogue() -> None:
@@ -122,7 +122,7 @@ def test_the_network_between_nodes_is_assumed_by_device_and_says_so(text: str, p
 
 
 def test_every_device_of_a_network_row_is_in_the_catalogue_and_in_one_row_only() -> None:
-    named = [one for row in fabrics() for one in row.devices]
+    named = [device for row in fabrics() for device in row.devices]
     assert sorted(named) == sorted(set(named))
     assert set(named) - {"*"} <= {row.name for row in devices()}
     assert all((row.gbs is None) != (row.node_gbs is None) for row in fabrics())
@@ -143,7 +143,7 @@ def test_every_device_of_a_network_row_is_in_the_catalogue_and_in_one_row_only()
 )
 def test_a_stated_network_takes_the_place_of_the_assumed_one(text: str, per_gpu: float) -> None:
     cluster = trimtab.cluster("2x8xH100", network=text)
-    (link,) = [one for one in cluster.links if one.node is None]
+    (link,) = [link for link in cluster.links if link.node is None]
     assert link.bandwidth_bytes_per_s == pytest.approx(per_gpu)
     assert link.source == f"stated: --network {text}"
 
@@ -179,7 +179,7 @@ def test_a_node_file_states_its_network(tmp_path: Path) -> None:
     file = tmp_path / "nodes.json"
     values = stated("2x8xH100").to_builtins()
     file.write_text(json.dumps({**values, "network": "100Gb/node"}), encoding="utf-8")
-    (link,) = [one for one in trimtab.cluster(file).links if one.node is None]
+    (link,) = [link for link in trimtab.cluster(file).links if link.node is None]
     assert link.bandwidth_bytes_per_s == 12.5e9 / 8
     assert link.source.startswith("stated: ")
     file.write_text(json.dumps({**values, "network": 400}), encoding="utf-8")

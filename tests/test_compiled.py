@@ -170,14 +170,14 @@ def test_what_the_optimizer_keeps_is_the_same_as_without() -> None:
 
 
 def test_recomputation_is_compiled_too() -> None:
-    kept, again = (estimate(compile=True, recompute=one) for one in ("none", "full"))
+    kept, again = (estimate(compile=True, recompute=name) for name in ("none", "full"))
     hidden = 64 * 128 * 1024 * 2
     assert activations(kept) - activations(again) > hidden
 
 
 @pytest.mark.slow
 def test_randomness_is_recomputed_under_the_compiler() -> None:
-    kept, again = (estimate("Dropping", compile=True, recompute=one) for one in ("none", "full"))
+    kept, again = (estimate("Dropping", compile=True, recompute=name) for name in ("none", "full"))
     assert activations(again) < activations(kept)
 
 
@@ -187,14 +187,14 @@ def test_randomness_is_recomputed_under_the_compiler() -> None:
 def test_what_the_compiler_leaves_out_is_counted_as_it_runs(name: str) -> None:
     found = estimate(name, compile=True)
     assert activations(found) > 64 * 128 * 256 * 2
-    read = any(".item()" in one for one in found.assumptions)
+    read = any(".item()" in assumption for assumption in found.assumptions)
     assert read == (name == "Broken")
 
 
 def test_a_job_that_compiles_itself_needs_no_option() -> None:
     own, asked = estimate("Own"), estimate(compile=True)
     assert own.allocated_bytes == asked.allocated_bytes
-    assert any("default mode, not max-autotune" in one for one in own.assumptions)
+    assert any("default mode, not max-autotune" in assumption for assumption in own.assumptions)
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -101,7 +101,7 @@ def test_files_of_one_folder_share_a_backup_and_others_have_their_own(file: Path
         path.write_bytes(OLD)
     done = apply("train.yaml", "conf/a.yaml", "conf/b.yaml")
     assert len(done.backups) == 2
-    assert {one.file for one in files.list_backups(folder / "a.yaml")[0].files} == {"a.yaml", "b.yaml"}
+    assert {file.file for file in files.list_backups(folder / "a.yaml")[0].files} == {"a.yaml", "b.yaml"}
     files.revert_file("conf/a.yaml")
     assert (folder / "a.yaml").read_bytes() == OLD
     assert (folder / "b.yaml").read_bytes() == NEW
@@ -117,7 +117,7 @@ def test_one_file_named_twice_takes_both_wishes(file: Path) -> None:
 
 
 def test_two_wishes_that_contradict_each_other_are_refused(file: Path) -> None:
-    wanted = [FileChange(file="train.yaml", changes={("batch",): one}) for one in (8, 16)]
+    wanted = [FileChange(file="train.yaml", changes={("batch",): number}) for number in (8, 16)]
     with pytest.raises(WrongUse, match="both 8 and 16"):
         files.prepare_files(wanted)
     assert file.read_bytes() == OLD
@@ -215,7 +215,7 @@ def test_a_damaged_manifest_is_said() -> None:
 def test_a_backup_that_was_never_finished_does_not_count_and_its_number_is_not_taken(file: Path) -> None:
     (file.parent / ".trimtab" / "backups" / "1").mkdir(parents=True)
     apply("train.yaml")
-    assert [one.number for one in files.list_backups(file)] == [2]
+    assert [list_backup.number for list_backup in files.list_backups(file)] == [2]
 
 
 def test_a_write_that_was_killed_before_it_replaced_is_passed_over(file: Path) -> None:
@@ -491,8 +491,8 @@ def killed(file: Path, tries: int) -> int:
         os.kill(pid, signal.SIGKILL)
         early += os.waitpid(pid, 0)[1] == signal.SIGKILL
         assert file.read_bytes() in whole
-        for one in files.list_backups(file):
-            assert files.read_backup(file, one) in whole
+        for list_backup in files.list_backups(file):
+            assert files.read_backup(file, list_backup) in whole
         if number % 20 == 19:
             apply(file, value=500 + number)  # the next one finds everything in order
             assert left_behind(file.parent) == []

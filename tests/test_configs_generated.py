@@ -55,7 +55,9 @@ def by_json(text: str) -> Any:
     """Without the comments and trailing commas, which a string may look like."""
     pattern = r'"(?:[^"\\]|\\.)*"|//[^\r\n]*|/\*.*?\*/|,(?=(?:\s|//[^\r\n]*)*[\]}])|.'
     kept = [
-        one for one in re.findall(pattern, text.lstrip("\ufeff"), re.DOTALL) if one[:2] not in ("//", "/*")
+        match
+        for match in re.findall(pattern, text.lstrip("\ufeff"), re.DOTALL)
+        if match[:2] not in ("//", "/*")
     ]
     plain = "".join(one for one in kept)
     return json.loads(re.sub(r'("(?:[^"\\]|\\.)*")|,(?=\s*[\]}])', lambda match: match[1] or "", plain))
@@ -69,7 +71,7 @@ def by_python(text: str) -> Any:
     """By running it: the samples do nothing but assign."""
     names: dict[str, Any] = {}
     exec(compile(text.lstrip("\ufeff"), "sample", "exec"), names)  # noqa: S102 - our own sample
-    return {key: listed(one) for key, one in names.items() if not key.startswith("_")}
+    return {key: listed(name) for key, name in names.items() if not key.startswith("_")}
 
 
 def listed(value: Any) -> Any:
@@ -149,7 +151,7 @@ def check_an_edit(kind: Kind, sample: c.Sample, changes: dict[KeyPath, Any]) -> 
     # What is equal already is left as it is written: 4.0 stays where 4 is wanted.
     assert found == expected
     for path in paths(expected):
-        if not any(path[: len(one)] == one or one[: len(path)] == path for one in changes):
+        if not any(path[: len(change)] == change or change[: len(path)] == path for change in changes):
             assert strict(at_path(found, path)) == strict(at_path(sample.tree, path))
     survives(sample, after)
     assert ("\r\n" in after) <= ("\r\n" in sample.text)
@@ -214,7 +216,7 @@ def additions(draw: st.DrawFn, kind: Kind) -> tuple[c.Sample, dict[KeyPath, Any]
 def sections(tree: Any, path: KeyPath = ()) -> list[KeyPath]:
     if not isinstance(tree, dict):
         return []
-    return [path, *(one for key, value in tree.items() for one in sections(value, (*path, key)))]
+    return [path, *(section for key, value in tree.items() for section in sections(value, (*path, key)))]
 
 
 def with_additions(tree: Any, changes: dict[KeyPath, Any]) -> Any:
@@ -288,7 +290,7 @@ def by_shell(text: str) -> dict[str, str]:
     done = subprocess.run(
         ["bash", "-c", f"set -a\n{script}\nenv -0"], capture_output=True, check=True, env={}
     )
-    found = dict(one.split("=", 1) for one in done.stdout.decode().split("\0") if one)
+    found = dict(word.split("=", 1) for word in done.stdout.decode().split("\0") if word)
     return {key: value for key, value in found.items() if key.startswith("X_")}
 
 
@@ -313,7 +315,9 @@ def scripts(count: int) -> None:
         for (key,), value in changes.items():
             # A flag keeps the words that it was written in.
             old = before.get(str(key), "").lower()
-            pair = next((one for one in FLAGS if isinstance(value, bool) and old in one), ("false", "true"))
+            pair = next(
+                (flag for flag in FLAGS if isinstance(value, bool) and old in flag), ("false", "true")
+            )
             word = found.pop(str(key))
             assert (word.lower() == pair[value]) if isinstance(value, bool) else (word == in_words(value))
         assert found == {key: value for key, value in before.items() if (key,) not in changes}
@@ -361,9 +365,9 @@ def batches(count: int) -> None:
         before = {key: str(value) for key, value in tree.items()}
         assert by_sbatch(text) == before, "the sample itself is wrong"
         after = formats.read_config(text, "run.sbatch").edit(
-            {(key,): one for key, one in wanted.items()}, add=True
+            {(key,): text for key, text in wanted.items()}, add=True
         )
-        assert by_sbatch(after) == before | {key: str(one) for key, one in wanted.items()}
+        assert by_sbatch(after) == before | {key: str(text) for key, text in wanted.items()}
         survives(c.Sample(text=text, tree=tree, comments=pen.comments), after)
         assert after.partition("export ")[2] == text.partition("export ")[2]
 
@@ -426,7 +430,7 @@ NAMES = ["a.yaml", "a.json", "a.toml", "a.py", "a.sh", ".env", "a.sbatch"]
 
 def damaged(count: int, name: str) -> None:
     """Whatever stands in a file: an edit, or a refusal that is the user's to act on, and no bug of ours."""
-    kind = next((one for one in KINDS.values() if one.file == name), KINDS["yaml"])
+    kind = next((kind for kind in KINDS.values() if kind.file == name), KINDS["yaml"])
 
     @so_many(count)
     @given(
@@ -443,7 +447,7 @@ def damaged(count: int, name: str) -> None:
             page = formats.read_config(text.encode(), name)
         except WrongUse:
             return
-        entries = [one for one in page.entries() if one.path]
+        entries = [entry for entry in page.entries() if entry.path]
         if not entries:
             return
         entry = data.draw(st.sampled_from(entries))

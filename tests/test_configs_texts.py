@@ -32,7 +32,7 @@ def edited(file: str, text: str, changes: dict[KeyPath, Any], **options: bool) -
 
 
 def values(file: str, text: str) -> dict[KeyPath, Any]:
-    return {one.path: one.computed or one.value for one in formats.read_config(text, file).entries()}
+    return {entry.path: entry.computed or entry.value for entry in formats.read_config(text, file).entries()}
 
 
 def refused(file: str, text: str, changes: dict[KeyPath, Any], **options: bool) -> TrimtabError:

@@ -29,11 +29,11 @@ def shown(command: str, cache: Path, venv: Path) -> str:
 
 
 def losses(output: str) -> list[float]:
-    return [float(one) for one in re.findall(r"^iter \d+: loss ([\d.]+)", output, re.MULTILINE)]
+    return [float(match) for match in re.findall(r"^iter \d+: loss ([\d.]+)", output, re.MULTILINE)]
 
 
 def test_the_demo_detects_plans_trains_and_estimates_and_ends_with_what_is_next() -> None:
-    assert [one.split()[0] for one in COMMANDS] == ["detect", "plan", "train", "estimate"]
+    assert [command.split()[0] for command in COMMANDS] == ["detect", "plan", "train", "estimate"]
     recipe = MAKEFILE.read_text(encoding="utf-8").partition("\ndemo: $(READY)\n")[2].partition("\n\n")[0]
     assert recipe.splitlines()[-1].lstrip().startswith('@echo; echo "next: trimtab ')
     # The run begins anew: it would have nothing left to do.
@@ -42,7 +42,7 @@ def test_the_demo_detects_plans_trains_and_estimates_and_ends_with_what_is_next(
 
 @pytest.mark.slow
 def test_the_loss_of_the_demo_falls_visibly(tmp_path: Path) -> None:
-    (train,) = (one for one in COMMANDS if one.startswith("train"))
+    (train,) = (command for command in COMMANDS if command.startswith("train"))
     assert train.startswith("train slm:tiny ")
     found = losses(shown(train, tmp_path / "cache", tmp_path))
     assert len(found) == 15
@@ -56,7 +56,7 @@ def test_the_loss_of_the_demo_falls_visibly(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cold_start")
 def test_the_whole_demo_takes_less_than_three_minutes(tmp_path: Path) -> None:
     begin = time.monotonic()
-    said = [shown(one, tmp_path / "cache", tmp_path) for one in COMMANDS]
+    said = [shown(command, tmp_path / "cache", tmp_path) for command in COMMANDS]
     took = time.monotonic() - begin
     assert "micro_batch" in said[1]
     assert "samples/s" in said[3]

@@ -20,7 +20,7 @@ def look(record: dict[str, Any]) -> Cluster:
 
 
 def errors(found: Cluster) -> list[str]:
-    return [one.what for one in found.findings if one.severity is Severity.ERROR]
+    return [finding.what for finding in found.findings if finding.severity is Severity.ERROR]
 
 
 @pytest.mark.parametrize("build", m.MACHINES.values(), ids=m.MACHINES)
@@ -108,7 +108,7 @@ def test_a_mig_slice_has_its_share_of_peak_and_bandwidth() -> None:
 
 def test_mixed_cards_come_in_cudas_order_with_the_bridge_between_the_right_two() -> None:
     found = look(m.mixed())
-    assert [one.model for one in found.devices] == [
+    assert [device.model for device in found.devices] == [
         "GeForce RTX 4090",
         "GeForce RTX 3090",
         "GeForce RTX 3090",
@@ -207,7 +207,7 @@ def test_the_numa_node_is_that_of_the_pci_address(text: str | None, node: int | 
 def test_mixed_cards_keep_the_pci_order_where_it_is_asked_for() -> None:
     record = m.mixed()
     record["env"] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert [one.compute_capability for one in look(record).devices] == ["8.6", "8.9", "8.6"]
+    assert [device.compute_capability for device in look(record).devices] == ["8.6", "8.9", "8.6"]
 
 
 def test_an_unknown_card_is_described_from_its_own_properties_and_marked() -> None:
@@ -297,7 +297,7 @@ def test_a_driver_that_will_not_tell_its_version_does_not_end_detection(code: in
 
 def test_mig_mode_without_slices_leaves_nothing_to_use() -> None:
     found = look(m.machine([m.a100_40(mig_mode=True), m.a100_40()]))
-    assert [one.bus_id for one in found.devices] == [m.bus_id(1)]
+    assert [device.bus_id for device in found.devices] == [m.bus_id(1)]
     assert errors(found) == ["GPU 0 is in MIG mode and has no slices: CUDA cannot use it."]
     assert "nvidia-smi -i 0 -mig 0" in found.findings[0].cure
 
@@ -340,7 +340,7 @@ def test_a_device_whose_memory_nobody_knows_is_an_error() -> None:
 )
 def test_an_impossible_answer_is_a_finding_and_not_a_crash(changes: dict[str, Any]) -> None:
     found = look(m.machine([m.h100(), m.h100(**changes)]))
-    assert [one.bus_id for one in found.devices] == [m.bus_id(0)]
+    assert [device.bus_id for device in found.devices] == [m.bus_id(0)]
     assert "something impossible" in errors(found)[0]
 
 
@@ -364,7 +364,7 @@ def test_a_host_outside_the_allocation_stands_for_no_node_of_it(
     gpus = [m.a100_40() for _ in range(8)]
     found = look(m.machine(gpus, env=m.SLURM_TWO_NODES | env, host={"name": host}))
     assert len(found.nodes) == (1 if outside else 2)
-    said = [one for one in found.findings if f"This is {host}" in one.what]
+    said = [finding for finding in found.findings if f"This is {host}" in finding.what]
     assert len(said) == outside
     # The grant binds the nodes of the job only.
     assert found.nodes[0].cpu_cores == (64 if outside else 48)
@@ -380,7 +380,7 @@ def test_another_process_on_the_gpu_is_named_with_what_it_holds() -> None:
     found = look(record)
     (device,) = found.devices
     assert device.processes is not None
-    assert [one.pid for one in device.processes] == [77]
+    assert [process.pid for process in device.processes] == [77]
     assert found.findings[0].what == "Another job holds 20.0 GiB of GPU 0."
     assert "python3 (pid 77)" in found.findings[0].evidence
 
@@ -394,7 +394,7 @@ def test_a_power_cap_is_a_warning() -> None:
 def test_fewer_gpus_than_slurm_granted_is_a_warning() -> None:
     env = m.SLURM_TWO_NODES | {"CUDA_VISIBLE_DEVICES": "0,1"}
     found = look(m.machine([m.a100_40() for _ in range(8)], env=env, host={"name": "gpu07"}))
-    assert any("Slurm granted 8 GPUs" in one.what for one in found.findings)
+    assert any("Slurm granted 8 GPUs" in finding.what for finding in found.findings)
 
 
 SMI_LINE = (
@@ -446,7 +446,7 @@ def test_nvidia_smi_without_memory_means_the_hosts_or_a_finding(memory: str, kep
         torch_cuda="12.8",
     )
     found = look(record)
-    assert [one.memory_bytes for one in found.devices] == [512 * GIB] * kept
+    assert [device.memory_bytes for device in found.devices] == [512 * GIB] * kept
     assert errors(found) == ([] if kept else ["GPU 0 does not tell how much memory it has."])
 
 

@@ -31,7 +31,7 @@ from trimtab.units import GIB, MIB
 
 LOGS = Path(__file__).parent / "logs"
 PLANS = Path(__file__).parent.parent / "bench" / "training_plans.json"
-NOISE = bytes(hashlib.sha256(bytes([one])).digest()[0] for one in range(256)) * 20
+NOISE = bytes(hashlib.sha256(bytes([index])).digest()[0] for index in range(256)) * 20
 FAULT = b"step 1 loss 2\nOSError: [Errno 28] No space left on device\nstep 2 loss 2\n"
 
 
@@ -147,7 +147,7 @@ def test_between_files_the_clock_tells_who_was_first(tmp_path: Path) -> None:
     for first, second in (("rank_0.log", "rank_1.log"), ("rank_1.log", "rank_0.log")):
         (tmp_path / first).write_text(early, encoding="utf-8")
         (tmp_path / second).write_text(late, encoding="utf-8")
-        assert [one.kind for one in diagnose_logs([str(tmp_path)]).findings] == [
+        assert [finding.kind for finding in diagnose_logs([str(tmp_path)]).findings] == [
             "disk-full",
             "worker-timeout",
         ]
@@ -171,7 +171,10 @@ def test_an_error_nobody_knows_is_a_consequence_of_one_that_is_known(tmp_path: P
 def test_two_causes_are_both_told_in_order(tmp_path: Path) -> None:
     text = "ModuleNotFoundError: No module named 'a'\n\n"
     text += "slurmstepd: error: *** JOB 1 ON n CANCELLED AT 2026-11-15T1 DUE TO TIME LIMIT ***\n"
-    assert [one.kind for one in read(tmp_path, text.encode()).findings] == ["module-not-found", "time-limit"]
+    assert [finding.kind for finding in read(tmp_path, text.encode()).findings] == [
+        "module-not-found",
+        "time-limit",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- records
@@ -236,7 +239,7 @@ def test_flight_records_tell_who_did_not_come(
     for rank, states in enumerate(records):
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(flight(rank, states)))
     found = diagnose_logs([str(tmp_path)])
-    assert [one.kind for one in found.findings] == ([kind] if kind else [])
+    assert [finding.kind for finding in found.findings] == ([kind] if kind else [])
     if kind:
         assert said in only(found).what
 
@@ -304,12 +307,12 @@ JSON_VALUES = st.recursive(
     st.sampled_from(["segments", "device_traces", "entries", "version", "message"]), JSON_VALUES, JSON_VALUES
 )
 def test_a_record_with_nonsense_in_it_is_read_without_an_error(
-    tmp_path: Path, key: str, one: object, two: object
+    tmp_path: Path, key: str, item: object, two: object
 ) -> None:
     for base in (snapshot(oom=True), flight(0, ["started"]), {"message": {"message": "x"}}):
-        value = base | {key: one}
-        if isinstance(one, list) and key in ("segments", "entries"):
-            value[key] = [*one, {"blocks": two, "state": two, "frames": two, "collective_seq_id": two}]
+        value = base | {key: item}
+        if isinstance(item, list) and key in ("segments", "entries"):
+            value[key] = [*item, {"blocks": two, "state": two, "frames": two, "collective_seq_id": two}]
         assert isinstance(read(tmp_path, json.dumps(value).encode(), "r.json"), Diagnosis)
 
 
@@ -334,11 +337,11 @@ def test_a_record_with_nonsense_in_it_is_read_without_an_error(
         (FAULT.rstrip(b"\n") + b" " + b"x" * 300_000, "a long line after"),
         (b"\x1b[31m" + FAULT.replace(b"\n", b"\x1b[0m\n"), "colours"),
     ],
-    ids=lambda one: one if isinstance(one, str) else "",
+    ids=lambda name: name if isinstance(name, str) else "",
 )
 def test_a_log_is_read_whatever_its_form(tmp_path: Path, data: bytes, name: str) -> None:
     found = read(tmp_path, data, name)
-    assert [one.kind for one in found.findings] == ["disk-full"]
+    assert [finding.kind for finding in found.findings] == ["disk-full"]
     assert found.notes == ()
 
 
@@ -352,7 +355,7 @@ def test_a_log_is_read_whatever_its_form(tmp_path: Path, data: bytes, name: str)
         (b"\x7fELF" + NOISE, "core dump"),
         (b"\x1f\x8b" + b"\x01" * 200, "it is broken"),
     ],
-    ids=lambda one: one if isinstance(one, str) else "",
+    ids=lambda name: name if isinstance(name, str) else "",
 )
 def test_what_is_no_log_is_said_to_be_none(tmp_path: Path, data: bytes, said: str) -> None:
     found = read(tmp_path, data)
@@ -361,7 +364,9 @@ def test_what_is_no_log_is_said_to_be_none(tmp_path: Path, data: bytes, said: st
 
 
 def test_a_cut_off_archive_is_read_to_where_it_ends(tmp_path: Path) -> None:
-    whole = FAULT + b"".join(f"step {one} loss {hash((one, 'x')) % 10**15}\n".encode() for one in range(9000))
+    whole = FAULT + b"".join(
+        f"step {index} loss {hash((index, 'x')) % 10**15}\n".encode() for index in range(9000)
+    )
     found = read(tmp_path, gzip.compress(whole)[:-4000])
     assert only(found).kind == "disk-full"
     assert "ends too early" in found.notes[0]

@@ -37,7 +37,7 @@ MADE = {"idle-memory", "run-gone", "run-under-way", "run-stalled"}
 
 
 def found(*names: str | Path) -> list[str | None]:
-    return [one.kind for one in diagnose_logs([str(name) for name in names]).findings]
+    return [finding.kind for finding in diagnose_logs([str(name) for name in names]).findings]
 
 
 def test_there_are_enough_logs_of_enough_kinds() -> None:
@@ -52,7 +52,7 @@ def test_every_log_gives_exactly_its_findings() -> None:
 
 
 def test_every_log_is_listed_and_every_kind_has_one() -> None:
-    assert {one.name for one in FOLDER.iterdir()} == {*EXPECTED, "expected.toml"}
+    assert {path.name for path in FOLDER.iterdir()} == {*EXPECTED, "expected.toml"}
     assert {kind for told in EXPECTED.values() for kind in told} | MADE == set(load_kinds())
 
 
@@ -156,8 +156,12 @@ def test_a_pattern_that_promises_too_little_is_refused(pattern: str) -> None:
 def test_what_a_healthy_log_says_is_rarely_looked_into() -> None:
     """A needle that is in every line makes a large log slow."""
     text = b"".join((FOLDER / name).read_bytes() for name, told in EXPECTED.items() if not told)
-    hits = {one.needle: text.count(one.needle) for one in load_patterns() if not one.is_fact}
-    assert {one: count for one, count in hits.items() if count > 2} == {}
+    hits = {
+        load_pattern.needle: text.count(load_pattern.needle)
+        for load_pattern in load_patterns()
+        if not load_pattern.is_fact
+    }
+    assert {key: count for key, count in hits.items() if count > 2} == {}
 
 
 PAGE = FOLDER.parent.parent / "docs" / "doctor.md"
@@ -182,7 +186,7 @@ def test_the_table_of_kinds_in_the_documentation_is_fresh() -> None:
 # ---------------------------------------------------------------------------------------------- the sieve
 
 
-ALL = NeedleSieve(one.needle for one in load_patterns())
+ALL = NeedleSieve(load_pattern.needle for load_pattern in load_patterns())
 
 
 @settings(deadline=None, max_examples=50)
@@ -191,7 +195,9 @@ def test_the_sieve_finds_every_needle_both_ways(parts: list[bytes]) -> None:
     sieve, data = ALL, b"".join(parts)
     few = sieve._few(data, 0, len(data))  # noqa: SLF001 - both ways, whatever the size
     many = sieve._many(data, 0, len(data))  # noqa: SLF001
-    real = {(match.start(), one) for one in sieve.needles for match in re.finditer(re.escape(one), data)}
+    real = {
+        (match.start(), needle) for needle in sieve.needles for match in re.finditer(re.escape(needle), data)
+    }
     assert set(few) == set(many) == real
 
 
@@ -236,13 +242,16 @@ def test_the_examples_in_the_docstrings_hold() -> None:
 def test_what_followed_from_a_cause_is_told_below_it(log: str, told_below: list[str]) -> None:
     first = diagnose_logs([str(FOLDER / log)]).findings[0]
     for words in told_below:
-        assert any(one.startswith(words) for one in first.consequences), (words, first.consequences)
+        assert any(consequence.startswith(words) for consequence in first.consequences), (
+            words,
+            first.consequences,
+        )
 
 
 def test_a_hub_that_is_not_reached_is_not_blamed_on_how_ranks_meet() -> None:
     for log in ("hub-dns.log", "hub-dns-httpx.log", "web-dns.log"):
-        for one in diagnose_logs([str(FOLDER / log)]).findings:
-            assert "MASTER_ADDR" not in f"{one.what} {one.cause} {one.cure}", log
+        for finding in diagnose_logs([str(FOLDER / log)]).findings:
+            assert "MASTER_ADDR" not in f"{finding.what} {finding.cause} {finding.cure}", log
     assert "MASTER_ADDR" in diagnose_logs([str(FOLDER / "master-misspelt.log")]).findings[0].cure
 
 
@@ -250,7 +259,7 @@ def test_of_several_causes_the_one_that_came_first_is_first(tmp_path: Path) -> N
     lines = (FOLDER / "two-causes.log").read_text(encoding="utf-8").splitlines()
     file = tmp_path / "backwards.log"
     file.write_text("\n".join(reversed(lines)) + "\n", encoding="utf-8")
-    kinds_found = [one.kind for one in diagnose_logs([str(file)]).findings]
+    kinds_found = [finding.kind for finding in diagnose_logs([str(file)]).findings]
     assert kinds_found == ["disk-full", "not-a-number"]
 
 

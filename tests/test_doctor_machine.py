@@ -44,7 +44,7 @@ def look(
 
 
 def told(found: Diagnosis) -> list[tuple[str, str]]:
-    return [(one.severity.value, one.what) for one in found.findings]
+    return [(finding.severity.value, finding.what) for finding in found.findings]
 
 
 def test_a_machine_in_order_has_no_findings() -> None:
@@ -190,11 +190,11 @@ THROTTLED = "nvmlDeviceGetCurrentClocksEventReasons gpu0"
 def test_one_thing_wrong_is_one_finding(changes: dict[str, Any], severity: str, said: str) -> None:
     found = look(**changes)
     assert len(found.findings) == 1, told(found)
-    one = found.findings[0]
-    assert one.severity.value == severity
-    assert said in one.what
-    assert one.evidence
-    assert one.cure
+    finding = found.findings[0]
+    assert finding.severity.value == severity
+    assert said in finding.what
+    assert finding.evidence
+    assert finding.cure
     assert found.exit_code == (5 if severity == "error" else 0)
 
 
@@ -216,7 +216,7 @@ def test_right_settings_are_not_complained_about(env: dict[str, str]) -> None:
 )
 def test_a_broken_setting_of_the_allocator_is_one_sentence_and_no_error_of_ours(value: str) -> None:
     found = look(env={"PYTORCH_CUDA_ALLOC_CONF": value})
-    assert all(one.severity.value == "error" for one in found.findings)
+    assert all(finding.severity.value == "error" for finding in found.findings)
 
 
 def test_the_recorded_h200_has_only_what_its_record_can_tell() -> None:

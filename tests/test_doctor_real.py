@@ -219,7 +219,7 @@ def test_a_real_fault_is_recognised(
     assert said, "nothing was raised"
     log = tmp_path / "run.log"
     log.write_text(f"step 1 loss 2.0\n{said}", encoding="utf-8")
-    assert [one.kind for one in diagnose_logs([str(log)]).findings] == [FAULTS[fault]], said
+    assert [finding.kind for finding in diagnose_logs([str(log)]).findings] == [FAULTS[fault]], said
 
 
 JOB = """
@@ -260,4 +260,4 @@ def test_what_torchrun_leaves_behind_names_the_rank_that_failed(options: list[st
     for name in ("all.log", *(["logs"] if options else [])):
         first = diagnose_logs([str(tmp_path / name)]).findings[0]
         assert first.what == "The program raised KeyError: 'labels' (rank 1)."
-        assert any("lost the connection" in one for one in first.consequences)
+        assert any("lost the connection" in consequence for consequence in first.consequences)

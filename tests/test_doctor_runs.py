@@ -23,7 +23,7 @@ LOGS = Path(__file__).parent / "logs"
 
 def machine(name: str = "n1", *processes: int) -> Machine:
     """A machine on which those processes are."""
-    alive = {f"process:{one}": {"name": "python"} for one in processes}
+    alive = {f"process:{process}": {"name": "python"} for process in processes}
     return replayed({"host": {"name": name, **alive}})
 
 
@@ -32,7 +32,7 @@ def copied(name: str, tmp_path: Path) -> Path:
 
 
 def kinds_of(*names: Path | str, world: Machine | None = None) -> list[str | None]:
-    return [one.kind for one in diagnose_logs([str(one) for one in names], world=world).findings]
+    return [finding.kind for finding in diagnose_logs([str(name) for name in names], world=world).findings]
 
 
 def append(folder: Path, **event: Any) -> None:
@@ -44,7 +44,7 @@ def append(folder: Path, **event: Any) -> None:
 def test_a_run_whose_process_is_no_more_is_gone(tmp_path: Path) -> None:
     folder = copied("run-unfinished", tmp_path)
     found = diagnose_logs([str(folder)], world=machine("n1"))
-    assert [one.kind for one in found.findings] == ["run-gone"]
+    assert [finding.kind for finding in found.findings] == ["run-gone"]
     assert found.exit_code == 5
     assert "4711" in found.findings[0].what
     assert "step 9 of 64" in found.findings[0].what
@@ -54,7 +54,7 @@ def test_a_run_that_takes_steps_is_under_way(tmp_path: Path) -> None:
     folder = copied("run-unfinished", tmp_path)
     (folder / "log.jsonl").touch()
     found = diagnose_logs([str(folder)], world=machine("n1", 4711))
-    assert [one.kind for one in found.findings] == ["run-under-way"]
+    assert [finding.kind for finding in found.findings] == ["run-under-way"]
     assert found.exit_code == 0
 
 
@@ -102,14 +102,16 @@ def test_a_log_in_the_folder_of_a_run_is_read_with_its_events(tmp_path: Path) ->
     folder = copied("run-failed", tmp_path)
     (folder / "slurm-1.log").write_text("step 4 of 64\n", encoding="utf-8")
     found = diagnose_logs([str(folder / "slurm-1.log")])
-    assert [one.kind for one in found.findings] == [one.kind for one in diagnose_logs([str(folder)]).findings]
+    assert [finding.kind for finding in found.findings] == [
+        finding.kind for finding in diagnose_logs([str(folder)]).findings
+    ]
     assert "a bad sample" in found.findings[0].what
 
 
 def test_a_folder_and_what_it_printed_tell_one_story(tmp_path: Path) -> None:
     folder = copied("run-failed", tmp_path)
     found = diagnose_logs([str(folder), str(LOGS / "job-failed.log")])
-    assert [one.kind for one in found.findings] == ["job-failed"]
+    assert [finding.kind for finding in found.findings] == ["job-failed"]
     assert "run failed at step 4" in found.findings[0].consequences[0]
 
 
@@ -117,14 +119,16 @@ def test_the_same_events_twice_are_counted_once(tmp_path: Path) -> None:
     drill = LOGS / "run-drill.log"
     folder = tmp_path / "run"
     folder.mkdir()
-    printed = [one for one in drill.read_text(encoding="utf-8").splitlines() if " at step " in one]
+    printed = [line for line in drill.read_text(encoding="utf-8").splitlines() if " at step " in line]
     for line in printed:
         head, _, rest = line.removeprefix("trimtab: ").partition(": ")
         kind, _, step = head.partition(" at step ")
         why, _, done = rest.partition("; ")
         append(folder, kind=kind, step=int(step), why=why, done=done)
     lost = next(
-        one for one in diagnose_logs([str(folder), str(drill)]).findings if one.kind == "run-lost-rank"
+        finding
+        for finding in diagnose_logs([str(folder), str(drill)]).findings
+        if finding.kind == "run-lost-rank"
     )
     assert lost.times == 2
     assert "2 times, at steps 7 to 13" in lost.what
@@ -162,12 +166,12 @@ def test_every_event_is_known_as_it_is_printed(kind: IncidentKind, tmp_path: Pat
     asked = next(
         (f"{who} asked for the end" for one, who in map(describe_stop, HEARD) if one is kind), "it came"
     )
-    one = Incident(kind=kind, at_s=1.0, step=3, rank=0, why=asked, done=done)
+    incident = Incident(kind=kind, at_s=1.0, step=3, rank=0, why=asked, done=done)
     file = tmp_path / "events.jsonl"
-    file.write_text(one.to_json() + "\n", encoding="utf-8")
+    file.write_text(incident.to_json() + "\n", encoding="utf-8")
     from_file = kinds_of(file)
     log = tmp_path / "out.log"
-    log.write_text(f"trimtab: {one.text}\n", encoding="utf-8")
+    log.write_text(f"trimtab: {incident.text}\n", encoding="utf-8")
     assert from_file == kinds_of(log)
     if kind is not IncidentKind.HANG:  # nothing writes it yet
         assert len(from_file) == 1
@@ -193,7 +197,7 @@ def test_broken_files_of_a_run_folder_are_read_past(wreck: str, tmp_path: Path) 
     with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
         file.write(wreck)
     found = diagnose_logs([str(folder)], world=machine("n1"))
-    assert {one.kind for one in found.findings} <= {"run-unfinished", "run-done", "run-ended-early"}
+    assert {finding.kind for finding in found.findings} <= {"run-unfinished", "run-done", "run-ended-early"}
 
 
 def test_an_event_cannot_write_to_the_terminal(tmp_path: Path) -> None:
@@ -217,8 +221,8 @@ def test_states_are_rows_and_every_own_row_without_a_pattern_is_told_by_a_sum() 
 
 
 def test_without_runs_nothing_changes() -> None:
-    one = Sighting(of="out-of-memory", file="a", line=3, text="x")
-    assert settle_runs([one]) == [one]
+    sighting = Sighting(of="out-of-memory", file="a", line=3, text="x")
+    assert settle_runs([sighting]) == [sighting]
 
 
 def test_one_resume_counts_as_one(tmp_path: Path) -> None:
@@ -227,12 +231,12 @@ def test_one_resume_counts_as_one(tmp_path: Path) -> None:
     folder.mkdir()
     for kind in ("requeue", "resume", "resize"):
         append(folder, kind=kind, step=3, why=f"why of {kind}", done=f"answer of {kind}")
-    (one,) = [one for one in diagnose_logs([str(folder)]).findings if one.kind == "run-resumed"]
+    (one,) = [finding for finding in diagnose_logs([str(folder)]).findings if finding.kind == "run-resumed"]
     assert "once, at step 3" in one.what
     assert "why of resume" in one.cause
     # The same command again from the same step is another resume.
     for kind in ("resume", "resize"):
         append(folder, kind=kind, step=3, why=f"why of {kind}", done="it goes on")
     append(folder, kind="resume", step=9, why="later", done="it goes on")
-    (one,) = [one for one in diagnose_logs([str(folder)]).findings if one.kind == "run-resumed"]
+    (one,) = [finding for finding in diagnose_logs([str(folder)]).findings if finding.kind == "run-resumed"]
     assert "3 times, at steps 3 to 9" in one.what

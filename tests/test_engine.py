@@ -156,7 +156,7 @@ def test_lists_of_lists_are_no_blocks_and_their_modules_are_units(job: str) -> N
     assert repeated_blocks(model) == []
     units = shard_units(model)
     assert len(units) == 9
-    assert not any(isinstance(one, nn.ModuleList) for one in units)
+    assert not any(isinstance(unit, nn.ModuleList) for unit in units)
 
 
 def test_inner_lists_of_one_class_are_the_repeated_blocks() -> None:
@@ -182,7 +182,7 @@ def test_a_tensor_with_two_names_stays_one_tensor_when_it_is_placed(job: str) ->
     filled: list[torch.Tensor] = []
     place(empty, "cpu", {}, filled.append)
     assert empty.head.weight is empty.table.weight
-    assert not any(one.is_meta for one in empty.parameters())
+    assert not any(parameter.is_meta for parameter in empty.parameters())
     assert len(filled) == len(list(model.parameters()))
 
 
@@ -199,7 +199,7 @@ def test_a_step_is_the_same_over_one_micro_batch_or_several(job: str) -> None:
         state = prepare(mine, setting, "cpu")
         assert isinstance(state.gradients, OwnGradients)
         step(state, batch.chunk(count), clip=1.0)
-        ends.append(torch.cat([one.detach().flatten() for one in state.parameters]))
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in state.parameters]))
     assert torch.allclose(ends[0], ends[1], atol=1e-6)
 
 
@@ -276,8 +276,11 @@ def train_stacked(rank: int, size: int, store: str) -> tuple[list[torch.Tensor],
         state = prepare(mine, setting, "cpu")
         for _ in range(2):
             step(state, [mine.batch(4).chunk(size)[rank]], clip=None)
-        shards = [getattr(one, "_local_tensor", one).numel() for one in state.parameters]
-        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in state.parameters]
+        shards = [getattr(parameter, "_local_tensor", parameter).numel() for parameter in state.parameters]
+        whole = [
+            parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            for parameter in state.parameters
+        ]
         return [one.detach().clone() for one in whole], shards
 
 
@@ -391,4 +394,4 @@ def test_a_check_of_the_order_of_two_tensors_is_taken_to_hold(tmp_path: Path) ->
     file = tmp_path / "checked.py"
     file.write_text(text, encoding="utf-8")
     found = trimtab.estimate(f"{file}:Checked", "H100", precision="fp32", micro_batch=2)
-    assert any("taken to hold" in one for one in found.assumptions)
+    assert any("taken to hold" in assumption for assumption in found.assumptions)

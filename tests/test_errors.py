@@ -35,7 +35,7 @@ def test_each_error_has_the_exit_code_of_the_contract() -> None:
 
 def test_no_error_class_is_missing_from_the_table_above() -> None:
     defined = {
-        one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, TrimtabError)
+        var for var in vars(errors).values() if isinstance(var, type) and issubclass(var, TrimtabError)
     }
     assert defined == set(CODES)
 

@@ -210,8 +210,8 @@ class Job:
 
 def test_what_depends_on_values_is_assumed_and_listed() -> None:
     found = estimate(shared_job(DATA_DEPENDENT), precision="fp32")
-    assert any(".item()" in one for one in found.assumptions)
-    assert any("half of the entries of a mask" in one for one in found.assumptions)
+    assert any(".item()" in assumption for assumption in found.assumptions)
+    assert any("half of the entries of a mask" in assumption for assumption in found.assumptions)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_recorded_cases_are_predicted_within_two_percent(name: str) -> None:
 @pytest.mark.xdist_group("exam")
 def test_the_whole_exam_does_not_get_worse() -> None:
     marks = sit()
-    assert [one.case for one in marks.cases if one.failed] == []
+    assert [case.case for case in marks.cases if case.failed] == []
     assert marks.median["allocated_bytes"] <= 0.001
     assert marks.median["reserved_bytes"] <= 0.005
     assert marks.median["process_bytes"] <= 0.005

@@ -31,10 +31,12 @@ def classes(base: type[TrimtabError]) -> Iterator[type[TrimtabError]]:
 def advised() -> set[str]:
     """The kinds of advice that `trimtab watch` gives, as its source has them."""
     tree = ast.parse(Path(advice.__file__).read_text(encoding="utf-8"))
-    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call)]
-    made = [one for one in calls if isinstance(one.func, ast.Name) and one.func.id == "Advice"]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Advice"]
     values = [part.value for one in made for part in one.keywords if part.arg == "kind"]
-    return {one.value for one in values if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+    return {
+        value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)
+    }
 
 
 ENUMERATED = {
@@ -49,7 +51,7 @@ ENUMERATED = {
     "an axis": [*spec.Mesh.__struct_fields__],
     "a part of memory": [*spec.Footprint.__struct_fields__],
     "a rating": [*estimate.WORDS],
-    "an error": [one.__name__ for one in classes(TrimtabError)],
+    "an error": [class_name.__name__ for class_name in classes(TrimtabError)],
     "an event of a run": [*spec.IncidentKind],
     "a severity": [*spec.Severity],
     "advice": sorted(advised()),

@@ -199,7 +199,7 @@ def test_imports_inside_a_member_are_read_off_its_source() -> None:
 def test_another_micro_batch_is_answered_without_tracing(tmp_path: Path) -> None:
     job = job_file(tmp_path)
     first = trimtab.estimate(job, "H200", micro_batch=8)
-    assert not any("line through" in one for one in first.assumptions)
+    assert not any("line through" in assumption for assumption in first.assumptions)
     assert sorted(file.stem.rpartition("-")[2] for file in TRACES.folder.glob("*.json")) == ["16", "8"]
     start = time.monotonic()
     second = trimtab.estimate(job, "H200", micro_batch=11)
@@ -207,7 +207,7 @@ def test_another_micro_batch_is_answered_without_tracing(tmp_path: Path) -> None
     assert "sizes are read off a line through traces at micro-batches 8 and 16" in second.assumptions
     real = trimtab.estimate(job, "H200", micro_batch=11, cache=False)
     assert (second.allocated_bytes, second.reserved_bytes) == (real.allocated_bytes, real.reserved_bytes)
-    assert not any("line through" in one for one in real.assumptions)
+    assert not any("line through" in assumption for assumption in real.assumptions)
 
 
 def test_the_allocator_and_accumulation_need_no_trace_of_their_own(tmp_path: Path) -> None:

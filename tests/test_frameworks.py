@@ -38,11 +38,11 @@ def needed(module: str) -> Any:
         return pytest.importorskip(module, reason=f"{module.partition('.')[0]} {SKIPS}")
 
 
-def applied(name: str, file: Path, text: str, one: Plan) -> Path:
+def applied(name: str, file: Path, text: str, plan: Plan) -> Path:
     """The file with the plan in it."""
     document = formats.read_config(text, file.name)
     where = find_site(document, builtin_targets(), origin=file.name, name=name)
-    edits = draft_edits(where, document, one, file=file.name).edits
+    edits = draft_edits(where, document, plan, file=file.name).edits
     file.write_text(document.edit({edit.path: edit.after for edit in edits}, add=True), encoding="utf-8")
     return file
 
@@ -88,12 +88,12 @@ def test_transformers_parses_the_arguments_of_the_plan(
             _check_arguments(transformers, one, text, tmp_path)
 
 
-def _check_arguments(transformers: Any, one: Plan, text: str, tmp_path: Path) -> None:
-    file = applied("transformers", tmp_path / "args.yaml", text, one)
+def _check_arguments(transformers: Any, plan: Plan, text: str, tmp_path: Path) -> None:
+    file = applied("transformers", tmp_path / "args.yaml", text, plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (found,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_yaml_file(str(file))
-    choice = make_exact(one.choice, "")[0]
+    choice = make_exact(plan.choice, "")[0]
     assert found.per_device_train_batch_size == choice.micro_batch
     assert found.gradient_accumulation_steps == choice.accumulation
     if choice.precision is not Precision.BF16_TRUE:
@@ -123,7 +123,7 @@ def test_accelerate_launches_what_the_plan_says(label: str, tmp_path: Path) -> N
             _check_launch(one, label, tmp_path)
 
 
-def _check_launch(one: Plan, label: str, tmp_path: Path) -> None:
+def _check_launch(plan: Plan, label: str, tmp_path: Path) -> None:
     launch = needed("accelerate.commands.launch")
     plugins = needed("accelerate.utils.dataclasses")
     settings = needed("accelerate.commands.config.config_args")
@@ -133,11 +133,11 @@ def _check_launch(one: Plan, label: str, tmp_path: Path) -> None:
         "fsdp": samples.ACCELERATE_FSDP,
         "contradicting": samples.CONTRADICTING["accelerate"][1],
     }[label]
-    file = applied("accelerate", tmp_path / "accelerate.yaml", text, one)
-    choice = make_exact(one.choice, "")[0]
+    file = applied("accelerate", tmp_path / "accelerate.yaml", text, plan)
+    choice = make_exact(plan.choice, "")[0]
     loaded = settings.load_config_from_file(str(file))
     assert loaded.num_processes == choice.gpus
-    assert loaded.num_machines == count_nodes(one)
+    assert loaded.num_machines == count_nodes(plan)
     known = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
     if choice.precision in known:
         assert str(loaded.mixed_precision or "no") == known[choice.precision]
@@ -193,16 +193,16 @@ def test_deepspeed_reads_the_batch_and_the_stage_of_the_plan(
             _check_deepspeed(config, one, label, tmp_path)
 
 
-def _check_deepspeed(config: Any, one: Plan, label: str, tmp_path: Path) -> None:
+def _check_deepspeed(config: Any, plan: Plan, label: str, tmp_path: Path) -> None:
     text = {
         "minimal": samples.MINIMAL["deepspeed"][1],
         "full": samples.DEEPSPEED,
         "contradicting": samples.CONTRADICTING["deepspeed"][1],
     }[label]
-    file = applied("deepspeed", tmp_path / "ds.json", text, one)
+    file = applied("deepspeed", tmp_path / "ds.json", text, plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        choice = make_exact(one.choice, "")[0]
+        choice = make_exact(plan.choice, "")[0]
         found = config.DeepSpeedConfig(str(file), mpu=Ranks(choice.gpus))
     assert found.train_batch_size == choice.global_batch
     assert found.train_micro_batch_size_per_gpu == choice.micro_batch
@@ -229,23 +229,23 @@ def test_the_lightning_cli_parses_the_trainer_of_the_plan(label: str, tmp_path: 
             _check_trainer(one, label, tmp_path)
 
 
-def _check_trainer(one: Plan, label: str, tmp_path: Path) -> None:
+def _check_trainer(plan: Plan, label: str, tmp_path: Path) -> None:
     lightning = needed("lightning.pytorch")
     cli = needed("lightning.pytorch.cli")
     text = {
         "minimal": samples.MINIMAL["lightning"][1],
         "full": samples.LIGHTNING.partition("model:")[0],
     }[label]
-    file = applied("lightning", tmp_path / "cli.yaml", text, one)
+    file = applied("lightning", tmp_path / "cli.yaml", text, plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parser = cli.LightningArgumentParser()
         parser.add_argument("--seed_everything", type=int)
         parser.add_lightning_class_args(lightning.Trainer, "trainer")
         found = parser.parse_path(str(file))["trainer"]
-    choice = make_exact(one.choice, "")[0]
+    choice = make_exact(plan.choice, "")[0]
     devices = found.devices if isinstance(found.devices, int) else len(found.devices)
-    assert (int(devices) * found.num_nodes, found.num_nodes) == (choice.gpus, count_nodes(one))
+    assert (int(devices) * found.num_nodes, found.num_nodes) == (choice.gpus, count_nodes(plan))
     assert found.accumulate_grad_batches == choice.accumulation
     words = next(
         knob for knob in find_target("lightning", builtin_targets()).knobs if knob.field == "precision"
@@ -289,7 +289,7 @@ def kind_fits(kind: Any, value: Any) -> bool:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_key_is_one_that_the_framework_has_with_its_default_and_kind(name: str) -> None:
     schema, older = SCHEMAS[name]
-    trained = {one.name for one in dataclasses.fields(needed("transformers").TrainingArguments)}
+    trained = {field.name for field in dataclasses.fields(needed("transformers").TrainingArguments)}
     target = find_target(name, builtin_targets())
     for knob in target.knobs:
         unknown = [key for key in knob.keys if key not in {*schema, *older}]

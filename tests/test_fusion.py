@@ -84,7 +84,7 @@ class Script:
             op_names=names,
             marks={},
             works=tuple(dict.fromkeys(self.works)),
-            sequence=tuple(list(dict.fromkeys(self.works)).index(one) for one in self.works),
+            sequence=tuple(list(dict.fromkeys(self.works)).index(work) for work in self.works),
             phases={"forward": 0, "backward": backward, "optimizer": len(self.works)},
         )
 
@@ -126,7 +126,7 @@ def between_products() -> Script:
 
 def test_the_flow_says_who_made_what_is_read() -> None:
     found = flow(between_products().trace())
-    assert [[one.tensor for one in reads] for reads in found.reads] == [[], [0], [1, 0], [2], [3]]
+    assert [[read.tensor for read in reads] for reads in found.reads] == [[], [0], [1, 0], [2], [3]]
     assert found.makes == [(0,), (1,), (2,), (3,), (4,)]
     assert found.unknown[0] == 64 * MIB
 
@@ -339,10 +339,10 @@ def test_a_traced_job_moves_less_and_launches_less_when_compiled(words: dict[str
 def test_a_loss_inside_of_the_model_is_fused_and_one_outside_is_not(words: dict[str, Trace]) -> None:
     setting = Setting(micro_batch=8, global_batch=8, compile=True)
     within, without = (fused(words[name], setting, PACE) for name in ("Inside", "Words"))
-    eager = {one.op for one in without.works}
+    eager = {work.op for work in without.works}
     assert "aten::_log_softmax" in eager
     assert "aten::_log_softmax_backward_data" in eager
-    assert not any("softmax" in one.op for one in within.works)
+    assert not any("softmax" in work.op for work in within.works)
     assert traffic(within) < 0.75 * traffic(without)
     alone = communication.Links(1.0, 1.0, 1, 1)
     seconds = [

@@ -50,10 +50,10 @@ def saved(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
 def learned(job: Any, steps: int) -> list[float]:
     torch.manual_seed(0)
     model, samples = job.model(), job.dataset()
-    optimizer = job.optimizer([one for one in model.parameters() if one.requires_grad])
+    optimizer = job.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     losses = []
     for step in range(steps):
-        batch = default_collate([samples[8 * step + one] for one in range(8)])
+        batch = default_collate([samples[8 * step + index] for index in range(8)])
         optimizer.zero_grad()
         loss = job.loss(model, batch)
         loss.backward()
@@ -123,7 +123,7 @@ def test_a_head_that_the_folder_has_not_is_new_and_said(tmp_path: Path) -> None:
     job = trimtab.load(llama(tmp_path, "LlamaForSequenceClassification", num_labels=3), seq=16, data=TEXT)
     built = job.model()
     torch.testing.assert_close(built.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
-    assert any("not in them, so random: score.weight" in one for one in job.remarks)
+    assert any("not in them, so random: score.weight" in remark for remark in job.remarks)
 
 
 def test_a_missing_shard_and_weights_of_another_size_are_errors(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_pickled_weights_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     job = trimtab.load(llama(tmp_path), seq=16, data=TEXT)
     job.model()
-    assert any("pickled weights are not read" in one for one in job.remarks)
+    assert any("pickled weights are not read" in remark for remark in job.remarks)
     assert pretrained.stored(tmp_path) == []
 
 
@@ -182,10 +182,10 @@ def test_the_tokenizer_of_the_folder_is_used_and_its_end_stands_after_a_document
     # The config says that 2 ends a text.
     assert tokens[-1] == 2
     assert len(tokens) == 60 * 6 + 1
-    assert any("the tokenizer in" in one for one in job.remarks)
-    assert not any("has no tokenizer" in one for one in job.remarks)
+    assert any("the tokenizer in" in remark for remark in job.remarks)
+    assert not any("has no tokenizer" in remark for remark in job.remarks)
     own = trimtab.load(llama(tmp_path / "bare"), seq=6, data=prose(tmp_path))
-    assert any("has no tokenizer: tokens are learnt from the text" in one for one in own.remarks)
+    assert any("has no tokenizer: tokens are learnt from the text" in remark for remark in own.remarks)
 
 
 def test_a_tokenizer_in_parts_is_read_by_transformers(tmp_path: Path) -> None:

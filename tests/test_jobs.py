@@ -39,7 +39,9 @@ def on_meta(job: Any) -> Any:
 
 
 def count(module: Any, *, learning: bool = False) -> int:
-    return sum(one.numel() for one in module.parameters() if one.requires_grad or not learning)
+    return sum(
+        parameter.numel() for parameter in module.parameters() if parameter.requires_grad or not learning
+    )
 
 
 def shapes(batch: Any) -> Any:
@@ -53,7 +55,7 @@ def shapes(batch: Any) -> Any:
 def trained(job: Any, steps: int = 40) -> list[float]:
     torch.manual_seed(0)
     model = job.model()
-    optimizer = job.optimizer([one for one in model.parameters() if one.requires_grad])
+    optimizer = job.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     losses: list[float] = []
     while len(losses) < steps:
         for batch in DataLoader(job.dataset(), batch_size=job.global_batch, shuffle=True):
@@ -87,8 +89,8 @@ def test_bridge_has_the_parameters_on_record() -> None:
     assert len(list(model.adapters["llama"].parameters())) == 20
     assert count(model.adapters["qwen"]) == 5_012_481
     assert count(model, learning=True) == 16_089_090
-    learning = {one.dtype for one in model.parameters() if one.requires_grad}
-    frozen = {one.dtype for one in model.parameters() if not one.requires_grad}
+    learning = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    frozen = {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
     assert (learning, frozen) == ({torch.float32}, {torch.bfloat16})
 
 
@@ -146,7 +148,7 @@ def test_halves_weighted_by_weight_make_the_gradient_of_the_whole(name: str) -> 
         total = sum(job.weight(batch) for batch in batches)
         for batch in batches:
             (job.loss(model, batch) * job.weight(batch) / total).backward()
-        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
     whole, parts = gradient(range(6)), gradient(range(4), range(4, 6))
     # The frozen models of bridge work in bf16, and their rounding depends on the batch.
@@ -160,7 +162,7 @@ def test_the_loss_of_bridge_is_a_sum_over_models_and_a_model_may_be_away() -> No
     model, batch = job.model(), job.batch(2)
     losses = job.losses(model, batch)
     assert set(losses) == set(job.branches) == {"llama", "qwen"}
-    assert job.loss(model, batch).item() == pytest.approx(sum(one.item() for one in losses.values()))
+    assert job.loss(model, batch).item() == pytest.approx(sum(loss.item() for loss in losses.values()))
     assert all(model.get_submodule(prefix) is not None for prefix in job.branches.values())
     model.qwen = None
     (alone,) = job.losses(model, batch).values()
@@ -273,7 +275,7 @@ def test_every_built_in_has_blocks_to_recompute(name: str) -> None:
 def test_tiny_jobs_are_estimated(name: str) -> None:
     job = trimtab.load(name)
     found = trimtab.estimate(name, "A100-40GB", micro_batch=4)
-    weights = sum(one.numel() * one.element_size() for one in on_meta(job).parameters())
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in on_meta(job).parameters())
     # Small tensors are rounded up to 512 bytes.
     assert weights < found.parts.weights < 1.2 * weights + 32 * 2**10
     if name == "slm:tiny":
@@ -443,7 +445,7 @@ def test_a_config_becomes_a_job_that_learns(tmp_path: Path, architecture: str, h
     job = trimtab.load(written(tmp_path, *FAMILIES[architecture], architecture), **how, **seq, rate=1e-2)
     model = job.model()
     assert type(model).__name__ == architecture
-    learning = [one for one in model.parameters() if one.requires_grad]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert {one.dtype for one in learning} == {torch.float32}
     assert (count(model) == count(model, learning=True)) is (how == {})
     batch = default_collate([job.dataset()[index] for index in range(4)])
@@ -475,7 +477,7 @@ def test_a_config_is_estimated(tmp_path: Path, architecture: str) -> None:
     name = written(tmp_path, *FAMILIES[architecture], architecture)
     found = trimtab.estimate(name, "H200", micro_batch=2)
     assert found.fits is True
-    assert any("(--seq)" in one for one in found.assumptions) is (architecture not in NO_WORDS)
+    assert any("(--seq)" in assumption for assumption in found.assumptions) is (architecture not in NO_WORDS)
 
 
 TRUNCATED = """
@@ -556,7 +558,7 @@ def test_positions_are_counted_as_the_model_counts_them(tmp_path: Path) -> None:
 def test_a_config_without_an_architecture_is_taken_for_what_it_is_mostly(tmp_path: Path) -> None:
     job = trimtab.load(written(tmp_path, "BertConfig", ENCODER))
     assert type(on_meta(job)).__name__ == "BertForMaskedLM"
-    assert any("taken as masked LM" in one for one in job.assumptions)
+    assert any("taken as masked LM" in assumption for assumption in job.assumptions)
 
 
 def rewritten(folder: Path, **changes: Any) -> str:

@@ -83,8 +83,8 @@ def test_a_roll_back_keeps_what_was_learnt_and_forgets_the_losses() -> None:
 
 
 def test_a_ladder_survives_json_and_refuses_a_raised_rate() -> None:
-    one = BadStepPolicy(height=2, rate=0.8, kept=("a.b",), losses=(1.5, 1.25))
-    assert BadStepPolicy.from_json(one.to_json()) == one
+    bad_step_policy = BadStepPolicy(height=2, rate=0.8, kept=("a.b",), losses=(1.5, 1.25))
+    assert BadStepPolicy.from_json(bad_step_policy.to_json()) == bad_step_policy
     with pytest.raises(ValueError, match=r"rate is 1\.2"):
         BadStepPolicy(rate=1.2)
 
@@ -215,7 +215,7 @@ def test_every_pass_is_run_whatever_was_found_before() -> None:
 def test_no_hook_is_left_behind() -> None:
     model = chain(Blow())
     found_in(model, torch.ones(3, 4))
-    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())  # noqa: SLF001
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())  # noqa: SLF001
 
 
 def test_ranks_agree_on_the_earliest() -> None:
@@ -235,7 +235,10 @@ def test_a_module_kept_in_fp32_is_finite_and_learns(autocast: bool) -> None:
         loss = model(batch).float().mean()
     assert torch.isfinite(loss)
     loss.backward()
-    assert all(one.grad is not None and one.grad.dtype is one.dtype for one in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.dtype is parameter.dtype
+        for parameter in model.parameters()
+    )
 
 
 def test_weights_keep_their_dtype_while_their_module_computes_in_fp32() -> None:

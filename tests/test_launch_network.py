@@ -87,9 +87,9 @@ def started(words: list[str], err: Path) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             if process.poll() is None:
-                for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                for child in [*psutil.Process(process.pid).children(recursive=True), process]:
                     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                        one.kill()
+                        child.kill()
 
 
 def train(out: Path, *words: str, at: str | None = None) -> list[str]:
@@ -108,7 +108,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 def reached(out: Path, step: int, within_s: float) -> float:
     """Seconds until a run had taken a step."""
     began = time.monotonic()
-    while not any(one["step"] >= step for one in lines(out)):
+    while not any(line["step"] >= step for line in lines(out)):
         said = [file.read_text(encoding="utf-8") for file in out.parent.glob("*.err")]
         assert not any("error:" in one for one in said), said
         assert time.monotonic() - began < within_s, f"step {step} was not reached: {lines(out)[-1:]}"
@@ -179,7 +179,7 @@ def test_a_node_that_is_gone_for_good_leaves_the_other_to_finish(
         assert first.wait(timeout=240) == 0
     assert loss(out) == pytest.approx(alone, rel=ROUNDING)
     # The same global batch, on what was left.
-    assert {one.get("global_batch", 16) for one in lines(out)} == {16}
+    assert {line.get("global_batch", 16) for line in lines(out)} == {16}
     with capsys.disabled():
         print(f"\na node lost for good: training again {again:.1f} s after the cut")  # noqa: T201
 

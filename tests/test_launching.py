@@ -61,7 +61,7 @@ def batch(
 def options(launch: Launch) -> dict[str, str]:
     """What sbatch reads of a script."""
     lines = (launch.script or "").splitlines()
-    found = [one.removeprefix("#SBATCH --").partition("=") for one in lines if one.startswith("#SBATCH ")]
+    found = [line.removeprefix("#SBATCH --").partition("=") for line in lines if line.startswith("#SBATCH ")]
     return {name: value for name, _, value in found}
 
 
@@ -130,7 +130,7 @@ def test_gres_is_asked_for_where_the_cluster_counts_no_gpus() -> None:
 def test_gpus_without_a_type_are_asked_for_without_one_and_that_is_said() -> None:
     found = batch(at=lp.site("gpu*|g1|gpu:8|64|512000|infinite|idle|up"))
     assert options(found)["gpus-per-node"] == "4"
-    assert any("no type" in one for one in found.notes)
+    assert any("no type" in note for note in found.notes)
 
 
 def test_the_nodes_meet_on_the_first_of_the_job_and_never_here(tmp_path: Path) -> None:
@@ -188,19 +188,19 @@ def test_habits_come_before_the_run_in_their_order() -> None:
 def test_a_time_limit_is_the_partitions_where_the_run_is_longer_and_the_note_says_what_follows() -> None:
     found = batch(lp.errand(lp.plan(hours=100)))
     assert options(found)["time"] == "1-00:00:00"
-    assert any("queued again" in one and "1d" in one for one in found.notes)
+    assert any("queued again" in note and "1d" in note for note in found.notes)
 
 
 def test_a_run_of_unknown_length_gets_no_time_limit() -> None:
     found = batch(lp.errand(lp.plan(hours=None)))
     assert "time" not in options(found)
-    assert any("nobody knows" in one for one in found.notes)
+    assert any("nobody knows" in note for note in found.notes)
 
 
 def test_without_a_cluster_the_script_is_there_and_says_that_it_is_unchecked() -> None:
     found = batch(at=None, silence="there is no sinfo here")
     assert options(found)["gres"] == "gpu:4"
-    assert any("nothing was checked" in one and "no sinfo" in one for one in found.notes)
+    assert any("nothing was checked" in note and "no sinfo" in note for note in found.notes)
     assert "mem" not in options(found)
 
 
@@ -310,7 +310,7 @@ def test_a_type_of_slurm_is_matched_with_the_catalogue_and_never_guessed(
 
 
 def test_sinfo_is_read() -> None:
-    by_name = {one.name: one for one in SITE.partitions}
+    by_name = {partition.name: partition for partition in SITE.partitions}
     assert by_name["gpu"].is_default
     assert by_name["gpu"].limit_s == 86400
     assert by_name["old"].limit_s is None
@@ -671,13 +671,18 @@ def misfits(value: Any, shape: Any, at: str = "") -> list[str]:
             return [f"{at} is no mapping"]
         strange = [f"{at}.{key} is not known" for key in value if key not in shape]
         return strange + [
-            one for key in value if key in shape for one in misfits(value[key], shape[key], f"{at}.{key}")
+            misfit
+            for key in value
+            if key in shape
+            for misfit in misfits(value[key], shape[key], f"{at}.{key}")
         ]
     if isinstance(shape, list):
         if not isinstance(value, list):
             return [f"{at} is no list"]
         return [
-            one for number, item in enumerate(value) for one in misfits(item, shape[0], f"{at}[{number}]")
+            misfit
+            for number, item in enumerate(value)
+            for misfit in misfits(item, shape[0], f"{at}[{number}]")
         ]
     if isinstance(shape, str):
         return [] if value == shape else [f"{at} is {value!r}"]
@@ -768,7 +773,7 @@ def test_several_nodes_meet_where_they_are_told() -> None:
     assert words[words.index("--nodes") + 1] == "1:2"
     assert words[words.index("--rendezvous") + 1] == "head:29400"
     assert "--rdzv-endpoint=head:29400" in found.starts
-    assert any("each of the 2 nodes" in one for one in found.notes)
+    assert any("each of the 2 nodes" in note for note in found.notes)
 
 
 def test_what_the_user_has_set_stays_and_that_is_said() -> None:
@@ -779,7 +784,7 @@ def test_what_the_user_has_set_stays_and_that_is_said() -> None:
 
 def test_devices_are_the_plans_among_those_that_are_visible() -> None:
     two = lp.plan(gpus=2)
-    two = two.replace(places=tuple(one.replace(device=one.device + 1) for one in two.places))
+    two = two.replace(places=tuple(place.replace(device=place.device + 1) for place in two.places))
     assert visible_devices(two, {}) == "1,2"
     assert visible_devices(two, {"CUDA_VISIBLE_DEVICES": "4,5,6"}) == "5,6"
     assert visible_devices(two, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}) == "GPU-b,GPU-c"

@@ -58,13 +58,13 @@ class Writer:
             sizes=tuple(self.sizes),
             streams=(0,) * count,
             parts=(3,) * count,
-            modules=tuple(names.index(one) for one in self.modules),
+            modules=tuple(names.index(module) for module in self.modules),
             ops=(0,) * count,
             module_names=tuple(names),
             op_names=("aten::mm",),
             marks=self.marks,
             works=tuple(works),
-            sequence=tuple(works.index(one) for one in self.works),
+            sequence=tuple(works.index(work) for work in self.works),
             phases=phases,
             parameters=parameters,
             trainable=parameters,
@@ -298,7 +298,10 @@ def whole_and_few(folder: Path, name: str, setting: Setting) -> list[Trace]:
 
 @pytest.mark.parametrize(
     ("strategy", "recompute", "precision"),
-    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] is Strategy.SINGLE)) for one in SETTINGS],
+    [
+        pytest.param(*setting, marks=[pytest.mark.slow] * (setting[0] is Strategy.SINGLE))
+        for setting in SETTINGS
+    ],
 )
 def test_a_job_traced_by_few_blocks_is_the_job_traced_whole(
     strategy: Strategy,

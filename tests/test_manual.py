@@ -27,9 +27,9 @@ def test_the_reference_has_every_command_option_function_and_variable() -> None:
     text = manual.reference()
     for name, command in manual.commands().items():
         assert f"### trimtab {name}\n" in text
-        for one in command.params:
-            for flag in one.opts:
-                assert one.param_type_name == "argument" or f"`{flag}" in text, flag
+        for param in command.params:
+            for flag in param.opts:
+                assert param.param_type_name == "argument" or f"`{flag}" in text, flag
     sources = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
     read = set(re.findall(r'"(TRIMTAB_[A-Z_]+)"', sources))
     assert len(read) > 3

@@ -50,7 +50,11 @@ def test_loss_and_gradients_are_those_of_a_naive_step(curvature: float) -> None:
     loss, slow = job.loss(ours, batch), naive(batch)
     assert loss.item() == pytest.approx(slow.item(), rel=1e-12)
     loss.backward()
-    gradients = {name: one.grad.clone() for name, one in ours.named_parameters() if one.grad is not None}
+    gradients = {
+        name: parameter.grad.clone()
+        for name, parameter in ours.named_parameters()
+        if parameter.grad is not None
+    }
     ours.zero_grad()
     slow.backward()
     for channel, encoder in naive.encoders.items():
@@ -75,7 +79,7 @@ def test_loss_and_gradients_are_those_of_a_naive_step(curvature: float) -> None:
     close(gradients["mixture.gate.weight"], ours.mixture.gate.weight.grad)
     # All that learns but the poolers', which the mean of the tokens passes by.
     assert len(gradients) == sum(
-        one.requires_grad and "pooler" not in name for name, one in ours.named_parameters()
+        parameter.requires_grad and "pooler" not in name for name, parameter in ours.named_parameters()
     )
 
 
@@ -129,9 +133,9 @@ def test_a_tree_that_cannot_be_is_refused(total: int) -> None:
         trimtab.load("naics", codes=total).dataset()
 
 
-def relation(one: str, other: str) -> str:
+def relation(text: str, other: str) -> str:
     tree = codes()
-    number = tree.relations(tree.names.index(one))[tree.names.index(other)]
+    number = tree.relations(tree.names.index(text))[tree.names.index(other)]
     return RELATION_WORDS[number - 1] if number else ""
 
 
@@ -152,17 +156,17 @@ def relation(one: str, other: str) -> str:
         ("11", "12", UNRELATED),
     ],
 )
-def test_relations_are_named_as_in_a_family(one: str, other: str, expected: str) -> None:
-    assert relation(one, other) == expected
+def test_relations_are_named_as_in_a_family(text: str, other: str, expected: str) -> None:
+    assert relation(text, other) == expected
 
 
 def test_relations_are_the_same_seen_from_either_end() -> None:
     tree = codes(60)
-    for one in range(60):
-        up, down = tree.apart(one)
+    for index in range(60):
+        up, down = tree.apart(index)
         for other in range(60):
             back_up, back_down = tree.apart(other)
-            assert (up[other], down[other]) == (back_down[one], back_up[one])
+            assert (up[other], down[other]) == (back_down[index], back_up[index])
 
 
 def test_texts_are_always_the_same_and_near_codes_share_words() -> None:

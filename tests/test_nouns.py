@@ -17,7 +17,7 @@ from trimtab.spec import Cluster, Device, Estimate, Footprint, Link, Mesh, Node,
 
 def test_every_noun_has_a_strategy_here() -> None:
     # Benchmarks have nouns of their own, which nothing else reads.
-    ours = {one for one in all_nouns() if one.__module__.startswith("trimtab.")}
+    ours = {noun for noun in all_nouns() if noun.__module__.startswith("trimtab.")}
     assert ours == set(NOUNS)
     assert len(ours) > 100
     assert {*FIELDS, *FITTED} <= {cls.__name__ for cls in ours}
@@ -47,10 +47,10 @@ def test_a_noun_is_frozen_and_refuses_unknown_keys(noun: type[spec.Noun], data: 
 
 
 def test_a_fingerprint_changes_with_any_field_and_with_nothing_else() -> None:
-    one = Mesh(dp_replicate=2)
-    assert one.fingerprint() == Mesh(dp_replicate=2).fingerprint()
-    assert one.fingerprint() != Mesh(dp_shard=2).fingerprint()
-    assert one.fingerprint() == one.replace(branch=1).fingerprint()
+    mesh = Mesh(dp_replicate=2)
+    assert mesh.fingerprint() == Mesh(dp_replicate=2).fingerprint()
+    assert mesh.fingerprint() != Mesh(dp_shard=2).fingerprint()
+    assert mesh.fingerprint() == mesh.replace(branch=1).fingerprint()
 
 
 def test_what_is_derived_is_written_and_never_believed() -> None:

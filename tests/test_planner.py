@@ -67,11 +67,11 @@ def planned(
 def is_kept(setting: Setting, whole: int) -> bool:
     """Whether every global batch has exactly that many samples, by what each rank really runs."""
     if setting.shares:
-        ranks = [micro_batches(one.samples, one.micro_batch) for one in setting.shares]
-        rounds = [one.accumulation for one in setting.shares]
+        ranks = [micro_batches(share.samples, share.micro_batch) for share in setting.shares]
+        rounds = [share.accumulation for share in setting.shares]
     else:
         samples = rank_samples(whole, setting.data_parallel)
-        ranks = [micro_batches(one, setting.micro_batch) for one in samples]
+        ranks = [micro_batches(sample, setting.micro_batch) for sample in samples]
         rounds = [setting.accumulation] * len(ranks)
     return (
         sum(map(sum, ranks)) == whole
@@ -100,7 +100,7 @@ def test_every_cut_covers_the_share_with_nothing_to_spare(whole: int, ranks: int
             accumulation=rounds,
             global_batch=whole,
         )
-    divisors = {one for one in range(1, share + 1) if share % one == 0}
+    divisors = {index for index in range(1, share + 1) if share % index == 0}
     assert divisors <= {micro for micro, _ in found}
     assert len(found) <= 2 * math.isqrt(share) + 1
 
@@ -109,7 +109,7 @@ def test_cuts_leave_out_only_what_another_cut_beats() -> None:
     kept = dict(cuts(100, 1))
     for micro in range(1, 101):
         rounds = -(-100 // micro)
-        better = min(one for one, many in kept.items() if many <= rounds)
+        better = min(key for key, many in kept.items() if many <= rounds)
         assert better <= micro
 
 
@@ -201,7 +201,7 @@ def test_the_batch_is_kept_on_every_device_of_the_catalogue(row: Any) -> None:
 def test_more_memory_never_gives_a_slower_plan(law: Law, whole: int, more: int, gpus: int) -> None:
     small = stated(f"{gpus}xA100-40GB")
     node = small.nodes[0]
-    roomy = tuple(one.replace(memory_bytes=one.memory_bytes + more * GIB) for one in node.devices)
+    roomy = tuple(device.replace(memory_bytes=device.memory_bytes + more * GIB) for device in node.devices)
     large = small.replace(nodes=(node.replace(devices=roomy),))
     job = workload(global_batch=whole)
     try:
@@ -267,9 +267,9 @@ def test_the_choice_is_the_simplest_of_all_that_are_as_good_as_the_best(
     legal = space(job, stated(f"{gpus}xA100-40GB"), policy)
     fitting = []
     for family in legal.families:
-        for one in family.cuts:
+        for split in family.cuts:
             for allocator in Allocator:
-                setting = family.setting(one, allocator)
+                setting = family.setting(split, allocator)
                 estimate = law.estimate(setting, family.layout)
                 if estimate.band.high_bytes <= int(0.9 * (estimate.capacity_bytes or 0)):
                     fitting.append((value(setting, estimate.step_s, objective), simplicity(setting)))
@@ -290,7 +290,7 @@ def test_few_settings_are_looked_at_closely_where_bounds_are_good() -> None:
     law = Law(static_bytes=60 * GIB)
     legal = space(workload(global_batch=512), stated("8x8xH100"), Policy())
     assert search(legal, law).best is not None
-    assert sum(len(one.cuts) for one in legal.families) > 2900
+    assert sum(len(family.cuts) for family in legal.families) > 2900
     assert len(law.asked) < 400
 
 
@@ -316,17 +316,18 @@ def test_the_expandable_allocator_is_taken_only_where_the_default_does_not_fit()
 def test_branches_get_as_even_numbers_of_gpus_as_there_can_be_and_pipelines_every_divisor() -> None:
     legal = space(workload(global_batch=16, branches=("llama", "qwen")), stated("4xH100"), Policy())
     found = {
-        (one.layout.gpus, one.strategy, one.mesh.copies or one.mesh.branch_ranks) for one in legal.families
+        (family.layout.gpus, family.strategy, family.mesh.copies or family.mesh.branch_ranks)
+        for family in legal.families
     }
     assert {one[2] for one in found if one[1] is Strategy.HYBRID} == {(2, 1), (1, 2), (2, 2)}
     assert {one[0] for one in found if one[1] is Strategy.BRANCH} == {2}
-    piped = [one for one in legal.families if one.strategy is Strategy.PIPELINE]
+    piped = [family for family in legal.families if family.strategy is Strategy.PIPELINE]
     assert {(one.mesh.pp, one.mesh.dp_replicate) for one in piped} == {(2, 1), (3, 1), (4, 1), (2, 2)}
     assert not any(one.compile for one in piped)
-    uneven = [one for one in legal.families if one.mesh.copies]
+    uneven = [family for family in legal.families if family.mesh.copies]
     # The branch with two ranks has shares of 8, and fills them.
     assert {one.cuts[0] for one in uneven} == {(8, 2)}
-    assert all(one.setting(one.cuts[-1]).gpus == one.layout.gpus for one in legal.families)
+    assert all(family.setting(family.cuts[-1]).gpus == family.layout.gpus for family in legal.families)
 
 
 @pytest.mark.slow
@@ -366,12 +367,12 @@ def test_a_tie_goes_to_the_simpler_strategy_and_says_so() -> None:
     assert fsdp.estimate.step_s < seconds(plan) < fsdp.estimate.step_s * (1 + TIE)
     assert plan.choice.strategy is Strategy.DDP
     assert "less simple" in fsdp.why
-    told = {one.subject: one.why for one in plan.reasons}
+    told = {reason.subject: reason.why for reason in plan.reasons}
     assert "fsdp would take 423 ms (-1.2%), and within 2% predictions cannot tell" in told["strategy"]
     # Where it is clearly faster it is taken, and nothing is said of ties.
     clear = planned("4xA100-40GB", Law(static_bytes=18 * GIB, sample_flops=1e11), pins={"gpus": 4})
     assert clear.choice.strategy is Strategy.FSDP
-    assert "cannot tell" not in " ".join(one.why for one in clear.reasons)
+    assert "cannot tell" not in " ".join(reason.why for reason in clear.reasons)
 
 
 def test_a_second_gpu_that_saves_next_to_nothing_is_left_free() -> None:
@@ -379,7 +380,7 @@ def test_a_second_gpu_that_saves_next_to_nothing_is_left_free() -> None:
     plan = planned("2xA100-40GB", law, pins={"compile": False})
     assert plan.choice.strategy is Strategy.SINGLE
     assert plan.recommendation.startswith("1 GPU is as fast as 2, within 2%")
-    told = {one.subject: one.why for one in plan.reasons}
+    told = {reason.subject: reason.why for reason in plan.reasons}
     assert "on 2 it would take" in told["gpus"]
 
 
@@ -394,7 +395,7 @@ def test_a_tie_never_costs_a_deadline() -> None:
 
 def test_the_choice_has_a_reason_for_everything() -> None:
     plan = planned("4xA100-40GB")
-    subjects = [one.subject for one in plan.reasons]
+    subjects = [reason.subject for reason in plan.reasons]
     assert subjects == [
         "gpus",
         "strategy",
@@ -407,7 +408,7 @@ def test_the_choice_has_a_reason_for_everything() -> None:
         "allocator",
         "workers",
     ]
-    told = {one.subject: one.why for one in plan.reasons}
+    told = {reason.subject: reason.why for reason in plan.reasons}
     assert told["accumulation"] == "16 x 1 x 4 data-parallel = 64, exactly"
     assert "312 TFLOP/s" in told["precision"]
     assert len(plan.runners_up) == 5
@@ -420,7 +421,7 @@ def test_the_choice_has_a_reason_for_everything() -> None:
 
 def test_an_uneven_batch_is_said() -> None:
     plan = planned("8xH100", job=workload(global_batch=97))
-    told = {one.subject: one.why for one in plan.reasons}
+    told = {reason.subject: reason.why for reason in plan.reasons}
     assert "the last is smaller" in told["accumulation"]
     assert "97 exactly" in told["accumulation"]
 
@@ -434,11 +435,14 @@ def test_workers_follow_from_the_cores_of_a_rank() -> None:
 
 def test_busy_gpus_are_passed_over() -> None:
     where = stated("4xA100-40GB")
-    busy = [one.replace(free_bytes=4 * GIB if one.index == 0 else 39 * GIB) for one in where.nodes[0].devices]
+    busy = [
+        device.replace(free_bytes=4 * GIB if device.index == 0 else 39 * GIB)
+        for device in where.nodes[0].devices
+    ]
     plan = planned(
         where.replace(nodes=(where.nodes[0].replace(devices=tuple(busy)),)), Law(static_bytes=8 * GIB)
     )
-    assert [one.device for one in plan.places] == [1, 2, 3]
+    assert [place.device for place in plan.places] == [1, 2, 3]
 
 
 def test_a_fast_link_is_tried_beside_the_roomiest_gpus() -> None:
@@ -446,18 +450,18 @@ def test_a_fast_link_is_tried_beside_the_roomiest_gpus() -> None:
     bridge = Link(
         kind="NVLink3 bridge", node=0, devices=(2, 3), bandwidth_bytes_per_s=56e9, source="stated: test"
     )
-    pairs = [one for one in layouts(where.replace(links=(*where.links, bridge))) if one.gpus == 2]
-    assert [[one.device for one in pair.places] for pair in pairs] == [[0, 1], [2, 3]]
+    pairs = [layout for layout in layouts(where.replace(links=(*where.links, bridge))) if layout.gpus == 2]
+    assert [[place.device for place in pair.places] for pair in pairs] == [[0, 1], [2, 3]]
 
 
 def sliced(count: int, whole: int = 0, profile: str = "3g.20gb") -> Cluster:
     """An A100 cut into so many slices alike, beside whole ones."""
     where = stated(f"{count + whole}xA100-40GB")
     devices = tuple(
-        one.replace(slice=Slice(profile=profile, parent="GPU-1", sm_share=0.43), memory_bytes=19 * GIB)
-        if one.index < count
-        else one
-        for one in where.nodes[0].devices
+        device.replace(slice=Slice(profile=profile, parent="GPU-1", sm_share=0.43), memory_bytes=19 * GIB)
+        if device.index < count
+        else device
+        for device in where.nodes[0].devices
     )
     return where.replace(nodes=(where.nodes[0].replace(devices=devices),))
 
@@ -467,7 +471,7 @@ def test_mig_slices_are_planned_one_by_one() -> None:
     assert plan.choice.gpus == 1
     assert plan.choice.strategy is Strategy.SINGLE
     assert any("each can run a job of its own" in one.why for one in plan.rejected)
-    told = {one.subject: one.why for one in plan.reasons}
+    told = {reason.subject: reason.why for reason in plan.reasons}
     assert "MIG slices cannot work on one job together" in told["gpus"]
     assert plan.comparison[1].setting is None
     assert plan.comparison[1].why == "MIG slices do not join"
@@ -484,15 +488,15 @@ def test_a_pin_that_needs_several_mig_slices_is_refused_with_the_cure(pinned: di
         planned(sliced(1), pins={"strategy": "ddp"})
     assert "MIG" not in alone.value.found
     beside = planned(sliced(1, whole=2), pins=pinned)
-    assert [one.device for one in beside.places] == [1, 2]
+    assert [place.device for place in beside.places] == [1, 2]
 
 
 def test_what_does_not_fit_on_a_mig_slice_is_not_sent_to_more_of_them() -> None:
     with pytest.raises(NothingFits) as caught:
         planned(sliced(2), Law(static_bytes=24 * GIB, sample_bytes=2**20))
     whats = [one.what for one in caught.value.nearest]
-    assert not any("of these GPUs" in one for one in whats)
-    assert any(one.startswith("use 1 x ") for one in whats)
+    assert not any("of these GPUs" in what for what in whats)
+    assert any(what.startswith("use 1 x ") for what in whats)
 
 
 def test_a_device_of_unknown_speed_gets_a_plan_without_times() -> None:
@@ -807,7 +811,7 @@ def test_a_number_of_gpus_on_which_all_fails_is_a_row_without_a_plan() -> None:
 def test_a_job_that_fails_under_autocast_is_planned_without_and_the_plan_says_so() -> None:
     plan = planned("2xH100", Law(fails_with=lambda one: one.precision is Precision.BF16))
     assert plan.choice.precision is Precision.TF32
-    (said,) = [one.why for one in plan.reasons if one.subject == "precision"]
+    (said,) = [reason.why for reason in plan.reasons if reason.subject == "precision"]
     assert said == "bf16 fails: it refuses bf16"
     assert any(one.why == "bf16 could not be predicted: it refuses bf16" for one in plan.rejected)
     assert all(one.setting is None or one.setting.precision is Precision.TF32 for one in plan.what_if)
@@ -848,8 +852,8 @@ def test_nothing_fits_says_what_is_missing_and_what_would_fit() -> None:
     assert error.exit_code == 3
     assert "GiB are missing" in error.found
     whats = [one.what for one in error.nearest]
-    assert any(one.startswith("use 2 of these") for one in whats)
-    assert any(one.startswith("use 1 x ") for one in whats)
+    assert any(what.startswith("use 2 of these") for what in whats)
+    assert any(what.startswith("use 1 x ") for what in whats)
     assert all(one.estimate.step_s for one in error.nearest)
 
 
@@ -891,17 +895,17 @@ def test_unlike_gpus_share_the_batch_exactly_and_never_slower_than_evenly(law: L
     for one in plan.runners_up:
         assert is_kept(one.setting, whole)
     if plan.choice.shares:
-        names = [one.name for one in plan.places]
+        names = [place.name for place in plan.places]
         held = dict(zip(names, plan.choice.shares, strict=True))
         assert held["GeForce RTX 4090"].samples >= held["GeForce RTX 3090"].samples
-        assert sum(one.samples for one in plan.choice.shares) == whole
+        assert sum(share.samples for share in plan.choice.shares) == whole
 
 
 def test_unlike_gpus_are_shared_by_speed() -> None:
     plan = planned("2xRTX3090+1xRTX4090", Law(static_bytes=GIB, sample_bytes=2**20))
-    assert [one.samples for one in plan.choice.shares] != rank_samples(64, 3)
+    assert [share.samples for share in plan.choice.shares] != rank_samples(64, 3)
     assert plan.choice.strategy is Strategy.DDP
-    assert "by speed" in {one.subject: one.why for one in plan.reasons}["strategy"]
+    assert "by speed" in {reason.subject: reason.why for reason in plan.reasons}["strategy"]
 
 
 def test_unlike_gpus_take_the_precision_that_all_have() -> None:
@@ -959,7 +963,7 @@ def test_a_stale_plan_says_what_changed(changes: dict[str, str], on: str, said: 
 def test_a_gpu_that_is_no_longer_free_makes_a_plan_stale() -> None:
     plan = fresh()
     where = stated("4xA100-40GB")
-    busy = tuple(one.replace(free_bytes=GIB) for one in where.nodes[0].devices)
+    busy = tuple(device.replace(free_bytes=GIB) for device in where.nodes[0].devices)
     found = validity.changes(plan, prints(plan), where.replace(nodes=(where.nodes[0].replace(devices=busy),)))
     assert "1.0 GiB is free" in found[0]
 
@@ -1006,7 +1010,7 @@ def ticking(trace: Trace, setting: Setting, layout: Layout, _: Any) -> float:
 def foresight(asked: list[Setting], **changes: Any) -> TraceEstimator:
     def trace_all(settings: Any, _: Any, __: Any) -> list[Any]:
         asked.extend(settings)
-        return [traced(one) for one in settings]
+        return [traced(setting) for setting in settings]
 
     return TraceEstimator(trace_all=trace_all, clock=ticking, **changes)
 
@@ -1019,11 +1023,11 @@ def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     assert is_kept(plan.choice, 64)
     assert plan.choice.gpus == 4
     # One device stands for replicas, and shards of every number lie on the line through two numbers.
-    piped = [one for one in asked if one.strategy is Strategy.PIPELINE]
-    assert {one.gpus for one in asked if one not in piped} <= {1, 4, 16}
+    piped = [setting for setting in asked if setting.strategy is Strategy.PIPELINE]
+    assert {setting.gpus for setting in asked if setting not in piped} <= {1, 4, 16}
     # Copies of a pipeline stand for one another too.
     assert {one.mesh.data_parallel for one in piped} <= {1}
-    assert {one.mesh.data_parallel for one in asked if one.strategy is Strategy.FSDP} <= {4, 16}
+    assert {setting.mesh.data_parallel for setting in asked if setting.strategy is Strategy.FSDP} <= {4, 16}
     # The next of the same kind needs no more of them.
     asked.clear()
     assert decision.decide(question, first).choice == plan.choice
@@ -1102,9 +1106,9 @@ def test_runners_up_are_the_best_that_follow_from_what_was_traced() -> None:
     legal = space(workload(), stated("4xH100"), Policy())
     least: dict[Any, float] = {}
     for family in legal.families:
-        for one in family.cuts:
-            setting = family.setting(one)
-            if one[0] > 1 and outlook.is_at_hand(setting, family.layout):
+        for split in family.cuts:
+            setting = family.setting(split)
+            if split[0] > 1 and outlook.is_at_hand(setting, family.layout):
                 seconds_ = outlook.estimate(setting, family.layout).step_s or math.inf
                 least[family] = min(seconds_, least.get(family, math.inf))
     best = sorted(least.values())[: len(plan.runners_up) + 1]
@@ -1117,10 +1121,10 @@ def test_bounds_of_the_real_outlook_are_bounds() -> None:
     where = stated("4xH100")
     legal = space(workload(global_batch=24), where, Policy())
     known = foresight([])
-    known.prepare([(one.setting(one.cuts[0]), one.layout) for one in legal.families[:1]])
+    known.prepare([(family.setting(family.cuts[0]), family.layout) for family in legal.families[:1]])
     for family in legal.families:
-        for one in family.cuts:
-            setting = family.setting(one)
+        for split in family.cuts:
+            setting = family.setting(split)
             floor = known.floor(setting, family.layout)
             truth = foresight(blind).estimate(setting, family.layout)
             assert truth.step_s is not None

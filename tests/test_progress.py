@@ -76,9 +76,9 @@ def test_an_interrupt_while_gpus_are_compared_keeps_the_choice() -> None:
 def test_every_better_setting_is_noticed_once() -> None:
     noticed: list[Any] = []
     plan = decide(question(), Law(bounds=False), notice=noticed.append)
-    times = [one.estimate.step_s for one in noticed]
+    times = [item.estimate.step_s for item in noticed]
     assert times
-    assert times == sorted(times, key=lambda one: -(one or 0.0))
+    assert times == sorted(times, key=lambda time: -(time or 0.0))
     assert times[-1] is not None
     assert plan.estimate.step_s is not None
     # Between equals the simpler is chosen.
@@ -96,7 +96,7 @@ def test_a_log_gets_lines_with_what_is_done_and_the_best_so_far(
     with progress("planning") as state:
         state.say("tracing ddp, micro-batch 8, bf16")
         state.found("single, micro-batch 4, bf16 on 1 GPU, 12 samples/s")
-        while not any("best" in one for one in wrote):
+        while not any("best" in text for text in wrote):
             pass
     err = capsys.readouterr().err
     assert (

@@ -45,7 +45,7 @@ def by_id() -> dict[str, QueuedJob]:
 
 def test_every_job_of_a_recorded_queue_is_read() -> None:
     jobs = by_id()
-    assert {one.name: (one.state, one.reason) for one in jobs.values()} == {
+    assert {job.name: (job.state, job.reason) for job in jobs.values()} == {
         "trimtab-slm-tiny": ("RUNNING", None),
         "trimtab-big": ("PENDING", "Resources"),
         "next": ("PENDING", "Priority"),
@@ -188,10 +188,10 @@ class Answers:
         self.asked.append(tuple(command))
         name = command[0]
         if name == "squeue":
-            wanted = next((one.partition("=")[2] for one in command if one.startswith("--jobs=")), None)
+            wanted = next((text.partition("=")[2] for text in command if text.startswith("--jobs=")), None)
             records = self.told["squeue"].split(jobs.RECORD)
             if wanted is not None:
-                records = [one for one in records if one.strip().split(jobs.FIELD)[0] == wanted]
+                records = [record for record in records if record.strip().split(jobs.FIELD)[0] == wanted]
                 if not records:
                     raise EnvironmentFault("squeue", found="Invalid job id specified", cure="-")
             return jobs.RECORD.join(records)
@@ -223,7 +223,7 @@ def test_jobs_of_ours_are_listed_with_their_runs_and_the_end_of_their_output(tmp
     )
     views, silent = list_jobs(at(told), [tmp_path / "runs"], lines=2)
     assert not silent
-    assert [(one.id, one.state) for one in views] == [("2", "pending"), ("4", "pending"), ("1", "running")]
+    assert [(view.id, view.state) for view in views] == [("2", "pending"), ("4", "pending"), ("1", "running")]
     mine = views[-1]
     assert mine.tail == ("three", "four")
     assert mine.run is not None
@@ -239,7 +239,7 @@ def test_a_slurm_that_does_not_answer_hides_no_run_on_this_machine(tmp_path: Pat
     run = a_run(tmp_path / "a")
     with held(run):
         views, silent = list_jobs(SlurmClient(broken, lambda _: True, "root"), [tmp_path])
-    assert [one.kind for one in views] == ["local"]
+    assert [view.kind for view in views] == ["local"]
     assert str(silent[0]).startswith("Slurm's queue: Unable to contact")
 
 
@@ -283,7 +283,7 @@ def test_a_local_run_is_alive_while_its_first_rank_holds_the_folder(tmp_path: Pa
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         told = Answers(squeue="")
         (run / "attempt.json").write_text(attempt.replace(pid=holder.pid).to_json(), encoding="utf-8")
-        assert [one.id for one in list_jobs(at(told), [tmp_path])[0]] == [f"local-{holder.pid}"]
+        assert [list_job.id for list_job in list_jobs(at(told), [tmp_path])[0]] == [f"local-{holder.pid}"]
         assert cancel_job(f"local-{holder.pid}", at(told), places=[tmp_path]).kind == "local"
         assert holder.wait(timeout=10) == -signal.SIGTERM
     assert list_jobs(at(told), [tmp_path])[0] == []

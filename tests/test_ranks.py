@@ -91,7 +91,7 @@ def cut(batch: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, torc
 
 def expected(loss: Any = squared, clip: float | None = None) -> tuple[list[float], list[torch.Tensor]]:
     model = network()
-    optimizer = sgd([one for one in model.parameters() if one.requires_grad])
+    optimizer = sgd([parameter for parameter in model.parameters() if parameter.requires_grad])
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -101,20 +101,23 @@ def expected(loss: Any = squared, clip: float | None = None) -> tuple[list[float
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         losses.append(found.item())
-    return losses, [one.detach() for one in model.parameters()]
+    return losses, [parameter.detach() for parameter in model.parameters()]
 
 
 class Report:
     """What a rank found in one run of several steps."""
 
     def __init__(self, run: Run, model: Any, outcomes: list[Any], seen: list[Any]) -> None:
-        self.losses = [one.loss for one in outcomes]
-        self.attempts = [one.attempts for one in outcomes]
-        self.parts = [one.parts for one in outcomes]
-        self.skipped = [one.skipped for one in outcomes]
-        self.samples = [one.samples for one in outcomes]
-        self.kinds = [one.kind for one in seen]
-        whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
+        self.losses = [outcome.loss for outcome in outcomes]
+        self.attempts = [outcome.attempts for outcome in outcomes]
+        self.parts = [outcome.parts for outcome in outcomes]
+        self.skipped = [outcome.skipped for outcome in outcomes]
+        self.samples = [outcome.samples for outcome in outcomes]
+        self.kinds = [item.kind for item in seen]
+        whole = [
+            parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            for parameter in model.parameters()
+        ]
         self.weights = [one.detach().clone() for one in whole]
         self.rank = run.rank
 
@@ -230,8 +233,8 @@ def test_three_ranks_learn_what_one_learns_whatever_fails() -> None:
         # A step in which nothing counts moves nothing, however the ranks share the weights.
         assert not any(found["blank"].skipped + found["sharded blank"].skipped)
         assert found["sharded blank"].losses == pytest.approx(found["blank"].losses, rel=1e-12)
-        for one, other in zip(found["sharded blank"].weights, found["blank"].weights, strict=True):
-            assert (one - other).abs().max() < 1e-12
+        for weight, other in zip(found["sharded blank"].weights, found["blank"].weights, strict=True):
+            assert (weight - other).abs().max() < 1e-12
         close(found["sharded drill"])
         assert found["sharded drill"].attempts == [2, 2, 1, 2, 2]
         close(found["sharded by hand"])
@@ -324,7 +327,7 @@ def four_ranks() -> dict[str, Any]:
 def test_four_ranks_in_branches_and_replicas_of_shards() -> None:
     job = Calm()
     model: Any = job.model()
-    optimizer = sgd([one for one in model.parameters() if one.requires_grad])
+    optimizer = sgd([parameter for parameter in model.parameters() if parameter.requires_grad])
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -342,9 +345,9 @@ def test_four_ranks_in_branches_and_replicas_of_shards() -> None:
             for name, value in state.items():
                 if not name.startswith("norm"):
                     assert (value - model.state_dict()[name]).abs().max() < 1e-12, name
-            assert [one.loss for one in outcomes] == pytest.approx(losses, rel=1e-12)
-            assert [one.grad_norm for one in outcomes] == pytest.approx(norms, rel=1e-12)
-            assert {one.samples for one in outcomes} == {WHOLE}
+            assert [outcome.loss for outcome in outcomes] == pytest.approx(losses, rel=1e-12)
+            assert [outcome.grad_norm for outcome in outcomes] == pytest.approx(norms, rel=1e-12)
+            assert {outcome.samples for outcome in outcomes} == {WHOLE}
         # What normalisation has seen is the first rank's everywhere.
         for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
             assert torch.equal(found["branch 2"][1][name], reports[0]["branch 2"][1][name])

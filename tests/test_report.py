@@ -199,15 +199,16 @@ def test_the_frontier_is_what_nothing_beats(figures: list[tuple[int, float, bool
     best = find_frontier(every)
     rate = [one.samples_per_s or 0.0 for one in best]
     assert rate == sorted(set(rate))
-    for one in (one for one in every if one.fits):
+    for look in (look for look in every if look.fits):
         as_good = [
             two
             for two in best
-            if two.process_bytes <= one.process_bytes and (two.samples_per_s or 0) >= (one.samples_per_s or 0)
+            if two.process_bytes <= look.process_bytes
+            and (two.samples_per_s or 0) >= (look.samples_per_s or 0)
         ]
         assert as_good
-        if one in best:
-            assert as_good == [one]
+        if look in best:
+            assert as_good == [look]
     assert all(one.fits for one in best)
 
 
@@ -296,7 +297,7 @@ def as_folder(file: Path) -> None:
 def broken(root: Path, name: str) -> Path:
     """A run's folder with one thing wrong with it."""
     place = samples.run(root / "run", steps=20)
-    log, events, plan = (place / one for one in ("log.jsonl", "events.jsonl", "plan.json"))
+    log, events, plan = (place / name for name in ("log.jsonl", "events.jsonl", "plan.json"))
     value = json.loads(plan.read_text())
     changes: dict[str, Any] = {
         "no plan": plan.unlink,
@@ -373,7 +374,7 @@ def test_a_broken_run_shows_what_can_be_shown_and_says_what_is_missing(tmp_path:
 def test_lines_that_were_read_before_a_tear_are_all_there(tmp_path: Path) -> None:
     story = read_report_data(broken(tmp_path, "torn line"))
     assert story.run is not None
-    assert [one.step for one in story.run.lines] == list(range(1, 20))
+    assert [line.step for line in story.run.lines] == list(range(1, 20))
 
 
 def test_a_file_that_grows_is_read_on_from_where_reading_ended(tmp_path: Path) -> None:
@@ -471,8 +472,8 @@ def test_a_page_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: 
 
 def test_figures_are_svg_that_needs_nothing() -> None:
     story = full("words")
-    for one in page.draw_figures(story):
-        text = report.build_svg_file(one)
+    for draw_figure in page.draw_figures(story):
+        text = report.build_svg_file(draw_figure)
         root = ET.fromstring(text)  # noqa: S314 - our own
         assert root.tag.endswith("svg")
         assert "var(" not in text
@@ -485,7 +486,7 @@ def test_without_a_converter_the_png_is_left_out_with_what_to_install(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cairosvg", None)
     files, notes = report.write_figures(page.draw_figures(full("words"))[:1], tmp_path / "figures")
-    assert [one.name for one in files] == ["loss.svg"]
+    assert [file.name for file in files] == ["loss.svg"]
     assert "pip install cairosvg" in notes[0]
 
 
@@ -493,7 +494,7 @@ def test_without_a_converter_the_png_is_left_out_with_what_to_install(
 def test_a_png_is_the_figure_at_twice_its_size(tmp_path: Path) -> None:
     files, notes = report.write_figures(page.draw_figures(full("words"))[:1], tmp_path / "figures")
     assert notes == []
-    data = next(one for one in files if one.suffix == ".png").read_bytes()
+    data = next(file for file in files if file.suffix == ".png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(data[16:20], "big") == 2 * (840 + 40)
 
@@ -505,8 +506,8 @@ def test_a_png_is_the_figure_at_twice_its_size(tmp_path: Path) -> None:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip(WHY_NOT)
-    with Browser(tmp_path_factory.mktemp("chromium")) as one:
-        yield one
+    with Browser(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
 
 
 def test_the_page_in_a_browser(browser: Browser, tmp_path: Path) -> None:
@@ -579,13 +580,15 @@ LABELS = """[...document.querySelectorAll('svg')].filter(svg => svg.getClientRec
 
 def brightness(colour: str) -> float:
     """Relative luminance, as WCAG 2 has it."""
-    parts = [int(one) / 255 for one in re.findall(r"\d+", colour)[:3]]
-    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    parts = [int(match) / 255 for match in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def contrast(one: str, other: str) -> float:
-    high, low = sorted((brightness(one), brightness(other)), reverse=True)
+def contrast(text: str, other: str) -> float:
+    high, low = sorted((brightness(text), brightness(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
 
 
@@ -631,24 +634,28 @@ def test_labels_do_not_overlap_and_can_be_read(browser: Browser, tmp_path: Path,
             assert len(figures) > 2
             for figure in figures:
                 labels = figure["labels"]
-                for number, one in enumerate(labels):
-                    left, right, top, bottom = one["box"]
-                    assert left >= 0, (width, figure["name"], one["said"])
-                    assert right <= width, (width, figure["name"], one["said"])
-                    assert contrast(one["ink"], one["ground"]) >= 4.5, (scheme, figure["name"], one["said"])
+                for number, label in enumerate(labels):
+                    left, right, top, bottom = label["box"]
+                    assert left >= 0, (width, figure["name"], label["said"])
+                    assert right <= width, (width, figure["name"], label["said"])
+                    assert contrast(label["ink"], label["ground"]) >= 4.5, (
+                        scheme,
+                        figure["name"],
+                        label["said"],
+                    )
                     for other in labels[number + 1 :]:
                         begin, end, above, below = other["box"]
                         apart = (
                             end <= left + 1 or right <= begin + 1 or below <= top + 3 or bottom <= above + 3
                         )
-                        assert apart, (width, figure["name"], one["said"], other["said"])
+                        assert apart, (width, figure["name"], label["said"], other["said"])
 
 
 def test_an_axis_ends_where_it_matters_and_says_what_lies_beyond() -> None:
     figure = candidates_figure(crowded())
     assert figure is not None
     drawn = str(figure.draw(840))
-    numbers = [int(one) for one in re.findall(r'class="tick"[^>]*>(\d+)<', drawn)]
+    numbers = [int(match) for match in re.findall(r'class="tick"[^>]*>(\d+)<', drawn)]
     # 40 GiB of capacity, and settings of up to 581.
     assert max(numbers) <= 100
     assert drawn.count('class="beyond"') == 32

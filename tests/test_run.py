@@ -93,7 +93,7 @@ def expected(
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         losses.append(found.item())
-    return losses, [one.detach() for one in model.parameters()]
+    return losses, [parameter.detach() for parameter in model.parameters()]
 
 
 def far(found: Any, weights: list[torch.Tensor]) -> float:
@@ -115,9 +115,9 @@ def test_parts_of_any_size_make_the_step_of_the_whole_batch(micro: int, clip: fl
     model, outcomes = trained(micro, clip=clip)
     losses, weights = expected(3, clip=clip)
     assert far(model, weights) < 1e-12
-    assert [one.loss for one in outcomes] == pytest.approx(losses, rel=1e-12)
-    assert [one.parts for one in outcomes] == [-(-10 // micro)] * 3
-    assert {one.samples for one in outcomes} == {10}
+    assert [outcome.loss for outcome in outcomes] == pytest.approx(losses, rel=1e-12)
+    assert [outcome.parts for outcome in outcomes] == [-(-10 // micro)] * 3
+    assert {outcome.samples for outcome in outcomes} == {10}
 
 
 def test_a_loss_over_tokens_is_weighted_by_them_and_a_part_without_any_does_not_count() -> None:
@@ -132,7 +132,7 @@ def test_a_loss_over_tokens_is_weighted_by_them_and_a_part_without_any_does_not_
         outcomes = [run.step(batch) for _ in range(3)]
     losses, weights = expected(3, loss=loss, batch=batch)
     assert far(model, weights) < 1e-12
-    assert [one.loss for one in outcomes] == pytest.approx(losses, rel=1e-12)
+    assert [outcome.loss for outcome in outcomes] == pytest.approx(losses, rel=1e-12)
     assert (outcomes[0].weight, outcomes[0].samples, outcomes[0].parts) == (18.0, 10, 3)
 
 
@@ -171,11 +171,11 @@ def test_out_of_memory_anywhere_changes_nothing_but_the_parts(point: str, make: 
     model, outcomes = trained(5, faults=Drill((point, 0), (point, 1)), seen=seen, optimizer=make)
     losses, weights = expected(3, make=make)
     assert far(model, weights) < 1e-12
-    assert [one.loss for one in outcomes] == pytest.approx(losses, rel=1e-12)
-    assert not any(one.skipped for one in outcomes)
+    assert [outcome.loss for outcome in outcomes] == pytest.approx(losses, rel=1e-12)
+    assert not any(outcome.skipped for outcome in outcomes)
     if point != "optimizer":
-        assert {one.kind for one in seen} == {IncidentKind.OUT_OF_MEMORY}
-        assert [one.micro_batch for one in outcomes] == [2, 1, 1]
+        assert {incident.kind for incident in seen} == {IncidentKind.OUT_OF_MEMORY}
+        assert [outcome.micro_batch for outcome in outcomes] == [2, 1, 1]
         assert "2 are tried" in seen[0].done
 
 
@@ -225,13 +225,13 @@ def test_a_passing_not_a_number_leaves_no_trace_and_a_lasting_one_skips_the_step
     seen: list[Incident] = []
     model, outcomes = trained(4, faults=Drill(("gradient", 1)), seen=seen)
     assert far(model, expected(3)[1]) < 1e-12
-    assert [one.attempts for one in outcomes] == [1, 2, 1]
-    assert [one.kind for one in seen] == [IncidentKind.NOT_A_NUMBER]
+    assert [outcome.attempts for outcome in outcomes] == [1, 2, 1]
+    assert [incident.kind for incident in seen] == [IncidentKind.NOT_A_NUMBER]
     faults = Drill(("gradient", 1), ("gradient", 1))
     faults.due = [("gradient", 1)] * 9
     model, outcomes = trained(10, 2, faults=faults)
     assert far(model, expected(1)[1]) < 1e-12
-    assert [one.skipped for one in outcomes] == ["", "the loss is nan"]
+    assert [outcome.skipped for outcome in outcomes] == ["", "the loss is nan"]
 
 
 def test_a_loss_above_the_limit_is_skipped_and_the_same_on_a_gradient_that_is_not_finite() -> None:
@@ -240,7 +240,7 @@ def test_a_loss_above_the_limit_is_skipped_and_the_same_on_a_gradient_that_is_no
         run.spike_limit = 1e-6
         outcome = run.step(samples())
         assert "above 1e-06" in outcome.skipped
-        assert far(model, [one.detach() for one in network().parameters()]) == 0
+        assert far(model, [parameter.detach() for parameter in network().parameters()]) == 0
         run.spike_limit = None
         assert not run.step(samples()).skipped
 
@@ -289,7 +289,7 @@ def test_fp16_lowers_its_scale_and_tries_again_instead_of_skipping() -> None:
     norm = nn.utils.clip_grad_norm_(by_hand.parameters(), 0.1)
     optimizer.step()
     assert outcome.grad_norm == pytest.approx(float(norm), rel=0.02)
-    assert far(model, [one.detach() for one in by_hand.parameters()]) < 1e-3
+    assert far(model, [parameter.detach() for parameter in by_hand.parameters()]) < 1e-3
 
 
 def test_an_optimizer_that_is_interrupted_halfway_asks_for_a_rollback() -> None:
@@ -310,7 +310,7 @@ def test_an_optimizer_that_is_interrupted_halfway_asks_for_a_rollback() -> None:
         optimizer.broken = True
         assert not run.step(samples()).rollback_needed
         assert run.rollback_needed()
-        before = [one.detach().clone() for one in model.parameters()]
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         outcome = run.step(samples())
         assert outcome.rollback_needed
         assert "interrupted halfway" in outcome.skipped
@@ -385,8 +385,8 @@ def test_a_job_brings_model_loss_and_optimizer_and_its_data_in_one_order() -> No
         with Run(setting(micro, 6), job=Tiny()) as run:
             model, _ = run.prepare()
             outcomes = [run.step(window) for window in run.loader(Tiny().dataset(), seed=7)]
-            assert [one.samples for one in outcomes] == [6, 6, 6, 2]
-            ends.append([one.detach() for one in model.parameters()])
+            assert [outcome.samples for outcome in outcomes] == [6, 6, 6, 2]
+            ends.append([parameter.detach() for parameter in model.parameters()])
     assert max((a - b).abs().max().item() for a, b in zip(*ends, strict=True)) < 1e-12
 
 
@@ -397,7 +397,7 @@ def test_frozen_weights_keep_their_dtype_because_a_job_may_average_into_them() -
     with Run(setting(10, precision=Precision.BF16)) as run:
         run.prepare(model, sgd, loss=squared)
         run.step(samples().float())
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_compiling_is_for_the_regular_size_and_gives_up_with_a_reason() -> None:
@@ -432,8 +432,8 @@ def test_a_compiler_that_fails_does_not_stop_the_run() -> None:
         assert compiling is not None
         compiling._calls = [(model, CALL, broken)]  # noqa: SLF001
         outcomes = [run.step(samples(seed=number)) for number in range(3)]
-    assert [one.attempts for one in outcomes] == [2, 1, 1]
-    assert [one.kind for one in seen] == [IncidentKind.COMPILE] * 2
+    assert [outcome.attempts for outcome in outcomes] == [2, 1, 1]
+    assert [incident.kind for incident in seen] == [IncidentKind.COMPILE] * 2
     assert far(model, expected(3)[1]) < 1e-12
 
 
@@ -588,7 +588,7 @@ def test_copies_of_a_model_are_not_touched() -> None:
     with Run(setting(10)) as run:
         run.prepare(model, sgd, loss=squared)
         run.step(samples())
-    assert far(kept, [one.detach() for one in network().parameters()]) == 0
+    assert far(kept, [parameter.detach() for parameter in network().parameters()]) == 0
     assert stepper.MOST_ATTEMPTS > oom_recovery.PATIENCE / 2
 
 
@@ -604,9 +604,9 @@ def test_a_step_that_the_device_calls_off_leaves_no_trace(make: Any) -> None:
             outcomes = [run.step(samples(seed=number)) for number in range(3)]
             run.spike_limit = 0.0
             skipped = run.step(samples())
-            ends.append([one.detach().clone() for one in model.parameters()])
+            ends.append([parameter.detach().clone() for parameter in model.parameters()])
         assert updater.on_device is device_decides
-        assert [one.attempts for one in outcomes] == [1, 1, 2]
+        assert [outcome.attempts for outcome in outcomes] == [1, 1, 2]
         assert skipped.skipped
     assert max(float((a - b).abs().max()) for a, b in zip(*ends, strict=True)) < 1e-6
     assert far(model, expected(3, make=make, clip=0.05)[1]) < 1e-6

@@ -95,9 +95,9 @@ class Trained:
             self.calls = job.calls
 
 
-def same(one: Trained, other: Trained) -> None:
-    assert one.losses == other.losses
-    for name, value in one.state.items():
+def same(trained: Trained, other: Trained) -> None:
+    assert trained.losses == other.losses
+    for name, value in trained.state.items():
         assert torch.equal(value, other.state[name]), name
 
 
@@ -107,7 +107,7 @@ def test_ahead_is_the_same_as_step_by_step() -> None:
     same(plain, ahead)
     # The first step shows which buffers change; after the last there is nothing to be ahead with.
     assert ahead.ahead == [False, *[True] * (STEPS - 2), False]
-    assert [one.step for one in ahead.outcomes] == list(range(STEPS))
+    assert [outcome.step for outcome in ahead.outcomes] == list(range(STEPS))
 
 
 @pytest.mark.usefixtures("on_device")
@@ -118,7 +118,7 @@ def test_a_passing_bad_loss_leaves_no_trace(at: int) -> None:
 
     bad = Trained(once, ahead=True)
     same(Trained(ahead=False), bad)
-    assert [one.attempts for one in bad.outcomes].count(2) == 1
+    assert [outcome.attempts for outcome in bad.outcomes].count(2) == 1
     assert len(bad.events) == 1
 
 
@@ -141,7 +141,9 @@ def test_a_loss_that_stays_bad_is_skipped_as_step_by_step() -> None:
         with Run(Setting(micro_batch=4, global_batch=4), job=job) as run:
             run.prepare()
             windows = run.loader(job.dataset()).windows(STEPS)
-            outcomes = [one for _, one in run.over(windows)] if ahead else [run.step(one) for one in windows]
+            outcomes = (
+                [one for _, one in run.over(windows)] if ahead else [run.step(window) for window in windows]
+            )
             runs.append((outcomes, {name: one.clone() for name, one in run.model.state_dict().items()}))
     (plain, plain_state), (fast, fast_state) = runs
     assert [bool(one.skipped) for one in plain].count(True) == 1

@@ -141,7 +141,9 @@ class Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the host are cast as those of a GPU would be."""
     monkeypatch.setattr(
-        kernels, "_is_eligible", lambda one: isinstance(one, torch.Tensor) and one.is_floating_point()
+        kernels,
+        "_is_eligible",
+        lambda kernel: isinstance(kernel, torch.Tensor) and kernel.is_floating_point(),
     )
 
 
@@ -180,7 +182,10 @@ def test_the_cast_of_a_weight_is_cached_and_that_of_an_activation_is_not() -> No
 
 def test_the_lists_of_autocast_are_read_from_the_header_of_torch() -> None:
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
-    found = {(one.policy, one.name, one.overload) for one in read_lists(header.read_text(encoding="utf-8"))}
+    found = {
+        (read_items.policy, read_items.name, read_items.overload)
+        for read_items in read_lists(header.read_text(encoding="utf-8"))
+    }
     assert {
         (LOWER, "linear", "default"),
         (LOWER, "conv_transpose2d", "input"),

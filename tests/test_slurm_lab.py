@@ -95,7 +95,7 @@ def step_of(run: Path) -> int:
 
 
 def kinds(run: Path) -> list[str]:
-    return [one["kind"] for one in lines(run / "events.jsonl")]
+    return [line["kind"] for line in lines(run / "events.jsonl")]
 
 
 def output(run: Path) -> str:
@@ -186,17 +186,17 @@ def alone(job: str, steps: int, run: Path) -> dict[int, float]:
     command = [sys.executable, "-m", "trimtab", "train", job, "--steps", str(steps), "--out", str(run)]
     env = os.environ | {"PAUSE_S": "0"}
     subprocess.run(command, check=True, capture_output=True, timeout=300, env=env)
-    return {one["step"]: one["loss"] for one in lines(run / "log.jsonl")}
+    return {line["step"]: line["loss"] for line in lines(run / "log.jsonl")}
 
 
 def agrees(run: Path, job: str, steps: int) -> None:
     """Every step once, on the same global batch, with the loss of one process."""
     found = lines(run / "log.jsonl")
-    assert [one["step"] for one in found] == list(range(1, steps + 1))
+    assert [mapping["step"] for mapping in found] == list(range(1, steps + 1))
     expected = alone(job, steps, run.with_name("alone"))
-    for one in found:
-        assert one["loss"] == pytest.approx(expected[one["step"]], rel=1e-6), one
-    assert {one["samples"] for one in found} <= {16, 1000 % 16}
+    for mapping in found:
+        assert mapping["loss"] == pytest.approx(expected[mapping["step"]], rel=1e-6), mapping
+    assert {mapping["samples"] for mapping in found} <= {16, 1000 % 16}
 
 
 def test_two_nodes_of_two_processes_train_as_one_process_does(
@@ -273,7 +273,7 @@ def test_a_killed_worker_is_replaced_and_a_cancelled_job_keeps_its_last_step(
     since = time.monotonic()
     workers(slurm)[-1].send_signal(signal.SIGKILL)
     slurm.until(lambda: "resume" in kinds(run), "resumed", seconds=60 * NOISE)
-    resumed_at = next(one["step"] for one in lines(run / "events.jsonl") if one["kind"] == "resume")
+    resumed_at = next(line["step"] for line in lines(run / "events.jsonl") if line["kind"] == "resume")
     reaches(slurm, run, resumed_at + 1)
     again_s = time.monotonic() - since
     with capsys.disabled():
@@ -282,7 +282,7 @@ def test_a_killed_worker_is_replaced_and_a_cancelled_job_keeps_its_last_step(
     assert kinds(run)[:2] == ["lost-rank", "resume"]
 
     reaches(slurm, run, resumed_at + 40)
-    told = {one["id"]: one for one in json.loads(trimtab(slurm, "jobs", str(run), "--json"))["jobs"]}
+    told = {load["id"]: load for load in json.loads(trimtab(slurm, "jobs", str(run), "--json"))["jobs"]}
     mine = told[job_id]
     assert (mine["state"], mine["queued"]["nodes"]) == ("running", ["n1", "n2"])
     assert mine["run"]["steps"] == 100_000
@@ -302,7 +302,7 @@ def test_a_killed_worker_is_replaced_and_a_cancelled_job_keeps_its_last_step(
     assert slurm.ended(job_id) == "CANCELLED"
     assert not (run / "summary.json").exists()
     slurm.until(lambda: kinds(run)[-1] == "preemption", "it has saved", seconds=30 * NOISE)
-    assert f"step-{step_of(run):08d}" in {one.name for one in (run / "checkpoints").iterdir()}
+    assert f"step-{step_of(run):08d}" in {path.name for path in (run / "checkpoints").iterdir()}
     assert "it has ended already: it was cancelled" in trimtab(slurm, "cancel", job_id, code=2)
 
 
@@ -338,7 +338,7 @@ def test_gpus_are_asked_for_and_seen_in_the_step(slurm: Slurm, tmp_path: Path) -
 
 def test_no_daemon_outlives_its_cluster() -> None:
     with slurm_lab.cluster() as second:
-        pids = [one.pid for one in second.daemons.values()]
+        pids = [daemon.pid for daemon in second.daemons.values()]
         folder = second.folder
     assert not folder.exists()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]

@@ -111,13 +111,13 @@ def signs_of_life(run: Path) -> Any:
     files = [run / "log.jsonl", run / "events.jsonl", run / "attempt.json"]
     struck = run / "faults"
     return (
-        [(one.stat().st_size, one.stat().st_mtime_ns) for one in files if one.exists()],
+        [(file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()],
         len(list(struck.iterdir())) if struck.exists() else 0,
     )
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(one) for one in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_a_hundred_faults_change_nothing(tmp_path: Path) -> None:
     draw = random.Random(20)  # noqa: S311 - a drill
     faults = [*schedule(draw, range(1, HALF), 2), *schedule(draw, range(HALF + 1, STEPS), 3)]
     file = soaked / "faults.json"
-    file.write_text(json.dumps([one.to_builtins() for one in faults]), encoding="utf-8")
+    file.write_text(json.dumps([fault.to_builtins() for fault in faults]), encoding="utf-8")
     common = (
         "--out",
         str(soaked / "run"),
@@ -146,8 +146,8 @@ def test_a_hundred_faults_change_nothing(tmp_path: Path) -> None:
     run(soaked, "--steps", str(HALF), "--procs", "2", *common)
     run(soaked, "--steps", str(STEPS), "--procs", "3", *common)
 
-    struck = {int(one.name) for one in (soaked / "run" / "faults").iterdir()}
-    assert struck == set(range(100)), f"never struck: {[faults[one] for one in set(range(100)) - struck]}"
+    struck = {int(path.name) for path in (soaked / "run" / "faults").iterdir()}
+    assert struck == set(range(100)), f"never struck: {[faults[index] for index in set(range(100)) - struck]}"
 
     told, expected = lines(soaked / "run"), lines(calm / "run")
     assert [one["step"] for one in told] == list(range(1, STEPS + 1))
@@ -165,7 +165,7 @@ def test_a_hundred_faults_change_nothing(tmp_path: Path) -> None:
         assert sorted(epochs[epoch]) == list(range(SAMPLES))
     assert len(set(epochs[max(epochs)])) == len(epochs[max(epochs)])
 
-    kinds = {json.loads(one)["kind"] for one in (soaked / "run" / "events.jsonl").read_text().splitlines()}
+    kinds = {json.loads(line)["kind"] for line in (soaked / "run" / "events.jsonl").read_text().splitlines()}
     assert {
         "out-of-memory",
         "not-a-number",

@@ -123,7 +123,7 @@ def test_the_shapes_of_real_files_are_understood(conf: Path) -> None:
     main.write_text(
         more + main.read_text(encoding="utf-8").replace("max_epochs: 5", "devices: 2\n    max_epochs: 5")
     )
-    found = {one.name: one for one in read_stages(str(conf))}
+    found = {read_stage.name: read_stage for read_stage in read_stages(str(conf))}
     assert found["03_stage"].options["pairs"] == {"anchor_level": [5, 6]}
     assert found["04_stage"].options["positives"] == 2
     assert read_pairs(found["04_stage"].options["pairs"]).positive_relation == (
@@ -138,7 +138,7 @@ def test_without_a_chain_stages_come_in_the_order_of_their_names(conf: Path) -> 
     found = read_stages(str(conf / "curriculum"))
     assert [one.name for one in found] == [f"0{number}_stage" for number in range(1, 6)]
     assert found[0].epochs is None
-    assert {one.epochs for one in read_stages(str(conf))} == {5}
+    assert {read_stage.epochs for read_stage in read_stages(str(conf))} == {5}
 
 
 @pytest.mark.parametrize(
@@ -270,8 +270,8 @@ def test_stages_follow_each_other_and_go_on_where_they_ended(tmp_path: Path) -> 
     assert seen[2:] == [("b", "a"), ("c", "b")]
     assert "stage a (1 of 3) has ended already" in told
     events = RunFolder(root=tmp_path / "out", main=False).events()
-    assert [one.kind for one in events] == [IncidentKind.STAGE] * 3
-    assert [one.why.split()[1] for one in events] == ["a", "b", "c"]
+    assert [event.kind for event in events] == [IncidentKind.STAGE] * 3
+    assert [event.why.split()[1] for event in events] == ["a", "b", "c"]
     # All of them have ended: nothing is trained.
     run(chain, tmp_path / "out", train, told.append)
     assert len(seen) == 4
@@ -331,7 +331,7 @@ def test_training_over_two_stages_learns_survives_and_is_the_same(two: Path, tmp
     first, second = losses(calm / "01_stage"), losses(calm / "02_stage")
     assert sum(first[-4:]) < 0.4 * sum(first[:4])
     assert sum(second[-4:]) < 0.8 * sum(second[:4])
-    kinds = [one.kind for one in RunFolder(root=out / "02_stage", main=False).events()]
+    kinds = [event.kind for event in RunFolder(root=out / "02_stage", main=False).events()]
     assert kinds.count(IncidentKind.STAGE) == 1
     assert len(RunFolder(root=out, main=False).events()) == 2
     # Weights are carried on: the same stage from fresh weights begins elsewhere.
@@ -344,9 +344,9 @@ def test_training_over_two_stages_learns_survives_and_is_the_same(two: Path, tmp
 def test_every_stage_is_planned_with_one_global_batch(two: Path) -> None:
     pins = {"compile": False, "recompute": "none", "precision": "fp32"}
     found = trimtab.plan_stages("naics:tiny", "T4", files=two, options={"samples": 160}, pins=pins)
-    assert [one.stage.name for one in found.stages] == ["01_stage", "02_stage"]
-    assert {one.plan.choice.global_batch for one in found.stages} == {16} == {found.global_batch}
-    first, second = (one.plan for one in found.stages)
+    assert [stage.stage.name for stage in found.stages] == ["01_stage", "02_stage"]
+    assert {stage.plan.choice.global_batch for stage in found.stages} == {16} == {found.global_batch}
+    first, second = (stage.plan for stage in found.stages)
     assert first.workload is not None
     assert second.workload is not None
     assert (first.workload.samples, second.workload.epochs) == (160, 5)

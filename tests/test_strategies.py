@@ -80,7 +80,10 @@ def test_a_rank_of_a_branch_holds_its_own_frozen_part_and_all_that_learns() -> N
     assert part.parts.optimizer == pytest.approx(8 * SHARED, rel=0.1)
     assert part.parts.gradients == pytest.approx(4 * SHARED, rel=0.1)
     assert part.parts.communication == 0
-    assert any("ranks of branch wide hold most" in one and "deep" in one for one in part.assumptions)
+    assert any(
+        "ranks of branch wide hold most" in assumption and "deep" in assumption
+        for assumption in part.assumptions
+    )
     # What the other branch needs was never on this device, not even while the model was built.
     assert part.reserved_bytes <= whole.reserved_bytes
 

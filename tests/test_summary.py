@@ -92,7 +92,7 @@ def test_a_summary_sums_over_attempts() -> None:
 
 
 def test_predictions_are_set_against_what_was_measured() -> None:
-    checks = {one.what: one for one in a_summary().checks}
+    checks = {check.what: check for check in a_summary().checks}
     assert (checks["step_s"].predicted, checks["step_s"].real) == (0.4, 0.5)
     assert checks["step_s"].error == pytest.approx(-0.2)
     assert checks["samples_per_s"].real == 32
@@ -104,7 +104,7 @@ def test_predictions_are_set_against_what_was_measured() -> None:
 def test_steps_on_other_devices_and_short_batches_are_no_check_of_the_plan() -> None:
     before = lines(5, gpus=2, time_s=9.0)
     after = [*lines(9), {**lines(1)[0], "samples": 2, "time_s": 0.01}]
-    checks = {one.what: one.real for one in a_summary(lines=[*before, *after]).checks}
+    checks = {check.what: check.real for check in a_summary(lines=[*before, *after]).checks}
     assert checks["step_s"] == 0.5
 
 
@@ -114,7 +114,7 @@ def test_a_run_on_the_cpu_has_no_gpus_and_no_prediction() -> None:
     none = lines(4, reserved_bytes=None)
     found = a_summary(plan=plain, lines=none, device=None, gpus_there=None)
     assert (found.gpus, found.gpu_hours, found.gpus_free) == (0, 0, None)
-    assert [one.what for one in found.checks] == ["step_s", "samples_per_s"]
+    assert [check.what for check in found.checks] == ["step_s", "samples_per_s"]
     assert "none: 4 processes on the CPU" in run_summary.format_summary(found)
     assert "not measured" in run_summary.format_summary(found)
 

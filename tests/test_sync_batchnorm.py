@@ -177,7 +177,7 @@ def expected(steps: list[Passes], loss: Any = squared) -> tuple[list[float], dic
 def passes(places: list[int], micro: int) -> Passes:
     """The samples of all ranks in each pass, where ranks have the samples between places."""
     shares = [list(range(start, stop)) for start, stop in itertools.pairwise(places)]
-    rounds = max(-(-len(one) // micro) for one in shares)
+    rounds = max(-(-len(share) // micro) for share in shares)
     return [
         [row for share in shares for row in share[number * micro : (number + 1) * micro]]
         for number in range(rounds)
@@ -199,8 +199,12 @@ def trained(setting: Setting, places: list[int], drill: Any = None, loss: Any = 
         outcomes = [
             run.step({name: value[start:stop] for name, value in data(step).items()}) for step in range(STEPS)
         ]
-        assert not any(one.skipped for one in outcomes)
-        return [one.loss for one in outcomes], state_of(model), [one.attempts for one in outcomes]
+        assert not any(outcome.skipped for outcome in outcomes)
+        return (
+            [outcome.loss for outcome in outcomes],
+            state_of(model),
+            [outcome.attempts for outcome in outcomes],
+        )
 
 
 def close(found: Report, steps: list[Passes], loss: Any = squared, near: float = NEAR) -> None:
@@ -326,11 +330,13 @@ def test_a_layer_of_one_rank_is_the_layer_itself(number: int) -> None:
             layer.zero_grad()
             output = layer(given)
             (output * values.sin()).sum().backward()
-            outputs.append([output.detach(), given.grad, *(one.grad for one in layer.parameters())])
+            outputs.append(
+                [output.detach(), given.grad, *(parameter.grad for parameter in layer.parameters())]
+            )
         for one, other in zip(*outputs, strict=True):
             assert (one - other).abs().max() < 1e-9
-    for one, other in zip(plain.buffers(), synced.buffers(), strict=True):
-        assert (one - other).abs().max() < 1e-10
+    for buffer, other in zip(plain.buffers(), synced.buffers(), strict=True):
+        assert (buffer - other).abs().max() < 1e-10
 
 
 @pytest.mark.usefixtures("lone_world")
@@ -394,9 +400,9 @@ def legal(**fixed: Any) -> Any:
 def test_only_layouts_whose_ranks_run_the_same_layers_are_legal() -> None:
     assert pins.read_pins(["sync-batchnorm=yes"]) == {"sync_batchnorm": True}
     found = legal()
-    assert {one.strategy for one in found.families} == {Strategy.SINGLE, Strategy.DDP, Strategy.FSDP}
-    assert all(one.setting(one.cuts[0]).sync_batchnorm for one in found.families)
-    assert {one.layout.gpus for one in found.families if one.compile} == {1}
+    assert {family.strategy for family in found.families} == {Strategy.SINGLE, Strategy.DDP, Strategy.FSDP}
+    assert all(family.setting(family.cuts[0]).sync_batchnorm for family in found.families)
+    assert {family.layout.gpus for family in found.families if family.compile} == {1}
     causes = [one.why for one in found.refused]
     assert any(why.startswith("pipeline with sync_batchnorm") for why in causes)
     assert any(why.startswith("sync_batchnorm with compile") for why in causes)
@@ -470,7 +476,7 @@ def test_a_trace_has_its_collectives_and_the_time_counts_them() -> None:
         found, _, trace = look_closely(Images, setting, first_device(where), where=where)
         talks = [trace.works[one].op for one in trace.sequence if trace.works[one].op.startswith(STATISTICS)]
         assert len(talks) == 4 * synced
-        assert sum("gather" in one for one in talks) == 2 * synced
+        assert sum("gather" in talk for talk in talks) == 2 * synced
         seen[strategy, synced] = found
     plain, synced_ = seen["ddp", False], seen["ddp", True]
     assert plain.step_time is not None

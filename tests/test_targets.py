@@ -58,11 +58,11 @@ def plan(setting: Setting, nodes: int = 1) -> Plan:
     return Plan(job="job.py:Mine", choice=setting, estimate=ESTIMATE, places=places)
 
 
-def written(text: str, file: str, one: Plan) -> tuple[ParsedConfig, list[Edit], list[str]]:
+def written(text: str, file: str, plan: Plan) -> tuple[ParsedConfig, list[Edit], list[str]]:
     """The document after the plan is in it."""
     before = formats.read_config(text, file)
     where = find_site(before, builtin_targets(), origin=file)
-    draft = plan_edits.draft_edits(where, before, one, file=file)
+    draft = plan_edits.draft_edits(where, before, plan, file=file)
     changed, said = draft.edits, draft.texts()
     return (
         formats.read_config(before.edit({x.path: x.after for x in changed}, add=True), file),
@@ -121,13 +121,13 @@ def plans(draw: st.DrawFn) -> Plan:
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(one=plans())
 def test_a_config_reads_back_as_the_plan_that_was_written_into_it(
-    name: str, file: str, text: str, one: Plan
+    name: str, file: str, text: str, plan: Plan
 ) -> None:
-    after, _, said = written(text, file, one)
-    choice, _ = make_exact(one.choice, "")
+    after, _, said = written(text, file, plan)
+    choice, _ = make_exact(plan.choice, "")
     where = find_site(after, builtin_targets(), origin=file)
     assert where.target.name == name
-    nodes = count_nodes(one)
+    nodes = count_nodes(plan)
     found = interpret.interpret_config(where, after.entries(), gpus=choice.gpus, nodes=nodes)
     wanted = plan_edits.list_facts(choice, nodes)
     told = " ".join(said)
@@ -145,7 +145,7 @@ def test_a_config_reads_back_as_the_plan_that_was_written_into_it(
         # Not the same: then it has been said why.
         lacks = {sentence for knob in where.target.knobs for sentence in knob.lacks.values()}
         assert any(sentence in told for sentence in lacks), (field, found.facts[field], wanted[field], said)
-    again, more, _ = written(after.edit({}), file, one)
+    again, more, _ = written(after.edit({}), file, plan)
     assert more == []
     assert again.edit({}) == after.edit({})
 
@@ -156,11 +156,11 @@ def test_a_config_is_known_by_its_keys_and_every_comment_survives(name: str, fil
     assert find_site(formats.read_config(text, file), builtin_targets(), origin=file).target.name == name
     comments = [line.partition("#")[2] for line in text.splitlines() if "#" in line and "SBATCH" not in line]
     assert all(comment in after.edit({}) for comment in comments)
-    assert {one.path for one in changed} <= {one.path for one in after.entries()}
+    assert {one.path for one in changed} <= {entry.path for entry in after.entries()}
 
 
-def edit_of(text: str, file: str, one: Plan) -> tuple[dict[str, Any], list[str]]:
-    _, changed, said = written(text, file, one)
+def edit_of(text: str, file: str, plan: Plan) -> tuple[dict[str, Any], list[str]]:
+    _, changed, said = written(text, file, plan)
     return {edit.key: edit.after for edit in changed}, said
 
 
@@ -367,7 +367,7 @@ def test_arguments_are_found_wherever_they_are_nested() -> None:
 
 def test_the_keys_for_transformers_are_fields_of_its_arguments_with_those_defaults() -> None:
     arguments = pytest.importorskip("transformers").TrainingArguments
-    fields = {one.name: one for one in dataclasses.fields(arguments)}
+    fields = {field.name: field for field in dataclasses.fields(arguments)}
     for knob in targets.find_target("transformers", builtin_targets()).knobs:
         if knob.field == "seq":
             continue  # the scripts' own arguments hold it, and TrainingArguments do not
@@ -380,11 +380,11 @@ def test_the_keys_for_transformers_are_fields_of_its_arguments_with_those_defaul
             assert knob.field == "optimizer" or isinstance(value, bool)
     names = pytest.importorskip("transformers.training_args").OptimizerNames
     knob = next(
-        one
-        for one in targets.find_target("transformers", builtin_targets()).knobs
-        if one.field == "optimizer"
+        knob
+        for knob in targets.find_target("transformers", builtin_targets()).knobs
+        if knob.field == "optimizer"
     )
-    assert {names(one).value for one in knob.words.values()} == set(knob.words.values())
+    assert {names(word).value for word in knob.words.values()} == set(knob.words.values())
 
 
 @pytest.mark.parametrize("text", [samples.ACCELERATE, samples.ACCELERATE_FSDP])
@@ -445,11 +445,11 @@ def test_a_computed_value_is_open() -> None:
 
 
 def test_words_are_read_as_people_write_them() -> None:
-    knob = next(one for one in builtin_targets()[0].knobs if one.field == "precision")
+    knob = next(knob for knob in builtin_targets()[0].knobs if knob.field == "precision")
     assert interpret.words_of_value(knob, 16) == ["fp16"]
     assert interpret.words_of_value(knob, "BF16-mixed") == ["bf16"]
     assert interpret.words_of_value(knob, "64-true") == []
-    devices = next(one for one in builtin_targets()[0].knobs if one.field == "gpus_per_node")
+    devices = next(knob for knob in builtin_targets()[0].knobs if knob.field == "gpus_per_node")
     assert [interpret.parse_count(devices, one) for one in ([0, 3], "0,1,2", "4", 2, True, None, 2.0)] == [
         2,
         3,
@@ -506,7 +506,11 @@ def test_a_project_teaches_its_own_config(tmp_path: Path) -> None:
 
 def test_a_target_of_the_same_name_takes_the_place_of_the_built_in(tmp_path: Path) -> None:
     (tmp_path / "trimtab.toml").write_text(OURS.replace('"ours"', '"deepspeed"'), encoding="utf-8")
-    found = [one.title for one in targets.list_targets([tmp_path]) if one.name == "deepspeed"]
+    found = [
+        list_target.title
+        for list_target in targets.list_targets([tmp_path])
+        if list_target.name == "deepspeed"
+    ]
     assert found == ["our trainer"]
 
 
@@ -543,13 +547,13 @@ def test_a_mapping_in_no_known_letters_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_targets_that_come_with_trimtab_are_whole() -> None:
-    names = [one.name for one in builtin_targets()]
+    names = [builtin_target.name for builtin_target in builtin_targets()]
     assert len(names) == len(set(names))
     assert set(names) == set(samples.SAMPLES)
-    for one in builtin_targets():
-        assert set(one.beats) <= set(names)
-        assert one.fields() <= set(FIELDS)
-        assert one.source
+    for builtin_target in builtin_targets():
+        assert set(builtin_target.beats) <= set(names)
+        assert builtin_target.fields() <= set(FIELDS)
+        assert builtin_target.source
     text = (files("trimtab.configs") / "targets.toml").read_text(encoding="utf-8")
     assert msgspec.convert(tomllib.loads(text)["target"], tuple[ConfigTarget, ...]) == builtin_targets()
 

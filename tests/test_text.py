@@ -48,13 +48,13 @@ def test_the_examples_are_true(name: str) -> None:
 
 def test_without_a_name_the_text_is_the_standard_library() -> None:
     found = find()
-    names = [Path(one.path) for one in found.documents]
+    names = [Path(document.path) for document in found.documents]
     assert found.size_bytes > 5_000_000
     assert "standard library" in found.origin
-    assert any(one.name == "argparse.py" for one in names)
+    assert any(name.name == "argparse.py" for name in names)
     skipped = {"test", "tests", "site-packages", "__pycache__"}
-    assert not [one for one in names if skipped & set(one.parts[-3:-1])]
-    assert names == sorted(names, key=lambda one: one.parts)
+    assert not [name for name in names if skipped & set(name.parts[-3:-1])]
+    assert names == sorted(names, key=lambda name: name.parts)
     assert standard_library() == found
 
 
@@ -70,7 +70,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     os.mkfifo(folder / "pipe")
     (folder / "loop").symlink_to(folder)
     found = find(str(folder))
-    assert [Path(one.path).relative_to(folder).as_posix() for one in found.documents] == [
+    assert [Path(document.path).relative_to(folder).as_posix() for document in found.documents] == [
         "a/z.md",
         "a.txt",
         "b.txt",
@@ -131,7 +131,7 @@ def test_what_is_binary_further_on_is_refused_when_it_is_read(tmp_path: Path) ->
     file.write_bytes(b"text\n" * (texts.CHUNK // 5 + 10) + b"\0")
     with pytest.raises(WrongUse, match="bytes that are zero"):
         tokenised(find(str(file)), Learnt(256))
-    assert not [one for one in (tmp_path / "cache" / "text").iterdir() if one.is_dir()]
+    assert not [path for path in (tmp_path / "cache" / "text").iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"", b"\n\n"])
@@ -210,7 +210,7 @@ def test_the_same_words_in_any_order_give_the_same_pieces() -> None:
     straight = learn(count([PROSE.encode()]), 400)
     assert [one.tolist() for one in again.rounds] == [one.tolist() for one in straight.rounds]
     # Written down once: another machine or version has to come to the same.
-    assert [straight.decode([one]) for one in range(256, 264)] == [
+    assert [straight.decode([index]) for index in range(256, 264)] == [
         *(b"at", b"he", b"the", b" c", b" o", b" s", b" the", b" cat"),
     ]
 
@@ -323,8 +323,8 @@ def test_long_work_says_so_on_stderr(
 @given(st.integers(1, 500), st.none() | st.integers(1, 1500))
 def test_no_sample_is_held_out_and_blocks_are_shared_fairly(blocks: int, wanted: int | None) -> None:
     layout = BlockLayout(blocks=blocks, wanted=wanted)
-    taken = Counter(layout.block(one) for one in range(layout.samples))
-    held = {layout.held_out_block(one, layout.held_out) for one in range(layout.held_out)}
+    taken = Counter(layout.block(index) for index in range(layout.samples))
+    held = {layout.held_out_block(index, layout.held_out) for index in range(layout.held_out)}
     assert len(held) == layout.held_out
     assert not held & set(taken)
     assert layout.learnt + layout.held_out == blocks
@@ -361,7 +361,7 @@ def test_slm_learns_from_a_text_of_the_users(tmp_path: Path) -> None:
     # Worker processes get the name of the file, not what it holds.
     samples[0]
     assert len(pickle.dumps(samples)) < 2000
-    assert any(str(tmp_path) in one for one in job.remarks)
+    assert any(str(tmp_path) in remark for remark in job.remarks)
 
 
 def test_a_text_shorter_than_a_block_names_both_lengths(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_a_text_shorter_than_a_block_names_both_lengths(tmp_path: Path) -> None:
 def test_the_vocabularies_of_the_gpts_are_learnt_from_what_is_here(tmp_path: Path, vocab: int) -> None:
     name = written(tmp_path)
     job = trimtab.load("slm", vocab=vocab, data=name, seq=32)
-    tokens = torch.stack([job.dataset()[one][0] for one in range(20)])
+    tokens = torch.stack([job.dataset()[index][0] for index in range(20)])
     assert int(tokens.max()) < vocab
     with pytest.raises(WrongUse, match="256 kinds of bytes"):
         trimtab.load("slm", vocab=255, data=name).dataset()
@@ -387,7 +387,7 @@ def test_the_vocabularies_of_the_gpts_are_learnt_from_what_is_here(tmp_path: Pat
 def test_the_standard_library_becomes_thirty_thousand_pieces_and_comes_back(tmp_path: Path) -> None:
     job = trimtab.load("slm")
     assert len(job.dataset()) == 2_400_000
-    (folder,) = (one for one in (tmp_path / "cache" / "text").iterdir() if one.is_dir())
+    (folder,) = (path for path in (tmp_path / "cache" / "text").iterdir() if path.is_dir())
     found = Tokens.from_json((folder / ABOUT).read_bytes(), origin="")
     assert found.pieces().size == 30_000
     assert found.pieces().decode(found.array()) == b"".join(find().chunks())

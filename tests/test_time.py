@@ -369,10 +369,10 @@ def test_a_second_measured_device_is_a_file_and_others_take_the_fallback(
 
 def test_the_shipped_calibration_has_every_kind_and_dtype() -> None:
     (h200,) = shipped()
-    kinds = {one.kind for one in h200.works}
+    kinds = {work.kind for work in h200.works}
     assert {"matrix", "attention", "convolution", "recurrent", "pointwise", "reduction", "gather"} <= kinds
     assert {"bfloat16", "float16", "tf32", "float32"} <= {
-        one.dtype for one in h200.works if one.kind == "matrix"
+        work.dtype for work in h200.works if work.kind == "matrix"
     }
     assert h200.host["forward_s"] > 1e-6
 
@@ -460,9 +460,9 @@ def test_products_over_rows_that_the_model_chooses_are_fresh_and_no_others(
     setting = Setting(micro_batch=64, global_batch=64, precision=Precision.FP32)
     trace = traced(TraceRequest(job=f"{file}:Job", setting=setting, device=H200), cache=False)
     works = [trace.works[number] for number in trace.sequence]
-    assert sum(one.fresh for one in works) == fresh
-    assert all(one.kind == "matrix" for one in works if one.fresh)
-    assert sum(one.kind == "wait" for one in works) == waits
+    assert sum(work.fresh for work in works) == fresh
+    assert all(work.kind == "matrix" for work in works if work.fresh)
+    assert sum(work.kind == "wait" for work in works) == waits
 
 
 RECURRENT = """
@@ -487,8 +487,8 @@ def test_autocast_hands_recurrent_layers_fp16_whatever_it_is_set_to(tmp_path: Pa
     file.write_text(RECURRENT, encoding="utf-8")
     setting = Setting(micro_batch=8, global_batch=8, precision=Precision.BF16)
     trace = traced(TraceRequest(job=f"{file}:Job", setting=setting, device=H200), cache=False)
-    layers = [one for one in trace.works if one.kind == "recurrent"]
-    assert [one.op for one in layers] == ["aten::_cudnn_rnn", "aten::_cudnn_rnn_backward"]
-    assert {one.dtype for one in layers} == {"float16"}
+    layers = [work for work in trace.works if work.kind == "recurrent"]
+    assert [layer.op for layer in layers] == ["aten::_cudnn_rnn", "aten::_cudnn_rnn_backward"]
+    assert {layer.dtype for layer in layers} == {"float16"}
     # Two layers, both ways, twelve steps.
-    assert {one.kernels for one in layers} == {2 * 2 * 12}
+    assert {layer.kernels for layer in layers} == {2 * 2 * 12}

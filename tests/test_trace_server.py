@@ -21,13 +21,15 @@ LONG_S = 300.0
 
 
 def asked(*micro_batches: int, clip: float | None = None, job: str = "slm:tiny") -> TraceRequests:
-    settings = tuple(Setting(micro_batch=one, global_batch=one) for one in micro_batches)
+    settings = tuple(
+        Setting(micro_batch=micro_batch, global_batch=micro_batch) for micro_batch in micro_batches
+    )
     return TraceRequests(job=job, settings=settings, device=stated("H100").devices[0], clip=clip)
 
 
 def totals(worker: WorkerProcess, requests: TraceRequests) -> list[int]:
     answers = worker.ask_all(requests, timeout_s=LONG_S)
-    whole = [one for one in answers if isinstance(one, dict)]
+    whole = [answer for answer in answers if isinstance(answer, dict)]
     assert len(whole) == len(requests.settings), answers
     return [sum(one["trace"]["sizes"]) for one in whole]
 
@@ -39,7 +41,7 @@ def test_prefetched_answers_are_used_and_anything_else_is_traced(
     send = WorkerProcess._send  # noqa: SLF001 - to see what is sent
 
     def noting(self: WorkerProcess, requests: TraceRequests) -> None:
-        sent.extend(one.micro_batch for one in requests.settings)
+        sent.extend(setting.micro_batch for setting in requests.settings)
         send(self, requests)
 
     monkeypatch.setattr(WorkerProcess, "_send", noting)

@@ -221,15 +221,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(one) for one in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def events(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(one) for one in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def losses(run: Path) -> list[float]:
-    return [one["loss"] for one in lines(run)]
+    return [line["loss"] for line in lines(run)]
 
 
 @pytest.fixture(scope="module")
@@ -238,36 +238,39 @@ def calm(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("calm") / "run"
     done = command("train", f"{home}/job.py:Judged", "--out", run, "--checkpoint-every", "5", "--keep", "2")
     assert done.code == 0, done.err
-    printed = [ITER.match(one) for one in done.out.splitlines()]
+    printed = [ITER.match(line) for line in done.out.splitlines()]
     assert [int(one[1]) for one in printed if one] == list(range(1, 15))
     assert len(printed) == 14
-    assert all(len(one) <= 200 for one in done.out.splitlines())
+    assert all(len(line) <= 200 for line in done.out.splitlines())
     assert "1 process without a GPU" in done.err
     return run
 
 
 def test_a_run_leaves_its_plan_its_log_its_events_and_its_checkpoints(calm: Path) -> None:
-    assert {"plan.json", "log.jsonl", "events.jsonl", "checkpoints"} <= {one.name for one in calm.iterdir()}
+    assert {"plan.json", "log.jsonl", "events.jsonl", "checkpoints"} <= {path.name for path in calm.iterdir()}
     assert Plan.from_json((calm / "plan.json").read_bytes()).choice.global_batch == 8
     told = lines(calm)
     names = (
         "step loss samples_per_s tokens_per_s mfu allocated_bytes reserved_bytes data_wait_s grad_norm lr "
     )
     assert {*names.split(), "micro_batch"} <= set(told[0])
-    assert [(one["step"], one["epoch"], one["samples"]) for one in told[5:8]] == [
+    assert [(mapping["step"], mapping["epoch"], mapping["samples"]) for mapping in told[5:8]] == [
         (6, 0, 8),
         (7, 0, 2),
         (8, 1, 8),
     ]
-    assert [one["lr"] for one in told[:2]] == pytest.approx([1e-2, 1e-2 * 0.9874639560909117])
-    kept = sorted(one.name for one in (calm / "checkpoints").iterdir())
-    best = min((one for one in told if one["validation_loss"]), key=lambda one: one["validation_loss"])
+    assert [mapping["lr"] for mapping in told[:2]] == pytest.approx([1e-2, 1e-2 * 0.9874639560909117])
+    kept = sorted(path.name for path in (calm / "checkpoints").iterdir())
+    best = min(
+        (mapping for mapping in told if mapping["validation_loss"]),
+        key=lambda mapping: mapping["validation_loss"],
+    )
     assert kept == [f"step-{step:08d}" for step in sorted({10, 14, best["step"]})]
 
 
 def test_evaluation_is_of_every_sample_once_an_epoch_and_never_at_the_start(home: Path, calm: Path) -> None:
     judged = {
-        one["step"]: one["validation_loss"] for one in lines(calm) if one["validation_loss"] is not None
+        line["step"]: line["validation_loss"] for line in lines(calm) if line["validation_loss"] is not None
     }
     assert list(judged) == [7, 14]
     job = api.load(f"{home}/job.py:Judged")
@@ -287,10 +290,10 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(home: Path, calm: Path,
     assert command("train", job, "--out", run, "--steps", "6").code == 0
     more = command("train", job, "--out", run, "--json", "--pin", "micro_batch=3")
     assert more.code == 0
-    rows = [json.loads(one) for one in more.out.splitlines()]
-    assert [one["step"] for one in rows if "step" in one] == list(range(7, 15))
+    rows = [json.loads(line) for line in more.out.splitlines()]
+    assert [row["step"] for row in rows if "step" in row] == list(range(7, 15))
     assert {"step", "loss", "samples_per_s", "mfu", "allocated_bytes", "reserved_bytes"} <= set(rows[0])
-    assert [one["kind"] for one in rows[-1]["events"]] == ["resume"]
+    assert [row["kind"] for row in rows[-1]["events"]] == ["resume"]
     assert losses(run) == pytest.approx(losses(calm), abs=1e-9)
 
 
@@ -304,10 +307,10 @@ def test_steps_that_no_checkpoint_covers_are_taken_again(home: Path, calm: Path,
     assert first.code == 0
     second = command("train", job, "--out", run, "--steps", "14")
     assert second.code == 0
-    kinds = [one["kind"] for one in events(run)]
+    kinds = [event["kind"] for event in events(run)]
     assert kinds == ["full-disk", "bad-checkpoint", "resume"]
     assert "4 steps after it will be taken again" in events(run)[-1]["done"]
-    assert [one["step"] for one in lines(run)] == list(range(1, 15))
+    assert [line["step"] for line in lines(run)] == list(range(1, 15))
     assert losses(run) == pytest.approx(losses(calm), abs=1e-12)
 
 
@@ -316,7 +319,7 @@ def test_a_run_that_diverges_climbs_the_ladder_and_stops_with_a_report(home: Pat
     assert done.code == 4
     assert "after the step was skipped, the rate was multiplied by 0.8" in " ".join(done.err.split())
     told = events(tmp_path / "run")
-    answers = [one["done"] for one in told if not one["done"].endswith("once more")]
+    answers = [mapping["done"] for mapping in told if not mapping["done"].endswith("once more")]
     for answer, part in zip(
         answers,
         ("is skipped: the weights", "0.8 of the", "goes back", "goes on from step 10", "is stopped"),
@@ -333,8 +336,8 @@ def test_a_spike_is_skipped_and_the_run_goes_on(home: Path, tmp_path: Path) -> N
     done = command("train", f"{home}/job.py:Spikes", "--out", tmp_path / "run", "--steps", "45")
     assert done.code == 0
     told = lines(tmp_path / "run")
-    assert [one["step"] for one in told if one["skipped"]] == [41]
-    assert [one["kind"] for one in events(tmp_path / "run")] == ["loss-spike", "loss-spike"]
+    assert [mapping["step"] for mapping in told if mapping["skipped"]] == [41]
+    assert [event["kind"] for event in events(tmp_path / "run")] == ["loss-spike", "loss-spike"]
     seen = command("doctor", tmp_path / "run")
     assert seen.code == 0
     assert "info: The run is done: all of its 45 steps were taken." in seen.out
@@ -360,12 +363,12 @@ def test_a_module_that_overflows_is_found_and_kept_in_fp32(home: Path, tmp_path:
     job = ("train", f"{home}/job.py:Narrow", "--out", run, "--pin", "precision=fp16")
     assert command(*job, "--steps", "4").code == 0
     told = lines(run)
-    assert [bool(one["skipped"]) for one in told] == [True, True, False, False]
-    (kept,) = [one for one in events(run) if "fp32" in one["done"]]
+    assert [bool(mapping["skipped"]) for mapping in told] == [True, True, False, False]
+    (kept,) = [event for event in events(run) if "fp32" in event["done"]]
     assert "1 (Overflow) is the first whose forward is not finite" in kept["why"]
     # The resumed run knows.
     assert command(*job, "--steps", "6").code == 0
-    assert not any(one["skipped"] for one in lines(run)[2:])
+    assert not any(line["skipped"] for line in lines(run)[2:])
 
 
 @pytest.mark.slow
@@ -377,8 +380,8 @@ def test_a_module_of_a_later_stage_that_overflows_is_found_and_kept_in_fp32(
     with started("train", *job, "--pin", "precision=fp16", "--steps", "4") as process:
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert [bool(one["skipped"]) for one in lines(run)] == [True, True, False, False]
-    (kept,) = [one for one in events(run) if "fp32" in one["done"]]
+    assert [bool(line["skipped"]) for line in lines(run)] == [True, True, False, False]
+    (kept,) = [event for event in events(run) if "fp32" in event["done"]]
     assert "blocks.2.last (Overflow) is the first whose forward is not finite" in kept["why"]
 
 
@@ -415,13 +418,13 @@ def test_two_processes_survive_a_drill_and_end_where_one_would(
     ) as process:  # fmt: skip
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    rows = [json.loads(one) for one in out.splitlines()]
+    rows = [json.loads(line) for line in out.splitlines()]
     # What happens to rank 1 is written a step later.
-    kinds = [one["kind"] for one in sorted(rows[-1]["events"], key=lambda one: one["at_s"])]
+    kinds = [row["kind"] for row in sorted(rows[-1]["events"], key=lambda row: row["at_s"])]
     assert kinds[:4] == ["out-of-memory", "not-a-number", "lost-rank", "resume"]
-    assert [one["step"] for one in rows if one.get("step", 0) > 4][-10:] == list(range(5, 15))
+    assert [row["step"] for row in rows if row.get("step", 0) > 4][-10:] == list(range(5, 15))
     assert losses(run) == pytest.approx(losses(calm), abs=1e-9)
-    first = [index for one in lines(run)[:7] for index in one["indices"]]
+    first = [index for line in lines(run)[:7] for index in line["indices"]]
     assert sorted(first) == list(range(50))
 
 
@@ -461,7 +464,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_another_number_of_pro
     assert f"checkpoint of step {stopped} kept" in events(run)[-1]["done"]
     done = command("train", f"{home}/job.py:Judged", "--out", run)
     assert done.code == 0, done.err
-    assert [one["kind"] for one in events(run)[-2:]] == ["resize", "resume"]
+    assert [event["kind"] for event in events(run)[-2:]] == ["resize", "resume"]
     assert events(run)[-1]["done"] == f"the run goes on from step {stopped}"
     assert losses(run) == pytest.approx(losses(calm), abs=1e-9)
 
@@ -481,7 +484,7 @@ def test_ranks_that_torchrun_started_train_as_well(home: Path, calm: Path, tmp_p
     ) as process:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert [int(one[1]) for one in map(ITER.match, out.splitlines()) if one] == [1, 2, 3]
+    assert [int(line[1]) for line in map(ITER.match, out.splitlines()) if line] == [1, 2, 3]
     assert losses(tmp_path / "run") == pytest.approx(losses(calm)[:3], abs=1e-9)
 
 
@@ -586,13 +589,13 @@ def test_a_folder_that_a_namesake_left_without_a_checkpoint_is_refused_and_the_s
     assert command("train", f"{mine}:Small", "--out", run, "--steps", "2").code == 0
     # As if it had been killed before.
     shutil.rmtree(run / "checkpoints")
-    before = {one: one.read_bytes() for one in run.iterdir() if one.is_file()}
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
     done = command("train", f"{theirs}:Small", "--out", run, "--steps", "2")
     assert done.code == 2
     told = "".join(done.err.split())
     for part in (f"--out {run}", f"a run of {mine} was begun in it", f"asked for {theirs}", "another folder"):
         assert "".join(part.split()) in told
-    assert {one: one.read_bytes() for one in run.iterdir() if one.is_file()} == before
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
     # Moved as it is, and then edited where it is now: still the same job.
     for edit in ("", "\nEDITED = True\n"):
         shutil.rmtree(run / "checkpoints", ignore_errors=True)

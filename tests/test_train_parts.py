@@ -83,7 +83,11 @@ def test_lines_are_printed_every_so_many_steps_and_the_last_always() -> None:
     for step in range(1, 24):
         shown.step(line(step))
     shown.close()
-    assert [one.split(":")[0] for one in stream.getvalue().splitlines()] == ["iter 10", "iter 20", "iter 23"]
+    assert [line.split(":")[0] for line in stream.getvalue().splitlines()] == [
+        "iter 10",
+        "iter 20",
+        "iter 23",
+    ]
 
 
 def test_json_lines_have_what_the_contract_names(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +97,7 @@ def test_json_lines_have_what_the_contract_names(capsys: pytest.CaptureFixture[s
     shown.step(line(2, mfu=0.5))
     shown.close()
     told = capsys.readouterr()
-    rows = [json.loads(one) for one in told.out.splitlines()]
+    rows = [json.loads(line) for line in told.out.splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert {"step", "loss", "samples_per_s", "mfu", "allocated_bytes", "reserved_bytes"} <= set(rows[0])
     assert "resize at step 1: a; b" in told.err
@@ -128,11 +132,11 @@ def test_requests_of_many_ranks_are_read_back_from_their_sum(
 ) -> None:
     requests = [signals.StopRequest(one, news=number == 3) for number, one in enumerate(heard)]
     requests.append(signals.StopRequest(checkpoint=due))
-    total = torch.tensor([signals.pack_request(one) for one in requests], dtype=torch.float64).sum()
+    total = torch.tensor([signals.pack_request(request) for request in requests], dtype=torch.float64).sum()
     together = signals.unpack_requests(float(total))
     assert together.checkpoint is due
     assert together.news is (len(heard) > 3)
-    assert (together.asked is None) == all(one is None for one in heard)
+    assert (together.asked is None) == all(signals is None for signals in heard)
     if together.asked is signal.SIGUSR1:
         assert not {signal.SIGTERM, signal.SIGINT} & set(heard)
 
@@ -309,7 +313,7 @@ def test_torchrun_is_told_what_to_start(tmp_path: Path) -> None:
         (False, ["--rdzv-conf=is_host=false"]),
     ):
         words = torchrun.arguments(placed.replace(hosts=hosts), tmp_path, "id")
-        assert [one for one in words if "is_host" in one] == said
+        assert [word for word in words if "is_host" in word] == said
 
 
 def test_on_slurm_they_meet_on_the_first_node_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +364,9 @@ def test_a_lost_peer_is_told_from_a_bug(text: str, lost: bool) -> None:
 
 def test_the_end_of_a_run_is_an_exit_code() -> None:
     assert RunEnding(step=1, out="x").exit_code == 0
-    assert [RunEnding(step=1, out="x", asked=one).exit_code for one in ("SIGTERM", "SIGUSR1", "SIGINT")] == [
+    assert [
+        RunEnding(step=1, out="x", asked=name).exit_code for name in ("SIGTERM", "SIGUSR1", "SIGINT")
+    ] == [
         143,
         138,
         130,
@@ -458,14 +464,14 @@ def test_pins_that_cannot_be_are_refused_without_a_gpu_too(
 
 
 def test_a_task_survives_json() -> None:
-    one = TrainTask(
+    train_task = TrainTask(
         job="slm:tiny",
         plan=task_module.cpu_plan("slm:tiny", WORKLOAD, 1, {}, {}),
         out="x",
         steps=3,
         faults_due=(Fault(kind=FaultKind.KILL, step=1),),
     )
-    assert TrainTask.from_json(one.to_json()) == one
+    assert TrainTask.from_json(train_task.to_json()) == train_task
 
 
 @pytest.mark.parametrize("module", [loop_module, loading, step_log, signals, torchrun, task, worker])
@@ -503,7 +509,7 @@ def opened(place: Path, size: int = 1) -> tuple[EventLog, io.StringIO]:
 
 
 def kinds(scribe: EventLog) -> list[str]:
-    return [one.kind.value for one in scribe.folder.events()]
+    return [event.kind.value for event in scribe.folder.events()]
 
 
 def test_an_attempt_says_how_the_one_before_it_ended(tmp_path: Path) -> None:

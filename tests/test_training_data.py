@@ -101,17 +101,17 @@ def test_no_sample_is_lost_or_seen_twice_in_an_epoch_on_any_number_of_ranks(
 ) -> None:
     batch = min(batch, samples)
     shares = tuple(range(1, ranks + 1)) if unlike else ()
-    one = SampleOrder(samples=samples, global_batch=batch, seed=5)
+    sample_order = SampleOrder(samples=samples, global_batch=batch, seed=5)
     seen: list[int] = []
-    for step in range(epoch * one.steps_per_epoch, (epoch + 1) * one.steps_per_epoch):
-        taken = one.batch(step)
+    for step in range(epoch * sample_order.steps_per_epoch, (epoch + 1) * sample_order.steps_per_epoch):
+        taken = sample_order.batch(step)
         assert (taken.step, taken.epoch) == (step, epoch)
         parts = [share_of(taken.indices, rank, ranks, shares).tolist() for rank in range(ranks)]
         # In one piece and in order: the global batch is the same on any number of ranks.
         assert [index for part in parts for index in part] == taken.indices.tolist()
         seen += taken.indices.tolist()
     assert sorted(seen) == list(range(samples))
-    assert len(one.batch(0).indices) == batch
+    assert len(sample_order.batch(0).indices) == batch
 
 
 @given(samples=st.integers(0, 500), weights=st.lists(st.integers(1, 50), min_size=1, max_size=8))
@@ -192,14 +192,14 @@ def noises(window: Window) -> dict[int, tuple[float, ...]]:
 
 
 def test_augmentation_is_the_same_for_any_number_of_ranks_and_workers_and_differs_by_epoch() -> None:
-    plain = [noises(one) for one in loader().windows(10)]
+    plain = [noises(window) for window in loader().windows(10)]
     assert plain[0].keys().isdisjoint(plain[1])
     by_epoch = [{key: value for some in plain[a : a + 5] for key, value in some.items()} for a in (0, 5)]
     assert by_epoch[0].keys() == by_epoch[1].keys() == set(range(23))
     assert all(by_epoch[0][index] != by_epoch[1][index] for index in range(23))
     assert len({value for some in by_epoch for one in some.values() for value in one}) == 2 * 3 * 23
     ranks = [
-        [noises(one) for one in loader(rank=rank, data_parallel=3, workers=2 * (rank == 1)).windows(10)]
+        [noises(window) for window in loader(rank=rank, data_parallel=3, workers=2 * (rank == 1)).windows(10)]
         for rank in range(3)
     ]
     assert [{**a, **b, **c} for a, b, c in zip(*ranks, strict=True)] == plain
@@ -222,14 +222,14 @@ def test_a_window_is_cut_into_parts_that_are_views_of_it() -> None:
     window = next(iter(loader(batch=7)))
     assert (window.step, window.epoch, window.samples, window.size) == (0, 0, 7, 7)
     parts = window.parts(3)
-    assert [one.samples for one in parts] == [3, 3, 1]
-    assert sum((one.indices for one in parts), ()) == window.indices
-    for one in parts:
-        assert one.batch["x"][:, 0].tolist() == list(one.indices)
-        assert one.batch["pair"][0].tolist() == list(one.indices)
-        assert one.batch["pair"][1][0][:, 0].tolist() == list(one.indices)
-        assert list(one.batch["text"]) == [f"sample {index}" for index in one.indices]
-        assert one.batch["x"].untyped_storage().data_ptr() == window.batch["x"].untyped_storage().data_ptr()
+    assert [part.samples for part in parts] == [3, 3, 1]
+    assert sum((part.indices for part in parts), ()) == window.indices
+    for part in parts:
+        assert part.batch["x"][:, 0].tolist() == list(part.indices)
+        assert part.batch["pair"][0].tolist() == list(part.indices)
+        assert part.batch["pair"][1][0][:, 0].tolist() == list(part.indices)
+        assert list(part.batch["text"]) == [f"sample {index}" for index in part.indices]
+        assert part.batch["x"].untyped_storage().data_ptr() == window.batch["x"].untyped_storage().data_ptr()
     assert window.parts(7)[0].batch is window.batch
     assert window.parts(100)[0].samples == 7
     assert window.filler()["x"].shape == (1, 2)
@@ -302,7 +302,7 @@ def test_a_plain_batch_is_a_window() -> None:
     window = window_of(Pair(torch.arange(5), torch.ones(5, 2)), samples=10, step=3)
     assert (window.size, window.samples, window.step) == (5, 10, 3)
     parts = window.parts(4)
-    assert [one.batch.ids.tolist() for one in parts] == [[0, 1, 2, 3], [4]]
+    assert [part.batch.ids.tolist() for part in parts] == [[0, 1, 2, 3], [4]]
     assert isinstance(parts[0].batch, Pair)
     assert slice_batch({"rate": torch.tensor(1.0), "n": 3}, 0, 1) == {"rate": torch.tensor(1.0), "n": 3}
 
@@ -395,7 +395,7 @@ def test_a_run_folder_holds_plan_log_and_events_and_is_taken_up_again(tmp_path: 
     assert again.lines() == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
     assert again.events() == [incident()]
     assert Setting.from_json(again.plan_file.read_text()).micro_batch == 8
-    assert sorted(one.name for one in again.root.iterdir()) == [
+    assert sorted(path.name for path in again.root.iterdir()) == [
         "checkpoints",
         "events.jsonl",
         "log.jsonl",
@@ -422,7 +422,7 @@ def test_steps_that_are_taken_again_have_one_line_each(tmp_path: Path) -> None:
     assert folder.rewind(4) == 3
     assert folder.rewind(4) == 0
     folder.log({"step": 5, "loss": 0.2})
-    assert [one["step"] for one in folder.lines()] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in folder.lines()] == [1, 2, 3, 4, 5]
     folder.close()
 
 
@@ -434,7 +434,7 @@ def test_a_line_that_a_crash_has_torn_is_taken_off(tmp_path: Path) -> None:
         stream.write(b'{"step": 2, "lo')
     again = opened(tmp_path)
     again.log({"step": 2})
-    assert [one["step"] for one in again.lines()] == [1, 2]
+    assert [line["step"] for line in again.lines()] == [1, 2]
     assert folder.log_file.read_bytes().count(b"\n") == 2
     again.close()
 
@@ -452,10 +452,10 @@ def test_the_folder_of_another_run_is_refused_and_left_as_it_was(
     tmp_path: Path, changes: dict[str, Any], match: str
 ) -> None:
     opened(tmp_path).close()
-    before = {one.name: one.read_bytes() for one in tmp_path.iterdir() if one.is_file()}
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(WrongUse, match=f"another run's: that one has {match}"):
         opened(tmp_path, identity=IDENTITY.replace(**changes), plan=PLAN.replace(workers=2))
-    assert {one.name: one.read_bytes() for one in tmp_path.iterdir() if one.is_file()} == before
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_the_same_job_named_from_another_folder_is_the_same_run(tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def test_the_folder_of_stages_is_not_a_runs(tmp_path: Path) -> None:
     (tmp_path / "stages.json").write_text("{}")
     with pytest.raises(WrongUse, match="the folder of a training in stages"):
         opened(tmp_path)
-    assert [one.name for one in tmp_path.iterdir()] == ["stages.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["stages.json"]
 
 
 def test_a_folder_that_something_else_wrote_is_refused_but_other_files_are_no_harm(tmp_path: Path) -> None:
@@ -587,4 +587,4 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         with pytest.raises(TypeError):
             write_atomic(file, 7, sync=sync)  # type: ignore[arg-type]
     assert file.read_bytes() == b"old"
-    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

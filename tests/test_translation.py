@@ -148,7 +148,7 @@ def test_the_row_answers(there: str, here: str, _: str, desk: Path, monkeypatch:
     assert code in {0, 4} if here.startswith("trimtab doctor") else code == 0, said
     for start, pieces in PIECES.items():
         if here.startswith(start):
-            assert [one for one in pieces if one.lower() not in said.lower()] == [], said
+            assert [piece for piece in pieces if piece.lower() not in said.lower()] == [], said
     if here.startswith("trimtab revert"):
         assert (desk / "conf" / "config.yaml").read_bytes() == before
     assert there
@@ -174,7 +174,7 @@ def test_the_row_trains(there: str, here: str, _: str, desk: Path) -> None:
     logs = list((desk / "runs").rglob("log.jsonl"))
     assert logs, "a run has a log"
     for log in logs:
-        steps = [json.loads(one) for one in log.read_text().splitlines()]
+        steps = [json.loads(line) for line in log.read_text().splitlines()]
         assert steps
         assert all(math.isfinite(step["loss"]) for step in steps)
     assert list((desk / "runs").rglob("summary.json"))

@@ -193,7 +193,7 @@ def traces(draw: st.DrawFn) -> Trace:
         live.append(str(number))
         gone = draw(st.permutations(live))[: draw(st.integers(0, len(live)))]
         step += gone
-        live = [one for one in live if one not in gone]
+        live = [text for text in live if text not in gone]
     step += [("keep", draw(size)), *live]
     return trace_of(draw(st.lists(size, max_size=3)), step)
 
@@ -252,7 +252,7 @@ def test_verdicts_never_get_worse_with_more_memory(
     setting = SINGLE.replace(allocator=allocator)
     high = judged(trace, 1 << 40, setting).band.high_bytes
     rank = {Verdict.DOES_NOT_FIT: 0, Verdict.FITS_TIGHT: 1, Verdict.FITS: 2}
-    found = [judged(trace, int(high * one), setting, explain=False) for one in sorted(shares)]
+    found = [judged(trace, int(high * share), setting, explain=False) for share in sorted(shares)]
     ranks = [rank[one.verdict] for one in found if one.verdict is not None]
     assert len(ranks) == len(found)
     assert ranks == sorted(ranks)
@@ -355,7 +355,7 @@ def test_a_plan_fits_tightly_only_where_nothing_else_fits() -> None:
     tight = planned(Law(cached_share=0.3), **ONLY_ONE)
     assert tight.estimate.verdict is Verdict.FITS_TIGHT
     assert tight.estimate.fits
-    reason = next(one.why for one in tight.reasons if one.subject == "allocator")
+    reason = next(reason.why for reason in tight.reasons if reason.subject == "allocator")
     assert reason == "cached blocks are released, explained"
     assert "It fits only because torch releases cached blocks" in tight.recommendation
     assert "--memory 0.9" in tight.recommendation
@@ -368,7 +368,7 @@ def test_the_largest_tight_micro_batch_is_found() -> None:
     assert found.estimate.verdict is Verdict.FITS_TIGHT
     assert found.choice.micro_batch == 2
     assert found.estimate.need_bytes <= 0.9 * (found.estimate.capacity_bytes or 0)
-    why = next(one.why for one in found.reasons if one.subject == "micro_batch")
+    why = next(reason.why for reason in found.reasons if reason.subject == "micro_batch")
     assert why.startswith("the largest that fits; ")
 
 

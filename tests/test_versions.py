@@ -18,7 +18,7 @@ from trimtab.probe.machine import replayed
 
 
 def whats(record: dict[str, object]) -> list[str]:
-    return [one.what for one in detect(replayed(record)).findings]
+    return [finding.what for finding in detect(replayed(record)).findings]
 
 
 def test_versions_that_fit_have_nothing_to_say() -> None:

@@ -18,7 +18,7 @@ def see(record: dict[str, object], value: str | None, *, driver: str = "580.95.0
 
 
 def keys(shown: Visible) -> list[str]:
-    return [one.key for one in shown.devices]
+    return [device.key for device in shown.devices]
 
 
 UUIDS = [m.uuid_of(index, m.h100()) for index in range(4)]

@@ -535,16 +535,16 @@ def test_wrong_use_is_said(args: tuple[str, ...], words: str) -> None:
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     under_way(tmp_path / "run\x1b[31m")
-    one = subprocess.Popen(
+    popen = subprocess.Popen(
         [sys.executable, "-m", "trimtab", "watch", "--interval", "0.1"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    yield one
-    one.kill()
-    one.communicate()
+    yield popen
+    popen.kill()
+    popen.communicate()
 
 
 def test_ctrl_c_ends_a_watch_in_order(started: subprocess.Popen[str]) -> None:

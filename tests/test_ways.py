@@ -114,7 +114,7 @@ class Truth:
     """What one process learns from the whole batches, by hand."""
 
     def __init__(self, model: Any, compute: Any, batches: list[Any], clip: float | None = None) -> None:
-        optimizer = sgd([one for one in model.parameters() if one.requires_grad])
+        optimizer = sgd([parameter for parameter in model.parameters() if parameter.requires_grad])
         self.losses, self.norms = [], []
         for batch in batches:
             optimizer.zero_grad()
@@ -128,9 +128,9 @@ class Truth:
 
     def check(self, found: Any, within: float = 1e-10) -> None:
         outcomes, state = found
-        assert [one.loss for one in outcomes] == pytest.approx(self.losses, rel=within)
-        assert [one.grad_norm for one in outcomes] == pytest.approx(self.norms, rel=within)
-        assert not any(one.skipped for one in outcomes)
+        assert [outcome.loss for outcome in outcomes] == pytest.approx(self.losses, rel=within)
+        assert [outcome.grad_norm for outcome in outcomes] == pytest.approx(self.norms, rel=within)
+        assert not any(outcome.skipped for outcome in outcomes)
         for name, value in state.items():
             assert (value - self.state[name]).abs().max() < within, name
 
@@ -280,7 +280,7 @@ def evaluated() -> float:
     with Run(pipeline(2, 2, micro=2), join_s=60) as run:
         model, _ = run.prepare(network(), sgd, loss=loss, weight=tokens)
         value = evaluate(run, dataset)
-        assert all(one.training for one in model.modules())
+        assert all(module.training for module in model.modules())
         return value
 
 
@@ -359,8 +359,8 @@ def check_suspects(found: dict[str, Any], rank: int) -> None:
     assert found["suspect none"] is None
     for kind, phase in (("Endless", "forward"), ("Steep", "backward")):
         for number in range(5):
-            one = found[f"suspect {kind} {number}"]
-            assert (one.module, one.kind, one.phase) == (f"blocks.{number}.drop", kind, phase)
+            text = found[f"suspect {kind} {number}"]
+            assert (text.module, text.kind, text.phase) == (f"blocks.{number}.drop", kind, phase)
     assert found["suspect kept"] == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]][rank]
 
 
@@ -415,7 +415,7 @@ def test_every_way_learns_what_one_process_learns(tmp_path: Path) -> None:
 
 def adamw(steps: int) -> dict[str, torch.Tensor]:
     model = network()
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
     for step in range(steps):
         optimizer.zero_grad()
         loss(model, data(step)).backward()
@@ -447,10 +447,10 @@ def test_a_schedule_has_every_pass_once_and_holds_no_more_than_there_are_stages(
     for stage in range(stages):
         turns = schedule(stage, stages, parts)
         for forward in (True, False):
-            assert [one.number for one in turns if one.forward is forward] == list(range(parts))
+            assert [turn.number for turn in turns if turn.forward is forward] == list(range(parts))
         live = most = 0
-        for one in turns:
-            live += 1 if one.forward else -1
+        for turn in turns:
+            live += 1 if turn.forward else -1
             assert live >= 0
             most = max(most, live)
         assert most == min(parts, stages - stage)

@@ -201,8 +201,8 @@ def test_gradients_of_recurrent_weights_lie_in_one_buffer() -> None:
     weights = [torch.empty(2048, 300, device=AT), torch.empty(2048, 512, device=AT)]
     hidden = torch.empty(1, 64, 512, dtype=torch.float16, device=AT)
     *_, gradients = recurrent.layer_backward((source, weights, 4, None, hidden, hidden))
-    assert [one.shape for one in gradients] == [one.shape for one in weights]
-    assert {one.dtype for one in gradients} == {torch.float16}
+    assert [gradient.shape for gradient in gradients] == [weight.shape for weight in weights]
+    assert {gradient.dtype for gradient in gradients} == {torch.float16}
     assert gradients[0]._base is gradients[1]._base is not None  # noqa: SLF001
 
 
@@ -271,7 +271,7 @@ def test_a_transposed_sparse_matrix_is_a_copy_out_of_order() -> None:
         found = fake_ops.result(name, args, pytest.fail)
         assert fake_ops.nonzeros(found) == 500
         assert not found.is_coalesced()
-        assert [one.numel() for one in fake_ops.parts(found)] == [1000, 500]
+        assert [part.numel() for part in fake_ops.parts(found)] == [1000, 500]
     dense = torch.empty(3, 4, device=AT)
     assert fake_ops.result("aten::t", (dense,), pytest.fail) is None
     assert fake_ops.parts(dense) == (dense,)

@@ -194,11 +194,11 @@ def test_two_processes_with_one_rank_are_an_error() -> None:
             errors.append(str(error))
 
     threads = [threading.Thread(target=joins, args=(rank,)) for rank in (0, 1, 1)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert any("another process of this run has the same rank" in one for one in errors)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert any("another process of this run has the same rank" in error for error in errors)
 
 
 def test_a_single_process_needs_no_group() -> None:

@@ -231,11 +231,11 @@ def test_it_is_followed(kinds: dict[str, dict[str, Any]], name: str) -> None:
 
 
 def test_scripted_functions_are_followed_and_named(kinds: dict[str, dict[str, Any]]) -> None:
-    assert any("torch.jit.script (scripted)" in one for one in kinds["Scripted"]["assumptions"])
+    assert any("torch.jit.script (scripted)" in kind for kind in kinds["Scripted"]["assumptions"])
 
 
 def test_compressed_layouts_are_an_assumption(kinds: dict[str, dict[str, Any]]) -> None:
-    assert any("traced as coordinates" in one for one in kinds["Sparse"]["assumptions"])
+    assert any("traced as coordinates" in kind for kind in kinds["Sparse"]["assumptions"])
 
 
 def test_grouped_products_count_forward_and_backward(kinds: dict[str, dict[str, Any]]) -> None:
@@ -341,7 +341,7 @@ def test_cells_save_what_the_fused_kernels_save() -> None:
     ]  # fmt: skip
     _, _, kept = recurrent.lstm_cell((torch.empty(6, 32), torch.empty(6, 32), hidden))
     gradients = recurrent.lstm_cell_backward((None, None, hidden, hidden, kept, True))
-    assert [tuple(one.shape) for one in gradients] == [(6, 32), (6, 8), (32,)]
+    assert [tuple(gradient.shape) for gradient in gradients] == [(6, 32), (6, 8), (32,)]
 
 
 def test_groups_that_run_one_after_another_take_longer_than_one_kernel() -> None:
@@ -372,7 +372,7 @@ def test_a_written_model_and_its_batch_are_built(name: str) -> None:
     job = getattr(zoo, name)
     with torch.device("meta"):
         model = job.model()
-    assert sum(one.numel() for one in model.parameters()) > 10_000
+    assert sum(parameter.numel() for parameter in model.parameters()) > 10_000
     assert all(isinstance(one, torch.Tensor) for one in job.batch(2).values())
 
 
@@ -382,7 +382,7 @@ def test_a_model_of_transformers_and_its_batch_are_built(name: str) -> None:
     job = getattr(zoo, name)
     with torch.device("meta"):
         model = job.model()
-    assert sum(one.numel() for one in model.parameters()) > 1_000_000
+    assert sum(parameter.numel() for parameter in model.parameters()) > 1_000_000
     assert "labels" in job.batch(2)
 
 

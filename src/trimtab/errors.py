@@ -109,6 +109,6 @@ def nearest(name: str, known: Iterable[str], *, count: int = 4) -> list[str]:
     >>> nearest("H1000", ["H100", "H200", "T4"])
     ['H100', 'H200']
     """
-    by_lower = {one.lower(): one for one in known}
+    by_lower = {text.lower(): text for text in known}
     found = get_close_matches(name.lower(), list(by_lower), n=count, cutoff=0.5)
     return [by_lower[one] for one in found]

@@ -120,7 +120,9 @@ def _alike(found: Cluster) -> list[list[Node]]:
 
 
 def _printed(node: Node) -> Any:
-    rows = [(one.name, one.memory_bytes, one.free_bytes, one.power_limit_w) for one in node.devices]
+    rows = [
+        (device.name, device.memory_bytes, device.free_bytes, device.power_limit_w) for device in node.devices
+    ]
     return (rows, node.cpu_cores, node.ram_bytes)
 
 
@@ -205,7 +207,7 @@ def devices(listed: tuple[Device, ...]) -> Columns:
         ("bandwidth", lambda one: _maybe(format_bandwidth, one.bandwidth_bytes_per_s)),
         ("power", lambda one: None if one.power_limit_w is None else f"{one.power_limit_w:.0f} W"),
     ]
-    rows = _merged([[cell(one) for _, cell in columns] for one in listed])
+    rows = _merged([[cell(device) for _, cell in columns] for device in listed])
     used = [index for index in range(len(columns)) if any(row[index] for row in rows)]
     return Columns(
         headings=tuple(columns[index][0] for index in used),
@@ -225,16 +227,16 @@ def _merged(rows: list[list[str | None]]) -> list[list[str | None]]:
     return kept
 
 
-def _device_name(one: Device) -> str:
-    return f"{one.name} MIG {one.slice.profile}" if one.slice else one.name
+def _device_name(device: Device) -> str:
+    return f"{device.name} MIG {device.slice.profile}" if device.slice else device.name
 
 
-def _peak(one: Device) -> str | None:
+def _peak(device: Device) -> str | None:
     """The best 16-bit rate, with a mark where it is derived rather than catalogued."""
-    rate = one.peaks.bf16 or one.peaks.fp16
+    rate = device.peaks.bf16 or device.peaks.fp16
     if rate is None:
         return None
-    derived = one.sources.get("peaks", "").startswith("derived")
+    derived = device.sources.get("peaks", "").startswith("derived")
     return f"{'~' * derived}{format_flops(rate)}"
 
 
@@ -251,7 +253,7 @@ def _surroundings(found: Cluster, groups: list[list[Node]]) -> Table:
     table.show_header = False
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    rows: list[tuple[str, str]] = [("links", one) for one in _links(found, groups)]
+    rows: list[tuple[str, str]] = [("links", link) for link in _links(found, groups)]
     rows += [("host", one) for nodes in groups if (one := _host(nodes[0]))]
     rows += [("scheduler", _scheduler(found.scheduler))] if _stands(found) else []
     rows += [("versions", one)] if (one := _versions(found.versions)) else []
@@ -275,7 +277,7 @@ def _links(found: Cluster, groups: list[list[Node]]) -> list[str]:
         own = _joined(found, index)
         index += len(nodes)
         if len(groups) > 1:
-            own = [f"{_names(nodes)}: {one}" for one in own]
+            own = [f"{_names(nodes)}: {text}" for text in own]
         if len(nodes) > 1 and own:
             own[-1] += " (in each node alike)"
         lines += own
@@ -337,7 +339,7 @@ def _scheduler(found: Scheduler) -> str:
         found.launcher,
         rank,
     )
-    return ", ".join(one for one in facts if one)
+    return ", ".join(fact for fact in facts if fact)
 
 
 def _versions(found: Versions) -> str:
@@ -350,7 +352,7 @@ def _versions(found: Versions) -> str:
         f"Python {found.python}" if found.python else None,
         f"trimtab {found.trimtab}" if found.trimtab else None,
     )
-    return ", ".join(one for one in facts if one)
+    return ", ".join(fact for fact in facts if fact)
 
 
 def sources(found: Cluster) -> Table:
@@ -361,7 +363,7 @@ def sources(found: Cluster) -> Table:
     holders: list[tuple[str, Any]] = [("versions", found.versions), ("scheduler", found.scheduler)]
     for node in found.nodes:
         holders.append((node.name, node))
-        holders += [(f"{node.name} GPU {one.index}", one) for one in node.devices]
+        holders += [(f"{node.name} GPU {device.index}", device) for device in node.devices]
     for label, holder in holders:
         for field, source in holder.sources.items():
             if field not in ("devices", "name"):
@@ -392,14 +394,14 @@ def _short(field: str, value: Any) -> str:
     return (SHORT.get(field) or (format_bytes if field.endswith("_bytes") else str))(value)
 
 
-def finding(one: Finding) -> RenderableType:
+def finding(finding: Finding) -> RenderableType:
     """A finding: what, the evidence, why, and what to do."""
-    style = SEVERITY_STYLE[one.severity.value]
+    style = SEVERITY_STYLE[finding.severity.value]
     return Group(
-        Text.assemble((f"{one.severity.value}: ", style), inert(one.what)),
-        _indented("seen", one.evidence, "dim"),
-        _indented("why", one.cause, "dim"),
-        _indented("do", one.cure, "green"),
+        Text.assemble((f"{finding.severity.value}: ", style), inert(finding.what)),
+        _indented("seen", finding.evidence, "dim"),
+        _indented("why", finding.cause, "dim"),
+        _indented("do", finding.cure, "green"),
     )
 
 
@@ -461,8 +463,8 @@ class WholePaths:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Part by part: only what holds the long path gets wider."""
         if isinstance(self.what, Group):
-            for one in self.what.renderables:
-                yield WholePaths(one)
+            for renderable in self.what.renderables:
+                yield WholePaths(renderable)
         elif isinstance(self.what, Hanging):
             yield self.what
         elif isinstance(self.what, str | Text):
@@ -481,7 +483,7 @@ class WholePaths:
         longest = max((len(one) for one in whole if "/" in one), default=0)
         for width in range(narrow, narrow + longest + 1, WIDER):
             fragments = self._words(console, options, width) - whole
-            if not any(path.startswith(one) for one in fragments for path in whole if "/" in path):
+            if not any(path.startswith(fragment) for fragment in fragments for path in whole if "/" in path):
                 return None if width == narrow else width
         return None
 
@@ -490,31 +492,31 @@ class WholePaths:
         return {word for line in lines for word in "".join(part.text for part in line).split()}
 
 
-def error(one: TrimtabError) -> RenderableType:
+def error(trimtab_error: TrimtabError) -> RenderableType:
     """What was given, what was found, what to do."""
     return Group(
-        Text.assemble(("error: ", "bold red"), inert(one.given)),
-        _indented("found", one.found, "dim"),
-        _indented("do", one.cure, "green"),
+        Text.assemble(("error: ", "bold red"), inert(trimtab_error.given)),
+        _indented("found", trimtab_error.found, "dim"),
+        _indented("do", trimtab_error.cure, "green"),
     )
 
 
-def word(one: Word) -> RenderableType:
+def word(word: Word) -> RenderableType:
     """An entry of the glossary."""
-    parts: list[RenderableType] = [Text.assemble((one.name, "bold"), (f"  ({one.kind})", "dim"))]
-    labels = (("what", one.what), ("cost", one.cost), ("when", one.change))
+    parts: list[RenderableType] = [Text.assemble((word.name, "bold"), (f"  ({word.kind})", "dim"))]
+    labels = (("what", word.what), ("cost", word.cost), ("when", word.change))
     parts += [_indented(label, text, "cyan") for label, text in labels if text]
-    parts += [_indented("here", text, "cyan") for text in one.use]
-    if one.see:
-        parts.append(_indented("see", ", ".join(one.see), "dim"))
+    parts += [_indented("here", text, "cyan") for text in word.use]
+    if word.see:
+        parts.append(_indented("see", ", ".join(word.see), "dim"))
     return Group(*parts)
 
 
 def word_list(known: dict[str, Word]) -> RenderableType:
     """Every word, by kind."""
     kinds: dict[str, list[str]] = {}
-    for one in known.values():
-        kinds.setdefault(one.kind, []).append(one.name)
+    for text in known.values():
+        kinds.setdefault(text.kind, []).append(text.name)
     parts = [_indented(kind, ", ".join(sorted(names)), "cyan") for kind, names in kinds.items()]
     return Group(Text("trimtab explain WORD, with one of:", style="bold"), *parts)
 
@@ -703,20 +705,20 @@ def marks(found: Marks) -> RenderableType:
     table.add_column("case", header_style="dim", overflow="fold")
     for name in ("allocated", "error", "reserved", "process", "step", "error"):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
-    for one in found.cases:
-        if one.failed:
-            table.add_row(escape(one.case), "failed", *[""] * 5)
+    for case in found.cases:
+        if case.failed:
+            table.add_row(escape(case.case), "failed", *[""] * 5)
             continue
-        errors = {figure: f"{error:+.2%}" for figure, error in one.error.items()}
+        errors = {figure: f"{error:+.2%}" for figure, error in case.error.items()}
         table.add_row(
-            escape(one.case),
-            format_gib(one.measured["allocated_bytes"]),
+            escape(case.case),
+            format_gib(case.measured["allocated_bytes"]),
             *(errors.get(f"{name}_bytes", UNKNOWN) for name in ("allocated", "reserved", "process")),
-            f"{one.measured['step_s'] * 1e3:.1f} ms" if "step_s" in one.measured else UNKNOWN,
-            f"{one.error['step_s']:+.1%}" if "step_s" in one.error else UNKNOWN,
+            f"{case.measured['step_s'] * 1e3:.1f} ms" if "step_s" in case.measured else UNKNOWN,
+            f"{case.error['step_s']:+.1%}" if "step_s" in case.error else UNKNOWN,
         )
     lines = [_mark_line(found, figure) for figure in found.median]
-    failures = [_indented(one.case, one.failed, "red") for one in found.cases if one.failed]
+    failures = [_indented(case.case, case.failed, "red") for case in found.cases if case.failed]
     return Group(table, Text(), *lines, *failures)
 
 
@@ -757,11 +759,11 @@ def calibration(found: Calibration, file: Path) -> RenderableType:
         table.add_column(name, justify="right" if name == "best" else "left", header_style="dim")
     pairs = list(zip(found.works, found.seconds, strict=True))
     for dtype in ("bfloat16", "float16", "tf32", "float32"):
-        products = [one for one in pairs if one[0].kind == "matrix" and one[0].dtype == dtype]
+        products = [pair for pair in pairs if pair[0].kind == "matrix" and pair[0].dtype == dtype]
         rated = [(work.flops / seconds, work) for work, seconds in products]
         if rated:
             rate, work = max(rated, key=lambda one: one[0])
-            size = " x ".join(str(one) for one in work.dims[1:4])
+            size = " x ".join(str(dim) for dim in work.dims[1:4])
             table.add_row(f" matrix products, {dtype}", f"{rate / 1e12:.0f} TFLOP/s", size)
     large = [
         ((work.read_bytes + work.write_bytes) / seconds, work.op)
@@ -821,18 +823,18 @@ def staged_plan(found: StagedPlan) -> RenderableType:
     table = _table()
     for heading in ("stage", "batch", "how", "memory", "step", "epochs", "rate", "time"):
         table.add_column(heading, justify="left" if heading in ("stage", "how") else "right")
-    for one in found.stages:
-        choice, estimate = one.plan.choice, one.plan.estimate
+    for stage in found.stages:
+        choice, estimate = stage.plan.choice, stage.plan.estimate
         ways = "" if choice.recompute.value == "none" else f"recompute {choice.recompute.value}"
         ranks = f" x {choice.data_parallel}" * (choice.data_parallel > 1)
         table.add_row(
-            inert(one.stage.name),
+            inert(stage.stage.name),
             f"{choice.micro_batch} x {choice.accumulation}{ranks}",
             ", ".join(word for word in (ways, "compiled" * choice.compile) if word) or "eager",
             format_bytes(estimate.process_bytes),
             "-" if estimate.step_s is None else format_duration(estimate.step_s),
-            "-" if one.stage.epochs is None else str(one.stage.epochs),
-            "-" if one.stage.rate is None else f"{one.stage.rate:g}",
+            "-" if stage.stage.epochs is None else str(stage.stage.epochs),
+            "-" if stage.stage.rate is None else f"{stage.stage.rate:g}",
             _hours(estimate) or "-",
         )
     whole = "" if found.hours is None else f", {format_duration(found.hours * 3600)} in all"
@@ -852,7 +854,7 @@ def _plan_name(found: Plan) -> str:
     return f"{name} on {used(found.places)}"
 
 
-def setting_words(one: Setting) -> str:
+def setting_words(setting: Setting) -> str:
     """A setting in a line.
 
     >>> from trimtab.spec import Setting
@@ -860,14 +862,14 @@ def setting_words(one: Setting) -> str:
     '1 GPU, single, micro-batch 8 x 2, fp32'
     """
     words = [
-        plural(one.gpus, "GPU"),
-        one.strategy.value,
-        f"micro-batch {one.micro_batch} x {one.accumulation}",
-        one.precision.value,
-        "" if one.recompute.value == "none" else f"recompute {one.recompute.value}",
-        "compiled" * one.compile,
-        "synchronised BatchNorm" * (one.sync_batchnorm and one.gpus > 1),
-        "shares by speed" * bool(one.shares),
+        plural(setting.gpus, "GPU"),
+        setting.strategy.value,
+        f"micro-batch {setting.micro_batch} x {setting.accumulation}",
+        setting.precision.value,
+        "" if setting.recompute.value == "none" else f"recompute {setting.recompute.value}",
+        "compiled" * setting.compile,
+        "synchronised BatchNorm" * (setting.sync_batchnorm and setting.gpus > 1),
+        "shares by speed" * bool(setting.shares),
     ]
     return ", ".join(word for word in words if word)
 
@@ -902,8 +904,8 @@ def _words_table(*justify: str) -> Table:
 
 def _reasons(found: Plan) -> Table:
     table = _words_table("left", "left", "left")
-    for one in found.reasons:
-        table.add_row(_cell(one.subject), _cell(one.value), _cell(one.why))
+    for reason in found.reasons:
+        table.add_row(_cell(reason.subject), _cell(reason.value), _cell(reason.why))
     return table
 
 
@@ -933,11 +935,11 @@ def _comparison(found: Plan) -> Columns | None:
     )
 
 
-def _unused_gpus(one: Comparison) -> str | None:
+def _unused_gpus(comparison: Comparison) -> str | None:
     """GPUs of the cluster that are left for others: in words, since memory is free or not as well."""
-    if one.free_share is None or one.free_share >= 1:
+    if comparison.free_share is None or comparison.free_share >= 1:
         return None
-    count = round(one.gpus * one.free_share / (1 - one.free_share))
+    count = round(comparison.gpus * comparison.free_share / (1 - comparison.free_share))
     return plural(count, "GPU")
 
 
@@ -960,9 +962,9 @@ def _what_ifs(found: Plan) -> Columns | None:
     )
 
 
-def _needs_words(one: WhatIf) -> bool:
+def _needs_words(what_if: WhatIf) -> bool:
     """Whether a row is without a setting, or without a pin: the line below says why."""
-    return one.setting is None or bool(one.unpinned)
+    return what_if.setting is None or bool(what_if.unpinned)
 
 
 def _runners_up(found: Plan) -> Columns | None:
@@ -998,23 +1000,23 @@ def _known_columns(
     )
 
 
-def _short_setting(one: Setting) -> str:
+def _short_setting(setting: Setting) -> str:
     """A setting without the number of GPUs, which has its own column."""
-    return setting_words(one).partition(", ")[2].replace("micro-batch ", "")
+    return setting_words(setting).partition(", ")[2].replace("micro-batch ", "")
 
 
-def _shorter_setting(one: Setting) -> str:
+def _shorter_setting(setting: Setting) -> str:
     """Strategy and cut of the batch, and recomputing where there is some."""
-    again = "" if one.recompute.value == "none" else f" {one.recompute.value}"
-    return f"{one.strategy} {one.micro_batch}x{one.accumulation}{again}"
+    again = "" if setting.recompute.value == "none" else f" {setting.recompute.value}"
+    return f"{setting.strategy} {setting.micro_batch}x{setting.accumulation}{again}"
 
 
 def _figure(value: float | None) -> str | None:
     return None if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004
 
 
-def _hours(one: Estimate | None) -> str | None:
-    return None if one is None or one.hours is None else format_duration(one.hours * 3600)
+def _hours(estimate: Estimate | None) -> str | None:
+    return None if estimate is None or estimate.hours is None else format_duration(estimate.hours * 3600)
 
 
 def _yes(value: bool | None) -> str | None:

@@ -110,7 +110,7 @@ def format_bytes(count: float, *, digits: int = 1) -> str:
     """
     units = ((1, "B"), (KIB, "KiB"), (MIB, "MiB"), (GIB, "GiB"), (TIB, "TiB"))
     # Compare what would be printed: 1023.96 MiB prints as 1.0 GiB, not as 1024.0 MiB.
-    fitting = (one for one in units[:-1] if round(abs(count) / one[0], digits) < KIB)
+    fitting = (unit for unit in units[:-1] if round(abs(count) / unit[0], digits) < KIB)
     size, name = next(fitting, units[-1])
     return f"{count:.0f} B" if size == 1 else f"{count / size:.{digits}f} {name}"
 

@@ -107,7 +107,7 @@ def with_network(cluster: Cluster, text: str, option: str = "--network") -> Clus
         bandwidth_bytes_per_s=network.per_gpu(gpus),
         source=f"stated: {option} {network.text}",
     )
-    return cluster.replace(links=(*(one for one in cluster.links if one.node is not None), link))
+    return cluster.replace(links=(*(link for link in cluster.links if link.node is not None), link))
 
 
 def network_link(models: Collection[str], gpus: int = 1) -> Link:
@@ -161,7 +161,7 @@ def stated(text: str) -> Cluster:
 def _named(text: str) -> Cluster:
     """The cluster of a string such as 2x8xH100."""
     given = f"--on {shortened(text)}"
-    parts = [_part(one, given) for one in text.split("+")]
+    parts = [_part(word, given) for word in text.split("+")]
     total = sum(max(nodes, 1) * count for nodes, count, _, _ in parts)
     if total > MOST_DEVICES:
         raise WrongUse(

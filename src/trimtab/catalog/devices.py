@@ -75,12 +75,12 @@ def typed(name: str, *, given: str = "") -> tuple[DeviceRow, str]:
         # The full driver name leaves no choice open.
         return row, "" if name in row.drivers else note
     given = given or f"device {name!r}"
-    for one in ambiguous():
-        if plain == plain_name(one.typed):
+    for entry in ambiguous():
+        if plain == plain_name(entry.typed):
             raise WrongUse(
                 given,
-                found=f"{one.typed} comes in {len(one.choices)} sizes: {', '.join(one.choices)}",
-                cure=f"Say which, as in {one.choices[0]}.",
+                found=f"{entry.typed} comes in {len(entry.choices)} sizes: {', '.join(entry.choices)}",
+                cure=f"Say which, as in {entry.choices[0]}.",
             )
     backwards = _COUNT_LAST.fullmatch(name)
     if backwards and plain_name(backwards.group(1)) in _by_typed():
@@ -178,7 +178,7 @@ def row_facts(row: DeviceRow) -> dict[str, Any]:
     return {
         "name": row.typed[0],
         "model": row.name,
-        "also": [*row.typed[1:], *(one for one in row.drivers if one not in row.typed)],
+        "also": [*row.typed[1:], *(driver for driver in row.drivers if driver not in row.typed)],
         "vendor": row.vendor,
         "compute_capability": row.compute_capability,
         "bf16": has_bf16(row.compute_capability),

@@ -85,7 +85,7 @@ def word(text: str, verbs: tuple[str, ...], more: dict[str, Word] | None = None)
     'bf16'
     """
     known = words(verbs)
-    by_spelling = {_plain(spelling): one for one in known.values() for spelling in one.aliases}
+    by_spelling = {_plain(spelling): text for text in known.values() for spelling in text.aliases}
     by_spelling |= {_plain(name): one for names in (more or {}, known) for name, one in names.items()}
     if found := by_spelling.get(_plain(text)):
         return found

@@ -45,4 +45,4 @@ def _numbers(release: str) -> tuple[int, ...]:
     >>> _numbers("2.13.0+cpu")
     (2, 13)
     """
-    return tuple(int(one) for one in re.findall(r"\d+", release)[:2])
+    return tuple(int(match) for match in re.findall(r"\d+", release)[:2])

@@ -99,14 +99,14 @@ def _uniform(uniform: torch.Tensor, found: Any, args: Any) -> Any:
 
 def _normal(uniform: torch.Tensor, found: Any, args: Any) -> Any:
     mean, deviation = 0.0, 1.0
-    if args and isinstance(args[0], torch.Tensor) and all(isinstance(one, int | float) for one in args[1:3]):
+    if args and isinstance(args[0], torch.Tensor) and all(isinstance(arg, int | float) for arg in args[1:3]):
         mean, deviation = (*args[1:3], mean, deviation)[:2] if len(args) > 2 else (mean, deviation)  # noqa: PLR2004
     normal = torch.special.ndtri(uniform.clamp(1e-12, 1 - 1e-12))
     return found.copy_(mean + deviation * normal)
 
 
 def _integer(uniform: torch.Tensor, found: Any, args: Any) -> Any:
-    bounds = [one for one in args if isinstance(one, int) and not isinstance(one, bool)]
+    bounds = [arg for arg in args if isinstance(arg, int) and not isinstance(arg, bool)]
     if not bounds:
         return found
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds[:2]
@@ -244,7 +244,7 @@ def _loss(
             loss = question.loss(question.model, batch)
         slopes: list[torch.Tensor | None] = []
         if gradients:
-            parameters = [one for one in question.model.parameters() if one.requires_grad]
+            parameters = [parameter for parameter in question.model.parameters() if parameter.requires_grad]
             slopes = list(torch.autograd.grad(loss, parameters, allow_unused=True))
     if question.after is not None:
         question.after()

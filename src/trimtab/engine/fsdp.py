@@ -141,9 +141,9 @@ class ShardedGradients:
             statistics.note = self._ledger.note_statistics
         self._statistics = statistics
         self._replicas = replicas
-        self._units = [one for one in model.modules() if isinstance(one, FSDPModule)]
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.arrivals = len(self._units)
-        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._keeps_whole = self._small()
         self._key: tuple[bool, ...] | None = None
         self._done = 0
@@ -161,8 +161,8 @@ class ShardedGradients:
         """Whether whole gradients may lie there while parts add up; else each part scatters its own."""
         device = self._parameters[0].device
         room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _CPU_BYTES
-        element = max(one.element_size() for one in self._parameters)
-        return limits.keeps_whole(sum(one.numel() for one in self._parameters), room, element)
+        element = max(parameter.element_size() for parameter in self._parameters)
+        return limits.keeps_whole(sum(parameter.numel() for parameter in self._parameters), room, element)
 
     @property
     def rehearsed(self) -> bool:
@@ -241,7 +241,7 @@ class ShardedGradients:
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's shards of them."""
-        return [one.grad._local_tensor for one in self._parameters if one.grad is not None]  # type: ignore[attr-defined]
+        return [parameter.grad._local_tensor for parameter in self._parameters if parameter.grad is not None]  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """The model stays sharded."""
@@ -260,10 +260,10 @@ class ShardedGradients:
     def _drop_whole(self) -> None:
         for module in self._units:
             for unit in _groups_of(module):
-                for one in unit.fsdp_params:
-                    one.unsharded_accumulated_grad = None
-                    if hasattr(one, "_unsharded_param"):
-                        one._unsharded_param.grad = None
+                for fsdp_param in unit.fsdp_params:
+                    fsdp_param.unsharded_accumulated_grad = None
+                    if hasattr(fsdp_param, "_unsharded_param"):
+                        fsdp_param._unsharded_param.grad = None
 
 
 def _groups_of(module: Any) -> list[Any]:
@@ -279,24 +279,26 @@ def issue(left: list[Collective], device: torch.device) -> None:
     """Take part in collectives with zeros, in their order, and forget what comes of them."""
     given: dict[torch.dtype, torch.Tensor] = {}
     got: dict[torch.dtype, torch.Tensor] = {}
-    for dtype in {one.dtype for one in left if one.statistics is None}:
-        mine = [one for one in left if one.dtype is dtype and one.statistics is None]
+    for dtype in {collective.dtype for collective in left if collective.statistics is None}:
+        mine = [
+            collective for collective in left if collective.dtype is dtype and collective.statistics is None
+        ]
         given[dtype] = torch.zeros(max(one.given for one in mine), dtype=dtype, device=device)
         got[dtype] = torch.zeros(max(one.got for one in mine), dtype=dtype, device=device)
     gather, scatter = DefaultAllGather(), DefaultReduceScatter()
-    for one in left:
-        if one.statistics is not None:
-            one.statistics.answer(device)
+    for collective in left:
+        if collective.statistics is not None:
+            collective.statistics.answer(device)
             continue
-        into, of = got[one.dtype][: one.got], given[one.dtype][: one.given]
-        if one.gathers:
-            gather(into, of, one.group)
+        into, of = got[collective.dtype][: collective.got], given[collective.dtype][: collective.given]
+        if collective.gathers:
+            gather(into, of, collective.group)
             continue
         # Sums of zeros with what the others sent would grow from one collective to the next.
         of.zero_()
-        scatter(into, of, one.group, dist.ReduceOp.SUM)
-        if one.then is not None:
-            dist.all_reduce(into, group=one.then)
+        scatter(into, of, collective.group, dist.ReduceOp.SUM)
+        if collective.then is not None:
+            dist.all_reduce(into, group=collective.then)
 
 
 def reset(model: Any) -> None:

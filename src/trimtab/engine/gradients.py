@@ -69,15 +69,15 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter], group: Any, holders: int) -> None:
         first = parameters[0]
-        length = sum(one.numel() for one in parameters)
+        length = sum(parameter.numel() for parameter in parameters)
         self.parameters = parameters
         self.flat = torch.zeros(length, dtype=first.dtype, device=first.device)
         self.views = []
         start = 0
-        for one in parameters:
+        for parameter in parameters:
             # Strides as the parameter's, so that fused optimizers and channels-last weights are content.
-            self.views.append(_like(self.flat[start : start + one.numel()], one))
-            start += one.numel()
+            self.views.append(_like(self.flat[start : start + parameter.numel()], parameter))
+            start += parameter.numel()
         self.group = group
         self.holders = holders
         """Ranks that end up with the same sum."""
@@ -122,7 +122,7 @@ class Reducer:
         self.armed = False
         self.sent_any = False
         self._seen: set[int] = set()
-        self._flats = [one.flat for one in self.buckets]
+        self._flats = [bucket.flat for bucket in self.buckets]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, view))
             for bucket in self.buckets
@@ -278,7 +278,7 @@ class OwnGradients:
 
     def gradients(self) -> list[torch.Tensor]:
         """Those that there are."""
-        return [one.grad for one in self._parameters if one.grad is not None]
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def close(self) -> None:
         """Nothing was changed."""

@@ -186,34 +186,34 @@ class BlockList(NamedTuple):
 
 def chain(model: nn.Module) -> BlockList:
     """The list of repeated blocks that holds most of the model."""
-    lists = [BlockList(*one) for one in repeated_blocks(model)]
+    lists = [BlockList(*repeated_block) for repeated_block in repeated_blocks(model)]
     if not lists:
         raise WrongUse(
             _GIVEN,
             found="this model has no list of repeated blocks",
             cure=f"Put the blocks of the model into an nn.ModuleList. {_CURE}",
         )
-    found = max(lists, key=lambda one: weights(one.blocks))
+    found = max(lists, key=lambda items: weights(items.blocks))
     _check_apart(model, found)
     return found
 
 
 def weights(module: nn.Module) -> int:
     """Numbers that are weights of a module, trained or not."""
-    return sum(one.numel() for one in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _check_apart(model: nn.Module, found: BlockList) -> None:
     """Every weight of a block is its own: another rank could not have it."""
     owners: dict[int, int] = {}
     for number, block in enumerate(found.blocks.children()):
-        for one in block.parameters():
-            if owners.setdefault(id(one), number) != number:
-                raise _refused(f"{found.name}.{owners[id(one)]} and {found.name}.{number} share a weight",
-                               _CURE)  # fmt: skip
-    for name, one in model.named_parameters(remove_duplicate=False):
-        if id(one) in owners and not name.startswith(f"{found.name}." if found.name else ""):
-            raise _refused(f"{name} is also a weight of {found.name}.{owners[id(one)]}", _CURE)
+        for parameter in block.parameters():
+            first = owners.setdefault(id(parameter), number)
+            if first != number:
+                raise _refused(f"{found.name}.{first} and {found.name}.{number} share a weight", _CURE)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in owners and not name.startswith(f"{found.name}." if found.name else ""):
+            raise _refused(f"{name} is also a weight of {found.name}.{owners[id(parameter)]}", _CURE)
 
 
 def head(model: nn.Module, found: BlockList) -> int:
@@ -222,13 +222,13 @@ def head(model: nn.Module, found: BlockList) -> int:
     Tables that are looked up in cost next to nothing. Where there is nothing else outside of the blocks, the
     largest table is taken to serve as the head as well.
     """
-    inside = {id(one) for one in found.blocks.parameters()}
+    inside = {id(parameter) for parameter in found.blocks.parameters()}
     looked_up: dict[int, int] = {}
     others: dict[int, int] = {}
     for module in model.modules():
-        for one in module.parameters(recurse=False):
-            if id(one) not in inside and one.dim() > 1:
-                (looked_up if isinstance(module, nn.Embedding) else others)[id(one)] = one.numel()
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in inside and parameter.dim() > 1:
+                (looked_up if isinstance(module, nn.Embedding) else others)[id(parameter)] = parameter.numel()
     return sum(others.values()) if others else max(looked_up.values(), default=0)
 
 
@@ -299,14 +299,18 @@ class TracedStage:
 
     def __init__(self, model: nn.Module, stage: int, stages: int) -> None:
         found = chain(model)
-        inside = {id(one) for one in found.blocks.parameters()}
+        inside = {id(parameter) for parameter in found.blocks.parameters()}
         self.shared = sum(
-            one.numel() for one in model.parameters() if one.requires_grad and id(one) not in inside
+            parameter.numel()
+            for parameter in model.parameters()
+            if parameter.requires_grad and id(parameter) not in inside
         )
         """Numbers that take a gradient outside of the blocks."""
         self.handed_bytes = 0
         self._relay, self.dropped = keep_stage(model, stage, stages, self._receive, strict=False)
-        self._learns = any(one.requires_grad for block in self.dropped for one in block.parameters())
+        self._learns = any(
+            parameter.requires_grad for block in self.dropped for parameter in block.parameters()
+        )
 
     @property
     def is_last(self) -> bool:

@@ -174,7 +174,7 @@ def arrange(  # noqa: PLR0913 - what differs between tracing and training
     if sharded:
         shard(model, setting, device, fill)
         open_entries(model, entries)
-    parameters = [one for one in model.parameters() if one.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise JobFailed("model()", found="no parameter of it takes a gradient", cure="Leave some unfrozen.")
     made = optimizer(parameters)
@@ -248,7 +248,11 @@ def _gradients(  # noqa: PLR0913, PLR0917 - what arrange() knows
             parameter.register_post_accumulate_grad_hook(lambda _: called())
     if setting.gpus == 1:
         return OwnGradients(parameters)
-    summed = reduced(model) if reduced is not None else [(one, None, setting.gpus) for one in parameters]
+    summed = (
+        reduced(model)
+        if reduced is not None
+        else [(parameter, None, setting.gpus) for parameter in parameters]
+    )
     if statistics is not None:
         return SyncReducer(summed, statistics)
     return Reducer(summed, equal_parts=setting.mesh.pp > 1)

@@ -104,7 +104,8 @@ def sit(
 def mark(answers: tuple[Answer, ...]) -> Marks:
     """The marks of some answers."""
     known = {
-        name: [one.error[name] for one in answers if not one.failed and name in one.error] for name in FIGURES
+        name: [answer.error[name] for answer in answers if not answer.failed and name in answer.error]
+        for name in FIGURES
     }
     known = {name: errors for name, errors in known.items() if errors}
     return Marks(

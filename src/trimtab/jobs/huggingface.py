@@ -154,9 +154,9 @@ class HuggingFace(Job):
         named = read_config(self.folder).get("architectures") or []
         config = self._config
         if not named:
-            found = next((one for one in TASKS if self._maps(one)), None)
+            found = next((task for task in TASKS if self._maps(task)), None)
         else:
-            fitting = (one for one in TASKS if named[0].endswith(one.endings))
+            fitting = (task for task in TASKS if named[0].endswith(task.endings))
             found = next((one for one in fitting if self._maps(one)), None)
         if found is None:
             what = (
@@ -203,7 +203,9 @@ class HuggingFace(Job):
         """The longest sequence that the model takes."""
         config = self._text_config
         # XLNet has -1 for none.
-        found = next((limit for one in POSITIONS if (limit := getattr(config, one, None) or 0) > 0), None)
+        found = next(
+            (limit for position in POSITIONS if (limit := getattr(config, position, None) or 0) > 0), None
+        )
         if found is not None and config.model_type in COUNTED_FROM_PADDING:
             return int(found) - (config.pad_token_id or 0) - 1
         return found
@@ -383,7 +385,7 @@ class HuggingFace(Job):
         """The folder's own, where it has one."""
         named = getattr(self._text_config, "eos_token_id", None)
         ends = [one for one in (named if isinstance(named, list) else [named]) if isinstance(one, int)]
-        end = next((one for one in ends if 0 <= one < self._vocab), None)
+        end = next((end for end in ends if 0 <= end < self._vocab), None)
         return tokenizer_in(Path(self.folder), self._vocab, end)
 
     @cached_property
@@ -457,7 +459,8 @@ def _let_learn(head: nn.Module) -> None:
         if torch.is_autocast_enabled(kind.device.type):
             return given
         return tuple(
-            one.to(kind.dtype) if torch.is_tensor(one) and one.is_floating_point() else one for one in given
+            item.to(kind.dtype) if torch.is_tensor(item) and item.is_floating_point() else item
+            for item in given
         )
 
     head.register_forward_pre_hook(fitted)

@@ -35,8 +35,11 @@ def expanded(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """What was given, with what `stage` stands for written out, so that caches and plans see it."""
     if "stage" not in given:
         return given
-    plain, chosen = load(name, {key: one for key, one in given.items() if key != "stage"}), load(name, given)
-    felt = {key: one for key, one in vars(chosen).items() if key not in given and getattr(plain, key) != one}
+    plain, chosen = (
+        load(name, {key: text for key, text in given.items() if key != "stage"}),
+        load(name, given),
+    )
+    felt = {key: var for key, var in vars(chosen).items() if key not in given and getattr(plain, key) != var}
     return given | felt
 
 
@@ -55,7 +58,7 @@ def _found(name: str) -> Any:
     module = _module(place)
     found = getattr(module, attribute, None)
     if found is None:
-        known = [one for one, value in vars(module).items() if _is_job(value)]
+        known = [key for key, value in vars(module).items() if _is_job(value)]
         close = nearest(attribute, known) or known
         listed = f"; it has {', '.join(close)}" if close else ""
         raise UnknownName(f"job {name!r}", found=f"{place} has no {attribute}{listed}", cure=_FORMS)
@@ -75,7 +78,7 @@ def _built_in(name: str) -> Any:
         change(job, sizes[size])
         job.name = name
     elif size or name.endswith(":"):
-        listed = ", ".join(f"{base}:{one}" for one in sizes)
+        listed = ", ".join(f"{base}:{size}" for size in sizes)
         raise UnknownName(
             f"job {name!r}",
             found=f"{base} is built in, and has no {size!r}",
@@ -148,7 +151,7 @@ def checked(job: Any, name: str) -> Any:
     lacking = [one for one in required if not callable(getattr(job, one, None))]
     lacking += [one for one in required if getattr(type(job), one, None) is getattr(Job, one)]
     if "loss" in lacking:
-        half = [one for one in ("embed", "loss_of") if callable(getattr(job, one, None))]
+        half = [name for name in ("embed", "loss_of") if callable(getattr(job, name, None))]
         if half:
             raise JobFailed(
                 f"job {name!r}",
@@ -242,10 +245,10 @@ def _where(error: BaseException, place: str = "") -> str:
     frames = traceback.extract_tb(error.__traceback__)
     mine = str(Path(__file__).parent.parent)
     own = [
-        one
-        for one in frames
-        if not one.filename.startswith((mine, "<")) and "site-packages" not in one.filename
-        and "importlib" not in one.filename
+        frame
+        for frame in frames
+        if not frame.filename.startswith((mine, "<")) and "site-packages" not in frame.filename
+        and "importlib" not in frame.filename
     ]  # fmt: skip
     if not own:
         return f" ({place})" if place else ""

@@ -67,7 +67,7 @@ def adapt(
     Says how many there are.
     """
     model.requires_grad_(False)
-    left_out = {id(part) for one in but for part in one.modules()}
+    left_out = {id(part) for module in but for part in module.modules()}
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -82,7 +82,7 @@ def adapt(
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The model as it was before adapt(), for as long as the context lasts."""
-    found = [one for one in model.modules() if isinstance(one, LoRALayer)]
+    found = [module for module in model.modules() if isinstance(module, LoRALayer)]
     for one in found:
         one.counts = False
     try:

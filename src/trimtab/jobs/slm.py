@@ -181,14 +181,14 @@ class Slm(Job):
         """AdamW that decays matrices and tables, and leaves norms alone."""
         params = list(params)
         groups = [
-            {"params": [one for one in params if one.dim() > 1], "weight_decay": self.decay},
-            {"params": [one for one in params if one.dim() <= 1], "weight_decay": 0.0},
+            {"params": [param for param in params if param.dim() > 1], "weight_decay": self.decay},
+            {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=self.rate, betas=self._betas)
 
     @property
     def _betas(self) -> tuple[float, float]:
-        wrong = [one for one in self.betas if not isinstance(one, int | float) or not 0 <= one < 1]
+        wrong = [beta for beta in self.betas if not isinstance(beta, int | float) or not 0 <= beta < 1]
         if len(self.betas) != 2 or wrong:  # noqa: PLR2004 - of the mean and of the square
             raise WrongUse(
                 f"betas {list(self.betas)}",

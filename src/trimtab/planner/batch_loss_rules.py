@@ -108,7 +108,7 @@ def seen_samples(setting: Setting) -> int:
     """How many samples BatchNorm computes its statistics over: of one rank, or of all where synchronised."""
     if not setting.sync_batchnorm:
         return setting.micro_batch
-    every = sum(one.micro_batch for one in setting.shares) or setting.micro_batch * setting.data_parallel
+    every = sum(share.micro_batch for share in setting.shares) or setting.micro_batch * setting.data_parallel
     return min(every, setting.global_batch)
 
 

@@ -72,7 +72,7 @@ def in_proportion(total: int, weights: Sequence[float], most: Sequence[int]) -> 
     if not len(weights) <= total <= sum(most) or min(most) < 1:
         return None
     share = total / sum(weights)
-    found = [max(1, min(top, int(one * share))) for one, top in zip(weights, most, strict=True)]
+    found = [max(1, min(top, int(weight * share))) for weight, top in zip(weights, most, strict=True)]
     while (left := total - sum(found)) != 0:
         step = 1 if left > 0 else -1
         room = [index for index, one in enumerate(found) if (one < most[index] if step > 0 else one > 1)]

@@ -133,14 +133,17 @@ def _searched(
         causes = found.result.failed.values()
         failed = (*failed, *(FailedPrecision(now, error.found, many) for many, error in causes))
         if pick_precision(question.cluster.devices, question.policy, failed) in [
-            one.precision for one in failed
+            failed_precision.precision for failed_precision in failed
         ]:
             return first
 
 
 def _own_causes(failed: tuple[FailedPrecision, ...], result: Result) -> tuple[FailedPrecision, ...]:
     """Leave out what fails in the precision that was taken as well: precision is not its cause."""
-    return tuple(one for one in failed if one.why not in result.failed) or failed
+    return (
+        tuple(failed_precision for failed_precision in failed if failed_precision.why not in result.failed)
+        or failed
+    )
 
 
 def _fails(result: Result) -> bool:
@@ -152,7 +155,7 @@ def _plainest_failure(whole: Space, outlook: Estimator) -> TrimtabError | None:
     """Return why the plainest setting cannot be estimated; None if it can be, or if there is no setting."""
     plainest = min(
         whole.families,
-        key=lambda one: (one.layout.gpus, RECOMPUTES.index(one.recompute), one.compile),
+        key=lambda family: (family.layout.gpus, RECOMPUTES.index(family.recompute), family.compile),
         default=None,
     )
     if plainest is None:
@@ -185,7 +188,7 @@ def check(question: PlanQuestion) -> None:
 def _among(whole: Space, counts: tuple[int, ...]) -> Space:
     if not counts:
         return whole
-    parts = [whole.only(one) for one in counts]
+    parts = [whole.only(count) for count in counts]
     return replace(
         whole,
         families=tuple(family for part in parts for family in part.families),
@@ -222,8 +225,8 @@ def _chosen(among: Space, outlook: Estimator, unlike: list[Evaluated], notice: N
     return search(_faster(among), outlook, known=unlike, notice=notice) if found.too_late else found
 
 
-def _faster(one: Space) -> Space:
-    return replace(one, policy=one.policy.replace(objective=Objective.SPEED))
+def _faster(space: Space) -> Space:
+    return replace(space, policy=space.policy.replace(objective=Objective.SPEED))
 
 
 def _compared(
@@ -232,11 +235,13 @@ def _compared(
     """The fastest that fits for every number of devices."""
     fast = _faster(whole)
     best = {
-        one: _finished(_found(fast.only(one), outlook, [seen for seen in unlike if seen.setting.gpus == one]))
-        for one in counts
+        count: _finished(
+            _found(fast.only(count), outlook, [seen for seen in unlike if seen.setting.gpus == count])
+        )
+        for count in counts
     }
     base = next((found.best for found in best.values() if found.best is not None), None)
-    return tuple(_row(one, best[one], base, question) for one in counts)
+    return tuple(_row(count, best[count], base, question) for count in counts)
 
 
 def _finished(result: Result) -> Result:
@@ -273,8 +278,8 @@ def _row(count: int, result: Result, base: Evaluated | None, question: PlanQuest
 def _why_none(count: int, result: Result, cluster: Cluster) -> str:
     from trimtab.units import format_bytes
 
-    if count > sum(one.slice is None for one in cluster.devices) and any(
-        one.slice for one in cluster.devices
+    if count > sum(device.slice is None for device in cluster.devices) and any(
+        device.slice for device in cluster.devices
     ):
         return "MIG slices do not join"
     missing = [one.missing_bytes for one in result.seen if one.missing_bytes]
@@ -383,7 +388,7 @@ def _if_half(question: PlanQuestion, outlook: Estimator, best: Evaluated) -> lis
 
 def _fewer(pins: dict[str, str | int | bool]) -> Iterator[tuple[str, ...]]:
     """Which pins to give up: none, then one, then more of those that cut the batch."""
-    held = [one for one in BATCH_PINS if one in pins]
+    held = [batch_pin for batch_pin in BATCH_PINS if batch_pin in pins]
     for count in range(len(held) + 1):
         yield from combinations(held, count)
 

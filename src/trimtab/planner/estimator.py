@@ -134,9 +134,9 @@ class TraceEstimator:
         """
         device = plain_device(layout.device)
         return self._is_known(setting, layout) or all(
-            self._key(one, device) in self.traces
-            or (one.micro_batch > 1 and len(self.lines.get(self._line(one, device), set()) - {1}) > 1)
-            for one in self._parts(setting)
+            self._key(part, device) in self.traces
+            or (part.micro_batch > 1 and len(self.lines.get(self._line(part, device), set()) - {1}) > 1)
+            for part in self._parts(setting)
         )
 
     def altered(self, **changes: int) -> TraceEstimator:
@@ -163,10 +163,10 @@ class TraceEstimator:
             if self._is_known(setting, layout):
                 continue
             device = plain_device(layout.device)
-            for one in self._parts(setting):
-                key = self._key(one, device)
+            for part in self._parts(setting):
+                key = self._key(part, device)
                 if key not in self.traces:
-                    by_device.setdefault(kind(device), (layout, {}))[1][key] = one
+                    by_device.setdefault(kind(device), (layout, {}))[1][key] = part
                     ladders[key] = self._ladder(setting, layout)
         for layout, settings in by_device.values():
             first, *others = settings.values()
@@ -300,8 +300,8 @@ class TraceEstimator:
                 micro_batch=2, accumulation=rounds, global_batch=2 * rounds * none.data_parallel, shares=()
             )
         device = plain_device(layout.device)
-        lines = [self.lines.get(self._line(one, device), set()) for one in self._parts(none)]
-        if all(len(one) > 1 for one in lines) and self._known_time(none, layout) is None:
+        lines = [self.lines.get(self._line(part, device), set()) for part in self._parts(none)]
+        if all(len(line) > 1 for line in lines) and self._known_time(none, layout) is None:
             self.prepare([(none, layout)])
         return self.floor(setting, layout)
 

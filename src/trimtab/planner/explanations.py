@@ -88,7 +88,7 @@ def _against(best: Evaluated, result: Result, get: Callable[[Setting], Any]) -> 
     for family, (_, least) in result.beaten.items():
         name = get(family.setting(family.cuts[-1]))
         # Where a bound is well below what was found, that is not yet the best of this value.
-        found = [one.estimate.step_s or 0.0 for one in others.get(name, ()) if one.fits]
+        found = [item.estimate.step_s or 0.0 for item in others.get(name, ()) if item.fits]
         if name != get(best.setting) and least and least * (1 + TIE) < min(found, default=math.inf):
             unseen[name] = min(least, unseen.get(name, least))
     told = [_fared(str(value), seen, best) for value, seen in others.items() if value not in unseen]
@@ -98,9 +98,9 @@ def _against(best: Evaluated, result: Result, get: Callable[[Setting], Any]) -> 
 
 
 def _fared(name: str, seen: list[Evaluated], best: Evaluated) -> str:
-    fitting = [one for one in seen if one.fits]
+    fitting = [evaluated for evaluated in seen if evaluated.fits]
     if not fitting:
-        least = min(one.estimate.need_bytes for one in seen)
+        least = min(evaluated.estimate.need_bytes for evaluated in seen)
         return f"{name} does not fit ({format_bytes(least)} of {format_bytes(seen[0].allowed_bytes)})"
     times = [one.estimate.step_s for one in fitting if one.estimate.step_s is not None]
     if not times or best.estimate.step_s is None:
@@ -167,7 +167,7 @@ def _why_strategy(best: Evaluated, result: Result, space: Space) -> str:
     first = result.fastest
     tied = _tied(best, alike, lambda one: one.strategy.value)
     if first is not None and tied and first.setting.gpus == setting.gpus:
-        others = [tied, *(one for one in others if not one.startswith(f"{first.setting.strategy} "))]
+        others = [tied, *(text for text in others if not text.startswith(f"{first.setting.strategy} "))]
     return "; ".join([what, *others])
 
 
@@ -209,7 +209,7 @@ def _why_micro(best: Evaluated, result: Result, space: Space) -> str:
     told = []
     larger = [one for one in same if one.setting.micro_batch > setting.micro_batch]
     smaller = [one for one in same if one.setting.micro_batch < setting.micro_batch]
-    limit = next((most for one, most in result.limits.items() if _is_of(setting, one, best)), None)
+    limit = next((most for key, most in result.limits.items() if _is_of(setting, key, best)), None)
     if limit == setting.micro_batch:
         told.append("the largest that fits")
     if larger:
@@ -239,7 +239,7 @@ def _why_rounds(setting: Setting) -> str:
         setting.global_batch,
     )
     if setting.shares:
-        return f"{' + '.join(str(one.samples) for one in setting.shares)} = {whole}, exactly"
+        return f"{' + '.join(str(share.samples) for share in setting.shares)} = {whole}, exactly"
     if is_exact(whole, ranks, micro, rounds):
         return f"{micro} x {rounds} x {ranks} data-parallel = {whole}, exactly"
     sizes = {samples: micro_batches(samples, micro)[-1] for samples in rank_samples(whole, ranks)}
@@ -254,7 +254,10 @@ def _why_precision(best: Evaluated, space: Space) -> str:
     device = best.layout.device
     name = device.kind
     if space.failed_precisions:
-        return "; ".join(f"{one.precision} fails: {one.why}" for one in space.failed_precisions)
+        return "; ".join(
+            f"{failed_precision.precision} fails: {failed_precision.why}"
+            for failed_precision in space.failed_precisions
+        )
     dtypes = best.setting.dtypes
     if not dtypes.is_narrow:
         return f"what {name} runs faster is not known"
@@ -326,8 +329,11 @@ def rejections(result: Result, space: Space, more: Iterable[Rejection] = ()) -> 
         for found, (many, _) in result.failed.items()
     ]
     listed += [
-        Rejection(why=f"{one.precision} could not be predicted: {one.why}", count=one.count)
-        for one in space.failed_precisions
+        Rejection(
+            why=f"{failed_precision.precision} could not be predicted: {failed_precision.why}",
+            count=failed_precision.count,
+        )
+        for failed_precision in space.failed_precisions
     ]
     return (*listed, *_beaten(result, space.policy), *space.refused, *more)
 
@@ -395,9 +401,9 @@ def candidates(result: Result, workload: Workload) -> tuple[Candidate, ...]:
     )
 
 
-def _elsewhere(one: Evaluated, best: Evaluated) -> str:
+def _elsewhere(evaluated: Evaluated, best: Evaluated) -> str:
     """Which devices, where they are not of the kinds that the choice has."""
-    return "" if one.layout.kinds == best.layout.kinds else f" ({' and '.join(one.layout.kinds)})"
+    return "" if evaluated.layout.kinds == best.layout.kinds else f" ({' and '.join(evaluated.layout.kinds)})"
 
 
 def looks(result: Result) -> tuple[Look, ...]:
@@ -415,12 +421,12 @@ def looks(result: Result) -> tuple[Look, ...]:
     )
 
 
-def _lost(one: Evaluated, best: Evaluated) -> str:
-    if one.estimate.step_s is None or best.estimate.step_s is None:
+def _lost(evaluated: Evaluated, best: Evaluated) -> str:
+    if evaluated.estimate.step_s is None or best.estimate.step_s is None:
         return "more rounds, more recomputing or fewer GPUs; times are not known"
-    more = one.estimate.step_s / best.estimate.step_s - 1
-    if one.setting.gpus > best.setting.gpus and more < NOISE:
-        more = one.setting.gpus - best.setting.gpus
+    more = evaluated.estimate.step_s / best.estimate.step_s - 1
+    if evaluated.setting.gpus > best.setting.gpus and more < NOISE:
+        more = evaluated.setting.gpus - best.setting.gpus
         return plural(more, "more GPU")
     if abs(more) < NOISE:
         return "no faster"

@@ -58,7 +58,7 @@ def _unfit(space: Space, layout: Layout) -> str:
     if layout.gpus > space.workload.global_batch:
         return f"more GPUs than the global batch of {space.workload.global_batch} has samples"
     precision = space.policy.pins.get("precision")
-    if precision and not all(runs(one, Precision(str(precision))) for one in layout.cluster.devices):
+    if precision and not all(runs(device, Precision(str(precision))) for device in layout.cluster.devices):
         return f"{precision} is only emulated by some of {' and '.join(layout.kinds)}"
     if space.policy.pins.get("sync_batchnorm") and space.policy.pins.get("compile"):
         return NOT_COMPILED_SYNCHRONISED
@@ -98,12 +98,15 @@ class _Ask:
 
     def best(self) -> Evaluated | None:
         """Shares by speed, or even ones where those are as good."""
-        kinds = {kind(one): one for one in sorted(self.layout.cluster.devices, key=room_bytes, reverse=True)}
+        kinds = {
+            kind(device): device
+            for device in sorted(self.layout.cluster.devices, key=room_bytes, reverse=True)
+        }
         rates = {name: self._rate(device) for name, device in kinds.items()}
         known = {name: rate for name, rate in rates.items() if rate is not None}
         if len(known) < len(kinds):
             return None
-        names = [one.name for one in self.layout.places]
+        names = [place.name for place in self.layout.places]
         whole = self.space.workload.global_batch
         samples = in_proportion(whole, [known[name].samples_per_s for name in names], [whole] * len(names))
         ways = [one for one in (samples, rank_samples(whole, len(names))) if one is not None]
@@ -126,7 +129,7 @@ class _Ask:
             if not self._fits(once, device) or once.step_s is None or twice.step_s is None:
                 continue
             found.append(_Rate(micro, micro / max(twice.step_s - once.step_s, 1e-9)))
-        return max(found, key=lambda one: one.samples_per_s, default=None)
+        return max(found, key=lambda rate: rate.samples_per_s, default=None)
 
     def _fits(self, estimate: Estimate, device: Device) -> bool:
         return estimate.band.high_bytes <= self.space.policy.memory_share * room_bytes(device)
@@ -138,7 +141,7 @@ class _Ask:
             for node in self.layout.cluster.nodes
         )
         alike = Layout(
-            places=tuple(one.replace(name=kind(device)) for one in self.layout.places),
+            places=tuple(place.replace(name=kind(device)) for place in self.layout.places),
             cluster=self.layout.cluster.replace(nodes=nodes),
         )
         ranks = self.layout.gpus
@@ -177,7 +180,10 @@ class _Ask:
         whole = self.space.workload.global_batch
         slowest = max(times)
         estimate = fullest.replace(step_s=slowest, samples_per_s=whole / slowest, mfu=None, step_time=None)
-        micro, rounds = max(one.micro_batch for one in shares), max(one.accumulation for one in shares)
+        micro, rounds = (
+            max(share.micro_batch for share in shares),
+            max(share.accumulation for share in shares),
+        )
         return Evaluated(
             setting=self._setting(micro, rounds, whole, tuple(shares)),
             layout=self.layout,

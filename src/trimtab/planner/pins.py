@@ -88,7 +88,7 @@ def taken(pins: Mapping[str, Any]) -> Pins:
 def checked(name: str, value: str, given: str) -> str | int | bool:
     """One pin's value, of the type that its key has."""
     if name in WORDS:
-        known = [one.value for one in WORDS[name]]
+        known = [word.value for word in WORDS[name]]
         if value in known:
             return value
         raise WrongUse(given, found=f"{name} is none of {', '.join(known)}", cure="Use one of those.")

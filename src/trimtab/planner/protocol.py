@@ -36,7 +36,7 @@ class Layout:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The different devices, by name."""
-        return tuple(dict.fromkeys(one.name for one in self.places))
+        return tuple(dict.fromkeys(place.name for place in self.places))
 
 
 def room_bytes(device: Device) -> int:

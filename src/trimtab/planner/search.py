@@ -123,14 +123,14 @@ def simplicity(setting: Setting) -> tuple[int, ...]:
     return taste(setting)[:2]
 
 
-def is_tie(one: Value, best: Value) -> bool:
+def is_tie(value: Value, best: Value) -> bool:
     """Whether a value is no worse than the best by more than predictions can tell apart.
 
     >>> is_tie((1.01,), (1.0,)), is_tie((1.03,), (1.0,)), is_tie((1.0, 2.0), (1.0, 1.0))
     (True, False, False)
     """
-    return len(one) == len(best) and all(
-        own <= other * (1 + TIE) for own, other in zip(one, best, strict=True)
+    return len(value) == len(best) and all(
+        own <= other * (1 + TIE) for own, other in zip(value, best, strict=True)
     )
 
 
@@ -180,7 +180,7 @@ def line(points: dict[int, int], micro: int) -> float | None:
     """
     if len(points) < 2:  # noqa: PLR2004 - a line
         return None
-    first, second = sorted(points, key=lambda one: abs(one - micro))[:2]
+    first, second = sorted(points, key=lambda point: abs(point - micro))[:2]
     slope = (points[second] - points[first]) / (second - first)
     return points[first] + slope * (micro - first)
 
@@ -199,7 +199,7 @@ def ends(cuts: tuple[Cut, ...]) -> list[Cut]:
     >>> ends(((8, 1), (4, 2), (2, 4), (1, 8)))
     [(8, 1), (2, 4)]
     """
-    several = [one for one in cuts if one[0] > 1] or list(cuts)
+    several = [cut for cut in cuts if cut[0] > 1] or list(cuts)
     return list(dict.fromkeys((several[0], several[-1])))
 
 
@@ -224,10 +224,10 @@ def _setting(entry: Entry) -> Setting:
 def _plainest(families: Iterable[Family]) -> list[Family]:
     """Return one family of every strategy: the least recomputing and compiling, on the most devices."""
     found: dict[Strategy, Family] = {}
-    for one in sorted(
-        families, key=lambda one: (RECOMPUTES.index(one.recompute), one.compile, -one.layout.gpus)
+    for family in sorted(
+        families, key=lambda family: (RECOMPUTES.index(family.recompute), family.compile, -family.layout.gpus)
     ):
-        found.setdefault(one.strategy, one)
+        found.setdefault(family.strategy, family)
     return list(found.values())
 
 
@@ -261,8 +261,8 @@ class _Search:
 
     def run(self, known: Iterable[Evaluated]) -> Result:
         try:
-            for one in known:
-                self._met(one)
+            for evaluated in known:
+                self._met(evaluated)
             for family in self.space.families:
                 for cut in family.cuts:
                     self._push_bound(family, cut)
@@ -446,10 +446,12 @@ class _Search:
                         wanted[one.strategy] = one
         self._ask([family])
         # That has told what the model holds, and so which of the others are too large to be worth a trace.
-        self._ask([one for one in wanted.values() if self._may_fit(one) and self._may_win(one)])
+        self._ask([text for text in wanted.values() if self._may_fit(text) and self._may_win(text)])
 
     def _ask(self, families: list[Family]) -> None:
-        self.outlook.prepare([(one.setting(cut), one.layout) for one in families for cut in ends(one.cuts)])
+        self.outlook.prepare(
+            [(family.setting(cut), family.layout) for family in families for cut in ends(family.cuts)]
+        )
 
     def _may_fit(self, family: Family) -> bool:
         floor = self.outlook.floor(family.setting(family.cuts[-1]), family.layout)
@@ -515,7 +517,7 @@ class _Search:
                 self.hopeless[plain] = self.last_failure or error
         first = next(iter(self.hopeless.values()), None)
         if first is not None and not self.result.seen:
-            self.hopeless = {one: self.hopeless.get(one, first) for one in self.space.families}
+            self.hopeless = {family: self.hopeless.get(family, first) for family in self.space.families}
 
     def _find_limit(self, family: Family, cut: Cut, seen: Evaluated) -> None:
         """Find the largest micro-batch that fits, by the line through what two of them need.
@@ -525,7 +527,7 @@ class _Search:
         """
         self._too_large(family, seen.estimate.need_bytes)
         smaller = [one for one in family.cuts if one[0] < cut[0]]
-        small = next((one for one in ends(family.cuts)[::-1] if one[0] < cut[0]), None)
+        small = next((end for end in ends(family.cuts)[::-1] if end[0] < cut[0]), None)
         points = {cut[0]: seen.estimate.need_bytes}
         if small is not None and (other := self._estimated(family, small)) is not None:
             points[small[0]] = other.estimate.need_bytes
@@ -545,8 +547,8 @@ class _Search:
 
     def _guess(self, left: list[Cut], points: dict[int, int], most: int) -> int:
         """Which of the micro-batches that are left, the largest first, is the first to fit."""
-        for index, one in enumerate(left):
-            expected = line(points, one[0])
+        for index, cut in enumerate(left):
+            expected = line(points, cut[0])
             if expected is not None and expected <= most:
                 return index
         return (len(left) - 1) // 2 if len(points) < 2 else len(left) - 1  # noqa: PLR2004 - a line

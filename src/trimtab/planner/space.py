@@ -59,7 +59,7 @@ def layouts(cluster: Cluster) -> list[Layout]:
     for picks in _mixed(list(by_kind.values())):
         one = layout(cluster, picks)
         found.setdefault(one.places, one)
-    return sorted(found.values(), key=lambda one: one.gpus)
+    return sorted(found.values(), key=lambda pair: pair.gpus)
 
 
 def _alike(cluster: Cluster, held: Picks) -> Iterator[Picks]:
@@ -68,22 +68,22 @@ def _alike(cluster: Cluster, held: Picks) -> Iterator[Picks]:
     for number, device in held:
         nodes.setdefault(number, []).append(device)
     # The roomiest node first: it serves all numbers up to its own.
-    order = sorted(nodes, key=lambda one: (-len(nodes[one]), -sum(map(room_bytes, nodes[one])), one))
+    order = sorted(nodes, key=lambda node: (-len(nodes[node]), -sum(map(room_bytes, nodes[node])), node))
     first = order[0]
     within = [link for link in cluster.links if link.node == first]
     for count in range(1, len(nodes[first]) + 1):
         for devices in _within(nodes[first], within, count):
-            yield [(first, one) for one in devices]
+            yield [(first, device) for device in devices]
     for count in range(2, len(order) + 1):
-        yield [(number, one) for number in order[:count] for one in nodes[number]]
+        yield [(number, node) for number in order[:count] for node in nodes[number]]
 
 
 def _within(devices: list[Device], links: list[Link], count: int) -> list[list[Device]]:
     """Of one node: the devices with the most room, and those that the fastest link joins."""
-    roomy = sorted(devices, key=lambda one: (-room_bytes(one), one.index))
+    roomy = sorted(devices, key=lambda device: (-room_bytes(device), device.index))
     choices = [roomy[:count]]
     if 1 < count < len(devices):
-        ends = {one.index for one in devices}
+        ends = {device.index for device in devices}
         fast = max(
             (link for link in links if len(ends & set(link.devices)) >= count),
             key=lambda link: link.bandwidth_bytes_per_s or 0.0,
@@ -91,7 +91,7 @@ def _within(devices: list[Device], links: list[Link], count: int) -> list[list[D
         )
         if fast is not None:
             choices.append([one for one in roomy if one.index in fast.devices][:count])
-    return [sorted(one, key=lambda device: device.index) for one in choices]
+    return [sorted(choice, key=lambda device: device.index) for choice in choices]
 
 
 def _mixed(kinds: list[Picks]) -> Iterator[Picks]:
@@ -113,7 +113,7 @@ def _mixed(kinds: list[Picks]) -> Iterator[Picks]:
 
 def layout(cluster: Cluster, picks: Picks) -> Layout:
     """The part of a cluster that holds these devices and no others."""
-    picks = sorted(picks, key=lambda one: (one[0], one[1].index))
+    picks = sorted(picks, key=lambda pick: (pick[0], pick[1].index))
     used = sorted({number for number, _ in picks})
     chosen = {number: [device for node, device in picks if node == number] for number in used}
     links = []
@@ -167,13 +167,13 @@ class Family:
     cuts: tuple[Cut, ...] = field(compare=False)
     """The largest micro-batch first."""
 
-    def setting(self, one: Cut, allocator: Allocator = Allocator.DEFAULT) -> Setting:
+    def setting(self, cut: Cut, allocator: Allocator = Allocator.DEFAULT) -> Setting:
         """The member with that micro-batch."""
         return Setting(
             strategy=self.strategy,
             mesh=self.mesh,
-            micro_batch=one[0],
-            accumulation=one[1],
+            micro_batch=cut[0],
+            accumulation=cut[1],
             global_batch=self.global_batch,
             precision=self.precision,
             recompute=self.recompute,
@@ -216,7 +216,7 @@ class Space:
         """The part with that many devices."""
         return replace(
             self,
-            families=tuple(one for one in self.families if one.layout.gpus == gpus),
+            families=tuple(family for family in self.families if family.layout.gpus == gpus),
             mixed=tuple(one for one in self.mixed if one.gpus == gpus),
             refused=(),
         )
@@ -235,7 +235,7 @@ def space(
     """
     _check(workload, cluster, policy)
     pins = policy.pins
-    every = [one for one in layouts(cluster) if pins.get("gpus") in (None, one.gpus)]
+    every = [layout for layout in layouts(cluster) if pins.get("gpus") in (None, layout.gpus)]
     refusals = _Refusals()
     families: list[Family] = []
     mixed: list[Layout] = []
@@ -257,7 +257,7 @@ def space(
     if not families and not mixed:
         raise _empty(policy, workload, refusals.listed())
     # What was fixed by rule removed as many settings as are left.
-    left = sum(len(one.cuts) for one in families) or 1
+    left = sum(len(family.cuts) for family in families) or 1
     for why in _by_rule(cluster.devices, policy, failed):
         refusals.add(why, left)
     pinned = pins.get("allocator")
@@ -278,7 +278,7 @@ def shard_counts(workload: Workload, cluster: Cluster, policy: Policy) -> set[in
         families = space(workload, cluster, policy).families
     except WrongUse:
         return set()
-    return {one.mesh.dp_shard for one in families if one.mesh.dp_shard > 1}
+    return {family.mesh.dp_shard for family in families if family.mesh.dp_shard > 1}
 
 
 class _Refusals:
@@ -323,9 +323,9 @@ def word(value: Any) -> str:
 
 def _beyond(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]]:
     """A pinned precision that no device here runs."""
-    if precision is None or any(runs(one, Precision(precision)) for one in devices):
+    if precision is None or any(runs(device, Precision(precision)) for device in devices):
         return []
-    names = ", ".join(dict.fromkeys(one.kind for one in devices))
+    names = ", ".join(dict.fromkeys(device.kind for device in devices))
     if Precision(precision).dtypes.tf32_products:
         return [(f"precision={precision}, and {names} has no TF32", "pin precision=fp16 or fp32")]
     return [
@@ -338,7 +338,7 @@ def _beyond(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]
 
 def _joined_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tuple[str, str]]:
     """Pins that ask for more devices than there are whole GPUs, where some are MIG slices."""
-    slices = [one for one in devices if one.slice]
+    slices = [device for device in devices if device.slice]
     asked = max(int(pins.get(key) or 1) for key in ("gpus", "data_parallel"))
     strategy = STRATEGIES.get(str(pins.get("strategy")))
     if strategy is not None and strategy.needs_several_gpus:
@@ -347,7 +347,7 @@ def _joined_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tu
     # Where the devices are too few anyway, that is what is said.
     if not slices or not max(1, whole) < asked <= len(devices):
         return []
-    profiles = ", ".join(dict.fromkeys(one.slice.profile for one in slices if one.slice))
+    profiles = ", ".join(dict.fromkeys(slice_.slice.profile for slice_ in slices if slice_.slice))
     found = (
         f"MIG slices ({profiles}) cannot work on one job together: a process sees one of them, and NCCL does "
         "not join slices"
@@ -371,9 +371,9 @@ def runs(device: Device, precision: Precision) -> bool:
 
 def best_precision(devices: tuple[Device, ...]) -> Precision:
     """bf16 where all devices run it, fp16 where one does not, fp32 where nothing is known."""
-    if all(one.bf16 for one in devices):
+    if all(device.bf16 for device in devices):
         return Precision.BF16
-    if any(one.bf16 is False for one in devices):
+    if any(device.bf16 is False for device in devices):
         return Precision.FP16
     return Precision.FP32
 
@@ -384,13 +384,13 @@ def pick_precision(
     """Return the pinned precision, else the best one that the job has not failed in."""
     if "precision" in policy.pins:
         return Precision(str(policy.pins["precision"]))
-    unusable = {one.precision for one in failed}
+    unusable = {failed_precision.precision for failed_precision in failed}
     order = [best_precision(devices), *WITHOUT_AUTOCAST]
     return next((one for one in order if one not in unusable and _all_run(devices, one)), order[0])
 
 
 def _all_run(devices: tuple[Device, ...], precision: Precision) -> bool:
-    return all(runs(one, precision) for one in devices)
+    return all(runs(device, precision) for device in devices)
 
 
 def _families(
@@ -469,7 +469,7 @@ def _members(workload: Workload, mesh: Mesh, policy: Policy, refusals: _Refusals
     """The micro-batches of a mesh that make the global batch; the whole of it where it cannot be cut."""
     # The branch with the most ranks has the smallest share: all take micro-batches that it can fill.
     most = -(-workload.global_batch // max(mesh.copies, default=1))
-    found = [one for one in _cuts(workload.global_batch, mesh.data_parallel, policy) if one[0] <= most]
+    found = [cut for cut in _cuts(workload.global_batch, mesh.data_parallel, policy) if cut[0] <= most]
     if not workload.is_indivisible:
         return found
     smaller = [one for one in found if one[1] > 1]
@@ -482,7 +482,7 @@ def _cuts(global_batch: int, ranks: int, policy: Policy) -> list[Cut]:
     if micro is not None:
         one = cut(global_batch, ranks, micro_batch=int(micro))
         return [one] if one and rounds in (None, one[1]) else []
-    return [one for one in cuts(global_batch, ranks) if rounds in (None, one[1])]
+    return [cut for cut in cuts(global_batch, ranks) if rounds in (None, cut[1])]
 
 
 def workers(layout: Layout, policy: Policy) -> int:
@@ -503,7 +503,7 @@ def _by_rule(
         yield f"another precision than the pin {policy.pins['precision']}"
     else:
         chosen = pick_precision(devices, policy, failed)
-        unusable = {one.precision for one in failed}
+        unusable = {failed_precision.precision for failed_precision in failed}
         for precision in Precision:
             if precision is not chosen and precision not in unusable:
                 yield _why_not(precision, chosen, devices)
@@ -537,6 +537,6 @@ def _empty(policy: Policy, workload: Workload, refused: tuple[Rejection, ...]) -
     pinned = " ".join(f"--pin {key}={word(value)}" for key, value in policy.pins.items())
     return WrongUse(
         pinned or f"global batch {workload.global_batch}",
-        found="no setting agrees with that: " + "; ".join(one.why for one in refused),
+        found="no setting agrees with that: " + "; ".join(rejection.why for rejection in refused),
         cure=batch_loss_rules.cure(workload) if workload.is_indivisible else "Leave a pin out.",
     )

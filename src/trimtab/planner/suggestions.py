@@ -60,7 +60,7 @@ def nothing_fits(
 def _closest(whole: Space, result: Result, outlook: Estimator) -> Evaluated | None:
     """The setting that needs least, where bounds alone ruled everything out."""
     rows = [
-        (least, RECOMPUTES[::-1].index(one.recompute), one) for one, (_, least) in result.too_large.items()
+        (least, RECOMPUTES[::-1].index(key.recompute), key) for key, (_, least) in result.too_large.items()
     ]
     for _, _, family in sorted(rows, key=lambda row: row[:2]):
         setting = family.setting(family.cuts[-1], whole.allocators[-1])
@@ -74,14 +74,14 @@ def _closest(whole: Space, result: Result, outlook: Estimator) -> Evaluated | No
 
 def _counted(cluster: Cluster) -> str:
     counts: dict[str, int] = {}
-    for one in cluster.devices:
-        counts[kind(one)] = counts.get(kind(one), 0) + 1
+    for device in cluster.devices:
+        counts[kind(device)] = counts.get(kind(device), 0) + 1
     return " + ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 def _missing(near: Evaluated | None, least: int, policy: Policy, cluster: Cluster) -> str:
     if near is None:
-        most = policy.memory_share * max(room_bytes(one) for one in cluster.devices)
+        most = policy.memory_share * max(room_bytes(device) for device in cluster.devices)
         return f"nothing fits: {format_bytes(least)} or more are needed, {format_bytes(most)} may be used"
     setting, estimate = near.setting, near.estimate
     released = ", even after releasing cached blocks" * (estimate.need_bytes < estimate.band.high_bytes)
@@ -99,7 +99,7 @@ def _cure(changes: tuple[Change, ...]) -> str:
         return (
             "Nothing near fits either: a smaller model, a shorter sample, or trimtab plan --on larger GPUs."
         )
-    told = [f"{one.what} ({_shown(one)})" for one in changes]
+    told = [f"{change.what} ({_shown(change)})" for change in changes]
     return "Any of these would fit: " + "; ".join(told) + "."
 
 
@@ -239,9 +239,9 @@ def _other_gpus(
     from trimtab.catalog.tables import devices
 
     need = need_bytes / policy.memory_share
-    count = 1 if any(one.slice for one in cluster.devices) else len(cluster.devices)
-    larger = sorted((one for one in devices() if one.usable_bytes >= need and one.vendor == "nvidia"),
-                    key=lambda one: one.usable_bytes)  # fmt: skip
+    count = 1 if any(device.slice for device in cluster.devices) else len(cluster.devices)
+    enough = [row for row in devices() if row.usable_bytes >= need and row.vendor == "nvidia"]
+    larger = sorted(enough, key=lambda row: row.usable_bytes)
     for row in larger[:OTHERS_TRIED]:
         device = cluster.devices[0].replace(model=row.name, slice=None)
         seen = _best(workload, imagined(cluster, device, count), policy, outlook)

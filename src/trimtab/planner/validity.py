@@ -55,9 +55,9 @@ def used(places: tuple[Place, ...]) -> str:
     '2 x T4'
     """
     nodes: dict[int, dict[str, int]] = {}
-    for one in places:
-        held = nodes.setdefault(one.node, {})
-        held[one.name] = held.get(one.name, 0) + 1
+    for place in places:
+        held = nodes.setdefault(place.node, {})
+        held[place.name] = held.get(place.name, 0) + 1
     texts = [" + ".join(f"{count} x {name}" for name, count in held.items()) for held in nodes.values()]
     counted = {text: texts.count(text) for text in texts}
     return ", ".join(text if count == 1 else f"{count} nodes of {text}" for text, count in counted.items())
@@ -90,9 +90,9 @@ def _named(key: str) -> str:
 def _cluster(plan: Plan, cluster: Cluster) -> list[str]:
     """Whether the cluster can seat the plan, node by node, the fullest first."""
     wanted: dict[int, dict[str, int]] = {}
-    for one in plan.places:
-        held = wanted.setdefault(one.node, {})
-        held[one.name] = held.get(one.name, 0) + 1
+    for place in plan.places:
+        held = wanted.setdefault(place.node, {})
+        held[place.name] = held.get(place.name, 0) + 1
     there = []
     for node in cluster.nodes:
         counts: dict[str, int] = {}
@@ -100,7 +100,7 @@ def _cluster(plan: Plan, cluster: Cluster) -> list[str]:
             counts[kind(device)] = counts.get(kind(device), 0) + 1
         there.append(counts)
     left = sorted(there, key=lambda one: -sum(one.values()))
-    for held in sorted(wanted.values(), key=lambda one: -sum(one.values())):
+    for held in sorted(wanted.values(), key=lambda number: -sum(number.values())):
         seat = next(
             (one for one in left if all(one.get(name, 0) >= many for name, many in held.items())), None
         )
@@ -116,8 +116,8 @@ def _cluster(plan: Plan, cluster: Cluster) -> list[str]:
 def _room(plan: Plan, cluster: Cluster) -> list[str]:
     """Whether enough devices have the memory free that the plan counted on."""
     need = plan.estimate.need_bytes
-    names = {one.name for one in plan.places}
-    rooms = sorted((room_bytes(one) for one in cluster.devices if kind(one) in names), reverse=True)
+    names = {place.name for place in plan.places}
+    rooms = sorted((room_bytes(device) for device in cluster.devices if kind(device) in names), reverse=True)
     count = len(plan.places)
     if len(rooms) >= count and count and rooms[count - 1] < need:
         return [
@@ -141,10 +141,10 @@ def _devices(plan: Plan) -> str:
 
     The GPUs may be others by now: without --on, a plan is for those that are here.
     """
-    names = [one.name for one in plan.places]
-    if not names or any(one.node for one in plan.places):
+    names = [place.name for place in plan.places]
+    if not names or any(place.node for place in plan.places):
         return ""
-    counted = "+".join(f"{names.count(one)}x{one}" for one in dict.fromkeys(names))
+    counted = "+".join(f"{names.count(fromkey)}x{fromkey}" for fromkey in dict.fromkeys(names))
     return f" --on {quote(counted)}"
 
 

@@ -557,7 +557,7 @@ class CachingAllocator:
         `names` gives other ids than their own to blocks that play the same part at both moments. The age of
         blocks, which only garbage collection looks at, is left out.
         """
-        live = sorted((names.get(one, one), block.address) for one, block in self._live.items() if block)
+        live = sorted((names.get(key, key), block.address) for key, block in self._live.items() if block)
         pools = tuple(
             (key, tuple(one[:2] for one in pool.free), tuple(at for at, _ in pool.unmapped))
             for key, pool in self._pools.items()

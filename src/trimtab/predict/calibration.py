@@ -82,7 +82,7 @@ def _fresh(calibration: Calibration, target: op_time.Rates, measured_on: op_time
 
 
 def _rates(name: str) -> op_time.Rates | None:
-    row = next((one for one in devices() if one.name == name), None) or reported(name)
+    row = next((device for device in devices() if device.name == name), None) or reported(name)
     return op_time.rates(row_device(row, 0, "the calibration")) if row is not None else None
 
 

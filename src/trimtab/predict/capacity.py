@@ -93,11 +93,11 @@ def training_steps(trace: Trace) -> TrainingSteps:
     if twins is not None:
         # Two sets of ids take turns, since a step frees what the step before it has left.
         other = {**twins, **{second: first for first, second in twins.items()}}
-        odd = [other.get(one, one) if one >= 0 else ~other.get(~one, ~one) for one in steps[-1]]
+        odd = [other.get(step, step) if step >= 0 else ~other.get(~step, ~step) for step in steps[-1]]
         repeats = _events(trace, odd), _events(trace, steps[-1])
         places = {one: ~place for place, pair in enumerate(twins.items()) for one in pair}
     return TrainingSteps(
-        _events(trace, order[:begin]), [_events(trace, one) for one in steps], repeats, places
+        _events(trace, order[:begin]), [_events(trace, step) for step in steps], repeats, places
     )
 
 
@@ -113,11 +113,11 @@ def _twins(trace: Trace, earlier: Sequence[int], last: Sequence[int]) -> dict[in
     twins = dict(zip(first, second, strict=True))
     kinds = zip(trace.sizes, trace.streams, strict=True)
     known = dict(enumerate(kinds))
-    if any(known[one] != known[other] for one, other in twins.items()):
+    if any(known[key] != known[other] for key, other in twins.items()):
         return None
-    freed = {~one for one in last if one < 0}
+    freed = {~number for number in last if number < 0}
     found = freed.difference(second)
-    left = set(first).difference(~one for one in earlier if one < 0)
+    left = set(first).difference(~number for number in earlier if number < 0)
     if found != left or {twins[one] for one in found} != set(second).difference(freed):
         return None
     return twins
@@ -126,9 +126,9 @@ def _twins(trace: Trace, earlier: Sequence[int], last: Sequence[int]) -> dict[in
 def _events(trace: Trace, order: Sequence[int]) -> list[Event]:
     sizes, streams = trace.sizes, trace.streams
     return [
-        ("alloc", one, sizes[one], streams[one]) if one >= 0 else ("free", ~one, 0, 0)
-        for one in order
-        if sizes[one if one >= 0 else ~one]
+        ("alloc", number, sizes[number], streams[number]) if number >= 0 else ("free", ~number, 0, 0)
+        for number in order
+        if sizes[number if number >= 0 else ~number]
     ]
 
 
@@ -253,14 +253,14 @@ def judge_fully(  # noqa: PLR0913 - an estimate with what it was made from, and 
         return _refused(found, limit)
     ranks = _ranks(found, trace, setting)
     expandable = setting.allocator is Allocator.EXPANDABLE
-    least = min(found.process_bytes, max(one.least(expandable=expandable) for one in ranks))
+    least = min(found.process_bytes, max(rank.least(expandable=expandable) for rank in ranks))
     if fits:
         return found.judge_quickly(capacity).replace(least_bytes=least)
     if least > usable:
         found = _refused(found, limit, least)
     else:
-        runs = [one.run(usable, expandable=expandable) for one in ranks]
-        releases = max(one.releases for one in runs)
+        runs = [rank.run(usable, expandable=expandable) for rank in ranks]
+        releases = max(run.releases for run in runs)
         found = found.replace(
             fits=True,
             verdict=Verdict.FITS_TIGHT,
@@ -299,11 +299,11 @@ class _Rank:
 def _ranks(found: Estimate, trace: Trace, setting: Setting) -> list[_Rank]:
     """Every kind of rank. What accumulation adds is the same for all of them."""
     facts = fallback_facts().memory.with_context(found.parts.context)
-    replayed = [rank_memory(one, setting, facts) for one in trace.ranks]
+    replayed = [rank_memory(rank, setting, facts) for rank in trace.ranks]
     added = found.process_bytes - max(one.process_bytes for one, _ in replayed)
     return [
-        _Rank(training_steps(one), memory.process_bytes - alone.reserved_bytes + max(0, added))
-        for one, (memory, alone) in zip(trace.ranks, replayed, strict=True)
+        _Rank(training_steps(rank), memory.process_bytes - alone.reserved_bytes + max(0, added))
+        for rank, (memory, alone) in zip(trace.ranks, replayed, strict=True)
     ]
 
 
@@ -339,10 +339,10 @@ def _tight_reason(found: Estimate, limit: int, least: int, releases: float) -> s
 
 def _expandable(found: Estimate, ranks: list[_Rank], limit: int) -> str:
     """What expandable segments would change."""
-    need = found.with_band(max(one.reserved(expandable=True) for one in ranks))
+    need = found.with_band(max(rank.reserved(expandable=True) for rank in ranks))
     if need <= limit:
         return f"--allocator expandable: fits in {format_bytes(need)}"
-    least = found.with_band(max(one.least(expandable=True) for one in ranks))
+    least = found.with_band(max(rank.least(expandable=True) for rank in ranks))
     if least <= limit:
         return f"--allocator expandable: runs in {format_bytes(least)}, by releasing memory too"
     return f"--allocator expandable: does not fit either, {format_bytes(least)}"

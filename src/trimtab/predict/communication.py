@@ -49,9 +49,11 @@ def links(cluster: Cluster, gpus: int) -> Links:
     per_node = max((len(node.devices) for node in cluster.nodes), default=1) or 1
     nodes = -(-gpus // per_node)
     within = [
-        one.total_bytes_per_s or one.bandwidth_bytes_per_s for one in cluster.links if one.node is not None
+        link.total_bytes_per_s or link.bandwidth_bytes_per_s
+        for link in cluster.links
+        if link.node is not None
     ]
-    between = [one.bandwidth_bytes_per_s for one in cluster.links if one.node is None]
+    between = [link.bandwidth_bytes_per_s for link in cluster.links if link.node is None]
     return Links(
         within=min((one for one in within if one), default=collectives().unknown_bytes_per_s),
         between=min((one for one in between if one), default=collectives().unknown_bytes_per_s),
@@ -68,7 +70,7 @@ def network_words(cluster: Cluster, gpus: int) -> str | None:
     speed = (
         f"network between nodes: {format_bandwidth(among.between)} ({_bits(among.between)}) a GPU each way"
     )
-    sources = [one.source for one in cluster.links if one.node is None and one.bandwidth_bytes_per_s]
+    sources = [link.source for link in cluster.links if link.node is None and link.bandwidth_bytes_per_s]
     kind, _, ground = (sources[0] if sources else "assumed: nothing is known of it").partition(": ")
     if kind == "stated":
         return f"{speed}, as stated by {ground}"

@@ -57,15 +57,15 @@ def at(low: Trace, high: Trace, micro_low: Number, micro_high: Number, micro: Nu
     return _mixed((low, high), lambda one, other: _between(one, other, share))
 
 
-def corner(origin: Trace, one: Trace, other: Trace) -> Trace | None:
+def corner(origin: Trace, trace: Trace, other: Trace) -> Trace | None:
     """The fourth corner of a rectangle: what two changes of the first trace make together.
 
     A longer micro-batch makes activations longer, and more shards make shards shorter, neither by what the
     other does. None where the programs differ.
     """
-    if not (same_program(origin, one) and same_program(origin, other)):
+    if not (same_program(origin, trace) and same_program(origin, other)):
         return None
-    return _mixed((origin, one, other), lambda first, second, third: max(0, second + third - first))
+    return _mixed((origin, trace, other), lambda first, second, third: max(0, second + third - first))
 
 
 def _mixed(traces: tuple[Trace, ...], mix: Callable[..., int]) -> Trace:
@@ -73,7 +73,7 @@ def _mixed(traces: tuple[Trace, ...], mix: Callable[..., int]) -> Trace:
     first = traces[0]
     sizes = [
         values[0] if len(set(values)) == 1 else mix(*values)
-        for values in zip(*(one.sizes for one in traces), strict=True)
+        for values in zip(*(trace.sizes for trace in traces), strict=True)
     ]
     causes = _causes(traces, mix)
     for number, cause in causes.items():
@@ -87,9 +87,9 @@ def _mixed(traces: tuple[Trace, ...], mix: Callable[..., int]) -> Trace:
         caused=tuple((number, places[cause]) for number, cause in causes.items()),
         works=works,
         sequence=sequence,
-        **{name: mix(*(getattr(one, name) for one in traces)) for name in COUNTS},
-        beside=tuple(_mixed(each, mix) for each in zip(*(one.beside for one in traces), strict=True)),
-        assumptions=tuple(dict.fromkeys(said for one in traces for said in one.assumptions)),
+        **{name: mix(*(getattr(trace, name) for trace in traces)) for name in COUNTS},
+        beside=tuple(_mixed(each, mix) for each in zip(*(trace.beside for trace in traces), strict=True)),
+        assumptions=tuple(dict.fromkeys(said for trace in traces for said in trace.assumptions)),
     )
 
 
@@ -97,26 +97,26 @@ def close(guess: Trace | None, truth: Trace) -> bool:
     """Whether a trace from a line is as good as the real one: the same program, sizes within a thousandth."""
     if guess is None or not same_program(guess, truth):
         return False
-    off = sum(abs(one - other) for one, other in zip(guess.sizes, truth.sizes, strict=True))
+    off = sum(abs(size - other) for size, other in zip(guess.sizes, truth.sizes, strict=True))
     return off <= TOLERANCE * sum(truth.sizes)
 
 
-def same_program(one: Trace, other: Trace) -> bool:
+def same_program(trace: Trace, other: Trace) -> bool:
     """Whether two traces allocate and free the same things in the same order, whatever their sizes.
 
     Frees with no allocation between them may come in any order: torch gives back what autocast has cached by
     where it lies in memory, and the allocator's state after all of them is the same.
     """
     return (
-        len(one.order) == len(other.order)
-        and all(getattr(one, name) == getattr(other, name) for name in SAME)
-        and _names(one.ops, one.op_names) == _names(other.ops, other.op_names)
-        and _names(one.modules, one.module_names) == _names(other.modules, other.module_names)
-        and _in_order(one.order, _begins(one)) == _in_order(other.order, _begins(other))
-        and _rules(one) == _rules(other)
-        and _kinds(one) == _kinds(other)
-        and len(one.beside) == len(other.beside)
-        and all(map(same_program, one.beside, other.beside))
+        len(trace.order) == len(other.order)
+        and all(getattr(trace, name) == getattr(other, name) for name in SAME)
+        and _names(trace.ops, trace.op_names) == _names(other.ops, other.op_names)
+        and _names(trace.modules, trace.module_names) == _names(other.modules, other.module_names)
+        and _in_order(trace.order, _begins(trace)) == _in_order(other.order, _begins(other))
+        and _rules(trace) == _rules(other)
+        and _kinds(trace) == _kinds(other)
+        and len(trace.beside) == len(other.beside)
+        and all(map(same_program, trace.beside, other.beside))
     )
 
 
@@ -148,25 +148,25 @@ def _in_order(order: tuple[int, ...], begins: frozenset[int]) -> tuple[int, ...]
 
 def _rules(trace: Trace) -> list[tuple[int, str, str, int]]:
     """Which allocations have which formula."""
-    each = [(one.rule, one.word, len(one.numbers)) for one in trace.causes]
+    each = [(cause.rule, cause.word, len(cause.numbers)) for cause in trace.causes]
     return [(number, *each[index]) for number, index in trace.caused]
 
 
 def _causes(traces: tuple[Trace, ...], mix: Callable[..., int]) -> dict[int, Cause]:
     """What sizes follow from, mixed, by allocation."""
     found = {}
-    for each in zip(*(one.caused for one in traces), strict=True):
-        causes = [one.causes[index] for one, (_, index) in zip(traces, each, strict=True)]
+    for each in zip(*(trace.caused for trace in traces), strict=True):
+        causes = [trace.causes[index] for trace, (_, index) in zip(traces, each, strict=True)]
         found[each[0][0]] = causes[0].replace(
-            numbers=tuple(mix(*values) for values in zip(*(one.numbers for one in causes), strict=True)),
-            beside=mix(*(one.beside for one in causes)),
+            numbers=tuple(mix(*values) for values in zip(*(cause.numbers for cause in causes), strict=True)),
+            beside=mix(*(cause.beside for cause in causes)),
         )
     return found
 
 
 def _kinds(trace: Trace) -> list[tuple[str, str, str, bool, int]]:
     """What each operation of the sequence is, its size left out; a longer one may take more launches."""
-    each = [(one.op, one.kind, one.dtype, one.kernels > 0, len(one.dims)) for one in trace.works]
+    each = [(work.op, work.kind, work.dtype, work.kernels > 0, len(work.dims)) for work in trace.works]
     return [each[index] for index in trace.sequence]
 
 
@@ -175,30 +175,30 @@ def _works(traces: tuple[Trace, ...], mix: Callable[..., int]) -> tuple[tuple[Wo
     made: dict[tuple[int, ...], Work] = {}
     places: dict[Work, int] = {}
     sequence = []
-    for numbers in zip(*(one.sequence for one in traces), strict=True):
+    for numbers in zip(*(trace.sequence for trace in traces), strict=True):
         if numbers not in made:
-            works = [one.works[number] for one, number in zip(traces, numbers, strict=True)]
+            works = [trace.works[number] for trace, number in zip(traces, numbers, strict=True)]
             made[numbers] = works[0].replace(
-                flops=mix(*(one.flops for one in works)),
-                read_bytes=mix(*(one.read_bytes for one in works)),
-                write_bytes=mix(*(one.write_bytes for one in works)),
-                dims=tuple(mix(*values) for values in zip(*(one.dims for one in works), strict=True)),
-                kernels=max(min(works[0].kernels, 1), mix(*(one.kernels for one in works))),
+                flops=mix(*(work.flops for work in works)),
+                read_bytes=mix(*(work.read_bytes for work in works)),
+                write_bytes=mix(*(work.write_bytes for work in works)),
+                dims=tuple(mix(*values) for values in zip(*(work.dims for work in works), strict=True)),
+                kernels=max(min(works[0].kernels, 1), mix(*(work.kernels for work in works))),
             )
         sequence.append(places.setdefault(made[numbers], len(places)))
     return tuple(places), tuple(sequence)
 
 
-def _between(one: int, other: int, share: Fraction) -> int:
+def _between(number: int, other: int, share: Fraction) -> int:
     """One plus a share of the way to the other, whole and not below zero.
 
     >>> _between(1536, 3072, Fraction(1, 2)), _between(100, 200, Fraction(-3, 2))
     (2304, 0)
     """
-    if one == other:
-        return one
+    if number == other:
+        return number
     # What round(one + (other - one) * share) gives, many times faster.
-    whole, rest = divmod(one * share.denominator + (other - one) * share.numerator, share.denominator)
+    whole, rest = divmod(number * share.denominator + (other - number) * share.numerator, share.denominator)
     twice = 2 * rest
     if twice > share.denominator or (twice == share.denominator and whole % 2):
         whole += 1
@@ -311,7 +311,7 @@ def _with_sums(trace: Trace, gradients: list[int], whole: int) -> Trace:
     """The operations with those of buckets: they are zeroed, and every gradient is added to its view."""
     if not trace.sequence or "optimizer" not in trace.phases:
         return trace
-    dtype = next((one.dtype for one in trace.works if one.kind == "optimizer"), "float32")
+    dtype = next((work.dtype for work in trace.works if work.kind == "optimizer"), "float32")
     zero = Work(op="aten::_foreach_zero_", kind="pointwise", dtype=dtype, write_bytes=whole, dims=(0, whole))
     sums = [
         Work(

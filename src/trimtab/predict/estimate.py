@@ -127,11 +127,11 @@ def estimate(  # noqa: PLR0913 - a setting, where it runs, and what is known of 
 
 def _fullest(trace: Trace, setting: Setting, facts: MemoryFacts) -> tuple[MemoryPeaks, list[str]]:
     """The memory of the kind of ranks that needs most, and which one that is."""
-    found = [rank_memory(one, setting, facts)[0] for one in trace.ranks]
+    found = [rank_memory(rank, setting, facts)[0] for rank in trace.ranks]
     most = max(range(len(found)), key=lambda number: found[number].band.high_bytes)
     if not trace.beside:
         return found[most], []
-    others = ", ".join(one.rank for number, one in enumerate(trace.ranks) if number != most)
+    others = ", ".join(rank.rank for number, rank in enumerate(trace.ranks) if number != most)
     named = f"the ranks of {trace.ranks[most].rank} hold most and are the ones estimated"
     return found[most], [f"{named}; those of {others} hold less"]
 

@@ -124,7 +124,7 @@ def sized(known: FlowShape, trace: Trace, only: Iterable[int] | None = None) -> 
         found, rests = known.reads[place], known.rests[place]
         wanted = 0
         if rests or not all(whole for _, whole in found):
-            wanted = _wanted(works[sequence[place]], sum(sizes[one] for one in known.makes[place]))
+            wanted = _wanted(works[sequence[place]], sum(sizes[make] for make in known.makes[place]))
         every[place] = tuple([Read(tensor, sizes[tensor] if whole else wanted) for tensor, whole in found])
         if rests:
             unknown[place] = max(0, wanted - sum(size for _, size in every[place]))
@@ -148,7 +148,7 @@ def _standing(trace: Trace) -> set[int]:
             alive.add(event)
         else:
             alive.discard(~event)
-    return {one for one in alive if trace.parts[one] in OPERAND_PARTS}
+    return {number for number in alive if trace.parts[number] in OPERAND_PARTS}
 
 
 class _Walk:
@@ -184,8 +184,8 @@ class _Walk:
         found.reads.append(reads)
         found.rests.append(rests)
         found.makes.append(made)
-        for one in reads:
-            self._touch(one.tensor)
+        for read in reads:
+            self._touch(read.tensor)
         for tensor in sorted(made, key=self._sizes.__getitem__):
             found.makers[tensor] = place
             self._touch(tensor)
@@ -244,7 +244,7 @@ class _Walk:
         recent = [one for one, _ in zip(self._recent, range(RECENT), strict=False)]
         there = list(dict.fromkeys([*recent[:1], *soon, *recent]))
         sizes = self._sizes
-        wanted = _wanted(work, sum(sizes[one] for one in made))
+        wanted = _wanted(work, sum(sizes[number] for number in made))
         chosen, rest = operands(wanted, tuple(sizes[one] for one in there), 1 + len(soon))
         alone = len(chosen) == 1 and chosen[0][1] == sizes[there[chosen[0][0]]]
         if not alone and wanted in self._old:
@@ -261,12 +261,12 @@ class _Walk:
 
     def _written_over(self, place: int, work: Work, reads: tuple[TensorRead, ...]) -> tuple[int, ...]:
         """An operation in place: what it wrote over is another tensor from now on."""
-        alike = [one.tensor for one in reads if self._sizes[one.tensor] == work.write_bytes]
+        alike = [read.tensor for read in reads if self._sizes[read.tensor] == work.write_bytes]
         if not alike:
             return ()
         dying = set(self._dying())
         same = next((one for one in alike if one not in dying), alike[0])
-        holder = next((one for one, version in self._version.items() if version == same), same)
+        holder = next((key for key, version in self._version.items() if version == same), same)
         new = len(self._sizes)
         self._sizes.append(work.write_bytes)
         self.found.rewrites.append(place)
@@ -372,12 +372,12 @@ def fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
                 work = trace.works[number]
                 work = halved(work, half) if half and how[1] else work
                 called = _called(work, pace, channels_last=plan.channels_last)
-                calls[how] = tuple(one for one in called if one.kernels)
+                calls[how] = tuple(work for work in called if work.kernels)
             kept = calls[how]
         works += kept
         places += [place] * len(kept)
     numbers: dict[Work, int] = {}
-    sequence = tuple(numbers.setdefault(one, len(numbers)) for one in works)
+    sequence = tuple(numbers.setdefault(work, len(numbers)) for work in works)
     return trace.replace(
         works=tuple(numbers),
         sequence=sequence,
@@ -446,7 +446,7 @@ def _is_flat(work: Work) -> bool:
 
 def channels_last(works: list[Work]) -> bool:
     """Whether inductor lays images out with channels last in a graph of these operations."""
-    found = [one for one in works if one.op.endswith("convolution") and one.kind == "convolution"]
+    found = [work for work in works if work.op.endswith("convolution") and work.kind == "convolution"]
     flat = [one for one in found if _is_flat(one)]
     if not flat or len(works) >= NODES_A_CONVOLUTION * len(found):
         return False
@@ -467,7 +467,7 @@ def inside(works: list[Work], backward: int, optimizer: int) -> list[bool]:
     operations. A trace without calls of modules is taken for all of it; one with calls, none of which is of
     the model, has nothing that torch.compile would compile.
     """
-    whole = not any(one.kind == "call" for one in works)
+    whole = not any(work.kind == "call" for work in works)
     depth, found = int(whole), []
     eager = 0
     for work in works[:backward]:
@@ -520,8 +520,8 @@ def _grouped(trace: Trace, works: list[Work]) -> FusionGroups:
     flow = sized(known, trace)
     readers: dict[int, list[int]] = defaultdict(list)
     for place, reads in enumerate(flow.reads):
-        for one in reads:
-            readers[one.tensor].append(place)
+        for read in reads:
+            readers[read.tensor].append(place)
     levels: dict[int, int] = {}
     mine: dict[int, int] = {}
     parents: dict[int, int] = {}
@@ -530,7 +530,7 @@ def _grouped(trace: Trace, works: list[Work]) -> FusionGroups:
         if place == backward or work.kind == "wait" or not compiled[place]:
             # Another graph begins here.
             floor = highest + 1
-        level = max([floor, *(levels.get(one.tensor, 0) for one in flow.reads[place])])
+        level = max([floor, *(levels.get(read.tensor, 0) for read in flow.reads[place])])
         fuses = compiled[place] and is_fused(work)
         for tensor in flow.makes[place]:
             levels[tensor] = level if fuses else level + 1
@@ -556,11 +556,11 @@ def _neighbours(place: int, work: Work, flow: Flow, readers: dict[int, list[int]
     """Earlier operations that made what this one reads, or read the same."""
     bulk = max(work.read_bytes, work.write_bytes)
     found = []
-    for one in flow.reads[place]:
-        maker = flow.makers.get(one.tensor)
+    for read in flow.reads[place]:
+        maker = flow.makers.get(read.tensor)
         found += [maker] if maker is not None else []
-        if 2 * one.size >= bulk:
-            found += [other for other in readers[one.tensor] if other < place]
+        if 2 * read.size >= bulk:
+            found += [other for other in readers[read.tensor] if other < place]
     return found
 
 
@@ -572,7 +572,7 @@ class _Plan:
         self.backward = trace.phases.get("backward", len(self.works))
         self.inside, self.readers = known.inside, known.readers
         self.group_of, self.members = known.group_of, known.members
-        own = [one for one, compiled in zip(self.works, self.inside, strict=True) if compiled]
+        own = [work for work, compiled in zip(self.works, self.inside, strict=True) if compiled]
         self.channels_last = channels_last(own)
         self.flow = sized(known.links, trace, known.group_of)
         self.known_roots: dict[int, Roots] = {}
@@ -587,7 +587,7 @@ class _Plan:
     def _is_written(self, tensor: int, place: int) -> bool:
         """Whether a tensor that is made inside of a kernel has to reach memory."""
         group = self.group_of[place]
-        outside = [one for one in self.readers.get(tensor, ()) if self.group_of.get(one) != group]
+        outside = [reader for reader in self.readers.get(tensor, ()) if self.group_of.get(reader) != group]
         size = self.flow.sizes[tensor]
         if any(one not in self.group_of for one in outside):
             return True
@@ -624,20 +624,20 @@ class _Plan:
         unknown = 0
         for place in places:
             unknown += self.flow.unknown[place]
-            for one in self.flow.reads[place]:
-                if one.tensor in inner:
+            for read in self.flow.reads[place]:
+                if read.tensor in inner:
                     continue
-                found = self.roots(one.tensor)
+                found = self.roots(read.tensor)
                 unknown += found.unknown
-                alone = len(found.tensors) == 1 and one.tensor in found.tensors
+                alone = len(found.tensors) == 1 and read.tensor in found.tensors
                 for tensor, size in found.tensors.items():
-                    more = one.size if alone else size
+                    more = read.size if alone else size
                     tensors[tensor] = min(self.flow.sizes[tensor], tensors.get(tensor, 0) + more)
         return Roots(tensors, unknown)
 
     def _kernels(self, members: list[int]) -> tuple[Work, ...]:
         """The kernels that a group becomes: reductions that go before, then the one that writes."""
-        apart = [one for one in members if self._is_apart(one, members)]
+        apart = [member for member in members if self._is_apart(member, members)]
         rest = sorted(set(members) - set(apart))
         works = [self.works[one].replace(op=NAME) for one in apart]
         if not rest:
@@ -661,10 +661,11 @@ class _Plan:
         work = self.works[place]
         if not _reduces(work) or work.write_bytes > WIDE * work.read_bytes:
             return False
-        inputs = [one.tensor for one in self.flow.reads[place]]
+        inputs = [read.tensor for read in self.flow.reads[place]]
         group = self.group_of[place]
         ready = all(
-            one in self.written or self.group_of.get(self.flow.makers.get(one, -1)) != group for one in inputs
+            input_ in self.written or self.group_of.get(self.flow.makers.get(input_, -1)) != group
+            for input_ in inputs
         )
         return ready and not self._leads_to(place, members, WIDE * work.read_bytes)
 
@@ -686,10 +687,10 @@ class _Plan:
         if written and any(self.flow.sizes[one] >= bulk for one in reached & self.written):
             return True
         for other in members:
-            if other <= place or not reached & {one.tensor for one in self.flow.reads[other]}:
+            if other <= place or not reached & {read.tensor for read in self.flow.reads[other]}:
                 continue
             reached |= set(self.flow.makes[other])
-            large = [one for one in self.flow.makes[other] if self.flow.sizes[one] >= bulk]
+            large = [make for make in self.flow.makes[other] if self.flow.sizes[make] >= bulk]
             if any(not written or one in self.written for one in large):
                 return True
         return False
@@ -708,7 +709,7 @@ def _top(parents: dict[int, int], place: int) -> int:
 
 
 def _kernel(parts: list[Work], read_bytes: int, write_bytes: int, kind: str) -> Work:
-    lead = max(parts, key=lambda one: one.read_bytes + one.write_bytes)
+    lead = max(parts, key=lambda part: part.read_bytes + part.write_bytes)
     last = lead.dims[1] if len(lead.dims) > 1 else 1
     return Work(
         op=NAME, kind=kind, dtype=lead.dtype, read_bytes=read_bytes, write_bytes=write_bytes, dims=(0, last)

@@ -138,7 +138,7 @@ def _modules(trace: Trace, live: set[int], count: int = 5) -> tuple[tuple[str, i
         name = trace.module_names[trace.modules[number]]
         if name:
             sums[name] = sums.get(name, 0) + rounded(trace.sizes[number])
-    return tuple(sorted(sums.items(), key=lambda one: -one[1])[:count])
+    return tuple(sorted(sums.items(), key=lambda item: -item[1])[:count])
 
 
 def _operation(trace: Trace, position: int) -> str:
@@ -149,7 +149,7 @@ def _operation(trace: Trace, position: int) -> str:
 
 
 def _phase(trace: Trace, position: int) -> str:
-    names = [name for name, at in sorted(trace.marks.items(), key=lambda one: one[1]) if at <= position]
+    names = [name for name, at in sorted(trace.marks.items(), key=lambda item: item[1]) if at <= position]
     return names[-1] if names else ""
 
 
@@ -252,7 +252,7 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
     """
     if setting.accumulation == 1:
         return estimate
-    more = max(sum(gradients(one)) if setting.compile else _risen(one) for one in trace.ranks)
+    more = max(sum(gradients(rank)) if setting.compile else _risen(rank) for rank in trace.ranks)
     if strategy_of(setting).is_sharded and keeps_whole(trace.trainable, estimate.capacity_bytes or 0):
         more += 4 * trace.trainable
     if not more:

@@ -177,14 +177,14 @@ def step(  # noqa: PLR0913 - what runs, how fast, and where
         fusing, setting = False, setting.replace(compile=False)
     found = []
     passes = []
-    for one in trace.ranks:
+    for rank in trace.ranks:
         if fusing:
-            one = _fused(one, setting, pace)  # noqa: PLW2901 - the same rank, compiled
-        rounds = rounds_of(one, setting)
+            rank = _fused(rank, setting, pace)  # noqa: PLW2901 - the same rank, compiled
+        rounds = rounds_of(rank, setting)
         how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
-        sums = tuple(gradients(one)) if rounds > 1 or setting.mesh.pp > 1 else None
-        alone = _alone(one.works, one.sequence, _bounds(one), pace, host, how, sums)
-        found.append(_spent(alone, rounds, _exposed(one, setting, among, alone), host.step))
+        sums = tuple(gradients(rank)) if rounds > 1 or setting.mesh.pp > 1 else None
+        alone = _alone(rank.works, rank.sequence, _bounds(rank), pace, host, how, sums)
+        found.append(_spent(alone, rounds, _exposed(rank, setting, among, alone), host.step))
         passes.append(alone.again_s)
     slowest = max(range(len(found)), key=lambda number: found[number].total_s)
     return found[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))
@@ -281,8 +281,8 @@ def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, as cache key
         more = [*every[:end], *map(_added, sums)]
         again = run(more, pace, host, backward=backward, compiled=compiled, selective=selective)
         again_s, again_device_s = _steady(again, every[:end], host.step.start_s), again.device_s
-    taken = [pace.seconds(one) if one.kernels and one.kind != "collective" else 0.0 for one in works]
-    computed = [pace.seconds(one) if one.kind in ARITHMETIC else 0.0 for one in works]
+    taken = [pace.seconds(work) if work.kernels and work.kind != "collective" else 0.0 for work in works]
+    computed = [pace.seconds(work) if work.kind in ARITHMETIC else 0.0 for work in works]
     arithmetic = sum(computed[number] for number in sequence[:end])
     return Alone(
         whole=whole,
@@ -297,7 +297,7 @@ def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, as cache key
 
 def _steady(passes: Clocks, works: list[Work], start_s: float) -> float:
     """Seconds of one more pass: the host runs ahead into the next one, where it waits for nothing."""
-    if any(one.kind == "wait" for one in works):
+    if any(work.kind == "wait" for work in works):
         return passes.total_s
     return max(passes.device_s, passes.host_s - start_s)
 
@@ -323,7 +323,7 @@ def device_flops(trace: Trace, setting: Setting) -> float:
     if not trace.beside:
         return model_flops(trace) * setting.accumulation
     ranks = mesh.branch_ranks
-    return sum(model_flops(one) * rounds_of(one, setting) * ranks[one.part] for one in trace.ranks) / sum(
+    return sum(model_flops(rank) * rounds_of(rank, setting) * ranks[rank.part] for rank in trace.ranks) / sum(
         ranks
     )
 

@@ -45,10 +45,10 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
     worker process is started for this call.
     """
     requests = [
-        TraceRequest(job=job, overrides=overrides or {}, setting=one, device=device, clip=clip)
-        for one in settings
+        TraceRequest(job=job, overrides=overrides or {}, setting=setting, device=device, clip=clip)
+        for setting in settings
     ]
-    names = [family_key(one) for one in requests]
+    names = [family_key(request) for request in requests]
     families = {} if families is None else families
     for name, request in zip(names, requests, strict=True):
         if name not in families:
@@ -60,7 +60,7 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
             name, one = chosen[0]
             chosen.append((name, resized(one, partner_of(one.micro_batch))))
         corners = _corners(chosen) if choose is _ends else {}
-        chosen = [one for one in chosen if one not in corners]
+        chosen = [pair for pair in chosen if pair not in corners]
         if chosen:
             these = [one for _, one in chosen]
             answers = traced_all(
@@ -74,7 +74,7 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
                 known[name][one.micro_batch] = fourth
                 if cache:
                     TRACES.store(trace_key(requests[0].replace(setting=one)), fourth.to_json())
-    every = [between(known[name], one.micro_batch) for name, one in zip(names, settings, strict=True)]
+    every = [between(known[name], setting.micro_batch) for name, setting in zip(names, settings, strict=True)]
     return [one for one in every if one is not None]
 
 
@@ -126,16 +126,16 @@ def _corners(chosen: list[tuple[str, Setting]]) -> dict[tuple[str, Setting], lis
         first, mine = several[min(several)]
         sizes = sorted(one.micro_batch for one in mine)
         for name, theirs in several.values():
-            if name == first or sizes[0] not in {one.micro_batch for one in theirs}:
+            if name == first or sizes[0] not in {their.micro_batch for their in theirs}:
                 continue
-            for one in theirs:
-                if one.micro_batch in sizes[1:]:
-                    found[name, one] = [(first, sizes[0]), (first, one.micro_batch), (name, sizes[0])]
+            for their in theirs:
+                if their.micro_batch in sizes[1:]:
+                    found[name, their] = [(first, sizes[0]), (first, their.micro_batch), (name, sizes[0])]
     return found
 
 
 def _at_corner(parts: list[Trace | TrimtabError]) -> Trace | None:
-    traced = [one for one in parts if isinstance(one, Trace)]
+    traced = [part for part in parts if isinstance(part, Trace)]
     found = corner(*traced) if len(traced) == len(parts) else None
     if found is None:
         return None
@@ -176,7 +176,7 @@ def between(known: Mapping[int, Trace | TrimtabError], micro: int) -> Trace | Tr
     """
     if micro in known:
         return known[micro]
-    near = {size: one for size, one in known.items() if isinstance(one, Trace)}
+    near = {size: number for size, number in known.items() if isinstance(number, Trace)}
     if known and not near:
         # It fails whatever the size.
         return next(iter(known.values()))

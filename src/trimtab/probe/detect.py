@@ -60,7 +60,7 @@ def detect(world: Machine | None = None) -> Cluster:
         sources=limits.sources | {"devices": _devices_source(devices)},
     )
     software = versions.read_versions(world, found.driver, found.reading.driver_cuda, found.driver_source)
-    known = {one.index for one in devices}
+    known = {device.index for device in devices}
     links = tuple(
         link
         for link in device_links(list(found.visible.devices), found.reading)
@@ -157,30 +157,30 @@ def _torch_may_know(world: Machine, reading: NvmlReading) -> bool:
 
 def _described(seen: tuple[SeenDevice, ...]) -> tuple[tuple[Device, ...], list[Finding]]:
     devices, findings = [], []
-    for index, one in enumerate(seen):
+    for index, seen_device in enumerate(seen):
         try:
-            described, odd = device(one, index)
+            described, odd = device(seen_device, index)
         except ValueError as error:
-            findings.append(_impossible(one, str(error)))
+            findings.append(_impossible(seen_device, str(error)))
             continue
         devices.append(described)
         findings += [*odd, *_tenants(described), *_capped(described)]
     return tuple(devices), findings
 
 
-def _impossible(one: SeenDevice, wrong: str) -> Finding:
+def _impossible(seen_device: SeenDevice, wrong: str) -> Finding:
     return Finding(
         severity=Severity.ERROR,
-        what=f"{one.source} says something impossible of {one.name or one.key}.",
+        what=f"{seen_device.source} says something impossible of {seen_device.name or seen_device.key}.",
         evidence=wrong,
         cause="The driver answered with nonsense, as broken devices and some virtual ones do.",
         cure="Run `nvidia-smi -q`; if it is wrong there too, restart the driver or the node.",
     )
 
 
-def _tenants(one: Device) -> list[Finding]:
+def _tenants(device: Device) -> list[Finding]:
     """Other processes that hold memory on a device."""
-    heavy = [p for p in one.processes or () if p.used_bytes is None or p.used_bytes > TENANT_BYTES]
+    heavy = [p for p in device.processes or () if p.used_bytes is None or p.used_bytes > TENANT_BYTES]
     if not heavy:
         return []
     held = [p.used_bytes for p in heavy if p.used_bytes is not None]
@@ -189,7 +189,7 @@ def _tenants(one: Device) -> list[Finding]:
     return [
         Finding(
             severity=Severity.WARNING,
-            what=f"Another job holds {amount} of GPU {one.index}.",
+            what=f"Another job holds {amount} of GPU {device.index}.",
             evidence=listed,
             cause="The GPU is shared, or an earlier run was not ended.",
             cure="Make do with what is free, or end the other process.",
@@ -197,14 +197,14 @@ def _tenants(one: Device) -> list[Finding]:
     ]
 
 
-def _capped(one: Device) -> list[Finding]:
-    limit, default = one.power_limit_w, one.power_default_w
+def _capped(device: Device) -> list[Finding]:
+    limit, default = device.power_limit_w, device.power_default_w
     if not limit or not default or limit >= default * CAPPED_SHARE:
         return []
     return [
         Finding(
             severity=Severity.WARNING,
-            what=f"GPU {one.index} is capped at {limit:.0f} W of {default:.0f} W.",
+            what=f"GPU {device.index} is capped at {limit:.0f} W of {default:.0f} W.",
             evidence=f"power limit {limit:.0f} W, default {default:.0f} W",
             cause="Somebody set a power limit; peak rates are not reached under it.",
             cure=f"Leave it, or ask an administrator for `nvidia-smi -pl {default:.0f}`.",
@@ -225,7 +225,11 @@ def _driverless(world: Machine, found: FoundDevices) -> list[Finding]:
         return []
     if world.env.get(VARIABLE, "0").strip() in HIDES_ALL:
         return []
-    on_bus = [one for one in host.pci_accelerators(world) if one.endswith("NVIDIA")]
+    on_bus = [
+        pci_accelerator
+        for pci_accelerator in host.pci_accelerators(world)
+        if pci_accelerator.endswith("NVIDIA")
+    ]
     if not on_bus:
         return []
     return [
@@ -275,7 +279,7 @@ def _outside(name: str, world: Machine, schedule: Scheduler) -> list[Finding]:
 def _own_name(name: str, world: Machine, schedule: Scheduler) -> str | None:
     """What the node list calls this host, whose own name may be another; None where it is not in it."""
     own = {one.partition(".")[0] for one in (name, world.env.get("SLURMD_NODENAME", ""))}
-    return next((one for one in schedule.node_names if one.partition(".")[0] in own), None)
+    return next((node_name for node_name in schedule.node_names if node_name.partition(".")[0] in own), None)
 
 
 def _all_nodes(
@@ -291,7 +295,7 @@ def _all_nodes(
     ground = f"assumed: like {node.name}, by {schedule.sources['num_nodes'].partition(': ')[2]}"
     fellows = [_fellow(node, name, ground) for name in others[: count - 1]]
     copies = [_copied(link, number + 1, ground) for number in range(len(fellows)) for link in links]
-    models = {one.model or one.name for one in node.devices}
+    models = {device.model or device.name for device in node.devices}
     note = (
         f"{count} nodes were granted; only {node.name} was looked at, and the others are taken to be like it."
     )
@@ -300,18 +304,18 @@ def _all_nodes(
 
 def _fellow(node: Node, name: str, ground: str) -> Node:
     devices = tuple(
-        one.replace(
+        device.replace(
             uuid=None,
             bus_id=None,
             processes=None,
             free_bytes=None,
             sources={
                 field: ground
-                for field in one.sources
+                for field in device.sources
                 if field not in ("uuid", "bus_id", "processes", "free_bytes")
             },
         )
-        for one in node.devices
+        for device in node.devices
     )
     sources = dict.fromkeys((key for key in node.sources if key != "ram_free_bytes"), ground)
     return node.replace(name=name, devices=devices, ram_free_bytes=None, sources=sources)

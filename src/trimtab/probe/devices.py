@@ -295,13 +295,13 @@ def from_torch(world: Machine) -> tuple[SeenDevice, ...]:
         SeenDevice(
             key=f"gpu{index}",
             source="torch",
-            name=one["name"],
-            memory_bytes=one["total"],
-            free_bytes=min(one["free"], one["total"]),
-            uuid=one["uuid"],
-            compute_capability=one["capability"] or None,
-            multiprocessors=one["multiprocessors"],
-            vendor=Vendor.AMD if one["hip"] else Vendor.NVIDIA,
+            name=answer["name"],
+            memory_bytes=answer["total"],
+            free_bytes=min(answer["free"], answer["total"]),
+            uuid=answer["uuid"],
+            compute_capability=answer["capability"] or None,
+            multiprocessors=answer["multiprocessors"],
+            vendor=Vendor.AMD if answer["hip"] else Vendor.NVIDIA,
         )
-        for index, one in enumerate(answers)
+        for index, answer in enumerate(answers)
     )

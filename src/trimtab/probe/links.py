@@ -51,7 +51,7 @@ class Path(NamedTuple):
 
 def device_links(seen: list[SeenDevice], reading: NvmlReading, node: int = 0) -> tuple[Link, ...]:
     """One Link where all pairs are alike, otherwise one for each pair. MIG slices have no peers."""
-    if len(seen) < 2 or any(one.slice for one in seen):  # noqa: PLR2004 - two ends
+    if len(seen) < 2 or any(seen_device.slice for seen_device in seen):  # noqa: PLR2004 - two ends
         return ()
     everyone = range(len(seen))
     paths = {
@@ -65,7 +65,7 @@ def device_links(seen: list[SeenDevice], reading: NvmlReading, node: int = 0) ->
             node=node,
             devices=devices,
             bandwidth_bytes_per_s=path.speed,
-            total_bytes_per_s=_total(path, [seen[one] for one in devices], reading),
+            total_bytes_per_s=_total(path, [seen[device] for device in devices], reading),
             source=path.source,
         )
         for devices, path in groups
@@ -81,52 +81,52 @@ def _total(path: Path, joined: list[SeenDevice], reading: NvmlReading) -> float 
     return path.speed * (len(joined) - 1) if straight else path.speed
 
 
-def _path(one: SeenDevice, two: SeenDevice, reading: NvmlReading) -> Path:
-    nvlinks, other = reading.nvlinks.get(one.key), reading.nvlinks.get(two.key)
+def _path(seen_device: SeenDevice, two: SeenDevice, reading: NvmlReading) -> Path:
+    nvlinks, other = reading.nvlinks.get(seen_device.key), reading.nvlinks.get(two.key)
     if nvlinks and other:
         count = min(nvlinks.to_switch, other.to_switch) or nvlinks.to_peer.get(two.bus_id or "", 0)
         if count:
-            return _nvlink_path(one, nvlinks, count)
-    level = reading.ancestors.get((one.key, two.key))
-    source = f"detected: {one.source}" + (f": {LEVELS[level]}" if level in LEVELS else "")
-    generation = min(one.pcie_generation or 0, two.pcie_generation or 0)
-    width = min(one.pcie_width or 0, two.pcie_width or 0)
+            return _nvlink_path(seen_device, nvlinks, count)
+    level = reading.ancestors.get((seen_device.key, two.key))
+    source = f"detected: {seen_device.source}" + (f": {LEVELS[level]}" if level in LEVELS else "")
+    generation = min(seen_device.pcie_generation or 0, two.pcie_generation or 0)
+    width = min(seen_device.pcie_width or 0, two.pcie_width or 0)
     row = link_rows().get(f"PCIe{generation} x16")
     if not row or not width:
         return Path("PCIe", None, source)
     return Path(f"PCIe{generation} x{width}", row.gbs * 1e9 * width / FULL_WIDTH, source)
 
 
-def _nvlink_path(one: SeenDevice, nvlinks: NvLinks, count: int) -> Path:
+def _nvlink_path(seen_device: SeenDevice, nvlinks: NvLinks, count: int) -> Path:
     """The path over some NVLinks of a card.
 
     The rate of one is that of the card's own row over its links, since cards of one generation differ; for a
     card that has no row it is the generation's.
     """
-    generation, ground = _generation(one, nvlinks)
+    generation, ground = _generation(seen_device, nvlinks)
     through = "through a switch" if nvlinks.to_switch else "straight"
-    source = f"detected: {one.source}: {count} links {through}{ground}"
+    source = f"detected: {seen_device.source}: {count} links {through}{ground}"
     if generation is None:
         return Path("NVLink", None, source)
     kind = f"NVLink{generation}"
-    row = reported(one.name)
+    row = reported(seen_device.name)
     if row and row.nvlinks and row.link.startswith(kind):
         return Path(kind, row.link_gbs * 1e9 * count / row.nvlinks, f"{source}, each as in {row.name}")
-    chip = f"{kind} on sm_{(one.compute_capability or '').replace('.', '')}"
+    chip = f"{kind} on sm_{(seen_device.compute_capability or '').replace('.', '')}"
     rate = link_rows().get(chip) or link_rows().get(kind)
     if rate is None or rate.per_lane_gbs is None:
         return Path(kind, None, source)
     return Path(kind, rate.per_lane_gbs * 1e9 * count, f"{source}, each as in {rate.name}")
 
 
-def _generation(one: SeenDevice, nvlinks: NvLinks) -> tuple[int | None, str]:
+def _generation(seen_device: SeenDevice, nvlinks: NvLinks) -> tuple[int | None, str]:
     """The generation of a card's NVLinks: by its row, its chip or the driver's word, in that order."""
-    row = reported(one.name)
+    row = reported(seen_device.name)
     catalogued = re.match(r"NVLink(\d)", row.link) if row else None
     if catalogued:
         known: int | None = int(catalogued.group(1))
     else:
-        known = GENERATION_BY_CAPABILITY.get(one.compute_capability or "")
+        known = GENERATION_BY_CAPABILITY.get(seen_device.compute_capability or "")
     said = nvlinks.generation
     if known is None or said in (None, known):
         return known or said, ""

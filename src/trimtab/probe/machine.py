@@ -232,7 +232,7 @@ def _real_nvml() -> Callable[..., Any]:
         except ImportError as error:
             raise NvmlFault(NVML_NO_PYTHON_PACKAGE, str(error)) from error
         try:
-            real = [handle(pynvml, one) if isinstance(one, str) else one for one in args]
+            real = [handle(pynvml, arg) if isinstance(arg, str) else arg for arg in args]
             return plain(getattr(pynvml, function)(*real))
         except pynvml.NVMLError as error:
             raise NvmlFault(int(error.value), str(error)) from error
@@ -257,7 +257,7 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     # nvidia-ml-py's "friendly" objects carry their fields as attributes.
-    return {key: plain(one) for key, one in vars(value).items()}
+    return {key: plain(var) for key, var in vars(value).items()}
 
 
 def recorded(world: Machine) -> tuple[Machine, Record]:

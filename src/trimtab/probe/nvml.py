@@ -128,7 +128,7 @@ def read_nvml(world: Machine) -> NvmlReading:
             parents.add(key)
         if not slices and key in parents:
             findings.append(_uncut(number))
-    whole_keys = [one.key for one in devices if "/" not in one.key]
+    whole_keys = [device.key for device in devices if "/" not in device.key]
     reading = NvmlReading(
         devices=tuple(devices),
         mig_parents=frozenset(parents),
@@ -170,7 +170,7 @@ def _told(world: Machine, function: str) -> Any:
 
 
 def _nvidia_on_bus(world: Machine) -> bool:
-    return any(one.endswith("NVIDIA") for one in pci_accelerators(world))
+    return any(pci_accelerator.endswith("NVIDIA") for pci_accelerator in pci_accelerators(world))
 
 
 def _uncut(number: int) -> Finding:
@@ -268,7 +268,7 @@ def _processes(world: Machine, key: str) -> tuple[DeviceProcess, ...] | None:
         _may(world, "nvmlDeviceGetComputeRunningProcesses", key),
         _may(world, "nvmlDeviceGetGraphicsRunningProcesses", key),
     ]
-    if all(one is None for one in lists):
+    if all(items is None for items in lists):
         return None
     mine = world.host("pid")
     found = {one["pid"]: one for listed in lists for one in listed or () if one["pid"] != mine}
@@ -359,7 +359,7 @@ def _nvlinks(world: Machine, key: str) -> NvLinks | None:
 
 
 def _ancestors(world: Machine, keys: list[str]) -> dict[tuple[str, str], int]:
-    pairs = [(one, two) for index, one in enumerate(keys) for two in keys[index + 1 :]]
+    pairs = [(key, two) for index, key in enumerate(keys) for two in keys[index + 1 :]]
     found = {pair: _may(world, "nvmlDeviceGetTopologyCommonAncestor", *pair) for pair in pairs}
     return {pair: level for pair, level in found.items() if level is not None}
 
@@ -405,7 +405,7 @@ def _read(world: Machine, index: int) -> list[Gauge]:
     if not _mig_is_on(world, key):
         return [_gauge(world, key, index)]
     slices = [f"{key}/mig{number}" for number in range(MOST_SLICES)]
-    there = [one for one in slices if _may(world, "nvmlDeviceGetUUID", one) is not None]
+    there = [slice_ for slice_ in slices if _may(world, "nvmlDeviceGetUUID", slice_) is not None]
     return [_gauge(world, one, index) for one in there] or [_gauge(world, key, index)]
 
 

@@ -148,11 +148,11 @@ def node_names(listed: str) -> list[str]:
         if not bracket:
             names.append(head)
             continue
-        for one in inside.split(","):
-            first, _, last = one.partition("-")
+        for word in inside.split(","):
+            first, _, last = word.partition("-")
             start, stop = parse_whole(first), parse_whole(last or first)
             if start is None or stop is None or stop < start:
-                raise ValueError(f"{one!r} is no range of numbers")
+                raise ValueError(f"{word!r} is no range of numbers")
             for number in range(start, stop + 1):
                 # A second pair of brackets, as in rack[1-2]n[1-4], is expanded in turn.
                 names += node_names(f"{head}{number:0{len(first)}d}{tail}")

@@ -61,7 +61,7 @@ def _assigned(text: str, name: str) -> str | None:
 
 def misfits(versions: Versions, devices: tuple[Device, ...]) -> list[Finding]:
     """What does not fit together; nothing to say where there is no torch."""
-    nvidia = [one for one in devices if one.vendor.value == "nvidia"]
+    nvidia = [device for device in devices if device.vendor.value == "nvidia"]
     if versions.torch is None:
         return []
     found = [_other_release(versions.torch)]
@@ -122,16 +122,16 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _old_driver(versions: Versions) -> Finding | None:
     assert versions.torch_cuda is not None  # noqa: S101 - the caller asked
     major = _numbers(versions.torch_cuda)[0]
-    row = next((one for one in drivers() if one.cuda_major == major), None)
+    row = next((driver for driver in drivers() if driver.cuda_major == major), None)
     if row is None or versions.driver is None:
         return None
     if _numbers(versions.driver) >= _numbers(row.oldest_driver):
         return None
     older = next(
         (
-            one.cuda_major
-            for one in reversed(drivers())
-            if _numbers(versions.driver) >= _numbers(one.oldest_driver)
+            driver.cuda_major
+            for driver in reversed(drivers())
+            if _numbers(versions.driver) >= _numbers(driver.oldest_driver)
         ),
         None,
     )

@@ -43,7 +43,9 @@ def visible(
     driver: str | None = None,
 ) -> Visible:
     """Apply CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER to what the driver showed."""
-    whole, order_notes = _in_cuda_order([one for one in seen if one.slice is None], env)
+    whole, order_notes = _in_cuda_order(
+        [seen_device for seen_device in seen if seen_device.slice is None], env
+    )
     value = env.get(VARIABLE)
     if value is None:
         usable = _usable(whole, seen, mig_parents)
@@ -72,7 +74,7 @@ def visible(
 def _as_old_drivers_show(shown: Visible, driver: str | None) -> Visible:
     """Before R570 a process sees one slice, and no whole GPU beside it."""
     release = parse_whole((driver or "").split(".")[0])
-    slices = [one for one in shown.devices if one.slice is not None]
+    slices = [device for device in shown.devices if device.slice is not None]
     if not slices or len(shown.devices) == 1:
         return shown
     if release is None or release >= FIRST_DRIVER_WITH_MANY_SLICES:
@@ -86,7 +88,7 @@ def _as_old_drivers_show(shown: Visible, driver: str | None) -> Visible:
 
 def _in_cuda_order(whole: list[SeenDevice], env: Mapping[str, str]) -> tuple[list[SeenDevice], list[str]]:
     """GPUs as CUDA counts them. The driver lists them by PCI address; unlike cards are sorted by speed."""
-    if env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({one.name for one in whole}) < 2:  # noqa: PLR2004
+    if env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({seen_device.name for seen_device in whole}) < 2:  # noqa: PLR2004
         return whole, []
     ordered = sorted(whole, key=_speed, reverse=True)
     if ordered == whole:
@@ -99,21 +101,21 @@ def _in_cuda_order(whole: list[SeenDevice], env: Mapping[str, str]) -> tuple[lis
     ]
 
 
-def _speed(one: SeenDevice) -> float:
-    row = reported(one.name)
+def _speed(seen_device: SeenDevice) -> float:
+    row = reported(seen_device.name)
     if row is not None:
         return row.fp32
-    return (one.multiprocessors or 0) * (one.clock_hz or 0) * 256 / 1e12
+    return (seen_device.multiprocessors or 0) * (seen_device.clock_hz or 0) * 256 / 1e12
 
 
 def _usable(
     whole: list[SeenDevice], seen: tuple[SeenDevice, ...], mig_parents: frozenset[str]
 ) -> list[SeenDevice]:
     """What CUDA enumerates when nothing is said: a GPU cut into slices stands for its slices."""
-    slices = [one for one in seen if one.slice is not None]
+    slices = [seen_device for seen_device in seen if seen_device.slice is not None]
     enumerated: list[SeenDevice] = []
     for gpu in whole:
-        own = [one for one in slices if one.key.startswith(f"{gpu.key}/")]
+        own = [slice_ for slice_ in slices if slice_.key.startswith(f"{gpu.key}/")]
         enumerated += own if gpu.key in mig_parents else [gpu]
     return enumerated
 
@@ -132,15 +134,15 @@ def _resolve(
         gpu = whole[number]
         if gpu.key not in mig_parents:
             return gpu, ""
-        own = [one for one in seen if one.key.startswith(f"{gpu.key}/")]
+        own = [seen_device for seen_device in seen if seen_device.key.startswith(f"{gpu.key}/")]
         return (own[0], "") if own else (None, f"GPU {number} is in MIG mode and has no slices")
     if not entry.startswith(("GPU-", "MIG-")):
         return None, f"{entry!r} is neither a number nor a UUID"
     found = [
-        one
-        for one in seen
-        if entry == one.legacy_mig_name
-        or (one.uuid and one.uuid.startswith(entry) and one.key not in mig_parents)
+        seen_device
+        for seen_device in seen
+        if entry == seen_device.legacy_mig_name
+        or (seen_device.uuid and seen_device.uuid.startswith(entry) and seen_device.key not in mig_parents)
     ]
     if len(found) == 1:
         return found[0], ""

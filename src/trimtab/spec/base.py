@@ -153,7 +153,7 @@ def _nested_nouns(cls: type[Noun]) -> dict[str, type[Noun]]:
     def inner(hint: Any) -> type[Noun] | None:
         if isinstance(hint, type) and issubclass(hint, Noun):
             return hint
-        return next((noun for one in get_args(hint) if (noun := inner(one))), None)
+        return next((noun for get_arg in get_args(hint) if (noun := inner(get_arg))), None)
 
     hints = get_type_hints(cls)
     found = ((field, inner(hints[field])) for field in cls.__struct_fields__)

@@ -29,6 +29,6 @@ class Calibration(Noun, frozen=True, kw_only=True):
         wrong = below(0, **self.host)
         if len(self.works) != len(self.seconds):
             wrong.append(f"{len(self.works)} works have {len(self.seconds)} times")
-        if any(one <= 0 for one in self.seconds):
+        if any(second <= 0 for second in self.seconds):
             wrong.append("a time is not positive")
         return wrong

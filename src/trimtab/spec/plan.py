@@ -239,25 +239,25 @@ class StagedPlan(Noun, frozen=True, kw_only=True):
     @property
     def hours(self) -> float | None:
         """Of all of them, one after the other; None where one is not known."""
-        return _sum([one.plan.estimate.hours for one in self.stages])
+        return _sum([stage.plan.estimate.hours for stage in self.stages])
 
     @property
     def gpu_hours(self) -> float | None:
         """Of all devices."""
-        return _sum([one.plan.estimate.gpu_hours for one in self.stages])
+        return _sum([stage.plan.estimate.gpu_hours for stage in self.stages])
 
     def faults(self) -> list[str]:
         """There is a stage, no two have one name, and all have one global batch."""
         if not self.stages:
             return ["there is no stage"]
-        names = [one.stage.name for one in self.stages]
-        wrong = [f"two stages are named {one}" for one in {*names} if names.count(one) > 1]
-        batches = sorted({one.plan.choice.global_batch for one in self.stages})
+        names = [stage.stage.name for stage in self.stages]
+        wrong = [f"two stages are named {name}" for name in {*names} if names.count(name) > 1]
+        batches = sorted({stage.plan.choice.global_batch for stage in self.stages})
         return wrong + ([f"global_batch differs between stages: {batches}"] if len(batches) > 1 else [])
 
 
 def _sum(hours: list[float | None]) -> float | None:
-    return None if any(one is None for one in hours) else sum(one for one in hours if one is not None)
+    return None if any(hour is None for hour in hours) else sum(hour for hour in hours if hour is not None)
 
 
 # Launch: what would be run, as text, before anything is.

@@ -187,10 +187,13 @@ class Setting(Noun, frozen=True, kw_only=True):
         wrong = []
         if len(self.shares) != self.data_parallel:
             wrong.append(f"there are {len(self.shares)} shares for {self.data_parallel} data-parallel ranks")
-        total = sum(one.samples for one in self.shares)
+        total = sum(share.samples for share in self.shares)
         if total != self.global_batch:
             wrong.append(f"the shares add up to {total}, and global_batch is {self.global_batch}")
-        largest = (max(one.micro_batch for one in self.shares), max(one.accumulation for one in self.shares))
+        largest = (
+            max(share.micro_batch for share in self.shares),
+            max(share.accumulation for share in self.shares),
+        )
         if largest != (self.micro_batch, self.accumulation):
             wrong.append("micro_batch and accumulation are not the largest of the shares")
         return wrong

@@ -57,7 +57,7 @@ def attend(call: Call, choice: Choice, scale: float | None) -> torch.Tensor:
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, call.needs_grad, call.dropout, call.causal, scale=scale
         )[0]
-    if TracingContext.try_get() is None and not any(one.is_nested for one in call.tensors):
+    if TracingContext.try_get() is None and not any(tensor.is_nested for tensor in call.tensors):
         return _math(call, mask, scale)
     # What the compiler sees: torch's own decomposition, which adds masks out of place for fake tensors.
     return aten._scaled_dot_product_attention_math(
@@ -71,7 +71,7 @@ def _math(call: Call, mask: torch.Tensor | None, scale: float | None) -> torch.T
     torch's own function takes another way for fake tensors: it adds the mask into new memory.
     """
     kept = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    precise = [one.float() if one.dtype in HALF and not kept else one for one in call.tensors]
+    precise = [tensor.float() if tensor.dtype in HALF and not kept else tensor for tensor in call.tensors]
     query, key, value = precise
     scale = call.query.shape[-1] ** -0.5 if scale is None else scale
     root = abs(scale) ** 0.5
@@ -160,7 +160,7 @@ def register(
         enable_gqa: bool = False,
     ) -> Any:
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        if target.torch >= (2, 12) and any(one.numel() == 0 for one in call.tensors):
+        if target.torch >= (2, 12) and any(tensor.numel() == 0 for tensor in call.tensors):
             return _empty(call)
         choice = choose(call, target)
         if not choice.kernel:

@@ -125,29 +125,31 @@ class Program:
         rules = {number: trace.causes[at] for number, at in trace.caused}
         self.likes = [
             (
-                trace.streams[one],
-                trace.parts[one],
-                trace.op_names[trace.ops[one]],
-                names[trace.modules[one]],
-                rules.get(one),
+                trace.streams[index],
+                trace.parts[index],
+                trace.op_names[trace.ops[index]],
+                names[trace.modules[index]],
+                rules.get(index),
             )
-            for one in range(len(trace.sizes))
+            for index in range(len(trace.sizes))
         ]
         """Of each allocation, all but its size."""
-        self.made = {one: at for at, one in enumerate(self.entries) if isinstance(one, int) and one >= 0}
+        self.made = {
+            entry: at for at, entry in enumerate(self.entries) if isinstance(entry, int) and entry >= 0
+        }
         """Where each allocation is."""
 
     def tokens(self, *, sized: bool) -> list[Hashable]:
         """What each entry is, whatever its number."""
         sizes = self.trace.sizes
 
-        def token(one: Entry) -> Hashable:
-            if isinstance(one, str):
-                return one
-            number = one if one >= 0 else ~one
-            return (one >= 0, self.likes[number], sizes[number] if sized else 0)
+        def token(entry: Entry) -> Hashable:
+            if isinstance(entry, str):
+                return entry
+            number = entry if entry >= 0 else ~entry
+            return (entry >= 0, self.likes[number], sizes[number] if sized else 0)
 
-        return [token(one) for one in self.entries]
+        return [token(entry) for entry in self.entries]
 
     def block(self, at: int) -> int | None:
         """The block that an allocation was made in."""
@@ -155,9 +157,9 @@ class Program:
 
     def number(self, at: int) -> int:
         """The number of the allocation at a position."""
-        one = self.entries[at]
-        assert isinstance(one, int)  # noqa: S101 - an allocation
-        return one
+        entry = self.entries[at]
+        assert isinstance(entry, int)  # noqa: S101 - an allocation
+        return entry
 
     def freed(self, at: int) -> int:
         """Where the allocation is that this entry frees."""
@@ -472,16 +474,16 @@ class _Extension:
                 name = f"{self.blocks}.{block}{name[len(f'{self.blocks}.{number}') :]}"
             modules.append(names.setdefault(name, len(names)))
         return {
-            "streams": tuple(trace.streams[one] for one in self.sources),
-            "parts": tuple(trace.parts[one] for one in self.sources),
-            "ops": tuple(trace.ops[one] for one in self.sources),
+            "streams": tuple(trace.streams[source] for source in self.sources),
+            "parts": tuple(trace.parts[source] for source in self.sources),
+            "ops": tuple(trace.ops[source] for source in self.sources),
             "modules": tuple(modules),
             "module_names": tuple(names),
         }
 
     def _causes(self) -> dict[str, tuple[tuple[int, int], ...]]:
         known = dict(self.more.trace.caused)
-        caused = [(number, known[one]) for number, one in enumerate(self.sources) if one in known]
+        caused = [(number, known[source]) for number, source in enumerate(self.sources) if source in known]
         return {"caused": tuple(caused)}
 
     def _recomputed(self) -> tuple[str, ...]:
@@ -489,7 +491,7 @@ class _Extension:
 
         def counted(names: tuple[str, ...], before: int, after: int) -> tuple[str, ...]:
             was, now = (f"{self.blocks} ({count} blocks)" for count in (before, after))
-            return tuple(now if one == was else one for one in names)
+            return tuple(now if name == was else name for name in names)
 
         few, more = self.few.trace, self.more.trace
         same = counted(few.recomputed, self.known - 1, self.known) == more.recomputed
@@ -501,7 +503,7 @@ class _Extension:
 def _longer(few: Trace, more: Trace, extra: int) -> tuple[tuple[Work, ...], tuple[int, ...], dict[str, int]]:
     """The operations with as many more blocks."""
     lists = [_works(few), _works(more)]
-    likes = [[_like(one) for one in works] for works in lists]
+    likes = [[_like(work) for work in works] for works in lists]
     zones = {zone.begin: zone.length for zone in matched(lists[0], lists[1], likes[0], likes[1])}
     left = 0
     places: dict[Work, int] = {}
@@ -513,7 +515,7 @@ def _longer(few: Trace, more: Trace, extra: int) -> tuple[tuple[Work, ...], tupl
 
     at = 0
     while at < len(lists[1]):
-        one = lists[1][at]
+        items = lists[1][at]
         if at in zones:
             stretch = [work for work in lists[1][at : at + zones[at]] if not isinstance(work, str)]
             for _ in range(extra + 1):
@@ -523,10 +525,10 @@ def _longer(few: Trace, more: Trace, extra: int) -> tuple[tuple[Work, ...], tupl
             continue
         other = lists[0][left]
         left += 1
-        if isinstance(one, str) or isinstance(other, str):
-            phases[str(one)] = len(sequence)
+        if isinstance(items, str) or isinstance(other, str):
+            phases[str(items)] = len(sequence)
         else:
-            put(one if one == other else _grown(other, one, extra))
+            put(items if items == other else _grown(other, items, extra))
         at += 1
     return tuple(places), tuple(sequence), phases
 
@@ -543,17 +545,19 @@ def _works(trace: Trace) -> list[Work | str]:
     return found
 
 
-def _like(one: Work | str) -> Hashable:
-    return one if isinstance(one, str) else (one.op, one.kind, one.dtype, one.kernels > 0, len(one.dims))
+def _like(work: Work | str) -> Hashable:
+    return (
+        work if isinstance(work, str) else (work.op, work.kind, work.dtype, work.kernels > 0, len(work.dims))
+    )
 
 
 def _grown(few: Work, more: Work, extra: int) -> Work:
     """An operation over all blocks at once, such as the step of an optimizer."""
 
-    def line(one: int, other: int) -> int:
-        return other + extra * (other - one)
+    def line(number: int, other: int) -> int:
+        return other + extra * (other - number)
 
-    dims = tuple(line(one, other) for one, other in zip(few.dims, more.dims, strict=True))
+    dims = tuple(line(dim, other) for dim, other in zip(few.dims, more.dims, strict=True))
     sizes = {
         name: line(getattr(few, name), getattr(more, name)) for name in ("flops", "read_bytes", "write_bytes")
     }

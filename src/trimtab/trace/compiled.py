@@ -67,16 +67,16 @@ class CostClock(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
-        tensors = [one for one in tree_leaves((args, out)) if isinstance(one, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
         if func.is_view or not tensors:
             return out
-        traffic = sum(one.numel() * one.element_size() for one in tensors) / self.bandwidth
+        traffic = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / self.bandwidth
         arithmetic = self._product(args, out) if name in MATRIX_OPS else 0.0
         self.seconds += max(traffic, arithmetic)
         return out
 
     def _product(self, args: tuple[Any, ...], out: torch.Tensor) -> float:
-        left, right = [one for one in args if isinstance(one, torch.Tensor)][-2:]
+        left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
         rate = self.rate(left.dtype)
         if not all(map(_aligned, (left, right, out))):
             rate *= UNALIGNED_RATE
@@ -244,7 +244,7 @@ class Fused:
         moved = BYTES_OF_KERNEL.search(source)
         self.moved_bytes = round(float(moved[1]) * GIGA) if moved else 0
         signature = SIGNATURE.search(source)
-        self.arguments = [one.split(":")[0].strip() for one in signature[1].split(",")] if signature else []
+        self.arguments = [word.split(":")[0].strip() for word in signature[1].split(",")] if signature else []
         self._ran = False
 
     def run(self, *args: Any, **_: Any) -> None:

@@ -133,7 +133,7 @@ def _weights_bytes(job: Any) -> int:
     try:
         with torch.device("meta"):
             model = job.model()
-        return sum(one.numel() * one.element_size() for one in model.parameters())
+        return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     except Exception:  # noqa: BLE001 - a model that reads its own weights cannot be built on meta
         return 0
 

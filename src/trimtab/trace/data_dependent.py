@@ -80,12 +80,12 @@ class Values:
             return
         puts = name.endswith("_") or any(word in name for word in PUTS)
         given = args[:1] if puts else (args, kwargs)
-        lengths = {getattr(one, RAGGED) for one in tree_leaves(given) if hasattr(one, RAGGED)}
+        lengths = {getattr(leaf, RAGGED) for leaf in tree_leaves(given) if hasattr(leaf, RAGGED)}
         if not lengths:
             return
-        for one in tree_leaves(out):
-            if isinstance(one, torch.Tensor) and lengths.intersection(one.shape):
-                setattr(one, RAGGED, max(lengths.intersection(one.shape)))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and lengths.intersection(leaf.shape):
+                setattr(leaf, RAGGED, max(lengths.intersection(leaf.shape)))
 
     def _as_long_as(self, mask: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Note that a result is as long as a mask has entries set, unless those are known.
@@ -110,14 +110,14 @@ class Values:
 
     def follow(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Compute for real, on the host, what follows from known whole numbers: positions, lengths, masks."""
-        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        known = all(hasattr(one, "_trimtab_real") for one in inputs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = all(hasattr(input_, "_trimtab_real") for input_ in inputs)
         if not known or not (inputs or name in FACTORIES):
             if name.endswith("_") and args and hasattr(args[0], "_trimtab_real"):
                 del args[0]._trimtab_real
             return
-        results = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
-        if not results or not all(_worth_computing(one) for one in results):
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        if not results or not all(_worth_computing(result) for result in results):
             return
         try:
             with _disable_current_modes():

@@ -137,9 +137,9 @@ def _functions(codes: list[bytes]) -> list[int]:
     return [start + number * 16 for number in range(len(codes))]
 
 
-def _install_guard(library: ctypes.CDLL, one: int) -> None:
+def _install_guard(library: ctypes.CDLL, number: int) -> None:
     registry = (ctypes.c_void_p * (CUDA_DEVICE_TYPE + 1)).in_dll(library, _REGISTRY)
-    vtable = (ctypes.c_void_p * _MOST_SLOTS)(*([one] * _MOST_SLOTS))
+    vtable = (ctypes.c_void_p * _MOST_SLOTS)(*([number] * _MOST_SLOTS))
     guard = (ctypes.c_void_p * 1)(ctypes.addressof(vtable))
     _kept.extend((vtable, guard))
     registry[CUDA_DEVICE_TYPE] = ctypes.addressof(guard)

@@ -169,7 +169,7 @@ def is_sparse(value: Any) -> bool:
 
 def has_sparse(tree: Any) -> bool:
     """Whether there is a sparse tensor among arguments or results."""
-    return any(is_sparse(one) for one in tree_leaves(tree))
+    return any(is_sparse(leaf) for leaf in tree_leaves(tree))
 
 
 def nonzeros(tensor: torch.Tensor) -> int:
@@ -240,7 +240,7 @@ def keep_parts(name: str, args: tuple[Any, ...], out: Any) -> None:
     if name == MAKES:
         setattr(out, PARTS, args[3:5])
     elif is_sparse(out) and not hasattr(out, PARTS):
-        given = next((one for one in tree_leaves(args) if hasattr(one, PARTS)), None)
+        given = next((leaf for leaf in tree_leaves(args) if hasattr(leaf, PARTS)), None)
         if given is not None:
             setattr(out, PARTS, getattr(given, PARTS))
 

@@ -128,7 +128,7 @@ class Autocast:
 
 def _tensors(operation: Any) -> int:
     """How many arguments of an operation are tensors or lists of them."""
-    return sum("Tensor" in str(one.type) for one in operation._schema.arguments)
+    return sum("Tensor" in str(argument.type) for argument in operation._schema.arguments)
 
 
 def _is_eligible(value: Any) -> bool:

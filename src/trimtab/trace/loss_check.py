@@ -133,7 +133,7 @@ def _built(job: Any) -> tuple[nn.Module | None, str]:
     torch.manual_seed(0)
     if count is not None and count > MOST_PARAMETERS:
         model = _cut_down(job)
-        left = sum(one.numel() for one in model.parameters())
+        left = sum(parameter.numel() for parameter in model.parameters())
         if left > MOST_PARAMETERS:
             return None, f"the model has {count / 1e6:,.0f} million parameters, too many to run on the CPU"
         _fill(model)
@@ -148,7 +148,7 @@ def _counted(job: Any) -> int | None:
 
     try:
         with torch.device("meta"):
-            return sum(one.numel() for one in job.model().parameters())
+            return sum(parameter.numel() for parameter in job.model().parameters())
     except Exception:  # noqa: BLE001 - the real build will tell
         return None
 

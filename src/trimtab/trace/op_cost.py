@@ -95,8 +95,8 @@ def traits(func: Any) -> tuple[bool, frozenset[int]]:
         return False, frozenset()
     written = {
         place
-        for place, one in enumerate(schema.arguments)
-        if one.alias_info is not None and one.alias_info.is_write
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     }
     view = not written and any(one.alias_info is not None for one in schema.returns)
     return view, frozenset(written)
@@ -111,7 +111,7 @@ def work(  # noqa: PLR0911 - one way out for each kind
         return Work(op=name, kind="view", dtype="", kernels=0)
     given = _tensors((args, kwargs))
     results = _tensors(out)
-    if not any(_on_device(one) for one in (*given, *results)):
+    if not any(_on_device(tensor) for tensor in (*given, *results)):
         return None
     if name in WAITS:
         return Work(op=name, kind="wait", dtype="", read_bytes=sum(map(_bytes, given)))
@@ -141,11 +141,13 @@ def finds_positions(name: str, args: tuple[Any, ...]) -> bool:
     if "index_put" in name and args[2].numel() == 1 and not (len(args) > 3 and args[3]):  # noqa: PLR2004
         # One value into all of them needs no positions.
         return False
-    return any(_on_device(one) and one.dtype in (torch.bool, torch.uint8) for one in _tensors(args[1]))
+    return any(
+        _on_device(tensor) and tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1])
+    )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _on_device(tensor: torch.Tensor) -> bool:
@@ -170,7 +172,7 @@ def matrix_dtype(tensor: torch.Tensor, *, convolution: bool = False) -> str:
 
 
 def _matrix(name: str, args: tuple[Any, ...], out: Any) -> Work:
-    left, right = [one for one in args if isinstance(one, torch.Tensor)][-2:]
+    left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
     batch = left.shape[0] if left.dim() > 2 else 1  # noqa: PLR2004 - a batch of matrices
     rows, inner = left.shape[-2], left.shape[-1]
     columns = right.shape[-1]
@@ -189,11 +191,11 @@ def _matrix(name: str, args: tuple[Any, ...], out: Any) -> Work:
 
 def _sparse(name: str, given: list[torch.Tensor], results: list[torch.Tensor]) -> Work:
     """An operation on sparse tensors: a product reads a row of the dense matrix for each non-zero."""
-    sparse = next((one for one in given if is_sparse(one)), None)
+    sparse = next((tensor for tensor in given if is_sparse(tensor)), None)
     reads, writes = (
         sum(size_bytes(one) if is_sparse(one) else _bytes(one) for one in some) for some in (given, results)
     )
-    lead = next((one for one in (*results, *given) if not is_sparse(one)), None)
+    lead = next((result for result in (*results, *given) if not is_sparse(result)), None)
     flops = 0
     if name in PRODUCTS and sparse is not None and lead is not None:
         entries = nonzeros(sparse) * lead.shape[-1]
@@ -280,7 +282,7 @@ def _channels_last(tensor: torch.Tensor) -> bool:
 
 def _attention(name: str, args: tuple[Any, ...]) -> Work:
     backward = "backward" in name
-    tensors = [one for one in args if isinstance(one, torch.Tensor) and one.dim() == 4]  # noqa: PLR2004
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4]  # noqa: PLR2004
     query, key, value = tensors[1:4] if backward else tensors[:3]
     batch, heads, queries, size = query.shape
     keys = key.shape[2]
@@ -294,7 +296,7 @@ def _attention(name: str, args: tuple[Any, ...]) -> Work:
     if backward:
         flops = flops * 5 // 2
     moved = _bytes(query) + _bytes(key) + _bytes(value)
-    bias = next((one for one in tensors[3:4] if not backward), None)
+    bias = next((tensor for tensor in tensors[3:4] if not backward), None)
     return Work(
         op=name,
         kind="attention",
@@ -332,7 +334,7 @@ def _schemas() -> dict[str, tuple[str, ...]]:
         overload = getattr(torch.ops.aten, f"_scaled_dot_product_{short}", None)
         if overload is not None:
             found[f"aten::_scaled_dot_product_{short}"] = tuple(
-                one.name for one in overload.default._schema.arguments
+                argument.name for argument in overload.default._schema.arguments
             )
     return found
 
@@ -349,8 +351,8 @@ def _recurrent(name: str, args: tuple[Any, ...], _: Any) -> Work:
         else (args[7], args[9], args[10], args[13], args[14])
     )
     batch, steps, inputs = extent(source, packed, batch_first=first)
-    matrices = [one for one in weights if one.dim() == 2]  # noqa: PLR2004 - not biases
-    numbers = sum(one.numel() for one in matrices)
+    matrices = [weight for weight in weights if weight.dim() == 2]  # noqa: PLR2004 - not biases
+    numbers = sum(matrix.numel() for matrix in matrices)
     flops = 2 * inputs * numbers * (2 if backward else 1)
     return Work(
         op=name,
@@ -372,7 +374,7 @@ def _many(
     written: Iterable[int],
 ) -> Work:
     lead = _tensors(args[0]) if args else given
-    changed = [one for place in written if place < len(args) for one in _tensors(args[place])]
+    changed = [tensor for place in written if place < len(args) for tensor in _tensors(args[place])]
     norm = "norm" in name
     numbers = sum(one.numel() for one in lead)
     return Work(
@@ -387,7 +389,7 @@ def _many(
 
 
 def _collective(name: str, given: list[torch.Tensor], results: list[torch.Tensor]) -> Work:
-    sizes = [_bytes(one) for one in (*given, *results)]
+    sizes = [_bytes(tensor) for tensor in (*given, *results)]
     return Work(
         op=f"{STATISTICS} {name}" if Statistics.is_talking else name,
         kind="collective",
@@ -404,7 +406,7 @@ def _elementwise(
     results: list[torch.Tensor],
     written: Iterable[int],
 ) -> Work:
-    changed = [one for place in written if place < len(args) for one in _tensors(args[place])]
+    changed = [tensor for place in written if place < len(args) for tensor in _tensors(args[place])]
     made = {id(one): one for one in (*changed, *results)}
     writes = sum(map(_bytes, made.values()))
     lead = next(iter(made.values()), given[0] if given else None)
@@ -416,11 +418,11 @@ def _elementwise(
         kind = "gather"
         if "dense_backward" not in base and not changed:
             # Only the rows that are taken are read.
-            tables = max((_bytes(one) for one in given), default=0)
+            tables = max((_bytes(tensor) for tensor in given), default=0)
             reads = reads - tables + min(tables, writes)
         elif changed:
             # And only those that are put are written.
-            put = sum(_bytes(one) for one in given if all(one is not other for other in changed))
+            put = sum(_bytes(tensor) for tensor in given if all(tensor is not other for other in changed))
             reads, writes = put, min(writes, put)
     elif name not in POINTWISE_THAT_SOUND_LIKE_REDUCTIONS and words & set(REDUCTION_WORDS):
         kind = "reduction"
@@ -452,12 +454,12 @@ def _obstacles(given: list[torch.Tensor], lead: torch.Tensor | None) -> int:
     if lead is None:
         return 0
     order, found = _order(lead), 0
-    for one in given:
-        if one.shape == lead.shape and _order(one) != order:
+    for tensor in given:
+        if tensor.shape == lead.shape and _order(tensor) != order:
             found |= PERMUTED
-        if 1 < one.numel() < lead.numel() or 0 in _strides(one):
+        if 1 < tensor.numel() < lead.numel() or 0 in _strides(tensor):
             found |= BROADCAST
-        if one.dim() and one.is_floating_point() and one.dtype != given[0].dtype:
+        if tensor.dim() and tensor.is_floating_point() and tensor.dtype != given[0].dtype:
             found |= PROMOTED
     return found
 

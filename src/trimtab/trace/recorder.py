@@ -62,7 +62,7 @@ def _is_view(func: Any) -> bool:
     Its result may lie in a storage that Python has not seen before, as parameters do after a deep copy.
     """
     schema = getattr(func, "_schema", None)
-    if schema is None or any(one.is_out for one in schema.arguments):
+    if schema is None or any(argument.is_out for argument in schema.arguments):
         # A kernel that fills memory it was given may still ask for a workspace.
         return False
     return any(one.alias_info is not None for one in schema.returns)
@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
                 alive.add(one)
             else:
                 alive.discard(~one)
-        return sum(self.sizes[one] for one in alive)
+        return sum(self.sizes[number] for number in alive)
 
     def note(self, done: Work | None) -> None:
         """An operation of the step that is timed."""
@@ -195,7 +195,7 @@ class Recorder(TorchDispatchMode):
         name = _name(func)
         if self.paused or name in SKIPPED:
             return func(*args, **kwargs)
-        if any(not issubclass(one, PLAIN) and is_traceable_wrapper_subclass_type(one) for one in types):
+        if any(not issubclass(type_, PLAIN) and is_traceable_wrapper_subclass_type(type_) for type_ in types):
             # A DTensor and its like stand for a local tensor: the operation comes back with that one.
             return NotImplemented
         try:
@@ -237,7 +237,7 @@ class Recorder(TorchDispatchMode):
 
     def _unknown(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those that lie in memory not met before."""
-        return [one for one in tensors if self._storage(one) is not None]
+        return [tensor for tensor in tensors if self._storage(tensor) is not None]
 
     def _takes_over(self, old: torch.Tensor, new: torch.Tensor) -> bool:
         """Whether a sum of gradients lies in the memory of its first term.
@@ -441,8 +441,8 @@ class Recorder(TorchDispatchMode):
 
     def forget(self, modules: list[Any]) -> None:
         """Modules turn out not to be for this device: neither they nor what was given back since count."""
-        tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
-        numbers = {self._numbers.pop(id(one.untyped_storage()), None) for one in tensors}
+        tensors = [parameter for module in modules for parameter in (*module.parameters(), *module.buffers())]
+        numbers = {self._numbers.pop(id(tensor.untyped_storage()), None) for tensor in tensors}
         numbers |= {~number for number in self.order if number < 0}
         self.order = [one for one in self.order if one not in numbers and ~one not in numbers]
 

@@ -122,9 +122,9 @@ def layer_backward(args: tuple[Any, ...]) -> Any:
 
 def _in_one_buffer(weights: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     """Views of one new buffer, each with the shape of a weight."""
-    flat = weights[0].new_empty((sum(one.numel() for one in weights),), dtype=dtype)
-    pieces = flat.split([one.numel() for one in weights])
-    return [piece.view(one.shape) for piece, one in zip(pieces, weights, strict=True)]
+    flat = weights[0].new_empty((sum(weight.numel() for weight in weights),), dtype=dtype)
+    pieces = flat.split([weight.numel() for weight in weights])
+    return [piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)]
 
 
 def lstm_cell(args: tuple[Any, ...]) -> Any:
@@ -201,7 +201,7 @@ def _run(  # noqa: PLR0913, PLR0917 - cuDNN's own
         # Autocast hands cuDNN's recurrent layers fp16, whatever dtype it is set to.
         half = torch.float16
         weights = list(_CastWeights.apply(half, *weights))
-        source, states = source.to(half), [one.to(half) for one in states]
+        source, states = source.to(half), [state.to(half) for state in states]
     size = states[0].shape[2]
     cell = states[1] if len(states) > 1 else None
     out, hidden, cell, *_ = torch.ops.aten._cudnn_rnn(
@@ -238,7 +238,7 @@ def _pad(data: Any, batch_sizes: Any, batch_first: bool, value: Any, total: int 
         piece = data[offset : offset + count].view(end - begin, sizes[begin], *data.shape[1:])
         out[begin:end, : sizes[begin]].copy_(piece)
         offset += count
-    lengths = with_values([sum(1 for size in sizes if size > one) for one in range(sizes[0])])
+    lengths = with_values([sum(1 for size in sizes if size > index) for index in range(sizes[0])])
     return (out.transpose(0, 1) if batch_first else out), lengths
 
 
@@ -269,14 +269,14 @@ class _CastWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> Any:
-        ctx.dtypes = [one.dtype for one in weights]
+        ctx.dtypes = [weight.dtype for weight in weights]
         return tuple(_in_one_buffer(weights, dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return (
             None,
-            *(one.to(dtype) for one, dtype in zip(gradients, ctx.dtypes, strict=True)),
+            *(gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)),
         )
 
 

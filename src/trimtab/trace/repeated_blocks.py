@@ -57,8 +57,8 @@ def worth_cutting(model: nn.Module) -> list[Repeated]:
 
 def _work(whole: int, lists: list[Repeated]) -> float:
     """Leaves that are run in all of the small models."""
-    rest = whole - sum(one.length * one.leaves for one in lists)
-    return 2 ** len(lists) * (rest + sum((FEW + 0.5) * one.leaves for one in lists))
+    rest = whole - sum(items.length * items.leaves for items in lists)
+    return 2 ** len(lists) * (rest + sum((FEW + 0.5) * items.leaves for items in lists))
 
 
 def leaves(module: nn.Module) -> int:
@@ -76,7 +76,7 @@ def are_equal(model: nn.Module, blocks: nn.Module) -> bool:
         # Something belongs to two of them, or to one and to the rest of the model.
         return False
     natures = [_nature(block) for block in each]
-    if any(len(one) != len(natures[0]) for one in natures):
+    if any(len(nature) != len(natures[0]) for nature in natures):
         return False
     return all(_same(column) for column in zip(*natures, strict=True))
 
@@ -108,7 +108,7 @@ def _nature(block: nn.Module) -> list[Hashable]:
     for name, module in block.named_modules():
         found.append((name, type(module)))
         for tensors in (module._parameters, module._buffers):
-            found += [(key, _layout(one)) for key, one in tensors.items()]
+            found += [(key, _layout(tensor)) for key, tensor in tensors.items()]
         for key, value in sorted(vars(module).items()):
             if key not in BOOKKEEPING:
                 found += [key, *_traits(value)]
@@ -145,6 +145,6 @@ def made(trace: Trace) -> list[tuple[int, str, str]]:
     """What is allocated from the first step on, in order: size, operation and module."""
     numbers = [one for one in trace.order[trace.marks["step0"] :] if one >= 0]
     return [
-        (trace.sizes[one], trace.op_names[trace.ops[one]], trace.module_names[trace.modules[one]])
-        for one in numbers
+        (trace.sizes[number], trace.op_names[trace.ops[number]], trace.module_names[trace.modules[number]])
+        for number in numbers
     ]

@@ -149,7 +149,7 @@ def _no_compile_gain(recorder: Any, unfused: dict[str, None]) -> str:
     """Why torch.compile would not make this step faster, as far as an eager trace shows."""
     if recorder.kernels.double_backward:
         return "the loss differentiates a gradient, which torch.compile does not support"
-    calls = {one.op for one in recorder.works if one.kind == "call"}
+    calls = {work.op for work in recorder.works if work.kind == "call"}
     if calls and ENTER not in calls:
         return "loss() calls neither the model nor its methods or direct parts, so nothing is compiled"
     return "attention loses its fused kernel" if unfused else ""
@@ -170,13 +170,13 @@ def _from_few(built: _Built, *, check: bool, timeout_s: float) -> Trace | None:
     small = list(itertools.product((FEW, FEW + 1), repeat=len(lists)))
 
     def traced(built: _Built, sizes: list[tuple[int, ...]], *, forward: bool) -> list[Trace]:
-        tasks = [_few(built, dict(zip(lists, one, strict=True)), forward=forward) for one in sizes]
+        tasks = [_few(built, dict(zip(lists, size, strict=True)), forward=forward) for size in sizes]
         answers = dict(forked(tasks, given, timeout_s=timeout_s))
         return [Trace.from_json(answers[place]) for place in range(len(tasks))]
 
     try:
         if check:
-            all_of_them = tuple(one.length for one in lists)
+            all_of_them = tuple(items.length for items in lists)
             *some, whole = traced(_plainly(built), [*small, all_of_them], forward=True)
             guess = _joined(some, lists)
             if guess is None or made(guess) != made(whole):
@@ -207,7 +207,7 @@ def _few(built: _Built, counts: dict[Repeated, int], *, forward: bool) -> Callab
         from trimtab.trace.repeated_blocks import cut
 
         # Those that were cut off are there all the same: they hold their memory.
-        taken = [cut(one, count) for one, count in counts.items()]
+        taken = [cut(key, count) for key, count in counts.items()]
         found = _whole(built, forward=forward)
         del taken
         say(msgspec.json.encode(found))
@@ -248,7 +248,7 @@ def _model(job: Any, request: TraceRequest, recorder: Any, branch: str) -> Any:
     dropped: list[Any] = []
     with _blaming("model()"):
         model = steps.build(job, request.setting, branch=branch, dropped=dropped)
-    if {one.device.type for one in (*model.parameters(), *model.buffers())} == {"cpu", "cuda"}:
+    if {parameter.device.type for parameter in (*model.parameters(), *model.buffers())} == {"cpu", "cuda"}:
         # torch.Tensor(size) and the like ignore the default device; a trainer moves the model as a whole.
         model.to("cuda")
     if dropped:
@@ -300,7 +300,7 @@ def _steps(built: _Built, *, forward: bool) -> dict[str, Any]:
     recorder.mark("end", "activations")
     recorder.working = False
     lost_compiled = _lost_by_compiling(state, batch, recorder)
-    sizes = [(one.numel(), one.requires_grad) for one in state.model.parameters()]
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in state.model.parameters()]
     return {
         "parameters": sum(count for count, _ in sizes),
         "trainable": sum(count for count, learns in sizes if learns),
@@ -324,7 +324,7 @@ def _watch_gradients(state: Any, recorder: Any) -> dict[int, str]:
     """Note what gradients are kept in, and where they come and go; return the names of parameters by id."""
     from trimtab.engine.gradients import OwnGradients
 
-    names = {id(one): name for name, one in state.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in state.model.named_parameters()}
     if isinstance(state.gradients, OwnGradients):
         for parameter in state.parameters:
             recorder.watch_gradient(parameter, names[id(parameter)])
@@ -588,7 +588,7 @@ def _told(job: Any, requests: TraceRequests, parts: list[tuple[_Part, str]]) -> 
     def learn(answer: bytes) -> None:
         import_modules(msgspec.json.decode(answer, type=_Learnt).imported)
 
-    tasks = [task(*one) for one in parts]
+    tasks = [task(*part) for part in parts]
     given = f"job {requests.job}"
     answers = dict(forked(tasks, given, timeout_s=requests.timeout_s, learn=learn))
     return [answers[place] for place in range(len(parts))]

@@ -160,7 +160,7 @@ def spike_limit(losses: tuple[float, ...]) -> float | None:
     if len(losses) < ENOUGH:
         return None
     middle = median(losses)
-    spread = NORMAL * median(abs(one - middle) for one in losses)
+    spread = NORMAL * median(abs(loss - middle) for loss in losses)
     reach = max(losses) - middle
     return middle + max(FAR_SPREADS * spread, FAR_REACH * reach, FAR_SHARE * abs(middle))
 
@@ -231,7 +231,7 @@ def find_first_bad(
     found before, since ranks that compute together must all run the same number. Gradients are left behind:
     the caller clears them.
     """
-    found = None if all(_finite(one) for one in batches) else BadModule(phase=BATCH)
+    found = None if all(_finite(batch) for batch in batches) else BadModule(phase=BATCH)
     for run in passes:
         with _watch_modules(model) as seen:
             is_bad = not _finite(run())
@@ -253,7 +253,7 @@ def in_stage(found: BadModule | None, stage: int, stages: int) -> BadModule | No
 
 def earliest(found: Iterable[BadModule | None]) -> BadModule | None:
     """What ranks agree on: the earliest in the step."""
-    known = [one for one in found if one is not None]
+    known = [bad_module for bad_module in found if bad_module is not None]
     return min(known, key=lambda one: (_EARLIER.index(one.phase), one.order), default=None)
 
 
@@ -274,9 +274,9 @@ def _watch_modules(model: nn.Module) -> Iterator[_Seen]:
 
     def watch(name: str, side: str, values: Any) -> None:
         handles.extend(
-            one.register_hook(lambda grad: seen.gradients.append((name, side, _finite(grad))))
-            for one in tree_leaves(values)
-            if isinstance(one, torch.Tensor) and one.requires_grad
+            leaf.register_hook(lambda grad: seen.gradients.append((name, side, _finite(grad))))
+            for leaf in tree_leaves(values)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         )
 
     def before(name: str, _: nn.Module, values: Any, named: Any) -> None:
@@ -329,9 +329,9 @@ def _backward(seen: _Seen, model: nn.Module) -> BadModule | None:
 
 def _finite(values: Any) -> bool:
     return all(
-        bool(torch.isfinite(one.detach()).all())
-        for one in tree_leaves(values)
-        if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel()
+        bool(torch.isfinite(leaf.detach()).all())
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
     )
 
 
@@ -369,22 +369,26 @@ def keep_fp32(model: nn.Module, name: str) -> bool:
 
 
 def _device_type(module: nn.Module, args: Any) -> str:
-    tensors = [one for one in (*module.parameters(), *tree_leaves(args)) if isinstance(one, torch.Tensor)]
+    tensors = [
+        parameter
+        for parameter in (*module.parameters(), *tree_leaves(args))
+        if isinstance(parameter, torch.Tensor)
+    ]
     return tensors[0].device.type if tensors else "cpu"
 
 
 def _half_of(values: Any, module: nn.Module) -> torch.dtype | None:
     """The 16-bit dtype that a module works in, if it does."""
-    tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-    return next((one.dtype for one in (*tensors, *module.parameters()) if one.dtype in HALF), None)
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return next((tensor.dtype for tensor in (*tensors, *module.parameters()) if tensor.dtype in HALF), None)
 
 
-def _wide(one: torch.Tensor) -> torch.Tensor:
-    return one.float() if one.dtype in HALF else one
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def _narrow(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return one.to(dtype) if one.dtype is torch.float32 else one
+def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
 
 @contextlib.contextmanager
@@ -493,7 +497,7 @@ class BadStepHandler:
         """Whether there is a checkpoint from before the trouble; rank 0 looks, when all of it is written."""
         self.keeper.finish()
         assert self.since is not None  # noqa: S101 - there is trouble
-        there = any(one.step < self.since for one in self.keeper.checkpoints())
+        there = any(checkpoint.step < self.since for checkpoint in self.keeper.checkpoints())
         return bool(gather_values(self.run.world, there, everyone=True)[0])
 
     def _keep(self, found: BadModule, kind: IncidentKind, why: str, done: int) -> None:
@@ -512,8 +516,8 @@ class BadStepHandler:
 
     def _stop(self, kind: IncidentKind, done: int, why: str) -> NoReturn:
         answers = [one for one in self.scribe.seen if one.kind is kind and AGAIN not in one.done]
-        seen = tuple(f"at step {one.step} {one.done}" for one in answers)
-        went_back = any(BACK in one.done for one in answers)
+        seen = tuple(f"at step {answer.step} {answer.done}" for answer in answers)
+        went_back = any(BACK in answer.done for answer in answers)
         text = describe_stop_by_policy(self.ladder, kind, done, why, seen[-4:], went_back=went_back)
         kept = any((self.scribe.folder.root / "checkpoints").glob("*"))
         left = "The last good checkpoint is kept." if kept else "There was no checkpoint to go back to yet."
@@ -536,8 +540,10 @@ def suspect(run: Run, window: Window) -> BadModule | None:
     # The loss of a part that counts for nothing may be any number, and says nothing of the modules.
     parts = [part.batch for part in window.parts(run.micro_batch) if float(run.weight_of(part.batch))]
     most = max(gather_values(run.world, len(parts), everyone=True))
-    batches = [run.on_device(one) for one in parts]
-    passes: list[Callable[[], torch.Tensor | None]] = [functools.partial(run.passed, one) for one in batches]
+    batches = [run.on_device(part) for part in parts]
+    passes: list[Callable[[], torch.Tensor | None]] = [
+        functools.partial(run.passed, batch) for batch in batches
+    ]
     along = run.on_device(window.filler())
     passes += [functools.partial(_passed_along, run, along)] * (most - len(parts))
     with run.quiet():

@@ -214,7 +214,9 @@ def find_fault(folder: Path, rank: int = 0, size: int = 1, mark: Callable[[Path]
             return f"{name} does not hold what was written"
     # Hidden files come from network file systems and desktops, not from us.
     known = {MANIFEST, *manifest.files}
-    extra = [one.name for one in folder.iterdir() if one.name not in known and not one.name.startswith(".")]
+    extra = [
+        path.name for path in folder.iterdir() if path.name not in known and not path.name.startswith(".")
+    ]
     return f"{min(extra)} does not belong to it" if extra else ""
 
 
@@ -277,7 +279,7 @@ def plain_name(name: str) -> str:
     >>> plain_name("blocks.0._orig_mod.weight")
     'blocks.0.weight'
     """
-    return ".".join(one for one in name.split(".") if one not in _WRAPPERS)
+    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
@@ -408,7 +410,7 @@ def optimizer_targets(
             if lone and not here:
                 lost.append(_named(names, label, parameter))
                 continue
-            for key in [*here, *(one for one in keys if one not in lone)]:
+            for key in [*here, *(key for key in keys if key not in lone)]:
                 targets[key] = _like(parameter, key, *saved[key])
     return targets, lost
 

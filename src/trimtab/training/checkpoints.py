@@ -163,13 +163,13 @@ class CheckpointManager:
         checkpoints of that step and later ones are dropped first.
         """
         self._join()
-        for one in reversed(self._candidates(before)):
+        for candidate in reversed(self._candidates(before)):
             fault = next(
-                filter(None, self.ranks.all_of(find_fault(one, self.ranks.rank, self.ranks.size))), ""
+                filter(None, self.ranks.all_of(find_fault(candidate, self.ranks.rank, self.ranks.size))), ""
             )
             if not fault:
-                return self._load(one, objects)
-            self._set_aside(one, fault)
+                return self._load(candidate, objects)
+            self._set_aside(candidate, fault)
         return None
 
     def checkpoints(self) -> list[SavedCheckpoint]:
@@ -262,7 +262,7 @@ class CheckpointManager:
         def written() -> tuple[Any, dict[str, FileMark]]:
             results = writer.write_data(planner.finish_plan(plan), planner).wait()
             # By name: a rank to whom nothing fell has an empty file, which no result speaks of.
-            files = {one.name for one in folder.glob(f"__{self.ranks.rank}_*")}
+            files = {path.name for path in folder.glob(f"__{self.ranks.rank}_*")}
             if data is not None:
                 plain = f"plain-{self.ranks.rank}.pt"
                 write_synced(folder / plain, data)
@@ -278,7 +278,7 @@ class CheckpointManager:
 
     def _put_in_place(self, task: _Task, folder: Path, name: str, marks: dict[str, FileMark]) -> None:
         """Vouch for all files, and give the folder its name."""
-        unseen = [one for one in marks if not (folder / one).exists()]
+        unseen = [mark for mark in marks if not (folder / mark).exists()]
         if unseen:
             raise OSError(
                 0,
@@ -303,7 +303,7 @@ class CheckpointManager:
 
     def _prune(self) -> None:
         """Keep the last few, the best, and the frozen weights that these refer to."""
-        there = [one for one in self.checkpoints() if one.manifest is not None]
+        there = [checkpoint for checkpoint in self.checkpoints() if checkpoint.manifest is not None]
         keep = there[-self.last :]
         rated = [one for one in there if one.manifest and one.manifest.metric is not None]
         if rated:
@@ -329,11 +329,11 @@ class CheckpointManager:
         """The checkpoints to try, as the first rank sees them; later ones than asked for are dropped."""
         there: list[Path] = []
         if self.ranks.first:
-            for one in self.checkpoints():
-                if before is not None and one.step >= before:
-                    self._remove(one.path)
+            for checkpoint in self.checkpoints():
+                if before is not None and checkpoint.step >= before:
+                    self._remove(checkpoint.path)
                 else:
-                    there.append(one.path)
+                    there.append(checkpoint.path)
         found: list[Path] = self.ranks.told(there)
         return found
 
@@ -375,11 +375,11 @@ class CheckpointManager:
                 fresh[label], lost = checkpoint_format.optimizer_targets(label, one, names, own, place)
                 self._lost(manifest, path, label, lost)
         source.fill(
-            {name: one for name, one in found.targets.items() if name in own}
+            {name: target for name, target in found.targets.items() if name in own}
             | {name: one for some in fresh.values() for name, one in some.items()}
         )
         if frozen is not None:
-            frozen.fill({name: one for name, one in found.targets.items() if name not in own})
+            frozen.fill({name: target for name, target in found.targets.items() if name not in own})
         same = manifest.world == self.ranks.size
         mine = plain[self.ranks.rank if same else 0]
         for label, one in objects.items():
@@ -551,7 +551,7 @@ class Ranks:
         return values or []
 
     def _combined(self, made: list[Any], combine: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        failure = next((one for one in made if isinstance(one, CheckpointFailure)), None)
+        failure = next((item for item in made if isinstance(item, CheckpointFailure)), None)
         if failure is None:
             try:
                 return combine(made)

@@ -102,15 +102,15 @@ class EventLog:
             at = self.step if step is None else step
             self.write(Incident(kind=kind, at_s=time.time(), step=at, rank=0, why=why, done=done))
 
-    def write(self, one: Incident) -> None:
+    def write(self, incident: Incident) -> None:
         """Put an incident on record, on rank 0."""
-        self.seen.append(one)
-        self.folder.event(one)
-        self.meters.event(one)
+        self.seen.append(incident)
+        self.folder.event(incident)
+        self.meters.event(incident)
 
-    def hear(self, one: Incident) -> None:
+    def hear(self, incident: Incident) -> None:
         """Take what happened on this rank, where steps are counted from 0."""
-        counted = one.replace(step=None if one.step is None else one.step + 1)
+        counted = incident.replace(step=None if incident.step is None else incident.step + 1)
         if self.world.is_main:
             self.write(counted)
         else:
@@ -118,7 +118,7 @@ class EventLog:
 
     def share(self) -> None:
         """Bring what happened on other ranks to rank 0; all ranks call it."""
-        told = gather_values(self.world, [one.to_json() for one in self.news])
+        told = gather_values(self.world, [new.to_json() for new in self.news])
         self.news = []
         for text in (text for texts in told for text in texts):
             self.write(Incident.from_json(text))

@@ -111,8 +111,8 @@ class Faults:
     def __init__(self, schedule: Iterable[Fault], folder: Path) -> None:
         self.folder = folder / STRUCK
         self.folder.mkdir(exist_ok=True)
-        done = {one.name for one in self.folder.iterdir()}
-        self.left = [(f"{number:04d}", one) for number, one in enumerate(schedule)]
+        done = {path.name for path in self.folder.iterdir()}
+        self.left = [(f"{number:04d}", fault) for number, fault in enumerate(schedule)]
         self.left = [(name, one) for name, one in self.left if name not in done]
 
     def at(self, point: str, step: int, rank: int) -> str | None:
@@ -135,37 +135,37 @@ class Faults:
         return True
 
 
-def _strike(one: Fault) -> str | None:
-    if one.kind is FaultKind.OUT_OF_MEMORY:
+def _strike(fault: Fault) -> str | None:
+    if fault.kind is FaultKind.OUT_OF_MEMORY:
         import torch
 
-        raise torch.OutOfMemoryError(f"a drill: out of memory in {one.place}")
-    if one.kind is FaultKind.FULL_DISK:
+        raise torch.OutOfMemoryError(f"a drill: out of memory in {fault.place}")
+    if fault.kind is FaultKind.FULL_DISK:
         import errno
 
         raise OSError(errno.ENOSPC, "a drill: No space left on device")
-    if one.kind is FaultKind.SLOW:
-        time.sleep(one.seconds)
+    if fault.kind is FaultKind.SLOW:
+        time.sleep(fault.seconds)
         return None
     sent = {
         FaultKind.KILL: signal.SIGKILL,
         FaultKind.TERMINATE: signal.SIGTERM,
         FaultKind.WARN: signal.SIGUSR1,
     }
-    if one.kind in sent:
-        os.kill(os.getpid(), sent[one.kind])
+    if fault.kind in sent:
+        os.kill(os.getpid(), sent[fault.kind])
         return None
-    return "nan" if one.kind is FaultKind.NOT_A_NUMBER else "tear"
+    return "nan" if fault.kind is FaultKind.NOT_A_NUMBER else "tear"
 
 
 def tear(checkpoints: Path) -> Path | None:
     """Cut the largest file of the newest checkpoint in half; None where there is none."""
     folders = sorted(
-        (one for one in checkpoints.iterdir() if one.is_dir()), key=lambda one: one.stat().st_mtime_ns
+        (path for path in checkpoints.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns
     )
-    files = [one for one in folders[-1].rglob("*") if one.is_file()] if folders else []
+    files = [path for path in folders[-1].rglob("*") if path.is_file()] if folders else []
     if not files:
         return None
-    largest = max(files, key=lambda one: one.stat().st_size)
+    largest = max(files, key=lambda file: file.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     return largest

@@ -83,7 +83,7 @@ def _classes(job: Any, _: str) -> dict[str, str]:
 
     with torch.device("meta"):
         model = job.model()
-    return {path: type(one).__name__ for path, one in model.named_modules() if path}
+    return {path: type(module).__name__ for path, module in model.named_modules() if path}
 
 
 ANSWERS: dict[str, Callable[[Any, str], dict[str, str]]] = {TRAINABLE: _trainable, CLASSES: _classes}

@@ -602,29 +602,39 @@ def compare_batches(made: Any, read: Any, at: str = "batch") -> list[str]:
         return []
     if isinstance(made, Mapping) and isinstance(read, Mapping):
         both = [key for key in made if key in read]
-        inside = [one for key in both for one in compare_batches(made[key], read[key], f"{at}[{key!r}]")]
+        inside = [
+            compare_batch
+            for key in both
+            for compare_batch in compare_batches(made[key], read[key], f"{at}[{key!r}]")
+        ]
         if len(both) == len(made) == len(read):
             return inside
         here, there = (_listed([str(key) for key in one]) or "nothing" for one in (made, read))
         return [f"{at} has {here} from batch() and {there} from dataset()", *inside]
     if isinstance(made, list | tuple) and isinstance(read, list | tuple) and len(made) == len(read):
         pairs = enumerate(zip(made, read, strict=True))
-        return [one for number, pair in pairs for one in compare_batches(*pair, f"{at}[{number}]")]
+        return [
+            compare_batch
+            for number, pair in pairs
+            for compare_batch in compare_batches(*pair, f"{at}[{number}]")
+        ]
     return [f"{at} is {describe_batch(made)} from batch() and {describe_batch(read)} from dataset()"]
 
 
-def _kind(one: Any) -> Any:
+def _kind(item: Any) -> Any:
     """What two leaves are alike in; containers are none, but for a list with a text for each sample."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype, one.dim(), one.shape[1:]
-    if isinstance(one, Mapping | list | tuple):
-        return "texts" if _texts(one) else id(one)
-    return type(one)
+    if isinstance(item, torch.Tensor):
+        return item.dtype, item.dim(), item.shape[1:]
+    if isinstance(item, Mapping | list | tuple):
+        return "texts" if _texts(item) else id(item)
+    return type(item)
 
 
-def _texts(one: Any) -> bool:
+def _texts(item: Any) -> bool:
     """Whether it is a list of texts, one a sample."""
-    return isinstance(one, list | tuple) and bool(one) and all(isinstance(text, str | bytes) for text in one)
+    return (
+        isinstance(item, list | tuple) and bool(item) and all(isinstance(text, str | bytes) for text in item)
+    )
 
 
 def _listed(words: list[str]) -> str:

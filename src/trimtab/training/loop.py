@@ -131,7 +131,7 @@ def _shared(run: Run, dataset: Any) -> tuple[float, float]:
         generator=torch.Generator(),
     )
     total = weight = 0.0
-    modes = {name: one.training for name, one in run.model.named_modules()}
+    modes = {name: module.training for name, module in run.model.named_modules()}
     run.model.eval()
     try:
         with torch.no_grad(), run.quiet():
@@ -144,8 +144,8 @@ def _shared(run: Run, dataset: Any) -> tuple[float, float]:
             for _ in range(rounds(len(dataset), ranks, size) - len(reader)):
                 _loss(run, (getattr(run.job, "collate", None) or default_collate)([dataset[0]]))
     finally:
-        for name, one in run.model.named_modules():
-            one.training = modes[name]
+        for name, module in run.model.named_modules():
+            module.training = modes[name]
     return total, weight
 
 
@@ -164,8 +164,8 @@ def _loss(run: Run, batch: Any) -> float:
     torch.cuda.empty_cache()
     half = samples // 2
     parts = [slice_batch(batch, 0, half), slice_batch(batch, half, samples)]
-    weights = [float(run.weight_of(one)) for one in parts]
-    known = [_loss(run, one) * share for one, share in zip(parts, weights, strict=True) if share]
+    weights = [float(run.weight_of(part)) for part in parts]
+    known = [_loss(run, part) * share for part, share in zip(parts, weights, strict=True) if share]
     return sum(known) / sum(weights) if known else nan
 
 
@@ -386,7 +386,7 @@ class TrainingLoop:
     def _check_room(self) -> None:
         """A disk that has no room for one checkpoint is said so before the first step."""
         folder = self.scribe.folder.root
-        learn = [one for one in self.run.model.parameters() if one.requires_grad]
+        learn = [parameter for parameter in self.run.model.parameters() if parameter.requires_grad]
         state = sum(one.numel() * one.element_size() for one in learn) * STATES
         need = snapshot({"model": self.run.model}).size_bytes + state
         free = shutil.disk_usage(folder).free
@@ -487,8 +487,8 @@ class TrainingLoop:
         norms = len(batch_norms(self.run.model))
         stated = known.replace(batch_loss=BatchLoss(additive=True, stated=True, batch_norms=norms))
         return [
-            f"{one.subject} {one.value}: {one.why}"
-            for one in batch_loss_rules.notes(stated, self.plan.choice)
+            f"{note.subject} {note.value}: {note.why}"
+            for note in batch_loss_rules.notes(stated, self.plan.choice)
         ]
 
     def _prompt(self) -> None:
@@ -601,7 +601,7 @@ class TrainingLoop:
         if (folder.root / SUMMARY).exists():
             return
         there = count_node_gpus() if cuda else None
-        one = build_summary(
+        summary = build_summary(
             self.task.job,
             self.plan,
             self.scribe.attempt,
@@ -613,7 +613,7 @@ class TrainingLoop:
             now_s=time.time(),
         )
         try:
-            write_summary(folder.root, one)
+            write_summary(folder.root, summary)
         except OSError as error:
             # The run is done and its weights are kept: a summary is not worth failing for.
             self.scribe.meters.say(f"no summary could be written: {error.strerror}")
@@ -621,7 +621,7 @@ class TrainingLoop:
     def _last_words(self, ending: RunEnding) -> None:
         folder, meters = self.scribe.folder, self.scribe.meters
         if self.task.json:
-            events = [one.to_builtins() for one in folder.events()]
+            events = [event.to_builtins() for event in folder.events()]
             last = {"events": events, "steps": ending.step, "out": ending.out, "asked": ending.asked or None}
             meters.write(json.dumps(last))
             return
@@ -704,9 +704,9 @@ def is_of_job(error: BaseException) -> bool:
     ours, jobs = str(Path(__file__).parent.parent), str(Path(load.__code__.co_filename).parent)
     frames = [one.filename for one in traceback.extract_tb(error.__traceback__)]
     return any(
-        one.startswith(jobs)
-        or not (one.startswith((ours, "<")) or "site-packages" in one or one == contextlib.__file__)
-        for one in frames
+        frame.startswith(jobs)
+        or not (frame.startswith((ours, "<")) or "site-packages" in frame or frame == contextlib.__file__)
+        for frame in frames
     )
 
 

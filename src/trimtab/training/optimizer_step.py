@@ -105,7 +105,7 @@ class OptimizerStep:
             self._of, self._states = state, len(state)
             self._ready = frozenset(id(parameter) for parameter in state)
             found = [one for group in self.optimizer.param_groups for one in group["params"]]
-            found += [one for held in state.values() for one in _tensors(held)]
+            found += [tensor for held in state.values() for tensor in _tensors(held)]
             self._tensors = [getattr(one, "_local_tensor", one) for one in found]
         return self._tensors
 

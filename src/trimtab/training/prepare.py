@@ -144,7 +144,9 @@ def prepare(
     )
     optimizer = arranged.optimizer
     buffers = [entry for entry, is_buffer in _entries(model, groups, own_prefix()) if is_buffer]
-    places = share_bounds(setting.global_batch, groups.data_parallel, [one.samples for one in setting.shares])
+    places = share_bounds(
+        setting.global_batch, groups.data_parallel, [share.samples for share in setting.shares]
+    )
     share = places[groups.data_rank + 1] - places[groups.data_rank]
     planned = setting.shares[groups.data_rank].micro_batch if setting.shares else setting.micro_batch
     schedule = wanted.schedule or getattr(wanted.job, "schedule", None)
@@ -211,7 +213,7 @@ def _model(wanted: PrepareRequest, device: torch.device) -> tuple[nn.Module, str
         branch = list(known)[wanted.groups.branch]
         own = known[branch]
         keep_branch(model, known, branch)
-    if wanted.model is not None and any(one.is_meta for one in model.parameters()):
+    if wanted.model is not None and any(parameter.is_meta for parameter in model.parameters()):
         raise WrongUse(
             "a model on the meta device", found="its weights have no values", cure="Build it on the CPU."
         )
@@ -246,7 +248,7 @@ def _without_values(job: Any, setting: Setting, here: World) -> nn.Module | None
     if not isinstance(model, nn.Module):
         return None
     tensors = [*model.parameters(), *model.buffers()]
-    size = sum(one.numel() * one.element_size() for one in tensors)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if size * _local_ranks(here) <= HOST_SHARE * psutil.virtual_memory().available:
         return None
     return None if _has_loose_tensors(model) else model

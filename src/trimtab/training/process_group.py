@@ -141,7 +141,7 @@ def _launcher(env: Mapping[str, str]) -> str:
         return BY_HAND
     theirs = {"RANK": _SLURM.rank, "WORLD_SIZE": _SLURM.size, "LOCAL_RANK": _SLURM.local_rank}
     for name in hand:
-        said = next((env[one] for one in theirs[name] if one in env), None)
+        said = next((env[their] for their in theirs[name] if their in env), None)
         if said is not None and said.strip() != env[name].strip():
             raise _fault(
                 f"{name}={env[name]}", f"it contradicts {_set(env, theirs[name])}, which srun has set"
@@ -157,12 +157,14 @@ def _number(
     least: int = 0,
     otherwise: int | None = None,
 ) -> int:
-    name = next((one for one in names if one in env), None)
+    name = next((name for name in names if name in env), None)
     if name is None:
         if otherwise is not None:
             return otherwise
         others = [
-            f"{one}={env[one]}" for one in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID") if one in env
+            f"{name}={env[name]}"
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID")
+            if name in env
         ]
         raise _fault(
             ", ".join(others) or launcher, f"the process group is half-set: {' or '.join(names)} is missing"
@@ -174,7 +176,7 @@ def _number(
 
 
 def _set(env: Mapping[str, str], names: tuple[str, ...]) -> str:
-    return next((f"{one}={env[one]}" for one in names if one in env), names[0])
+    return next((f"{name}={env[name]}" for name in names if name in env), names[0])
 
 
 def _master(env: Mapping[str, str]) -> tuple[str, int]:
@@ -474,7 +476,7 @@ class Buffers:
             buffers = [self._entries[number][0] for number in numbers]
             # Few launches for many small buffers.
             plain = kind in (torch.float32, torch.float16, torch.bfloat16, torch.int64)
-            copied = torch._foreach_add(buffers, 0) if plain else [one.clone() for one in buffers]
+            copied = torch._foreach_add(buffers, 0) if plain else [buffer.clone() for buffer in buffers]
             self.copies.update(zip(numbers, copied, strict=True))
         self._versions = [buffer._version for buffer, *_ in self._entries]
 

@@ -228,7 +228,7 @@ class Run:
             order=checked_order(dataset, self.setting.global_batch, seed),
             rank=self.groups.data_rank,
             data_parallel=self.groups.data_parallel,
-            shares=tuple(one.samples for one in self.setting.shares),
+            shares=tuple(share.samples for share in self.setting.shares),
             workers=self.setting.workers,
             pin=self.torch_device.type == "cuda",
             collate=getattr(self.job, "collate", None),

@@ -181,7 +181,7 @@ class RunFolder:
         if not self.main or not self.log_file.exists():
             return 0
         lines = self.lines()
-        kept = [one for one in lines if one.get("step", 0) <= step]
+        kept = [line for line in lines if line.get("step", 0) <= step]
         if len(kept) < len(lines):
             write_atomic(self.log_file, b"".join(msgspec.json.encode(one) + b"\n" for one in kept), sync=True)
         return len(lines) - len(kept)
@@ -487,7 +487,7 @@ def plan_of(root: Path) -> Plan | None:
 def _lines(root: Path, said: list[str]) -> tuple[StepLine, ...]:
     told = _told(root / LOG, StepLine, said)
     # A step that was taken again counts as it was taken last.
-    found = {one.step: one for one in told if one is not None and is_step(one)}
+    found = {n.step: n for n in told if n is not None and is_step(n)}
     return tuple(found[step] for step in sorted(found))
 
 

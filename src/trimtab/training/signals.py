@@ -86,14 +86,14 @@ class StopRequest(NamedTuple):
     """Whether rank 0's clock says that a checkpoint is due."""
 
 
-def pack_request(one: StopRequest) -> float:
+def pack_request(stop_request: StopRequest) -> float:
     """A request as one number that can be summed over ranks.
 
     Whole numbers are exact in 64 bits up to 9e15: from the right, there are four digits for ranks that were
     asked to end, four for those that were warned, four for those with news, and the rest for the checkpoint.
     """
-    ended = one.asked is not None and one.asked is not signal.SIGUSR1
-    fields = (ended, one.asked is signal.SIGUSR1, one.news, one.checkpoint)
+    ended = stop_request.asked is not None and stop_request.asked is not signal.SIGUSR1
+    fields = (ended, stop_request.asked is signal.SIGUSR1, stop_request.news, stop_request.checkpoint)
     return float(sum(int(field) * FIELD**place for place, field in enumerate(fields)))
 
 
@@ -134,8 +134,8 @@ class Signals:
             return self
         self._mouth.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        for one in handled_signals():
-            self._before[one] = signal.signal(one, self._noted)
+        for handled_signal in handled_signals():
+            self._before[handled_signal] = signal.signal(handled_signal, self._noted)
         self._thread.start()
         return self
 
@@ -145,8 +145,8 @@ class Signals:
         if not self._before:
             return
         signal.set_wakeup_fd(self._wakeup)
-        for one, handler in self._before.items():
-            signal.signal(one, handler)  # type: ignore[arg-type] # what signal() gave, it takes
+        for key, handler in self._before.items():
+            signal.signal(key, handler)  # type: ignore[arg-type] # what signal() gave, it takes
         with contextlib.suppress(OSError):
             self._ear.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=1.0)
@@ -185,14 +185,14 @@ class Signals:
             if heard[0] in {int(one) for one in HEARD}:
                 self._take(signal.Signals(heard[0]))
 
-    def _take(self, one: signal.Signals) -> None:
+    def _take(self, signals: signal.Signals) -> None:
         now = time.monotonic()
         if self.asked in (None, signal.SIGUSR1):
             # Slurm warns first and ends later: what was begun at the warning goes on.
-            self._first_s = now if self.asked is None or one is not signal.SIGUSR1 else self._first_s
-            self.asked = self.asked if one is signal.SIGUSR1 and self.asked else one
-        elif now - self._first_s > ECHO_S and one is not signal.SIGUSR1:
-            os._exit(exit_code(one))
+            self._first_s = now if self.asked is None or signals is not signal.SIGUSR1 else self._first_s
+            self.asked = self.asked if signals is signal.SIGUSR1 and self.asked else signals
+        elif now - self._first_s > ECHO_S and signals is not signal.SIGUSR1:
+            os._exit(exit_code(signals))
 
     def _give_up_if_silent(self) -> None:
         since = max(self._first_s, self._last_step_s)

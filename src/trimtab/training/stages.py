@@ -35,7 +35,7 @@ class StageChain(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Each stage has a folder of its own."""
-        names = [one.name for one in self.stages]
+        names = [stage.name for stage in self.stages]
         return (
             []
             if names and len({*names}) == len(names)
@@ -89,8 +89,8 @@ def _take_up(folder: RunFolder, chain: StageChain) -> dict[str, int]:
             write_atomic(file, chain.to_json(indent=2).encode() + b"\n", sync=True)
     except OSError as error:
         raise folder_fault(f"--out {folder.root}", error) from error
-    names = {one.name for one in chain.stages}
-    told = [one for one in folder.events() if one.kind is IncidentKind.STAGE]
+    names = {stage.name for stage in chain.stages}
+    told = [event for event in folder.events() if event.kind is IncidentKind.STAGE]
     return {name: one.step or 0 for one in told if (name := one.why.split()[1]) in names}
 
 
@@ -99,7 +99,7 @@ def _refuse_others(before: StageChain, chain: StageChain, root: Path) -> None:
     its, mine = before.to_builtins(), chain.to_builtins()
     differences = [key for key in its if key != "stages" and its[key] != mine[key]]
     names = ([one["name"] for one in both["stages"]] for both in (its, mine))
-    differences += ["the stages"] * (len({tuple(one) for one in names}) > 1) or [
+    differences += ["the stages"] * (len({tuple(name) for name in names}) > 1) or [
         f"stage {one['name']}"
         for one, other in zip(its["stages"], mine["stages"], strict=True)
         if one != other

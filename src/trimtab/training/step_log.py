@@ -170,9 +170,9 @@ class StepLog:
         if line.step % self.every == 0 or line.step == self.steps or line.skipped:
             self._print(line)
 
-    def event(self, one: Incident) -> None:
+    def event(self, incident: Incident) -> None:
         """Show what happened, on stderr, where it does not disturb what a program reads."""
-        self._say(one.text)
+        self._say(incident.text)
 
     def say(self, text: str) -> None:
         """A word on what goes on, for a person."""

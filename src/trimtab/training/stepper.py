@@ -340,8 +340,8 @@ class Stepper:
         size, weigh = ready.fitting.sizes.current, ready.weight
         pieces = window.parts(size)
         if weigh is None:
-            return size, [(one, one.samples) for one in pieces]
-        weighed = [(one, _weight(weigh, one.batch)) for one in pieces]
+            return size, [(piece, piece.samples) for piece in pieces]
+        weighed = [(piece, _weight(weigh, piece.batch)) for piece in pieces]
         return size, [(one, weight) for one, weight in weighed if _counts(weight)]
 
     def _remember(self, ready: prepare_module.PreparedRun) -> None:

@@ -187,14 +187,14 @@ def cpu_plan(
     )
 
 
-def repeat_node(one: Cluster, nodes: int) -> Cluster:
+def repeat_node(cluster: Cluster, nodes: int) -> Cluster:
     """A cluster of so many nodes like this one: what a rank knows of the machines it cannot see."""
     if nodes <= 1:
-        return one
-    node, within = one.nodes[0], [link for link in one.links if link.node == 0]
+        return cluster
+    node, within = cluster.nodes[0], [link for link in cluster.links if link.node == 0]
     joined = [link.replace(node=number) for number in range(nodes) for link in within]
     models = {device.model or device.name for device in node.devices}
-    return one.replace(
+    return cluster.replace(
         nodes=tuple(node.replace(name=f"{node.name}-{number}") for number in range(nodes)),
         links=(*joined, network_link(models, len(node.devices))),
     )
@@ -261,13 +261,13 @@ def _split_batch(
             return found
     if "accumulation" in pins:
         wanted = int(pins["accumulation"])
-        fitting = [one for one in cuts(global_batch, data_parallel) if one[1] == wanted]
+        fitting = [cut for cut in cuts(global_batch, data_parallel) if cut[1] == wanted]
         if fitting:
             return fitting[0]
         raise WrongUse(
             f"--pin accumulation={wanted}",
             found=f"a share of the global batch {global_batch} cannot be cut into that many even parts",
-            cure=f"Pin one of {', '.join(str(one[1]) for one in cuts(global_batch, data_parallel))}.",
+            cure=f"Pin one of {', '.join(str(cut[1]) for cut in cuts(global_batch, data_parallel))}.",
         )
     known = cuts(global_batch, data_parallel)
     return next((one for one in known if one[1] >= least), known[-1])

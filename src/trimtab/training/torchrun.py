@@ -418,8 +418,8 @@ def _wait(agent: subprocess.Popen[bytes], control: RankFiles) -> int:
                     agent.terminate()
             time.sleep(POLL_S)
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for key, handler in before.items():
+            signal.signal(key, handler)
     return code
 
 
@@ -435,13 +435,13 @@ def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]
     except psutil.NoSuchProcess:
         return False
     for rank in ranks:
-        for number, one in enumerate(heard):
+        for number, signals in enumerate(heard):
             if (rank.pid, number) in told:
                 continue
             told.add((rank.pid, number))
             with contextlib.suppress(psutil.NoSuchProcess):
                 # Python that is still waking up dies of SIGINT with a traceback, and of SIGTERM without.
-                rank.send_signal(one if one is signal.SIGUSR1 else signal.SIGTERM)
+                rank.send_signal(signals if signals is signal.SIGUSR1 else signal.SIGTERM)
     return any(_is_alive(rank) for rank in ranks)
 
 

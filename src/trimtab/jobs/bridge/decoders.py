@@ -149,7 +149,7 @@ def _settle_buffers(built: Any, config: Any, given: str) -> None:
     """Tables that are computed and not stored, such as those of rotary positions, were made on meta."""
     for parent in list(built.modules()):
         for name, child in list(parent.named_children()):
-            if any(one.is_meta for one in child.buffers(recurse=False)):
+            if any(buffer.is_meta for buffer in child.buffers(recurse=False)):
                 with torch.device("cpu"):
                     setattr(parent, name, type(child)(config=config))
     left = [name for name, one in (*built.named_parameters(), *built.named_buffers()) if one.is_meta]

@@ -291,7 +291,9 @@ class BridgeModel(nn.Module):
         if not torch.is_grad_enabled():
             return self.branch_loss(name, latents, answer)
         own = [self.adapters[name], getattr(self, name)] + ([self.deep[name]] if name in self.deep else [])
-        learning = [one for module in own for one in module.parameters() if one.requires_grad]
+        learning = [
+            parameter for module in own for parameter in module.parameters() if parameter.requires_grad
+        ]
         _check_alone(type(self), latents.device.type)
         return _Now.apply(lambda seen: self.branch_loss(name, seen, answer), latents, *learning)
 
@@ -343,7 +345,9 @@ class _Now(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """What was found, times what the loss counts."""
-        scaled = (None if one is None else one * above[0] for one in ctx.saved_tensors)
+        scaled = (
+            None if saved_tensor is None else saved_tensor * above[0] for saved_tensor in ctx.saved_tensors
+        )
         return None, *scaled
 
 

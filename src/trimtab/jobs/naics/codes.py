@@ -194,7 +194,7 @@ def _counts(total: int) -> list[int]:
 
 def words(tree: Codes, code: int) -> list[str]:
     """The words that a code's texts are made of: its sector's, then those that each code above it adds."""
-    sector, *below = [int(one) for one in tree.lines[code] if one >= 0]
+    sector, *below = [int(line) for line in tree.lines[code] if line >= 0]
     found = list(SECTORS[sector % len(SECTORS)])
     for one in (sector, *below):
         draw = random.Random(f"words of {tree.names[one]}")  # noqa: S311 - for data, not for secrets

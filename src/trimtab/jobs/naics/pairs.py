@@ -155,7 +155,7 @@ def _seen_in(total: int, anchor: int) -> tuple[Numbers, Numbers]:
 
 
 def _ranks(names: tuple[str, ...] | None) -> tuple[int, ...] | None:
-    return None if names is None else tuple(RELATION_WORDS.index(one) + 1 for one in names)
+    return None if names is None else tuple(RELATION_WORDS.index(name) + 1 for name in names)
 
 
 def _is_in(values: Numbers, allowed: tuple[float, ...] | None) -> Any:

@@ -78,11 +78,11 @@ def read_stages(folder: str) -> tuple[Stage, ...]:
     """The stages that a folder describes, in order; those that ship where none is named."""
     main, files, chains = _sorted_out(Path(folder) if folder else SHIPPED)
     shared = {} if main is None else _main(main)
-    found = {one.name: one for one in map(_stage, files)}
+    found = {file.name: file for file in map(_stage, files)}
     if len(found) < len(files):
-        names = [_stage(one).name for one in files]
+        names = [_stage(file).name for file in files]
         twice = next(name for name in names if names.count(name) > 1)
-        both = " and ".join(str(one.file) for one in files if _stage(one).name == twice)
+        both = " and ".join(str(file.file) for file in files if _stage(file).name == twice)
         raise WrongUse(f"stage {twice}", found=f"{both} both have this name", cure="Give one another name.")
     links = _chain(chains, found) if chains else [(name, {}) for name in sorted(found)]
     return tuple(_linked(found[name], shared, own) for name, own in links)
@@ -94,11 +94,11 @@ def find_stage(given: str, among: tuple[Stage, ...]) -> Stage:
     >>> find_stage("02", read_stages("")).options["negatives"]
     8
     """
-    matches = [one for one in among if one.name == given] or [
-        one for one in among if given and one.name.startswith(given)
+    matches = [stage for stage in among if stage.name == given] or [
+        stage for stage in among if given and stage.name.startswith(given)
     ]
     if len(matches) != 1:
-        known = [one.name for one in among]
+        known = [stage.name for stage in among]
         close = nearest(given, known)
         meant = f"; did you mean {close[0]}?" if close and not matches else ""
         how = "several begin so" if matches else "there is none of that name"
@@ -111,14 +111,14 @@ def _sorted_out(folder: Path) -> tuple[YamlPage | None, list[YamlPage], list[Yam
     if not folder.is_dir():
         found = "it is a file" if folder.exists() else "there is no such folder"
         raise WrongUse(f"--stages {folder}", found=found, cure="Name a folder with stage files below it.")
-    places = [folder, *sorted(one for one in folder.iterdir() if one.is_dir() and one.name[0] != ".")]
-    files = [one for place in places for one in sorted(place.iterdir()) if one.suffix in (".yaml", ".yml")]
+    places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")]
+    files = [path for place in places for path in sorted(place.iterdir()) if path.suffix in (".yaml", ".yml")]
     pages = [read_yaml(file) for file in files]
     kinds: dict[str, list[YamlPage]] = {"main": [], "stage": [], "chain": [], "other": []}
     for page in pages:
         kinds[_kind(page)].append(page)
-    beside = {one.file.parent for one in kinds["stage"]} - {folder}
-    stray = next((one for one in kinds["other"] if one.file.parent in beside), None)
+    beside = {kind.file.parent for kind in kinds["stage"]} - {folder}
+    stray = next((kind for kind in kinds["other"] if kind.file.parent in beside), None)
     if stray is not None:
         raise WrongUse(
             str(stray.file),
@@ -132,7 +132,7 @@ def _sorted_out(folder: Path) -> tuple[YamlPage | None, list[YamlPage], list[Yam
             cure="Name a folder with files such as curriculum/01_stage.yaml.",
         )
     if len(kinds["main"]) > 1:
-        both = " and ".join(str(one.file) for one in kinds["main"][:2])
+        both = " and ".join(str(kind.file) for kind in kinds["main"][:2])
         raise WrongUse(f"--stages {folder}", found=f"{both} are both main configs", cure="Keep one of them.")
     return next(iter(kinds["main"]), None), kinds["stage"], kinds["chain"]
 
@@ -241,7 +241,7 @@ def _flat(section: dict[str, Any], root: tuple[str, ...]) -> dict[tuple[str, ...
 
 
 def _number(page: YamlPage, path: tuple[Any, ...], value: Any, *, whole: bool = False) -> float:
-    key = ".".join(str(one) for one in path if not isinstance(one, int))
+    key = ".".join(str(item) for item in path if not isinstance(item, int))
     where = f"{page.at(*path)}: {key}: {value}"
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         quoted = " (it is text, in quotes)" if isinstance(value, str) else ""
@@ -254,9 +254,9 @@ def _number(page: YamlPage, path: tuple[Any, ...], value: Any, *, whole: bool = 
 
 def _chain(chains: list[YamlPage], found: dict[str, Stage]) -> list[tuple[str, dict[str, Any]]]:
     """Names of stages in order, with epochs and rate of each."""
-    page = next((one for one in chains if one.file.stem == "chain_default"), chains[0])
+    page = next((chain for chain in chains if chain.file.stem == "chain_default"), chains[0])
     if len(chains) > 1 and page.file.stem != "chain_default":
-        several = ", ".join(one.file.name for one in chains)
+        several = ", ".join(chain.file.name for chain in chains)
         raise WrongUse(
             str(page.file.parent),
             found=f"there are several chains: {several}",

@@ -94,7 +94,7 @@ class Pieces:
     @cached_property
     def texts(self) -> list[bytes]:
         """What each piece stands for."""
-        found = [bytes([one]) for one in range(BYTES)]
+        found = [bytes([index]) for index in range(BYTES)]
         for pairs in self.rounds:
             found += [found[left] + found[right] for left, right in pairs.tolist()]
         return found
@@ -102,7 +102,7 @@ class Pieces:
     def decode(self, pieces: Iterable[int]) -> bytes:
         """The text of pieces; those that were never learnt stand for nothing."""
         texts = self.texts
-        return b"".join(texts[one] for one in map(int, pieces) if 0 <= one < len(texts))
+        return b"".join(texts[piece] for piece in map(int, pieces) if 0 <= piece < len(texts))
 
 
 class _Merge:

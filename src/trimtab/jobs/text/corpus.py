@@ -52,19 +52,21 @@ class Corpus(Noun, frozen=True, kw_only=True):
     @property
     def size_bytes(self) -> int:
         """Of all files, with what stands between them."""
-        return sum(one.size + len(SEPARATOR) for one in self.documents)
+        return sum(document.size + len(SEPARATOR) for document in self.documents)
 
     @property
     def state(self) -> str:
         """Changes when a file comes, goes or is written."""
-        lines = "\n".join(f"{one.path}\t{one.size}\t{one.changed}" for one in self.documents)
+        lines = "\n".join(
+            f"{document.path}\t{document.size}\t{document.changed}" for document in self.documents
+        )
         # Names of files are bytes, and need not be UTF-8.
         return hashlib.blake2b(lines.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
 
     def chunks(self) -> Iterator[bytes]:
         """What the files hold, a separator after each, in pieces that end before the start of a line."""
-        for one in self.documents:
-            yield from _lines(Path(one.path))
+        for document in self.documents:
+            yield from _lines(Path(document.path))
             yield SEPARATOR
 
 
@@ -78,7 +80,7 @@ def standard_library() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     found = [path for path in _files(root, NOT_SOURCES) if path.suffix == ".py" and _refusal(path) is None]
     documents = [_document(path) for path in found]
-    if not any(one.size for one in documents):
+    if not any(document.size for document in documents):
         raise EnvironmentFault(
             f"the standard library's sources in {root}",
             found="there are none: this Python came without them",
