@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trimtab.spec import Band, Estimate, Footprint
-from trimtab.training.oom_recovery import MemoryGauge, MicroBatchFitter, Sizes
+from trimtab.training.oom_recovery import MemoryGauge, MicroBatchFitter, MicroBatchSizes
 
 GIB = 2**30
 
@@ -46,7 +46,7 @@ class Clock:
 def fitted(current: int, **numbers: Any) -> tuple[MicroBatchFitter, Clock]:
     gauge, clock = Numbers(**numbers), Clock()
     fitting = MicroBatchFitter(
-        Sizes(planned=current, current=current),
+        MicroBatchSizes(planned=current, current=current),
         gauge=gauge,
         estimate=None,
         estimated_for=current,
@@ -91,7 +91,7 @@ def test_before_anything_was_measured_the_estimate_of_the_plan_says_where_to_go(
         parts=parts,
         band=Band(low_bytes=0, high_bytes=total),
     )
-    sizes = Sizes(planned=64, current=64)
+    sizes = MicroBatchSizes(planned=64, current=64)
     fitting = MicroBatchFitter(sizes, gauge=gauge, estimate=estimate, estimated_for=64, grows_beyond=False)
     fitting.release()
     move = fitting.failed(size=64, share=64, step=0)
@@ -102,7 +102,7 @@ def test_before_anything_was_measured_the_estimate_of_the_plan_says_where_to_go(
 
 
 def test_without_a_gauge_it_is_half() -> None:
-    sizes = Sizes(planned=8, current=8)
+    sizes = MicroBatchSizes(planned=8, current=8)
     fitting = MicroBatchFitter(sizes, gauge=None, estimate=None, estimated_for=8, grows_beyond=True)
     move = fitting.failed(size=8, share=8, step=0)
     assert move is not None

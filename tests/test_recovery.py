@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from trimtab.spec import Allocator, Precision, Setting
 from trimtab.training.oom_recovery import (
-    PATIENCE,
-    Room,
-    Sizes,
+    RETRY_AFTER_STEPS,
+    MemoryBudget,
+    MicroBatchSizes,
     adjust_micro_batch,
-    after_failure,
     even_micro_batch,
     grow_micro_batch,
     is_out_of_memory,
     part_sizes,
     revert_if_slower,
+    shrink_micro_batch,
 )
-from trimtab.training.optimizer_step import GROWS_AFTER, LossScale, allocator_variables, first_scale
+from trimtab.training.optimizer_step import GROW_AFTER_UPDATES, LossScale, allocator_variables, initial_scale
 
 GIB = 2**30
 
@@ -67,8 +67,8 @@ def test_even_parts_are_as_few_and_differ_little(size: int, share: int) -> None:
 
 
 def test_less_than_a_byte_a_sample_is_no_measure() -> None:
-    assert Room(limit_bytes=1, fixed_bytes=0, sample_bytes=5e-324).most is None
-    assert Room(limit_bytes=10**6, fixed_bytes=0, sample_bytes=1.0).most is not None
+    assert MemoryBudget(limit_bytes=1, fixed_bytes=0, sample_bytes=5e-324).most is None
+    assert MemoryBudget(limit_bytes=10**6, fixed_bytes=0, sample_bytes=1.0).most is not None
 
 
 @given(
@@ -81,10 +81,10 @@ def test_less_than_a_byte_a_sample_is_no_measure() -> None:
 def test_after_a_failure_it_is_always_smaller_and_never_nothing(
     size: int, share: int, limit: int | None, fixed: int | None, sample: float | None
 ) -> None:
-    room = Room(limit_bytes=limit, fixed_bytes=fixed, sample_bytes=sample)
-    sizes = Sizes(planned=size, current=size)
+    room = MemoryBudget(limit_bytes=limit, fixed_bytes=fixed, sample_bytes=sample)
+    sizes = MicroBatchSizes(planned=size, current=size)
     for step in range(40):
-        move = after_failure(sizes, size=sizes.current, share=share, room=room, step=step)
+        move = shrink_micro_batch(sizes, size=sizes.current, share=share, room=room, step=step)
         if move is None:
             assert sizes.current == 1
             return
@@ -94,35 +94,37 @@ def test_after_a_failure_it_is_always_smaller_and_never_nothing(
 
 
 def test_the_estimate_says_where_to_go_rather_than_half() -> None:
-    room = Room(limit_bytes=100 * GIB, fixed_bytes=17 * GIB, sample_bytes=2 * GIB)
-    move = after_failure(Sizes(planned=64, current=64), size=64, share=64, room=room, step=0)
+    room = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=17 * GIB, sample_bytes=2 * GIB)
+    move = shrink_micro_batch(MicroBatchSizes(planned=64, current=64), size=64, share=64, room=room, step=0)
     assert move is not None
     # 40 fit, and two parts of 32 are as few as 40 and 24, and alike.
     assert move.sizes.current == 32
     assert "40 are expected to fit (100.0 GiB in all" in move.why
     tight = room.replace(sample_bytes=7 * GIB)
-    move = after_failure(Sizes(planned=64, current=64), size=64, share=64, room=tight, step=0)
+    move = shrink_micro_batch(MicroBatchSizes(planned=64, current=64), size=64, share=64, room=tight, step=0)
     assert move is not None
     assert move.sizes.current == 11
 
 
 def test_an_estimate_that_was_wrong_gives_way_in_small_steps_and_then_in_halves() -> None:
-    room = Room(limit_bytes=100 * GIB, fixed_bytes=0, sample_bytes=1.0)
-    first = after_failure(Sizes(planned=64, current=64), size=64, share=1000, room=room, step=0)
+    room = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=0, sample_bytes=1.0)
+    first = shrink_micro_batch(
+        MicroBatchSizes(planned=64, current=64), size=64, share=1000, room=room, step=0
+    )
     assert first is not None
     assert first.sizes.current == even_micro_batch(48, 1000)
-    again = after_failure(first.sizes.replace(current=64), size=64, share=1000, room=room, step=60)
+    again = shrink_micro_batch(first.sizes.replace(current=64), size=64, share=1000, room=room, step=60)
     assert again is not None
     assert again.sizes.current == even_micro_batch(32, 1000)
 
 
 def test_it_grows_back_after_a_while_and_waits_twice_as_long_after_each_failure() -> None:
-    sizes = Sizes(planned=8, current=8)
-    room = Room()
+    sizes = MicroBatchSizes(planned=8, current=8)
+    room = MemoryBudget()
     waited = []
     step = 0
     for _ in range(3):
-        move = after_failure(sizes, size=8, share=16, room=room, step=step)
+        move = shrink_micro_batch(sizes, size=8, share=16, room=room, step=step)
         assert move is not None
         sizes, began = move.sizes, step
         while (
@@ -132,28 +134,28 @@ def test_it_grows_back_after_a_while_and_waits_twice_as_long_after_each_failure(
             step += 1
         sizes = back.sizes
         waited.append(step - began)
-    assert waited[0] >= PATIENCE
-    assert waited[1] >= 2 * PATIENCE
-    assert waited[2] >= 4 * PATIENCE
+    assert waited[0] >= RETRY_AFTER_STEPS
+    assert waited[1] >= 2 * RETRY_AFTER_STEPS
+    assert waited[2] >= 4 * RETRY_AFTER_STEPS
 
 
 def test_it_does_not_grow_to_what_is_known_not_to_fit() -> None:
-    room = Room(limit_bytes=10 * GIB, fixed_bytes=GIB, sample_bytes=2 * GIB)
-    assert grow_micro_batch(Sizes(planned=8, current=4), share=8, room=room, step=1000) is None
+    room = MemoryBudget(limit_bytes=10 * GIB, fixed_bytes=GIB, sample_bytes=2 * GIB)
+    assert grow_micro_batch(MicroBatchSizes(planned=8, current=4), share=8, room=room, step=1000) is None
     roomy = room.replace(sample_bytes=GIB)
-    move = grow_micro_batch(Sizes(planned=8, current=4), share=8, room=roomy, step=1000)
+    move = grow_micro_batch(MicroBatchSizes(planned=8, current=4), share=8, room=roomy, step=1000)
     assert move is not None
     assert move.sizes.current == 8
 
 
 def test_much_room_grows_and_little_room_shrinks_and_both_say_why() -> None:
-    sizes = Sizes(planned=4, current=4)
-    room = Room(limit_bytes=100 * GIB, fixed_bytes=10 * GIB, sample_bytes=4 * GIB)
+    sizes = MicroBatchSizes(planned=4, current=4)
+    room = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=10 * GIB, sample_bytes=4 * GIB)
     more = adjust_micro_batch(sizes, share=64, room=room, peak_bytes=26 * GIB, step=200)
     assert more is not None
     assert more.sizes.current == even_micro_batch(21, 64) == 16
     assert "the peak is 26.0 GiB of 100.0 GiB" in more.why
-    full = Room(limit_bytes=100 * GIB, fixed_bytes=10 * GIB, sample_bytes=22.3 * GIB)
+    full = MemoryBudget(limit_bytes=100 * GIB, fixed_bytes=10 * GIB, sample_bytes=22.3 * GIB)
     less = adjust_micro_batch(sizes, share=64, room=full, peak_bytes=99 * GIB, step=200)
     assert less is not None
     assert less.sizes.current == 3
@@ -163,7 +165,7 @@ def test_much_room_grows_and_little_room_shrinks_and_both_say_why() -> None:
 
 
 def test_a_larger_micro_batch_that_is_slower_is_taken_back_for_good() -> None:
-    before, now = Sizes(planned=4, current=4), Sizes(planned=4, current=16)
+    before, now = MicroBatchSizes(planned=4, current=4), MicroBatchSizes(planned=4, current=16)
     back = revert_if_slower(now, before, seconds=1.1, seconds_before=1.0, step=300)
     assert back is not None
     assert back.sizes.current == 4
@@ -172,9 +174,9 @@ def test_a_larger_micro_batch_that_is_slower_is_taken_back_for_good() -> None:
 
 
 def test_the_loss_scale_halves_and_grows_and_is_one_without_fp16() -> None:
-    scale = first_scale(Setting(micro_batch=1, global_batch=1, precision=Precision.FP16).dtypes)
+    scale = initial_scale(Setting(micro_batch=1, global_batch=1, precision=Precision.FP16).dtypes)
     assert scale.halved().value == scale.value / 2
-    for _ in range(GROWS_AFTER):
+    for _ in range(GROW_AFTER_UPDATES):
         scale = scale.after_good()
     assert scale.value == 2.0**17
     assert LossScale().after_good() == LossScale()

@@ -31,14 +31,14 @@ from trimtab.training.loading import (
     Loader,
     SampleOrder,
     Window,
-    checked_order,
+    build_sample_order,
     epoch_order,
-    share_bounds,
-    share_of,
+    rank_slice,
+    rank_slice_bounds,
     slice_batch,
-    window_of,
+    wrap_batch,
 )
-from trimtab.training.run_folder import RunFolder, RunIdentity, folder_fault
+from trimtab.training.run_folder import RunFolder, RunIdentity, make_folder_error
 
 # Order
 
@@ -106,7 +106,7 @@ def test_no_sample_is_lost_or_seen_twice_in_an_epoch_on_any_number_of_ranks(
     for step in range(epoch * sample_order.steps_per_epoch, (epoch + 1) * sample_order.steps_per_epoch):
         taken = sample_order.batch(step)
         assert (taken.step, taken.epoch) == (step, epoch)
-        parts = [share_of(taken.indices, rank, ranks, shares).tolist() for rank in range(ranks)]
+        parts = [rank_slice(taken.indices, rank, ranks, shares).tolist() for rank in range(ranks)]
         # In one piece and in order: the global batch is the same on any number of ranks.
         assert [index for part in parts for index in part] == taken.indices.tolist()
         seen += taken.indices.tolist()
@@ -119,12 +119,12 @@ def test_unlike_ranks_take_their_shares_exactly_and_short_batches_in_proportion(
     samples: int, weights: list[int]
 ) -> None:
     total = sum(weights)
-    full = share_bounds(total, len(weights), weights)
+    full = rank_slice_bounds(total, len(weights), weights)
     assert [b - a for a, b in pairwise(full)] == weights
-    short = share_bounds(samples, len(weights), weights)
+    short = rank_slice_bounds(samples, len(weights), weights)
     for weight, a, b in zip(weights, short, short[1:], strict=False):
         assert abs((b - a) - samples * weight / total) < 1
-    alike = share_bounds(samples, len(weights))
+    alike = rank_slice_bounds(samples, len(weights))
     sizes = [b - a for a, b in pairwise(alike)]
     assert max(sizes) - min(sizes) <= 1
 
@@ -183,7 +183,7 @@ def padded(items: list[torch.Tensor]) -> torch.Tensor:
 
 def loader(dataset: Any = None, batch: int = 5, **kwargs: Any) -> Loader:
     dataset = Rows() if dataset is None else dataset
-    return Loader(dataset=dataset, order=checked_order(dataset, batch, 1), **kwargs)
+    return Loader(dataset=dataset, order=build_sample_order(dataset, batch, 1), **kwargs)
 
 
 def noises(window: Window) -> dict[int, tuple[float, ...]]:
@@ -299,7 +299,7 @@ def test_a_plain_batch_is_a_window() -> None:
         ids: torch.Tensor
         mask: torch.Tensor
 
-    window = window_of(Pair(torch.arange(5), torch.ones(5, 2)), samples=10, step=3)
+    window = wrap_batch(Pair(torch.arange(5), torch.ones(5, 2)), samples=10, step=3)
     assert (window.size, window.samples, window.step) == (5, 10, 3)
     parts = window.parts(4)
     assert [part.batch.ids.tolist() for part in parts] == [[0, 1, 2, 3], [4]]
@@ -310,7 +310,7 @@ def test_a_plain_batch_is_a_window() -> None:
 @pytest.mark.parametrize("batch", [{}, [], 5, "text"])
 def test_a_batch_without_samples_is_refused(batch: Any) -> None:
     with pytest.raises(WrongUse, match="no tensor in it"):
-        window_of(batch)
+        wrap_batch(batch)
 
 
 class Stream(IterableDataset[int]):
@@ -338,7 +338,7 @@ def test_a_dataset_that_cannot_be_trained_on_says_why(
     dataset: Any, kind: type[TrimtabError], match: str
 ) -> None:
     with pytest.raises(kind, match=match):
-        checked_order(dataset, 8)
+        build_sample_order(dataset, 8)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -532,7 +532,7 @@ def test_a_folder_that_cannot_be_made_is_a_fault_of_the_environment() -> None:
     ],
 )
 def test_what_a_disk_says_is_said_in_words(code: int, kind: type[TrimtabError], match: str) -> None:
-    told = folder_fault("--out x", OSError(code, os.strerror(code), "x"))
+    told = make_folder_error("--out x", OSError(code, os.strerror(code), "x"))
     assert isinstance(told, kind)
     assert match in told.found
 

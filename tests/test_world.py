@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from trimtab.errors import EnvironmentFault
-from trimtab.training.process_group import World, _met, connect, disconnect, read_world
+from trimtab.training.process_group import World, _open_store, connect, disconnect, read_world
 from worlds import free_port, variables
 
 HAND = variables(1, 2, 29500)
@@ -189,7 +189,7 @@ def test_two_processes_with_one_rank_are_an_error() -> None:
 
     def joins(rank: int) -> None:
         try:
-            _met(world(port, rank=rank, size=3), 2, "the same meeting")
+            _open_store(world(port, rank=rank, size=3), 2, "the same meeting")
         except EnvironmentFault as error:
             errors.append(str(error))
 

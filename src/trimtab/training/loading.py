@@ -23,7 +23,7 @@ from trimtab.engine.precision import dtype_name
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import failed
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _MASK = 2**64 - 1
 _ROUNDS = 8
-_SORTED = 4096
+_MAX_SORTED = 4096
 """Datasets up to this size are put in the order of a hash of each number: a network over few bits has too few
 permutations to be fair to them."""
 
@@ -70,20 +70,20 @@ class SampleOrder(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """An epoch holds at least one global batch."""
-        wrong = below(1, global_batch=self.global_batch)
+        wrong = check_minimum(1, global_batch=self.global_batch)
         if self.samples < self.global_batch:
             wrong.append(f"{self.samples} samples do not make one global_batch of {self.global_batch}")
         return wrong
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> GlobalBatch:
         """The samples of an optimizer step, counted from 0 over all epochs."""
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.global_batch
         stop = min(start + self.global_batch, self.samples)
-        return Batch(step, epoch, epoch_order(self.seed, epoch, self.samples, start, stop))
+        return GlobalBatch(step, epoch, epoch_order(self.seed, epoch, self.samples, start, stop))
 
 
-class Batch(NamedTuple):
+class GlobalBatch(NamedTuple):
     """The samples of one optimizer step."""
 
     step: int
@@ -103,7 +103,7 @@ def epoch_order(seed: int, epoch: int, samples: int, start: int = 0, stop: int |
     [0, 1, 2, 3, 4]
     """
     stop = samples if stop is None else stop
-    if samples <= _SORTED:
+    if samples <= _MAX_SORTED:
         keyed = _hash_words(np.arange(samples, dtype=np.uint64), mix_seed(seed, epoch))
         return np.argsort(keyed, kind="stable")[start:stop].astype(np.int64)
     values = np.arange(start, stop, dtype=np.uint64)
@@ -153,7 +153,7 @@ def mix_seed(*numbers: int) -> int:
     return word
 
 
-def share_bounds(samples: int, data_parallel: int, shares: Sequence[int] = ()) -> list[int]:
+def rank_slice_bounds(samples: int, data_parallel: int, shares: Sequence[int] = ()) -> list[int]:
     """Where the share of each rank begins, and where the last one ends.
 
     Ranks that are alike differ by one sample at most. `shares` are the samples of a full global batch that
@@ -172,9 +172,9 @@ def share_bounds(samples: int, data_parallel: int, shares: Sequence[int] = ()) -
     return places
 
 
-def share_of(indices: Indices, rank: int, data_parallel: int, shares: Sequence[int] = ()) -> Indices:
+def rank_slice(indices: Indices, rank: int, data_parallel: int, shares: Sequence[int] = ()) -> Indices:
     """What one data-parallel rank takes of a batch: a run of it, empty where there are too few samples."""
-    places = share_bounds(len(indices), data_parallel, shares)
+    places = rank_slice_bounds(len(indices), data_parallel, shares)
     return indices[places[rank] : places[rank + 1]]
 
 
@@ -214,8 +214,8 @@ class Window:
     def part(self, start: int, stop: int) -> CollatedSamples:
         """Samples start to stop of this rank; free of charge where they are slices."""
         if self.collate is not None:
-            batch = _collate(list(self.items[start:stop]), self.collate)
-            batch = _map_batch(batch, _pin) if self.pin else batch
+            batch = _collate_items(list(self.items[start:stop]), self.collate)
+            batch = _map_batch(batch, _pin_tensor) if self.pin else batch
         elif (start, stop) == (0, self.size):
             batch = self.batch
         else:
@@ -238,11 +238,11 @@ class Window:
     def _lone(self) -> Any:
         if self.collate is None:
             return self.batch
-        batch = _collate(list(self.items), self.collate)
-        return _map_batch(batch, _pin) if self.pin else batch
+        batch = _collate_items(list(self.items), self.collate)
+        return _map_batch(batch, _pin_tensor) if self.pin else batch
 
 
-def window_of(batch: Any, *, samples: int | None = None, step: int = 0, epoch: int = 0) -> Window:
+def wrap_batch(batch: Any, *, samples: int | None = None, step: int = 0, epoch: int = 0) -> Window:
     """A plain batch as a window; `samples` is the sum over ranks, where there are several."""
     try:
         size = samples_in(batch)
@@ -343,18 +343,20 @@ class Loader:
 
     def _share(self) -> functools.partial[Any]:
         return functools.partial(
-            share_of, rank=self.rank, data_parallel=self.data_parallel, shares=self.shares
+            rank_slice, rank=self.rank, data_parallel=self.data_parallel, shares=self.shares
         )
 
     def _reading(self, until: int) -> DataLoader[Any]:
         """The reader, told where to begin; made once, so that its workers live through epochs."""
         self._asked[:] = self.step, until
         if self._reader is None:
-            source = _Source(self.dataset, self.order, self._share(), separate=self.collate is not None)
+            source = _WindowDataset(
+                self.dataset, self.order, self._share(), separate=self.collate is not None
+            )
             self._reader = DataLoader(
                 source,
                 batch_size=None,
-                sampler=_Steps(self._asked),
+                sampler=_StepSampler(self._asked),
                 num_workers=self.workers,
                 pin_memory=self.pin and self.collate is None,
                 prefetch_factor=_PREFETCH if self.workers else None,
@@ -394,7 +396,7 @@ class Loader:
         )
 
 
-def checked_order(dataset: Any, global_batch: int, seed: int = 0) -> SampleOrder:
+def build_sample_order(dataset: Any, global_batch: int, seed: int = 0) -> SampleOrder:
     """The order of a dataset's samples; an error where it has none that can be kept."""
     if dataset is None:
         raise JobFailed("dataset()", found="it returned None", cure="Return the dataset to train on.")
@@ -422,7 +424,7 @@ def checked_order(dataset: Any, global_batch: int, seed: int = 0) -> SampleOrder
     return SampleOrder(samples=samples, global_batch=global_batch, seed=seed)
 
 
-class _Steps:
+class _StepSampler:
     """The steps to read, as the loader last asked for them."""
 
     def __init__(self, asked: list[int]) -> None:
@@ -432,7 +434,7 @@ class _Steps:
         return iter(range(*self.asked))
 
 
-class _Source(Dataset[Any]):
+class _WindowDataset(Dataset[Any]):
     """Maps a step to the collated samples of one rank; what goes wrong is returned, whole, not raised.
 
     A worker process cannot raise an error of ours: the reader would rebuild it from a text.
@@ -454,7 +456,7 @@ class _Source(Dataset[Any]):
             if self.separate:
                 # As bytes: tensors by the thousand would each take a file descriptor on their way here.
                 return None, pickle.dumps(items)
-            return _collate(items, default_collate), None
+            return _collate_items(items, default_collate), None
         except TrimtabError as error:
             return error
 
@@ -482,7 +484,7 @@ class _Source(Dataset[Any]):
         return items
 
 
-def _collate(items: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+def _collate_items(items: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
     try:
         return collate(items)
     except Exception as error:
@@ -532,7 +534,7 @@ def _rebuild_mapping(batch: dict[Any, Any], changed: dict[Any, Any]) -> Any:
         return changed
 
 
-def _pin(tensor: torch.Tensor) -> torch.Tensor:
+def _pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
@@ -568,9 +570,9 @@ def _rebuild_moved(batch: Any, moved: dict[Any, Any]) -> Any:
 # Sets a batch that was read from a dataset beside one that the job's batch() makes, in words.
 
 
-SHOWN = 3
+MAX_DIFFERENCES = 3
 """Differences that are told of."""
-_KEYS = 8
+_MAX_ENTRIES = 8
 """Entries of a container that are shown."""
 
 
@@ -584,9 +586,9 @@ def describe_batch(batch: Any) -> str:
         shape = ["n", *map(str, batch.shape[1:])] if batch.dim() else []
         return f"{dtype_name(batch.dtype)} ({', '.join(shape)})"
     if isinstance(batch, Mapping):
-        return "{" + _listed([f"{key}: {describe_batch(one)}" for key, one in batch.items()]) + "}"
+        return "{" + _join_entries([f"{key}: {describe_batch(one)}" for key, one in batch.items()]) + "}"
     if isinstance(batch, list | tuple):
-        return "[" + _listed([describe_batch(one) for one in batch]) + "]"
+        return "[" + _join_entries([describe_batch(one) for one in batch]) + "]"
     return type(batch).__name__
 
 
@@ -598,7 +600,7 @@ def compare_batches(made: Any, read: Any, at: str = "batch") -> list[str]:
     >>> differences({"x": torch.zeros(2, 8)}, {"x": torch.zeros(4, 8, dtype=torch.float64)})
     ["batch['x'] is float32 (n, 8) from batch() and float64 (n, 8) from dataset()"]
     """
-    if _kind(made) == _kind(read):
+    if _leaf_kind(made) == _leaf_kind(read):
         return []
     if isinstance(made, Mapping) and isinstance(read, Mapping):
         both = [key for key in made if key in read]
@@ -609,7 +611,7 @@ def compare_batches(made: Any, read: Any, at: str = "batch") -> list[str]:
         ]
         if len(both) == len(made) == len(read):
             return inside
-        here, there = (_listed([str(key) for key in one]) or "nothing" for one in (made, read))
+        here, there = (_join_entries([str(key) for key in one]) or "nothing" for one in (made, read))
         return [f"{at} has {here} from batch() and {there} from dataset()", *inside]
     if isinstance(made, list | tuple) and isinstance(read, list | tuple) and len(made) == len(read):
         pairs = enumerate(zip(made, read, strict=True))
@@ -621,22 +623,22 @@ def compare_batches(made: Any, read: Any, at: str = "batch") -> list[str]:
     return [f"{at} is {describe_batch(made)} from batch() and {describe_batch(read)} from dataset()"]
 
 
-def _kind(item: Any) -> Any:
+def _leaf_kind(item: Any) -> Any:
     """What two leaves are alike in; containers are none, but for a list with a text for each sample."""
     if isinstance(item, torch.Tensor):
         return item.dtype, item.dim(), item.shape[1:]
     if isinstance(item, Mapping | list | tuple):
-        return "texts" if _texts(item) else id(item)
+        return "texts" if _is_text_list(item) else id(item)
     return type(item)
 
 
-def _texts(item: Any) -> bool:
+def _is_text_list(item: Any) -> bool:
     """Whether it is a list of texts, one a sample."""
     return (
         isinstance(item, list | tuple) and bool(item) and all(isinstance(text, str | bytes) for text in item)
     )
 
 
-def _listed(words: list[str]) -> str:
-    left = len(words) - _KEYS
-    return ", ".join(words[:_KEYS] + ([f"and {left} more"] if left > 0 else []))
+def _join_entries(words: list[str]) -> str:
+    left = len(words) - _MAX_ENTRIES
+    return ", ".join(words[:_MAX_ENTRIES] + ([f"and {left} more"] if left > 0 else []))

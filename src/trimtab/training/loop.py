@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Subset, default_collate
 
-from trimtab.engine.additive_loss import batch_norms
+from trimtab.engine.additive_loss import find_batch_norms
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import synthetic
 from trimtab.jobs.job import Job, samples_in
@@ -33,21 +33,21 @@ from trimtab.planner import batch_loss_rules
 from trimtab.spec import BatchLoss, IncidentKind
 from trimtab.strategies import strategy_of
 from trimtab.training.bad_steps import BadStepHandler, BadStepPolicy
-from trimtab.training.checkpoint_format import snapshot
+from trimtab.training.checkpoint_format import take_snapshot
 from trimtab.training.checkpoints import CheckpointManager
 from trimtab.training.events import EventLog
-from trimtab.training.fault_injection import Faults, tear
+from trimtab.training.fault_injection import FaultInjector, tear_checkpoint
 from trimtab.training.loading import (
-    SHOWN,
-    checked_order,
+    MAX_DIFFERENCES,
+    build_sample_order,
     compare_batches,
     mix_seed,
-    share_bounds,
+    rank_slice_bounds,
     slice_batch,
 )
 from trimtab.training.oom_recovery import is_out_of_memory
 from trimtab.training.process_group import connect, disconnect, read_world
-from trimtab.training.rank_files import find_rank_files, is_lost
+from trimtab.training.rank_files import find_rank_files, is_lost_peer
 from trimtab.training.run import Run
 from trimtab.training.run_folder import RunFolder, RunIdentity
 from trimtab.training.signals import (
@@ -59,7 +59,7 @@ from trimtab.training.signals import (
     pack_request,
     unpack_requests,
 )
-from trimtab.training.step_log import StepClock, StepLine, StepLog, measured_mfu, printed_every, tokens_in
+from trimtab.training.step_log import StepClock, StepLine, StepLog, compute_mfu, count_tokens, print_interval
 from trimtab.training.task import RunEnding, agree_on_plan, check_trainable, gather_values, run_on_rank_zero
 from trimtab.units import format_bytes, plural
 
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 # The loss on samples that nothing is learnt from, shared over ranks.
 
 
-def validation_of(job: Any) -> Any:
+def build_validation_set(job: Any) -> Any:
     """The job's dataset for evaluation; None where it has none."""
     make = getattr(job, "validation", None)
     dataset = make() if callable(make) else None
@@ -92,23 +92,23 @@ def validation_of(job: Any) -> Any:
     return dataset
 
 
-def rounds(samples: int, ranks: int, size: int) -> int:
+def count_passes(samples: int, ranks: int, size: int) -> int:
     """Passes that the rank with the most samples makes; sharded ranks must all make as many.
 
     >>> rounds(10, 4, 2), rounds(3, 4, 2)
     (2, 1)
     """
-    places = share_bounds(samples, ranks)
+    places = rank_slice_bounds(samples, ranks)
     most = max(stop - start for start, stop in pairwise(places))
     return -(-most // size)
 
 
-def evaluate(run: Run, dataset: Any) -> float:
+def evaluate_loss(run: Run, dataset: Any) -> float:
     """The mean loss over a dataset, weighted as in training; not a number where none of it counts.
 
     Memory is given back afterwards.
     """
-    total, weight = _shared(run, dataset)
+    total, weight = _sum_own_losses(run, dataset)
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -118,10 +118,10 @@ def evaluate(run: Run, dataset: Any) -> float:
     return float(whole[0]) * mesh.branch * mesh.pp / float(whole[1]) if whole[1] else nan
 
 
-def _shared(run: Run, dataset: Any) -> tuple[float, float]:
+def _sum_own_losses(run: Run, dataset: Any) -> tuple[float, float]:
     """The weighted loss of this rank's samples, and their weight."""
     ranks, size = run.groups.data_parallel, run.micro_batch
-    places = share_bounds(len(dataset), ranks)
+    places = rank_slice_bounds(len(dataset), ranks)
     mine = range(places[run.groups.data_rank], places[run.groups.data_rank + 1])
     reader: DataLoader[Any] = DataLoader(
         Subset(dataset, mine),
@@ -137,19 +137,19 @@ def _shared(run: Run, dataset: Any) -> tuple[float, float]:
         with torch.no_grad(), run.quiet():
             for batch in reader:
                 counted = float(run.weight_of(batch))
-                found = _loss(run, batch)
+                found = _batch_loss(run, batch)
                 # A mean over nothing is not a number, and neither is nought times it.
                 total += found * counted if counted else 0.0
                 weight += counted
-            for _ in range(rounds(len(dataset), ranks, size) - len(reader)):
-                _loss(run, (getattr(run.job, "collate", None) or default_collate)([dataset[0]]))
+            for _ in range(count_passes(len(dataset), ranks, size) - len(reader)):
+                _batch_loss(run, (getattr(run.job, "collate", None) or default_collate)([dataset[0]]))
     finally:
         for name, module in run.model.named_modules():
             module.training = modes[name]
     return total, weight
 
 
-def _loss(run: Run, batch: Any) -> float:
+def _batch_loss(run: Run, batch: Any) -> float:
     """The loss of a batch; in halves where it does not fit."""
     try:
         with run.computing():
@@ -165,23 +165,23 @@ def _loss(run: Run, batch: Any) -> float:
     half = samples // 2
     parts = [slice_batch(batch, 0, half), slice_batch(batch, half, samples)]
     weights = [float(run.weight_of(part)) for part in parts]
-    known = [_loss(run, part) * share for part, share in zip(parts, weights, strict=True) if share]
+    known = [_batch_loss(run, part) * share for part, share in zip(parts, weights, strict=True) if share]
     return sum(known) / sum(weights) if known else nan
 
 
-PATIENCE = 5.0
+SILENCE_STEPS = 5.0
 """After a signal, times the last step until silence means that a rank is gone."""
 
 
-LIKE = (
+FIX_DATASET = (
     "Mend the job; where that is the cause, let the items of dataset() collate to what batch() makes (a job "
     "may have collate(items) for that)."
 )
-TRIED = 2
+COMPARED_SAMPLES = 2
 """Samples of a batch that is only looked at: some losses have no use for one."""
-STATES = 2
+OPTIMIZER_STATES = 2
 """Tensors that an optimizer keeps for every parameter, as Adam does."""
-MEMORY_S = 0.5
+MEMORY_INTERVAL_S = 0.5
 """Between two looks at the memory."""
 
 
@@ -206,10 +206,10 @@ def train(task: TrainTask) -> RunEnding:
     return ending
 
 
-class Drill:
+class ZeroBasedFaults:
     """Faults as the engine asks for them: it counts steps from 0, people from 1."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: FaultInjector) -> None:
         self.faults = faults
 
     def at(self, point: str, step: int, rank: int) -> str | None:
@@ -217,7 +217,7 @@ class Drill:
         return self.faults.at(point, step + 1, rank)
 
 
-class Stateful:
+class StatefulAdapter:
     """Something with a state, as the keeper takes it."""
 
     def __init__(
@@ -259,19 +259,19 @@ class TrainingLoop:
         check_trainable(self.job, task.job)
         with self._blaming("dataset()"):
             self.dataset = self.job.dataset()
-            self.validation = validation_of(self.job)
+            self.validation = build_validation_set(self.job)
         self.plan, resized = agree_on_plan(task, self.job, world)
         if isinstance(self.job, Job):
             # A plan may have another global batch than the job, and a schedule counts steps of it.
             with contextlib.suppress(AttributeError):
                 self.job.global_batch = self.plan.choice.global_batch
         # Before there is a folder, so that what is wrong leaves nothing behind.
-        checked_order(self.dataset, self.plan.choice.global_batch)
+        build_sample_order(self.dataset, self.plan.choice.global_batch)
         self.scribe = self._scribe(stack)
         if resized:
             self.scribe.tell(IncidentKind.RESIZE, "the plan is for another number of processes", resized)
-        self.faults = Faults(task.faults_due, self.scribe.folder.root) if task.faults_due else None
-        drill = None if self.faults is None else Drill(self.faults)
+        self.faults = FaultInjector(task.faults_due, self.scribe.folder.root) if task.faults_due else None
+        drill = None if self.faults is None else ZeroBasedFaults(self.faults)
         self.run = Run(self.plan, job=self.job, connected=world, listen=self.scribe.hear, faults=drill)
         stack.callback(self.run.close)
         self._build()
@@ -284,12 +284,12 @@ class TrainingLoop:
         try:
             yield
         except Exception as error:
-            if isinstance(error, TrimtabError) or is_lost(error) or not is_of_job(error):
+            if isinstance(error, TrimtabError) or is_lost_peer(error) or not is_job_error(error):
                 raise
             told = failed(f"{member} of job {self.task.job}", error, "Mend the job.")
             unlike = self._unlike() if self.window is not None else ""
             if unlike:
-                told = JobFailed(told.given, found=f"{told.found}; {unlike}", cure=LIKE)
+                told = JobFailed(told.given, found=f"{told.found}; {unlike}", cure=FIX_DATASET)
             raise told from error
 
     def _unlike(self) -> str:
@@ -299,11 +299,11 @@ class TrainingLoop:
         """
         assert self.window is not None  # noqa: S101 - asked before
         try:
-            found = compare_batches(self.job.batch(TRIED), self.window.filler())
+            found = compare_batches(self.job.batch(COMPARED_SAMPLES), self.window.filler())
         except Exception:  # noqa: BLE001 - nothing can be said of it, and the failure itself is what counts
             return ""
-        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return f"dataset() is not like batch(): {'; '.join(found[:SHOWN])}{more}" if found else ""
+        more = f"; and {len(found) - MAX_DIFFERENCES} more" if len(found) > MAX_DIFFERENCES else ""
+        return f"dataset() is not like batch(): {'; '.join(found[:MAX_DIFFERENCES])}{more}" if found else ""
 
     def _scribe(self, stack: ExitStack) -> EventLog:
         """The folder, taken up by rank 0; an error there is one on all ranks."""
@@ -321,7 +321,7 @@ class TrainingLoop:
 
         run_on_rank_zero(self.world, take_up)
         meters = StepLog(
-            every=task.every or printed_every(task.steps),
+            every=task.every or print_interval(task.steps),
             steps=task.steps,
             as_json=task.json,
             quiet=not self.world.is_main,
@@ -344,7 +344,7 @@ class TrainingLoop:
         self.steps = task.steps or self.loader.order.steps_per_epoch * epochs
         self.scribe.goes_to(self.steps)
         meters = self.scribe.meters
-        meters.steps, meters.every = self.steps, task.every or printed_every(self.steps)
+        meters.steps, meters.every = self.steps, task.every or print_interval(self.steps)
         # Ranks draw unlike numbers from here on; a checkpoint of as many ranks puts them back.
         torch.manual_seed(mix_seed(task.seed, self.world.rank) % 2**63)
         self.keeper = CheckpointManager(
@@ -387,8 +387,8 @@ class TrainingLoop:
         """A disk that has no room for one checkpoint is said so before the first step."""
         folder = self.scribe.folder.root
         learn = [parameter for parameter in self.run.model.parameters() if parameter.requires_grad]
-        state = sum(one.numel() * one.element_size() for one in learn) * STATES
-        need = snapshot({"model": self.run.model}).size_bytes + state
+        state = sum(one.numel() * one.element_size() for one in learn) * OPTIMIZER_STATES
+        need = take_snapshot({"model": self.run.model}).size_bytes + state
         free = shutil.disk_usage(folder).free
         if free < need and not any(self.scribe.folder.checkpoints.iterdir()):
             raise EnvironmentFault(
@@ -403,7 +403,7 @@ class TrainingLoop:
             "model": run.model,
             "optimizer": run.optimizer,
             "loader": self.loader,
-            "run": Stateful(run.state, run.load_state),
+            "run": StatefulAdapter(run.state, run.load_state),
         }
         return found | ({} if run.schedule is None else {"schedule": run.schedule})
 
@@ -484,7 +484,7 @@ class TrainingLoop:
         known = self.plan.workload
         if known is None:
             return []
-        norms = len(batch_norms(self.run.model))
+        norms = len(find_batch_norms(self.run.model))
         stated = known.replace(batch_loss=BatchLoss(additive=True, stated=True, batch_norms=norms))
         return [
             f"{note.subject} {note.value}: {note.why}"
@@ -496,14 +496,14 @@ class TrainingLoop:
         news = bool(self.scribe.news)
         self.run.asked = pack_request(StopRequest(self.signals.asked, news, self._is_due()))
         self.run.spike_limit = self.trouble.limit
-        self.rate = rate_of(self.run.optimizer)
+        self.rate = learning_rate(self.run.optimizer)
 
     def _follow(self, window: Window, outcome: StepOutcome, clock: StepClock) -> None:
         """All that may follow from a step."""
         scribe, rate = self.scribe, self.rate
         done = scribe.step = window.step + 1
         time_s = clock.lap(outcome.ended_s)
-        self.signals.silence_s = max(SILENCE_S, PATIENCE * time_s)
+        self.signals.silence_s = max(SILENCE_S, SILENCE_STEPS * time_s)
         self.signals.step_ended()
         RunProgress.step = done
         request = unpack_requests(outcome.asked)
@@ -570,7 +570,7 @@ class TrainingLoop:
             self.keeper.save(done, self._objects(), extra, metric=validation)
             if self.faults is not None and self.faults.at("checkpoint", done, self.world.rank) == "tear":
                 self.keeper.finish()
-                tear(self.scribe.folder.checkpoints)
+                tear_checkpoint(self.scribe.folder.checkpoints)
         self.saved_s = time.monotonic()
 
     def _finished(self, asked: signal.Signals | None) -> RunEnding:
@@ -634,7 +634,7 @@ class TrainingLoop:
         if self.validation is None or not self._evaluates(done):
             return None
         with self.signals.busy():
-            return evaluate(self.run, self.validation)
+            return evaluate_loss(self.run, self.validation)
 
     def _evaluates(self, done: int) -> bool:
         every = self.task.evaluate_steps or self.loader.order.steps_per_epoch
@@ -653,7 +653,7 @@ class TrainingLoop:
             return
         memory, choice = self._memory(), self.plan.choice
         samples = outcome.samples
-        tokens = tokens_in(samples, outcome.weight, getattr(self.job, "seq", None))
+        tokens = count_tokens(samples, outcome.weight, getattr(self.job, "seq", None))
         share = samples / choice.global_batch
         line = StepLine(
             step=window.step + 1,
@@ -663,7 +663,7 @@ class TrainingLoop:
             samples=samples,
             samples_per_s=samples / time_s,
             tokens_per_s=None if tokens is None else tokens / time_s,
-            mfu=measured_mfu(self.plan.estimate, choice.gpus, self.world.size, share, time_s),
+            mfu=compute_mfu(self.plan.estimate, choice.gpus, self.world.size, share, time_s),
             allocated_bytes=memory.get("peak_allocated_bytes"),
             reserved_bytes=memory.get("peak_reserved_bytes"),
             data_wait_s=self.loader.waited_s - self._waited_s,
@@ -683,7 +683,7 @@ class TrainingLoop:
     def _memory(self) -> dict[str, int]:
         """Peaks of this process; asking takes a good part of a millisecond, so it is not done every step."""
         now = time.monotonic()
-        if now - self._asked_s > MEMORY_S:
+        if now - self._asked_s > MEMORY_INTERVAL_S:
             self._asked_s, self._peaks = now, self.run.memory()
         return self._peaks
 
@@ -699,7 +699,7 @@ class TrainingLoop:
             self.faults.at("write", step, self.world.rank)
 
 
-def is_of_job(error: BaseException) -> bool:
+def is_job_error(error: BaseException) -> bool:
     """Whether an error came out of a job's code: a frame of it is neither ours nor an installed package's."""
     ours, jobs = str(Path(__file__).parent.parent), str(Path(load.__code__.co_filename).parent)
     frames = [one.filename for one in traceback.extract_tb(error.__traceback__)]
@@ -710,7 +710,7 @@ def is_of_job(error: BaseException) -> bool:
     )
 
 
-def rate_of(optimizer: Any) -> float | None:
+def learning_rate(optimizer: Any) -> float | None:
     """The learning rate of the first group."""
     groups = optimizer.param_groups
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from trimtab.engine import gradient_caching
-from trimtab.engine.additive_loss import HALF_ROUNDING, SAMPLES, LossComparison, judge, rounding_of
+from trimtab.engine.additive_loss import (
+    HALF_ROUNDING,
+    TEST_SAMPLES,
+    LossUnderTest,
+    check_additivity,
+    rounding_tolerance,
+)
 from trimtab.engine.step import check_loss
 from trimtab.errors import WrongUse
 from trimtab.jobs.embeddings import Embeddings, check_samples, comparable, direct_loss, embed
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from trimtab.engine.gradient_caching import WholeLoss
+    from trimtab.engine.gradient_caching import GlobalBatchLoss
     from trimtab.spec import Setting
     from trimtab.training import prepare
     from trimtab.training.loading import Window
@@ -230,7 +236,7 @@ class MicroBatch:
 # memory while it embeds says so at the first meeting; all ranks then begin the step again, in smaller parts.
 
 
-LOSS_TRIES = 2
+LOSS_ATTEMPTS = 2
 """How often the loss of the global batch is tried before its memory is found too small."""
 
 
@@ -281,7 +287,9 @@ class CachedSteps:
         with part:
             embeddings = embed(self._job, ready.model, part.batch)
             part.backward_from(
-                gradient_caching.surrogate(embeddings, gradient_caching.no_gradients(embeddings))
+                gradient_caching.make_surrogate_loss(
+                    embeddings, gradient_caching.make_zero_gradients(embeddings)
+                )
             )
 
     def _uncut(self, ready: prepare.PreparedRun, part: MicroBatch) -> int | None:
@@ -346,15 +354,17 @@ class CachedSteps:
 
     def _whole(
         self, ready: prepare.PreparedRun, parts: list[MicroBatch], kept: list[Embeddings], counts: list[int]
-    ) -> tuple[WholeLoss | None, int]:
+    ) -> tuple[GlobalBatchLoss | None, int]:
         """The loss of the global batch; and where in it the samples of this rank begin."""
         groups = self._stepper.groups
         begin = sum(counts[: groups.data_rank])
         structure = kept[0].structure if kept else None
         try:
-            mine = gradient_caching.joined(kept) if kept else Embeddings([], structure)
-            whole = mine if groups.data_alone else gather(mine, counts, groups, self._stepper.device)
-            found = gradient_caching.whole_loss(self._job, ready.model, whole, check_loss)
+            mine = gradient_caching.join_embeddings(kept) if kept else Embeddings([], structure)
+            whole = (
+                mine if groups.data_alone else gather_embeddings(mine, counts, groups, self._stepper.device)
+            )
+            found = gradient_caching.compute_global_loss(self._job, ready.model, whole, check_loss)
         except Exception as error:
             why = self._stepper.swallows(error)
             if why is None or not parts:
@@ -370,7 +380,7 @@ class CachedSteps:
 
     def _loss_failed(self, why: str, samples: int) -> None:
         self._loss_failures += 1
-        if self._loss_failures >= LOSS_TRIES:
+        if self._loss_failures >= LOSS_ATTEMPTS:
             self._stepper.gives_up(
                 f"loss_of() cannot be cut, and the {samples} samples of the global batch are too many: {why}"
             )
@@ -380,7 +390,7 @@ class CachedSteps:
         ready: prepare.PreparedRun,
         parts: list[MicroBatch],
         states: list[RandomState],
-        whole: WholeLoss,
+        whole: GlobalBatchLoss,
         begin: int,
     ) -> int | None:
         """Every part once more, with gradients."""
@@ -391,13 +401,13 @@ class CachedSteps:
             gradient_caching.add_gradients(whole.parameters, stepper.scale.value)
         for part, state in zip(parts, states, strict=True):
             self._set_random_state(state)
-            gradients = gradient_caching.rows(whole.gradients, begin, begin + part.samples)
+            gradients = gradient_caching.slice_gradients(whole.gradients, begin, begin + part.samples)
             begin += part.samples
             with part:
                 embeddings = embed(self._job, ready.model, part.batch)
                 if not part.samples:
-                    gradients = gradient_caching.no_gradients(embeddings, whole.gradients)
-                part.backward_from(gradient_caching.surrogate(embeddings, gradients))
+                    gradients = gradient_caching.make_zero_gradients(embeddings, whole.gradients)
+                part.backward_from(gradient_caching.make_surrogate_loss(embeddings, gradients))
             if part.error is not None:
                 return part.number
         if sharded:
@@ -417,12 +427,12 @@ class CachedSteps:
             torch.cuda.set_rng_state(state.device, self._stepper.device)
 
 
-def gather(mine: Embeddings, counts: list[int], groups: Any, device: torch.device) -> Embeddings:
+def gather_embeddings(mine: Embeddings, counts: list[int], groups: Any, device: torch.device) -> Embeddings:
     """The embeddings of all ranks, in the order of ranks; each rank may have another number of samples.
 
     A rank that has embedded nothing learns shapes and structure from one that has.
     """
-    mine = _described(mine, counts, groups)
+    mine = _with_shapes(mine, counts, groups)
     most = max(counts)
     found = []
     for tensor in mine.tensors:
@@ -436,7 +446,7 @@ def gather(mine: Embeddings, counts: list[int], groups: Any, device: torch.devic
     return Embeddings(found, mine.structure)
 
 
-def _described(mine: Embeddings, counts: list[int], groups: Any) -> Embeddings:
+def _with_shapes(mine: Embeddings, counts: list[int], groups: Any) -> Embeddings:
     """This rank's embeddings; empty ones of the right shapes where it has no samples."""
     if min(counts):
         return mine
@@ -458,7 +468,7 @@ def _described(mine: Embeddings, counts: list[int], groups: Any) -> Embeddings:
 # memory.
 
 
-STATED = "the job says additive = False"
+STATED_REASON = "the job says additive = False"
 
 
 class SplitGuard:
@@ -467,7 +477,7 @@ class SplitGuard:
     def __init__(self, stepper: StepRunner, job: Any) -> None:
         self._stepper = stepper
         stated = None if job is None else stated_additive(job)
-        self._found = None if stated is None else BatchLoss(additive=stated, stated=True, why=STATED)
+        self._found = None if stated is None else BatchLoss(additive=stated, stated=True, why=STATED_REASON)
 
     @property
     def is_cut(self) -> bool:
@@ -478,7 +488,7 @@ class SplitGuard:
     def check_statement(self) -> None:
         """Refuse to cut the batch of a job that says it cannot be; before anything is built."""
         if self.is_cut and self._found is not None and self._found.additive is False:
-            raise refuse_split(self._stepper, self._found)
+            raise split_error(self._stepper, self._found)
 
     def check_first(self, ready: prepare.PreparedRun, window: Window) -> None:
         """Before the first step of a run that cuts the batch; all ranks call it."""
@@ -487,9 +497,9 @@ class SplitGuard:
         self._found = found = self._look(ready, window)
         refused = found.additive is False
         stepper = self._stepper
-        if optimizer_step.agree(float(refused), stepper.device, stepper.world.size, least=False):
+        if optimizer_step.all_reduce_extreme(float(refused), stepper.device, stepper.world.size, least=False):
             elsewhere = BatchLoss(additive=False, why="so the samples of another rank show")
-            raise refuse_split(stepper, found if refused else elsewhere)
+            raise split_error(stepper, found if refused else elsewhere)
 
     def why_whole(self, ready: prepare.PreparedRun, window: Window) -> str:
         """Why a batch that was in one piece so far may not be cut; empty where it may."""
@@ -502,11 +512,15 @@ class SplitGuard:
     def _look(self, ready: prepare.PreparedRun, window: Window) -> BatchLoss:
         """The verdict by the first samples of this rank; unknown where they are too few or do not run."""
         stepper = self._stepper
-        samples = min(SAMPLES, window.size, max(2, ready.fitting.sizes.current))
+        samples = min(TEST_SAMPLES, window.size, max(2, ready.fitting.sizes.current))
         enough = samples >= 2  # noqa: PLR2004 - halves
         if ready.wiring.equal_parts:
             # Sharded ranks make the same passes, or none of them makes any.
-            enough = bool(optimizer_step.agree(float(enough), stepper.device, stepper.world.size, least=True))
+            enough = bool(
+                optimizer_step.all_reduce_extreme(
+                    float(enough), stepper.device, stepper.world.size, least=True
+                )
+            )
         if not enough:
             return BatchLoss()
         if ready.compiling is not None:
@@ -514,7 +528,7 @@ class SplitGuard:
         given = move_to_device(window.part(0, samples).batch, stepper.device)
         compute = ready.loss
         assert compute is not None  # noqa: S101 - the caller has looked
-        question = LossComparison(
+        question = LossUnderTest(
             model=ready.model,
             loss=compute,
             weight=ready.weight,
@@ -523,8 +537,10 @@ class SplitGuard:
         )
         ready.buffers.begin()
         try:
-            rounding = HALF_ROUNDING if stepper.setting.dtypes.is_narrow else rounding_of(ready.model, None)
-            found = judge(
+            rounding = (
+                HALF_ROUNDING if stepper.setting.dtypes.is_narrow else rounding_tolerance(ready.model, None)
+            )
+            found = check_additivity(
                 question,
                 given,
                 samples,
@@ -549,7 +565,7 @@ class SplitGuard:
         )
 
 
-def refuse_split(stepper: StepRunner, found: BatchLoss) -> WrongUse:
+def split_error(stepper: StepRunner, found: BatchLoss) -> WrongUse:
     """The error of a run that would cut a batch whose loss cannot be cut."""
     setting = stepper.setting
     ways = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from trimtab.spec import Estimate
 
 
-PATIENCE = 50
+RETRY_AFTER_STEPS = 50
 """Optimizer steps after a failure before a larger micro-batch is tried again; doubled with every failure."""
-MOST_PATIENCE = 10_000
-MARGIN = 0.97
+MAX_RETRY_STEPS = 10_000
+USABLE_SHARE = 0.97
 """Share of the limit that a new micro-batch may be expected to use: the allocator loses some."""
-ROOMY = 0.60
+GROW_BELOW = 0.60
 """Below this share of the limit the micro-batch may grow beyond the plan."""
-TIGHT = 0.985
+SHRINK_ABOVE = 0.985
 """Above this share of the limit it shrinks before it fails."""
-SLOWER = 1.02
+MAX_SLOWDOWN = 1.02
 """A larger micro-batch that takes this much longer a sample is taken back."""
 
-_TEXTS = (
+_OOM_MESSAGES = (
     "out of memory",
     "can't allocate memory",
     "cannot allocate memory",
@@ -44,7 +44,7 @@ _TEXTS = (
     "cusolver_status_alloc_failed",
     "cufft_alloc_failed",
 )
-_NAMES = ("OutOfMemoryError", "MemoryError")
+_OOM_ERRORS = ("OutOfMemoryError", "MemoryError")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -57,16 +57,16 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """
     seen: list[BaseException] = []
     while error is not None and error not in seen:
-        if any(one.__name__ in _NAMES for one in type(error).__mro__):
+        if any(one.__name__ in _OOM_ERRORS for one in type(error).__mro__):
             return True
-        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _TEXTS):
+        if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OOM_MESSAGES):
             return True
         seen.append(error)
         error = error.__cause__
     return False
 
 
-class Room(Noun, frozen=True, kw_only=True):
+class MemoryBudget(Noun, frozen=True, kw_only=True):
     """What is known of the memory of this process. Unknown is None."""
 
     limit_bytes: int | None = None
@@ -81,7 +81,7 @@ class Room(Noun, frozen=True, kw_only=True):
         """The largest micro-batch that is expected to fit."""
         if not self.limit_bytes or self.fixed_bytes is None or not self.sample_bytes or self.sample_bytes < 1:
             return None
-        return int((self.limit_bytes * MARGIN - self.fixed_bytes) / self.sample_bytes)
+        return int((self.limit_bytes * USABLE_SHARE - self.fixed_bytes) / self.sample_bytes)
 
     def said(self) -> str:
         """The numbers, for an event."""
@@ -93,7 +93,7 @@ class Room(Noun, frozen=True, kw_only=True):
         )
 
 
-class Sizes(Noun, frozen=True, kw_only=True):
+class MicroBatchSizes(Noun, frozen=True, kw_only=True):
     """The micro-batch in use, and what has been learnt about others."""
 
     planned: int
@@ -107,7 +107,7 @@ class Sizes(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """A micro-batch has a sample."""
-        return below(1, planned=self.planned, current=self.current)
+        return check_minimum(1, planned=self.planned, current=self.current)
 
     def barred(self, size: int, step: int) -> bool:
         """Whether a size, or a smaller one, failed and is not to be tried again yet."""
@@ -115,10 +115,10 @@ class Sizes(Noun, frozen=True, kw_only=True):
         return held or (self.slow is not None and size >= self.slow)
 
 
-class Move(Noun, frozen=True, kw_only=True):
+class SizeChange(Noun, frozen=True, kw_only=True):
     """Another micro-batch, with the reason."""
 
-    sizes: Sizes
+    sizes: MicroBatchSizes
     why: str
 
 
@@ -144,7 +144,9 @@ def part_sizes(size: int, share: int) -> list[int]:
     return [min(size, share - start) for start in range(0, share, max(1, size))]
 
 
-def after_failure(sizes: Sizes, *, size: int, share: int, room: Room, step: int) -> Move | None:
+def shrink_micro_batch(
+    sizes: MicroBatchSizes, *, size: int, share: int, room: MemoryBudget, step: int
+) -> SizeChange | None:
     """The next micro-batch after `size` samples ran out of memory; None where one sample did.
 
     What the numbers say is taken where they say less than what failed. Where they do not, they are wrong by
@@ -153,7 +155,7 @@ def after_failure(sizes: Sizes, *, size: int, share: int, room: Room, step: int)
     if size <= 1:
         return None
     times = sizes.failed.get(str(size), (0, 0))[0] + 1
-    wait = min(PATIENCE * 2 ** (times - 1), MOST_PATIENCE)
+    wait = min(RETRY_AFTER_STEPS * 2 ** (times - 1), MAX_RETRY_STEPS)
     failed = {**sizes.failed, str(size): (times, step + wait)}
     most = room.most
     if most is not None and 1 <= most < size:
@@ -165,15 +167,17 @@ def after_failure(sizes: Sizes, *, size: int, share: int, room: Room, step: int)
         wanted, ground = max(1, min(guess, size - 1)), room.said()
     current = min(even_micro_batch(wanted, share), size - 1)
     why = f"{size} samples at once ran out of memory; {current} are tried: {ground}"
-    return Move(sizes=sizes.replace(current=current, changed_at=step, failed=failed), why=why)
+    return SizeChange(sizes=sizes.replace(current=current, changed_at=step, failed=failed), why=why)
 
 
-def grow_micro_batch(sizes: Sizes, *, share: int, room: Room, step: int) -> Move | None:
+def grow_micro_batch(
+    sizes: MicroBatchSizes, *, share: int, room: MemoryBudget, step: int
+) -> SizeChange | None:
     """A larger micro-batch after a failure has been some while ago; None to stay.
 
     Never above the plan, one part less at a time or what the numbers say, and not a size that failed lately.
     """
-    if sizes.current >= min(sizes.planned, share) or step - sizes.changed_at < PATIENCE:
+    if sizes.current >= min(sizes.planned, share) or step - sizes.changed_at < RETRY_AFTER_STEPS:
         return None
     goal = min(sizes.planned, share)
     parts = -(-share // sizes.current)
@@ -185,51 +189,55 @@ def grow_micro_batch(sizes: Sizes, *, share: int, room: Room, step: int) -> Move
         fits = known is None or size <= known
         if size > sizes.current and fits and not sizes.barred(size, step):
             why = f"{step - sizes.changed_at} steps went well with {sizes.current} samples at once"
-            return Move(sizes=sizes.replace(current=size, changed_at=step), why=f"{why}; {size} are tried")
+            return SizeChange(
+                sizes=sizes.replace(current=size, changed_at=step), why=f"{why}; {size} are tried"
+            )
     return None
 
 
-def adjust_micro_batch(sizes: Sizes, *, share: int, room: Room, peak_bytes: int, step: int) -> Move | None:
+def adjust_micro_batch(
+    sizes: MicroBatchSizes, *, share: int, room: MemoryBudget, peak_bytes: int, step: int
+) -> SizeChange | None:
     """Another micro-batch because of what was measured; None where it is right.
 
     Much room: it grows beyond the plan to what fits. Close to the limit: it shrinks before it fails.
     """
     limit, most = room.limit_bytes, room.most
-    if not limit or most is None or step - sizes.changed_at < PATIENCE:
+    if not limit or most is None or step - sizes.changed_at < RETRY_AFTER_STEPS:
         return None
     used = peak_bytes / limit
     said = f"the peak is {format_bytes(peak_bytes)} of {format_bytes(limit)}"
-    if used > TIGHT and sizes.current > 1:
+    if used > SHRINK_ABOVE and sizes.current > 1:
         size = min(even_micro_batch(min(most, sizes.current - 1), share), sizes.current - 1)
         moved = sizes.replace(current=max(1, size), changed_at=step)
-        return Move(
+        return SizeChange(
             sizes=moved, why=f"{said}, close to the limit; {moved.current} samples at once are enough"
         )
-    if used < ROOMY and sizes.current < share:
+    if used < GROW_BELOW and sizes.current < share:
         size = even_micro_batch(min(most, share), share)
         if size > sizes.current and not sizes.barred(size, step):
             moved = sizes.replace(current=size, changed_at=step)
-            return Move(sizes=moved, why=f"{said}; {size} samples at once fit as well ({room.said()})")
+            return SizeChange(sizes=moved, why=f"{said}; {size} samples at once fit as well ({room.said()})")
     return None
 
 
 def revert_if_slower(
-    sizes: Sizes, before: Sizes, *, seconds: float, seconds_before: float, step: int
-) -> Move | None:
+    sizes: MicroBatchSizes, before: MicroBatchSizes, *, seconds: float, seconds_before: float, step: int
+) -> SizeChange | None:
     """Back to the smaller micro-batch where the larger one takes longer a sample."""
-    if sizes.current <= before.current or seconds <= seconds_before * SLOWER:
+    if sizes.current <= before.current or seconds <= seconds_before * MAX_SLOWDOWN:
         return None
     back = sizes.replace(current=before.current, changed_at=step, slow=sizes.current)
     why = f"{sizes.current} samples at once take {seconds / seconds_before:.2f} x the time a sample"
-    return Move(sizes=back, why=f"{why} that {before.current} take")
+    return SizeChange(sizes=back, why=f"{why} that {before.current} take")
 
 
 # Keeps the micro-batch of a rank fitting: measures memory and pace, and asks `recovery` where to go.
 
 
-LOOKS_EVERY = 25
+CHECK_EVERY_STEPS = 25
 """Steps between two looks at the memory: asking takes longer than it should in every step."""
-_PACES = 10
+_TIMED_STEPS = 10
 
 
 class MemoryGauge:
@@ -267,7 +275,7 @@ class MicroBatchFitter:
 
     def __init__(  # noqa: PLR0913 - what is measured, and by what
         self,
-        sizes: Sizes,
+        sizes: MicroBatchSizes,
         *,
         gauge: MemoryGauge | None,
         estimate: Estimate | None,
@@ -288,7 +296,7 @@ class MicroBatchFitter:
             # In the first step there are no gradients and no optimizer state yet that could be measured.
             self._fixed_bytes = parts.weights + parts.gradients + parts.optimizer + parts.communication
         self._paces: list[float] = []
-        self._before: tuple[Sizes, float] | None = None
+        self._before: tuple[MicroBatchSizes, float] | None = None
         self._last: float | None = None
 
     def release(self) -> None:
@@ -297,35 +305,35 @@ class MicroBatchFitter:
         if self._gauge is not None:
             self._gauge.give_back()
 
-    def failed(self, *, size: int, share: int, step: int) -> Move | None:
+    def failed(self, *, size: int, share: int, step: int) -> SizeChange | None:
         """After an out-of-memory with `size` samples, and after release(); None: nothing smaller is left."""
-        move = after_failure(self.sizes, size=size, share=share, room=self.room(), step=step)
+        move = shrink_micro_batch(self.sizes, size=size, share=share, room=self.room(), step=step)
         if move is not None:
             self.take(move)
         return move
 
-    def take(self, move: Move) -> None:
+    def take(self, move: SizeChange) -> None:
         """Use another micro-batch from now on."""
         before, self.sizes = self.sizes, move.sizes
-        pace = median(self._paces) if len(self._paces) >= _PACES // 2 else None
+        pace = median(self._paces) if len(self._paces) >= _TIMED_STEPS // 2 else None
         grew = move.sizes.current > before.current and self._gauge is not None
         self._before = (before, pace) if grew and pace is not None else None
         self._paces, self._last = [], None
         if self._gauge is not None:
             self._gauge.reset()
 
-    def after_step(self, *, share: int, step: int) -> Move | None:
+    def after_step(self, *, share: int, step: int) -> SizeChange | None:
         """A move that the last step suggests; mostly none."""
         now = self._clock()
         if self._last is not None and share:
-            self._paces = [*self._paces[1 - _PACES :], (now - self._last) / share]
+            self._paces = [*self._paces[1 - _TIMED_STEPS :], (now - self._last) / share]
         self._last = now
-        if self._before is not None and len(self._paces) == _PACES:
+        if self._before is not None and len(self._paces) == _TIMED_STEPS:
             before, pace = self._before
             self._before = None
             seconds = median(self._paces)
             return revert_if_slower(self.sizes, before, seconds=seconds, seconds_before=pace, step=step)
-        if (step - self.sizes.changed_at) % LOOKS_EVERY or step == self.sizes.changed_at:
+        if (step - self.sizes.changed_at) % CHECK_EVERY_STEPS or step == self.sizes.changed_at:
             return None
         room = self.room(measure=True)
         move = grow_micro_batch(self.sizes, share=share, room=room, step=step)
@@ -336,16 +344,16 @@ class MicroBatchFitter:
             move = None if beyond and not self._grows_beyond else move
         return move
 
-    def room(self, *, measure: bool = False) -> Room:
+    def room(self, *, measure: bool = False) -> MemoryBudget:
         """What is known of memory now."""
         if self._gauge is None:
-            return Room()
+            return MemoryBudget()
         fixed = self._gauge.allocated()
         if measure:
             peak = self._gauge.peak()
             if peak > fixed:
                 self._sample_bytes = (peak - fixed) / self.sizes.current
-        return Room(
+        return MemoryBudget(
             limit_bytes=self._gauge.limit(),
             fixed_bytes=max(fixed, self._fixed_bytes),
             sample_bytes=self._sample_bytes,

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from trimtab.spec import Dtypes, Setting
 
 
-_TRIES = 3
+_MAX_ATTEMPTS = 3
 
 
-class Interrupted(Exception):  # noqa: N818 - it reads as a sentence in `raise`
+class OptimizerInterrupted(Exception):  # noqa: N818 - it reads as a sentence in `raise`
     """The optimizer ran out of memory after it had changed something."""
 
 
@@ -76,7 +76,7 @@ class OptimizerStep:
         """The step, again after an out-of-memory that changed nothing; Interrupted after one that did."""
         watched = self._watched()
         versions = [one._version for one in watched]
-        for attempt in range(_TRIES):
+        for attempt in range(_MAX_ATTEMPTS):
             try:
                 if self.before is not None:
                     self.before()
@@ -85,8 +85,8 @@ class OptimizerStep:
                 if not is_out_of_memory(error):
                     raise
                 if versions != [one._version for one in watched]:
-                    raise Interrupted(str(error)) from error
-                if attempt == _TRIES - 1:
+                    raise OptimizerInterrupted(str(error)) from error
+                if attempt == _MAX_ATTEMPTS - 1:
                     raise
             else:
                 return
@@ -105,7 +105,7 @@ class OptimizerStep:
             self._of, self._states = state, len(state)
             self._ready = frozenset(id(parameter) for parameter in state)
             found = [one for group in self.optimizer.param_groups for one in group["params"]]
-            found += [tensor for held in state.values() for tensor in _tensors(held)]
+            found += [tensor for held in state.values() for tensor in _state_tensors(held)]
             self._tensors = [getattr(one, "_local_tensor", one) for one in found]
         return self._tensors
 
@@ -122,7 +122,7 @@ class OptimizerStep:
                 group["foreach"] = False
 
 
-def _tensors(state: Any) -> Iterator[torch.Tensor]:
+def _state_tensors(state: Any) -> Iterator[torch.Tensor]:
     if isinstance(state, dict):
         for one in state.values():
             if isinstance(one, torch.Tensor):
@@ -135,7 +135,7 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
 # only that copy is waited for.
 
 
-class Status(NamedTuple):
+class StepStatus(NamedTuple):
     """Sums over all ranks."""
 
     failed: float = 0.0
@@ -157,8 +157,8 @@ class Status(NamedTuple):
     """Ranks that want another micro-batch."""
 
 
-_LOSS, _SQUARES, _WEIGHT = (Status._fields.index(name) for name in ("loss", "squares", "weight"))
-_STOPPERS = torch.tensor([name in ("failed", "fatal", "rollback") for name in Status._fields])
+_LOSS, _SQUARES, _WEIGHT = (StepStatus._fields.index(name) for name in ("loss", "squares", "weight"))
+_STOPPERS = torch.tensor([name in ("failed", "fatal", "rollback") for name in StepStatus._fields])
 
 
 class StatusExchange:
@@ -168,7 +168,7 @@ class StatusExchange:
         self._device = device
         self._size = size
         self._async = device.type == "cuda"
-        length = len(Status._fields)
+        length = len(StepStatus._fields)
         self._told = torch.zeros(length, dtype=torch.float64, pin_memory=self._async)
         self._seen = torch.zeros(length, dtype=torch.float64, pin_memory=self._async)
         self._sums = torch.zeros(length, dtype=torch.float64, device=device)
@@ -181,7 +181,7 @@ class StatusExchange:
         """When the device had the sums that wait() returned last, by time.perf_counter()."""
 
     def send(
-        self, told: Status, *, loss: torch.Tensor | None, squares: torch.Tensor | None, weight: Any = None
+        self, told: StepStatus, *, loss: torch.Tensor | None, squares: torch.Tensor | None, weight: Any = None
     ) -> None:
         """Sum over ranks; loss, squares and, where it is a tensor, weight are on the device already."""
         self._told.copy_(torch.tensor(told, dtype=torch.float64))
@@ -219,7 +219,7 @@ class StatusExchange:
         norm = self._sums[_SQUARES].sqrt()
         return torch.clamp((norm / scale + _EPSILON) / clip, min=1.0).mul(scale).to(torch.float32)
 
-    def wait(self) -> Status:
+    def wait(self) -> StepStatus:
         """The sums, on the host."""
         if self._events:
             event = self._events[self._turn]
@@ -231,7 +231,7 @@ class StatusExchange:
                 first, first_s = self._before
                 self.ended_s = min(self.ended_s, first_s + first.elapsed_time(event) / 1e3)
             self._before = event, self.ended_s
-        return Status(*self._seen.tolist())
+        return StepStatus(*self._seen.tolist())
 
 
 _EPSILON = 1e-6
@@ -255,7 +255,7 @@ GOOD, REPLAY, NOT_FINITE, SPIKE, FATAL, ROLLBACK = (
 )
 
 
-def judge_status(status: Status, *, limit: float | None, scale: float = 1.0) -> StepVerdict:
+def judge_status(status: StepStatus, *, limit: float | None, scale: float = 1.0) -> StepVerdict:
     """What all ranks do about a status; the same everywhere, since the sums are.
 
     >>> judged(Status(loss=float("nan")), limit=None).why
@@ -281,7 +281,7 @@ def judge_status(status: Status, *, limit: float | None, scale: float = 1.0) -> 
     return StepVerdict(GOOD)
 
 
-def agree(value: float, device: Any, size: int, *, least: bool) -> float:
+def all_reduce_extreme(value: float, device: Any, size: int, *, least: bool) -> float:
     """The least or the largest of a number over all ranks; all ranks call it."""
     if size == 1:
         return value
@@ -293,9 +293,9 @@ def agree(value: float, device: Any, size: int, *, least: bool) -> float:
 # The loss scale that fp16 needs, and the environment of the planned allocator.
 
 
-LEAST_SCALE = 2.0**-10
-MOST_SCALE = 2.0**24
-GROWS_AFTER = 2000
+MIN_SCALE = 2.0**-10
+MAX_SCALE = 2.0**24
+GROW_AFTER_UPDATES = 2000
 """Updates without an overflow before the loss scale is doubled."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
@@ -314,7 +314,7 @@ class LossScale(Noun, frozen=True, kw_only=True):
     @property
     def can_shrink(self) -> bool:
         """Whether a gradient that is not finite may be an overflow of this scale."""
-        return self.value > LEAST_SCALE and self.value != 1.0
+        return self.value > MIN_SCALE and self.value != 1.0
 
     def halved(self) -> LossScale:
         """After an overflow."""
@@ -324,12 +324,12 @@ class LossScale(Noun, frozen=True, kw_only=True):
         """After an update: doubled where there was no overflow for long."""
         if self.value == 1.0:
             return self
-        if self.good + 1 < GROWS_AFTER or self.value >= MOST_SCALE:
+        if self.good + 1 < GROW_AFTER_UPDATES or self.value >= MAX_SCALE:
             return LossScale(value=self.value, good=self.good + 1)
         return LossScale(value=self.value * 2)
 
 
-def first_scale(dtypes: Dtypes) -> LossScale:
+def initial_scale(dtypes: Dtypes) -> LossScale:
     """The scale that a run begins with."""
     return LossScale(value=2.0**16) if dtypes.scales_loss else LossScale()
 

@@ -19,20 +19,20 @@ from trimtab.training.oom_recovery import is_out_of_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trimtab.engine.pipeline_stage import Relay
+    from trimtab.engine.pipeline_stage import BlockRelay
     from trimtab.training.process_group import RankGroups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MOST_DIMS = 8
-_LENGTH = 4 + _MOST_DIMS
+_MAX_DIMS = 8
+_HEADER_LENGTH = 4 + _MAX_DIMS
 _WHOLE, _FAILED, _FATAL = 0, 1, 2
 """What a header says of its sender: a tensor follows; nothing does, in this attempt; nothing ever will."""
-_WORDS_S = 5.0
+_REPORT_S = 5.0
 """How long a rank that fails waits for its neighbours to hear why."""
-_MOST_WORDS = 2000
+_MAX_REPORT_BYTES = 2000
 
 
-class Turn(NamedTuple):
+class ScheduledPass(NamedTuple):
     """One entry of a schedule."""
 
     forward: bool
@@ -40,20 +40,20 @@ class Turn(NamedTuple):
     """Of the part."""
 
 
-def schedule(stage: int, stages: int, parts: int) -> list[Turn]:
+def build_schedule(stage: int, stages: int, parts: int) -> list[ScheduledPass]:
     """One forward, one backward: a stage begins with as many forwards as there are stages after it.
 
     >>> [f"{'F' if one.forward else 'B'}{one.number}" for one in schedule(0, 2, 3)]
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
     ahead = min(stages - 1 - stage, parts)
-    turns = [Turn(True, number) for number in range(ahead)]
+    turns = [ScheduledPass(True, number) for number in range(ahead)]
     for number in range(ahead, parts):
-        turns += [Turn(True, number), Turn(False, number - ahead)]
-    return turns + [Turn(False, number) for number in range(parts - ahead, parts)]
+        turns += [ScheduledPass(True, number), ScheduledPass(False, number - ahead)]
+    return turns + [ScheduledPass(False, number) for number in range(parts - ahead, parts)]
 
 
-class FailedElsewhere(Exception):  # noqa: N818 - it reads as a sentence in `raise`
+class OtherStageFailed(Exception):  # noqa: N818 - it reads as a sentence in `raise`
     """Another stage of the same samples has failed in this attempt."""
 
 
@@ -66,7 +66,7 @@ class NeighbourFailed(RuntimeError):  # noqa: N818 - as above
         self.words = words
 
 
-class Numbered(Protocol):
+class HasNumber(Protocol):
     """What a pipe has to know of a part."""
 
     @property
@@ -74,10 +74,10 @@ class Numbered(Protocol):
         """Its place in the window."""
 
 
-P = TypeVar("P", bound=Numbered)
+P = TypeVar("P", bound=HasNumber)
 
 
-class Lone(NamedTuple):
+class SingleMicroBatch(NamedTuple):
     """A part by itself."""
 
     number: int = 0
@@ -95,7 +95,7 @@ class PipelineRunner:
     """The way from the stage before this one to the one after it, and back."""
 
     def __init__(self, groups: RankGroups, device: torch.device) -> None:
-        self.relay: Relay
+        self.relay: BlockRelay
         """Of this stage; set by who installs it."""
         self._device = device
         stage, stages = groups.stage, groups.stages
@@ -136,7 +136,7 @@ class PipelineRunner:
         self._due.clear()
         self._owed.clear()
         try:
-            for turn in schedule(self._stage, self._stages, len(parts)):
+            for turn in build_schedule(self._stage, self._stages, len(parts)):
                 if turn.forward:
                     self._forward(parts[turn.number], forward)
                 else:
@@ -168,15 +168,15 @@ class PipelineRunner:
         """
         found: list[torch.Tensor] = []
 
-        def forward(_: Lone) -> torch.Tensor:
+        def forward(_: SingleMicroBatch) -> torch.Tensor:
             output = self.relay.run(compute)
             found.append(output.detach())
             return output
 
-        def backward(_: Lone, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        def backward(_: SingleMicroBatch, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
             output.backward(gradient)
 
-        failure = self.run([Lone()], forward, backward)
+        failure = self.run([SingleMicroBatch()], forward, backward)
         return found[0] if failure is None and self._after is None else None
 
     def receive(self, _: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ class PipelineRunner:
         assert self._before is not None  # noqa: S101 - only then is there a stand-in that asks
         found, learns = self._taken(self._before, None)
         if found is None:
-            raise FailedElsewhere
+            raise OtherStageFailed
         if learns:
             self._owed.add(self._number)
             self._given[self._number] = found.requires_grad_()
@@ -220,7 +220,7 @@ class PipelineRunner:
             assert self._after is not None  # noqa: S101 - it owes the gradient
             gradient, _ = self._taken(self._after, self._back)
             if gradient is None and self._failure is None:
-                self._fail(part, FailedElsewhere())
+                self._fail(part, OtherStageFailed())
         output, given = self._live.pop(number, None), self._given.pop(number, None)
         if self._failure is None and output is not None and output.requires_grad:
             try:
@@ -235,13 +235,13 @@ class PipelineRunner:
                 answer = given.grad if given.grad is not None else torch.zeros_like(given)
             self._hand(self._before, _FAILED if answer is None else _WHOLE, answer, self._back)
 
-    def _fail(self, part: Numbered, error: Exception) -> None:
+    def _fail(self, part: HasNumber, error: Exception) -> None:
         """Note a failure that the step recovers from, and let go of the memory; raise any other."""
-        if not isinstance(error, FailedElsewhere) and not is_out_of_memory(error):
+        if not isinstance(error, OtherStageFailed) and not is_out_of_memory(error):
             raise error
         line = str(error).strip().partition("\n")[0][:200]
         self._failure = PipelineFailure(
-            part.number, "" if isinstance(error, FailedElsewhere) else f"out of memory: {line}"
+            part.number, "" if isinstance(error, OtherStageFailed) else f"out of memory: {line}"
         )
         error.__traceback__ = None
         self._let_go()
@@ -256,10 +256,10 @@ class PipelineRunner:
         """Send a header and, with it, a tensor; neither is waited for."""
         if to is None:
             return
-        header = torch.zeros(_LENGTH, dtype=torch.int64)
+        header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
         header[0] = state
         if tensor is not None:
-            assert tensor.dim() <= _MOST_DIMS  # noqa: S101 - no model has more
+            assert tensor.dim() <= _MAX_DIMS  # noqa: S101 - no model has more
             header[1] = tensor.dim()
             header[2] = DTYPES.index(tensor.dtype)
             header[3] = int(tensor.requires_grad)
@@ -274,7 +274,7 @@ class PipelineRunner:
 
     def _taken(self, of: int, group: Any) -> tuple[torch.Tensor | None, bool]:
         """What a neighbour hands over, and whether it wants a gradient; None where it has failed."""
-        header = torch.zeros(_LENGTH, dtype=torch.int64)
+        header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
         dist.recv(header, of)
         state, dims, dtype, learns, *shape = header.tolist()
         if state == _FATAL:
@@ -310,8 +310,8 @@ class PipelineRunner:
             origin, text = error.rank, error.words
         else:
             origin, text = dist.get_rank(), f"{type(error).__name__}: {error}"
-        words = text.encode()[:_MOST_WORDS]
-        header = torch.zeros(_LENGTH, dtype=torch.int64)
+        words = text.encode()[:_MAX_REPORT_BYTES]
+        header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
         header[0], header[1], header[2] = _FATAL, len(words), origin
         for neighbour in (self._before, self._after):
             if neighbour is None or neighbour == origin:
@@ -321,5 +321,5 @@ class PipelineRunner:
                 self._send(torch.tensor(list(words), dtype=torch.uint8), neighbour, None)
         for work, _ in self._sent:
             with contextlib.suppress(Exception):
-                work.wait(timedelta(seconds=_WORDS_S))
+                work.wait(timedelta(seconds=_REPORT_S))
         self._sent = []

@@ -10,13 +10,13 @@ import psutil
 import torch
 from torch import nn
 
-from trimtab.engine.branches import branch_loss, branches_of, keep_branch
-from trimtab.engine.build import Entries, build_device, building, entries_of
-from trimtab.engine.compile import Compiling
-from trimtab.engine.optimizer import implementation_for, make_optimizer
+from trimtab.engine.branches import compute_branch_loss, get_branches, keep_branch
+from trimtab.engine.build import EntryPoints, choose_build_device, find_entries, use_build_defaults
+from trimtab.engine.compile import CompileSwitch
+from trimtab.engine.optimizer import choose_implementation, make_optimizer
 from trimtab.engine.pipeline_stage import keep_stage
 from trimtab.engine.precision import torch_dtype
-from trimtab.engine.step import arrange
+from trimtab.engine.step import arrange_model
 from trimtab.errors import EnvironmentFault, JobFailed, WrongUse
 from trimtab.jobs.job import Job, loss_function
 from trimtab.jobs.load import failed
@@ -24,17 +24,23 @@ from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED
 from trimtab.spec.precision import FLOAT32
 from trimtab.strategies import strategy_of
 from trimtab.training import process_group
-from trimtab.training.loading import share_bounds
-from trimtab.training.oom_recovery import MemoryGauge, MicroBatchFitter, Sizes
+from trimtab.training.loading import rank_slice_bounds
+from trimtab.training.oom_recovery import MemoryGauge, MicroBatchFitter, MicroBatchSizes
 from trimtab.training.optimizer_step import OptimizerStep
 from trimtab.training.pipeline import PipelineRunner
-from trimtab.training.process_group import Buffers, RankGroups, broadcast, make_alike, running_statistics
+from trimtab.training.process_group import (
+    Buffers,
+    RankGroups,
+    broadcast_tensor,
+    find_running_statistics,
+    synchronize_tensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trimtab.engine.gradients import Gradients
-    from trimtab.engine.sync_norm import Statistics
+    from trimtab.engine.sync_norm import SharedStatistics
     from trimtab.spec import Estimate, Setting
     from trimtab.training.process_group import World
 
@@ -70,7 +76,7 @@ class PreparedRun:
     wiring: Gradients
     buffers: Buffers
     fitting: MicroBatchFitter
-    compiling: Compiling | None
+    compiling: CompileSwitch | None
     loss: Callable[[Any, Any], Any] | None
     weight: Callable[[Any], Any] | None
     schedule: Any
@@ -80,7 +86,7 @@ class PreparedRun:
     """Samples in most parts."""
     pipe: PipelineRunner | None = None
     """What carries a window through the stages of a pipeline."""
-    statistics: Statistics | None = None
+    statistics: SharedStatistics | None = None
     """What synchronised BatchNorm layers share; None where there are none."""
 
 
@@ -117,34 +123,34 @@ def prepare(
     setting, groups = wanted.setting, wanted.groups
     device = torch.device(wanted.world.device)
     sharded = strategy_of(setting).is_sharded
-    model, branch, own = _model(wanted, device)
+    model, branch, own = _place_model(wanted, device)
     named = {id(parameter): name for name, parameter in model.named_parameters()}
-    stage = _Stage(groups, device) if groups.stages > 1 else None
+    stage = _StageInstaller(groups, device) if groups.stages > 1 else None
     if sharded and wanted.world.size == 1:
-        process_group.connect_alone(wanted.world)
+        process_group.connect_single(wanted.world)
 
     def own_prefix() -> str | None:
         return stage.pipe.relay.name if stage is not None else own
 
     def equalise(model: nn.Module) -> None:
-        make_alike([entry for entry, _ in _entries(model, groups, own_prefix())], device)
+        synchronize_tensors([entry for entry, _ in _list_tensors(model, groups, own_prefix())], device)
 
     several = groups.size > 1
-    arranged = arrange(
+    arranged = arrange_model(
         model,
         setting,
         str(device),
-        optimizer=lambda parameters: _optimizer(wanted, model, parameters, named),
-        entries=Entries() if wanted.job is None else entries_of(wanted.job, model),
+        optimizer=lambda parameters: _build_optimizer(wanted, model, parameters, named),
+        entries=EntryPoints() if wanted.job is None else find_entries(wanted.job, model),
         install_stage=stage,
         equalise=equalise if several else None,
-        fill=broadcast if several else None,
-        reduced=lambda model: _reduced(model, groups, own_prefix()),
+        fill=broadcast_tensor if several else None,
+        reduced=lambda model: _list_reduced(model, groups, own_prefix()),
         mid_backward=mid_backward,
     )
     optimizer = arranged.optimizer
-    buffers = [entry for entry, is_buffer in _entries(model, groups, own_prefix()) if is_buffer]
-    places = share_bounds(
+    buffers = [entry for entry, is_buffer in _list_tensors(model, groups, own_prefix()) if is_buffer]
+    places = rank_slice_bounds(
         setting.global_batch, groups.data_parallel, [share.samples for share in setting.shares]
     )
     share = places[groups.data_rank + 1] - places[groups.data_rank]
@@ -161,15 +167,15 @@ def prepare(
             cuda=device.type == "cuda",
         ),
         wiring=arranged.gradients,
-        buffers=Buffers(buffers, running_statistics(model)),
+        buffers=Buffers(buffers, find_running_statistics(model)),
         fitting=MicroBatchFitter(
-            Sizes(planned=planned, current=planned),
+            MicroBatchSizes(planned=planned, current=planned),
             gauge=MemoryGauge(device) if device.type == "cuda" else None,
             estimate=wanted.estimate,
             estimated_for=planned,
             grows_beyond=not setting.compile and not wanted.pinned,
         ),
-        compiling=Compiling(model, say, arranged.entries) if setting.compile else None,
+        compiling=CompileSwitch(model, say, arranged.entries) if setting.compile else None,
         loss=wanted.loss or _job_loss(wanted.job, branch),
         weight=wanted.weight or _job_weight(wanted.job),
         schedule=schedule,
@@ -179,7 +185,7 @@ def prepare(
     )
 
 
-class _Stage:
+class _StageInstaller:
     """Leaves the blocks of this rank's stage in a model, and carries what stages hand over."""
 
     def __init__(self, groups: RankGroups, device: torch.device) -> None:
@@ -191,19 +197,19 @@ class _Stage:
         self.pipe.relay, _ = keep_stage(model, groups.stage, groups.stages, self.pipe.receive)
 
 
-def _model(wanted: PrepareRequest, device: torch.device) -> tuple[nn.Module, str, str | None]:
+def _place_model(wanted: PrepareRequest, device: torch.device) -> tuple[nn.Module, str, str | None]:
     """The module on its device; with branches also the one of this rank, and what only it needs."""
     job, setting = wanted.job, wanted.setting
     model = wanted.model
     if model is None:
-        model = _built(wanted, device)
+        model = _build_model(wanted, device)
     elif not isinstance(model, nn.Module):
         raise WrongUse(
             f"a model of type {type(model).__name__}", found="it is no module", cure="Give a torch.nn.Module."
         )
     branch, own = "", None
     if setting.mesh.branch > 1:
-        known = branches_of(job)
+        known = get_branches(job)
         if len(known) != setting.mesh.branch:
             raise WrongUse(
                 f"a plan for {setting.mesh.branch} branches",
@@ -225,36 +231,36 @@ def _model(wanted: PrepareRequest, device: torch.device) -> tuple[nn.Module, str
     return model, branch, own
 
 
-def _built(wanted: PrepareRequest, device: torch.device) -> Any:
+def _build_model(wanted: PrepareRequest, device: torch.device) -> Any:
     """Build the job's model; without values where another rank gives them and the host is too small."""
     job, setting, here = wanted.job, wanted.setting, wanted.world
     if job is not None and strategy_of(setting).is_sharded and here.rank > 0:
-        model = _without_values(job, setting, here)
+        model = _build_on_meta(job, setting, here)
         if model is not None:
             return model
-    return _built_on(job, setting, build_device(setting, str(device)))
+    return _build_on_device(job, setting, choose_build_device(setting, str(device)))
 
 
-def _without_values(job: Any, setting: Setting, here: World) -> nn.Module | None:
+def _build_on_meta(job: Any, setting: Setting, here: World) -> nn.Module | None:
     """Build the model on the meta device where the host cannot hold a copy of it for every rank.
 
     None where the host can, or where the model cannot be built so: tensors that are neither parameters nor
     buffers would stay without values.
     """
     try:
-        model = _built_on(job, setting, "meta")
+        model = _build_on_device(job, setting, "meta")
     except Exception:  # noqa: BLE001 - whatever it is, building with values will say it, or not have it
         return None
     if not isinstance(model, nn.Module):
         return None
     tensors = [*model.parameters(), *model.buffers()]
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    if size * _local_ranks(here) <= HOST_SHARE * psutil.virtual_memory().available:
+    if size * _count_local_ranks(here) <= HOST_SHARE * psutil.virtual_memory().available:
         return None
     return None if _has_loose_tensors(model) else model
 
 
-def _local_ranks(here: World) -> int:
+def _count_local_ranks(here: World) -> int:
     """How many ranks there are on this host, as the launcher says; all of them where it does not."""
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(stated) if stated.isdecimal() else here.size
@@ -279,7 +285,7 @@ def _has_loose_tensors(model: nn.Module) -> bool:
     )
 
 
-def _built_on(job: Any, setting: Setting, device: str) -> Any:
+def _build_on_device(job: Any, setting: Setting, device: str) -> Any:
     if job is None:
         raise WrongUse(
             "run.prepare()",
@@ -287,7 +293,7 @@ def _built_on(job: Any, setting: Setting, device: str) -> Any:
             cure="Give prepare(model), or Run(job=...).",
         )
     try:
-        with building(setting.dtypes, device):
+        with use_build_defaults(setting.dtypes, device):
             model = job.model()
     except Exception as error:
         raise failed("model()", error, "Mend the job; it builds its model on the default device.") from error
@@ -298,14 +304,14 @@ def _built_on(job: Any, setting: Setting, device: str) -> Any:
     return model
 
 
-def _entries(
+def _list_tensors(
     model: nn.Module, groups: RankGroups, own: str | None
 ) -> list[tuple[tuple[torch.Tensor, Any, int], bool]]:
     """Parameters and buffers with the group that holds the same ones and its first rank; whether a buffer."""
     found: list[tuple[tuple[torch.Tensor, Any, int], bool]] = []
     for is_buffer, named in ((False, model.named_parameters()), (True, model.named_buffers())):
         for name, tensor in named:
-            mine = _inside(name, own)
+            mine = _is_inside(name, own)
             if groups.size == 1 or (mine and groups.data_alone):
                 place = (tensor, None, -1)
             else:
@@ -314,19 +320,19 @@ def _entries(
     return found
 
 
-def _inside(name: str, prefix: str | None) -> bool:
+def _is_inside(name: str, prefix: str | None) -> bool:
     """Whether a parameter is of the submodule that only this rank's branch or stage has."""
     return prefix is not None and (not prefix or name.startswith(f"{prefix}."))
 
 
-def _optimizer(
+def _build_optimizer(
     wanted: PrepareRequest, model: nn.Module, parameters: list[nn.Parameter], named: dict[int, str]
 ) -> Any:
     """The optimizer over the parameters as they are now."""
     given = wanted.optimizer
     if not isinstance(given, torch.optim.Optimizer):
-        maker = wanted.job if given is None else _Maker(given)
-        return make_optimizer(maker, parameters, implementation_for(model, wanted.setting.optimizer))
+        maker = wanted.job if given is None else _OptimizerFactory(given)
+        return make_optimizer(maker, parameters, choose_implementation(model, wanted.setting.optimizer))
     foreign = [one for group in given.param_groups for one in group["params"] if id(one) not in named]
     if foreign:
         raise WrongUse(
@@ -348,17 +354,17 @@ def _optimizer(
         for group in given.param_groups
     ]
     return type(given)(
-        groups, **{name: value for name, value in given.defaults.items() if name in _takes(given)}
+        groups, **{name: value for name, value in given.defaults.items() if name in _init_parameters(given)}
     )
 
 
-def _takes(optimizer: Any) -> Any:
+def _init_parameters(optimizer: Any) -> Any:
     import inspect
 
     return inspect.signature(type(optimizer).__init__).parameters
 
 
-class _Maker:
+class _OptimizerFactory:
     """A function that makes an optimizer, as a job has it."""
 
     def __init__(self, make: Any) -> None:
@@ -371,12 +377,14 @@ class _Maker:
         self.optimizer = make
 
 
-def _reduced(model: nn.Module, groups: RankGroups, own: str | None) -> list[tuple[nn.Parameter, Any, int]]:
+def _list_reduced(
+    model: nn.Module, groups: RankGroups, own: str | None
+) -> list[tuple[nn.Parameter, Any, int]]:
     """The trainable parameters, each with the group that sums its gradients and the ranks in it."""
     entries: list[tuple[nn.Parameter, Any, int]] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            mine = _inside(name, own)
+            mine = _is_inside(name, own)
             entry = (groups.data_group, groups.data_parallel) if mine else (None, groups.size)
             entries.append((parameter, *entry))
     return entries
@@ -386,7 +394,7 @@ def _job_loss(job: Any, branch: str) -> Callable[[Any, Any], Any] | None:
     if job is None:
         return None
     if branch:
-        return lambda model, batch: branch_loss(job, model, batch, branch)
+        return lambda model, batch: compute_branch_loss(job, model, batch, branch)
     loss: Callable[[Any, Any], Any] = loss_function(job)
     return loss
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from trimtab.errors import EnvironmentFault
-from trimtab.probe.scheduler import node_names
-from trimtab.spec.base import Noun, below
+from trimtab.probe.scheduler import parse_node_list
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.units import parse_whole
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ JOIN_S = 120.0
 """How long processes wait for each other to come, before the first one says who is missing."""
 _FIRST_PORT, _PORTS = 20_000, 20_000
 """Where srun's processes meet, by the number of the job, unless MASTER_PORT says."""
-_MEETINGS = itertools.count()
+_RENDEZVOUS = itertools.count()
 """Processes that make several runs meet as often, and torchrun remembers the meetings before."""
-_CURE = (
+_LAUNCH_FIX = (
     "Start with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every "
     "process; for a single process unset them all."
 )
@@ -70,7 +70,7 @@ class World(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """A rank is one of the processes."""
-        wrong = below(0, rank=self.rank, local_rank=self.local_rank, node=self.node) + below(
+        wrong = check_minimum(0, rank=self.rank, local_rank=self.local_rank, node=self.node) + check_minimum(
             1, size=self.size
         )
         if self.rank >= self.size:
@@ -78,7 +78,7 @@ class World(Noun, frozen=True, kw_only=True):
         return wrong
 
 
-class _Names(NamedTuple):
+class _VariableNames(NamedTuple):
     """What a launcher calls things; the first variable that is set counts."""
 
     rank: tuple[str, ...]
@@ -87,8 +87,8 @@ class _Names(NamedTuple):
     node: tuple[str, ...]
 
 
-_TORCH = _Names(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("GROUP_RANK", "NODE_RANK"))
-_SLURM = _Names(
+_TORCH = _VariableNames(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("GROUP_RANK", "NODE_RANK"))
+_SLURM = _VariableNames(
     ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ("SLURM_NODEID",)
 )
 
@@ -101,7 +101,7 @@ def read_world(env: Mapping[str, str], gpus: int = 0) -> World:
     >>> read({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9"}).rank
     1
     """
-    launcher = _launcher(env)
+    launcher = _detect_launcher(env)
     if launcher == ALONE:
         left = [name for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)]
         if left:
@@ -109,28 +109,28 @@ def read_world(env: Mapping[str, str], gpus: int = 0) -> World:
                 " and ".join(f"{name}={env[name]}" for name in left),
                 "a process group is announced, and neither RANK nor WORLD_SIZE is set",
             )
-        return _placed(World(), gpus, env)
+        return _assign_device(World(), gpus, env)
     names = _SLURM if launcher == SRUN else _TORCH
-    size = _number(env, names.size, launcher, least=1)
-    rank = _number(env, names.rank, launcher)
+    size = _read_number(env, names.size, launcher, least=1)
+    rank = _read_number(env, names.rank, launcher)
     # A single process needs no number on its node.
-    local = _number(env, names.local_rank, launcher, otherwise=0 if size == 1 else None)
-    node = _number(env, names.node, launcher, otherwise=0)
+    local = _read_number(env, names.local_rank, launcher, otherwise=0 if size == 1 else None)
+    node = _read_number(env, names.node, launcher, otherwise=0)
     if rank >= size:
-        shown = f"{_set(env, names.rank)} with {_set(env, names.size)}"
+        shown = f"{_show_variable(env, names.rank)} with {_show_variable(env, names.size)}"
         raise _fault(shown, f"ranks count from 0, so that the highest of {size} is {size - 1}")
     world = World(rank=rank, size=size, local_rank=local, node=node, launcher=launcher)
     if size > 1:
-        address, port = _slurm_place(env) if launcher == SRUN else _master(env)
+        address, port = _slurm_address(env) if launcher == SRUN else _read_master(env)
         world = world.replace(address=address, port=port)
     if launcher == TORCHRUN:
         restarts = parse_whole(env.get("TORCHELASTIC_RESTART_COUNT", "")) or 0
         listens = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         world = world.replace(restarts=restarts, agent_listens=listens)
-    return _placed(world, gpus, env)
+    return _assign_device(world, gpus, env)
 
 
-def _launcher(env: Mapping[str, str]) -> str:
+def _detect_launcher(env: Mapping[str, str]) -> str:
     if "TORCHELASTIC_RUN_ID" in env:
         return TORCHRUN
     hand = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in env]
@@ -144,12 +144,13 @@ def _launcher(env: Mapping[str, str]) -> str:
         said = next((env[their] for their in theirs[name] if their in env), None)
         if said is not None and said.strip() != env[name].strip():
             raise _fault(
-                f"{name}={env[name]}", f"it contradicts {_set(env, theirs[name])}, which srun has set"
+                f"{name}={env[name]}",
+                f"it contradicts {_show_variable(env, theirs[name])}, which srun has set",
             )
     return SRUN
 
 
-def _number(
+def _read_number(
     env: Mapping[str, str],
     names: tuple[str, ...],
     launcher: str,
@@ -175,45 +176,45 @@ def _number(
     return number
 
 
-def _set(env: Mapping[str, str], names: tuple[str, ...]) -> str:
+def _show_variable(env: Mapping[str, str], names: tuple[str, ...]) -> str:
     return next((f"{name}={env[name]}" for name in names if name in env), names[0])
 
 
-def _master(env: Mapping[str, str]) -> tuple[str, int]:
+def _read_master(env: Mapping[str, str]) -> tuple[str, int]:
     lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if lacking:
         raise _fault(
             f"WORLD_SIZE={env['WORLD_SIZE']}", f"{' and '.join(lacking)} is missing, where rank 0 listens"
         )
-    return env["MASTER_ADDR"], _port(env["MASTER_PORT"])
+    return env["MASTER_ADDR"], _parse_port(env["MASTER_PORT"])
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     port = parse_whole(text)
     if port is None or not 0 < port < 2**16:
         raise _fault(f"MASTER_PORT={text}", "a port is a whole number from 1 to 65535")
     return port
 
 
-def _slurm_place(env: Mapping[str, str]) -> tuple[str, int]:
+def _slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
     """Where srun's processes meet: on the first host of the step, at a port that follows from the job."""
     address = env.get("MASTER_ADDR")
     if not address:
         listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
         try:
-            hosts = node_names(listed)
+            hosts = parse_node_list(listed)
         except ValueError as error:
             raise _fault(f"SLURM_JOB_NODELIST={listed[:200]}", f"it cannot be read: {error}") from error
         if not hosts:
             raise _fault(f"SLURM_PROCID={env['SLURM_PROCID']}", "SLURM_JOB_NODELIST is missing")
         address = "127.0.0.1" if len(hosts) == 1 else hosts[0]
     if env.get("MASTER_PORT"):
-        return address, _port(env["MASTER_PORT"])
+        return address, _parse_port(env["MASTER_PORT"])
     job, step = (parse_whole(env.get(name, "")) or 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return address, _FIRST_PORT + (job * 7 + step) % _PORTS
 
 
-def _placed(world: World, gpus: int, env: Mapping[str, str]) -> World:
+def _assign_device(world: World, gpus: int, env: Mapping[str, str]) -> World:
     """The world with the device of this process."""
     if not gpus:
         return world
@@ -233,7 +234,7 @@ def _placed(world: World, gpus: int, env: Mapping[str, str]) -> World:
     return world.replace(device=f"cuda:{index}", backend="cpu:gloo,cuda:nccl")
 
 
-def _fault(given: str, found: str, cure: str = _CURE) -> EnvironmentFault:
+def _fault(given: str, found: str, cure: str = _LAUNCH_FIX) -> EnvironmentFault:
     return EnvironmentFault(given, found=found, cure=cure)
 
 
@@ -252,8 +253,8 @@ def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) ->
 
     if world.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(world.device))
-    meeting = f"{world.restarts}.{next(_MEETINGS)}"
-    store = _met(world, join_s, meeting)
+    meeting = f"{world.restarts}.{next(_RENDEZVOUS)}"
+    store = _open_store(world, join_s, meeting)
     options: dict[str, Any] = {}
     if world.device.startswith("cuda"):
         options["device_id"] = torch.device(world.device)
@@ -267,7 +268,7 @@ def connect(world: World, *, timeout_min: float = 10, join_s: float = JOIN_S) ->
     )
 
 
-def connect_alone(world: World) -> None:
+def connect_single(world: World) -> None:
     """A process group of one, for what cannot do without."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
@@ -284,7 +285,7 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _met(world: World, join_s: float, meeting: str) -> Any:
+def _open_store(world: World, join_s: float, meeting: str) -> Any:
     """A store in which all processes have said that they are there."""
     from datetime import timedelta
 
@@ -307,12 +308,12 @@ def _met(world: World, join_s: float, meeting: str) -> Any:
         if store.add(f"rank{world.rank}/{meeting}", 1) > 1:
             raise _fault(f"RANK={world.rank}", "another process of this run has the same rank")
     except dist.DistError as error:
-        raise _fault(place, f"rank 0 does not answer as a store: {_line(error)}") from error
+        raise _fault(place, f"rank 0 does not answer as a store: {_first_line(error)}") from error
     keys = [f"rank{number}/{meeting}" for number in range(world.size)]
     try:
         store.wait(keys, wait)
     except (dist.DistError, RuntimeError) as error:
-        missing = [number for number, key in enumerate(keys) if not _has(store, key)]
+        missing = [number for number, key in enumerate(keys) if not _has_key(store, key)]
         listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")  # noqa: PLR2004
         raise _fault(
             f"{place}, WORLD_SIZE={world.size}",
@@ -322,14 +323,14 @@ def _met(world: World, join_s: float, meeting: str) -> Any:
     return store
 
 
-def _has(store: Any, key: str) -> bool:
+def _has_key(store: Any, key: str) -> bool:
     try:
         return bool(store.check([key]))
     except RuntimeError:
         return False
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:200]
 
 
@@ -534,7 +535,7 @@ class Buffers:
         return [*counted, *self._running]
 
 
-def running_statistics(model: nn.Module) -> frozenset[int]:
+def find_running_statistics(model: nn.Module) -> frozenset[int]:
     """Buffers of normalisations that follow the batches, by id."""
     return frozenset(
         id(buffer)
@@ -544,7 +545,7 @@ def running_statistics(model: nn.Module) -> frozenset[int]:
     )
 
 
-def make_alike(tensors: Iterable[tuple[torch.Tensor, Any, int]], device: Any) -> int:
+def synchronize_tensors(tensors: Iterable[tuple[torch.Tensor, Any, int]], device: Any) -> int:
     """Give every rank the first rank's values where they differ; how many did.
 
     Sums tell whether ranks differ, so that large models that all have read from one file are not sent around.
@@ -564,11 +565,11 @@ def make_alike(tensors: Iterable[tuple[torch.Tensor, Any, int]], device: Any) ->
         for (tensor, _, source), other in zip(entries, differs, strict=True):
             if other:
                 unlike += 1
-                broadcast(tensor, source, group)
+                broadcast_tensor(tensor, source, group)
     return unlike
 
 
-def broadcast(tensor: torch.Tensor, source: int = 0, group: Any = None) -> None:
+def broadcast_tensor(tensor: torch.Tensor, source: int = 0, group: Any = None) -> None:
     """Give a tensor the values of one rank, on all ranks of a group."""
     whole = tensor.detach()
     sent = whole.contiguous()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
-from trimtab.engine.precision import configure
+from trimtab.engine.precision import set_tf32_flags
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import samples_in
 from trimtab.jobs.load import load
@@ -29,9 +29,9 @@ from trimtab.spec import Plan, Setting
 from trimtab.strategies import usual_strategy
 from trimtab.training import optimizer_step, process_group
 from trimtab.training import prepare as prepare_module
-from trimtab.training.loading import Loader, checked_order, move_to_device
+from trimtab.training.loading import Loader, build_sample_order, move_to_device
 from trimtab.training.micro_batches import MicroBatch, StepOutcome
-from trimtab.training.oom_recovery import Sizes
+from trimtab.training.oom_recovery import MicroBatchSizes
 from trimtab.training.optimizer_step import LossScale
 from trimtab.training.process_group import make_groups
 from trimtab.training.stepper import StepInFlight, Stepper
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MicroBatch", "Run", "StepOutcome"]
 
-_OPS = {
+_REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
@@ -83,7 +83,7 @@ class Run:
         self.torch_device = torch.device(self.world.device)
         if self.torch_device.type == "cuda":
             torch.cuda.set_device(self.torch_device)
-        configure(self.setting.dtypes)
+        set_tf32_flags(self.setting.dtypes)
         if self._connects:
             process_group.connect(self.world, timeout_min=timeout_min, join_s=join_s)
         self.groups = make_groups(self.setting, self.world)
@@ -225,7 +225,7 @@ class Run:
         """Windows of this rank: its samples of each global batch."""
         return Loader(
             dataset=dataset,
-            order=checked_order(dataset, self.setting.global_batch, seed),
+            order=build_sample_order(dataset, self.setting.global_batch, seed),
             rank=self.groups.data_rank,
             data_parallel=self.groups.data_parallel,
             shares=tuple(share.samples for share in self.setting.shares),
@@ -307,14 +307,16 @@ class Run:
 
     def all_reduce(self, value: Any, op: str = "sum") -> Any:
         """A number or a tensor over all ranks: sum, mean, max or min. All ranks call it."""
-        if op not in _OPS:
-            raise WrongUse(f"op {op!r}", found="there is no such operation", cure=f"Use {', '.join(_OPS)}.")
+        if op not in _REDUCE_OPS:
+            raise WrongUse(
+                f"op {op!r}", found="there is no such operation", cure=f"Use {', '.join(_REDUCE_OPS)}."
+            )
         if isinstance(value, torch.Tensor):
             held = value.detach().clone().to(self.torch_device)
         else:
             held = torch.tensor(value, dtype=torch.float64, device=self.torch_device)
         if self.size > 1:
-            dist.all_reduce(held, op=_OPS[op])
+            dist.all_reduce(held, op=_REDUCE_OPS[op])
         if op == "mean":
             held = held / self.size
         return held if isinstance(value, torch.Tensor) else type(value)(held.item())
@@ -322,12 +324,14 @@ class Run:
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
         if self.size > 1:
-            optimizer_step.agree(0.0, self.torch_device, self.size, least=True)
+            optimizer_step.all_reduce_extreme(0.0, self.torch_device, self.size, least=True)
 
     def rollback_needed(self) -> bool:
         """Whether the optimizer of a rank was interrupted halfway in the last step. All ranks call it."""
         return bool(
-            optimizer_step.agree(float(self._stepper.rollback), self.torch_device, self.size, least=False)
+            optimizer_step.all_reduce_extreme(
+                float(self._stepper.rollback), self.torch_device, self.size, least=False
+            )
         )
 
     def memory(self) -> dict[str, int]:
@@ -356,7 +360,7 @@ class Run:
             stepper.scale = LossScale.from_builtins(state["scale"])
         stepper.rollback, self._moved = False, True
         if state.get("sizes") and stepper.prepared is not None:
-            saved = Sizes.from_builtins(state["sizes"])
+            saved = MicroBatchSizes.from_builtins(state["sizes"])
             if saved.planned == stepper.prepared.fitting.sizes.planned:
                 stepper.prepared.fitting.sizes = saved
 

@@ -11,7 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from trimtab.engine.additive_loss import batch_norms
+from trimtab.engine.additive_loss import find_batch_norms
 from trimtab.engine.precision import autocast_dtype
 from trimtab.engine.step import check_loss
 from trimtab.errors import NothingFits, WrongUse
@@ -19,10 +19,10 @@ from trimtab.jobs.job import is_cached
 from trimtab.spec import Incident, IncidentKind
 from trimtab.training import optimizer_step
 from trimtab.training import prepare as prepare_module
-from trimtab.training.loading import Window, copy_batch, share_bounds, window_of
+from trimtab.training.loading import Window, copy_batch, rank_slice_bounds, wrap_batch
 from trimtab.training.micro_batches import CachedSteps, MicroBatch, SplitGuard, StepOutcome
-from trimtab.training.oom_recovery import Move, is_out_of_memory
-from trimtab.training.optimizer_step import Interrupted, LossScale, Status, first_scale
+from trimtab.training.oom_recovery import SizeChange, is_out_of_memory
+from trimtab.training.optimizer_step import LossScale, OptimizerInterrupted, StepStatus, initial_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     Faults = Any
     """What is asked at "forward", "backward", "gradient" and "optimizer": at(point, step, rank)."""
 
-MOST_ATTEMPTS = 40
+MAX_ATTEMPTS = 40
 """Of one step; more means that something else than memory or numbers is wrong."""
-_COMPILER = "the compiler failed"
-_ELSEWHERE = "another stage failed"
-LONE_TRIES = 3
+_COMPILER_FAILED = "the compiler failed"
+_OTHER_STAGE_FAILED = "another stage failed"
+SINGLE_SAMPLE_RETRIES = 3
 """How often one sample is tried again: others may have had the memory for a moment."""
 
 
@@ -82,13 +82,13 @@ class Stepper:
         self.asked = 0.0
         self.spike_limit: float | None = None
         self.steps = 0
-        self.scale: LossScale = first_scale(setting.dtypes)
+        self.scale: LossScale = initial_scale(setting.dtypes)
         self.rollback = False
         """Whether the optimizer of this rank was interrupted halfway."""
         self.outcome: StepOutcome | None = None
         self._listen = listen
         self._exchange = optimizer_step.StatusExchange(self.device, world.size)
-        self._proposed: Move | None = None
+        self._proposed: SizeChange | None = None
         self._fatal: str | None = None
         self._window: Window | None = None
         self._open = self._rehearsing = False
@@ -143,7 +143,7 @@ class Stepper:
         """One attempt after the other, until one stands or is skipped."""
         while True:
             attempts += 1
-            _check(window, attempts)
+            _check_attempts(window, attempts)
             self._start_over(ready)
             parts = self._split(ready, window, total)
             failed_at = None
@@ -201,7 +201,7 @@ class Stepper:
         failure = pipe.run(parts, forward, backward)
         if failure is None:
             return None
-        parts[failure.part].error = failure.why or _ELSEWHERE
+        parts[failure.part].error = failure.why or _OTHER_STAGE_FAILED
         return failure.part
 
     # a step ahead
@@ -234,7 +234,7 @@ class Stepper:
         )
         while True:
             flight.attempts += 1
-            _check(window, flight.attempts)
+            _check_attempts(window, flight.attempts)
             self._start_over(ready)
             parts = self._split(ready, window, total)
             flight.failed_at, flight.parts = None, len(parts)
@@ -307,7 +307,7 @@ class Stepper:
     def _opened(self, ready: prepare_module.PreparedRun, batch: Any) -> tuple[Window, Any]:
         """The window of this step, and the weight of the whole global batch."""
         own = not isinstance(batch, Window)
-        window = window_of(batch, step=self.steps) if own else batch
+        window = wrap_batch(batch, step=self.steps) if own else batch
         self._window = window
         if self.divisible is not None:
             self.divisible.check_first(ready, window)
@@ -319,7 +319,7 @@ class Stepper:
         self._pieces = self._cut(ready, window)
         if ready.wiring.equal_parts:
             if self._sample is None:
-                self._sample = shared_sample(self._counting(ready, window), groups)
+                self._sample = share_counting_sample(self._counting(ready, window), groups)
             self._void = self._sample is None
         local = sum(weight for _, weight in self._pieces[1])
         if groups.data_alone:
@@ -341,8 +341,8 @@ class Stepper:
         pieces = window.parts(size)
         if weigh is None:
             return size, [(piece, piece.samples) for piece in pieces]
-        weighed = [(piece, _weight(weigh, piece.batch)) for piece in pieces]
-        return size, [(one, weight) for one, weight in weighed if _counts(weight)]
+        weighed = [(piece, _weigh_batch(weigh, piece.batch)) for piece in pieces]
+        return size, [(one, weight) for one, weight in weighed if _has_weight(weight)]
 
     def _remember(self, ready: prepare_module.PreparedRun) -> None:
         """What a repetition begins with again: random numbers and buffers."""
@@ -374,10 +374,17 @@ class Stepper:
             count = self._most_parts(window, size)
         if ready.statistics is not None and ready.weight is not None:
             # BatchNorm has no statistics in a pass in which no sample of any rank counts.
-            count = int(optimizer_step.agree(len(kept), self.device, self.world.size, least=False))
+            count = int(
+                optimizer_step.all_reduce_extreme(len(kept), self.device, self.world.size, least=False)
+            )
         parts = [
             MicroBatch(
-                self, one.batch, samples=one.samples, share=_share(weight, total), number=number, count=count
+                self,
+                one.batch,
+                samples=one.samples,
+                share=_loss_fraction(weight, total),
+                number=number,
+                count=count,
             )
             for number, (one, weight) in enumerate(kept)
         ]
@@ -414,10 +421,14 @@ class Stepper:
         """How many parts the rank with the largest share has; all have to run as many."""
         # Ranks with shares of different sizes may have different micro-batches too.
         if not self.setting.shares and (window.indices or window.samples != window.size):
-            places = share_bounds(window.samples, self.groups.data_parallel, [])
+            places = rank_slice_bounds(window.samples, self.groups.data_parallel, [])
             largest = max(stop - start for start, stop in pairwise(places))
             return -(-largest // size)
-        return int(optimizer_step.agree(-(-window.size // size), self.device, self.world.size, least=False))
+        return int(
+            optimizer_step.all_reduce_extreme(
+                -(-window.size // size), self.device, self.world.size, least=False
+            )
+        )
 
     def enter(self, part: MicroBatch) -> None:
         """Before the forward pass of a part."""
@@ -493,11 +504,11 @@ class Stepper:
         """What to say of an error that the step recovers from; None for one that it does not."""
         ready = self.ready()
         if is_out_of_memory(error):
-            return f"out of memory: {_line(error)}"
+            return f"out of memory: {_first_line(error)}"
         if not isinstance(error, Exception):
             return None
         if ready.compiling is not None and ready.compiling.gives_up(error):
-            return _COMPILER
+            return _COMPILER_FAILED
         return None
 
     def _recover(self, ready: prepare_module.PreparedRun, window: Window, part: MicroBatch) -> None:
@@ -507,7 +518,7 @@ class Stepper:
         part.let_go()
         ready.wiring.abandon()
         ready.fitting.release()
-        if why in (_COMPILER, _ELSEWHERE):
+        if why in (_COMPILER_FAILED, _OTHER_STAGE_FAILED):
             return
         whole = "" if self.divisible is None or part.count > 1 else self.divisible.why_whole(ready, window)
         if whole:
@@ -522,7 +533,7 @@ class Stepper:
             return
         self._lone_failures += 1
         known = ready.fitting.room().said()
-        if self._lone_failures > LONE_TRIES:
+        if self._lone_failures > SINGLE_SAMPLE_RETRIES:
             self._fatal = f"one sample at once ran out of memory {self._lone_failures} times ({known}); {why}"
             return
         again = f"memory was given back, and one sample is tried again; {known}"
@@ -530,7 +541,7 @@ class Stepper:
 
     def _close(
         self, ready: prepare_module.PreparedRun, window: Window, failed_at: int | None, count: int
-    ) -> tuple[optimizer_step.StepVerdict, Status]:
+    ) -> tuple[optimizer_step.StepVerdict, StepStatus]:
         """Sum over ranks, and update where all is well."""
         self._send(ready, window, failed_at, count)
         heard = self._exchange.wait()
@@ -557,7 +568,7 @@ class Stepper:
         scale = self.scale.value
         counts = self.groups.counts
         weight = self._weight if counts else 0.0
-        told = Status(
+        told = StepStatus(
             failed=float(failed),
             fatal=float(self._fatal is not None),
             weight=0.0 if isinstance(weight, torch.Tensor) else float(weight),
@@ -580,11 +591,11 @@ class Stepper:
             ready.updater.before = lambda: self.at("optimizer")
         try:
             act()
-        except Interrupted as error:
+        except OptimizerInterrupted as error:
             self.rollback = True
             self._tell(
                 IncidentKind.OUT_OF_MEMORY,
-                f"the optimizer step ran out of memory halfway: {_line(error)}",
+                f"the optimizer step ran out of memory halfway: {_first_line(error)}",
                 "all ranks are told at the next step, and go back to the last checkpoint",
             )
         except Exception as error:
@@ -592,7 +603,7 @@ class Stepper:
                 raise
             raise NothingFits(
                 "the optimizer step",
-                found=f"it ran out of memory again and again: {_line(error)}",
+                found=f"it ran out of memory again and again: {_first_line(error)}",
                 cure="Use a sharded strategy, an optimizer with less state, or devices with more memory.",
             ) from error
 
@@ -601,7 +612,7 @@ class Stepper:
         ready: prepare_module.PreparedRun,
         window: Window,
         verdict: optimizer_step.StepVerdict,
-        heard: Status,
+        heard: StepStatus,
         bad: int,
     ) -> int | None:
         """None where the step is over; else how much nearer to being skipped the next attempt is."""
@@ -614,7 +625,7 @@ class Stepper:
         if verdict.kind == optimizer_step.REPLAY:
             self._agree_on_size(ready)
             return 0
-        if verdict.kind == optimizer_step.NOT_FINITE and self.scale.can_shrink and _finite(heard.loss):
+        if verdict.kind == optimizer_step.NOT_FINITE and self.scale.can_shrink and _is_finite(heard.loss):
             self.scale = self.scale.halved()
             return 0
         if verdict.kind in (optimizer_step.NOT_FINITE, optimizer_step.SPIKE) and not bad:
@@ -633,16 +644,18 @@ class Stepper:
         if not ready.wiring.equal_parts:
             return
         fitting = ready.fitting
-        least = int(optimizer_step.agree(fitting.sizes.current, self.device, self.world.size, least=True))
+        least = int(
+            optimizer_step.all_reduce_extreme(fitting.sizes.current, self.device, self.world.size, least=True)
+        )
         if least != fitting.sizes.current:
             moved = fitting.sizes.replace(current=least, changed_at=self.steps)
-            fitting.take(Move(sizes=moved, why="another rank has less room"))
+            fitting.take(SizeChange(sizes=moved, why="another rank has less room"))
 
     def _end(  # noqa: PLR0913 - what is known of the step
         self,
         ready: prepare_module.PreparedRun,
         window: Window,
-        heard: Status,
+        heard: StepStatus,
         verdict: optimizer_step.StepVerdict,
         *,
         attempts: int,
@@ -680,18 +693,18 @@ class Stepper:
             asked=heard.asked,
         )
 
-    def _fit(self, ready: prepare_module.PreparedRun, window: Window, heard: Status) -> None:
+    def _fit(self, ready: prepare_module.PreparedRun, window: Window, heard: StepStatus) -> None:
         """Another micro-batch between steps, where memory or pace suggest one."""
         fitting = ready.fitting
         if heard.resize:
             # All ranks heard it: those that have to be alike take the least that any wants.
             wanted = self._proposed.sizes.current if self._proposed is not None else fitting.sizes.current
-            least = int(optimizer_step.agree(wanted, self.device, self.world.size, least=True))
+            least = int(optimizer_step.all_reduce_extreme(wanted, self.device, self.world.size, least=True))
             why = self._proposed.why if self._proposed is not None else "another rank has less room"
             self._proposed = None
             if least != fitting.sizes.current:
                 moved = fitting.sizes.replace(current=least, changed_at=self.steps)
-                self._move(ready, Move(sizes=moved, why=why))
+                self._move(ready, SizeChange(sizes=moved, why=why))
             return
         move = fitting.after_step(share=window.size, step=self.steps)
         if move is None:
@@ -701,15 +714,15 @@ class Stepper:
         else:
             self._move(ready, move)
 
-    def _move(self, ready: prepare_module.PreparedRun, move: Move) -> None:
+    def _move(self, ready: prepare_module.PreparedRun, move: SizeChange) -> None:
         before = ready.fitting.sizes.current
         ready.fitting.take(move)
         done = f"from {before} to {move.sizes.current} samples at once{self._seen_by_norms(ready, move)}"
         self._tell(IncidentKind.MICRO_BATCH, move.why, done)
 
-    def _seen_by_norms(self, ready: prepare_module.PreparedRun, move: Move) -> str:
+    def _seen_by_norms(self, ready: prepare_module.PreparedRun, move: SizeChange) -> str:
         """What another micro-batch means for BatchNorm, which sees nothing else; empty without any."""
-        if not any(module.training for module in batch_norms(ready.model)):
+        if not any(module.training for module in find_batch_norms(ready.model)):
             return ""
         sees = move.sizes.current * (1 if ready.statistics is None else self.groups.data_parallel)
         return f"; BatchNorm computes its statistics over {sees} samples from now on"
@@ -726,7 +739,7 @@ class Stepper:
             )
 
 
-def shared_sample(mine: Any, groups: RankGroups) -> Any:
+def share_counting_sample(mine: Any, groups: RankGroups) -> Any:
     """A sample for each of the ranks that share data: its own, or else that of the first which has one.
 
     None where none has. All of them call it.
@@ -743,35 +756,35 @@ def shared_sample(mine: Any, groups: RankGroups) -> Any:
     return told[0] if mine is None else mine
 
 
-def _check(window: Window, attempts: int) -> None:
-    if attempts > MOST_ATTEMPTS:
+def _check_attempts(window: Window, attempts: int) -> None:
+    if attempts > MAX_ATTEMPTS:
         raise NothingFits(
             f"optimizer step {window.step}",
-            found=f"it failed {MOST_ATTEMPTS} times",
+            found=f"it failed {MAX_ATTEMPTS} times",
             cure="Look at the events before this one.",
         )
 
 
-def _weight(weight: Callable[[Any], Any], batch: Any) -> Any:
+def _weigh_batch(weight: Callable[[Any], Any], batch: Any) -> Any:
     found = weight(batch)
     if isinstance(found, torch.Tensor) and found.device.type == "cpu":
         return float(found)
     return found
 
 
-def _counts(weight: Any) -> bool:
+def _has_weight(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) or bool(weight)
 
 
-def _share(weight: Any, total: Any) -> Any:
+def _loss_fraction(weight: Any, total: Any) -> Any:
     if isinstance(total, torch.Tensor):
         return weight / total.clamp(min=1e-30)
     return weight / total if total else 0.0
 
 
-def _finite(value: float) -> bool:
+def _is_finite(value: float) -> bool:
     return value - value == 0
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().split("\n") or [""])[0][:200] or type(error).__name__

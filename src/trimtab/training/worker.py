@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trimtab.errors import TrimtabError
-from trimtab.training.rank_files import LOST, RankFiles, end_with_parent, find_rank_files, is_lost
+from trimtab.training.rank_files import (
+    LOST_PEER_CODE,
+    RankFiles,
+    end_with_parent,
+    find_rank_files,
+    is_lost_peer,
+)
 
 if TYPE_CHECKING:
     from trimtab.training.task import RunEnding, TrainTask
@@ -30,7 +36,7 @@ def main(arguments: list[str]) -> int:
     file = Path(arguments[0])
     task = TrainTask.from_json(file.read_bytes(), origin=str(file))
     try:
-        ending = run(task)
+        ending = run_task(task)
     except TrimtabError as error:
         if control is None:
             raise
@@ -38,13 +44,13 @@ def main(arguments: list[str]) -> int:
         control.fail(error, trace="".join(traceback.format_exception(cause)) if cause else "")
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - every rank ends with a word on why
-        return _unforeseen(error, control)
+        return _report_crash(error, control)
     if control is not None and not ending.asked:
         control.done()
     return ending.exit_code
 
 
-def run(task: TrainTask) -> RunEnding:
+def run_task(task: TrainTask) -> RunEnding:
     """Train, in this process, as the rank that its variables make it."""
     from trimtab.training.optimizer_step import allocator_variables
 
@@ -56,15 +62,15 @@ def run(task: TrainTask) -> RunEnding:
     return train(task)
 
 
-def _unforeseen(error: Exception, control: RankFiles | None) -> int:
-    if is_lost(error):
-        _say(f"another rank is gone: {str(error).splitlines()[0][:200]}")
-        return LOST
+def _report_crash(error: Exception, control: RankFiles | None) -> int:
+    if is_lost_peer(error):
+        _print_line(f"another rank is gone: {str(error).splitlines()[0][:200]}")
+        return LOST_PEER_CODE
     traceback.print_exc()
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
     trace = "".join(traceback.format_exception(error))
-    if control is not None and control.crash(text, steps_done(), trace=trace):
+    if control is not None and control.crash(text, count_steps(), trace=trace):
         control.fail(
             TrimtabError(
                 "trimtab train",
@@ -76,18 +82,18 @@ def _unforeseen(error: Exception, control: RankFiles | None) -> int:
     return 1
 
 
-def steps_done() -> int:
+def count_steps() -> int:
     """How far this process had come; 0 where the loop was never reached."""
     loop = sys.modules.get("trimtab.training.loop")
     return int(loop.Progress.step) if loop else 0
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     rank = os.environ.get("RANK", "0")
     sys.stderr.write(f"trimtab: rank {rank}: {text}\n")
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End at once, without waiting for threads and groups whose peers may be gone."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -96,4 +102,4 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_now(main(sys.argv[1:]))
