@@ -1,4 +1,4 @@
-"""An Outlook with laws that are made up and consistent: no job, no trace, no time lost."""
+"""An Estimator with laws that are made up and consistent: no job, no trace, no time lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import JobFailed
-from trimtab.planner.protocol import Floor, room_bytes
+from trimtab.planner.protocol import LowerBound, available_bytes
 from trimtab.spec import Allocator, Band, Estimate, Footprint, Recompute, Strategy, Verdict, Workload
 from trimtab.units import GIB, MIB
 
@@ -85,22 +85,22 @@ class Law:
 
     # --- the door
 
-    def floor(self, setting: Setting, layout: Layout) -> Floor:
+    def lower_bound(self, setting: Setting, layout: Layout) -> LowerBound:
         if not self.timed:
-            return Floor(step_s=None)
+            return LowerBound(step_s=None)
         if not self.bounds:
-            return Floor()
+            return LowerBound()
         if self.family(setting, layout) in self.traced:
-            return Floor(step_s=self.step_s(setting, layout))
+            return LowerBound(step_s=self.step_s(setting, layout))
         none = setting.replace(recompute=Recompute.NONE)
         least = none.accumulation * self.round_s(none, layout.device)
-        return Floor(step_s=least, need_bytes=int(self.static_bytes / setting.mesh.size))
+        return LowerBound(step_s=least, need_bytes=int(self.static_bytes / setting.mesh.size))
 
-    def glance(self, setting: Setting, layout: Layout) -> Floor:
-        return self.floor(setting, layout)
+    def cached_bound(self, setting: Setting, layout: Layout) -> LowerBound:
+        return self.lower_bound(setting, layout)
 
-    def sharpen(self, setting: Setting, layout: Layout) -> Floor:
-        return self.floor(setting, layout)
+    def tighten_bound(self, setting: Setting, layout: Layout) -> LowerBound:
+        return self.lower_bound(setting, layout)
 
     def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
         self.prepared += [setting for setting, _ in asked]
@@ -113,7 +113,7 @@ class Law:
             raise JobFailed("loss()", found=self.cause(setting), cure="Change it.")
         self.asked.append(setting)
         need = self.need_bytes(setting)
-        room = room_bytes(layout.device)
+        room = available_bytes(layout.device)
         return Estimate(
             allocated_bytes=need - 700 * MIB,
             reserved_bytes=need - 700 * MIB,
@@ -141,10 +141,10 @@ class Law:
             releases_per_step=1.0 if runs else None,
         )
 
-    def is_at_hand(self, setting: Setting, layout: Layout) -> bool:
+    def has_traces(self, setting: Setting, layout: Layout) -> bool:
         return self.family(setting, layout) in self.traced
 
-    def altered(self, **changes: Any) -> Law:
+    def with_changes(self, **changes: Any) -> Law:
         return replace(self, **changes, traced=set())
 
 

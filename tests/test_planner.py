@@ -12,16 +12,23 @@ from hypothesis import strategies as st
 
 from outlooks import Law, workload
 from trimtab import spec
-from trimtab.catalog.clusters import row_device, stated
+from trimtab.catalog.clusters import device_from_row, parse_cluster
 from trimtab.catalog.tables import devices
 from trimtab.errors import JobFailed, NothingFits, UnknownName, WrongUse
 from trimtab.planner import batch_split, decision, explanations, pins, validity
 from trimtab.planner import search as searching
-from trimtab.planner.batch_split import as_share, cut, cuts, in_proportion, micro_batches, rank_samples
+from trimtab.planner.batch_split import (
+    divide_evenly,
+    divide_in_proportion,
+    find_split,
+    list_micro_batches,
+    list_splits,
+    make_share,
+)
 from trimtab.planner.decision import PlanQuestion
 from trimtab.planner.estimator import TraceEstimator
-from trimtab.planner.search import TIE, is_tie, search, simplicity, value
-from trimtab.planner.space import layouts, space
+from trimtab.planner.search import TIE, is_tie, objective_value, search_space, simplicity_key
+from trimtab.planner.space import build_space, list_layouts
 from trimtab.spec import (
     Allocator,
     Cluster,
@@ -57,21 +64,21 @@ def planned(
     compare: tuple[int, ...] = (),
     **policy: Any,
 ) -> Plan:
-    where = stated(on) if isinstance(on, str) else on
+    where = parse_cluster(on) if isinstance(on, str) else on
     question = PlanQuestion(
         job="fake", workload=job or workload(), cluster=where, policy=Policy(**policy), compare=compare
     )
-    return decision.decide(question, law or Law())
+    return decision.choose_plan(question, law or Law())
 
 
 def is_kept(setting: Setting, whole: int) -> bool:
     """Whether every global batch has exactly that many samples, by what each rank really runs."""
     if setting.shares:
-        ranks = [micro_batches(share.samples, share.micro_batch) for share in setting.shares]
+        ranks = [list_micro_batches(share.samples, share.micro_batch) for share in setting.shares]
         rounds = [share.accumulation for share in setting.shares]
     else:
-        samples = rank_samples(whole, setting.data_parallel)
-        ranks = [micro_batches(sample, setting.micro_batch) for sample in samples]
+        samples = divide_evenly(whole, setting.data_parallel)
+        ranks = [list_micro_batches(sample, setting.micro_batch) for sample in samples]
         rounds = [setting.accumulation] * len(ranks)
     return (
         sum(map(sum, ranks)) == whole
@@ -88,7 +95,7 @@ def is_kept(setting: Setting, whole: int) -> bool:
 def test_every_cut_covers_the_share_with_nothing_to_spare(whole: int, ranks: int) -> None:
     assume(ranks <= whole)
     share = -(-whole // ranks)
-    found = cuts(whole, ranks)
+    found = list_splits(whole, ranks)
     assert found[0] == (share, 1)
     assert found[-1] == (1, share)
     for micro, rounds in found:
@@ -106,7 +113,7 @@ def test_every_cut_covers_the_share_with_nothing_to_spare(whole: int, ranks: int
 
 
 def test_cuts_leave_out_only_what_another_cut_beats() -> None:
-    kept = dict(cuts(100, 1))
+    kept = dict(list_splits(100, 1))
     for micro in range(1, 101):
         rounds = -(-100 // micro)
         better = min(key for key, many in kept.items() if many <= rounds)
@@ -115,14 +122,14 @@ def test_cuts_leave_out_only_what_another_cut_beats() -> None:
 
 @given(st.integers(1, 500), st.integers(1, 64))
 def test_ranks_differ_by_one_sample_at_most(whole: int, ranks: int) -> None:
-    found = rank_samples(whole, ranks)
+    found = divide_evenly(whole, ranks)
     assert sum(found) == whole
     assert max(found) - min(found) <= 1
 
 
 @given(st.integers(2, 500), st.lists(st.floats(0.01, 100), min_size=2, max_size=6))
 def test_shares_in_proportion_add_up_exactly(whole: int, weights: list[float]) -> None:
-    found = in_proportion(whole, weights, [whole] * len(weights))
+    found = divide_in_proportion(whole, weights, [whole] * len(weights))
     if whole < len(weights):
         assert found is None
         return
@@ -132,21 +139,21 @@ def test_shares_in_proportion_add_up_exactly(whole: int, weights: list[float]) -
 
 
 def test_shares_stay_below_what_a_rank_can_take() -> None:
-    assert in_proportion(10, [1, 9], [8, 5]) == [5, 5]
-    assert in_proportion(10, [1, 1], [4, 5]) is None
-    assert in_proportion(10, [1, 1], [0, 20]) is None
+    assert divide_in_proportion(10, [1, 9], [8, 5]) == [5, 5]
+    assert divide_in_proportion(10, [1, 1], [4, 5]) is None
+    assert divide_in_proportion(10, [1, 1], [0, 20]) is None
 
 
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_a_share_is_cut_within_its_micro_batch(samples: int, micro: int) -> None:
-    found = as_share(samples, micro)
+    found = make_share(samples, micro)
     assert found.micro_batch <= micro
     assert found.samples == samples
 
 
 def test_a_pinned_micro_batch_that_is_larger_than_the_share_has_no_cut() -> None:
-    assert cut(64, 8, micro_batch=9) is None
-    assert cut(64, 8, micro_batch=3) == (3, 3)
+    assert find_split(64, 8, micro_batch=9) is None
+    assert find_split(64, 8, micro_batch=3) == (3, 3)
 
 
 # --- the laws that every plan keeps
@@ -192,14 +199,14 @@ def test_the_batch_is_kept_on_every_device_of_the_catalogue(row: Any) -> None:
     for whole in (1, 7, 64, 97):
         plan = planned(f"3x{row.typed[0]}", law, workload(global_batch=whole))
         assert is_kept(plan.choice, whole)
-        emulated = row_device(row, 0, "test").bf16 is False
+        emulated = device_from_row(row, 0, "test").bf16 is False
         assert plan.choice.precision is (Precision.FP16 if emulated else Precision.BF16)
 
 
 @QUICK
 @given(law=laws, whole=batches, more=st.integers(0, 100), gpus=st.integers(1, 4))
 def test_more_memory_never_gives_a_slower_plan(law: Law, whole: int, more: int, gpus: int) -> None:
-    small = stated(f"{gpus}xA100-40GB")
+    small = parse_cluster(f"{gpus}xA100-40GB")
     node = small.nodes[0]
     roomy = tuple(device.replace(memory_bytes=device.memory_bytes + more * GIB) for device in node.devices)
     large = small.replace(nodes=(node.replace(devices=roomy),))
@@ -241,11 +248,11 @@ def test_another_node_never_gives_a_slower_plan(law: Law, whole: int, nodes: int
 @QUICK
 @given(law=laws, whole=batches, gpus=st.integers(1, 6), objective=st.sampled_from(Objective))
 def test_bounds_save_work_and_change_nothing(law: Law, whole: int, gpus: int, objective: Objective) -> None:
-    job, where = workload(global_batch=whole), stated(f"{gpus}xA100-40GB")
+    job, where = workload(global_batch=whole), parse_cluster(f"{gpus}xA100-40GB")
     policy = Policy(objective=objective)
     bounded, blind = Law(**known(law)), Law(**known(law), bounds=False)
-    quick = search(space(job, where, policy), bounded)
-    slow = search(space(job, where, policy), blind)
+    quick = search_space(build_space(job, where, policy), bounded)
+    slow = search_space(build_space(job, where, policy), blind)
     assert (quick.best is None) == (slow.best is None)
     if quick.best is not None and slow.best is not None:
         assert quick.best.estimate.step_s == slow.best.estimate.step_s
@@ -264,33 +271,35 @@ def test_the_choice_is_the_simplest_of_all_that_are_as_good_as_the_best(
 ) -> None:
     """Against every legal setting, one by one."""
     job, policy = workload(global_batch=whole), Policy(objective=objective)
-    legal = space(job, stated(f"{gpus}xA100-40GB"), policy)
+    legal = build_space(job, parse_cluster(f"{gpus}xA100-40GB"), policy)
     fitting = []
     for family in legal.families:
-        for split in family.cuts:
+        for split in family.splits:
             for allocator in Allocator:
                 setting = family.setting(split, allocator)
                 estimate = law.estimate(setting, family.layout)
                 if estimate.band.high_bytes <= int(0.9 * (estimate.capacity_bytes or 0)):
-                    fitting.append((value(setting, estimate.step_s, objective), simplicity(setting)))
-    found = search(legal, law)
+                    fitting.append(
+                        (objective_value(setting, estimate.step_s, objective), simplicity_key(setting))
+                    )
+    found = search_space(legal, law)
     if not fitting:
         assert found.best is None
         return
     assert found.best is not None
     best = min(one for one, _ in fitting)
     simplest = min((simple, one) for one, simple in fitting if is_tie(one, best))
-    chosen = value(found.best.setting, found.best.estimate.step_s, objective)
-    assert (simplicity(found.best.setting), chosen) == simplest
+    chosen = objective_value(found.best.setting, found.best.estimate.step_s, objective)
+    assert (simplicity_key(found.best.setting), chosen) == simplest
     # What was given up for that is told.
     assert (found.fastest is None) == (chosen == best)
 
 
 def test_few_settings_are_looked_at_closely_where_bounds_are_good() -> None:
     law = Law(static_bytes=60 * GIB)
-    legal = space(workload(global_batch=512), stated("8x8xH100"), Policy())
-    assert search(legal, law).best is not None
-    assert sum(len(family.cuts) for family in legal.families) > 2900
+    legal = build_space(workload(global_batch=512), parse_cluster("8x8xH100"), Policy())
+    assert search_space(legal, law).best is not None
+    assert sum(len(family.splits) for family in legal.families) > 2900
     assert len(law.asked) < 400
 
 
@@ -314,7 +323,9 @@ def test_the_expandable_allocator_is_taken_only_where_the_default_does_not_fit()
 
 
 def test_branches_get_as_even_numbers_of_gpus_as_there_can_be_and_pipelines_every_divisor() -> None:
-    legal = space(workload(global_batch=16, branches=("llama", "qwen")), stated("4xH100"), Policy())
+    legal = build_space(
+        workload(global_batch=16, branches=("llama", "qwen")), parse_cluster("4xH100"), Policy()
+    )
     found = {
         (family.layout.gpus, family.strategy, family.mesh.copies or family.mesh.branch_ranks)
         for family in legal.families
@@ -326,8 +337,8 @@ def test_branches_get_as_even_numbers_of_gpus_as_there_can_be_and_pipelines_ever
     assert not any(one.compile for one in piped)
     uneven = [family for family in legal.families if family.mesh.copies]
     # The branch with two ranks has shares of 8, and fills them.
-    assert {one.cuts[0] for one in uneven} == {(8, 2)}
-    assert all(family.setting(family.cuts[-1]).gpus == family.layout.gpus for family in legal.families)
+    assert {one.splits[0] for one in uneven} == {(8, 2)}
+    assert all(family.setting(family.splits[-1]).gpus == family.layout.gpus for family in legal.families)
 
 
 @pytest.mark.slow
@@ -427,14 +438,14 @@ def test_an_uneven_batch_is_said() -> None:
 
 
 def test_workers_follow_from_the_cores_of_a_rank() -> None:
-    where = stated("4xH100")
+    where = parse_cluster("4xH100")
     cores = where.replace(nodes=(where.nodes[0].replace(cpu_cores=24),))
     assert planned(cores, pins={"gpus": 4}).choice.workers == 5
     assert planned(cores, pins={"gpus": 4, "workers": 2}).choice.workers == 2
 
 
 def test_busy_gpus_are_passed_over() -> None:
-    where = stated("4xA100-40GB")
+    where = parse_cluster("4xA100-40GB")
     busy = [
         device.replace(free_bytes=4 * GIB if device.index == 0 else 39 * GIB)
         for device in where.nodes[0].devices
@@ -446,17 +457,19 @@ def test_busy_gpus_are_passed_over() -> None:
 
 
 def test_a_fast_link_is_tried_beside_the_roomiest_gpus() -> None:
-    where = stated("4xRTX3090")
+    where = parse_cluster("4xRTX3090")
     bridge = Link(
         kind="NVLink3 bridge", node=0, devices=(2, 3), bandwidth_bytes_per_s=56e9, source="stated: test"
     )
-    pairs = [layout for layout in layouts(where.replace(links=(*where.links, bridge))) if layout.gpus == 2]
+    pairs = [
+        layout for layout in list_layouts(where.replace(links=(*where.links, bridge))) if layout.gpus == 2
+    ]
     assert [[place.device for place in pair.places] for pair in pairs] == [[0, 1], [2, 3]]
 
 
 def sliced(count: int, whole: int = 0, profile: str = "3g.20gb") -> Cluster:
     """An A100 cut into so many slices alike, beside whole ones."""
-    where = stated(f"{count + whole}xA100-40GB")
+    where = parse_cluster(f"{count + whole}xA100-40GB")
     devices = tuple(
         device.replace(slice=Slice(profile=profile, parent="GPU-1", sm_share=0.43), memory_bytes=19 * GIB)
         if device.index < count
@@ -500,7 +513,9 @@ def test_what_does_not_fit_on_a_mig_slice_is_not_sent_to_more_of_them() -> None:
 
 
 def test_a_device_of_unknown_speed_gets_a_plan_without_times() -> None:
-    device = stated("H100").devices[0].replace(model=None, name="Unheard Of", peaks=spec_peaks(), bf16=None)
+    device = (
+        parse_cluster("H100").devices[0].replace(model=None, name="Unheard Of", peaks=spec_peaks(), bf16=None)
+    )
     where = Cluster(nodes=(Node(name="a", devices=(device,)),))
     law = Law(timed=False)
     plan = planned(where, law)
@@ -903,7 +918,7 @@ def test_unlike_gpus_share_the_batch_exactly_and_never_slower_than_evenly(law: L
 
 def test_unlike_gpus_are_shared_by_speed() -> None:
     plan = planned("2xRTX3090+1xRTX4090", Law(static_bytes=GIB, sample_bytes=2**20))
-    assert [share.samples for share in plan.choice.shares] != rank_samples(64, 3)
+    assert [share.samples for share in plan.choice.shares] != divide_evenly(64, 3)
     assert plan.choice.strategy is Strategy.DDP
     assert "by speed" in {reason.subject: reason.why for reason in plan.reasons}["strategy"]
 
@@ -925,7 +940,7 @@ def test_a_pinned_micro_batch_keeps_unlike_gpus_apart_with_a_reason() -> None:
 def prints(plan: Plan, **changes: str) -> dict[str, str]:
     assert plan.workload is not None
     versions = {"trimtab": "0.1.0", "torch": "2.13.0"}
-    return {**validity.fingerprints("a/job.py:Fake", plan.workload, plan.places, versions), **changes}
+    return {**validity.collect_fingerprints("a/job.py:Fake", plan.workload, plan.places, versions), **changes}
 
 
 def fresh() -> Plan:
@@ -935,9 +950,9 @@ def fresh() -> Plan:
 
 def test_a_plan_that_nothing_changed_for_still_holds() -> None:
     plan = fresh()
-    assert validity.changes(plan, prints(plan), stated("4xA100-40GB")) == []
-    assert validity.changes(plan, prints(plan), stated("8xA100-40GB")) == []
-    assert validity.changes(plan, prints(plan), None) == []
+    assert validity.list_changes(plan, prints(plan), parse_cluster("4xA100-40GB")) == []
+    assert validity.list_changes(plan, prints(plan), parse_cluster("8xA100-40GB")) == []
+    assert validity.list_changes(plan, prints(plan), None) == []
 
 
 @pytest.mark.parametrize(
@@ -953,22 +968,24 @@ def test_a_plan_that_nothing_changed_for_still_holds() -> None:
 )
 def test_a_stale_plan_says_what_changed(changes: dict[str, str], on: str, said: str) -> None:
     plan = fresh()
-    found = validity.changes(plan, prints(plan, **changes), stated(on))
+    found = validity.list_changes(plan, prints(plan, **changes), parse_cluster(on))
     assert len(found) == 1
     assert said in found[0]
     with pytest.raises(WrongUse, match="it is stale"):
-        validity.refuse(plan, "plan.json", found)
+        validity.refuse_stale(plan, "plan.json", found)
 
 
 def test_a_gpu_that_is_no_longer_free_makes_a_plan_stale() -> None:
     plan = fresh()
-    where = stated("4xA100-40GB")
+    where = parse_cluster("4xA100-40GB")
     busy = tuple(device.replace(free_bytes=GIB) for device in where.nodes[0].devices)
-    found = validity.changes(plan, prints(plan), where.replace(nodes=(where.nodes[0].replace(devices=busy),)))
+    found = validity.list_changes(
+        plan, prints(plan), where.replace(nodes=(where.nodes[0].replace(devices=busy),))
+    )
     assert "1.0 GiB is free" in found[0]
 
 
-# --- the real outlook, on traces that are made up
+# --- the real estimator, on traces that are made up
 
 
 def traced(setting: Setting) -> Trace:
@@ -1018,8 +1035,8 @@ def foresight(asked: list[Setting], **changes: Any) -> TraceEstimator:
 def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     asked: list[Setting] = []
     first = foresight(asked)
-    question = PlanQuestion(job="x", workload=workload(), cluster=stated("4xH100"), policy=Policy())
-    plan = decision.decide(question, first)
+    question = PlanQuestion(job="x", workload=workload(), cluster=parse_cluster("4xH100"), policy=Policy())
+    plan = decision.choose_plan(question, first)
     assert is_kept(plan.choice, 64)
     assert plan.choice.gpus == 4
     # One device stands for replicas, and shards of every number lie on the line through two numbers.
@@ -1030,7 +1047,7 @@ def test_a_real_outlook_traces_few_settings_and_remembers_them() -> None:
     assert {setting.mesh.data_parallel for setting in asked if setting.strategy is Strategy.FSDP} <= {4, 16}
     # The next of the same kind needs no more of them.
     asked.clear()
-    assert decision.decide(question, first).choice == plan.choice
+    assert decision.choose_plan(question, first).choice == plan.choice
     assert asked == []
 
 
@@ -1040,8 +1057,8 @@ def test_what_is_asked_beside_changes_neither_runners_up_nor_rejections(objectiv
 
     def ask(compare: tuple[int, ...] = (), **policy: Any) -> tuple[Any, ...]:
         whole = Policy(objective=objective, **policy)
-        question = PlanQuestion("x", workload(), stated("3xH100"), whole, compare)
-        plan = decision.decide(question, foresight([]))
+        question = PlanQuestion("x", workload(), parse_cluster("3xH100"), whole, compare)
+        plan = decision.choose_plan(question, foresight([]))
         return plan.choice, plan.estimate, plan.runners_up, plan.rejected, plan.reasons, plan.looked_at
 
     plain = ask()
@@ -1055,7 +1072,7 @@ def test_what_is_asked_beside_changes_neither_runners_up_nor_rejections(objectiv
 def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     from trimtab.cache import ESTIMATES, PLANS
     from trimtab.planner import plan as plans
-    from trimtab.predict.estimate import estimate
+    from trimtab.predict.estimate import estimate_trace
 
     asked: list[Setting] = []
 
@@ -1067,7 +1084,7 @@ def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch
 
     def counting(trace: Trace, setting: Setting, *others: Any, **more: Any) -> Any:
         computed.append(setting)
-        return estimate(trace, setting, *others, **more)
+        return estimate_trace(trace, setting, *others, **more)
 
     monkeypatch.setattr("trimtab.planner.estimator.judge", counting)
     monkeypatch.setattr(plans, "traces", traces)
@@ -1078,7 +1095,7 @@ def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch
     def make(*, cache: bool = True, **policy: Any) -> Plan:
         asked.clear()
         computed.clear()
-        return plans.make_plan("slm:tiny", {}, stated("4xH100"), Policy(**policy), cache=cache)
+        return plans.make_plan("slm:tiny", {}, parse_cluster("4xH100"), Policy(**policy), cache=cache)
 
     first = make()
     assert asked
@@ -1100,16 +1117,16 @@ def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch
 
 
 def test_runners_up_are_the_best_that_follow_from_what_was_traced() -> None:
-    outlook = foresight([])
-    question = PlanQuestion(job="x", workload=workload(), cluster=stated("4xH100"), policy=Policy())
-    plan = decision.decide(question, outlook)
-    legal = space(workload(), stated("4xH100"), Policy())
+    estimator = foresight([])
+    question = PlanQuestion(job="x", workload=workload(), cluster=parse_cluster("4xH100"), policy=Policy())
+    plan = decision.choose_plan(question, estimator)
+    legal = build_space(workload(), parse_cluster("4xH100"), Policy())
     least: dict[Any, float] = {}
     for family in legal.families:
-        for split in family.cuts:
+        for split in family.splits:
             setting = family.setting(split)
-            if split[0] > 1 and outlook.is_at_hand(setting, family.layout):
-                seconds_ = outlook.estimate(setting, family.layout).step_s or math.inf
+            if split[0] > 1 and estimator.has_traces(setting, family.layout):
+                seconds_ = estimator.estimate(setting, family.layout).step_s or math.inf
                 least[family] = min(seconds_, least.get(family, math.inf))
     best = sorted(least.values())[: len(plan.runners_up) + 1]
     found = sorted([seconds(plan), *(one.estimate.step_s or 0.0 for one in plan.runners_up)])
@@ -1118,14 +1135,14 @@ def test_runners_up_are_the_best_that_follow_from_what_was_traced() -> None:
 
 def test_bounds_of_the_real_outlook_are_bounds() -> None:
     blind: list[Setting] = []
-    where = stated("4xH100")
-    legal = space(workload(global_batch=24), where, Policy())
+    where = parse_cluster("4xH100")
+    legal = build_space(workload(global_batch=24), where, Policy())
     known = foresight([])
-    known.prepare([(family.setting(family.cuts[0]), family.layout) for family in legal.families[:1]])
+    known.prepare([(family.setting(family.splits[0]), family.layout) for family in legal.families[:1]])
     for family in legal.families:
-        for split in family.cuts:
+        for split in family.splits:
             setting = family.setting(split)
-            floor = known.floor(setting, family.layout)
+            floor = known.lower_bound(setting, family.layout)
             truth = foresight(blind).estimate(setting, family.layout)
             assert truth.step_s is not None
             assert (floor.step_s or 0.0) <= truth.step_s + 1e-12
@@ -1133,10 +1150,10 @@ def test_bounds_of_the_real_outlook_are_bounds() -> None:
 
 
 def test_accumulation_keeps_the_gradients_beside_the_activations() -> None:
-    layout = layouts(stated("H100"))[0]
-    outlook = foresight([])
-    once = outlook.estimate(Setting(micro_batch=4, global_batch=4), layout)
-    twice = outlook.estimate(Setting(micro_batch=4, accumulation=2, global_batch=8), layout)
+    layout = list_layouts(parse_cluster("H100"))[0]
+    estimator = foresight([])
+    once = estimator.estimate(Setting(micro_batch=4, global_batch=4), layout)
+    twice = estimator.estimate(Setting(micro_batch=4, accumulation=2, global_batch=8), layout)
     assert 0 < twice.allocated_bytes - once.allocated_bytes <= 2**30
     assert twice.band.high_bytes > once.band.high_bytes
 
@@ -1148,11 +1165,11 @@ def test_a_failure_is_remembered_and_told_again() -> None:
         calls.append(settings)
         return [JobFailed("loss()", found="it raised", cure="Mend it.") for _ in settings]
 
-    outlook = TraceEstimator(trace_all=trace_all)
-    layout = layouts(stated("H100"))[0]
+    estimator = TraceEstimator(trace_all=trace_all)
+    layout = list_layouts(parse_cluster("H100"))[0]
     for _ in range(2):
         with pytest.raises(JobFailed, match="it raised"):
-            outlook.estimate(Setting(micro_batch=4, global_batch=4), layout)
+            estimator.estimate(Setting(micro_batch=4, global_batch=4), layout)
     assert len(calls) == 1
 
 
@@ -1170,4 +1187,4 @@ def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     ],
 )
 def test_a_bound_below_the_choice_is_not_said_to_be_worse(least: float, text: str) -> None:
-    assert explanations.why_beaten(least, 15.7, Policy()) == text
+    assert explanations.explain_beaten(least, 15.7, Policy()) == text

@@ -16,10 +16,10 @@ import trimtab
 from outlooks import workload
 from trimtab import cluster
 from trimtab.api.estimating import first_device, look_closely, make_setting
-from trimtab.engine.sync_norm import synchronise
+from trimtab.engine.sync_norm import synchronise_batch_norms
 from trimtab.errors import JobFailed, WrongUse
 from trimtab.planner import batch_loss_rules, pins
-from trimtab.planner.space import space
+from trimtab.planner.space import build_space
 from trimtab.predict import communication
 from trimtab.spec import BatchLoss, Mesh, Policy, Recompute, Setting, Share, Strategy
 from trimtab.spec.trace import STATISTICS
@@ -315,7 +315,7 @@ def test_a_layer_of_one_rank_is_the_layer_itself(number: int) -> None:
     plain = make()
     synced = copy.deepcopy(plain)
     holder = nn.Sequential(synced)
-    assert synchronise(holder) is not None
+    assert synchronise_batch_norms(holder) is not None
     assert isinstance(synced, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - what libraries look for
     if isinstance(plain, nn.SyncBatchNorm):
         # torch's own one refuses CPU tensors.
@@ -344,14 +344,14 @@ def test_a_layer_of_one_rank_is_the_layer_itself(number: int) -> None:
 def test_half_precision_has_statistics_in_float32(dtype: torch.dtype) -> None:
     plain: Any = nn.BatchNorm1d(5, dtype=torch.float32)
     synced: Any = nn.Sequential(copy.deepcopy(plain))
-    synchronise(synced)
+    synchronise_batch_norms(synced)
     values = (100 + torch.randn(64, 5)).to(dtype)
     output = synced(values)
     assert output.dtype is dtype
     assert torch.allclose(output.float(), plain(values.float()), atol=0.05)
     assert torch.allclose(synced[0].running_var, plain.running_var, rtol=1e-4)
     whole: Any = nn.Sequential(nn.BatchNorm1d(5, dtype=dtype))
-    synchronise(whole)
+    synchronise_batch_norms(whole)
     whole(values)
     assert torch.allclose(whole[0].running_var.float(), plain.running_var, rtol=0.02)
 
@@ -364,7 +364,7 @@ class Stubborn(nn.BatchNorm1d):
 @pytest.mark.usefixtures("lone_world")
 def test_a_layer_that_computes_statistics_in_its_own_way_is_refused() -> None:
     model = nn.Sequential(Stubborn(5))
-    synchronise(model)
+    synchronise_batch_norms(model)
     with pytest.raises(JobFailed, match="class Stubborn: its forward"):
         model(torch.randn(4, 5))
 
@@ -386,7 +386,7 @@ def test_a_run_refuses_what_cannot_be_synchronised(changes: dict[str, Any], word
 
 
 def test_no_batch_norm_no_change() -> None:
-    assert synchronise(nn.Linear(2, 2)) is None
+    assert synchronise_batch_norms(nn.Linear(2, 2)) is None
 
 
 NORMED = BatchLoss(additive=True, batch_norms=3, global_batch=WHOLE)
@@ -394,14 +394,14 @@ NORMED = BatchLoss(additive=True, batch_norms=3, global_batch=WHOLE)
 
 def legal(**fixed: Any) -> Any:
     known = workload(global_batch=WHOLE, batch_loss=NORMED)
-    return space(known, cluster("4xA100-40GB"), Policy(pins={"sync_batchnorm": True, **fixed}))
+    return build_space(known, cluster("4xA100-40GB"), Policy(pins={"sync_batchnorm": True, **fixed}))
 
 
 def test_only_layouts_whose_ranks_run_the_same_layers_are_legal() -> None:
     assert pins.read_pins(["sync-batchnorm=yes"]) == {"sync_batchnorm": True}
     found = legal()
     assert {family.strategy for family in found.families} == {Strategy.SINGLE, Strategy.DDP, Strategy.FSDP}
-    assert all(family.setting(family.cuts[0]).sync_batchnorm for family in found.families)
+    assert all(family.setting(family.splits[0]).sync_batchnorm for family in found.families)
     assert {family.layout.gpus for family in found.families if family.compile} == {1}
     causes = [one.why for one in found.refused]
     assert any(why.startswith("pipeline with sync_batchnorm") for why in causes)
@@ -423,19 +423,19 @@ def test_only_layouts_whose_ranks_run_the_same_layers_are_legal() -> None:
     ],
 )  # fmt: skip
 def test_a_plan_offers_it_and_says_what_it_does(chosen: Setting, value: str, words: str) -> None:
-    (found,) = batch_loss_rules.notes(workload(global_batch=WHOLE, batch_loss=NORMED), chosen)
+    (found,) = batch_loss_rules.explain_batch_loss(workload(global_batch=WHOLE, batch_loss=NORMED), chosen)
     assert found.value == value
     assert words in found.why
-    (none,) = batch_loss_rules.notes(
+    (none,) = batch_loss_rules.explain_batch_loss(
         workload(global_batch=WHOLE, batch_loss=BatchLoss(additive=True)), ddp(2, 8)
     )
     assert (none.subject, none.value) == ("sync_batchnorm", "no effect")
 
 
 def test_an_estimate_says_what_the_layers_see() -> None:
-    (offer,) = batch_loss_rules.warnings(NORMED, ddp(2, 4).replace(sync_batchnorm=False))
+    (offer,) = batch_loss_rules.list_warnings(NORMED, ddp(2, 4).replace(sync_batchnorm=False))
     assert offer.endswith("--sync-batchnorm lets them see those of all 2 GPUs")
-    (said,) = batch_loss_rules.warnings(NORMED, ddp(2, 4))
+    (said,) = batch_loss_rules.list_warnings(NORMED, ddp(2, 4))
     assert (
         said == "3 BatchNorm layers see the 8 samples of one micro-batch of all 2 GPUs together, "
         "not the global batch of 16"
@@ -481,7 +481,7 @@ def test_a_trace_has_its_collectives_and_the_time_counts_them() -> None:
     plain, synced_ = seen["ddp", False], seen["ddp", True]
     assert plain.step_time is not None
     assert synced_.step_time is not None
-    among = communication.links(where, 4)
+    among = communication.find_links(where, 4)
     # Two layers gather 17 numbers a rank forward, and sum 16 backward.
     talk_s = 2 * (among.all_gather_s(17 * 4 * 4, 4) + among.all_reduce_s(16 * 4, 4))
     assert synced_.step_time.communication_s - plain.step_time.communication_s == pytest.approx(

@@ -153,7 +153,7 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.sha256(text).hexdigest()[:32]
 
 
-def key_of(value: msgspec.Struct, leave_out: frozenset[str] = frozenset()) -> str:
+def make_key(value: msgspec.Struct, leave_out: frozenset[str] = frozenset()) -> str:
     """Return a value as a text of all its fields but those left out; a new field is in it by default."""
     return _ENCODER.encode(_getter(type(value), leave_out)(value)).decode()
 

@@ -91,7 +91,7 @@ class EnvironmentFault(TrimtabError):  # noqa: N818
     exit_code = 5
 
 
-def shortened(text: str, most: int = 120) -> str:
+def shorten(text: str, most: int = 120) -> str:
     """A text that an error repeats, cut in the middle where it is too long to read.
 
     >>> shortened("4xH100"), shortened("x" * 500, 9)
@@ -103,7 +103,7 @@ def shortened(text: str, most: int = 120) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
-def nearest(name: str, known: Iterable[str], *, count: int = 4) -> list[str]:
+def find_nearest(name: str, known: Iterable[str], *, count: int = 4) -> list[str]:
     """The known names that look most like the one given, best first.
 
     >>> nearest("H1000", ["H100", "H200", "T4"])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trimtab.catalog.glossary import Word
     from trimtab.catalog.tables import DeviceRow
     from trimtab.errors import TrimtabError
-    from trimtab.exams.run import Marks
+    from trimtab.exams.run import ExamResult
     from trimtab.predict.memory import MemoryPeaks
     from trimtab.spec import (
         Calibration,
@@ -64,7 +64,7 @@ MOST_LINKS = 8
 """More pairs than this are counted, not listed."""
 
 
-def inert(text: str) -> str:
+def escape_control(text: str) -> str:
     r"""Text without power over the terminal: control and invisible characters are spelt out.
 
     >>> inert("H100\x1b[31m\n")
@@ -76,41 +76,46 @@ def inert(text: str) -> str:
     return text
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     """Text as a table's cell shows it, whatever is in it."""
-    return escape(inert(text))
+    return escape(escape_control(text))
 
 
-def cluster(found: Cluster, *, heading: str) -> RenderableType:
+def render_cluster(found: Cluster, *, heading: str) -> RenderableType:
     """What detect found: devices, links, host, scheduler, versions and notes."""
-    groups = _alike(found)
-    parts: list[RenderableType] = [Text.assemble((inert(heading), "bold"), f": {count(found)}"), Text()]
+    groups = _group_nodes(found)
+    parts: list[RenderableType] = [
+        Text.assemble((escape_control(heading), "bold"), f": {format_counts(found)}"),
+        Text(),
+    ]
     for nodes in groups:
         if len(found.nodes) > 1:
-            parts.append(Text(inert(f"{_names(nodes)}{', each' * (len(nodes) > 1)}:"), style="bold"))
+            parts.append(
+                Text(escape_control(f"{_format_names(nodes)}{', each' * (len(nodes) > 1)}:"), style="bold")
+            )
         if nodes[0].devices:
-            parts += [Padding(devices(nodes[0].devices), (0, 0, 1, 1), expand=False)]
-    parts.append(Padding(_surroundings(found, groups), (0, 0, 0, 1), expand=False))
-    parts += [_indented("note", note, "cyan") for note in _notes(found)]
+            parts += [Padding(render_devices(nodes[0].devices), (0, 0, 1, 1), expand=False)]
+    parts.append(Padding(_render_host(found, groups), (0, 0, 0, 1), expand=False))
+    parts += [_render_indented("note", note, "cyan") for note in _list_notes(found)]
     return Group(*parts)
 
 
-def _notes(found: Cluster) -> list[str]:
+def _list_notes(found: Cluster) -> list[str]:
     elsewhere = "Other hardware is described with --on, as in --on 4xA100-40GB."
     return [*found.notes, *([] if found.devices else [elsewhere])]
 
 
-def count(found: Cluster) -> str:
+def format_counts(found: Cluster) -> str:
     """How many nodes and devices, in words."""
     nodes, total = len(found.nodes), len(found.devices)
     gpus = plural(total, "GPU") if total else "no GPU"
     return f"{plural(nodes, 'node')}, {gpus}"
 
 
-def _alike(found: Cluster) -> list[list[Node]]:
+def _group_nodes(found: Cluster) -> list[list[Node]]:
     """Nodes in groups that would print the same."""
     groups: list[list[Node]] = []
-    looks = [(_printed(node), _joined(found, index)) for index, node in enumerate(found.nodes)]
+    looks = [(_printed_facts(node), _list_links(found, index)) for index, node in enumerate(found.nodes)]
     for index, node in enumerate(found.nodes):
         if index and looks[index - 1] == looks[index]:
             groups[-1].append(node)
@@ -119,23 +124,23 @@ def _alike(found: Cluster) -> list[list[Node]]:
     return groups
 
 
-def _printed(node: Node) -> Any:
+def _printed_facts(node: Node) -> Any:
     rows = [
         (device.name, device.memory_bytes, device.free_bytes, device.power_limit_w) for device in node.devices
     ]
     return (rows, node.cpu_cores, node.ram_bytes)
 
 
-def _joined(found: Cluster, node: int) -> list[str]:
+def _list_links(found: Cluster, node: int) -> list[str]:
     """The lines about the links of one node."""
     within = [link for link in found.links if link.node == node]
-    lines = [f"{_ends(link)}: {link.kind}{_speed(link)}" for link in within[:MOST_LINKS]]
+    lines = [f"{_format_ends(link)}: {link.kind}{_format_speed(link)}" for link in within[:MOST_LINKS]]
     if len(within) > len(lines):
         lines.append(f"and {len(within) - len(lines)} more pairs; --json has them all")
     return lines
 
 
-def _names(nodes: list[Node]) -> str:
+def _format_names(nodes: list[Node]) -> str:
     if len(nodes) <= 2:  # noqa: PLR2004 - a short list is spelt out
         return ", ".join(node.name for node in nodes)
     return f"{nodes[0].name} to {nodes[-1].name} ({len(nodes)} nodes)"
@@ -180,7 +185,7 @@ class Columns:
 
     def table(self, count: int) -> Table:
         """The first columns."""
-        table = _table()
+        table = _make_table()
         for heading in self.headings[:count]:
             table.add_column(
                 heading,
@@ -190,33 +195,33 @@ class Columns:
                 header_style="dim",
             )
         for row in self.rows:
-            table.add_row(*(_cell(one) for one in row[:count]))
+            table.add_row(*(_escape_cell(one) for one in row[:count]))
         return table
 
 
-def devices(listed: tuple[Device, ...]) -> Columns:
+def render_devices(listed: tuple[Device, ...]) -> Columns:
     """One line a device, or a run of devices alike; columns without a known value are left out."""
     columns: list[tuple[str, Any]] = [
         ("GPU", lambda one: str(one.index)),
-        ("name", _device_name),
+        ("name", _format_device),
         ("GiB", lambda one: format_gib(one.memory_bytes)),
         ("free", lambda one: None if one.free_bytes is None else format_gib(one.free_bytes)),
         ("sm", lambda one: one.compute_capability),
         ("bf16", lambda one: None if one.bf16 is None else "yes" if one.bf16 else "no"),
-        ("dense peak", _peak),
-        ("bandwidth", lambda one: _maybe(format_bandwidth, one.bandwidth_bytes_per_s)),
+        ("dense peak", _format_peak),
+        ("bandwidth", lambda one: _format_known(format_bandwidth, one.bandwidth_bytes_per_s)),
         ("power", lambda one: None if one.power_limit_w is None else f"{one.power_limit_w:.0f} W"),
     ]
-    rows = _merged([[cell(device) for _, cell in columns] for device in listed])
+    rows = _merge_rows([[cell(device) for _, cell in columns] for device in listed])
     used = [index for index in range(len(columns)) if any(row[index] for row in rows)]
     return Columns(
         headings=tuple(columns[index][0] for index in used),
-        rows=tuple(tuple(inert(row[index] or UNKNOWN) for index in used) for row in rows),
+        rows=tuple(tuple(escape_control(row[index] or UNKNOWN) for index in used) for row in rows),
         left=("name",),
     )
 
 
-def _merged(rows: list[list[str | None]]) -> list[list[str | None]]:
+def _merge_rows(rows: list[list[str | None]]) -> list[list[str | None]]:
     """Neighbouring rows that differ in their first cell only, as one row for "0-7"."""
     kept: list[list[str | None]] = []
     for row in rows:
@@ -227,11 +232,11 @@ def _merged(rows: list[list[str | None]]) -> list[list[str | None]]:
     return kept
 
 
-def _device_name(device: Device) -> str:
+def _format_device(device: Device) -> str:
     return f"{device.name} MIG {device.slice.profile}" if device.slice else device.name
 
 
-def _peak(device: Device) -> str | None:
+def _format_peak(device: Device) -> str | None:
     """The best 16-bit rate, with a mark where it is derived rather than catalogued."""
     rate = device.peaks.bf16 or device.peaks.fp16
     if rate is None:
@@ -240,62 +245,62 @@ def _peak(device: Device) -> str | None:
     return f"{'~' * derived}{format_flops(rate)}"
 
 
-def _maybe(formatted: Any, value: float | None) -> str | None:
+def _format_known(formatted: Any, value: float | None) -> str | None:
     return None if value is None else str(formatted(value))
 
 
-def _table() -> Table:
+def _make_table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
 
 
-def _surroundings(found: Cluster, groups: list[list[Node]]) -> Table:
-    table = _table()
+def _render_host(found: Cluster, groups: list[list[Node]]) -> Table:
+    table = _make_table()
     table.show_header = False
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    rows: list[tuple[str, str]] = [("links", link) for link in _links(found, groups)]
-    rows += [("host", one) for nodes in groups if (one := _host(nodes[0]))]
-    rows += [("scheduler", _scheduler(found.scheduler))] if _stands(found) else []
-    rows += [("versions", one)] if (one := _versions(found.versions)) else []
+    rows: list[tuple[str, str]] = [("links", link) for link in _list_all_links(found, groups)]
+    rows += [("host", one) for nodes in groups if (one := _format_host(nodes[0]))]
+    rows += [("scheduler", _format_scheduler(found.scheduler))] if _is_detected(found) else []
+    rows += [("versions", one)] if (one := _format_versions(found.versions)) else []
     last = None
     for name, text in rows:
-        table.add_row("" if name == last else name, _cell(text))
+        table.add_row("" if name == last else name, _escape_cell(text))
         last = name
     return table
 
 
-def _stands(found: Cluster) -> bool:
+def _is_detected(found: Cluster) -> bool:
     """Whether this cluster was looked at, rather than stated."""
     return found.versions.python is not None
 
 
-def _links(found: Cluster, groups: list[list[Node]]) -> list[str]:
+def _list_all_links(found: Cluster, groups: list[list[Node]]) -> list[str]:
     """Each group's own links, then the one between nodes."""
     lines: list[str] = []
     index = 0
     for nodes in groups:
-        own = _joined(found, index)
+        own = _list_links(found, index)
         index += len(nodes)
         if len(groups) > 1:
-            own = [f"{_names(nodes)}: {text}" for text in own]
+            own = [f"{_format_names(nodes)}: {text}" for text in own]
         if len(nodes) > 1 and own:
             own[-1] += " (in each node alike)"
         lines += own
     lines += [
-        f"between nodes: {link.kind}{_speed(link)}{_shared(link)}"
+        f"between nodes: {link.kind}{_format_speed(link)}{_format_link_source(link)}"
         for link in found.links
         if link.node is None
     ]
     return lines
 
 
-def _ends(link: Link) -> str:
+def _format_ends(link: Link) -> str:
     if len(link.devices) > 2:  # noqa: PLR2004 - more than a pair
         return f"any two of the {len(link.devices)} GPUs"
     return f"GPU {link.devices[0]} and {link.devices[1]}"
 
 
-def _speed(link: Link) -> str:
+def _format_speed(link: Link) -> str:
     if link.bandwidth_bytes_per_s is None:
         return " of unknown speed"
     speed = f", {format_bandwidth(link.bandwidth_bytes_per_s)} each way"
@@ -305,26 +310,26 @@ def _speed(link: Link) -> str:
     return f"{speed}, {format_bandwidth(total)} from one to all others"
 
 
-def _shared(link: Link) -> str:
+def _format_link_source(link: Link) -> str:
     """What a bandwidth between nodes is for, and where it is from."""
     return "" if link.bandwidth_bytes_per_s is None else f" for each GPU ({link.source})"
 
 
-def _host(node: Node) -> str:
+def _format_host(node: Node) -> str:
     cores = None
     if node.cpu_cores is not None:
         cores = plural(node.cpu_cores, "core")
         if node.cpu_cores_total and node.cpu_cores_total > node.cpu_cores:
             cores += f" of {node.cpu_cores_total}"
-    ram = _maybe(format_bytes, node.ram_bytes)
-    free = _maybe(format_bytes, node.ram_free_bytes)
+    ram = _format_known(format_bytes, node.ram_bytes)
+    free = _format_known(format_bytes, node.ram_free_bytes)
     memory = f"{ram} RAM ({free} free)" if ram and free else f"{ram} RAM" if ram else None
     shm = f"{format_bytes(node.shm_bytes)} /dev/shm" if node.shm_bytes else None
     facts = ", ".join(one for one in (cores, memory, shm) if one)
     return f"{node.name}: {facts}" if facts else ""
 
 
-def _scheduler(found: Scheduler) -> str:
+def _format_scheduler(found: Scheduler) -> str:
     if found.name is None and found.launcher is None:
         return "none"
     rank = None
@@ -342,7 +347,7 @@ def _scheduler(found: Scheduler) -> str:
     return ", ".join(fact for fact in facts if fact)
 
 
-def _versions(found: Versions) -> str:
+def _format_versions(found: Versions) -> str:
     cuda = f" (CUDA {found.driver_cuda})" if found.driver_cuda else ""
     built = f" for CUDA {found.torch_cuda}" if found.torch_cuda else ""
     facts = (
@@ -355,9 +360,9 @@ def _versions(found: Versions) -> str:
     return ", ".join(fact for fact in facts if fact)
 
 
-def sources(found: Cluster) -> Table:
+def render_sources(found: Cluster) -> Table:
     """Every known fact with where it comes from."""
-    table = _table()
+    table = _make_table()
     for name in ("fact", "value", "source"):
         table.add_column(name, header_style="dim", overflow="fold")
     holders: list[tuple[str, Any]] = [("versions", found.versions), ("scheduler", found.scheduler)]
@@ -367,54 +372,60 @@ def sources(found: Cluster) -> Table:
     for label, holder in holders:
         for field, source in holder.sources.items():
             if field not in ("devices", "name"):
-                value = _short(field, getattr(holder, field))
-                table.add_row(_cell(f"{label} {field}"), _cell(value), _cell(source))
+                value = _format_field(field, getattr(holder, field))
+                table.add_row(_escape_cell(f"{label} {field}"), _escape_cell(value), _escape_cell(source))
     for link in found.links:
-        where = "between nodes" if link.node is None else f"{found.nodes[link.node].name} {_ends(link)}"
-        table.add_row(_cell(f"link {where}"), _cell(f"{link.kind}{_speed(link)}"), _cell(link.source))
+        where = (
+            "between nodes" if link.node is None else f"{found.nodes[link.node].name} {_format_ends(link)}"
+        )
+        table.add_row(
+            _escape_cell(f"link {where}"),
+            _escape_cell(f"{link.kind}{_format_speed(link)}"),
+            _escape_cell(link.source),
+        )
     return table
 
 
-def _peaks(value: Peaks) -> str:
+def _format_peaks(value: Peaks) -> str:
     rates = ((name, getattr(value, name)) for name in value.__struct_fields__)
     return ", ".join(f"{name} {format_flops(rate)}" for name, rate in rates if rate)
 
 
-SHORT: dict[str, Callable[[Any], str]] = {
+FIELD_FORMATS: dict[str, Callable[[Any], str]] = {
     "bandwidth_bytes_per_s": format_bandwidth,
     "clock_hz": lambda value: f"{value / 1e6:.0f} MHz",
-    "peaks": _peaks,
+    "peaks": _format_peaks,
     "processes": lambda value: f"{len(value)} other" if value else "none",
     "slice": lambda value: f"{value.profile}, {value.sm_share:.3f} of {value.parent}",
 }
 """How a field's value is written in few letters, where str() will not do."""
 
 
-def _short(field: str, value: Any) -> str:
-    return (SHORT.get(field) or (format_bytes if field.endswith("_bytes") else str))(value)
+def _format_field(field: str, value: Any) -> str:
+    return (FIELD_FORMATS.get(field) or (format_bytes if field.endswith("_bytes") else str))(value)
 
 
-def finding(finding: Finding) -> RenderableType:
+def render_finding(finding: Finding) -> RenderableType:
     """A finding: what, the evidence, why, and what to do."""
     style = SEVERITY_STYLE[finding.severity.value]
     return Group(
-        Text.assemble((f"{finding.severity.value}: ", style), inert(finding.what)),
-        _indented("seen", finding.evidence, "dim"),
-        _indented("why", finding.cause, "dim"),
-        _indented("do", finding.cure, "green"),
+        Text.assemble((f"{finding.severity.value}: ", style), escape_control(finding.what)),
+        _render_indented("seen", finding.evidence, "dim"),
+        _render_indented("why", finding.cause, "dim"),
+        _render_indented("do", finding.cure, "green"),
     )
 
 
-def labelled(label: str, text: str, style: str) -> RenderableType:
+def render_labelled(label: str, text: str, style: str) -> RenderableType:
     """A sentence below something else, with its label before it."""
-    return _indented(label, text, style)
+    return _render_indented(label, text, style)
 
 
-def _indented(label: str, text: str, style: str) -> RenderableType:
-    return Hanging(Text(f"  {label}:", style=style), Text(inert(text)))
+def _render_indented(label: str, text: str, style: str) -> RenderableType:
+    return Hanging(Text(f"  {label}:", style=style), Text(escape_control(text)))
 
 
-def _wrapped(text: Text, width: int) -> list[Text]:
+def _wrap_lines(text: Text, width: int) -> list[Text]:
     """Return the lines of a text, broken at blanks alone; a word that is too wide has a line of its own."""
     lines: list[Text] = []
     for line in text.split(allow_blank=True):
@@ -440,7 +451,7 @@ class Hanging:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Wrap at blanks; a word that is wider than the terminal has a line of its own."""
         margin = self.label.cell_len + 1
-        for number, line in enumerate(_wrapped(self.text, options.max_width - margin)):
+        for number, line in enumerate(_wrap_lines(self.text, options.max_width - margin)):
             before = Text(" " * margin) if number else Text.assemble(self.label, " ")
             yield Text.assemble(before, line, no_wrap=True, overflow="ignore")
 
@@ -469,7 +480,7 @@ class WholePaths:
             yield self.what
         elif isinstance(self.what, str | Text):
             text = console.render_str(self.what) if isinstance(self.what, str) else self.what
-            for line in _wrapped(text, options.max_width) if not text.no_wrap else [text]:
+            for line in _wrap_lines(text, options.max_width) if not text.no_wrap else [text]:
                 line.no_wrap, line.overflow = True, "ignore"
                 yield line
         else:
@@ -492,36 +503,36 @@ class WholePaths:
         return {word for line in lines for word in "".join(part.text for part in line).split()}
 
 
-def error(trimtab_error: TrimtabError) -> RenderableType:
+def render_error(trimtab_error: TrimtabError) -> RenderableType:
     """What was given, what was found, what to do."""
     return Group(
-        Text.assemble(("error: ", "bold red"), inert(trimtab_error.given)),
-        _indented("found", trimtab_error.found, "dim"),
-        _indented("do", trimtab_error.cure, "green"),
+        Text.assemble(("error: ", "bold red"), escape_control(trimtab_error.given)),
+        _render_indented("found", trimtab_error.found, "dim"),
+        _render_indented("do", trimtab_error.cure, "green"),
     )
 
 
-def word(word: Word) -> RenderableType:
+def render_word(word: Word) -> RenderableType:
     """An entry of the glossary."""
     parts: list[RenderableType] = [Text.assemble((word.name, "bold"), (f"  ({word.kind})", "dim"))]
     labels = (("what", word.what), ("cost", word.cost), ("when", word.change))
-    parts += [_indented(label, text, "cyan") for label, text in labels if text]
-    parts += [_indented("here", text, "cyan") for text in word.use]
+    parts += [_render_indented(label, text, "cyan") for label, text in labels if text]
+    parts += [_render_indented("here", text, "cyan") for text in word.use]
     if word.see:
-        parts.append(_indented("see", ", ".join(word.see), "dim"))
+        parts.append(_render_indented("see", ", ".join(word.see), "dim"))
     return Group(*parts)
 
 
-def word_list(known: dict[str, Word]) -> RenderableType:
+def render_word_list(known: dict[str, Word]) -> RenderableType:
     """Every word, by kind."""
     kinds: dict[str, list[str]] = {}
     for text in known.values():
         kinds.setdefault(text.kind, []).append(text.name)
-    parts = [_indented(kind, ", ".join(sorted(names)), "cyan") for kind, names in kinds.items()]
+    parts = [_render_indented(kind, ", ".join(sorted(names)), "cyan") for kind, names in kinds.items()]
     return Group(Text("trimtab explain WORD, with one of:", style="bold"), *parts)
 
 
-def device_names(rows: tuple[DeviceRow, ...]) -> Columns:
+def render_device_names(rows: tuple[DeviceRow, ...]) -> Columns:
     """Every device of the catalogue, as people type it."""
     return Columns(
         headings=("name", "GiB", "16-bit peak", "bandwidth", "also"),
@@ -566,7 +577,7 @@ LETTERS = {
 """What a part is drawn with: letters, so that the bar reads without colour too."""
 
 
-def estimate(
+def render_estimate(
     found: Estimate,
     details: MemoryPeaks,
     *,
@@ -575,21 +586,27 @@ def estimate(
     classes: dict[str, str] | None = None,
 ) -> RenderableType:
     """A verdict, the bar of parts, the three figures, and where the memory goes."""
-    parts: list[RenderableType] = [_verdict(found, heading), Text(), _bar(found), Text(), _figures(found)]
-    moment = f"{details.operation}, {_phase_words(details.phase)}"
+    parts: list[RenderableType] = [
+        _render_verdict(found, heading),
+        Text(),
+        _render_bar(found),
+        Text(),
+        _render_figures(found),
+    ]
+    moment = f"{details.operation}, {_describe_phase(details.phase)}"
     rows = [("verdict", found.verdict_reason)] if found.verdict_reason else []
     rows += [("peak", f"{moment}: the parts above are what is live at that moment")]
-    if gradients := gradient_words(found):
+    if gradients := describe_gradients(found):
         rows.append(("", gradients))
     rows += [
-        ("largest" if not index else "", f"{_module(name, classes or {})}  {format_bytes(size)}")
+        ("largest" if not index else "", f"{_format_module(name, classes or {})}  {format_bytes(size)}")
         for index, (name, size) in enumerate(details.modules)
     ]
     if found.mfu is not None and found.mfu_reference is not None:
-        rows.append(("MFU", _mfu_words(found.mfu, found.mfu_reference)))
+        rows.append(("MFU", _describe_mfu(found.mfu, found.mfu_reference)))
     rows += [("help" if not index else "", line) for index, line in enumerate(help_lines)]
     rows += [("assumed" if not index else "", line) for index, line in enumerate(found.assumptions)]
-    table = _table()
+    table = _make_table()
     table.show_header = False
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -598,7 +615,7 @@ def estimate(
     return Group(*parts, Text(), Padding(table, (0, 0, 0, 1), expand=False))
 
 
-def gradient_words(found: Estimate) -> str:
+def describe_gradients(found: Estimate) -> str:
     """What gradients hold where that is at another moment than the peak; empty where it is not."""
     if found.gradients_bytes is None or found.gradients_bytes <= found.parts.gradients:
         return ""
@@ -606,7 +623,7 @@ def gradient_words(found: Estimate) -> str:
     return f"gradients hold {then} at the peak, and up to {most} at another moment"
 
 
-def _mfu_words(mfu: float, usual: MfuReference) -> str:
+def _describe_mfu(mfu: float, usual: MfuReference) -> str:
     """An MFU beside what published runs reach.
 
     >>> from trimtab.spec import MfuReference
@@ -620,7 +637,7 @@ def _mfu_words(mfu: float, usual: MfuReference) -> str:
     )
 
 
-def _module(name: str, classes: dict[str, str]) -> str:
+def _format_module(name: str, classes: dict[str, str]) -> str:
     """A module as a person finds it: a number alone is no name.
 
     >>> _module("0", {"0": "Linear"}), _module("h.0.mlp", {})
@@ -629,7 +646,7 @@ def _module(name: str, classes: dict[str, str]) -> str:
     return f"{name} ({classes[name]})" if name in classes else name
 
 
-def _verdict(found: Estimate, heading: str) -> Text:
+def _render_verdict(found: Estimate, heading: str) -> Text:
     if found.capacity_bytes is None or found.fits is None:
         return Text.assemble((heading, "bold"), f": {format_bytes(found.process_bytes)}")
     share = found.process_bytes / found.capacity_bytes
@@ -645,11 +662,11 @@ def _is_tight(found: Estimate) -> bool:
     return found.verdict is not None and found.verdict.value == "fits-tight"
 
 
-def _phase_words(phase: str) -> str:
+def _describe_phase(phase: str) -> str:
     return f"step {int(phase.removeprefix('step')) + 1}" if phase.startswith("step") else phase
 
 
-def _bar(found: Estimate) -> Text:
+def _render_bar(found: Estimate) -> Text:
     """Parts of the peak and, after them, what the allocator holds beyond it, as a share of the device."""
     whole = max(found.capacity_bytes or 0, found.process_bytes)
     text = Text(" ")
@@ -665,8 +682,8 @@ def _bar(found: Estimate) -> Text:
     return text.append("." * max(0, BAR - printed), style="dim")
 
 
-def _figures(found: Estimate) -> Table:
-    table = _table()
+def _render_figures(found: Estimate) -> Table:
+    table = _make_table()
     table.show_header = False
     for justify in ("left", "right", "left", "right"):
         table.add_column(justify=justify, no_wrap=True)
@@ -680,7 +697,7 @@ def _figures(found: Estimate) -> Table:
         ("reserved", format_bytes(found.reserved_bytes, digits=2)),
         ("process", format_bytes(found.process_bytes, digits=2)),
         ("band", band),
-        *_pace_rows(found),
+        *_list_speed_rows(found),
     ]
     for index, (name, size) in enumerate(left):
         label, value = right[index] if index < len(right) else ("", "")
@@ -688,7 +705,7 @@ def _figures(found: Estimate) -> Table:
     return table
 
 
-def _pace_rows(found: Estimate) -> list[tuple[str, str]]:
+def _list_speed_rows(found: Estimate) -> list[tuple[str, str]]:
     """Time of a step, samples a second and MFU, where they are known."""
     if found.step_s is None or found.samples_per_s is None:
         return []
@@ -699,9 +716,9 @@ def _pace_rows(found: Estimate) -> list[tuple[str, str]]:
     return rows
 
 
-def marks(found: Marks) -> RenderableType:
+def render_marks(found: ExamResult) -> RenderableType:
     """Every case with its errors, and the summary."""
-    table = _table()
+    table = _make_table()
     table.add_column("case", header_style="dim", overflow="fold")
     for name in ("allocated", "error", "reserved", "process", "step", "error"):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
@@ -717,12 +734,12 @@ def marks(found: Marks) -> RenderableType:
             f"{case.measured['step_s'] * 1e3:.1f} ms" if "step_s" in case.measured else UNKNOWN,
             f"{case.error['step_s']:+.1%}" if "step_s" in case.error else UNKNOWN,
         )
-    lines = [_mark_line(found, figure) for figure in found.median]
-    failures = [_indented(case.case, case.failed, "red") for case in found.cases if case.failed]
+    lines = [_render_mark(found, figure) for figure in found.median]
+    failures = [_render_indented(case.case, case.failed, "red") for case in found.cases if case.failed]
     return Group(table, Text(), *lines, *failures)
 
 
-def _mark_line(found: Marks, figure: str) -> Text:
+def _render_mark(found: ExamResult, figure: str) -> Text:
     name = figure.removesuffix("_bytes").removesuffix("_s")
     return Text(
         f"{name:10} median error {found.median[figure]:.2%}, worst {found.worst[figure]:.2%}, "
@@ -730,12 +747,12 @@ def _mark_line(found: Marks, figure: str) -> Text:
     )
 
 
-def profile(found: dict[str, Any], *, heading: str) -> RenderableType:
+def render_profile(found: dict[str, Any], *, heading: str) -> RenderableType:
     """Predicted against measured, or that it ran out of memory."""
     title = Text(heading, style="bold")
     if found["run"]["out_of_memory"]:
-        return Group(title, _indented("out of memory", found["run"]["out_of_memory"], "red"))
-    table = _table()
+        return Group(title, _render_indented("out of memory", found["run"]["out_of_memory"], "red"))
+    table = _make_table()
     for name in ("", "predicted", "measured", "error"):
         table.add_column(name, justify="right" if name else "left", header_style="dim")
     for figure, measured in found["measured"].items():
@@ -752,9 +769,9 @@ def profile(found: dict[str, Any], *, heading: str) -> RenderableType:
     return Group(title, table)
 
 
-def calibration(found: Calibration, file: Path) -> RenderableType:
+def render_calibration(found: Calibration, file: Path) -> RenderableType:
     """The best rates that were seen, by dtype, and what the host costs."""
-    table = _table()
+    table = _make_table()
     for name in ("", "best", "at"):
         table.add_column(name, justify="right" if name == "best" else "left", header_style="dim")
     pairs = list(zip(found.works, found.seconds, strict=True))
@@ -789,38 +806,48 @@ MOST_REJECTED = 10
 STOPPED = "the search was stopped before it ended; something better may exist"
 
 
-def plan(found: Plan) -> RenderableType:
+def render_plan(found: Plan) -> RenderableType:
     """The recommendation, the memory, every choice with its reason, and what else there was."""
     parts: list[RenderableType] = [
-        Text.assemble((inert(_plan_name(found)), "bold"), f": {setting_words(found.choice)}"),
+        Text.assemble(
+            (escape_control(_format_plan_name(found)), "bold"), f": {describe_setting(found.choice)}"
+        ),
         Text(),
-        *([] if found.complete else [_indented("best so far", STOPPED, "yellow"), Text()]),
-        Padding(Text(inert(found.recommendation), style="green"), (0, 0, 0, 1)),
+        *([] if found.complete else [_render_indented("best so far", STOPPED, "yellow"), Text()]),
+        Padding(Text(escape_control(found.recommendation), style="green"), (0, 0, 0, 1)),
         Text(),
-        _bar(found.estimate),
-        Padding(Text(_room_words(found)), (0, 0, 0, 1)),
+        _render_bar(found.estimate),
+        Padding(Text(_describe_headroom(found)), (0, 0, 0, 1)),
         Text(),
-        Padding(_reasons(found), (0, 0, 0, 1), expand=False),
+        Padding(_render_reasons(found), (0, 0, 0, 1), expand=False),
     ]
     for heading, table in (
-        ("GPUs side by side", _comparison(found)),
-        ("what if", _what_ifs(found)),
-        ("runners-up", _runners_up(found)),
+        ("GPUs side by side", _render_comparison(found)),
+        ("what if", _render_what_ifs(found)),
+        ("runners-up", _render_runners_up(found)),
     ):
         if table is not None:
             parts += [Text(), Text(f" {heading}", style="bold"), Padding(table, (0, 0, 0, 1), expand=False)]
         if heading == "what if":
-            parts += [_indented(one.change, one.why, "dim") for one in found.what_if if _needs_words(one)]
-    parts += [Text(), Text(" rejected", style="bold"), Padding(_rejected(found), (0, 0, 0, 1), expand=False)]
-    parts += [_indented("assumed", line, "dim") for line in found.estimate.assumptions]
-    parts += [_indented("left out", line, "dim") for line in found.left_out]
+            parts += [
+                _render_indented(one.change, one.why, "dim")
+                for one in found.what_if
+                if _needs_explanation(one)
+            ]
+    parts += [
+        Text(),
+        Text(" rejected", style="bold"),
+        Padding(_render_rejected(found), (0, 0, 0, 1), expand=False),
+    ]
+    parts += [_render_indented("assumed", line, "dim") for line in found.estimate.assumptions]
+    parts += [_render_indented("left out", line, "dim") for line in found.left_out]
     return Group(*parts)
 
 
-def staged_plan(found: StagedPlan) -> RenderableType:
+def render_staged_plan(found: StagedPlan) -> RenderableType:
     """A line a stage, and what all of them take together."""
     first = found.stages[0].plan
-    table = _table()
+    table = _make_table()
     for heading in ("stage", "batch", "how", "memory", "step", "epochs", "rate", "time"):
         table.add_column(heading, justify="left" if heading in ("stage", "how") else "right")
     for stage in found.stages:
@@ -828,18 +855,20 @@ def staged_plan(found: StagedPlan) -> RenderableType:
         ways = "" if choice.recompute.value == "none" else f"recompute {choice.recompute.value}"
         ranks = f" x {choice.data_parallel}" * (choice.data_parallel > 1)
         table.add_row(
-            inert(stage.stage.name),
+            escape_control(stage.stage.name),
             f"{choice.micro_batch} x {choice.accumulation}{ranks}",
             ", ".join(word for word in (ways, "compiled" * choice.compile) if word) or "eager",
             format_bytes(estimate.process_bytes),
             "-" if estimate.step_s is None else format_duration(estimate.step_s),
             "-" if stage.stage.epochs is None else str(stage.stage.epochs),
             "-" if stage.stage.rate is None else f"{stage.stage.rate:g}",
-            _hours(estimate) or "-",
+            _format_hours(estimate) or "-",
         )
     whole = "" if found.hours is None else f", {format_duration(found.hours * 3600)} in all"
     return Group(
-        Text.assemble((inert(_plan_name(first)), "bold"), f": {len(found.stages)} stages{whole}"),
+        Text.assemble(
+            (escape_control(_format_plan_name(first)), "bold"), f": {len(found.stages)} stages{whole}"
+        ),
         Text(),
         Padding(table, (0, 0, 0, 1), expand=False),
         Text(),
@@ -847,14 +876,14 @@ def staged_plan(found: StagedPlan) -> RenderableType:
     )
 
 
-def _plan_name(found: Plan) -> str:
-    from trimtab.planner.validity import used
+def _format_plan_name(found: Plan) -> str:
+    from trimtab.planner.validity import describe_places
 
     name = found.workload.name if found.workload else found.job
-    return f"{name} on {used(found.places)}"
+    return f"{name} on {describe_places(found.places)}"
 
 
-def setting_words(setting: Setting) -> str:
+def describe_setting(setting: Setting) -> str:
     """A setting in a line.
 
     >>> from trimtab.spec import Setting
@@ -874,7 +903,7 @@ def setting_words(setting: Setting) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _room_words(found: Plan) -> str:
+def _describe_headroom(found: Plan) -> str:
     """Memory of the fullest GPU against what may be used."""
     estimate = found.estimate
     capacity = estimate.capacity_bytes or estimate.process_bytes
@@ -888,8 +917,8 @@ def _room_words(found: Plan) -> str:
     return words
 
 
-def _words_table(*justify: str) -> Table:
-    table = _table()
+def _make_words_table(*justify: str) -> Table:
+    table = _make_table()
     table.show_header = False
     for index, side in enumerate(justify):
         last = index == len(justify) - 1
@@ -902,29 +931,29 @@ def _words_table(*justify: str) -> Table:
     return table
 
 
-def _reasons(found: Plan) -> Table:
-    table = _words_table("left", "left", "left")
+def _render_reasons(found: Plan) -> Table:
+    table = _make_words_table("left", "left", "left")
     for reason in found.reasons:
-        table.add_row(_cell(reason.subject), _cell(reason.value), _cell(reason.why))
+        table.add_row(_escape_cell(reason.subject), _escape_cell(reason.value), _escape_cell(reason.why))
     return table
 
 
-def _comparison(found: Plan) -> Columns | None:
+def _render_comparison(found: Plan) -> Columns | None:
     """One line for each number of GPUs; columns without a known value are left out."""
     if not found.comparison:
         return None
-    return _known_columns(
+    return _make_columns(
         (
             ("GPUs", lambda one: str(one.gpus)),
-            ("how", lambda one: _shorter_setting(one.setting) if one.setting else one.why),
+            ("how", lambda one: _format_setting_briefly(one.setting) if one.setting else one.why),
             ("GiB", lambda one: one.estimate and format_gib(one.estimate.process_bytes)),
-            ("samples/s", lambda one: one.estimate and _figure(one.estimate.samples_per_s)),
+            ("samples/s", lambda one: one.estimate and _format_figure(one.estimate.samples_per_s)),
             ("epoch", lambda one: None if one.epoch_s is None else format_duration(one.epoch_s)),
-            ("total", lambda one: _hours(one.estimate)),
-            ("GPU-h", lambda one: one.estimate and _figure(one.estimate.gpu_hours)),
+            ("total", lambda one: _format_hours(one.estimate)),
+            ("GPU-h", lambda one: one.estimate and _format_figure(one.estimate.gpu_hours)),
             ("cost", lambda one: None if one.cost is None else f"{one.cost:,.2f}"),
-            ("in time", lambda one: _yes(one.meets_deadline)),
-            ("unused", _unused_gpus),
+            ("in time", lambda one: _format_bool(one.meets_deadline)),
+            ("unused", _format_unused),
             (
                 "scaling",
                 lambda one: None if one.scaling_efficiency is None else f"{one.scaling_efficiency:.0%}",
@@ -935,7 +964,7 @@ def _comparison(found: Plan) -> Columns | None:
     )
 
 
-def _unused_gpus(comparison: Comparison) -> str | None:
+def _format_unused(comparison: Comparison) -> str | None:
     """GPUs of the cluster that are left for others: in words, since memory is free or not as well."""
     if comparison.free_share is None or comparison.free_share >= 1:
         return None
@@ -943,38 +972,38 @@ def _unused_gpus(comparison: Comparison) -> str | None:
     return plural(count, "GPU")
 
 
-def _what_ifs(found: Plan) -> Columns | None:
+def _render_what_ifs(found: Plan) -> Columns | None:
     if not found.what_if:
         return None
-    return _known_columns(
+    return _make_columns(
         (
             ("change", lambda one: one.change),
             ("GPUs", lambda one: str(one.gpus)),
-            ("how", lambda one: _short_setting(one.setting) if one.setting else None),
-            ("total", lambda one: _hours(one.estimate)),
-            ("samples/s", lambda one: one.estimate and _figure(one.estimate.samples_per_s)),
-            ("GPU-h", lambda one: one.estimate and _figure(one.estimate.gpu_hours)),
+            ("how", lambda one: _format_setting(one.setting) if one.setting else None),
+            ("total", lambda one: _format_hours(one.estimate)),
+            ("samples/s", lambda one: one.estimate and _format_figure(one.estimate.samples_per_s)),
+            ("GPU-h", lambda one: one.estimate and _format_figure(one.estimate.gpu_hours)),
             ("cost", lambda one: None if one.cost is None else f"{one.cost:,.2f}"),
-            ("in time", lambda one: _yes(one.meets_deadline)),
+            ("in time", lambda one: _format_bool(one.meets_deadline)),
         ),
         found.what_if,
         "how",
     )
 
 
-def _needs_words(what_if: WhatIf) -> bool:
+def _needs_explanation(what_if: WhatIf) -> bool:
     """Whether a row is without a setting, or without a pin: the line below says why."""
     return what_if.setting is None or bool(what_if.unpinned)
 
 
-def _runners_up(found: Plan) -> Columns | None:
+def _render_runners_up(found: Plan) -> Columns | None:
     if not found.runners_up:
         return None
-    return _known_columns(
+    return _make_columns(
         (
-            ("how", lambda one: setting_words(one.setting)),
+            ("how", lambda one: describe_setting(one.setting)),
             ("GiB", lambda one: format_gib(one.estimate.process_bytes)),
-            ("samples/s", lambda one: _figure(one.estimate.samples_per_s)),
+            ("samples/s", lambda one: _format_figure(one.estimate.samples_per_s)),
             ("why not", lambda one: one.why),
         ),
         found.runners_up,
@@ -983,7 +1012,7 @@ def _runners_up(found: Plan) -> Columns | None:
     )
 
 
-def _known_columns(
+def _make_columns(
     columns: tuple[tuple[str, Any], ...], rows: tuple[Any, ...], folds: str, left: tuple[str, ...] = ()
 ) -> Columns:
     """A table of the columns in which something is known."""
@@ -992,7 +1021,7 @@ def _known_columns(
     headings = tuple(columns[index][0] for index in used)
     return Columns(
         headings=headings,
-        rows=tuple(tuple(inert(row[index] or UNKNOWN) for index in used) for row in cells),
+        rows=tuple(tuple(escape_control(row[index] or UNKNOWN) for index in used) for row in cells),
         left=left or (folds, "change"),
         folds=folds,
         narrowest=10,
@@ -1000,35 +1029,35 @@ def _known_columns(
     )
 
 
-def _short_setting(setting: Setting) -> str:
+def _format_setting(setting: Setting) -> str:
     """A setting without the number of GPUs, which has its own column."""
-    return setting_words(setting).partition(", ")[2].replace("micro-batch ", "")
+    return describe_setting(setting).partition(", ")[2].replace("micro-batch ", "")
 
 
-def _shorter_setting(setting: Setting) -> str:
+def _format_setting_briefly(setting: Setting) -> str:
     """Strategy and cut of the batch, and recomputing where there is some."""
     again = "" if setting.recompute.value == "none" else f" {setting.recompute.value}"
     return f"{setting.strategy} {setting.micro_batch}x{setting.accumulation}{again}"
 
 
-def _figure(value: float | None) -> str | None:
+def _format_figure(value: float | None) -> str | None:
     return None if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004
 
 
-def _hours(estimate: Estimate | None) -> str | None:
+def _format_hours(estimate: Estimate | None) -> str | None:
     return None if estimate is None or estimate.hours is None else format_duration(estimate.hours * 3600)
 
 
-def _yes(value: bool | None) -> str | None:
+def _format_bool(value: bool | None) -> str | None:
     return None if value is None else "yes" if value else "no"
 
 
-def _rejected(found: Plan) -> Table:
+def _render_rejected(found: Plan) -> Table:
     """Causes with how many settings each removed."""
-    table = _words_table("right", "left")
+    table = _make_words_table("right", "left")
     listed = found.rejected
     for one in listed[:MOST_REJECTED]:
-        table.add_row(f"{one.count:,}", _cell(one.why))
+        table.add_row(f"{one.count:,}", _escape_cell(one.why))
     if len(listed) > MOST_REJECTED:
         rest = listed[MOST_REJECTED:]
         table.add_row(

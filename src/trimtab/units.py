@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 
-from trimtab.errors import WrongUse, shortened
+from trimtab.errors import WrongUse, shorten
 
 KIB = 2**10
 MIB = 2**20
@@ -79,7 +79,7 @@ def parse_duration(text: str, option: str = "duration") -> float:
     >>> parse_duration("12h"), parse_duration("90m"), parse_duration("1d6h")
     (43200.0, 5400.0, 108000.0)
     """
-    given, cure = f"{option} {shortened(text)!r}", _DURATION_CURE
+    given, cure = f"{option} {shorten(text)!r}", _DURATION_CURE
     match = _DURATION.fullmatch(text)
     if match is None or not any(match.groups()):
         found = "it has no unit" if _is_number(text) else "it is not a duration"

@@ -1,1 +1,1 @@
-"""Judgement: from estimates to decisions. Pure: what is predicted comes in through an Outlook."""
+"""Judgement: from estimates to decisions. Pure: what is predicted comes in through an Estimator."""

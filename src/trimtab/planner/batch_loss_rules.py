@@ -12,30 +12,30 @@ if TYPE_CHECKING:
     from trimtab.spec import BatchLoss, Mesh, Setting, Strategy, Workload
 
 
-def why_not(workload: Workload, strategy: Strategy, mesh: Mesh) -> str:
+def explain_refusal(workload: Workload, strategy: Strategy, mesh: Mesh) -> str:
     """Why a way to spread the job would change its training; empty where it would not."""
     if workload.cached and not STRATEGIES[strategy].runs_whole_model:
         return f"{strategy}: embed() and loss_of() need ranks that each run the whole model"
     if workload.is_indivisible and mesh.data_parallel > 1:
-        return why_one_rank(workload)
+        return explain_single_rank(workload)
     return ""
 
 
-def why_one_rank(workload: Workload) -> str:
+def explain_single_rank(workload: Workload) -> str:
     """Why the batch is not shared out over ranks."""
-    return f"several data-parallel GPUs: the batch cannot be cut, because {_because(workload)}"
+    return f"several data-parallel GPUs: the batch cannot be cut, because {_indivisible_reason(workload)}"
 
 
-def why_one_piece(workload: Workload) -> str:
+def explain_uncut_batch(workload: Workload) -> str:
     """Why the batch is not cut into micro-batches."""
-    return f"micro-batches below the global batch: the batch cannot be cut, because {_because(workload)}"
+    return f"micro-batches below the global batch: the batch cannot be cut, because {_indivisible_reason(workload)}"
 
 
-def _because(workload: Workload) -> str:
+def _indivisible_reason(workload: Workload) -> str:
     return workload.batch_loss.why if workload.batch_loss is not None else "nobody knows"
 
 
-def cure(workload: Workload) -> str:
+def suggest_fix(workload: Workload) -> str:
     """What to do where the batch has to stay in one piece."""
     if workload.batch_loss is not None and workload.batch_loss.is_sum:
         return (
@@ -47,7 +47,7 @@ def cure(workload: Workload) -> str:
     )
 
 
-def notes(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
+def explain_batch_loss(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
     """What a plan says of how the batch is cut, where there is something to say."""
     found = []
     is_cut = setting.accumulation > 1 or setting.data_parallel > 1
@@ -61,17 +61,17 @@ def notes(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
         )
         found.append(Reason(subject="loss", value="gradient caching" if is_cut else "whole batch", why=why))
     elif known is not None and known.additive is False:
-        why = f"{known.why}. {cure(workload)}"
+        why = f"{known.why}. {suggest_fix(workload)}"
         found.append(Reason(subject="loss", value="whole batch", why=why))
     elif known is not None and not known.stated and is_cut and known.additive is None:
         why = f"not checked on a small batch: {known.why}" if known.why else "not checked on a small batch"
         found.append(Reason(subject="loss", value="assumed additive", why=why))
     elif known is not None and known.is_near and is_cut:
         found.append(Reason(subject="loss", value="nearly additive", why=known.why))
-    return (*found, *_statistics(workload, setting))
+    return (*found, *_explain_batchnorm(workload, setting))
 
 
-def _statistics(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
+def _explain_batchnorm(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
     """What BatchNorm sees of the global batch."""
     known = workload.batch_loss
     if setting.sync_batchnorm and (known is None or not known.batch_norms):
@@ -81,8 +81,8 @@ def _statistics(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
         return (Reason(subject="sync_batchnorm", value=value, why=why),)
     if known is None or not known.batch_norms:
         return ()
-    layers, whole = _layers(known), setting.global_batch
-    sees = seen_samples(setting)
+    layers, whole = _format_layers(known), setting.global_batch
+    sees = count_batchnorm_samples(setting)
     ranks = setting.data_parallel
     if sees >= whole and not (setting.sync_batchnorm and ranks > 1):
         return ()
@@ -99,12 +99,12 @@ def _statistics(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
         )
     can_synchronise = not strategy_of(setting).why_not_synchronised
     if sees < whole and not setting.sync_batchnorm and ranks > 1 and can_synchronise:
-        more = seen_samples(setting.replace(sync_batchnorm=True))
+        more = count_batchnorm_samples(setting.replace(sync_batchnorm=True))
         why += f"; --pin sync_batchnorm=true computes them over all {ranks} ranks together, {more} samples"
     return (Reason(subject="batchnorm", value=f"sees {sees} samples", why=why),)
 
 
-def seen_samples(setting: Setting) -> int:
+def count_batchnorm_samples(setting: Setting) -> int:
     """How many samples BatchNorm computes its statistics over: of one rank, or of all where synchronised."""
     if not setting.sync_batchnorm:
         return setting.micro_batch
@@ -112,11 +112,11 @@ def seen_samples(setting: Setting) -> int:
     return min(every, setting.global_batch)
 
 
-def _layers(known: BatchLoss) -> str:
+def _format_layers(known: BatchLoss) -> str:
     return plural(known.batch_norms, "BatchNorm layer")
 
 
-def warnings(known: BatchLoss, setting: Setting) -> tuple[str, ...]:
+def list_warnings(known: BatchLoss, setting: Setting) -> tuple[str, ...]:
     """What an estimate says of a micro-batch that is less than the job's global batch."""
     whole, micro_batch, gpus = known.global_batch or 0, setting.micro_batch, setting.gpus
     found = []
@@ -136,9 +136,9 @@ def warnings(known: BatchLoss, setting: Setting) -> tuple[str, ...]:
         sees = min(micro_batch * setting.data_parallel, whole)
         among = f"the {sees} samples of one micro-batch of all {setting.data_parallel} GPUs together"
         rest = "" if sees >= whole else f", not the global batch of {whole}"
-        found.append(f"{_layers(known)} see{'s' * (known.batch_norms == 1)} {among}{rest}")
+        found.append(f"{_format_layers(known)} see{'s' * (known.batch_norms == 1)} {among}{rest}")
         return tuple(found)
-    said = f"{_layers(known)} see the {micro_batch} samples of a micro-batch, not the global batch of {whole}"
+    said = f"{_format_layers(known)} see the {micro_batch} samples of a micro-batch, not the global batch of {whole}"
     if setting.data_parallel > 1 and not strategy_of(setting).why_not_synchronised:
         said += f"; --sync-batchnorm lets them see those of all {setting.data_parallel} GPUs"
     found.append(said)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def cuts(global_batch: int, data_parallel: int) -> list[tuple[int, int]]:
+def list_splits(global_batch: int, data_parallel: int) -> list[tuple[int, int]]:
     """Every (micro-batch, accumulation) worth trying, the largest micro-batch first.
 
     For a number of rounds the smallest micro-batch that covers a rank's share is the best one: any larger one
@@ -31,7 +31,7 @@ def cuts(global_batch: int, data_parallel: int) -> list[tuple[int, int]]:
     return found
 
 
-def cut(global_batch: int, data_parallel: int, *, micro_batch: int) -> tuple[int, int] | None:
+def find_split(global_batch: int, data_parallel: int, *, micro_batch: int) -> tuple[int, int] | None:
     """The cut with that micro-batch; None where it is more than a rank's share."""
     share = -(-global_batch // data_parallel)
     return (micro_batch, -(-share // micro_batch)) if micro_batch <= share else None
@@ -42,7 +42,7 @@ def is_exact(global_batch: int, data_parallel: int, micro_batch: int, accumulati
     return global_batch == data_parallel * micro_batch * accumulation
 
 
-def rank_samples(global_batch: int, data_parallel: int) -> list[int]:
+def divide_evenly(global_batch: int, data_parallel: int) -> list[int]:
     """Samples of each rank where all are alike: as even as they come, and adding up exactly.
 
     >>> rank_samples(10, 4)
@@ -52,7 +52,7 @@ def rank_samples(global_batch: int, data_parallel: int) -> list[int]:
     return [base + (rank < more) for rank in range(data_parallel)]
 
 
-def micro_batches(samples: int, micro_batch: int) -> list[int]:
+def list_micro_batches(samples: int, micro_batch: int) -> list[int]:
     """The sizes of a rank's micro-batches: the last may be smaller.
 
     >>> micro_batches(10, 4)
@@ -61,7 +61,7 @@ def micro_batches(samples: int, micro_batch: int) -> list[int]:
     return [min(micro_batch, samples - begin) for begin in range(0, samples, micro_batch)]
 
 
-def in_proportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int] | None:
+def divide_in_proportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int] | None:
     """Whole numbers in proportion to weights that add up to `total`, from one up to `most` each.
 
     None where that cannot be. What rounding leaves goes to those that it took most from.
@@ -81,7 +81,7 @@ def in_proportion(total: int, weights: Sequence[float], most: Sequence[int]) -> 
     return found
 
 
-def as_share(samples: int, micro_batch: int) -> Share:
+def make_share(samples: int, micro_batch: int) -> Share:
     """A rank's share, cut as evenly as its number of rounds allows."""
     rounds = -(-samples // micro_batch)
     micro = -(-samples // rounds)

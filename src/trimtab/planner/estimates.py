@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import TrimtabError, WrongUse
-from trimtab.planner.estimator import plain_device, traced_as
-from trimtab.planner.validity import devices_of
+from trimtab.planner.estimator import strip_device, to_traced_setting
+from trimtab.planner.validity import rebuild_cluster
 from trimtab.predict.calibration import read_own_calibration
 from trimtab.predict.capacity import judge_fully
-from trimtab.predict.derive import derived
-from trimtab.predict.estimate import estimate
-from trimtab.predict.memory import accumulated, timeline
-from trimtab.predict.traces import cached_trace, traces
+from trimtab.predict.derive import derive_trace
+from trimtab.predict.estimate import estimate_trace
+from trimtab.predict.memory import add_accumulation, build_timeline
+from trimtab.predict.traces import cached_trace, get_traces
 from trimtab.strategies import strategy_of
 from trimtab.trace.request import TraceRequest
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Estimated = tuple[Estimate, MemoryPeaks, Trace]
 
 
-def first_device(cluster: Cluster) -> Device:
+def smallest_device(cluster: Cluster) -> Device:
     """Return the device that an estimate is for: the one with the least memory."""
     if not cluster.devices:
         raise WrongUse(
@@ -63,30 +63,30 @@ def estimate_settings(  # noqa: PLR0913 - a question and where it is asked
     for setting in settings:
         refuse_emulated(setting, device, cure="Use --precision fp16 or fp32, or look at another GPU.")
     calibration = read_own_calibration(device)
-    found = traces(job, settings, device, overrides=overrides, clip=clip, cache=cache)
+    found = get_traces(job, settings, device, overrides=overrides, clip=clip, cache=cache)
     answers: list[Estimated | TrimtabError] = []
     for trace, setting in zip(found, settings, strict=True):
         if isinstance(trace, TrimtabError):
             answers.append(trace)
             continue
-        step, memory = estimate(trace, setting, device, cluster=cluster, calibration=calibration)
-        whole = accumulated(step, trace, setting)
+        step, memory = estimate_trace(trace, setting, device, cluster=cluster, calibration=calibration)
+        whole = add_accumulation(step, trace, setting)
         answers.append((judge_fully(whole, trace, setting, always_least=always_least), memory, trace))
     return answers
 
 
-def cached_timeline(plan: Plan) -> tuple[Timeline | None, str]:
+def read_cached_timeline(plan: Plan) -> tuple[Timeline | None, str]:
     """Return the memory through one step of a plan from cached traces, with a note on them or why it is None.
 
     It traces nothing, and runs no code of the job.
     """
     again = f"`trimtab plan {plan.job}` for the same devices traces it again"
-    setting = traced_as(plan.choice)
+    setting = to_traced_setting(plan.choice)
     trace = None
     # Its shards may have been traced as they are, or derived from other numbers of them.
     for direct in ({setting.mesh.dp_shard}, set[int]()):
         try:
-            device = plain_device(devices_of(plan).devices[0])
+            device = strip_device(rebuild_cluster(plan).devices[0])
             request = TraceRequest(job=plan.job, overrides=plan.options, setting=setting, device=device)
             needed = strategy_of(setting).trace_parts(setting, direct)
             parts = [cached_trace(request.replace(setting=part)) for part in needed]
@@ -94,8 +94,8 @@ def cached_timeline(plan: Plan) -> tuple[Timeline | None, str]:
             return None, f"its devices are not known here ({error.found})"
         traced = [part for part in parts if part is not None]
         if trace is None and traced and len(traced) == len(parts):
-            trace = derived(setting, traced)
-    line = None if trace is None else timeline(trace)
+            trace = derive_trace(setting, traced)
+    line = None if trace is None else build_timeline(trace)
     if line is None:
         return None, f"no trace of the setting is kept on this machine; {again}"
     words = [f"One micro-batch of {plan.choice.micro_batch}"]

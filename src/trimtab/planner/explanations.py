@@ -6,32 +6,32 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trimtab.planner.batch_split import is_exact, micro_batches, rank_samples
-from trimtab.planner.protocol import room_bytes
-from trimtab.planner.search import TIE, run_s
+from trimtab.planner.batch_split import divide_evenly, is_exact, list_micro_batches
+from trimtab.planner.protocol import available_bytes
+from trimtab.planner.search import TIE, compute_run_s
 from trimtab.planner.space import USUAL_WORKERS
-from trimtab.spec import Allocator, Candidate, Look, Objective, Reason, Recompute, Rejection
+from trimtab.spec import Allocator, Candidate, EstimatedSetting, Objective, Reason, Recompute, Rejection
 from trimtab.strategies import strategy_of
 from trimtab.units import format_bytes, format_duration, format_flops, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from trimtab.planner.search import Evaluated, Result
+    from trimtab.planner.search import Evaluation, SearchResult
     from trimtab.planner.space import Family, Space
     from trimtab.spec import Cluster, Comparison, Estimate, Policy, Setting, Workload
 
-FEW = 0.1
+SMALL_DIFFERENCE = 0.1
 """Shares below this are told with a digit behind the point."""
 NOISE = 0.005
 """Times closer than this are called equal."""
 
 
-def finished(estimate: Estimate, setting: Setting, workload: Workload) -> Estimate:
+def add_run_totals(estimate: Estimate, setting: Setting, workload: Workload) -> Estimate:
     """The estimate with what the horizon adds: hours and GPU-hours."""
     if estimate.step_s is None:
         return estimate
-    seconds = run_s(workload, estimate.step_s)
+    seconds = compute_run_s(workload, estimate.step_s)
     hours = None if seconds is None else seconds / 3600
     return estimate.replace(
         samples_per_s=setting.global_batch / estimate.step_s if estimate.step_s else None,
@@ -40,64 +40,66 @@ def finished(estimate: Estimate, setting: Setting, workload: Workload) -> Estima
     )
 
 
-def cost(estimate: Estimate | None, policy: Policy) -> float | None:
+def compute_cost(estimate: Estimate | None, policy: Policy) -> float | None:
     """Of the whole run, in the currency of the price."""
     if estimate is None or estimate.gpu_hours is None or policy.price_per_gpu_hour is None:
         return None
     return estimate.gpu_hours * policy.price_per_gpu_hour
 
 
-def per_step(step_s: float) -> str:
+def format_step(step_s: float) -> str:
     """A step's time, with three digits that matter."""
     return f"{step_s:.3g} s" if step_s >= 1 else f"{step_s * 1000:.3g} ms"
 
 
-def reasons(best: Evaluated, result: Result, space: Space, cluster: Cluster) -> tuple[Reason, ...]:
+def list_reasons(
+    best: Evaluation, result: SearchResult, space: Space, cluster: Cluster
+) -> tuple[Reason, ...]:
     """Every choice of the plan with why it was made."""
     setting = best.setting
     told = [
-        ("gpus", f"{setting.gpus} of {len(cluster.devices)}", _why_gpus(best, result, space, cluster)),
-        ("strategy", setting.strategy.value, _why_strategy(best, result, space)),
-        ("micro_batch", str(setting.micro_batch), _why_micro(best, result, space)),
-        ("accumulation", str(setting.accumulation), _why_rounds(setting)),
-        ("precision", setting.precision.value, _why_precision(best, space)),
-        ("recompute", setting.recompute.value, _why_recompute(best, result, space)),
-        ("compile", "yes" if setting.compile else "no", _why_compile(best, result, space)),
+        ("gpus", f"{setting.gpus} of {len(cluster.devices)}", _explain_gpus(best, result, space, cluster)),
+        ("strategy", setting.strategy.value, _explain_strategy(best, result, space)),
+        ("micro_batch", str(setting.micro_batch), _explain_micro_batch(best, result, space)),
+        ("accumulation", str(setting.accumulation), _explain_accumulation(setting)),
+        ("precision", setting.precision.value, _explain_precision(best, space)),
+        ("recompute", setting.recompute.value, _explain_recompute(best, result, space)),
+        ("compile", "yes" if setting.compile else "no", _explain_compile(best, result, space)),
         (
             "optimizer",
             setting.optimizer.value,
-            _pinned(space, "optimizer") or "one kernel updates all weights",
+            _explain_pin(space, "optimizer") or "one kernel updates all weights",
         ),
-        ("allocator", setting.allocator.value, _why_allocator(best, space)),
-        ("workers", str(setting.workers), _why_workers(best, space)),
+        ("allocator", setting.allocator.value, _explain_allocator(best, space)),
+        ("workers", str(setting.workers), _explain_workers(best, space)),
     ]
     return tuple(Reason(subject=subject, value=value, why=why) for subject, value, why in told)
 
 
-def _pinned(space: Space, key: str) -> str:
+def _explain_pin(space: Space, key: str) -> str:
     return "pinned" if key in space.policy.pins else ""
 
 
-def _against(best: Evaluated, result: Result, get: Callable[[Setting], Any]) -> list[str]:
+def _compare_others(best: Evaluation, result: SearchResult, get: Callable[[Setting], Any]) -> list[str]:
     """How the other values of one choice fared, each at its best."""
-    others: dict[Any, list[Evaluated]] = {}
+    others: dict[Any, list[Evaluation]] = {}
     for one in result.seen:
         if get(one.setting) != get(best.setting):
             others.setdefault(get(one.setting), []).append(one)
     unseen: dict[Any, float] = {}
     for family, (_, least) in result.beaten.items():
-        name = get(family.setting(family.cuts[-1]))
+        name = get(family.setting(family.splits[-1]))
         # Where a bound is well below what was found, that is not yet the best of this value.
         found = [item.estimate.step_s or 0.0 for item in others.get(name, ()) if item.fits]
         if name != get(best.setting) and least and least * (1 + TIE) < min(found, default=math.inf):
             unseen[name] = min(least, unseen.get(name, least))
-    told = [_fared(str(value), seen, best) for value, seen in others.items() if value not in unseen]
+    told = [_describe_value(str(value), seen, best) for value, seen in others.items() if value not in unseen]
     return told + [
-        f"{name} takes {per_step(least)} a step at the very least" for name, least in unseen.items()
+        f"{name} takes {format_step(least)} a step at the very least" for name, least in unseen.items()
     ]
 
 
-def _fared(name: str, seen: list[Evaluated], best: Evaluated) -> str:
+def _describe_value(name: str, seen: list[Evaluation], best: Evaluation) -> str:
     fitting = [evaluated for evaluated in seen if evaluated.fits]
     if not fitting:
         least = min(evaluated.estimate.need_bytes for evaluated in seen)
@@ -105,40 +107,40 @@ def _fared(name: str, seen: list[Evaluated], best: Evaluated) -> str:
     times = [one.estimate.step_s for one in fitting if one.estimate.step_s is not None]
     if not times or best.estimate.step_s is None:
         return f"{name} fits too"
-    return f"{name} {compared(min(times), best.estimate.step_s)}"
+    return f"{name} {compare_step(min(times), best.estimate.step_s)}"
 
 
-def compared(step_s: float, best_s: float) -> str:
+def compare_step(step_s: float, best_s: float) -> str:
     """A step's time beside the choice's."""
     more = step_s / best_s - 1
     if abs(more) < NOISE:
-        return f"takes as long ({per_step(step_s)} a step)"
-    return f"takes {per_step(step_s)} a step ({more:{'+.1%' if abs(more) < FEW else '+.0%'}})"
+        return f"takes as long ({format_step(step_s)} a step)"
+    return f"takes {format_step(step_s)} a step ({more:{'+.1%' if abs(more) < SMALL_DIFFERENCE else '+.0%'}})"
 
 
-def _why_gpus(best: Evaluated, result: Result, space: Space, cluster: Cluster) -> str:
-    if said := _pinned(space, "gpus"):
+def _explain_gpus(best: Evaluation, result: SearchResult, space: Space, cluster: Cluster) -> str:
+    if said := _explain_pin(space, "gpus"):
         return said
     names = " and ".join(best.layout.kinds)
     told = [f"{best.setting.gpus} x {names}"]
     if best.estimate.step_s is not None:
-        told.append(f"{per_step(best.estimate.step_s)} a step")
-    tied = _tied(best, result, _on)
+        told.append(f"{format_step(best.estimate.step_s)} a step")
+    tied = _explain_tie(best, result, _gpus_subject)
     if best.layout.device.slice and len(cluster.devices) > 1:
         told.append("MIG slices cannot work on one job together")
     elif tied:
         told.append(tied)
     elif best.setting.gpus < len(cluster.devices):
-        told += _against(best, result, _on)[-2:] or ["more would not be better"]
+        told += _compare_others(best, result, _gpus_subject)[-2:] or ["more would not be better"]
     return ", ".join(told)
 
 
-def _on(setting: Setting) -> str:
+def _gpus_subject(setting: Setting) -> str:
     """A number of GPUs as the subject of what was found there."""
     return f"on {setting.gpus} it"
 
 
-def _tied(best: Evaluated, result: Result, get: Callable[[Setting], Any]) -> str:
+def _explain_tie(best: Evaluation, result: SearchResult, get: Callable[[Setting], Any]) -> str:
     """What is a little faster and not as simple; empty where nothing is, or nothing that differs in this."""
     first = result.fastest
     if first is None or get(first.setting) == get(best.setting):
@@ -147,13 +149,13 @@ def _tied(best: Evaluated, result: Result, get: Callable[[Setting], Any]) -> str
         return f"{get(first.setting)} would be no better"
     less = 1 - first.estimate.step_s / best.estimate.step_s
     return (
-        f"{get(first.setting)} would take {per_step(first.estimate.step_s)} (-{less:.1%}), and within "
+        f"{get(first.setting)} would take {format_step(first.estimate.step_s)} (-{less:.1%}), and within "
         f"{TIE:.0%} predictions cannot tell: the simpler is taken"
     )
 
 
-def _why_strategy(best: Evaluated, result: Result, space: Space) -> str:
-    if said := _pinned(space, "strategy"):
+def _explain_strategy(best: Evaluation, result: SearchResult, space: Space) -> str:
+    if said := _explain_pin(space, "strategy"):
         return said
     setting = best.setting
     strategy = strategy_of(setting)
@@ -161,28 +163,28 @@ def _why_strategy(best: Evaluated, result: Result, space: Space) -> str:
     if not strategy.needs_several_gpus:
         return what
     if setting.shares:
-        return f"{what}; unlike GPUs share the batch out by speed: {split(best)}"
-    alike = _only(result, lambda one: one.gpus, best)
-    others = _against(best, alike, lambda one: one.strategy.value)
+        return f"{what}; unlike GPUs share the batch out by speed: {describe_shares(best)}"
+    alike = _restrict_result(result, lambda one: one.gpus, best)
+    others = _compare_others(best, alike, lambda one: one.strategy.value)
     first = result.fastest
-    tied = _tied(best, alike, lambda one: one.strategy.value)
+    tied = _explain_tie(best, alike, lambda one: one.strategy.value)
     if first is not None and tied and first.setting.gpus == setting.gpus:
         others = [tied, *(text for text in others if not text.startswith(f"{first.setting.strategy} "))]
     return "; ".join([what, *others])
 
 
-def _only(result: Result, alike: Callable[[Setting], Any], best: Evaluated) -> Result:
+def _restrict_result(result: SearchResult, alike: Callable[[Setting], Any], best: Evaluation) -> SearchResult:
     """What was found of settings that are like the choice in one respect."""
     beaten = {
         family: told
         for family, told in result.beaten.items()
-        if alike(family.setting(family.cuts[-1])) == alike(best.setting)
+        if alike(family.setting(family.splits[-1])) == alike(best.setting)
     }
     seen = [one for one in result.seen if alike(one.setting) == alike(best.setting)]
     return replace(result, seen=seen, beaten=beaten)
 
 
-def split(best: Evaluated) -> str:
+def describe_shares(best: Evaluation) -> str:
     """Who takes how much of the batch."""
     named: dict[tuple[str, int, int, int], int] = {}
     for place, share in zip(best.layout.places, best.setting.shares, strict=True):
@@ -194,11 +196,11 @@ def split(best: Evaluated) -> str:
     )
 
 
-def _why_micro(best: Evaluated, result: Result, space: Space) -> str:
+def _explain_micro_batch(best: Evaluation, result: SearchResult, space: Space) -> str:
     setting = best.setting
     if setting.shares:
         return "the largest of the ranks"
-    if said := _pinned(space, "micro_batch"):
+    if said := _explain_pin(space, "micro_batch"):
         return said
     same = [
         one
@@ -209,28 +211,28 @@ def _why_micro(best: Evaluated, result: Result, space: Space) -> str:
     told = []
     larger = [one for one in same if one.setting.micro_batch > setting.micro_batch]
     smaller = [one for one in same if one.setting.micro_batch < setting.micro_batch]
-    limit = next((most for key, most in result.limits.items() if _is_of(setting, key, best)), None)
+    limit = next((most for key, most in result.limits.items() if _is_in_family(setting, key, best)), None)
     if limit == setting.micro_batch:
         told.append("the largest that fits")
     if larger:
         nearest = min(larger, key=lambda one: one.setting.micro_batch)
-        told.append(_fared(str(nearest.setting.micro_batch), [nearest], best))
+        told.append(_describe_value(str(nearest.setting.micro_batch), [nearest], best))
     elif setting.accumulation == 1:
         told.append("a rank's whole share of the batch")
     elif limit is None:
         told.append("larger ones would be no faster")
     if smaller:
         nearest = max(smaller, key=lambda one: one.setting.micro_batch)
-        told.append(_fared(str(nearest.setting.micro_batch), [nearest], best))
+        told.append(_describe_value(str(nearest.setting.micro_batch), [nearest], best))
     return "; ".join(told)
 
 
-def _is_of(setting: Setting, family: Family, best: Evaluated) -> bool:
+def _is_in_family(setting: Setting, family: Family, best: Evaluation) -> bool:
     own = (setting.strategy, setting.mesh, setting.recompute, setting.compile, best.layout)
     return own == (family.strategy, family.mesh, family.recompute, family.compile, family.layout)
 
 
-def _why_rounds(setting: Setting) -> str:
+def _explain_accumulation(setting: Setting) -> str:
     """The identity of the global batch, in numbers."""
     micro, rounds, ranks, whole = (
         setting.micro_batch,
@@ -242,14 +244,14 @@ def _why_rounds(setting: Setting) -> str:
         return f"{' + '.join(str(share.samples) for share in setting.shares)} = {whole}, exactly"
     if is_exact(whole, ranks, micro, rounds):
         return f"{micro} x {rounds} x {ranks} data-parallel = {whole}, exactly"
-    sizes = {samples: micro_batches(samples, micro)[-1] for samples in rank_samples(whole, ranks)}
+    sizes = {samples: list_micro_batches(samples, micro)[-1] for samples in divide_evenly(whole, ranks)}
     last = ", ".join(f"{samples} samples end in a micro-batch of {size}" for samples, size in sizes.items())
     product = f"{micro} x {rounds} x {ranks} is more than {whole}"
     return f"{product}: the last is smaller, so that it is {whole} exactly ({last})"
 
 
-def _why_precision(best: Evaluated, space: Space) -> str:
-    if said := _pinned(space, "precision"):
+def _explain_precision(best: Evaluation, space: Space) -> str:
+    if said := _explain_pin(space, "precision"):
         return said
     device = best.layout.device
     name = device.kind
@@ -261,29 +263,33 @@ def _why_precision(best: Evaluated, space: Space) -> str:
     dtypes = best.setting.dtypes
     if not dtypes.is_narrow:
         return f"what {name} runs faster is not known"
-    rate = device.peaks.of(dtypes.products)
+    rate = device.peaks.get_rate(dtypes.products)
     peak = f", {format_flops(rate)} dense" if rate else ""
     if dtypes.scales_loss:
         return f"{name} only emulates bf16; {best.setting.precision} with loss scaling{peak}"
     return f"{name} has it in hardware{peak}; weights stay fp32"
 
 
-def _why_recompute(best: Evaluated, result: Result, space: Space) -> str:
-    if said := _pinned(space, "recompute"):
+def _explain_recompute(best: Evaluation, result: SearchResult, space: Space) -> str:
+    if said := _explain_pin(space, "recompute"):
         return said
-    others = _against(best, _only(result, lambda one: one.mesh, best), lambda one: one.recompute.value)
+    others = _compare_others(
+        best, _restrict_result(result, lambda one: one.mesh, best), lambda one: one.recompute.value
+    )
     if best.setting.recompute is Recompute.NONE:
         return "; ".join(["it fits without computing anything twice", *others])
     return "; ".join(others) or "it needs less memory"
 
 
-def _why_compile(best: Evaluated, result: Result, space: Space) -> str:
-    if said := _pinned(space, "compile"):
+def _explain_compile(best: Evaluation, result: SearchResult, space: Space) -> str:
+    if said := _explain_pin(space, "compile"):
         return said
     if best.setting.sync_batchnorm and best.setting.gpus > 1:
         return "sync_batchnorm is not compiled on several GPUs"
-    others = _against(
-        best, _only(result, lambda one: one.mesh, best), lambda one: "compiled" if one.compile else "eager"
+    others = _compare_others(
+        best,
+        _restrict_result(result, lambda one: one.mesh, best),
+        lambda one: "compiled" if one.compile else "eager",
     )
     if others:
         return "; ".join(others)
@@ -293,8 +299,8 @@ def _why_compile(best: Evaluated, result: Result, space: Space) -> str:
     return "it takes fewer and larger kernels" if best.setting.compile else "it would be no better"
 
 
-def _why_allocator(best: Evaluated, space: Space) -> str:
-    said = _pinned(space, "allocator")
+def _explain_allocator(best: Evaluation, space: Space) -> str:
+    said = _explain_pin(space, "allocator")
     if best.is_tight:
         return f"{said}; {best.estimate.verdict_reason}" if said else best.estimate.verdict_reason
     if said:
@@ -305,8 +311,8 @@ def _why_allocator(best: Evaluated, space: Space) -> str:
     return f"the default one would keep more in pieces than may be used; this way {high} of {most}"
 
 
-def _why_workers(best: Evaluated, space: Space) -> str:
-    if said := _pinned(space, "workers"):
+def _explain_workers(best: Evaluation, space: Space) -> str:
+    if said := _explain_pin(space, "workers"):
         return said
     nodes = best.layout.cluster.nodes
     cores = [node.cpu_cores for node in nodes if node.cpu_cores]
@@ -316,9 +322,11 @@ def _why_workers(best: Evaluated, space: Space) -> str:
     return f"{min(cores)} cores for {plural(count, 'GPU')}, one each kept for the rank itself"
 
 
-def rejections(result: Result, space: Space, more: Iterable[Rejection] = ()) -> tuple[Rejection, ...]:
+def list_rejections(
+    result: SearchResult, space: Space, more: Iterable[Rejection] = ()
+) -> tuple[Rejection, ...]:
     """Everything that was refused, by cause: what was found out first, then what is fixed by rule."""
-    listed = _too_large(result, space)
+    listed = _list_too_large(result, space)
     if result.too_late:
         deadline = format_duration(space.policy.deadline_s or 0.0)
         listed.append(
@@ -335,10 +343,10 @@ def rejections(result: Result, space: Space, more: Iterable[Rejection] = ()) -> 
         )
         for failed_precision in space.failed_precisions
     ]
-    return (*listed, *_beaten(result, space.policy), *space.refused, *more)
+    return (*listed, *_list_beaten(result, space.policy), *space.refused, *more)
 
 
-def _too_large(result: Result, space: Space) -> list[Rejection]:
+def _list_too_large(result: SearchResult, space: Space) -> list[Rejection]:
     by_strategy: dict[str, list[tuple[int, int, Family]]] = {}
     for family, (many, least) in result.too_large.items():
         by_strategy.setdefault(family.strategy.value, []).append((many, least, family))
@@ -347,70 +355,72 @@ def _too_large(result: Result, space: Space) -> list[Rejection]:
         needs = [least for _, least, _ in rows if least]
         need = f" {format_bytes(min(needs))} or more are needed," if needs else ""
         first = rows[0][2]
-        most = format_bytes(space.policy.memory_share * room_bytes(first.layout.device))
+        most = format_bytes(space.policy.memory_share * available_bytes(first.layout.device))
         listed.append(
             Rejection(
                 why=f"{strategy}: too large,{need} {most} may be used",
                 count=sum(many for many, _, _ in rows),
-                example=first.setting(first.cuts[-1]),
+                example=first.setting(first.splits[-1]),
             )
         )
     return listed
 
 
-def _beaten(result: Result, policy: Policy) -> list[Rejection]:
+def _list_beaten(result: SearchResult, policy: Policy) -> list[Rejection]:
     by_strategy: dict[str, tuple[int, float]] = {}
     for family, (many, least) in result.beaten.items():
         had, lowest = by_strategy.get(family.strategy.value, (0, least))
         by_strategy[family.strategy.value] = (had + many, min(lowest, least))
     best_s = None if result.best is None else result.best.estimate.step_s
     return [
-        Rejection(why=f"{strategy}: {why_beaten(least, best_s, policy)}", count=many)
+        Rejection(why=f"{strategy}: {explain_beaten(least, best_s, policy)}", count=many)
         for strategy, (many, least) in by_strategy.items()
     ]
 
 
-def why_beaten(least: float, best_s: float | None, policy: Policy) -> str:
+def explain_beaten(least: float, best_s: float | None, policy: Policy) -> str:
     """Say why settings that take at least `least` seconds a step were not looked at more closely."""
     if policy.objective is Objective.SPEED and best_s and 0 < least < best_s:
         return (
             f"at most {best_s / least - 1:.1%} faster than the choice, which predictions cannot tell; "
             "the choice is simpler"
         )
-    return f"cannot be better than the choice{_at_least(least, policy)}"
+    return f"cannot be better than the choice{_format_bound(least, policy)}"
 
 
-def _at_least(least: float, policy: Policy) -> str:
+def _format_bound(least: float, policy: Policy) -> str:
     """The bound that rules settings out, where it is a time."""
     if policy.objective is Objective.SPEED and least:
-        return f", {per_step(least)} a step at the very least"
+        return f", {format_step(least)} a step at the very least"
     return {Objective.GPUS: ", by GPUs and time", Objective.COST: ", by GPU-hours"}.get(policy.objective, "")
 
 
-def candidates(result: Result, workload: Workload) -> tuple[Candidate, ...]:
+def list_candidates(result: SearchResult, workload: Workload) -> tuple[Candidate, ...]:
     """The runners-up, with why they lost."""
     assert result.best is not None  # noqa: S101 - nobody runs up to nothing
     best = result.best
     return tuple(
         Candidate(
             setting=one.setting,
-            estimate=finished(one.estimate, one.setting, workload),
-            why=_lost(one, best) + _elsewhere(one, best) + "; releases cached blocks" * one.is_tight,
+            estimate=add_run_totals(one.estimate, one.setting, workload),
+            why=_explain_loss(one, best)
+            + _name_other_devices(one, best)
+            + "; releases cached blocks" * one.is_tight,
         )
         for one in result.runners_up
     )
 
 
-def _elsewhere(evaluated: Evaluated, best: Evaluated) -> str:
+def _name_other_devices(evaluated: Evaluation, best: Evaluation) -> str:
     """Which devices, where they are not of the kinds that the choice has."""
     return "" if evaluated.layout.kinds == best.layout.kinds else f" ({' and '.join(evaluated.layout.kinds)})"
 
 
-def looks(result: Result) -> tuple[Look, ...]:
+def list_looks(result: SearchResult) -> tuple[EstimatedSetting, ...]:
     """All that was looked at, each setting once."""
     each = {one.setting: one for one in (*result.seen, *([result.best] if result.best else []))}
     return tuple(
-        Look(
+        EstimatedSetting(
             setting=setting,
             process_bytes=one.estimate.process_bytes,
             high_bytes=one.estimate.band.high_bytes,
@@ -421,7 +431,7 @@ def looks(result: Result) -> tuple[Look, ...]:
     )
 
 
-def _lost(evaluated: Evaluated, best: Evaluated) -> str:
+def _explain_loss(evaluated: Evaluation, best: Evaluation) -> str:
     if evaluated.estimate.step_s is None or best.estimate.step_s is None:
         return "more rounds, more recomputing or fewer GPUs; times are not known"
     more = evaluated.estimate.step_s / best.estimate.step_s - 1
@@ -435,19 +445,19 @@ def _lost(evaluated: Evaluated, best: Evaluated) -> str:
     return f"{more:+.1%} a step" if abs(more) < 1 else f"{more + 1:.1f} times as long"
 
 
-def recommendation(
-    best: Evaluated,
+def write_recommendation(
+    best: Evaluation,
     space: Space,
     cluster: Cluster,
     rows: tuple[Comparison, ...],
-    fastest: Evaluated | None = None,
+    fastest: Evaluation | None = None,
 ) -> str:
     """The answer in a sentence or two; `fastest` is what was a little better and not as simple."""
-    said = _answer(best, space, cluster, rows, fastest)
-    return f"{said} {_tight_words(best, space.policy)}" if best.is_tight else said
+    said = _write_answer(best, space, cluster, rows, fastest)
+    return f"{said} {_warn_tight(best, space.policy)}" if best.is_tight else said
 
 
-def _tight_words(best: Evaluated, policy: Policy) -> str:
+def _warn_tight(best: Evaluation, policy: Policy) -> str:
     """The warning of a plan that fits only because torch releases cached blocks."""
     said = (
         "It fits only because torch releases cached blocks: "
@@ -464,25 +474,25 @@ def _tight_words(best: Evaluated, policy: Policy) -> str:
     return f"{said}; {slower}."
 
 
-def _answer(
-    best: Evaluated, space: Space, cluster: Cluster, rows: tuple[Comparison, ...], fastest: Evaluated | None
+def _write_answer(
+    best: Evaluation, space: Space, cluster: Cluster, rows: tuple[Comparison, ...], fastest: Evaluation | None
 ) -> str:
     policy, workload, setting = space.policy, space.workload, best.setting
     count, total = setting.gpus, len(cluster.devices)
     gpus = plural(count, "GPU")
-    estimate = finished(best.estimate, setting, workload)
+    estimate = add_run_totals(best.estimate, setting, workload)
     if estimate.step_s is None:
         fit = format_bytes(estimate.process_bytes)
         known = (
             f"Use {gpus}: it fits in {fit}. How long it takes is not known, since the device's speed is not."
         )
-        return f"{known}{_short_epoch(workload)}"
+        return f"{known}{_warn_short_epoch(workload)}"
     if estimate.hours is None:
         rate = f"{estimate.samples_per_s:.3g} samples/s"
         return f"Use {gpus} of {total}: {rate}. The job does not say how many samples there are."
     took = format_duration(estimate.hours * 3600)
     spent = f"{estimate.gpu_hours:.3g} GPU-hours"
-    price = cost(estimate, policy)
+    price = compute_cost(estimate, policy)
     spent += f", cost {price:,.2f}" if price is not None else ""
     free = f", {total - count} of {total} left free" if total > count else ""
     words = {
@@ -493,16 +503,16 @@ def _answer(
     lead = f"{gpus} {'are' if count > 1 else 'is'} {words[0]}"
     if fastest is not None and fastest.setting.gpus != count:
         lead = f"{gpus} {'are' if count > 1 else 'is'} {words[1]} {fastest.setting.gpus}, within {TIE:.0%}"
-    said = f"{lead}: {took} for {_horizon(workload)} ({spent}{free}).{_short_epoch(workload)}"
+    said = f"{lead}: {took} for {_format_horizon(workload)} ({spent}{free}).{_warn_short_epoch(workload)}"
     if policy.deadline_s is not None:
         spare = 1 - estimate.hours * 3600 / policy.deadline_s
         said += f" The deadline of {format_duration(policy.deadline_s)} leaves {spare:.0%} to spare."
-    others = [_beside(row, best) for row in rows if row.gpus != count]
+    others = [_describe_row(row, best) for row in rows if row.gpus != count]
     told = [one for one in others if one]
-    return f"{said} {sentence('; '.join(told))}" if told else said
+    return f"{said} {make_sentence('; '.join(told))}" if told else said
 
 
-def sentence(text: str) -> str:
+def make_sentence(text: str) -> str:
     """A text with a large letter before it and a full stop behind.
 
     >>> sentence("use 4 GPUs")
@@ -511,12 +521,12 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _horizon(workload: Workload) -> str:
+def _format_horizon(workload: Workload) -> str:
     epochs = plural(workload.epochs, "epoch")
     return f"{epochs} of {workload.samples:,} samples"
 
 
-def _short_epoch(workload: Workload) -> str:
+def _warn_short_epoch(workload: Workload) -> str:
     """A warning where an epoch has fewer samples than a step takes; empty where it has enough.
 
     >>> from trimtab.spec import Workload
@@ -531,7 +541,7 @@ def _short_epoch(workload: Workload) -> str:
     )
 
 
-def _beside(row: Comparison, best: Evaluated) -> str:
+def _describe_row(row: Comparison, best: Evaluation) -> str:
     if row.estimate is None or row.estimate.hours is None or best.estimate.step_s is None:
         return f"{row.gpus}: {row.why or 'nothing fits'}" if row.estimate is None else ""
     took = format_duration(row.estimate.hours * 3600)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.planner.batch_split import as_share, cuts, in_proportion, rank_samples
+from trimtab.planner.batch_split import divide_evenly, divide_in_proportion, list_splits, make_share
 from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED
-from trimtab.planner.protocol import Layout, kind, room_bytes
-from trimtab.planner.search import Evaluated
-from trimtab.planner.space import runs, workers
+from trimtab.planner.protocol import Layout, available_bytes
+from trimtab.planner.search import Evaluation
+from trimtab.planner.space import can_run, count_workers
 from trimtab.spec import Allocator, OptimizerImplementation, Precision, Recompute, Rejection, Setting
 from trimtab.strategies import strategy_by_speed
 
@@ -37,13 +37,13 @@ class _Rate:
     samples_per_s: float
 
 
-def mixed(space: Space, outlook: Estimator) -> tuple[list[Evaluated], list[Rejection]]:
+def search_mixed(space: Space, estimator: Estimator) -> tuple[list[Evaluation], list[Rejection]]:
     """The best setting of every layout of unlike devices, and why there is none where there is none."""
-    seen: list[Evaluated] = []
+    seen: list[Evaluation] = []
     refused: list[Rejection] = []
     for layout in space.mixed:
-        why = _unfit(space, layout)
-        found = [] if why else list(_settings(space, outlook, layout))
+        why = _explain_unfit(space, layout)
+        found = [] if why else list(_search_layout(space, estimator, layout))
         seen += found
         if not found:
             names = " and ".join(layout.kinds)
@@ -53,12 +53,12 @@ def mixed(space: Space, outlook: Estimator) -> tuple[list[Evaluated], list[Rejec
     return seen, refused
 
 
-def _unfit(space: Space, layout: Layout) -> str:
+def _explain_unfit(space: Space, layout: Layout) -> str:
     """Why a layout cannot share the batch out; empty where it can."""
     if layout.gpus > space.workload.global_batch:
         return f"more GPUs than the global batch of {space.workload.global_batch} has samples"
     precision = space.policy.pins.get("precision")
-    if precision and not all(runs(device, Precision(str(precision))) for device in layout.cluster.devices):
+    if precision and not all(can_run(device, Precision(str(precision))) for device in layout.cluster.devices):
         return f"{precision} is only emulated by some of {' and '.join(layout.kinds)}"
     if space.policy.pins.get("sync_batchnorm") and space.policy.pins.get("compile"):
         return NOT_COMPILED_SYNCHRONISED
@@ -68,14 +68,14 @@ def _unfit(space: Space, layout: Layout) -> str:
     return ""
 
 
-def _settings(space: Space, outlook: Estimator, layout: Layout) -> Iterator[Evaluated]:
+def _search_layout(space: Space, estimator: Estimator, layout: Layout) -> Iterator[Evaluation]:
     pins = space.policy.pins
     recomputes = [Recompute(str(pins["recompute"]))] if "recompute" in pins else list(Recompute)
     for recompute in recomputes:
         compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
         for compiled in [False] if pins.get("sync_batchnorm") else compiles:
             for allocator in space.allocators:
-                ask = _Ask(space, outlook, layout, recompute, compiled, allocator)
+                ask = _ShareSearch(space, estimator, layout, recompute, compiled, allocator)
                 try:
                     found = ask.best()
                 except TrimtabError:
@@ -86,21 +86,21 @@ def _settings(space: Space, outlook: Estimator, layout: Layout) -> Iterator[Eval
 
 
 @dataclass(frozen=True)
-class _Ask:
+class _ShareSearch:
     """One way to run on unlike devices, all but the shares decided."""
 
     space: Space
-    outlook: Estimator
+    estimator: Estimator
     layout: Layout
     recompute: Recompute
     compiled: bool
     allocator: Allocator
 
-    def best(self) -> Evaluated | None:
+    def best(self) -> Evaluation | None:
         """Shares by speed, or even ones where those are as good."""
         kinds = {
-            kind(device): device
-            for device in sorted(self.layout.cluster.devices, key=room_bytes, reverse=True)
+            device.kind: device
+            for device in sorted(self.layout.cluster.devices, key=available_bytes, reverse=True)
         }
         rates = {name: self._rate(device) for name, device in kinds.items()}
         known = {name: rate for name, rate in rates.items() if rate is not None}
@@ -108,11 +108,14 @@ class _Ask:
             return None
         names = [place.name for place in self.layout.places]
         whole = self.space.workload.global_batch
-        samples = in_proportion(whole, [known[name].samples_per_s for name in names], [whole] * len(names))
-        ways = [one for one in (samples, rank_samples(whole, len(names))) if one is not None]
+        samples = divide_in_proportion(
+            whole, [known[name].samples_per_s for name in names], [whole] * len(names)
+        )
+        ways = [one for one in (samples, divide_evenly(whole, len(names))) if one is not None]
         found = [
             self._together(
-                [as_share(one, known[name].micro_batch) for one, name in zip(way, names, strict=True)], kinds
+                [make_share(one, known[name].micro_batch) for one, name in zip(way, names, strict=True)],
+                kinds,
             )
             for way in ways
         ]
@@ -121,7 +124,7 @@ class _Ask:
 
     def _rate(self, device: Device) -> _Rate | None:
         """The best rate of a kind over the micro-batches that fit; None where nothing fits or is known."""
-        ladder = cuts(self.space.workload.global_batch, 1)
+        ladder = list_splits(self.space.workload.global_batch, 1)
         tried = ladder[:: max(1, len(ladder) // MOST_TRIED)]
         found: list[_Rate] = []
         for micro, _ in [*tried, ladder[-1]]:
@@ -132,7 +135,7 @@ class _Ask:
         return max(found, key=lambda rate: rate.samples_per_s, default=None)
 
     def _fits(self, estimate: Estimate, device: Device) -> bool:
-        return estimate.band.high_bytes <= self.space.policy.memory_share * room_bytes(device)
+        return estimate.band.high_bytes <= self.space.policy.memory_share * available_bytes(device)
 
     def _alone(self, device: Device, micro: int, rounds: int) -> Estimate:
         """A rank on that device, as if all the others were like it."""
@@ -141,11 +144,11 @@ class _Ask:
             for node in self.layout.cluster.nodes
         )
         alike = Layout(
-            places=tuple(place.replace(name=kind(device)) for place in self.layout.places),
+            places=tuple(place.replace(name=device.kind) for place in self.layout.places),
             cluster=self.layout.cluster.replace(nodes=nodes),
         )
         ranks = self.layout.gpus
-        return self.outlook.estimate(self._setting(micro, rounds, micro * rounds * ranks), alike)
+        return self.estimator.estimate(self._setting(micro, rounds, micro * rounds * ranks), alike)
 
     def _setting(self, micro: int, rounds: int, whole: int, shares: tuple[Share, ...] = ()) -> Setting:
         pins = self.space.policy.pins
@@ -162,12 +165,12 @@ class _Ask:
             compile=self.compiled,
             optimizer=OptimizerImplementation(str(pins.get("optimizer") or "fused")),
             allocator=self.allocator,
-            workers=workers(self.layout, self.space.policy),
+            workers=count_workers(self.layout, self.space.policy),
             sync_batchnorm=bool(pins.get("sync_batchnorm")),
             shares=shares,
         )
 
-    def _together(self, shares: list[Share], kinds: dict[str, Device]) -> Evaluated | None:
+    def _together(self, shares: list[Share], kinds: dict[str, Device]) -> Evaluation | None:
         """All ranks at once: the slowest sets the pace, the fullest decides whether it fits."""
         ranks: dict[tuple[str, int, int], Share] = {}
         for place, share in zip(self.layout.places, shares, strict=True):
@@ -176,7 +179,7 @@ class _Ask:
         times = [one.step_s for one, _ in found if one.step_s is not None]
         if len(times) < len(found):
             return None
-        fullest, device = max(found, key=lambda one: one[0].band.high_bytes / room_bytes(one[1]))
+        fullest, device = max(found, key=lambda one: one[0].band.high_bytes / available_bytes(one[1]))
         whole = self.space.workload.global_batch
         slowest = max(times)
         estimate = fullest.replace(step_s=slowest, samples_per_s=whole / slowest, mfu=None, step_time=None)
@@ -184,9 +187,9 @@ class _Ask:
             max(share.micro_batch for share in shares),
             max(share.accumulation for share in shares),
         )
-        return Evaluated(
+        return Evaluation(
             setting=self._setting(micro, rounds, whole, tuple(shares)),
             layout=self.layout,
             estimate=estimate,
-            allowed_bytes=int(self.space.policy.memory_share * room_bytes(device)),
+            allowed_bytes=int(self.space.policy.memory_share * available_bytes(device)),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import UnknownName, WrongUse, nearest
+from trimtab.errors import UnknownName, WrongUse, find_nearest
 from trimtab.spec import Allocator, OptimizerImplementation, Precision, Recompute, Strategy
 from trimtab.strategies import STRATEGIES
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Workload
 
-WORDS: dict[str, Any] = {
+CHOICES: dict[str, Any] = {
     "strategy": Strategy,
     "precision": Precision,
     "recompute": Recompute,
@@ -24,8 +24,8 @@ COUNTS = {"gpus": 1, "data_parallel": 1, "micro_batch": 1, "accumulation": 1, "w
 """Whole numbers, with the least that each can be."""
 SWITCHES = ("compile", "sync_batchnorm")
 """True or false."""
-KEYS = (*WORDS, *COUNTS, *SWITCHES)
-TRUTHS = {
+KEYS = (*CHOICES, *COUNTS, *SWITCHES)
+BOOLEANS = {
     "true": True,
     "yes": True,
     "on": True,
@@ -43,7 +43,7 @@ NOT_COMPILED_SYNCHRONISED = (
 Pins = dict[str, str | int | bool]
 
 
-def _unsynchronised(pins: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _check_sync_batchnorm(pins: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Pins under which BatchNorm is not synchronised, though that is pinned."""
     strategy = STRATEGIES.get(str(pins.get("strategy")))
     is_spread = strategy is not None and strategy.needs_several_gpus
@@ -66,7 +66,7 @@ def read_pins(texts: Iterable[str]) -> Pins:
         if not equals:
             raise WrongUse(f"--pin {text}", found="it has no =", cure="Write it like --pin micro_batch=8.")
         name = key.strip().lower().replace("-", "_")
-        meant = checked(name, value.strip(), f"--pin {text}")
+        meant = check_pin(name, value.strip(), f"--pin {text}")
         if name in found and found[name] != meant:
             raise WrongUse(
                 f"--pin {name}={found[name]} --pin {text}",
@@ -77,18 +77,18 @@ def read_pins(texts: Iterable[str]) -> Pins:
     return found
 
 
-def taken(pins: Mapping[str, Any]) -> Pins:
+def check_pins(pins: Mapping[str, Any]) -> Pins:
     """Pins from Python: the same checks, whatever the types."""
     return {
-        str(key).replace("-", "_"): checked(str(key).replace("-", "_"), str(value), f"pin {key}={value}")
+        str(key).replace("-", "_"): check_pin(str(key).replace("-", "_"), str(value), f"pin {key}={value}")
         for key, value in pins.items()
     }
 
 
-def checked(name: str, value: str, given: str) -> str | int | bool:
+def check_pin(name: str, value: str, given: str) -> str | int | bool:
     """One pin's value, of the type that its key has."""
-    if name in WORDS:
-        known = [word.value for word in WORDS[name]]
+    if name in CHOICES:
+        known = [word.value for word in CHOICES[name]]
         if value in known:
             return value
         raise WrongUse(given, found=f"{name} is none of {', '.join(known)}", cure="Use one of those.")
@@ -98,8 +98,8 @@ def checked(name: str, value: str, given: str) -> str | int | bool:
             return int(value)
         raise WrongUse(given, found=f"{name} is no whole number from {least} up", cure=f"Write {name}=8.")
     if name in SWITCHES:
-        if value.lower() in TRUTHS:
-            return TRUTHS[value.lower()]
+        if value.lower() in BOOLEANS:
+            return BOOLEANS[value.lower()]
         raise WrongUse(given, found=f"{name} is neither true nor false", cure=f"Write {name}=true or =false.")
     if name == "global_batch":
         raise WrongUse(
@@ -107,13 +107,13 @@ def checked(name: str, value: str, given: str) -> str | int | bool:
             found="the global batch is the job's own, not a choice of the plan",
             cure="Use --global-batch N.",
         )
-    close = nearest(name, KEYS) or list(KEYS)
+    close = find_nearest(name, KEYS) or list(KEYS)
     raise UnknownName(
         given, found=f"nothing is called {name}; the nearest are {', '.join(close)}", cure="Pin one of those."
     )
 
 
-def contradictions(pins: Mapping[str, Any], workload: Workload, available: int) -> list[tuple[str, str]]:
+def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: int) -> list[tuple[str, str]]:
     """What cannot be together: what is wrong, and what to do."""
     wrong: list[tuple[str, str]] = []
     gpus, strategy = pins.get("gpus"), STRATEGIES.get(str(pins.get("strategy")))
@@ -123,10 +123,10 @@ def contradictions(pins: Mapping[str, Any], workload: Workload, available: int) 
         )
     if strategy is not None:
         wrong += strategy.pin_conflicts(pins, available, len(workload.branches))
-    return wrong + _unsynchronised(pins) + _wrong_batch(pins, workload.global_batch)
+    return wrong + _check_sync_batchnorm(pins) + _check_batch(pins, workload.global_batch)
 
 
-def _wrong_batch(pins: Mapping[str, Any], whole: int) -> list[tuple[str, str]]:
+def _check_batch(pins: Mapping[str, Any], whole: int) -> list[tuple[str, str]]:
     """Pins that cannot make the global batch together."""
     gpus, ranks = pins.get("gpus"), pins.get("data_parallel")
     if ranks is not None and gpus is not None and gpus % ranks:

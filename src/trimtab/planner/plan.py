@@ -11,17 +11,17 @@ import msgspec
 
 from trimtab.cache import ESTIMATES, PLANS, TRACES, code_fingerprint, fingerprint
 from trimtab.errors import WrongUse
-from trimtab.planner.decision import PlanQuestion, decide
-from trimtab.planner.estimator import EstimateCache, TraceEstimator, plain_device, spoken
-from trimtab.planner.protocol import room_bytes
-from trimtab.planner.space import shard_counts
-from trimtab.planner.validity import fingerprints, versions
+from trimtab.planner.decision import PlanQuestion, choose_plan
+from trimtab.planner.estimator import EstimateCache, TraceEstimator, describe_setting, strip_device
+from trimtab.planner.protocol import available_bytes
+from trimtab.planner.space import list_shard_counts
+from trimtab.planner.validity import collect_fingerprints, read_versions
 from trimtab.predict.calibration import own_folder, read_own_calibration
 from trimtab.predict.derive import direct_shards
-from trimtab.predict.traces import traces
+from trimtab.predict.traces import get_traces
 from trimtab.spec import Plan, Recompute
-from trimtab.trace.job_summary import Named, is_known, named_key, summary
-from trimtab.trace.loss_check import batch_loss
+from trimtab.trace.job_summary import NamedJob, has_summary, named_job_key, summarize_job
+from trimtab.trace.loss_check import check_batch_loss
 from trimtab.trace.request import TraceRequests
 from trimtab.trace.server import WorkerProcess
 from trimtab.trace.tracer import NOT_TRACING, trace_key
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from trimtab.errors import TrimtabError
-    from trimtab.planner.search import Evaluated
+    from trimtab.planner.search import Evaluation
     from trimtab.predict.traces import Family
     from trimtab.spec import Cluster, Device, Policy, Setting, Trace, Workload
 
@@ -46,7 +46,7 @@ NOT_ESTIMATING = NOT_TRACING - {"predict", "planner"}
 
 
 @dataclass(kw_only=True)
-class Tracing:
+class JobTracer:
     """Traces of one job for one plan, from one worker process."""
 
     job: str
@@ -65,7 +65,7 @@ class Tracing:
         """Return the trace of each setting, or why there is none; `changes` are further job options."""
         start = monotonic()
         self.worker.last = None
-        found = traces(
+        found = get_traces(
             self.job,
             settings,
             device,
@@ -119,23 +119,23 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
     """
     given = given or {}
     with WorkerProcess() as worker:
-        if not (cache and is_known(job, overrides)):
+        if not (cache and has_summary(job, overrides)):
             # The worker process will be needed: it loads the job while this process reads the workload.
-            device = plain_device(min(cluster.devices, key=room_bytes))
+            device = strip_device(min(cluster.devices, key=available_bytes))
             worker.load_job(TraceRequests(job=job, overrides=overrides, settings=(), device=device))
-        workload = workload_of(job, overrides, given, cache=cache, say=say)
-        workload = with_batch_loss(job, overrides, workload, cache=cache, say=say)
+        workload = read_workload(job, overrides, given, cache=cache, say=say)
+        workload = add_batch_loss(job, overrides, workload, cache=cache, say=say)
         question = PlanQuestion(
             job=job, workload=workload, cluster=cluster, policy=policy, compare=tuple(compare)
         )
         # The loss of a cached step is over the whole global batch, which its trace has to know.
         batch = given.get("global_batch")
         traced = overrides | ({"global_batch": batch} if workload.cached and batch else {})
-        key = _estimates_key(Named(job=job, overrides={**traced, "clip": clip}))
+        key = _estimates_key(NamedJob(job=job, overrides={**traced, "clip": clip}))
         plan_key = fingerprint(key, question)
         found = PLANS.load(plan_key, Plan.from_json) if cache else None
         if found is None:
-            tracing = Tracing(
+            tracing = JobTracer(
                 job=job,
                 overrides=traced,
                 worker=worker,
@@ -143,19 +143,19 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
                 cache=cache,
                 is_ahead="recompute" not in policy.pins,
             )
-            found = _decide(question, tracing, key, say=say, say_best=say_best)
+            found = _search_plan(question, tracing, key, say=say, say_best=say_best)
             if not (found.complete or partial):
                 raise KeyboardInterrupt
-            assumed = fingerprints(job, workload, found.places, versions())
+            assumed = collect_fingerprints(job, workload, found.places, read_versions())
             found = found.replace(fingerprints=assumed, options=overrides)
             if found.complete:
                 PLANS.store(plan_key, found.to_json())
     return found.replace(folder=str(Path.cwd()))
 
 
-def _decide(
+def _search_plan(
     question: PlanQuestion,
-    tracing: Tracing,
+    tracing: JobTracer,
     key: str,
     *,
     say: Callable[[str], None],
@@ -164,19 +164,19 @@ def _decide(
     """Return the plan by a search; store the estimates that it computed, even if it fails."""
     cached = ESTIMATES.load(key, _read_estimates) if tracing.cache else None
     estimates = cached or EstimateCache()
-    outlook = TraceEstimator(
+    estimator = TraceEstimator(
         trace_all=tracing.trace_all, calibration_of=read_own_calibration, say=say, cache=estimates
     )
-    outlook.direct |= direct_shards(shard_counts(question.workload, question.cluster, question.policy))
+    estimator.direct |= direct_shards(list_shard_counts(question.workload, question.cluster, question.policy))
     try:
-        return decide(question, outlook, notice=lambda seen: say_best(_describe(seen)))
+        return choose_plan(question, estimator, notice=lambda seen: say_best(_describe_best(seen)))
     finally:
         if tracing.cache and estimates.changed:
             estimates.changed = False
             ESTIMATES.store(key, msgspec.json.encode(estimates))
 
 
-def workload_of(
+def read_workload(
     job: str,
     overrides: dict[str, Any],
     given: Mapping[str, int | None],
@@ -190,11 +190,11 @@ def workload_of(
             option = f"--{key.replace('_', '-')}"
             raise WrongUse(f"{option} {value}", found="it is below 1", cure=f"Give {option} at least 1.")
     say("reading the job")
-    found = summary(job, overrides, cache=cache)
+    found = summarize_job(job, overrides, cache=cache)
     return found.replace(**{key: value for key, value in given.items() if value is not None})
 
 
-def with_batch_loss(
+def add_batch_loss(
     job: str,
     overrides: dict[str, Any],
     workload: Workload,
@@ -206,22 +206,22 @@ def with_batch_loss(
     if workload.batch_loss is not None or workload.cached or workload.global_batch == 1:
         return workload
     say("comparing the loss of a small batch with those of its halves")
-    return workload.replace(batch_loss=batch_loss(job, overrides, cache=cache))
+    return workload.replace(batch_loss=check_batch_loss(job, overrides, cache=cache))
 
 
-def _describe(seen: Evaluated) -> str:
+def _describe_best(seen: Evaluation) -> str:
     """Return a setting with its speed in words."""
     setting, step_s = seen.setting, seen.estimate.step_s
     speed = "" if not step_s else f", {setting.global_batch / step_s:.3g} samples/s"
-    return f"{spoken(setting)} on {plural(setting.gpus, 'GPU')}{speed}"
+    return f"{describe_setting(setting)} on {plural(setting.gpus, 'GPU')}{speed}"
 
 
 def _read_estimates(data: bytes) -> EstimateCache:
     return msgspec.json.decode(data, type=EstimateCache)
 
 
-def _estimates_key(named: Named) -> str:
+def _estimates_key(named: NamedJob) -> str:
     """Return the cache key of all estimates of a job: the job, our code and the user's own calibrations."""
     files = sorted(own_folder().glob("*.json"))
     calibrations = [(file.name, file.read_bytes()) for file in files if file.is_file()]
-    return fingerprint(named_key(named), code_fingerprint(NOT_ESTIMATING), calibrations)
+    return fingerprint(named_job_key(named), code_fingerprint(NOT_ESTIMATING), calibrations)

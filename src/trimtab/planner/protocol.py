@@ -1,4 +1,4 @@
-"""Outlook: whoever can say what a setting would need and how long a step would take.
+"""Estimator: whoever can say what a setting would need and how long a step would take.
 
 The search asks through this door only. The real one traces the job (see foresight.py); tests give one with
 laws that are made up.
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trimtab.spec import Cluster, Device, Estimate, Place, Setting
+    from trimtab.spec import Cluster, Device, Estimate, RankPlacement, Setting
 
 
 @dataclass(frozen=True)
 class Layout:
     """The devices that a setting would run on."""
 
-    places: tuple[Place, ...]
+    places: tuple[RankPlacement, ...]
     cluster: Cluster = field(compare=False, repr=False)
     """Those devices alone, with the links between them."""
 
@@ -31,7 +31,7 @@ class Layout:
     @property
     def device(self) -> Device:
         """The one with the least memory to give."""
-        return min(self.cluster.devices, key=room_bytes)
+        return min(self.cluster.devices, key=available_bytes)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -39,18 +39,13 @@ class Layout:
         return tuple(dict.fromkeys(place.name for place in self.places))
 
 
-def room_bytes(device: Device) -> int:
+def available_bytes(device: Device) -> int:
     """What a device can give: what is free now, or all of it where nobody looked."""
     return device.memory_bytes if device.free_bytes is None else device.free_bytes
 
 
-def kind(device: Device) -> str:
-    """What devices that are alike have in common."""
-    return device.kind
-
-
 @dataclass(frozen=True)
-class Floor:
+class LowerBound:
     """What a setting takes at the very least."""
 
     step_s: float | None = 0.0
@@ -61,16 +56,16 @@ class Floor:
 class Estimator(Protocol):
     """What the search may ask."""
 
-    def floor(self, setting: Setting, layout: Layout) -> Floor:
+    def lower_bound(self, setting: Setting, layout: Layout) -> LowerBound:
         """A bound from below that costs nothing to know now; it may rise as more becomes known.
 
         Zero is always right. The search looks closely at what no bound rules out, and at nothing else.
         """
 
-    def glance(self, setting: Setting, layout: Layout) -> Floor:
+    def cached_bound(self, setting: Setting, layout: Layout) -> LowerBound:
         """As `floor`, with nothing worked out for it: for what is out of the race, and is only told of."""
 
-    def sharpen(self, setting: Setting, layout: Layout) -> Floor:
+    def tighten_bound(self, setting: Setting, layout: Layout) -> LowerBound:
         """The same bound, as good as it can be had without finding out anything that takes long."""
 
     def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
@@ -87,8 +82,8 @@ class Estimator(Protocol):
         Raises as `estimate` does. With `explain` the reason says whether another allocator would help.
         """
 
-    def is_at_hand(self, setting: Setting, layout: Layout) -> bool:
+    def has_traces(self, setting: Setting, layout: Layout) -> bool:
         """Whether an estimate costs next to nothing: runners-up are worth no more than that."""
 
-    def altered(self, **changes: int) -> Estimator:
-        """The outlook of the job with some of its members changed, such as a shorter `seq`."""
+    def with_changes(self, **changes: int) -> Estimator:
+        """The estimator of the job with some of its members changed, such as a shorter `seq`."""

@@ -1,7 +1,7 @@
 """The search: exact, best bound first, and looking closely only where a bound does not rule it out.
 
-Every setting of the space has a bound from below for its time, which an Outlook gives for nothing. The
-setting with the lowest bound is looked at closely; its true time takes the place of the bound. Once the
+Every setting of the space has a bound from below for its time, which an Estimator gives for nothing. The
+setting with the lowest bound is evaluated; its true time takes the place of the bound. Once the
 lowest of all belongs to a setting that is known and fits, no other can be better. Two things are taken to be
 so: that a larger micro-batch of the same family needs no less memory, and that bounds are bounds.
 """
@@ -16,7 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from trimtab.errors import TrimtabError
-from trimtab.planner.protocol import room_bytes
+from trimtab.planner.protocol import available_bytes
 from trimtab.spec import Objective, Recompute, Verdict
 from trimtab.strategies import STRATEGIES, strategy_of
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from trimtab.planner.protocol import Estimator, Layout
-    from trimtab.planner.space import Cut, Family, Space
+    from trimtab.planner.space import BatchSplit, Family, Space
     from trimtab.spec import Estimate, Policy, Setting, Strategy, Workload
 
 RUNNERS_UP = 5
@@ -37,14 +37,14 @@ median, on devices that were measured too. The simpler of two such plans is take
 
 RECOMPUTES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 
-Notice = Callable[["Evaluated"], None]
+Notice = Callable[["Evaluation"], None]
 Value = tuple[float, ...]
 """What the objective makes as small as it can."""
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """A setting that was looked at closely."""
+class Evaluation:
+    """A setting that was evaluated."""
 
     setting: Setting
     layout: Layout
@@ -68,31 +68,31 @@ class Evaluated:
 
 
 @dataclass
-class Result:
+class SearchResult:
     """What a search found."""
 
-    best: Evaluated | None = None
-    fastest: Evaluated | None = None
+    best: Evaluation | None = None
+    fastest: Evaluation | None = None
     """The best by the objective, where something simpler is as good and was chosen."""
-    runners_up: list[Evaluated] = field(default_factory=list)
-    seen: list[Evaluated] = field(default_factory=list)
-    """Everything looked at closely, whether it fits or not."""
+    runners_up: list[Evaluation] = field(default_factory=list)
+    seen: list[Evaluation] = field(default_factory=list)
+    """Everything evaluated, whether it fits or not."""
     too_large: dict[Family, tuple[int, int]] = field(default_factory=dict)
     """Settings that do not fit, and the least that one of them needs."""
     limits: dict[Family, int] = field(default_factory=dict)
     """The largest micro-batch that may fit, where one does not; 0 where none does. Of families that were
-    looked at before the choice was made, it does fit."""
+    evaluated before the choice was made, it does fit."""
     too_late: int = 0
     """Settings that fit and would end after the deadline."""
     beaten: dict[Family, tuple[int, float]] = field(default_factory=dict)
-    """Settings not looked at, because they cannot be better, and the least time that one of them takes."""
+    """Settings not evaluated, because they cannot be better, and the least time that one of them takes."""
     failed: dict[str, tuple[int, TrimtabError]] = field(default_factory=dict)
     """Settings that could not be estimated, by cause."""
     complete: bool = True
     """False where the search was interrupted: `best` is the best that it had found."""
 
 
-def value(setting: Setting, step_s: float | None, objective: Objective) -> Value:
+def objective_value(setting: Setting, step_s: float | None, objective: Objective) -> Value:
     """How good a setting is: smaller is better, and a lower time never makes it larger.
 
     Where nobody knows the time (a device without peaks), fewer rounds, less recomputing and more devices
@@ -107,7 +107,7 @@ def value(setting: Setting, step_s: float | None, objective: Objective) -> Value
     return (step_s * setting.gpus, step_s) if objective is Objective.COST else (step_s,)
 
 
-def taste(setting: Setting) -> tuple[int, ...]:
+def tie_break_key(setting: Setting) -> tuple[int, ...]:
     """Between equals: fewer devices, the simpler strategy, less recomputing, no compiling, less memory."""
     return (
         setting.gpus,
@@ -118,9 +118,9 @@ def taste(setting: Setting) -> tuple[int, ...]:
     )
 
 
-def simplicity(setting: Setting) -> tuple[int, ...]:
+def simplicity_key(setting: Setting) -> tuple[int, ...]:
     """What decides a tie: fewer devices, then the simpler strategy."""
-    return taste(setting)[:2]
+    return tie_break_key(setting)[:2]
 
 
 def is_tie(value: Value, best: Value) -> bool:
@@ -134,30 +134,30 @@ def is_tie(value: Value, best: Value) -> bool:
     )
 
 
-def allowed(layout: Layout, policy: Policy) -> int:
+def memory_limit(layout: Layout, policy: Policy) -> int:
     """Bytes that a plan may use on the fullest device."""
-    return int(policy.memory_share * room_bytes(layout.device))
+    return int(policy.memory_share * available_bytes(layout.device))
 
 
-def run_s(workload: Workload, step_s: float | None) -> float | None:
+def compute_run_s(workload: Workload, step_s: float | None) -> float | None:
     """Seconds to the horizon."""
     return None if step_s is None or workload.steps is None else step_s * workload.steps
 
 
 def is_late(workload: Workload, policy: Policy, step_s: float | None, *, margin: float = MARGIN) -> bool:
     """Whether a run would end after the deadline, or too close to it."""
-    needed = run_s(workload, step_s)
+    needed = compute_run_s(workload, step_s)
     return policy.deadline_s is not None and needed is not None and needed > policy.deadline_s * (1 - margin)
 
 
-def search(
+def search_space(
     space: Space,
-    outlook: Estimator,
+    estimator: Estimator,
     *,
-    known: Iterable[Evaluated] = (),
+    known: Iterable[Evaluation] = (),
     margin: float | None = None,
     notice: Notice = lambda _: None,
-) -> Result:
+) -> SearchResult:
     """The best setting that fits, with what was learnt on the way.
 
     `known` are settings that were estimated elsewhere (those on unlike devices) and compete here; `margin`
@@ -165,14 +165,14 @@ def search(
     than all before it. After Ctrl-C the result is the best so far, marked as not complete; where nothing was
     found, KeyboardInterrupt is raised.
     """
-    return _Search(space, outlook, margin, notice).run(known)
+    return _Search(space, estimator, margin, notice).run(known)
 
 
-CLEARLY = 1.04
+LINE_MARGIN = 1.04
 """A line through two micro-batches that is this far beyond the limit is taken at its word."""
 
 
-def line(points: dict[int, int], micro: int) -> float | None:
+def predict_on_line(points: dict[int, int], micro: int) -> float | None:
     """What a micro-batch needs by the line through the two nearest that are known.
 
     >>> line({2: 100, 10: 500}, 6), line({2: 100}, 6)
@@ -185,12 +185,12 @@ def line(points: dict[int, int], micro: int) -> float | None:
     return points[first] + slope * (micro - first)
 
 
-def _clearly_beyond(micro: int, points: dict[int, int], most: int) -> bool:
-    expected = line(points, micro)
-    return expected is not None and expected > most * CLEARLY
+def _is_clearly_beyond(micro: int, points: dict[int, int], most: int) -> bool:
+    expected = predict_on_line(points, micro)
+    return expected is not None and expected > most * LINE_MARGIN
 
 
-def ends(cuts: tuple[Cut, ...]) -> list[Cut]:
+def end_splits(splits: tuple[BatchSplit, ...]) -> list[BatchSplit]:
     """The micro-batches that tell of all others: the largest, and the smallest above one.
 
     A batch of one sample is often another program (what is one long can be broadcast), and is asked for by
@@ -199,29 +199,29 @@ def ends(cuts: tuple[Cut, ...]) -> list[Cut]:
     >>> ends(((8, 1), (4, 2), (2, 4), (1, 8)))
     [(8, 1), (2, 4)]
     """
-    several = [cut for cut in cuts if cut[0] > 1] or list(cuts)
+    several = [split for split in splits if split[0] > 1] or list(splits)
     return list(dict.fromkeys((several[0], several[-1])))
 
 
-def _strain(seen: Evaluated) -> tuple[int, float]:
+def _memory_strain(seen: Evaluation) -> tuple[int, float]:
     """What is missing, and how often a step must release cached blocks: the less the better."""
     return seen.missing_bytes, seen.estimate.releases_per_step or 0.0
 
 
-Entry = tuple[Value, bool, tuple[int, ...], int, "Family | None", "Cut", Evaluated | None]
+Entry = tuple[Value, bool, tuple[int, ...], int, "Family | None", "BatchSplit", Evaluation | None]
 """Value or bound, whether it is only a bound, and whose it is: of equals, what is known goes first, since a
 bound that is no lower promises nothing better."""
 
 
-def _setting(entry: Entry) -> Setting:
-    family, cut, seen = entry[4:]
+def _setting_of(entry: Entry) -> Setting:
+    family, split, seen = entry[4:]
     if seen is not None:
         return seen.setting
     assert family is not None  # noqa: S101 - a bound belongs to a family
-    return family.setting(cut)
+    return family.setting(split)
 
 
-def _plainest(families: Iterable[Family]) -> list[Family]:
+def _pick_plainest(families: Iterable[Family]) -> list[Family]:
     """Return one family of every strategy: the least recomputing and compiling, on the most devices."""
     found: dict[Strategy, Family] = {}
     for family in sorted(
@@ -234,82 +234,84 @@ def _plainest(families: Iterable[Family]) -> list[Family]:
 class _Search:
     """One search under way: a heap of settings, by what they are known to take at least."""
 
-    def __init__(self, space: Space, outlook: Estimator, margin: float | None, notice: Notice) -> None:
+    def __init__(self, space: Space, estimator: Estimator, margin: float | None, notice: Notice) -> None:
         self.space = space
         self.policy = space.policy
-        self.outlook = outlook
+        self.estimator = estimator
         self.margin = margin
         self.notice = notice
-        self.result = Result()
-        self.met: list[Entry] = []
+        self.result = SearchResult()
+        self.known: list[Entry] = []
         """Everything that is known and fits."""
         self.heap: list[Entry] = []
         self.numbers = count()
         self.limits = self.result.limits
-        self.looked: set[Family] = set()
-        self.found: dict[tuple[Family, Cut], Evaluated | None] = {}
-        self.hopeless: dict[Family, TrimtabError] = {}
+        self.evaluated_families: set[Family] = set()
+        self.found: dict[tuple[Family, BatchSplit], Evaluation | None] = {}
+        self.failed_families: dict[Family, TrimtabError] = {}
         """Families that cannot be estimated at any micro-batch."""
         self.prepared: set[Recompute] = set()
         """Ways of recomputing whose families have been asked for together."""
-        self.shown: set[Family] = set()
+        self.shown_families: set[Family] = set()
         """Families of the choice and the runners-up so far."""
-        self.spare: list[tuple[Family, Cut]] = []
+        self.spare_splits: list[tuple[Family, BatchSplit]] = []
         """More members of those, to fill up the runners-up."""
         self.last_failure: TrimtabError | None = None
-        self.plainest = _plainest(space.families)
+        self.plainest = _pick_plainest(space.families)
 
-    def run(self, known: Iterable[Evaluated]) -> Result:
+    def run(self, known: Iterable[Evaluation]) -> SearchResult:
         try:
             for evaluated in known:
-                self._met(evaluated)
+                self._add_known(evaluated)
             for family in self.space.families:
-                for cut in family.cuts:
-                    self._push_bound(family, cut)
-            self._sift()
-            self._fill_up()
+                for split in family.splits:
+                    self._push_bound(family, split)
+            self._search_heap()
+            self._fill_runners_up()
         except KeyboardInterrupt:
-            self._stop()
+            self._take_best_so_far()
         return self.result
 
-    def _stop(self) -> None:
+    def _take_best_so_far(self) -> None:
         """Take the best that is known, where the search was interrupted."""
         self.result.complete = False
         if self.result.best is None:
-            if not self.met:
+            if not self.known:
                 raise KeyboardInterrupt
-            first, *others = sorted(self.met)
+            first, *others = sorted(self.known)
             self.result.best = first[-1]
             self.result.runners_up = [one for *_, one in others[:RUNNERS_UP] if one is not None]
 
-    def _sift(self) -> None:
+    def _search_heap(self) -> None:
         while self.heap:
             entry = heapq.heappop(self.heap)
-            bound, is_bound, _, _, family, cut, _ = entry
+            bound, is_bound, _, _, family, split, _ = entry
             if is_bound:
                 assert family is not None  # noqa: S101 - a bound belongs to a family
-                self._look(family, cut, bound)
+                self._evaluate(family, split, bound)
                 continue
             if self.result.best is None:
-                entry = self._settle(entry)
-            self._take(entry)
+                entry = self._pick_simplest(entry)
+            self._accept(entry)
 
-    def _settle(self, first: Entry) -> Entry:
+    def _pick_simplest(self, first: Entry) -> Entry:
         """The simplest of all that are as good as the best, which is given.
 
-        Whatever may be simpler and as good is looked at, so that the choice does not depend on what happened
+        Whatever may be simpler and as good is evaluated, so that the choice does not depend on what happened
         to be known.
         """
         won, aside = first, []
         most = first[0][0] * (1 + TIE)
         while self.heap and self.heap[0][0][0] <= most:
             entry = heapq.heappop(self.heap)
-            worth, is_bound, _, _, family, cut, _ = entry
-            if not is_tie(worth, first[0]) or simplicity(_setting(entry)) >= simplicity(_setting(won)):
+            worth, is_bound, _, _, family, split, _ = entry
+            if not is_tie(worth, first[0]) or simplicity_key(_setting_of(entry)) >= simplicity_key(
+                _setting_of(won)
+            ):
                 aside.append(entry)
             elif is_bound:
                 assert family is not None  # noqa: S101 - a bound belongs to a family
-                self._look(family, cut, worth)
+                self._evaluate(family, split, worth)
             elif self._is_later(entry, first):
                 aside.append(entry)
             else:
@@ -332,104 +334,109 @@ class _Search:
             for margin in (MARGIN, 0.0)
         )
 
-    def _take(self, entry: Entry) -> None:
+    def _accept(self, entry: Entry) -> None:
         """The best of all that is left: the choice, or the next of the runners-up."""
         family, seen = entry[4], entry[-1]
         assert seen is not None  # noqa: S101 - what is known was seen
         if family is not None:
-            self.shown.add(family)
+            self.shown_families.add(family)
         if self.result.best is None:
             self.result.best = seen
         elif len(self.result.runners_up) < RUNNERS_UP:
             self.result.runners_up.append(seen)
 
-    def _fill_up(self) -> None:
+    def _fill_runners_up(self) -> None:
         """Runners-up unlike the choice come first; where they are few, its other micro-batches follow."""
-        for family, cut in self.spare:
+        for family, split in self.spare_splits:
             if len(self.result.runners_up) >= RUNNERS_UP:
                 break
-            may = cut[0] <= self.limits.get(family, cut[0])
-            seen = self._estimated(family, cut) if may else None
-            if seen is not None and seen.fits and not self._late(seen):
+            may = split[0] <= self.limits.get(family, split[0])
+            seen = self._get_estimate(family, split) if may else None
+            if seen is not None and seen.fits and not self._is_late(seen):
                 self.result.runners_up.append(seen)
         self.result.runners_up.sort(
-            key=lambda one: value(one.setting, one.estimate.step_s, self.policy.objective)
+            key=lambda one: objective_value(one.setting, one.estimate.step_s, self.policy.objective)
         )
 
-    def _push_bound(self, family: Family, cut: Cut) -> None:
-        setting = family.setting(cut)
+    def _push_bound(self, family: Family, split: BatchSplit) -> None:
+        setting = family.setting(split)
         # Of equal bounds the one that tells most: the largest micro-batch bounds those below it.
-        order = (STRATEGIES[family.strategy].probe_order, -family.layout.gpus, *taste(setting)[2:-1], -cut[0])
-        bound = self._bound(family, cut)
-        heapq.heappush(self.heap, (bound, True, order, next(self.numbers), family, cut, None))
+        order = (
+            STRATEGIES[family.strategy].probe_order,
+            -family.layout.gpus,
+            *tie_break_key(setting)[2:-1],
+            -split[0],
+        )
+        bound = self._bound(family, split)
+        heapq.heappush(self.heap, (bound, True, order, next(self.numbers), family, split, None))
 
-    def _bound(self, family: Family, cut: Cut) -> Value:
-        setting = family.setting(cut)
-        floor = self.outlook.floor(setting, family.layout)
-        return value(setting, floor.step_s, self.policy.objective)
+    def _bound(self, family: Family, split: BatchSplit) -> Value:
+        setting = family.setting(split)
+        floor = self.estimator.lower_bound(setting, family.layout)
+        return objective_value(setting, floor.step_s, self.policy.objective)
 
-    def _look(self, family: Family, cut: Cut, bound: Value) -> None:
+    def _evaluate(self, family: Family, split: BatchSplit, bound: Value) -> None:
         """Look closely at a setting, unless something learnt since makes that needless."""
-        if self._is_needless(family, cut, bound):
+        if self._can_skip(family, split, bound):
             return
-        if family not in self.looked:
-            self.looked.add(family)
+        if family not in self.evaluated_families:
+            self.evaluated_families.add(family)
             if self.result.best is None:
                 self._prepare(family)
-        seen = self._estimated(family, cut)
+        seen = self._get_estimate(family, split)
         if seen is None:
-            self._failed(family)
+            self._record_failure(family)
         elif seen.fits:
-            self._met(seen, family)
+            self._add_known(seen, family)
         elif self.result.best is None:
-            self._find_limit(family, cut, seen)
+            self._find_limit(family, split, seen)
         else:
             # For a runner-up the limit is not worth finding: smaller ones have their turn.
-            self._too_large(family, seen.estimate.need_bytes)
-            self.limits[family] = max((micro for micro, _ in family.cuts if micro < cut[0]), default=0)
+            self._count_too_large(family, seen.estimate.need_bytes)
+            self.limits[family] = max((micro for micro, _ in family.splits if micro < split[0]), default=0)
 
-    def _is_needless(self, family: Family, cut: Cut, bound: Value) -> bool:  # noqa: PLR0911 - one for each cause
-        setting = family.setting(cut)
-        if self.result.best is not None and not self._may_run_up(family, cut):
+    def _can_skip(self, family: Family, split: BatchSplit, bound: Value) -> bool:  # noqa: PLR0911 - one for each cause
+        setting = family.setting(split)
+        if self.result.best is not None and not self._can_run_up(family, split):
             many, least = self.result.beaten.get(family, (0, math.inf))
-            step_s = self.outlook.glance(setting, family.layout).step_s or 0.0
+            step_s = self.estimator.cached_bound(setting, family.layout).step_s or 0.0
             if self.policy.objective is Objective.SPEED and step_s:
                 # Both are lower bounds: the larger says more.
                 step_s = max(step_s, bound[0])
             self.result.beaten[family] = (many + 1, min(least, step_s))
             return True
-        if self.result.best is not None and family in self.shown:
-            self.spare.append((family, cut))
+        if self.result.best is not None and family in self.shown_families:
+            self.spare_splits.append((family, split))
             return True
-        floor = self.outlook.floor(setting, family.layout)
-        if floor.need_bytes > allowed(family.layout, self.policy):
-            self._too_large(family, floor.need_bytes)
+        floor = self.estimator.lower_bound(setting, family.layout)
+        if floor.need_bytes > memory_limit(family.layout, self.policy):
+            self._count_too_large(family, floor.need_bytes)
             return True
-        if family in self.hopeless:
-            self._count_failure(self.hopeless[family])
+        if family in self.failed_families:
+            self._count_failure(self.failed_families[family])
             return True
-        if cut[0] > self.limits.get(family, cut[0]):
-            self._too_large(family, 0)
+        if split[0] > self.limits.get(family, split[0]):
+            self._count_too_large(family, 0)
             return True
-        if value(setting, floor.step_s, self.policy.objective) > bound:
-            self._push_bound(family, cut)
+        if objective_value(setting, floor.step_s, self.policy.objective) > bound:
+            self._push_bound(family, split)
             return True
         bounded = STRATEGIES[family.strategy].is_bounded_by_one_device
-        if family not in self.looked and (bounded or family.recompute not in self.prepared):
-            sharp = self.outlook.sharpen(setting, family.layout)
-            if value(setting, sharp.step_s, self.policy.objective) > bound:
-                self._push_bound(family, cut)
+        if family not in self.evaluated_families and (bounded or family.recompute not in self.prepared):
+            sharp = self.estimator.tighten_bound(setting, family.layout)
+            if objective_value(setting, sharp.step_s, self.policy.objective) > bound:
+                self._push_bound(family, split)
                 return True
         return False
 
-    def _may_run_up(self, family: Family, cut: Cut) -> bool:
+    def _can_run_up(self, family: Family, split: BatchSplit) -> bool:
         """Whether a setting is worth a look once the choice is made: not a new trace.
 
         One sample is always traced anew.
         """
-        alone = cut[0] == 1 and len(family.cuts) > 1
+        alone = split[0] == 1 and len(family.splits) > 1
         lacking = len(self.result.runners_up) < RUNNERS_UP
-        return lacking and not alone and self.outlook.is_at_hand(family.setting(cut), family.layout)
+        return lacking and not alone and self.estimator.has_traces(family.setting(split), family.layout)
 
     def _prepare(self, family: Family) -> None:
         """Ask for a family, and at once for those that recompute as it does: a trace alone costs as much."""
@@ -444,51 +451,57 @@ class _Search:
                     known = wanted.get(one.strategy)
                     if known is None or one.layout.gpus > known.layout.gpus:
                         wanted[one.strategy] = one
-        self._ask([family])
+        self._prepare_families([family])
         # That has told what the model holds, and so which of the others are too large to be worth a trace.
-        self._ask([text for text in wanted.values() if self._may_fit(text) and self._may_win(text)])
-
-    def _ask(self, families: list[Family]) -> None:
-        self.outlook.prepare(
-            [(family.setting(cut), family.layout) for family in families for cut in ends(family.cuts)]
+        self._prepare_families(
+            [text for text in wanted.values() if self._can_fit(text) and self._can_win(text)]
         )
 
-    def _may_fit(self, family: Family) -> bool:
-        floor = self.outlook.floor(family.setting(family.cuts[-1]), family.layout)
-        return floor.need_bytes <= allowed(family.layout, self.policy)
+    def _prepare_families(self, families: list[Family]) -> None:
+        self.estimator.prepare(
+            [
+                (family.setting(split), family.layout)
+                for family in families
+                for split in end_splits(family.splits)
+            ]
+        )
 
-    def _may_win(self, family: Family) -> bool:
+    def _can_fit(self, family: Family) -> bool:
+        floor = self.estimator.lower_bound(family.setting(family.splits[-1]), family.layout)
+        return floor.need_bytes <= memory_limit(family.layout, self.policy)
+
+    def _can_win(self, family: Family) -> bool:
         """Whether a family seems to have a chance against what is known to fit, by two micro-batches.
 
         If it has one all the same, it is traced when its turn comes.
         """
-        best = min(self.met, default=None)
+        best = min(self.known, default=None)
         return best is None or any(
-            self._bound(family, cut)[0] <= best[0][0] * (1 + TIE) for cut in ends(family.cuts)
+            self._bound(family, split)[0] <= best[0][0] * (1 + TIE) for split in end_splits(family.splits)
         )
 
-    def _estimated(self, family: Family, cut: Cut) -> Evaluated | None:
+    def _get_estimate(self, family: Family, split: BatchSplit) -> Evaluation | None:
         """The setting with the first allocator that makes it fit, or else with the one that needs least."""
-        if (family, cut) not in self.found:
-            self.found[family, cut] = self._estimate(family, cut)
-        return self.found[family, cut]
+        if (family, split) not in self.found:
+            self.found[family, split] = self._compute_estimate(family, split)
+        return self.found[family, split]
 
-    def _estimate(self, family: Family, cut: Cut) -> Evaluated | None:
-        best: Evaluated | None = None
+    def _compute_estimate(self, family: Family, split: BatchSplit) -> Evaluation | None:
+        best: Evaluation | None = None
         for allocator in self.space.allocators:
-            setting = family.setting(cut, allocator)
+            setting = family.setting(split, allocator)
             try:
-                estimate = self.outlook.estimate(setting, family.layout)
+                estimate = self.estimator.estimate(setting, family.layout)
             except TrimtabError as error:
                 self._count_failure(error)
                 self.last_failure = error
                 return None
-            one = Evaluated(setting, family.layout, estimate, allowed(family.layout, self.policy))
+            one = Evaluation(setting, family.layout, estimate, memory_limit(family.layout, self.policy))
             if self.space.tight and not one.fits:
                 one = replace(
-                    one, estimate=self.outlook.judge_within(setting, family.layout, one.allowed_bytes)
+                    one, estimate=self.estimator.judge_within(setting, family.layout, one.allowed_bytes)
                 )
-            if best is None or _strain(one) < _strain(best):
+            if best is None or _memory_strain(one) < _memory_strain(best):
                 best = one
             if one.fits and not one.is_tight:
                 break
@@ -500,87 +513,92 @@ class _Search:
         many, first = self.result.failed.get(error.found, (0, error))
         self.result.failed[error.found] = (many + 1, first)
 
-    def _failed(self, family: Family) -> None:
+    def _record_failure(self, family: Family) -> None:
         """Note a family that cannot be estimated, if its smallest micro-batch cannot either.
 
         A strategy, a way of recomputing or compiling that fails is left out. Where the plainest setting of
         every strategy fails, so does the job: the rest is not tried.
         """
         error = self.last_failure
-        assert error is not None  # noqa: S101 - the caller has met it
-        if self._estimated(family, ends(family.cuts)[-1]) is None:
-            self.hopeless[family] = error
+        assert error is not None  # noqa: S101 - the caller has known it
+        if self._get_estimate(family, end_splits(family.splits)[-1]) is None:
+            self.failed_families[family] = error
         for plain in self.plainest:
             if self.result.seen:
                 return
-            if plain not in self.hopeless and self._estimated(plain, ends(plain.cuts)[-1]) is None:
-                self.hopeless[plain] = self.last_failure or error
-        first = next(iter(self.hopeless.values()), None)
+            if (
+                plain not in self.failed_families
+                and self._get_estimate(plain, end_splits(plain.splits)[-1]) is None
+            ):
+                self.failed_families[plain] = self.last_failure or error
+        first = next(iter(self.failed_families.values()), None)
         if first is not None and not self.result.seen:
-            self.hopeless = {family: self.hopeless.get(family, first) for family in self.space.families}
+            self.failed_families = {
+                family: self.failed_families.get(family, first) for family in self.space.families
+            }
 
-    def _find_limit(self, family: Family, cut: Cut, seen: Evaluated) -> None:
+    def _find_limit(self, family: Family, split: BatchSplit, seen: Evaluation) -> None:
         """Find the largest micro-batch that fits, by the line through what two of them need.
 
         Memory is nearly a line in the micro-batch, so that the first guess is mostly right. What the line
-        puts clearly beyond the limit is not looked at.
+        puts clearly beyond the limit is not evaluated.
         """
-        self._too_large(family, seen.estimate.need_bytes)
-        smaller = [one for one in family.cuts if one[0] < cut[0]]
-        small = next((end for end in ends(family.cuts)[::-1] if end[0] < cut[0]), None)
-        points = {cut[0]: seen.estimate.need_bytes}
-        if small is not None and (other := self._estimated(family, small)) is not None:
+        self._count_too_large(family, seen.estimate.need_bytes)
+        smaller = [one for one in family.splits if one[0] < split[0]]
+        small = next((end for end in end_splits(family.splits)[::-1] if end[0] < split[0]), None)
+        points = {split[0]: seen.estimate.need_bytes}
+        if small is not None and (other := self._get_estimate(family, small)) is not None:
             points[small[0]] = other.estimate.need_bytes
         low, high = 0, len(smaller)
         while low < high:
-            guess = self._guess(smaller[low:high], points, seen.allowed_bytes) + low
-            found = self._needs(family, smaller[guess])
+            guess = self._guess_fitting(smaller[low:high], points, seen.allowed_bytes) + low
+            found = self._need_bytes(family, smaller[guess])
             if found is not None:
                 points[smaller[guess][0]] = found
             if found is None or found <= seen.allowed_bytes:
                 high = guess
-                while low < high and _clearly_beyond(smaller[low][0], points, seen.allowed_bytes):
+                while low < high and _is_clearly_beyond(smaller[low][0], points, seen.allowed_bytes):
                     low += 1
             else:
                 low = guess + 1
         self.limits[family] = smaller[low][0] if low < len(smaller) else 0
 
-    def _guess(self, left: list[Cut], points: dict[int, int], most: int) -> int:
+    def _guess_fitting(self, left: list[BatchSplit], points: dict[int, int], most: int) -> int:
         """Which of the micro-batches that are left, the largest first, is the first to fit."""
-        for index, cut in enumerate(left):
-            expected = line(points, cut[0])
+        for index, split in enumerate(left):
+            expected = predict_on_line(points, split[0])
             if expected is not None and expected <= most:
                 return index
         return (len(left) - 1) // 2 if len(points) < 2 else len(left) - 1  # noqa: PLR2004 - a line
 
-    def _needs(self, family: Family, cut: Cut) -> int | None:
+    def _need_bytes(self, family: Family, split: BatchSplit) -> int | None:
         """The upper band of a setting, or a bound that is beyond the limit; None where nobody can say."""
-        floor = self.outlook.floor(family.setting(cut), family.layout)
-        if floor.need_bytes > allowed(family.layout, self.policy):
+        floor = self.estimator.lower_bound(family.setting(split), family.layout)
+        if floor.need_bytes > memory_limit(family.layout, self.policy):
             return floor.need_bytes
-        seen = self._estimated(family, cut)
+        seen = self._get_estimate(family, split)
         return None if seen is None else seen.estimate.need_bytes
 
-    def _too_large(self, family: Family, need_bytes: int) -> None:
+    def _count_too_large(self, family: Family, need_bytes: int) -> None:
         many, least = self.result.too_large.get(family, (0, 0))
         least = min(least, need_bytes) if least and need_bytes else least or need_bytes
         self.result.too_large[family] = (many + 1, least)
 
-    def _late(self, seen: Evaluated) -> bool:
+    def _is_late(self, seen: Evaluation) -> bool:
         return self.margin is not None and is_late(
             self.space.workload, self.policy, seen.estimate.step_s, margin=self.margin
         )
 
-    def _met(self, seen: Evaluated, family: Family | None = None) -> None:
+    def _add_known(self, seen: Evaluation, family: Family | None = None) -> None:
         """A setting that is known: it competes if it fits, and ends in time where that is asked."""
         if not seen.fits:
             return
-        if self._late(seen):
+        if self._is_late(seen):
             self.result.too_late += 1
             return
-        worth = value(seen.setting, seen.estimate.step_s, self.policy.objective)
-        entry: Entry = (worth, False, taste(seen.setting), next(self.numbers), family, (0, 0), seen)
+        worth = objective_value(seen.setting, seen.estimate.step_s, self.policy.objective)
+        entry: Entry = (worth, False, tie_break_key(seen.setting), next(self.numbers), family, (0, 0), seen)
         heapq.heappush(self.heap, entry)
-        if all(entry < other for other in self.met):
+        if all(entry < other for other in self.known):
             self.notice(seen)
-        self.met.append(entry)
+        self.known.append(entry)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import WrongUse
 from trimtab.planner import batch_loss_rules
-from trimtab.planner.batch_split import cut, cuts
-from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, contradictions
-from trimtab.planner.protocol import Layout, kind, room_bytes
+from trimtab.planner.batch_split import find_split, list_splits
+from trimtab.planner.pins import NOT_COMPILED_SYNCHRONISED, find_contradictions
+from trimtab.planner.protocol import Layout, available_bytes
 from trimtab.spec import (
     Allocator,
     Mesh,
     OptimizerImplementation,
-    Place,
     Precision,
+    RankPlacement,
     Recompute,
     Rejection,
     Setting,
@@ -41,7 +41,7 @@ Picks = list[tuple[int, "Device"]]
 """Number of the node, and the device."""
 
 
-def layouts(cluster: Cluster) -> list[Layout]:
+def list_layouts(cluster: Cluster) -> list[Layout]:
     """Every set of devices worth trying, the smallest first.
 
     Within a node any number; over several nodes whole nodes only. Of equal devices those with the most free
@@ -50,37 +50,37 @@ def layouts(cluster: Cluster) -> list[Layout]:
     by_kind: dict[str, Picks] = {}
     for number, node in enumerate(cluster.nodes):
         for device in node.devices:
-            by_kind.setdefault(kind(device), []).append((number, device))
-    found: dict[tuple[Place, ...], Layout] = {}
+            by_kind.setdefault(device.kind, []).append((number, device))
+    found: dict[tuple[RankPlacement, ...], Layout] = {}
     for held in by_kind.values():
-        for picks in _alike(cluster, held):
-            one = layout(cluster, picks)
+        for picks in _pick_alike(cluster, held):
+            one = make_layout(cluster, picks)
             found.setdefault(one.places, one)
-    for picks in _mixed(list(by_kind.values())):
-        one = layout(cluster, picks)
+    for picks in _pick_mixed(list(by_kind.values())):
+        one = make_layout(cluster, picks)
         found.setdefault(one.places, one)
     return sorted(found.values(), key=lambda pair: pair.gpus)
 
 
-def _alike(cluster: Cluster, held: Picks) -> Iterator[Picks]:
+def _pick_alike(cluster: Cluster, held: Picks) -> Iterator[Picks]:
     """Sets of devices of one kind."""
     nodes: dict[int, list[Device]] = {}
     for number, device in held:
         nodes.setdefault(number, []).append(device)
     # The roomiest node first: it serves all numbers up to its own.
-    order = sorted(nodes, key=lambda node: (-len(nodes[node]), -sum(map(room_bytes, nodes[node])), node))
+    order = sorted(nodes, key=lambda node: (-len(nodes[node]), -sum(map(available_bytes, nodes[node])), node))
     first = order[0]
     within = [link for link in cluster.links if link.node == first]
     for count in range(1, len(nodes[first]) + 1):
-        for devices in _within(nodes[first], within, count):
+        for devices in _pick_in_node(nodes[first], within, count):
             yield [(first, device) for device in devices]
     for count in range(2, len(order) + 1):
         yield [(number, node) for number in order[:count] for node in nodes[number]]
 
 
-def _within(devices: list[Device], links: list[Link], count: int) -> list[list[Device]]:
+def _pick_in_node(devices: list[Device], links: list[Link], count: int) -> list[list[Device]]:
     """Of one node: the devices with the most room, and those that the fastest link joins."""
-    roomy = sorted(devices, key=lambda device: (-room_bytes(device), device.index))
+    roomy = sorted(devices, key=lambda device: (-available_bytes(device), device.index))
     choices = [roomy[:count]]
     if 1 < count < len(devices):
         ends = {device.index for device in devices}
@@ -94,7 +94,7 @@ def _within(devices: list[Device], links: list[Link], count: int) -> list[list[D
     return [sorted(choice, key=lambda device: device.index) for choice in choices]
 
 
-def _mixed(kinds: list[Picks]) -> Iterator[Picks]:
+def _pick_mixed(kinds: list[Picks]) -> Iterator[Picks]:
     """Sets that hold devices of several kinds."""
     if len(kinds) < 2:  # noqa: PLR2004 - unlike ones
         return
@@ -111,7 +111,7 @@ def _mixed(kinds: list[Picks]) -> Iterator[Picks]:
             yield [one for held, count in zip(kinds, counts, strict=True) for one in held[:count]]
 
 
-def layout(cluster: Cluster, picks: Picks) -> Layout:
+def make_layout(cluster: Cluster, picks: Picks) -> Layout:
     """The part of a cluster that holds these devices and no others."""
     picks = sorted(picks, key=lambda pick: (pick[0], pick[1].index))
     used = sorted({number for number, _ in picks})
@@ -129,7 +129,9 @@ def layout(cluster: Cluster, picks: Picks) -> Layout:
         links=tuple(links),
     )
     places = tuple(
-        Place(node=number, node_name=cluster.nodes[number].name, device=device.index, name=kind(device))
+        RankPlacement(
+            node=number, node_name=cluster.nodes[number].name, device=device.index, name=device.kind
+        )
         for number, device in picks
     )
     return Layout(places=places, cluster=part)
@@ -146,7 +148,7 @@ SLICES_APART = (
     "several MIG slices: a process sees one of them, and NCCL does not join them; each can run a job "
     "of its own"
 )
-Cut = tuple[int, int]
+BatchSplit = tuple[int, int]
 """Micro-batch and accumulation."""
 
 
@@ -164,16 +166,16 @@ class Family:
     workers: int
     global_batch: int
     sync_batchnorm: bool = field(default=False, kw_only=True)
-    cuts: tuple[Cut, ...] = field(compare=False)
+    splits: tuple[BatchSplit, ...] = field(compare=False)
     """The largest micro-batch first."""
 
-    def setting(self, cut: Cut, allocator: Allocator = Allocator.DEFAULT) -> Setting:
+    def setting(self, split: BatchSplit, allocator: Allocator = Allocator.DEFAULT) -> Setting:
         """The member with that micro-batch."""
         return Setting(
             strategy=self.strategy,
             mesh=self.mesh,
-            micro_batch=cut[0],
-            accumulation=cut[1],
+            micro_batch=split[0],
+            accumulation=split[1],
             global_batch=self.global_batch,
             precision=self.precision,
             recompute=self.recompute,
@@ -226,16 +228,16 @@ class Space:
         return pick_precision(devices, self.policy, self.failed_precisions)
 
 
-def space(
+def build_space(
     workload: Workload, cluster: Cluster, policy: Policy, failed: tuple[FailedPrecision, ...] = ()
 ) -> Space:
     """All legal settings; raises where pins contradict one another or the hardware.
 
     `failed` are precisions that the job does not run in.
     """
-    _check(workload, cluster, policy)
+    _check_policy(workload, cluster, policy)
     pins = policy.pins
-    every = [layout for layout in layouts(cluster) if pins.get("gpus") in (None, layout.gpus)]
+    every = [layout for layout in list_layouts(cluster) if pins.get("gpus") in (None, layout.gpus)]
     refusals = _Refusals()
     families: list[Family] = []
     mixed: list[Layout] = []
@@ -244,9 +246,9 @@ def space(
         if layout.gpus > 1 and any(device.slice for device in layout.cluster.devices):
             refusals.add(SLICES_APART, 1)
         elif layout.gpus > 1 and len(layout.kinds) > 1 and workload.is_indivisible:
-            refusals.add(batch_loss_rules.why_one_rank(workload), 1)
+            refusals.add(batch_loss_rules.explain_single_rank(workload), 1)
         elif len(layout.kinds) == 1:
-            families += _families(layout, workload, policy, failed, refusals)
+            families += _list_families(layout, workload, policy, failed, refusals)
         elif pins.get("strategy") in {None, by_speed}:
             mixed.append(layout)
             refusals.add(
@@ -255,10 +257,10 @@ def space(
                 1,
             )
     if not families and not mixed:
-        raise _empty(policy, workload, refusals.listed())
+        raise _make_empty_error(policy, workload, refusals.listed())
     # What was fixed by rule removed as many settings as are left.
-    left = sum(len(family.cuts) for family in families) or 1
-    for why in _by_rule(cluster.devices, policy, failed):
+    left = sum(len(family.splits) for family in families) or 1
+    for why in _list_rules(cluster.devices, policy, failed):
         refusals.add(why, left)
     pinned = pins.get("allocator")
     return Space(
@@ -272,10 +274,10 @@ def space(
     )
 
 
-def shard_counts(workload: Workload, cluster: Cluster, policy: Policy) -> set[int]:
+def list_shard_counts(workload: Workload, cluster: Cluster, policy: Policy) -> set[int]:
     """Return every number of shards that a legal setting has; none where no setting is legal."""
     try:
-        families = space(workload, cluster, policy).families
+        families = build_space(workload, cluster, policy).families
     except WrongUse:
         return set()
     return {family.mesh.dp_shard for family in families if family.mesh.dp_shard > 1}
@@ -294,17 +296,17 @@ class _Refusals:
         return tuple(Rejection(why=why, count=count) for why, count in self.counts.items() if count)
 
 
-def _check(workload: Workload, cluster: Cluster, policy: Policy) -> None:
+def _check_policy(workload: Workload, cluster: Cluster, policy: Policy) -> None:
     """Raise for what no search can mend."""
     if not cluster.devices:
         raise WrongUse(
             "no --on", found="there is no GPU", cure="Name one, as in --on H200 or --on 4xA100-40GB."
         )
-    wrong = contradictions(policy.pins, workload, len(cluster.devices))
-    wrong += _beyond(policy.pins.get("precision"), cluster.devices)
-    wrong += _joined_slices(policy.pins, cluster.devices)
+    wrong = find_contradictions(policy.pins, workload, len(cluster.devices))
+    wrong += _check_precision(policy.pins.get("precision"), cluster.devices)
+    wrong += _check_slices(policy.pins, cluster.devices)
     if wrong:
-        pinned = " ".join(f"--pin {key}={word(value)}" for key, value in policy.pins.items())
+        pinned = " ".join(f"--pin {key}={format_pin(value)}" for key, value in policy.pins.items())
         raise WrongUse(
             pinned,
             found="; ".join(what for what, _ in wrong),
@@ -316,14 +318,14 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def word(value: Any) -> str:
+def format_pin(value: Any) -> str:
     """A pin's value as people type it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _beyond(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]]:
+def _check_precision(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]]:
     """A pinned precision that no device here runs."""
-    if precision is None or any(runs(device, Precision(precision)) for device in devices):
+    if precision is None or any(can_run(device, Precision(precision)) for device in devices):
         return []
     names = ", ".join(dict.fromkeys(device.kind for device in devices))
     if Precision(precision).dtypes.tf32_products:
@@ -336,7 +338,7 @@ def _beyond(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]
     ]
 
 
-def _joined_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tuple[str, str]]:
+def _check_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tuple[str, str]]:
     """Pins that ask for more devices than there are whole GPUs, where some are MIG slices."""
     slices = [device for device in devices if device.slice]
     asked = max(int(pins.get(key) or 1) for key in ("gpus", "data_parallel"))
@@ -359,7 +361,7 @@ def _joined_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tu
     return [(found, cure)]
 
 
-def runs(device: Device, precision: Precision) -> bool:
+def can_run(device: Device, precision: Precision) -> bool:
     """Whether the device runs the precision in hardware; what is not known counts as yes."""
     if precision.dtypes.is_bf16:
         return device.bf16 is not False
@@ -369,7 +371,7 @@ def runs(device: Device, precision: Precision) -> bool:
     return True
 
 
-def best_precision(devices: tuple[Device, ...]) -> Precision:
+def default_precision(devices: tuple[Device, ...]) -> Precision:
     """bf16 where all devices run it, fp16 where one does not, fp32 where nothing is known."""
     if all(device.bf16 for device in devices):
         return Precision.BF16
@@ -385,15 +387,15 @@ def pick_precision(
     if "precision" in policy.pins:
         return Precision(str(policy.pins["precision"]))
     unusable = {failed_precision.precision for failed_precision in failed}
-    order = [best_precision(devices), *WITHOUT_AUTOCAST]
-    return next((one for one in order if one not in unusable and _all_run(devices, one)), order[0])
+    order = [default_precision(devices), *WITHOUT_AUTOCAST]
+    return next((one for one in order if one not in unusable and _can_all_run(devices, one)), order[0])
 
 
-def _all_run(devices: tuple[Device, ...], precision: Precision) -> bool:
-    return all(runs(device, precision) for device in devices)
+def _can_all_run(devices: tuple[Device, ...], precision: Precision) -> bool:
+    return all(can_run(device, precision) for device in devices)
 
 
-def _families(
+def _list_families(
     layout: Layout,
     workload: Workload,
     policy: Policy,
@@ -406,10 +408,10 @@ def _families(
     compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
     ways = len(recomputes) * len(compiles)
     synchronised = bool(pins.get("sync_batchnorm"))
-    if not _all_run(layout.cluster.devices, precision):
+    if not _can_all_run(layout.cluster.devices, precision):
         refusals.add(f"{precision} is only emulated by {layout.kinds[0]}", ways)
         return
-    for strategy, mesh in _meshes(layout, len(workload.branches)):
+    for strategy, mesh in _list_meshes(layout, len(workload.branches)):
         if pins.get("strategy") not in (None, strategy):
             refusals.add(f"the pin strategy={pins['strategy']}", ways)
             continue
@@ -421,13 +423,13 @@ def _families(
                 f"more data-parallel GPUs than the global batch of {workload.global_batch} has samples", ways
             )
             continue
-        refused = batch_loss_rules.why_not(workload, strategy, mesh)
+        refused = batch_loss_rules.explain_refusal(workload, strategy, mesh)
         rules = STRATEGIES[strategy]
         refused = refused or (rules.why_not_synchronised if synchronised else "")
         if refused:
             refusals.add(refused, ways)
             continue
-        members = _members(workload, mesh, policy, refusals, ways)
+        members = _list_family_splits(workload, mesh, policy, refusals, ways)
         if not members:
             refusals.add(
                 f"no micro-batch makes the global batch of {workload.global_batch} with these pins", ways
@@ -448,14 +450,14 @@ def _families(
                     recompute=recompute,
                     compile=compiled,
                     optimizer=OptimizerImplementation(str(pins.get("optimizer") or "fused")),
-                    workers=workers(layout, policy),
+                    workers=count_workers(layout, policy),
                     global_batch=workload.global_batch,
                     sync_batchnorm=synchronised,
-                    cuts=tuple(members),
+                    splits=tuple(members),
                 )
 
 
-def _meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
+def _list_meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
     """Every way to spread a job over the devices of a layout."""
     per_node = {len(node.devices) for node in layout.cluster.nodes}
     # Nodes of different sizes count as one: no strategy can make groups of them.
@@ -465,27 +467,33 @@ def _meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
             yield rules.word, mesh
 
 
-def _members(workload: Workload, mesh: Mesh, policy: Policy, refusals: _Refusals, ways: int) -> list[Cut]:
+def _list_family_splits(
+    workload: Workload, mesh: Mesh, policy: Policy, refusals: _Refusals, ways: int
+) -> list[BatchSplit]:
     """The micro-batches of a mesh that make the global batch; the whole of it where it cannot be cut."""
     # The branch with the most ranks has the smallest share: all take micro-batches that it can fill.
     most = -(-workload.global_batch // max(mesh.copies, default=1))
-    found = [cut for cut in _cuts(workload.global_batch, mesh.data_parallel, policy) if cut[0] <= most]
+    found = [
+        split
+        for split in _list_legal_splits(workload.global_batch, mesh.data_parallel, policy)
+        if split[0] <= most
+    ]
     if not workload.is_indivisible:
         return found
     smaller = [one for one in found if one[1] > 1]
-    refusals.add(batch_loss_rules.why_one_piece(workload), len(smaller) * ways)
+    refusals.add(batch_loss_rules.explain_uncut_batch(workload), len(smaller) * ways)
     return [one for one in found if one[1] == 1]
 
 
-def _cuts(global_batch: int, ranks: int, policy: Policy) -> list[Cut]:
+def _list_legal_splits(global_batch: int, ranks: int, policy: Policy) -> list[BatchSplit]:
     micro, rounds = policy.pins.get("micro_batch"), policy.pins.get("accumulation")
     if micro is not None:
-        one = cut(global_batch, ranks, micro_batch=int(micro))
+        one = find_split(global_batch, ranks, micro_batch=int(micro))
         return [one] if one and rounds in (None, one[1]) else []
-    return [cut for cut in cuts(global_batch, ranks) if rounds in (None, cut[1])]
+    return [split for split in list_splits(global_batch, ranks) if rounds in (None, split[1])]
 
 
-def workers(layout: Layout, policy: Policy) -> int:
+def count_workers(layout: Layout, policy: Policy) -> int:
     """Loader processes per rank: the cores that a rank has to itself, less one for the rank."""
     if "workers" in policy.pins:
         return int(policy.pins["workers"])
@@ -495,7 +503,7 @@ def workers(layout: Layout, policy: Policy) -> int:
     return max(0, min(MOST_WORKERS, min(cores) - 1))
 
 
-def _by_rule(
+def _list_rules(
     devices: tuple[Device, ...], policy: Policy, failed: tuple[FailedPrecision, ...]
 ) -> Iterator[str]:
     """Causes that hold for the whole space."""
@@ -506,14 +514,14 @@ def _by_rule(
         unusable = {failed_precision.precision for failed_precision in failed}
         for precision in Precision:
             if precision is not chosen and precision not in unusable:
-                yield _why_not(precision, chosen, devices)
+                yield _explain_precision(precision, chosen, devices)
     if "optimizer" in policy.pins:
         yield f"another optimizer implementation than the pin {policy.pins['optimizer']}"
     else:
         yield "foreach and plain optimizers: fused does the same in fewer passes over memory"
 
 
-def _why_not(precision: Precision, chosen: Precision, devices: tuple[Device, ...]) -> str:
+def _explain_precision(precision: Precision, chosen: Precision, devices: tuple[Device, ...]) -> str:
     """Why a precision is not tried, with its rate."""
     dtypes, other = precision.dtypes, chosen.dtypes
     if not dtypes.keeps_float32:
@@ -526,17 +534,17 @@ def _why_not(precision: Precision, chosen: Precision, devices: tuple[Device, ...
     if dtypes.scales_loss:
         return f"{precision} needs loss scaling, and runs no faster than {chosen}"
     peaks = devices[0].peaks
-    slow, fast = peaks.of(dtypes.products), peaks.of(other.products)
+    slow, fast = peaks.get_rate(dtypes.products), peaks.get_rate(other.products)
     if slow is None or fast is None:
         return f"{precision} is slower than {chosen} on tensor cores, and keeps larger activations"
     return f"{precision} has a peak of {format_flops(slow)}, {chosen} of {format_flops(fast)}: only by pin"
 
 
-def _empty(policy: Policy, workload: Workload, refused: tuple[Rejection, ...]) -> WrongUse:
+def _make_empty_error(policy: Policy, workload: Workload, refused: tuple[Rejection, ...]) -> WrongUse:
     """No setting is legal: the pins are the only cause that can be."""
-    pinned = " ".join(f"--pin {key}={word(value)}" for key, value in policy.pins.items())
+    pinned = " ".join(f"--pin {key}={format_pin(value)}" for key, value in policy.pins.items())
     return WrongUse(
         pinned or f"global batch {workload.global_batch}",
         found="no setting agrees with that: " + "; ".join(rejection.why for rejection in refused),
-        cure=batch_loss_rules.cure(workload) if workload.is_indivisible else "Leave a pin out.",
+        cure=batch_loss_rules.suggest_fix(workload) if workload.is_indivisible else "Leave a pin out.",
     )

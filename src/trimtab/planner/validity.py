@@ -7,17 +7,17 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import BrokenFile, UnknownName, WrongUse
-from trimtab.jobs.load import name_of
-from trimtab.planner.protocol import kind, room_bytes
+from trimtab.jobs.load import find_job_name
+from trimtab.planner.protocol import available_bytes
 from trimtab.spec import Plan
-from trimtab.trace.job_summary import summary
+from trimtab.trace.job_summary import summarize_job
 from trimtab.units import format_bytes
 from trimtab.version import VERSION
 
 if TYPE_CHECKING:
-    from trimtab.spec import Cluster, Place, Workload
+    from trimtab.spec import Cluster, RankPlacement, Workload
 
-FILE = "file "
+FILE_PREFIX = "file "
 """What the key of a source file begins with."""
 
 
@@ -34,24 +34,24 @@ def read_plan_file(file: Path) -> Plan:
     return Plan.from_json(text, origin=f"plan {file}")
 
 
-def fingerprints(
-    job: str, workload: Workload, places: tuple[Place, ...], versions: dict[str, str]
+def collect_fingerprints(
+    job: str, workload: Workload, places: tuple[RankPlacement, ...], versions: dict[str, str]
 ) -> dict[str, str]:
     """What a plan assumes, by name, in words where words will do: job, files, cluster, versions."""
     return {
         "job": job.rpartition("/")[2],
         "batch": f"{workload.global_batch} samples a step",
-        "cluster": used(places),
-        **{f"{FILE}{name}": digest for name, digest in workload.files.items()},
+        "cluster": describe_places(places),
+        **{f"{FILE_PREFIX}{name}": digest for name, digest in workload.files.items()},
         **versions,
     }
 
 
-def used(places: tuple[Place, ...]) -> str:
+def describe_places(places: tuple[RankPlacement, ...]) -> str:
     """Devices by node: 2 nodes of 8 x H100 SXM5 80GB.
 
-    >>> from trimtab.spec import Place
-    >>> used(tuple(Place(node=0, node_name="a", device=index, name="T4") for index in range(2)))
+    >>> from trimtab.spec import RankPlacement
+    >>> used(tuple(RankPlacement(node=0, node_name="a", device=index, name="T4") for index in range(2)))
     '2 x T4'
     """
     nodes: dict[int, dict[str, int]] = {}
@@ -63,31 +63,37 @@ def used(places: tuple[Place, ...]) -> str:
     return ", ".join(text if count == 1 else f"{count} nodes of {text}" for text, count in counted.items())
 
 
-def changes(plan: Plan, now: dict[str, str], cluster: Cluster | None) -> list[str]:
+def list_changes(plan: Plan, now: dict[str, str], cluster: Cluster | None) -> list[str]:
     """What is other than the plan assumed; empty where it still holds.
 
     A cluster may have more devices than the plan uses; versions and files have to be the same.
     """
     wrong = [
-        f"{_named(key)} was {told}, and is {now[key]}"
-        if not key.startswith(FILE)
-        else f"{_named(key)} has changed"
+        f"{_name_key(key)} was {told}, and is {now[key]}"
+        if not key.startswith(FILE_PREFIX)
+        else f"{_name_key(key)} has changed"
         for key, told in plan.fingerprints.items()
         if key in now and key != "cluster" and now[key] != told
     ]
     wrong += [
-        f"{_named(key)} is gone" for key in plan.fingerprints if key.startswith(FILE) and key not in now
+        f"{_name_key(key)} is gone"
+        for key in plan.fingerprints
+        if key.startswith(FILE_PREFIX) and key not in now
     ]
-    return wrong + ([] if cluster is None else _cluster(plan, cluster))
+    return wrong + ([] if cluster is None else _check_cluster(plan, cluster))
 
 
-def _named(key: str) -> str:
+def _name_key(key: str) -> str:
     return (
-        key.removeprefix(FILE) if key.startswith(FILE) else f"the {key}" if key in ("job", "batch") else key
+        key.removeprefix(FILE_PREFIX)
+        if key.startswith(FILE_PREFIX)
+        else f"the {key}"
+        if key in ("job", "batch")
+        else key
     )
 
 
-def _cluster(plan: Plan, cluster: Cluster) -> list[str]:
+def _check_cluster(plan: Plan, cluster: Cluster) -> list[str]:
     """Whether the cluster can seat the plan, node by node, the fullest first."""
     wanted: dict[int, dict[str, int]] = {}
     for place in plan.places:
@@ -97,7 +103,7 @@ def _cluster(plan: Plan, cluster: Cluster) -> list[str]:
     for node in cluster.nodes:
         counts: dict[str, int] = {}
         for device in node.devices:
-            counts[kind(device)] = counts.get(kind(device), 0) + 1
+            counts[device.kind] = counts.get(device.kind, 0) + 1
         there.append(counts)
     left = sorted(there, key=lambda one: -sum(one.values()))
     for held in sorted(wanted.values(), key=lambda number: -sum(number.values())):
@@ -108,16 +114,18 @@ def _cluster(plan: Plan, cluster: Cluster) -> list[str]:
             found = ", ".join(
                 " + ".join(f"{many} x {name}" for name, many in one.items()) for one in there if one
             )
-            return [f"the plan needs {used(plan.places)}, and there is {found or 'no GPU'}"]
+            return [f"the plan needs {describe_places(plan.places)}, and there is {found or 'no GPU'}"]
         left.remove(seat)
-    return _room(plan, cluster)
+    return _check_memory(plan, cluster)
 
 
-def _room(plan: Plan, cluster: Cluster) -> list[str]:
+def _check_memory(plan: Plan, cluster: Cluster) -> list[str]:
     """Whether enough devices have the memory free that the plan counted on."""
     need = plan.estimate.need_bytes
     names = {place.name for place in plan.places}
-    rooms = sorted((room_bytes(device) for device in cluster.devices if kind(device) in names), reverse=True)
+    rooms = sorted(
+        (available_bytes(device) for device in cluster.devices if device.kind in names), reverse=True
+    )
     count = len(plan.places)
     if len(rooms) >= count and count and rooms[count - 1] < need:
         return [
@@ -126,17 +134,17 @@ def _room(plan: Plan, cluster: Cluster) -> list[str]:
     return []
 
 
-def refuse(plan: Plan, origin: str, wrong: list[str]) -> None:
+def refuse_stale(plan: Plan, origin: str, wrong: list[str]) -> None:
     """Raise for a plan that no longer holds."""
     if wrong:
         raise WrongUse(
             f"plan {origin}",
             found="it is stale: " + "; ".join(wrong),
-            cure=f"Plan again: trimtab plan {plan.job}{_devices(plan)} --out {origin}",
+            cure=f"Plan again: trimtab plan {plan.job}{_on_option(plan)} --out {origin}",
         )
 
 
-def _devices(plan: Plan) -> str:
+def _on_option(plan: Plan) -> str:
     """The devices of a plan as --on takes them; nothing where they are on several nodes.
 
     The GPUs may be others by now: without --on, a plan is for those that are here.
@@ -148,7 +156,7 @@ def _devices(plan: Plan) -> str:
     return f" --on {quote(counted)}"
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions that a plan depends on."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -174,14 +182,14 @@ def check_plan(
     """
     from trimtab.probe.detect import as_cluster
 
-    name, overrides = name_of(plan.job if job is None else job)
-    workload = summary(name, overrides or plan.options)
+    name, overrides = find_job_name(plan.job if job is None else job)
+    workload = summarize_job(name, overrides or plan.options)
     if plan.workload is not None:
         # A global batch from the command line belongs to the plan, not to the job.
         workload = workload.replace(global_batch=plan.workload.global_batch)
     cluster = None if on is None else as_cluster(on)
-    now = fingerprints(plan.job if is_moved else name, workload, plan.places, versions())
-    refuse(plan, origin, changes(plan, now, cluster))
+    now = collect_fingerprints(plan.job if is_moved else name, workload, plan.places, read_versions())
+    refuse_stale(plan, origin, list_changes(plan, now, cluster))
 
 
 def read_checked_plan(file: Path) -> tuple[Plan, str]:
@@ -238,12 +246,12 @@ def _split_job(job: str) -> tuple[str, str, str]:
     return ("", source, f"{colon}{name}") if source.endswith(".py") else ("", "", "")
 
 
-def devices_of(plan: Plan) -> Cluster:
+def rebuild_cluster(plan: Plan) -> Cluster:
     """Return the devices that a plan is for; this machine for a plan without devices."""
     from trimtab.probe.detect import as_cluster
 
     nodes = len({place.node for place in plan.places})
     if not nodes:
         return as_cluster(None)
-    each = "+".join(used(plan.places).removeprefix(f"{nodes} nodes of ").split(" + "))
+    each = "+".join(describe_places(plan.places).removeprefix(f"{nodes} nodes of ").split(" + "))
     return as_cluster(f"{nodes}x{each}" if nodes > 1 else each)
