@@ -1,1 +1,1 @@
-"""The step program: build, cast, shard, recompute, compile, update. Tracer and trainer both run it."""
+"""Run training steps: build, cast, shard, recompute, compile, update. Tracer and trainer share this code."""

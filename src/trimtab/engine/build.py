@@ -1,4 +1,4 @@
-"""Build a job's model and its batches on a device."""
+"""Build a job's model and batches, and find its repeated blocks and the entry points that loss() calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from trimtab.engine.branches import branches_of, keep_branch
-from trimtab.engine.precision import configure, torch_dtype
+from trimtab.engine.branches import get_branches, keep_branch
+from trimtab.engine.precision import set_tf32_flags, torch_dtype
 from trimtab.errors import JobFailed
 from trimtab.spec.precision import FLOAT32
 from trimtab.strategies import strategy_of
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def building(dtypes: Dtypes, device: str) -> Iterator[None]:
-    """Default device and dtype, for the job's model() and batch() alone."""
-    before = torch.get_default_dtype()
+def use_build_defaults(dtypes: Dtypes, device: str) -> Iterator[None]:
+    """Set the default device and dtype while the job's model() or batch() runs."""
+    previous = torch.get_default_dtype()
     if dtypes.weights != FLOAT32:
         torch.set_default_dtype(torch_dtype(dtypes.weights))
     try:
         with torch.device(device):
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)
 
 
-def build_device(setting: Setting, device: str) -> str:
-    """Return where the model is built: on the host where the device gets only a share of it."""
+def choose_build_device(setting: Setting, device: str) -> str:
+    """Return the device to build the model on: the CPU if the device gets only a part of the model."""
     return "cpu" if strategy_of(setting).is_built_on_host else device
 
 
 def make_batch(job: Any, setting: Setting, device: str) -> Any:
-    """Make one micro-batch, as the job makes it."""
-    with building(setting.dtypes, device):
+    """Return one micro-batch from the job's batch()."""
+    with use_build_defaults(setting.dtypes, device):
         return job.batch(setting.micro_batch)
 
 
-def build(  # noqa: PLR0913 - what to build, and as which rank
+def build_model(  # noqa: PLR0913 - what to build, and for which rank
     job: Any,
     setting: Setting,
     device: str = "cuda",
@@ -57,86 +57,86 @@ def build(  # noqa: PLR0913 - what to build, and as which rank
     dropped: list[nn.Module] | None = None,
     values: bool = True,
 ) -> nn.Module:
-    """Build the job's model where the setting wants it built.
+    """Build the job's model on the device that the setting needs.
 
-    With `branch`, as a rank of that branch has it; what only other branches need goes to `dropped`. Without
-    `values`, a model that would be built on the host is built on the meta device.
+    With `branch`, submodules that only other branches need are removed and appended to `dropped`. Without
+    `values`, a model that would be built on the CPU is built on the meta device.
     """
-    configure(setting.dtypes)
-    place = build_device(setting, device)
-    with building(setting.dtypes, place if values or place == device else "meta"):
+    set_tf32_flags(setting.dtypes)
+    place = choose_build_device(setting, device)
+    with use_build_defaults(setting.dtypes, place if values or place == device else "meta"):
         model = job.model()
     if not isinstance(model, nn.Module):
         raise JobFailed(
             "model()", found=f"it returned a {type(model).__name__}", cure="Return a torch.nn.Module."
         )
     if branch:
-        others = keep_branch(model, branches_of(job), branch)
+        others = keep_branch(model, get_branches(job), branch)
         if dropped is not None:
             dropped += others
         del others
     return model
 
 
-# Finds the blocks of a model: what is recomputed, sharded, staged, or traced once for many.
+# Repeated blocks: the units of recomputation, sharding, pipeline stages and tracing.
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules without a forward pass of their own: hooks on them never run."""
+"""Modules without a forward pass: hooks on them never run."""
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether a module only holds others, and cannot be called itself.
+    """Return whether a module only holds other modules and cannot be called.
 
     >>> is_container(nn.ModuleList()), is_container(nn.Sequential())
     (True, False)
     """
-    callable_itself = getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
-    return isinstance(module, CONTAINERS) and not callable_itself
+    has_forward = getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
+    return isinstance(module, CONTAINERS) and not has_forward
 
 
-def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the outermost lists of two or more composite modules of one class, with their names.
 
     A list of lists is not a list of blocks: the inner lists are, because only their modules are called.
     """
-    found: list[tuple[str, nn.Module]] = []
+    lists: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
         children = list(module.children())
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1:
             composite = all(_is_composite(child) and not is_container(child) for child in children)
             if composite and len({type(child) for child in children}) == 1:
-                found.append((name, module))
+                lists.append((name, module))
                 return
         for key, child in module.named_children():
             visit(f"{name}.{key}" if name else key, child)
 
     visit("", model)
-    return found
+    return lists
 
 
-def shard_units(model: nn.Module) -> list[nn.Module]:
+def find_shard_units(model: nn.Module) -> list[nn.Module]:
     """Return the modules that FSDP gathers one at a time, innermost first; the root is not among them.
 
     These are the repeated blocks and, where lists are nested or hold modules of several classes, the
     nearest composite modules inside that have a forward pass.
     """
-    units = [block for _, blocks in repeated_blocks(model) for block in blocks.children()]
+    units = [block for _, blocks in find_repeated_blocks(model) for block in blocks.children()]
     covered = {id(module) for unit in units for module in unit.modules()}
     for module in model.modules():
         if is_container(module) and any(map(is_container, module.children())):
-            for unit in _nearest_callable(module):
-                if id(unit) not in covered and _is_composite(unit) and not _holds(unit, covered):
+            for unit in _iterate_nearest_callable(module):
+                if id(unit) not in covered and _is_composite(unit) and not _contains_any(unit, covered):
                     units.append(unit)
                     covered |= {id(inner) for inner in unit.modules()}
     return units
 
 
-def _nearest_callable(container: nn.Module) -> Iterator[nn.Module]:
+def _iterate_nearest_callable(container: nn.Module) -> Iterator[nn.Module]:
     for child in container.children():
         if is_container(child):
-            yield from _nearest_callable(child)
+            yield from _iterate_nearest_callable(child)
         else:
             yield child
 
@@ -145,77 +145,75 @@ def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
-def _holds(module: nn.Module, covered: set[int]) -> bool:
+def _contains_any(module: nn.Module, covered: set[int]) -> bool:
     return any(id(inner) in covered for inner in module.modules())
 
 
-# Which doors loss() takes into a model: its forward pass, other methods, or submodules called directly.
-#
-# FSDP gathers weights, and torch.compile compiles, only behind `model(...)`. A loss that calls
-# `model.encode(...)`, `model.training_step(...)` or `model.backbone(...)` enters elsewhere. The names are
-# read from the source of loss() and of the functions it calls in the same file.
+# Entry points: FSDP gathers weights, and torch.compile compiles, only when `model(...)` is called. A loss
+# may also call `model.encode(...)`, `model.training_step(...)` or `model.backbone(...)`. These names are read
+# from the source of loss() and of the functions that it calls in the same file.
 
 
-MEMBERS = ("loss", "losses", "embed")
+LOSS_MEMBERS = ("loss", "losses", "embed")
 _CALLED = re.compile(r"\.(\w+)(?:\[[^\]]*\])?\(")
 _CALLS_ITSELF = re.compile(r"\bself\(")
 _DEPTH = 3
 
 
-class Entries(NamedTuple):
-    """Names by which loss() enters a model, beside calling it."""
+class EntryPoints(NamedTuple):
+    """Methods and submodules of a model that loss() calls, besides the model itself."""
 
     methods: tuple[str, ...] = ()
     """Methods of the model that do not call the model itself."""
     wrappers: tuple[str, ...] = ()
-    """Methods of the model that do, as a training_step() does."""
+    """Methods that call the model, such as a training_step()."""
     children: tuple[str, ...] = ()
     """Direct submodules."""
 
 
-def entries_of(job: Any, model: nn.Module) -> Entries:
-    """Read how a job's loss() enters its model."""
+def find_entries(job: Any, model: nn.Module) -> EntryPoints:
+    """Return the entry points of the model that the source of the job's loss() calls."""
     names: set[str] = set()
-    for member in MEMBERS:
+    for member in LOSS_MEMBERS:
         function = getattr(job, member, None)
         if function is not None:
-            for source in _sources(function, _DEPTH):
+            for source in _iterate_sources(function, _DEPTH):
                 names |= set(_CALLED.findall(source))
-    return entries_named(names, model)
+    return classify_entries(names, model)
 
 
-def entries_named(names: set[str], model: nn.Module) -> Entries:
-    """Sort called names into methods and submodules of a model; other names are not entries."""
-    own = {name: function for name in names if (function := _own_method(model, name)) is not None}
-    wrappers = {name for name, function in own.items() if _calls_the_model(function, model)}
-    return Entries(
+def classify_entries(names: set[str], model: nn.Module) -> EntryPoints:
+    """Sort called names into methods and submodules of a model; ignore other names."""
+    own = {name: function for name in names if (function := _find_own_method(model, name)) is not None}
+    wrappers = {name for name, function in own.items() if _calls_model(function, model)}
+    return EntryPoints(
         methods=tuple(sorted(own.keys() - wrappers)),
         wrappers=tuple(sorted(wrappers)),
         children=tuple(sorted(name for name in names if name in dict(model.named_children()))),
     )
 
 
-def _own_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """The function behind a public method that the model's author wrote; None for any other name."""
+def _find_own_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
+    """Return the function of a public method that the model's class defines; None for any other name."""
     if name.startswith("_") or name == "forward" or hasattr(nn.Module, name):
         return None
-    found = inspect.getattr_static(type(model), name, None)
-    return found if isinstance(found, types.FunctionType) else None
+    member = inspect.getattr_static(type(model), name, None)
+    return member if isinstance(member, types.FunctionType) else None
 
 
-def _calls_the_model(function: Callable[..., Any], model: nn.Module, depth: int = _DEPTH) -> bool:
-    source = _source(function)
+def _calls_model(function: Callable[..., Any], model: nn.Module, depth: int = _DEPTH) -> bool:
+    source = _read_source(function)
     if _CALLS_ITSELF.search(source) or "self.forward(" in source:
         return True
     if not depth:
         return False
-    inner = (_own_method(model, name) for name in set(_CALLED.findall(source)))
-    return any(_calls_the_model(one, model, depth - 1) for one in inner if one not in (None, function))
+    methods = (_find_own_method(model, name) for name in set(_CALLED.findall(source)))
+    return any(_calls_model(method, model, depth - 1) for method in methods if method not in (None, function))
 
 
-def _sources(function: Any, depth: int) -> Iterator[str]:
-    """The source of a function, and of functions of the same file that it calls by name."""
-    source = _source(function)
+def _iterate_sources(function: Any, depth: int) -> Iterator[str]:
+    """Yield the source of a function, and of functions in the same file that it calls by name."""
+    source = _read_source(function)
     yield source
     scope = getattr(inspect.unwrap(function), "__globals__", {})
     owner = getattr(function, "__self__", None)
@@ -224,10 +222,10 @@ def _sources(function: Any, depth: int) -> Iterator[str]:
     for name in set(re.findall(r"\b(\w+)\(", source)):
         helper = scope.get(name) or (getattr(type(owner), name, None) if owner is not None else None)
         if isinstance(helper, types.FunctionType) and helper is not getattr(function, "__func__", function):
-            yield from _sources(helper, depth - 1)
+            yield from _iterate_sources(helper, depth - 1)
 
 
-def _source(function: Any) -> str:
+def _read_source(function: Any) -> str:
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):

@@ -1,8 +1,8 @@
-"""torch.compile for micro-batches of the planned size alone, with a way back.
+"""Run torch.compile for micro-batches of the planned size, and fall back to eager mode.
 
-A micro-batch of another size (what is left of a share) runs the module as it is: compiling again for it would
-take longer than it ever saves. What is compiled is what loss() calls: the model, methods of it, or its direct
-submodules.
+A micro-batch of another size (the remainder of a rank's samples) runs in eager mode: compiling for it would
+take longer than it saves. The compiled calls are those that loss() makes: the model, its methods, or its
+direct submodules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.engine.build import Entries
+from trimtab.engine.build import EntryPoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
     Say = Callable[[str, str], None]
 
 CALL = "_compiled_call_impl"
-"""What nn.Module calls instead of its own forward pass, where it is set."""
+"""Attribute that nn.Module calls instead of its forward pass if it is set."""
 
 
-class Compiling:
-    """Switches the compiled calls of a module on and off; the module itself stays what it was."""
+class CompileSwitch:
+    """Switch the compiled calls of a model on and off; the model object stays the same."""
 
-    def __init__(self, model: nn.Module, say: Say, entries: Entries | None = None) -> None:
-        """`say` is told what happens and why; `entries` are what loss() calls beside the model."""
+    def __init__(self, model: nn.Module, say: Say, entries: EntryPoints | None = None) -> None:
+        """Take `say(why, done)` for messages, and the `entries` that loss() calls besides the model."""
         self._model = model
         self._say = say
-        self._entries = entries or Entries()
+        self._entries = entries or EntryPoints()
         self._proven: set[int] = set()
         self._trying: int | None = None
         self._calls: list[tuple[nn.Module, str, Any]] | None = None
         """Module, name of the attribute, compiled function."""
-        self.on = True
-        """Whether it has not been given up."""
+        self.is_enabled = True
+        """False after compilation has failed."""
 
     def start(self) -> None:
-        """Make the compiled calls; they compile when they first run."""
+        """Wrap the calls in torch.compile; compilation happens when they first run."""
         if self._calls is None:
-            self._calls = self._compiled()
+            self._calls = self._compile_calls()
 
-    def use(self, samples: int, regular: int) -> None:
-        """Prepare for a micro-batch of so many samples, where most have `regular`."""
-        wanted = self.on and samples == regular
-        self._trying = samples if wanted and samples not in self._proven else None
+    def prepare_for(self, samples: int, regular: int) -> None:
+        """Choose compiled or eager mode for a micro-batch of `samples`; `regular` is the planned size."""
+        is_compiled = self.is_enabled and samples == regular
+        self._trying = samples if is_compiled and samples not in self._proven else None
         if self._trying is not None:
             self._say(
                 f"the first step with {samples} samples at once compiles the model",
@@ -55,32 +55,32 @@ class Compiling:
             )
             try:
                 self.start()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the model runs without
-                self.gives_up(error)
-        self._switch(on=wanted)
+            except Exception as error:  # noqa: BLE001 - on any error, run in eager mode
+                self.handle_error(error)
+        self._switch(on=is_compiled)
 
-    def done(self) -> None:
-        """Note that the micro-batch that use() was called for went through forward and backward."""
+    def mark_done(self) -> None:
+        """Record that the current micro-batch finished its forward and backward pass."""
         if self._trying is not None:
             self._proven.add(self._trying)
             self._trying = None
 
-    def gives_up(self, error: BaseException) -> bool:
-        """Whether an error may be the compiler's, so that the micro-batch is tried again without it."""
+    def handle_error(self, error: BaseException) -> bool:
+        """Disable compilation if it may have caused the error; return whether to retry the micro-batch."""
         if self._trying is None:
             return False
         text = (str(error).strip().split("\n") or [""])[0][:300]
         self._say(f"compiling failed: {type(error).__name__}: {text}", "going on without torch.compile")
         self._switch(on=False)
         self._calls = self._trying = None
-        self.on = False
+        self.is_enabled = False
         return True
 
-    def off(self) -> None:
-        """Run the module as it is, until the next use()."""
+    def disable(self) -> None:
+        """Use eager mode until the next prepare_for()."""
         self._switch(on=False)
 
-    def _compiled(self) -> list[tuple[nn.Module, str, Any]]:
+    def _compile_calls(self) -> list[tuple[nn.Module, str, Any]]:
         model, entries = self._model, self._entries
         children = dict(model.named_children())
         modules = [model, *(children[name] for name in entries.children)]

@@ -1,10 +1,14 @@
-"""FSDP2 whose ranks survive each other's out-of-memory.
+"""Shard a model with FSDP2, and recover when one rank runs out of memory.
 
-A sharded pass is a fixed sequence of collectives: weights are gathered, gradients are scattered. Every
-collective goes through an object of ours, which writes the sequence down in a pass of one sample before the
-first step. A rank that fails in the middle lets go of its memory and then takes part in what is left of the
-sequence with empty hands, so that the others come to the end of their pass; the status tells them that it
-counts for nothing.
+A sharded pass is a fixed sequence of collectives: weights are gathered, gradients are reduce-scattered. A
+pass of one sample before the first step records this sequence. A rank that fails in the middle of a pass
+frees its memory and sends zeros in the remaining collectives, so that the other ranks can finish their pass.
+The status of the step then tells all ranks to discard it.
+
+`shard_model` shards one unit at a time, so that a device never holds more than one full unit. The model is
+built on the CPU. Each unit is moved to the device, gets the values of rank 0, is sharded, and its full copy
+is freed before the next unit. The device then holds the shards and the memory of one unit; building on the
+device would leave the whole model in the allocator's cache.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from trimtab.engine.build import shard_units
-from trimtab.engine.gradients import summed_squares
+from trimtab.engine.build import find_shard_units
+from trimtab.engine.gradients import sum_squares
 from trimtab.engine.precision import torch_dtype
 from trimtab.engine.sync_norm import widen_norms
 from trimtab.errors import WrongUse
@@ -28,59 +32,59 @@ from trimtab.strategies import limits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trimtab.engine.sync_norm import NormCollective, Statistics
+    from trimtab.engine.sync_norm import NormCollective, SharedStatistics
     from trimtab.spec import Setting
 
-    Fill = Callable[[torch.Tensor], None]
-    """Gives a tensor on the device the values that all ranks are to have."""
-    Placed = dict[int, tuple[torch.Tensor, torch.Tensor]]
-    """By id: a tensor and what it became. Both are held, so that no id is given to another tensor."""
+    FillTensor = Callable[[torch.Tensor], None]
+    """Fills a tensor on the device with the values that all ranks must have."""
+    MovedTensors = dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """By id: a tensor and its moved copy. Both are kept alive, so that their ids are not reused."""
 
 
 _CPU_BYTES = 2**30
 FORWARD = (False, False, True)
-"""The key of a forward pass without gradients."""
+"""Key of the sequence of a forward pass without gradients."""
 
 
 class Collective(NamedTuple):
-    """One entry of the sequence."""
+    """One collective of a recorded sequence."""
 
     gathers: bool
-    """Whether weights are gathered; else gradients are scattered."""
+    """Whether it gathers weights; else it reduce-scatters gradients."""
     group: Any
-    given: int
-    """Elements that this rank puts in."""
-    got: int
+    sent: int
+    """Elements that this rank sends."""
+    received: int
     dtype: torch.dtype
-    then: Any
-    """The group over which the result is summed afterwards, as replicas of shards do; None for none."""
+    all_reduce_group: Any
+    """Group that sums the result afterwards (replicas of shards, in HSDP); None if there is none."""
     statistics: NormCollective | None = None
-    """What a synchronised BatchNorm layer exchanges; then it is neither of the other two."""
+    """Collective of a synchronised BatchNorm layer, if it is one; it has no weights or gradients."""
 
 
-class Ledger:
-    """Which collectives a pass consists of, and how far the one under way has come."""
+class CollectiveLog:
+    """Recorded collectives of each kind of pass, and of the current pass."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[bool, ...], list[Collective]] = {}
-        """By whether a pass sends its gradients, and whether it is the last of a step."""
-        self.now: list[Collective] = []
+        self.sequences: dict[tuple[bool, ...], list[Collective]] = {}
+        """By (does the pass send its gradients, is it the last of a step); or FORWARD."""
+        self.current: list[Collective] = []
         self.mid_backward: Callable[[], None] | None = None
 
-    def note(self, entry: Collective) -> None:
-        """Just before a collective is issued."""
+    def record(self, entry: Collective) -> None:
+        """Record a collective, just before it is issued."""
         if self.mid_backward is not None and not entry.gathers and entry.statistics is None:
             self.mid_backward()
-        self.now.append(entry)
+        self.current.append(entry)
 
-    def note_statistics(self, exchange: NormCollective) -> None:
-        """Just before a collective of a synchronised BatchNorm layer."""
-        self.note(Collective(False, None, exchange.length, 0, exchange.dtype, None, exchange))
+    def record_statistics(self, exchange: NormCollective) -> None:
+        """Record a collective of a synchronised BatchNorm layer, just before it is issued."""
+        self.record(Collective(False, None, exchange.length, 0, exchange.dtype, None, exchange))
 
 
 class _Gather(DefaultAllGather):
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, log: CollectiveLog) -> None:
+        self._log = log
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
@@ -88,13 +92,13 @@ class _Gather(DefaultAllGather):
         entry = Collective(
             True, group, input_tensor.numel(), output_tensor.numel(), output_tensor.dtype, None
         )
-        self._ledger.note(entry)
+        self._log.record(entry)
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
 class _Scatter(DefaultReduceScatter):
-    def __init__(self, ledger: Ledger, unit: Any) -> None:
-        self._ledger = ledger
+    def __init__(self, log: CollectiveLog, unit: Any) -> None:
+        self._log = log
         self._unit = unit
 
     def __call__(
@@ -110,16 +114,16 @@ class _Scatter(DefaultReduceScatter):
         entry = Collective(
             False, group, input_tensor.numel(), output_tensor.numel(), output_tensor.dtype, replicas
         )
-        self._ledger.note(entry)
+        self._log.record(entry)
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 class ShardedGradients:
-    """Gradients that FSDP2 sums and scatters; sums, not means: losses are weighted before."""
+    """Gradients that FSDP2 reduce-scatters. They are sums, not means: losses are weighted before."""
 
-    equal_parts = True
+    equal_micro_batches = True
     sent_any = True
-    """Gathering weights is sending: a rank never repeats a part alone."""
+    """Every pass communicates, because it gathers weights: a rank never retries a micro-batch alone."""
 
     def __init__(
         self,
@@ -128,189 +132,198 @@ class ShardedGradients:
         replicas: int,
         alone: bool,
         mid_backward: Callable[[], None] | None = None,
-        statistics: Statistics | None = None,
+        statistics: SharedStatistics | None = None,
     ) -> None:
-        """`replicas` is how many copies of every shard there are; `alone`: there is one rank.
+        """Prepare a sharded model.
 
-        `statistics` is what synchronised BatchNorm layers share, where the model has some.
+        `replicas` is the number of copies of every shard. `alone` means that there is one rank. `statistics`
+        is shared by the synchronised BatchNorm layers, if the model has some.
         """
         self._model: Any = model
-        self._ledger = Ledger()
-        self._ledger.mid_backward = mid_backward
+        self._log = CollectiveLog()
+        self._log.mid_backward = mid_backward
         if statistics is not None:
-            statistics.note = self._ledger.note_statistics
+            statistics.record = self._log.record_statistics
         self._statistics = statistics
         self._replicas = replicas
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.arrivals = len(self._units)
+        self.max_arrivals = len(self._units)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._keeps_whole = self._small()
+        self._keeps_whole = self._can_keep_whole()
         self._key: tuple[bool, ...] | None = None
         self._done = 0
         self._clean = True
-        self._stays_out = False
+        self._skips_finish = False
         self._alone = alone
         for module in self._units:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            for unit in _groups_of(module):
-                module.set_custom_all_gather(_Gather(self._ledger))
-                module.set_custom_reduce_scatter(_Scatter(self._ledger, unit))
+            for unit in _parameter_groups(module):
+                module.set_custom_all_gather(_Gather(self._log))
+                module.set_custom_reduce_scatter(_Scatter(self._log, unit))
 
-    def _small(self) -> bool:
-        """Whether whole gradients may lie there while parts add up; else each part scatters its own."""
+    def _can_keep_whole(self) -> bool:
+        """Return whether unsharded gradients fit in memory while micro-batches accumulate.
+
+        If not, every micro-batch reduce-scatters its gradients.
+        """
         device = self._parameters[0].device
-        room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _CPU_BYTES
+        memory = (
+            torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _CPU_BYTES
+        )
         element = max(parameter.element_size() for parameter in self._parameters)
-        return limits.keeps_whole(sum(parameter.numel() for parameter in self._parameters), room, element)
+        return limits.keeps_whole(sum(parameter.numel() for parameter in self._parameters), memory, element)
 
     @property
-    def rehearsed(self) -> bool:
-        """Whether the sequences of all kinds of parts are known."""
-        return self._alone or len(self._ledger.known.keys() - {FORWARD}) > 1
+    def is_rehearsed(self) -> bool:
+        """Whether the collectives of all kinds of passes are recorded."""
+        return self._alone or len(self._log.sequences.keys() - {FORWARD}) > 1
 
     def before_forward(self) -> None:
-        """A forward pass without gradients follows, as gradient caching makes them before the parts."""
-        self._learn()
+        """Prepare for a forward pass without gradients, as gradient caching runs first."""
+        self._save_sequence()
         self._key = FORWARD
 
     def after_forward(self) -> None:
-        """That pass is over: all weights are shards again, so that every pass is the same sequence."""
-        reset(self._model)
+        """Reshard all weights after that pass, so that every pass has the same sequence of collectives."""
+        reset_fsdp(self._model)
 
     def finish_forwards(self, failed_at: int | None, count: int) -> None:
-        """Take part in what is left of `count` such passes, where this rank failed in one of them."""
+        """Join the remaining collectives of `count` such passes if this rank failed in pass `failed_at`."""
         if failed_at is None:
-            self._learn()
+            self._save_sequence()
             self._key = None
             return
-        done = len(self._ledger.now)
-        self.abandon()
-        # All ranks repeat the step from here: nobody sends anything else in this attempt.
-        self._stays_out = True
+        done = len(self._log.current)
+        self.discard_micro_batch()
+        # All ranks now repeat the step: this attempt sends nothing else.
+        self._skips_finish = True
         if not self._alone:
-            each = self._ledger.known[FORWARD]
-            issue(each[done:] + each * (count - failed_at - 1), self._parameters[0].device)
+            each = self._log.sequences[FORWARD]
+            issue_collectives(each[done:] + each * (count - failed_at - 1), self._parameters[0].device)
 
-    def begin(self) -> None:
-        """No gradients, nothing in flight, weights in shards."""
+    def start_attempt(self) -> None:
+        """Drop all gradients."""
         for parameter in self._parameters:
             parameter.grad = None
         if not self._clean:
-            self._drop_whole()
+            self._drop_unsharded_gradients()
         self._key, self._clean = None, False
         if self._statistics is not None:
-            self._statistics.counts = True
+            self._statistics.is_counted = True
 
-    def before(self, number: int, count: int) -> None:
-        """Part `number` of `count` follows."""
-        self._learn()
+    def prepare_micro_batch(self, number: int, count: int) -> None:
+        """Prepare for micro-batch `number` of `count`."""
+        self._save_sequence()
         self._key = sends, last = self._kinds(count)[number]
         self._model.set_requires_gradient_sync(sends)
-        # Replicas of shards sum what the parts of a step have added up, once.
+        # Replicas of shards sum the accumulated gradients once a step.
         self._model.set_requires_all_reduce(last)
 
-    def abandon(self) -> None:
-        """The part under way has failed: let go of all that it holds."""
-        self._done, self._key = len(self._ledger.now), None
-        self._ledger.now = []
-        reset(self._model)
-        self._drop_whole()
+    def discard_micro_batch(self) -> None:
+        """Free everything that the failed micro-batch holds."""
+        self._done, self._key = len(self._log.current), None
+        self._log.current = []
+        reset_fsdp(self._model)
+        self._drop_unsharded_gradients()
         for parameter in self._parameters:
             parameter.grad = None
 
-    def finish(self, failed_at: int | None, count: int) -> None:
-        """Take part in what the others still wait for, where this rank has failed."""
+    def finish_attempt(self, failed_at: int | None, count: int) -> None:
+        """Join the remaining collectives of the attempt if this rank failed in micro-batch `failed_at`."""
         if failed_at is None:
-            self._learn()
+            self._save_sequence()
             self._clean = True
             return
-        if self._stays_out:
-            self._stays_out = False
+        if self._skips_finish:
+            self._skips_finish = False
             return
         kinds = self._kinds(count)
-        left = self._ledger.known[kinds[failed_at]][self._done :]
+        remaining = self._log.sequences[kinds[failed_at]][self._done :]
         for kind in kinds[failed_at + 1 :]:
-            left = left + self._ledger.known[kind]
+            remaining = remaining + self._log.sequences[kind]
         if not self._alone:
-            issue(left, self._parameters[0].device)
+            issue_collectives(remaining, self._parameters[0].device)
 
-    def squares(self) -> torch.Tensor:
-        """The squared norm of this rank's shards; replicas share out what they all hold."""
-        return summed_squares(self.gradients(), self._parameters[0].device) / self._replicas
+    def squared_norm(self) -> torch.Tensor:
+        """Return the squared norm of this rank's shards, divided by the number of replicas."""
+        return sum_squares(self.local_gradients(), self._parameters[0].device) / self._replicas
 
-    def gradients(self) -> list[torch.Tensor]:
-        """This rank's shards of them."""
+    def local_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's shards of the gradients."""
         return [parameter.grad._local_tensor for parameter in self._parameters if parameter.grad is not None]  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """The model stays sharded."""
+        """Do nothing: the model stays sharded."""
 
     def _kinds(self, count: int) -> list[tuple[bool, bool]]:
-        """For each of so many parts whether it sends its gradients, and whether it is the last."""
+        """Return for each of `count` micro-batches (does it send its gradients, is it the last)."""
         lasts = [number == count - 1 for number in range(count)]
         return [(last or not self._keeps_whole, last) for last in lasts]
 
-    def _learn(self) -> None:
-        """The part that has just gone well shows how such parts go."""
+    def _save_sequence(self) -> None:
+        """Store the collectives of the pass that has just succeeded."""
         if self._key is not None:
-            self._ledger.known[self._key] = self._ledger.now
-        self._ledger.now = []
+            self._log.sequences[self._key] = self._log.current
+        self._log.current = []
 
-    def _drop_whole(self) -> None:
+    def _drop_unsharded_gradients(self) -> None:
         for module in self._units:
-            for unit in _groups_of(module):
+            for unit in _parameter_groups(module):
                 for fsdp_param in unit.fsdp_params:
                     fsdp_param.unsharded_accumulated_grad = None
                     if hasattr(fsdp_param, "_unsharded_param"):
                         fsdp_param._unsharded_param.grad = None
 
 
-def _groups_of(module: Any) -> list[Any]:
-    """The parameter groups of a sharded module; older versions of torch have one at most."""
+def _parameter_groups(module: Any) -> list[Any]:
+    """Return the FSDP parameter groups of a sharded module; older versions of torch have at most one."""
     state = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is not None:
-        return list(found)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def issue(left: list[Collective], device: torch.device) -> None:
-    """Take part in collectives with zeros, in their order, and forget what comes of them."""
-    given: dict[torch.dtype, torch.Tensor] = {}
-    got: dict[torch.dtype, torch.Tensor] = {}
-    for dtype in {collective.dtype for collective in left if collective.statistics is None}:
+def issue_collectives(collectives: list[Collective], device: torch.device) -> None:
+    """Join collectives with zeros, in order, and discard their results."""
+    inputs: dict[torch.dtype, torch.Tensor] = {}
+    outputs: dict[torch.dtype, torch.Tensor] = {}
+    for dtype in {collective.dtype for collective in collectives if collective.statistics is None}:
         mine = [
-            collective for collective in left if collective.dtype is dtype and collective.statistics is None
+            collective
+            for collective in collectives
+            if collective.dtype is dtype and collective.statistics is None
         ]
-        given[dtype] = torch.zeros(max(one.given for one in mine), dtype=dtype, device=device)
-        got[dtype] = torch.zeros(max(one.got for one in mine), dtype=dtype, device=device)
+        inputs[dtype] = torch.zeros(max(entry.sent for entry in mine), dtype=dtype, device=device)
+        outputs[dtype] = torch.zeros(max(entry.received for entry in mine), dtype=dtype, device=device)
     gather, scatter = DefaultAllGather(), DefaultReduceScatter()
-    for collective in left:
+    for collective in collectives:
         if collective.statistics is not None:
             collective.statistics.answer(device)
             continue
-        into, of = got[collective.dtype][: collective.got], given[collective.dtype][: collective.given]
+        output = outputs[collective.dtype][: collective.received]
+        source = inputs[collective.dtype][: collective.sent]
         if collective.gathers:
-            gather(into, of, collective.group)
+            gather(output, source, collective.group)
             continue
         # Sums of zeros with what the others sent would grow from one collective to the next.
-        of.zero_()
-        scatter(into, of, collective.group, dist.ReduceOp.SUM)
-        if collective.then is not None:
-            dist.all_reduce(into, group=collective.then)
+        source.zero_()
+        scatter(output, source, collective.group, dist.ReduceOp.SUM)
+        if collective.all_reduce_group is not None:
+            dist.all_reduce(output, group=collective.all_reduce_group)
 
 
-def reset(model: Any) -> None:
-    """After an exception in a pass: nothing under way, all weights in shards."""
+def reset_fsdp(model: Any) -> None:
+    """Reset FSDP's state after an exception in a pass: nothing in flight, all weights sharded."""
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
     else:
-        reset_by_hand(model)
+        reset_fsdp_manually(model)
 
 
-def reset_by_hand(model: Any) -> None:
-    """The same for a torch that cannot do it itself (before 2.12)."""
+def reset_fsdp_manually(model: Any) -> None:
+    """Do the same for versions of torch before 2.12, which have no method for it."""
     root = model._get_fsdp_state()
     context = root._comm_ctx
     streams = [
@@ -321,7 +334,7 @@ def reset_by_hand(model: Any) -> None:
     ]  # fmt: skip
     current = root._device_handle.current_stream()
     for stream in streams:
-        # What is in flight may still read memory that is about to be given back.
+        # Operations in flight may still read memory that is freed below.
         current.wait_stream(stream)
     if hasattr(context, "all_gather_state"):
         context.all_gather_state = None
@@ -335,7 +348,7 @@ def reset_by_hand(model: Any) -> None:
         getattr(state, "_modules_to_run_forward", set()).clear()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for unit in _groups_of(module):
+            for unit in _parameter_groups(module):
                 _reset_group(unit)
     root._state_ctx.iter_forward_root = None
     root._state_ctx.post_backward_final_callback_queued = False
@@ -354,46 +367,39 @@ def _reset_group(unit: Any) -> None:
     unit._to_sharded()
 
 
-# Shard a model with FSDP2, one unit at a time, so that a device never holds more than one unit whole.
-#
-# The model is built on the host. Each unit is moved to the device, given the values of rank 0, sharded, and
-# its whole copy is freed before the next unit comes. On the device this leaves the shards and the memory of
-# one unit; building there would leave the whole model in the allocator's cache.
-
-
-def shard(model: nn.Module, setting: Setting, device: str, fill: Fill | None = None) -> None:
-    """Move a model to the device and shard it, unit by unit and then the rest."""
+def shard_model(model: nn.Module, setting: Setting, device: str, fill: FillTensor | None = None) -> None:
+    """Move a model to the device and shard it: unit by unit, then the rest."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     _refuse_scalars(model, setting)
     dtypes = setting.dtypes
     cast = None if dtypes.autocast is None else torch_dtype(dtypes.autocast)
-    # Without a cast, gradients come in the dtype of their weights, which a job may have chosen.
-    as_they_come = cast is None and dtypes.reductions == dtypes.gradients
-    summed = None if as_they_come else torch_dtype(dtypes.reductions)
-    policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=summed)
+    # Without autocast, gradients have the dtype of their weights, which the job may have chosen.
+    keeps_dtype = cast is None and dtypes.reductions == dtypes.gradients
+    reduce_dtype = None if keeps_dtype else torch_dtype(dtypes.reductions)
+    policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=reduce_dtype)
     if cast is not None:
         widen_norms(model)
-    mesh = device_mesh(setting, device)
+    mesh = make_device_mesh(setting, device)
 
     def placement(parameter: nn.Parameter) -> Any:
-        return shard_placement(parameter.shape, setting.mesh.dp_shard)
+        return choose_shard_placement(parameter.shape, setting.mesh.dp_shard)
 
-    placed: Placed = {}
-    for unit in shard_units(model):
-        place(unit, device, placed, fill)
+    moved_tensors: MovedTensors = {}
+    for unit in find_shard_units(model):
+        move_module(unit, device, moved_tensors, fill)
         fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
-        placed.clear()
-    place(model, device, placed, fill)
+        moved_tensors.clear()
+    move_module(model, device, moved_tensors, fill)
     fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
 
 
-def shard_placement(shape: torch.Size, shards: int) -> Any:
-    """Return along which dimension to shard a parameter; None for the first one, which is the default.
+def choose_shard_placement(shape: torch.Size, shards: int) -> Any:
+    """Return the dimension to shard a parameter along; None for the first one, which is the default.
 
-    Weights of experts are stacked: their first dimension is the number of experts. Sharded along it, 8
-    experts over 64 ranks would leave 56 ranks empty and the others with an eighth each. The first dimension
-    that divides evenly is taken instead, as torch asks of all but the first.
+    Weights of experts are stacked: their first dimension is the number of experts. Sharding along it would
+    leave 56 of 64 ranks empty with 8 experts, and the others with an eighth each. Instead, the first
+    dimension that divides evenly is used; torch requires even division for all dimensions but the first.
     """
     from torch.distributed.tensor import Shard
 
@@ -405,7 +411,7 @@ def shard_placement(shape: torch.Size, shards: int) -> Any:
 
 
 def _refuse_scalars(model: nn.Module, setting: Setting) -> None:
-    """Name the parameters without a dimension: torch's fully_shard refuses them."""
+    """Raise an error that names parameters without a dimension: torch's fully_shard refuses them."""
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise WrongUse(
@@ -415,11 +421,11 @@ def _refuse_scalars(model: nn.Module, setting: Setting) -> None:
         )
 
 
-def place(module: nn.Module, device: str, placed: Placed, fill: Fill | None) -> None:
-    """Put the parameters and buffers of a module on a device, except those that are sharded already.
+def move_module(module: nn.Module, device: str, moved_tensors: MovedTensors, fill: FillTensor | None) -> None:
+    """Move the parameters and buffers of a module to a device, except those already sharded.
 
-    `placed` keeps a tensor with two names one tensor. A tensor on the meta device has no values: it gets
-    memory, and `fill` gives it the values of rank 0.
+    `moved_tensors` makes sure that a tensor with two names stays one tensor. A tensor on the meta device has
+    no values: it gets memory, and `fill` writes the values of rank 0.
     """
     from torch.distributed.tensor import DTensor
 
@@ -429,15 +435,15 @@ def place(module: nn.Module, device: str, placed: Placed, fill: Fill | None) -> 
             for name, tensor in tensors.items():
                 if tensor is None or isinstance(tensor, DTensor):
                     continue
-                if id(tensor) not in placed:
-                    moved = _moved(tensor, device)
-                    placed[id(tensor)] = placed[id(moved)] = (tensor, moved)
+                if id(tensor) not in moved_tensors:
+                    moved = _move_tensor(tensor, device)
+                    moved_tensors[id(tensor)] = moved_tensors[id(moved)] = (tensor, moved)
                     if fill is not None:
                         fill(moved)
-                tensors[name] = placed[id(tensor)][1]
+                tensors[name] = moved_tensors[id(tensor)][1]
 
 
-def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+def _move_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
     data = tensor.detach()
     new = torch.empty_like(data, device=device) if data.is_meta else data.to(device)
     if not isinstance(tensor, nn.Parameter):
@@ -445,14 +451,14 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     if new is data:
         return tensor
     parameter = nn.Parameter(new, requires_grad=tensor.requires_grad)
-    # What somebody has hung on the tensor goes along; what the new one has by itself stays.
+    # Copy attributes that were set on the old tensor; do not overwrite those of the new one.
     for name, value in vars(tensor).items():
         vars(parameter).setdefault(name, value)
     return parameter
 
 
-def device_mesh(setting: Setting, device: str) -> Any:
-    """Return the mesh of a sharded setting; made of real numbers even while tracing."""
+def make_device_mesh(setting: Setting, device: str) -> Any:
+    """Return the device mesh of a sharded setting; it holds real tensors even while tracing."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
 

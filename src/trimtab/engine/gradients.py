@@ -1,11 +1,11 @@
-"""Where gradients are stored, and how they are summed over ranks while the backward pass still runs.
+"""Store gradients and sum them over ranks during the backward pass.
 
-`OwnGradients`: one process, gradients as autograd makes them. `Reducer`: gradients are views of flat buckets
-that are summed over ranks. `trimtab.engine.fsdp.ShardedGradients`: FSDP2 scatters them.
+`LocalGradients`: one process, gradients as autograd makes them. `Reducer`: gradients are views of flat
+buckets that are summed over ranks. `trimtab.engine.fsdp.ShardedGradients`: FSDP2 reduce-scatters them.
 
-torch's own reducer cannot go on after an exception in the backward pass. This one can: the order of its
-buckets is fixed, so a rank that fails sends what is left as it is, says so in the status, and all ranks try
-again. Sums, not means: losses are weighted before.
+torch's own reducer cannot continue after an exception in the backward pass. This one can, because the order
+of its buckets is fixed: a rank that fails sends the remaining buckets as they are and reports the failure in
+the status, and all ranks retry. Gradients are sums, not means: losses are weighted before.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ if TYPE_CHECKING:
 
 
 class Gradients(Protocol):
-    """How the gradients of a rank become those of all ranks."""
+    """Interface for combining the gradients of all ranks."""
 
-    equal_parts: bool
-    """Whether all ranks have to run the same number of micro-batches."""
-    arrivals: int
-    """How often at most gradients come in a backward pass."""
+    equal_micro_batches: bool
+    """Whether all ranks must run the same number of micro-batches."""
+    max_arrivals: int
+    """Largest number of gradient events in a backward pass."""
 
     @property
     def sent_any(self) -> bool:
-        """Whether other ranks have got something of this attempt."""
+        """Whether this rank has sent anything to other ranks in this attempt."""
 
     @property
-    def rehearsed(self) -> bool:
-        """Whether it needs no more passes of one sample before the first step."""
+    def is_rehearsed(self) -> bool:
+        """Whether passes of one sample have recorded all collectives, or none are needed."""
 
-    def begin(self) -> None:
-        """Prepare for an attempt: gradients are zero."""
+    def start_attempt(self) -> None:
+        """Prepare for an attempt at a step: reset the gradients."""
 
-    def before(self, number: int, count: int) -> None:
+    def prepare_micro_batch(self, number: int, count: int) -> None:
         """Prepare for micro-batch `number` of `count`."""
 
-    def abandon(self) -> None:
-        """Let go of what the failed micro-batch holds."""
+    def discard_micro_batch(self) -> None:
+        """Free everything that the failed micro-batch holds."""
 
-    def finish(self, failed_at: int | None, count: int) -> None:
-        """Send what the other ranks still wait for, also where micro-batch `failed_at` failed."""
+    def finish_attempt(self, failed_at: int | None, count: int) -> None:
+        """Send what the other ranks still wait for, also if micro-batch `failed_at` failed."""
 
-    def squares(self) -> torch.Tensor:
-        """Return this rank's part in the squared norm of the whole gradient."""
+    def squared_norm(self) -> torch.Tensor:
+        """Return this rank's part of the squared norm of the gradient."""
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Return what this rank holds of it."""
+    def local_gradients(self) -> list[torch.Tensor]:
+        """Return the gradient tensors of this rank."""
 
     def close(self) -> None:
-        """Leave the model as it was found."""
+        """Remove hooks from the model."""
 
 
 class Bucket:
-    """Some gradients that lie in one piece of memory and are summed together."""
+    """Gradients in one flat buffer that are summed together."""
 
-    __slots__ = ("alone", "flat", "group", "holders", "left", "parameters", "sent", "views", "work")
+    __slots__ = ("flat", "group", "holders", "is_local", "parameters", "pending", "sent", "views", "work")
 
     def __init__(self, parameters: list[nn.Parameter], group: Any, holders: int) -> None:
         first = parameters[0]
@@ -75,64 +75,64 @@ class Bucket:
         self.views = []
         start = 0
         for parameter in parameters:
-            # Strides as the parameter's, so that fused optimizers and channels-last weights are content.
-            self.views.append(_like(self.flat[start : start + parameter.numel()], parameter))
+            # Same strides as the parameter: fused optimizers and channels-last weights need them.
+            self.views.append(_make_view(self.flat[start : start + parameter.numel()], parameter))
             start += parameter.numel()
         self.group = group
         self.holders = holders
-        """Ranks that end up with the same sum."""
-        self.alone = holders == 1
-        self.left = len(parameters)
+        """Number of ranks that get the same sum."""
+        self.is_local = holders == 1
+        self.pending = len(parameters)
         self.sent = False
         self.work: Any = None
 
 
-def _like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    dense = parameter.is_contiguous() or torch._debug_has_internal_overlap(parameter) == 0
-    if dense and _fills(parameter):
-        return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
-    return piece.view(parameter.shape)
+def _make_view(buffer: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    no_overlap = parameter.is_contiguous() or torch._debug_has_internal_overlap(parameter) == 0
+    if no_overlap and _is_dense(parameter):
+        return buffer.as_strided(parameter.shape, parameter.stride(), buffer.storage_offset())
+    return buffer.view(parameter.shape)
 
 
-def _fills(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one piece of memory without gaps, in whatever order."""
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill contiguous memory without gaps, in any order."""
     if not tensor.numel():
         return False
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return reach == tensor.numel()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent == tensor.numel()
 
 
 class Reducer:
-    """Gradients of trainable parameters as views of buckets, and hooks that send full buckets."""
+    """Sum gradients over ranks: they are views of buckets, and hooks send each bucket when it is full."""
 
-    rehearsed = True
+    is_rehearsed = True
 
     def __init__(
         self,
         parameters: Sequence[tuple[nn.Parameter, Any, int]],
         bucket_bytes: int | None = None,
         *,
-        equal_parts: bool = False,
+        equal_micro_batches: bool = False,
     ) -> None:
-        """`parameters` come with the group that sums them and the number of ranks in it."""
-        self.equal_parts = equal_parts
-        self.buckets = _buckets(parameters, bucket_bytes or limits.BUCKET_BYTES)
-        self.arrivals = len(parameters)
+        """Take `parameters`, each with the group that sums it and the number of ranks in that group."""
+        self.equal_micro_batches = equal_micro_batches
+        self.buckets = _make_buckets(parameters, bucket_bytes or limits.BUCKET_BYTES)
+        self.max_arrivals = len(parameters)
         self.next = 0
         self.armed = False
         self.sent_any = False
         self._seen: set[int] = set()
         self._flats = [bucket.flat for bucket in self.buckets]
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket, view))
+            parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, view))
             for bucket in self.buckets
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
         ]
 
-    def begin(self) -> None:
-        """Gradients are zero, and nothing has been sent."""
+    def start_attempt(self) -> None:
+        """Set all gradients to zero and mark all buckets as not sent."""
         for bucket in self.buckets:
-            bucket.left, bucket.sent, bucket.work = len(bucket.parameters), False, None
+            bucket.pending, bucket.sent, bucket.work = len(bucket.parameters), False, None
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is not view:
                     parameter.grad = view
@@ -141,20 +141,20 @@ class Reducer:
         self.armed = self.sent_any = False
         self._seen.clear()
 
-    def before(self, number: int, count: int) -> None:
-        """Part `number` of `count` follows; buckets are sent in the backward pass of the last."""
+    def prepare_micro_batch(self, number: int, count: int) -> None:
+        """Prepare for micro-batch `number` of `count`; the backward pass of the last one sends buckets."""
         self.armed = number == count - 1
 
-    def abandon(self) -> None:
-        """The part under way has failed; what the others have got already cannot be taken back."""
+    def discard_micro_batch(self) -> None:
+        """Reset the gradients after a failure, unless some were already sent."""
         self.armed = False
         if not self.sent_any:
-            self.begin()
+            self.start_attempt()
 
-    def finish(self, failed_at: int | None, count: int) -> None:
-        """Send what is left, in order, and wait (on a GPU its stream waits, not the host).
+    def finish_attempt(self, failed_at: int | None, count: int) -> None:
+        """Send the remaining buckets in order, and wait (on a GPU the stream waits, not the host).
 
-        After a failure too: what is sent then counts for nothing, and nobody waits for it in vain.
+        After a failure the buckets are sent too, because other ranks wait for them; the values are not used.
         """
         del failed_at, count
         self.armed = False
@@ -166,29 +166,29 @@ class Reducer:
                 bucket.work.wait()
                 bucket.work = None
 
-    def squares(self) -> torch.Tensor:
-        """This rank's part in the squared norm of all gradients: a sum that many ranks hold is shared out."""
+    def squared_norm(self) -> torch.Tensor:
+        """Return this rank's part of the squared norm: each bucket counts 1 / (ranks that hold it)."""
         norms = torch._foreach_norm(self._flats)
         return sum(  # type: ignore[return-value]  # there is at least one bucket
             norm.double().square() / bucket.holders for norm, bucket in zip(norms, self.buckets, strict=True)
         )
 
-    def gradients(self) -> list[torch.Tensor]:
-        """What holds all gradients, in few pieces."""
+    def local_gradients(self) -> list[torch.Tensor]:
+        """Return the flat buffers of all buckets."""
         return self._flats
 
     def close(self) -> None:
-        """Take the hooks away; gradients become the optimizer's own again."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def _hook(self, bucket: Bucket, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        def arrived(parameter: torch.Tensor) -> None:
+    def _make_hook(self, bucket: Bucket, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def collect_gradient(parameter: torch.Tensor) -> None:
             if not self.armed:
                 return
             if parameter.grad is not view:
-                _into(view, parameter)
+                _copy_into_view(view, parameter)
             key = id(parameter)
             if key in self._seen:
                 if bucket.sent:
@@ -199,31 +199,31 @@ class Reducer:
                     )
                 return
             self._seen.add(key)
-            bucket.left -= 1
-            if not bucket.left:
+            bucket.pending -= 1
+            if not bucket.pending:
                 self._send()
 
-        return arrived
+        return collect_gradient
 
     def _collect(self, bucket: Bucket) -> None:
-        """A gradient that somebody has replaced is put back in its place."""
+        """Copy gradients that other code has replaced back into the bucket."""
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is not view and not bucket.sent:
-                _into(view, parameter)
+                _copy_into_view(view, parameter)
 
     def _send(self, *, everything: bool = False) -> None:
         while self.next < len(self.buckets):
             bucket = self.buckets[self.next]
-            if bucket.left and not everything:
+            if bucket.pending and not everything:
                 return
             bucket.sent = True
-            if not bucket.alone:
+            if not bucket.is_local:
                 self.sent_any = True
                 bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
             self.next += 1
 
 
-def _into(view: torch.Tensor, parameter: torch.Tensor) -> None:
+def _copy_into_view(view: torch.Tensor, parameter: torch.Tensor) -> None:
     if parameter.grad is None:
         view.zero_()
     else:
@@ -231,61 +231,61 @@ def _into(view: torch.Tensor, parameter: torch.Tensor) -> None:
     parameter.grad = view
 
 
-def _buckets(parameters: Sequence[tuple[nn.Parameter, Any, int]], most: int) -> list[Bucket]:
-    """Last parameters first, as their gradients come; one dtype, device and group to a bucket."""
-    open_ones: dict[Any, list[nn.Parameter]] = {}
+def _make_buckets(parameters: Sequence[tuple[nn.Parameter, Any, int]], max_bytes: int) -> list[Bucket]:
+    """Return buckets of one dtype, device and group each; last parameters first, as gradients arrive."""
+    open_buckets: dict[Any, list[nn.Parameter]] = {}
     closed: list[Bucket] = []
-    ends: dict[Any, tuple[Any, int]] = {}
+    groups: dict[Any, tuple[Any, int]] = {}
     for parameter, group, holders in reversed(list(parameters)):
         key = (parameter.dtype, parameter.device, id(group), holders)
-        ends[key] = (group, holders)
-        held = open_ones.setdefault(key, [])
-        held.append(parameter)
-        if sum(one.numel() * one.element_size() for one in held) >= most:
-            closed.append(Bucket(open_ones.pop(key), group, holders))
-    return closed + [Bucket(held, *ends[key]) for key, held in open_ones.items()]
+        groups[key] = (group, holders)
+        members = open_buckets.setdefault(key, [])
+        members.append(parameter)
+        if sum(member.numel() * member.element_size() for member in members) >= max_bytes:
+            closed.append(Bucket(open_buckets.pop(key), group, holders))
+    return closed + [Bucket(members, *groups[key]) for key, members in open_buckets.items()]
 
 
-class OwnGradients:
-    """One process: gradients as autograd makes them."""
+class LocalGradients:
+    """Gradients of a single process, as autograd makes them."""
 
-    equal_parts = False
+    equal_micro_batches = False
     sent_any = False
-    rehearsed = True
+    is_rehearsed = True
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = parameters
-        self.arrivals = len(parameters)
+        self.max_arrivals = len(parameters)
 
-    def begin(self) -> None:
-        """No gradients."""
+    def start_attempt(self) -> None:
+        """Drop all gradients."""
         for parameter in self._parameters:
             parameter.grad = None
 
-    def before(self, number: int, count: int) -> None:
-        """Nothing to arrange before part `number` of `count`."""
+    def prepare_micro_batch(self, number: int, count: int) -> None:
+        """Do nothing."""
 
-    def abandon(self) -> None:
-        """The part under way has failed."""
-        self.begin()
+    def discard_micro_batch(self) -> None:
+        """Drop all gradients."""
+        self.start_attempt()
 
-    def finish(self, failed_at: int | None, count: int) -> None:
-        """Nobody to tell."""
+    def finish_attempt(self, failed_at: int | None, count: int) -> None:
+        """Do nothing: there are no other ranks."""
 
-    def squares(self) -> torch.Tensor:
-        """The squared norm of all gradients."""
-        return summed_squares(self.gradients(), self._parameters[0].device)
+    def squared_norm(self) -> torch.Tensor:
+        """Return the squared norm of all gradients."""
+        return sum_squares(self.local_gradients(), self._parameters[0].device)
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Those that there are."""
+    def local_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients that exist."""
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def close(self) -> None:
-        """Nothing was changed."""
+        """Do nothing: there are no hooks."""
 
 
-def summed_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The squared norm of all of them together."""
+def sum_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the squared norm of all tensors together."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(tensors)).double().square().sum()

@@ -17,7 +17,7 @@ FLAGS = {
 
 
 def make_optimizer(job: Any, parameters: list[Any], implementation: OptimizerImplementation) -> Any:
-    """Return the job's optimizer, or AdamW; in the implementation asked for, where it takes that flag."""
+    """Return the job's optimizer, or AdamW; in the given implementation if the optimizer supports it."""
     own = getattr(job, "optimizer", None)
     built = own(parameters) if own is not None else torch.optim.AdamW(parameters, lr=1e-4)
     accepted = inspect.signature(type(built).__init__).parameters
@@ -33,10 +33,10 @@ def make_optimizer(job: Any, parameters: list[Any], implementation: OptimizerImp
     return type(built)(groups, **options, **flags)
 
 
-def implementation_for(
+def choose_implementation(
     model: torch.nn.Module, implementation: OptimizerImplementation
 ) -> OptimizerImplementation:
-    """Return the implementation that a model can have: fused ones refuse sparse gradients."""
+    """Return the implementation to use for a model: fused optimizers refuse sparse gradients."""
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     return OptimizerImplementation.PLAIN if sparse else implementation
 

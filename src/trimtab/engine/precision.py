@@ -1,4 +1,4 @@
-"""Which dtypes compute and which are stored: the rows of `spec/precision.py`, carried out with torch."""
+"""Apply a precision with torch: dtypes, TF32 flags, autocast and weight casts (see `spec/precision.py`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype that torch calls so.
+    """Return the torch dtype of a name.
 
     >>> torch_dtype("bfloat16")
     torch.bfloat16
@@ -30,26 +30,26 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that torch has for a dtype, without the module: bfloat16."""
+    """Return the name of a dtype without the module, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
-def configure(dtypes: Dtypes) -> None:
+def set_tf32_flags(dtypes: Dtypes) -> None:
     """Set the TF32 flags; torch reads them when it chooses a kernel."""
     torch.backends.cuda.matmul.allow_tf32 = dtypes.tf32_products
     torch.backends.cudnn.allow_tf32 = dtypes.tf32_convolutions
 
 
 def autocast_dtype(setting: Setting) -> torch.dtype | None:
-    """Return the dtype of autocast, or None where there is none. FSDP casts by itself."""
+    """Return the autocast dtype; None without autocast, and for FSDP, which casts by itself."""
     name = setting.dtypes.autocast
     return None if name is None or strategy_of(setting).is_sharded else torch_dtype(name)
 
 
 def cast_weights(model: nn.Module, dtypes: Dtypes) -> None:
-    """Store weights in other dtypes than float32 where the precision says so; buffers stay as they are."""
+    """Cast weights to the dtypes of the precision; buffers are not changed."""
     if dtypes.weights == dtypes.frozen_weights == FLOAT32:
-        # Weights that a job builds in another dtype stay in it.
+        # Keep weights that the job built in another dtype.
         return
     for parameter in model.parameters():
         dtype = torch_dtype(dtypes.weights if parameter.requires_grad else dtypes.frozen_weights)

@@ -1,4 +1,4 @@
-"""Recompute blocks in the backward pass instead of keeping their activations."""
+"""Recompute blocks in the backward pass instead of storing their activations (gradient checkpointing)."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trimtab.engine.build import repeated_blocks
+from trimtab.engine.build import find_repeated_blocks
 from trimtab.errors import WrongUse
 from trimtab.spec import Recompute
 
 if TYPE_CHECKING:
     from torch import nn
 
-KEPT_OPS = (
+SAVED_OPS = (
     "mm addmm bmm baddbmm _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math"
 )
-"""What selective recomputation keeps: matrix products and attention."""
+"""Operations whose results selective recomputation stores: matrix products and attention."""
 
 
-def recompute(model: nn.Module, how: Recompute) -> list[str]:
-    """Wrap the repeated blocks in place, or turn the model's own switch; return what is recomputed."""
+def enable_recompute(model: nn.Module, how: Recompute) -> list[str]:
+    """Wrap the repeated blocks, or use the model's own switch; return the names of what is recomputed."""
     if how is Recompute.NONE:
         return []
     own = getattr(model, "gradient_checkpointing_enable", None)
     if how is Recompute.FULL and own is not None:
         own(gradient_checkpointing_kwargs={"use_reentrant": False})
         return ["the model's own switch"]
-    lists = repeated_blocks(model)
+    lists = find_repeated_blocks(model)
     if not lists:
         raise WrongUse(
             f"--recompute {how}",
@@ -58,10 +58,10 @@ def _recompute_block(block: nn.Module, *, selective: bool) -> None:
 
 
 @functools.cache
-def _kept() -> frozenset[Any]:
+def _saved_ops() -> frozenset[Any]:
     aten = torch.ops.aten
-    return frozenset(getattr(aten, name).default for name in KEPT_OPS.split() if hasattr(aten, name))
+    return frozenset(getattr(aten, name).default for name in SAVED_OPS.split() if hasattr(aten, name))
 
 
 def _policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _kept() else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _saved_ops() else CheckpointPolicy.PREFER_RECOMPUTE

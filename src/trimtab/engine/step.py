@@ -1,9 +1,8 @@
-"""How a setting of a job is executed, on fake tensors and on real ones alike.
+"""Prepare a job for a setting and run optimizer steps, on fake or real tensors.
 
-`prepare` does everything before the first step, `step` is one optimizer step of one micro-batch. Tracing and
-measuring run both as they are. Training runs `arrange` too, and then a step out of the same pieces, with
-retries between them (`trimtab.training.stepper`). A prediction, its measurement and the run that follows are
-so of the same program.
+`prepare_job` does everything before the first step; `run_step` runs one optimizer step. Tracing and measuring
+use both. Training uses `arrange_model` and builds its step from the same functions, with retries between them
+(`trimtab.training.stepper`). So a prediction, its measurement and the training run execute the same program.
 """
 
 from __future__ import annotations
@@ -13,16 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.engine.branches import branch_loss
-from trimtab.engine.build import Entries, build, building, entries_of, make_batch, repeated_blocks
-from trimtab.engine.compile import Compiling
-from trimtab.engine.fsdp import place, shard
-from trimtab.engine.gradient_caching import forward_twice, rows_of_step
-from trimtab.engine.gradients import Gradients, OwnGradients, Reducer
-from trimtab.engine.optimizer import implementation_for, make_optimizer, use_foreach_for_shards
+from trimtab.engine.branches import compute_branch_loss
+from trimtab.engine.build import (
+    EntryPoints,
+    build_model,
+    find_entries,
+    find_repeated_blocks,
+    make_batch,
+    use_build_defaults,
+)
+from trimtab.engine.compile import CompileSwitch
+from trimtab.engine.fsdp import move_module, shard_model
+from trimtab.engine.gradient_caching import count_cached_samples, forward_twice
+from trimtab.engine.gradients import Gradients, LocalGradients, Reducer
+from trimtab.engine.optimizer import choose_implementation, make_optimizer, use_foreach_for_shards
 from trimtab.engine.precision import autocast_dtype, cast_weights
-from trimtab.engine.recompute import recompute
-from trimtab.engine.sync_norm import SyncReducer, synchronise
+from trimtab.engine.recompute import enable_recompute
+from trimtab.engine.sync_norm import SyncReducer, synchronise_batch_norms
 from trimtab.errors import JobFailed
 from trimtab.jobs.job import loss_function
 from trimtab.strategies import strategy_of
@@ -32,60 +38,68 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from trimtab.engine.fsdp import Fill
+    from trimtab.engine.fsdp import FillTensor
     from trimtab.engine.pipeline_stage import TracedStage
-    from trimtab.engine.sync_norm import Statistics
+    from trimtab.engine.sync_norm import SharedStatistics
     from trimtab.spec import Setting
 
-__all__ = ["PreparedJob", "build", "building", "make_batch", "prepare", "repeated_blocks", "step"]
+__all__ = [
+    "PreparedJob",
+    "build_model",
+    "find_repeated_blocks",
+    "make_batch",
+    "prepare_job",
+    "run_step",
+    "use_build_defaults",
+]
 
-SCALE = 2.0**16
-"""What a loss is multiplied by where the precision scales it, so that gradients do not vanish."""
+LOSS_SCALE = 2.0**16
+"""Factor for the loss if the precision scales it, so that small gradients do not become 0."""
 
 
 @dataclass(kw_only=True)
-class Arranged:
-    """A model in the form in which a rank trains it."""
+class ArrangedModel:
+    """A model as one rank trains it, with its optimizer and gradients."""
 
     model: nn.Module
     parameters: list[Any]
-    """The trainable ones."""
+    """Trainable parameters."""
     optimizer: Any
     gradients: Gradients
     recomputed: tuple[str, ...] = ()
     """Names of the lists of blocks that are recomputed."""
-    entries: Entries = field(default_factory=Entries)
-    """What loss() calls beside the model."""
-    statistics: Statistics | None = None
-    """What synchronised BatchNorm layers share; None where there are none."""
+    entries: EntryPoints = field(default_factory=EntryPoints)
+    """Methods and submodules that loss() calls besides the model."""
+    statistics: SharedStatistics | None = None
+    """State shared by synchronised BatchNorm layers; None if there are none."""
 
 
 @dataclass(kw_only=True)
-class PreparedJob(Arranged):
+class PreparedJob(ArrangedModel):
     """A job that is ready for its first step."""
 
     job: Any
     setting: Setting
     device: str
     branch: str = ""
-    """The one that this rank computes; empty: all of them."""
+    """Branch that this rank computes; empty: all branches."""
     stage: TracedStage | None = None
-    """Of a pipeline."""
-    compiling: Compiling | None = None
+    """Pipeline stage of this rank, if it has one."""
+    compiling: CompileSwitch | None = None
 
 
-def prepare(
+def prepare_job(
     job: Any, setting: Setting, device: str = "cuda", *, branch: str = "", values: bool = True
 ) -> PreparedJob:
-    """Build the model, arrange recomputation and sharding, make the optimizer.
+    """Build the model, set up recomputation and sharding, and make the optimizer.
 
-    Without `values`, a model that is built on the host has none: only its sizes matter then.
+    Without `values`, a model that is built on the CPU gets no values: use this if only sizes matter.
     """
-    model = build(job, setting, device, branch=branch, values=values)
-    return assemble(job, model, setting, device, branch=branch)
+    model = build_model(job, setting, device, branch=branch, values=values)
+    return assemble_job(job, model, setting, device, branch=branch)
 
 
-def assemble(  # noqa: PLR0913 - and as which rank
+def assemble_job(  # noqa: PLR0913 - also for which rank
     job: Any,
     model: nn.Module,
     setting: Setting,
@@ -94,31 +108,31 @@ def assemble(  # noqa: PLR0913 - and as which rank
     branch: str = "",
     stage: int | None = None,
 ) -> PreparedJob:
-    """Do everything between building the model and the first step, as one rank of the setting.
+    """Do everything between building the model and the first step, for one rank of the setting.
 
-    With `stage`, as a rank of that stage of a pipeline has it.
+    With `stage`, keep only the blocks of that pipeline stage.
     """
-    staged: list[TracedStage] = []
+    stages: list[TracedStage] = []
 
     def install_stage(model: nn.Module) -> None:
         from trimtab.engine.pipeline_stage import TracedStage
 
-        assert stage is not None  # noqa: S101 - only then is this called
-        staged.append(TracedStage(model, stage, setting.mesh.pp))
+        assert stage is not None  # noqa: S101 - called only with a stage
+        stages.append(TracedStage(model, stage, setting.mesh.pp))
 
-    arranged = arrange(
+    arranged = arrange_model(
         model,
         setting,
         device,
-        entries=entries_of(job, model),
+        entries=find_entries(job, model),
         optimizer=lambda parameters: make_optimizer(
-            job, parameters, implementation_for(model, setting.optimizer)
+            job, parameters, choose_implementation(model, setting.optimizer)
         ),
         install_stage=None if stage is None else install_stage,
     )
     compiling = None
     if setting.compile:
-        compiling = Compiling(model, lambda *_: None, arranged.entries)
+        compiling = CompileSwitch(model, lambda *_: None, arranged.entries)
         compiling.start()
     return PreparedJob(
         **vars(arranged),
@@ -126,65 +140,65 @@ def assemble(  # noqa: PLR0913 - and as which rank
         setting=setting,
         device=device,
         branch=branch,
-        stage=staged[0] if staged else None,
+        stage=stages[0] if stages else None,
         compiling=compiling,
     )
 
 
-def arrange(  # noqa: PLR0913 - what differs between tracing and training
+def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing and training
     model: nn.Module,
     setting: Setting,
     device: str,
     *,
     optimizer: Callable[[list[Any]], Any],
-    entries: Entries | None = None,
+    entries: EntryPoints | None = None,
     install_stage: Callable[[nn.Module], None] | None = None,
     equalise: Callable[[nn.Module], None] | None = None,
-    fill: Fill | None = None,
+    fill: FillTensor | None = None,
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None = None,
     mid_backward: Callable[[], None] | None = None,
-) -> Arranged:
-    """Cast, recompute, stage, shard, and decide where the gradients live.
+) -> ArrangedModel:
+    """Cast, recompute, stage and shard a model; make its optimizer and gradient storage.
 
     Args:
-        model: as it was built, where `build_device` says.
-        setting: what to arrange it for.
-        device: where it is trained.
+        model: the model, built on the device that `choose_build_device` returns.
+        setting: the setting to train with.
+        device: the device to train on.
         optimizer: makes the optimizer from the trainable parameters.
-        entries: what loss() calls beside the model.
-        install_stage: leaves the blocks of one stage of a pipeline in the model.
-        equalise: gives an unsharded model the values that all ranks are to have.
-        fill: the same for one tensor of a model that is sharded.
-        reduced: the trainable parameters, each with the group that sums it and the number of ranks in that
-            group; by default all ranks sum all of them.
-        mid_backward: is called whenever a gradient arrives.
+        entries: methods and submodules that loss() calls besides the model.
+        install_stage: keeps only the blocks of one pipeline stage in the model.
+        equalise: gives an unsharded model the same values on all ranks.
+        fill: does the same for one tensor of a sharded model.
+        reduced: returns the trainable parameters, each with the group that sums it and the number of ranks
+            in that group; by default all ranks sum all parameters.
+        mid_backward: called whenever a gradient arrives.
     """
     sharded = strategy_of(setting).is_sharded
-    statistics = synchronise(model) if setting.sync_batchnorm and setting.gpus > 1 else None
+    statistics = synchronise_batch_norms(model) if setting.sync_batchnorm and setting.gpus > 1 else None
     cast_weights(model, setting.dtypes)
-    recomputed = recompute(model, setting.recompute)
+    recomputed = enable_recompute(model, setting.recompute)
     if install_stage is not None:
         # Blocks of other stages are never on this device.
         install_stage(model)
     if not sharded:
-        place(model, device, {}, None)
+        move_module(model, device, {}, None)
     if equalise is not None and not sharded:
         equalise(model)
-    entries = entries or Entries()
+    entries = entries or EntryPoints()
     if sharded:
-        shard(model, setting, device, fill)
-        open_entries(model, entries)
+        shard_model(model, setting, device, fill)
+        register_entries(model, entries)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise JobFailed("model()", found="no parameter of it takes a gradient", cure="Leave some unfrozen.")
-    made = optimizer(parameters)
+    built_optimizer = optimizer(parameters)
     if sharded:
-        use_foreach_for_shards(made)
-    gradients = _gradients(model, setting, parameters, reduced, mid_backward, statistics)
-    return Arranged(
+        use_foreach_for_shards(built_optimizer)
+    gradients = _make_gradients(model, setting, parameters, reduced, mid_backward, statistics)
+    return ArrangedModel(
         model=model,
         parameters=parameters,
-        optimizer=made,
+        optimizer=built_optimizer,
         gradients=gradients,
         recomputed=tuple(recomputed),
         entries=entries,
@@ -192,8 +206,8 @@ def arrange(  # noqa: PLR0913 - what differs between tracing and training
     )
 
 
-def open_entries(model: nn.Module, entries: Entries) -> None:
-    """Let FSDP gather the weights of the root also where loss() does not call the model itself."""
+def register_entries(model: nn.Module, entries: EntryPoints) -> None:
+    """Let FSDP gather the weights of the root also if loss() does not call the model itself."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     for name in (*entries.methods, *entries.wrappers):
@@ -223,15 +237,15 @@ def _enter_by_root(model: Any, child: nn.Module) -> None:
     child.__dict__["_compiled_call_impl"] = call
 
 
-def _gradients(  # noqa: PLR0913, PLR0917 - what arrange() knows
+def _make_gradients(  # noqa: PLR0913, PLR0917 - state of arrange_model()
     model: nn.Module,
     setting: Setting,
     parameters: list[Any],
     reduced: Callable[[nn.Module], Sequence[tuple[Any, Any, int]]] | None,
     mid_backward: Callable[[], None] | None,
-    statistics: Statistics | None,
+    statistics: SharedStatistics | None,
 ) -> Gradients:
-    """Where the gradients live: scattered, in buckets that ranks sum, or where autograd puts them."""
+    """Return the gradient storage: sharded, in buckets that ranks sum, or as autograd makes them."""
     if strategy_of(setting).is_sharded:
         from trimtab.engine.fsdp import ShardedGradients
 
@@ -243,11 +257,11 @@ def _gradients(  # noqa: PLR0913, PLR0917 - what arrange() knows
             statistics=statistics,
         )
     if mid_backward is not None:
-        called = mid_backward
+        callback = mid_backward
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _: called())
+            parameter.register_post_accumulate_grad_hook(lambda _: callback())
     if setting.gpus == 1:
-        return OwnGradients(parameters)
+        return LocalGradients(parameters)
     summed = (
         reduced(model)
         if reduced is not None
@@ -255,73 +269,73 @@ def _gradients(  # noqa: PLR0913, PLR0917 - what arrange() knows
     )
     if statistics is not None:
         return SyncReducer(summed, statistics)
-    return Reducer(summed, equal_parts=setting.mesh.pp > 1)
+    return Reducer(summed, equal_micro_batches=setting.mesh.pp > 1)
 
 
-def forward(state: PreparedJob, batch: Any) -> torch.Tensor:
-    """The loss of one micro-batch."""
+def compute_loss(state: PreparedJob, batch: Any) -> torch.Tensor:
+    """Compute the loss of one micro-batch; for a pipeline stage but the last, its output."""
     half = autocast_dtype(state.setting)
     with torch.autocast(state.device, dtype=half, enabled=half is not None):
         if state.branch:
-            loss = branch_loss(state.job, state.model, batch, state.branch)
+            loss = compute_branch_loss(state.job, state.model, batch, state.branch)
         elif state.stage is not None:
             loss = state.stage.run(lambda: state.job.loss(state.model, batch))
             if not state.stage.is_last:
-                # No loss yet, but what the next stage is handed.
+                # This is the input of the next stage, not a loss.
                 return loss
-        elif whole := rows_of_step(state.job, state.setting.micro_batch, state.setting.gpus):
-            loss = forward_twice(state.job, state.model, batch, whole, check_loss)
+        elif samples := count_cached_samples(state.job, state.setting.micro_batch, state.setting.gpus):
+            loss = forward_twice(state.job, state.model, batch, samples, check_loss)
         else:
             loss = loss_function(state.job)(state.model, batch)
     check_loss(loss)
     return loss
 
 
-def step(
+def run_step(
     state: PreparedJob,
     batches: Sequence[Any],
     *,
     clip: float | None = None,
     between: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """Take one optimizer step over micro-batches of one size; return the mean loss.
+    """Run one optimizer step over micro-batches of one size; return the mean loss.
 
-    `between` is called between the forward and the backward pass of each.
+    `between` is called between the forward and the backward pass of each micro-batch.
     """
-    scale = SCALE if state.setting.dtypes.scales_loss else 1.0
+    scale = LOSS_SCALE if state.setting.dtypes.scales_loss else 1.0
     count = len(batches)
-    state.gradients.begin()
+    state.gradients.start_attempt()
     losses = []
     for number, batch in enumerate(batches):
-        state.gradients.before(number, count)
+        state.gradients.prepare_micro_batch(number, count)
         if state.compiling is not None:
-            state.compiling.use(state.setting.micro_batch, state.setting.micro_batch)
-        loss = forward(state, batch)
+            state.compiling.prepare_for(state.setting.micro_batch, state.setting.micro_batch)
+        loss = compute_loss(state, batch)
         if between is not None:
             between()
         _backward(state, loss, scale / count)
         losses.append(loss.detach())
         del loss
-    state.gradients.finish(None, count)
-    update(state, scale, clip)
+    state.gradients.finish_attempt(None, count)
+    update_weights(state, scale, clip)
     return losses[0] if count == 1 else torch.stack(losses).mean()
 
 
 def _backward(state: PreparedJob, loss: torch.Tensor, weight: float) -> None:
     if state.stage is not None and not state.stage.is_last:
-        # The gradient comes from the next stage, in memory of its own.
+        # The gradient comes from the next stage, in its own memory.
         loss.backward(torch.empty_like(loss))
     else:
         (loss if weight == 1.0 else loss * weight).backward()
 
 
-def update(state: PreparedJob, scale: float, clip: float | None) -> None:
-    """Unscale and clip the gradients, in the optimizer's own kernel where it can; then step."""
+def update_weights(state: PreparedJob, scale: float, clip: float | None) -> None:
+    """Unscale and clip the gradients (in the optimizer's kernel if it supports that), then update."""
     optimizer = state.optimizer
     device = state.parameters[0].device
     divisor = None
     if clip is not None:
-        norm = state.gradients.squares().sqrt() / scale
+        norm = state.gradients.squared_norm().sqrt() / scale
         divisor = scale * torch.clamp(norm / clip, min=1.0)
     elif scale != 1.0:
         divisor = torch.full((), scale, dtype=torch.float64, device=device)
@@ -337,13 +351,13 @@ def update(state: PreparedJob, scale: float, clip: float | None) -> None:
         finally:
             del optimizer.grad_scale, optimizer.found_inf
     else:
-        held = state.gradients.gradients()
-        torch._foreach_mul_(held, (1.0 / divisor).to(held[0].dtype))
+        gradients = state.gradients.local_gradients()
+        torch._foreach_mul_(gradients, (1.0 / divisor).to(gradients[0].dtype))
         optimizer.step()
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse what cannot be differentiated."""
+    """Raise JobFailed if the loss is not a scalar tensor with a gradient."""
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
         if not isinstance(loss, torch.Tensor):
             found = f"it returned a {type(loss).__name__}"

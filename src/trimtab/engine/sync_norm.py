@@ -1,13 +1,14 @@
-"""BatchNorm with the statistics of a micro-batch of all ranks together.
+"""Synchronised BatchNorm: compute statistics over a micro-batch of all ranks together.
 
 In the forward pass each layer gathers mean, deviation and count of every rank; in the backward pass it sums
-two values a channel over ranks. Counts weigh them, so ranks may have different numbers of samples, and a rank
-whose pass counts for nothing takes part with count 0. On a GPU the kernels are those of SyncBatchNorm.
+two values per channel over ranks. The means are weighted by the counts, so ranks may have different numbers
+of samples. A rank whose pass must not count takes part with count 0. On a GPU the kernels are those of
+SyncBatchNorm.
 
-torch's own SyncBatchNorm refuses CPU tensors, has the host wait for the GPU in every layer, and an exception
-on one rank leaves the others waiting for ever. Here the sequence of collectives is written down in a pass of
-one sample before the first step. A rank that runs out of memory answers the rest of the sequence with count
-0, and all ranks repeat the step.
+torch's own SyncBatchNorm refuses CPU tensors, makes the host wait for the GPU in every layer, and deadlocks
+if one rank raises an exception. Here a pass of one sample before the first step records the sequence of
+collectives. A rank that runs out of memory answers the rest of the sequence with count 0, and all ranks
+repeat the step.
 
 Layers stay the same objects with the same parameters, buffers and names: checkpoints are interchangeable.
 """
@@ -25,7 +26,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from trimtab.engine.additive_loss import batch_norms
+from trimtab.engine.additive_loss import find_batch_norms
 from trimtab.engine.gradients import Reducer
 from trimtab.errors import JobFailed
 
@@ -33,127 +34,125 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 PASS, FORWARD = "pass", "forward"
-"""Kinds of passes: forward and backward, and forward without gradients."""
+"""Kinds of passes: forward and backward; forward without gradients."""
 PLANES, VOLUMES = 4, 5
-"""Dimensions of a batch of images, and of volumes."""
-
-
-ABSENT = 1e-30
-"""Samples of a rank that has none: as good as 0, but that a mean over them is a number."""
+"""Dimensions of a batch of images and of a batch of volumes."""
+EMPTY_COUNT = 1e-30
+"""Count of a rank without samples: practically 0, but a mean over it is not NaN."""
 
 
 class NormCollective(NamedTuple):
-    """One collective of a layer."""
+    """One collective of a BatchNorm layer."""
 
     gathers: bool
-    """Whether statistics are gathered; else sums of gradients are summed."""
+    """Whether it gathers statistics; else it sums gradients over ranks."""
     length: int
-    """Elements that this rank puts in."""
+    """Elements that this rank sends."""
     dtype: torch.dtype
 
     def answer(self, device: torch.device) -> None:
-        """Take part without any samples."""
+        """Take part without samples."""
         if self.gathers:
-            gather(no_statistics(self.length // 2, self.dtype, device))
+            gather_values(make_empty_statistics(self.length // 2, self.dtype, device))
         else:
             dist.all_reduce(torch.zeros(self.length, dtype=self.dtype, device=device))
 
 
-class Statistics:
-    """What the synchronised layers of a model share: their way to other ranks, and whether a pass counts."""
+class SharedStatistics:
+    """State that the synchronised layers of a model share; it runs their collectives."""
 
-    is_talking = False
-    """Whether a layer of this process is in a collective: a tracer tells these from those of gradients."""
+    in_collective = False
+    """Whether a layer of this process is in a collective: tells a tracer that it is not one of gradients."""
 
     def __init__(self) -> None:
-        self.counts = True
-        """Whether the samples of the pass under way are part of the statistics."""
-        self.note: Callable[[NormCollective], None] | None = None
-        """Is called just before a collective."""
+        self.is_counted = True
+        """Whether the samples of the current pass are part of the statistics."""
+        self.record: Callable[[NormCollective], None] | None = None
+        """Called just before each collective."""
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """The values of all ranks, one rank a row."""
-        with self._talking(values, gathers=True):
-            return gather(values)
+        """Return the values of all ranks, one row per rank."""
+        with self._run_collective(values, gathers=True):
+            return gather_values(values)
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace values by their sum over all ranks."""
-        with self._talking(values, gathers=False):
+        with self._run_collective(values, gathers=False):
             dist.all_reduce(values)
 
     @contextlib.contextmanager
-    def _talking(self, values: torch.Tensor, *, gathers: bool) -> Iterator[None]:
-        if self.note is not None:
-            self.note(NormCollective(gathers, values.numel(), values.dtype))
-        Statistics.is_talking = True
+    def _run_collective(self, values: torch.Tensor, *, gathers: bool) -> Iterator[None]:
+        if self.record is not None:
+            self.record(NormCollective(gathers, values.numel(), values.dtype))
+        SharedStatistics.in_collective = True
         try:
             yield
         finally:
-            Statistics.is_talking = False
+            SharedStatistics.in_collective = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copies of a layer speak to the same ranks."""
+        """Return the same object: copies of a layer share it."""
         return self
 
 
-def gather(values: torch.Tensor) -> torch.Tensor:
-    """The values of all ranks, one rank a row."""
+def gather_values(values: torch.Tensor) -> torch.Tensor:
+    """Return the values of all ranks, one row per rank."""
     ranks = dist.get_world_size()
-    found = values.new_empty((ranks * values.numel(),))
-    _all_gather(found, values)
-    return found.view(ranks, -1)
+    gathered = values.new_empty((ranks * values.numel(),))
+    _all_gather_into(gathered, values)
+    return gathered.view(ranks, -1)
 
 
-def _all_gather(into: torch.Tensor, values: torch.Tensor) -> None:
-    # Newer versions of torch have another name for it, and warn of the old one.
+def _all_gather_into(into: torch.Tensor, values: torch.Tensor) -> None:
+    # Newer versions of torch have a new name for this function, and warn about the old one.
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(into, values)
 
 
-def no_statistics(channels: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a rank without samples tells: any mean and deviation, and no count."""
-    found = torch.ones(2 * channels + 1, dtype=dtype, device=device)
-    found[-1] = ABSENT
-    return found
+def make_empty_statistics(channels: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the statistics of a rank without samples: any mean and deviation, and count 0."""
+    statistics = torch.ones(2 * channels + 1, dtype=dtype, device=device)
+    statistics[-1] = EMPTY_COUNT
+    return statistics
 
 
-def synchronise(model: nn.Module) -> Statistics | None:
-    """Make all BatchNorm layers of a model compute statistics over all ranks; None where it has none."""
-    layers = batch_norms(model)
+def synchronise_batch_norms(model: nn.Module) -> SharedStatistics | None:
+    """Make all BatchNorm layers of a model compute statistics over all ranks; return None if it has none."""
+    layers = find_batch_norms(model)
     if not layers:
         return None
-    statistics = Statistics()
+    statistics = SharedStatistics()
     for layer in layers:
         layer.__dict__["_trimtab_statistics"] = statistics
-        layer.__class__ = _extended(type(layer), _Synchronised)  # type: ignore[arg-type]
+        layer.__class__ = _extend_class(type(layer), _Synchronised)  # type: ignore[arg-type]
     return statistics
 
 
 def is_synchronised(module: nn.Module) -> bool:
-    """Whether a layer computes its statistics over all ranks."""
+    """Return whether a layer computes its statistics over all ranks."""
     return isinstance(module, _Synchronised)
 
 
 class _Synchronised:
-    """Stands before the class of a BatchNorm layer; what the layer hands to batch_norm() is summed."""
+    """Mixin for the class of a BatchNorm layer: its calls of batch_norm() are synchronised."""
 
     training: bool
     _buffers: dict[str, torch.Tensor | None]
-    _trimtab_statistics: Statistics
+    _trimtab_statistics: SharedStatistics
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]  # the class behind this one has it
-        # In a backward pass it is computed again: the running statistics have seen these samples.
-        again = torch._C._current_graph_task_id() != -1
+            return super().forward(*args, **kwargs)  # type: ignore[misc]  # the other base class has it
+        # If recomputed in a backward pass, the running statistics already include these samples.
+        is_recomputed = torch._C._current_graph_task_id() != -1
         tracked = self._buffers.get("num_batches_tracked")
-        if again and tracked is not None:
+        if is_recomputed and tracked is not None:
             self._buffers["num_batches_tracked"] = None
         try:
-            with _Intercept(self._trimtab_statistics, follows=not again) as intercept:
+            with _Intercept(self._trimtab_statistics, updates_running=not is_recomputed) as intercept:
                 output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            # Recomputing ends with an exception when it has what it needs.
-            if again and tracked is not None:
+            # torch ends recomputation early with an exception.
+            if is_recomputed and tracked is not None:
                 self._buffers["num_batches_tracked"] = tracked
         if not intercept.is_called:
             raise JobFailed(
@@ -166,26 +165,26 @@ class _Synchronised:
 
 
 @functools.cache
-def _extended(kind: type[nn.Module], before: type) -> type[nn.Module]:
-    """Return the class of a layer with another class before it, under the layer's own name."""
+def _extend_class(kind: type[nn.Module], before: type) -> type[nn.Module]:
+    """Return a subclass of a layer's class with the mixin `before` first, under the layer's own name."""
     if issubclass(kind, before):
         return kind
-    # The forward() of SyncBatchNorm would sum over ranks by itself, and not survive an out-of-memory.
-    sums_itself = before is _Synchronised and issubclass(kind, nn.SyncBatchNorm)
-    return type(kind.__name__, (before, _AnyShape if sums_itself else kind), {"__module__": kind.__module__})
+    # The forward() of SyncBatchNorm communicates by itself and cannot recover from out-of-memory.
+    communicates = before is _Synchronised and issubclass(kind, nn.SyncBatchNorm)
+    return type(kind.__name__, (before, _AnyShape if communicates else kind), {"__module__": kind.__module__})
 
 
 def widen_norms(model: nn.Module) -> None:
-    """Let BatchNorm layers compute with fp32 weights, where fsdp gathers these in half precision.
+    """Let BatchNorm layers compute with fp32 weights if FSDP gathers them in half precision.
 
-    Their running statistics are fp32, and torch refuses weights of another dtype beside them.
+    Their running statistics are fp32, and torch refuses weights of another dtype with them.
     """
-    for layer in batch_norms(model):
-        layer.__class__ = _extended(type(layer), _WideWeights)  # type: ignore[arg-type]
+    for layer in find_batch_norms(model):
+        layer.__class__ = _extend_class(type(layer), _WideWeights)  # type: ignore[arg-type]
 
 
 class _WideWeights:
-    """Stands before the class of a BatchNorm layer; its weights are read in fp32."""
+    """Mixin for the class of a BatchNorm layer: its weights are read in fp32."""
 
     _parameters: dict[str, torch.Tensor | None]
     _buffers: dict[str, torch.Tensor | None]
@@ -193,19 +192,19 @@ class _WideWeights:
     @property
     def weight(self) -> torch.Tensor | None:
         """The weight, in the dtype of the running statistics."""
-        return self._widened("weight")
+        return self._widen_parameter("weight")
 
     @property
     def bias(self) -> torch.Tensor | None:
         """The bias, in the dtype of the running statistics."""
-        return self._widened("bias")
+        return self._widen_parameter("bias")
 
-    def _widened(self, name: str) -> torch.Tensor | None:
+    def _widen_parameter(self, name: str) -> torch.Tensor | None:
         parameter = self._parameters.get(name)
-        # A sharded parameter is only looked at, never computed with.
+        # A sharded parameter is only inspected, never computed with.
         if parameter is None or hasattr(parameter, "full_tensor"):
             return parameter
-        if parameter.dtype is accumulated(parameter.dtype):
+        if parameter.dtype is accumulation_dtype(parameter.dtype):
             return parameter
         running = self._buffers.get("running_mean")
         return parameter.to(torch.float32 if running is None else running.dtype)
@@ -213,16 +212,16 @@ class _WideWeights:
 
 class _AnyShape(_BatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's name
-        """Take any shape, as torch's SyncBatchNorm does."""
+        """Accept any shape, as torch's SyncBatchNorm does."""
 
 
 class _Intercept(TorchFunctionMode):
-    """Takes the calls of batch_norm() in the forward pass of one layer."""
+    """Intercept the calls of batch_norm() in the forward pass of one layer."""
 
-    def __init__(self, statistics: Statistics, *, follows: bool) -> None:
+    def __init__(self, statistics: SharedStatistics, *, updates_running: bool) -> None:
         super().__init__()
         self._statistics = statistics
-        self._follows = follows
+        self._updates_running = updates_running
         self.is_called = False
 
     def __torch_function__(
@@ -231,13 +230,13 @@ class _Intercept(TorchFunctionMode):
         if func is not functional.batch_norm:
             return func(*args, **(kwargs or {}))
         self.is_called = True
-        given = _Call(*args, **(kwargs or {}))
-        if not given.training:
+        call = _Call(*args, **(kwargs or {}))
+        if not call.training:
             return func(*args, **(kwargs or {}))
-        has_running = self._follows and given.running_mean is not None
-        running = (given.running_mean, given.running_var) if has_running else None
+        has_running = self._updates_running and call.running_mean is not None
+        running = (call.running_mean, call.running_var) if has_running else None
         return _Normalise.apply(
-            given.input, given.weight, given.bias, running, given.momentum, given.eps, self._statistics
+            call.input, call.weight, call.bias, running, call.momentum, call.eps, self._statistics
         )
 
 
@@ -264,24 +263,24 @@ class _Normalise(torch.autograd.Function):
         running: tuple[torch.Tensor, torch.Tensor] | None,
         momentum: float,
         eps: float,
-        statistics: Statistics,
+        statistics: SharedStatistics,
     ) -> torch.Tensor:
-        source = _dense(source)
+        source = _make_dense(source)
         channels = source.shape[1]
         kernels = _kernels(source)
-        count = source.numel() // channels if statistics.counts else 0
-        wide = accumulated(source.dtype)
+        count = source.numel() // channels if statistics.is_counted else 0
+        wide = accumulation_dtype(source.dtype)
         if count:
             own, scale = kernels.moments(source, eps)
             mine = torch.cat([own, scale, own.new_full((1,), count)])
         else:
-            mine = no_statistics(channels, wide, source.device)
+            mine = make_empty_statistics(channels, wide, source.device)
         every = statistics.gather(mine)
         means, scales, counts = every[:, :channels], every[:, channels:-1], every[:, -1]
-        followed = running if running is not None and running[0].dtype is wide else None
-        mean, scale = kernels.combine(means, scales, counts, followed, momentum, eps)
-        if running is not None and followed is None:
-            _follow(running, mean, scale.pow(-2) - eps, counts.sum(), momentum)
+        updated = running if running is not None and running[0].dtype is wide else None
+        mean, scale = kernels.combine(means, scales, counts, updated, momentum, eps)
+        if running is not None and updated is None:
+            _update_running(running, mean, scale.pow(-2) - eps, counts.sum(), momentum)
         ctx.save_for_backward(source, weight, mean, scale, counts.to(torch.int32))
         ctx.statistics, ctx.counts = statistics, count > 0
         return kernels.normalise(source, weight, bias, mean, scale, eps)
@@ -290,7 +289,7 @@ class _Normalise(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         source, weight, mean, scale, counts = ctx.saved_tensors
-        gradient = _dense(gradient)
+        gradient = _make_dense(gradient)
         kernels = _kernels(source)
         reduced = kernels.reduce(gradient, source, mean, scale, weight, ctx.needs_input_grad[:3])
         total_gradient, total_product, for_weight, for_bias = reduced
@@ -304,25 +303,27 @@ class _Normalise(torch.autograd.Function):
                 # The statistics do not depend on these samples.
                 sums.zero_()
             first, second = sums.chunk(2)
-            for_source = kernels.spread(gradient, source, mean, scale, weight, first, second, counts)
+            for_source = kernels.compute_gradient(
+                gradient, source, mean, scale, weight, first, second, counts
+            )
         return (for_source, for_weight, for_bias, None, None, None, None)
 
 
-def _follow(
+def _update_running(
     running: tuple[torch.Tensor, torch.Tensor],
     mean: torch.Tensor,
     variance: torch.Tensor,
     total: torch.Tensor,
     momentum: float,
 ) -> None:
-    """Move running statistics towards those of the batch."""
+    """Update the running statistics with those of the batch."""
     unbiased = variance * (total / (total - 1.0).clamp(min=1.0))
-    for held, new in zip(running, (mean, unbiased), strict=True):
-        held.copy_(held + momentum * (new - held))
+    for average, new in zip(running, (mean, unbiased), strict=True):
+        average.copy_(average + momentum * (new - average))
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in one piece, channels first or last."""
+def _make_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in contiguous memory, channels first or last."""
     if tensor.dim() == PLANES and tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor
     if tensor.dim() == VOLUMES and tensor.is_contiguous(memory_format=torch.channels_last_3d):
@@ -330,17 +331,17 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that statistics of values of a dtype are computed in."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute statistics in, for values of a dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class _Gpu:
-    """torch's own kernels for batches that are spread over ranks; these are for CUDA alone."""
+    """torch's kernels for batches that are spread over ranks; CUDA only."""
 
     @staticmethod
     def moments(source: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and inverse deviation of this rank's batch, by channel."""
+        """Return mean and inverse deviation of this rank's batch, by channel."""
         return torch.batch_norm_stats(source, eps)
 
     @staticmethod
@@ -352,7 +353,7 @@ class _Gpu:
         momentum: float,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of the batches of all ranks; running statistics, of the same dtype, follow."""
+        """Combine the statistics of all ranks; update the running statistics, which have the same dtype."""
         first, second = running or (None, None)
         return torch.batch_norm_gather_stats_with_counts(
             means, means, scales, first, second, momentum, eps, counts
@@ -367,8 +368,8 @@ class _Gpu:
         scale: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        """The normalised batch."""
-        return torch.batch_norm_elemt(source, _wide(weight, mean), _wide(bias, mean), mean, scale, eps)
+        """Return the normalised batch."""
+        return torch.batch_norm_elemt(source, _widen(weight, mean), _widen(bias, mean), mean, scale, eps)
 
     @staticmethod
     def reduce(  # noqa: PLR0913, PLR0917 - as torch has it
@@ -379,9 +380,10 @@ class _Gpu:
         weight: torch.Tensor | None,
         needed: Sequence[bool],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """By channel: sum of gradients, sum of gradients times distance to the mean; for weight and bias."""
-        found = torch.batch_norm_backward_reduce(gradient, source, mean, scale, _wide(weight, mean), *needed)
-        first, second, for_weight, for_bias = found
+        """Return sums of gradients and of gradients x (x - mean) by channel; gradients of weight and bias."""
+        first, second, for_weight, for_bias = torch.batch_norm_backward_reduce(
+            gradient, source, mean, scale, _widen(weight, mean), *needed
+        )
         dtype = mean.dtype if weight is None else weight.dtype
         return (
             first,
@@ -391,7 +393,7 @@ class _Gpu:
         )
 
     @staticmethod
-    def spread(  # noqa: PLR0913, PLR0917 - as torch has it
+    def compute_gradient(  # noqa: PLR0913, PLR0917 - as torch has it
         gradient: torch.Tensor,
         source: torch.Tensor,
         mean: torch.Tensor,
@@ -401,24 +403,24 @@ class _Gpu:
         total_product: torch.Tensor,
         counts: torch.Tensor,
     ) -> torch.Tensor:
-        """The gradient of the batch."""
+        """Return the gradient of the batch."""
         return torch.batch_norm_backward_elemt(
-            gradient, source, mean, scale, _wide(weight, mean), total_gradient, total_product, counts
+            gradient, source, mean, scale, _widen(weight, mean), total_gradient, total_product, counts
         )
 
 
-def _wide(values: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor | None:
-    """Weights in the dtype of the statistics: kernels refuse those in half precision, as in bf16-true."""
+def _widen(values: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor | None:
+    """Cast weights to the dtype of the statistics: kernels refuse half precision, as in bf16-true."""
     return None if values is None else values.to(mean.dtype)
 
 
 class _Host:
-    """The same in plain operations, for the CPU."""
+    """The same functions in plain operations, for the CPU."""
 
     @staticmethod
     def moments(source: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = source.to(accumulated(source.dtype))
-        variance, mean = torch.var_mean(wide, _others(source), correction=0)
+        wide = source.to(accumulation_dtype(source.dtype))
+        variance, mean = torch.var_mean(wide, _reduced_dims(source), correction=0)
         return mean, (variance + eps).rsqrt()
 
     @staticmethod
@@ -435,7 +437,7 @@ class _Host:
         mean = (shares * means).sum(0)
         variance = (shares * (scales.pow(-2) - eps + (means - mean).square())).sum(0)
         if running is not None:
-            _follow(running, mean, variance, total, momentum)
+            _update_running(running, mean, variance, total, momentum)
         return mean, (variance + eps).rsqrt()
 
     @staticmethod
@@ -449,10 +451,10 @@ class _Host:
     ) -> torch.Tensor:
         del eps
         factor = scale if weight is None else scale * weight.to(scale.dtype)
-        found = (source.to(scale.dtype) - _column(mean, source)) * _column(factor, source)
+        output = (source.to(scale.dtype) - _expand_channels(mean, source)) * _expand_channels(factor, source)
         if bias is not None:
-            found += _column(bias.to(scale.dtype), source)
-        return found.to(source.dtype)
+            output += _expand_channels(bias.to(scale.dtype), source)
+        return output.to(source.dtype)
 
     @staticmethod
     def reduce(  # noqa: PLR0913, PLR0917 - as above
@@ -464,8 +466,8 @@ class _Host:
         needed: Sequence[bool],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         wide = gradient.to(scale.dtype)
-        first = wide.sum(_others(source))
-        second = (wide * (source.to(scale.dtype) - _column(mean, source))).sum(_others(source))
+        first = wide.sum(_reduced_dims(source))
+        second = (wide * (source.to(scale.dtype) - _expand_channels(mean, source))).sum(_reduced_dims(source))
         dtype = scale.dtype if weight is None else weight.dtype
         return (
             first,
@@ -475,7 +477,7 @@ class _Host:
         )
 
     @staticmethod
-    def spread(  # noqa: PLR0913, PLR0917 - as above
+    def compute_gradient(  # noqa: PLR0913, PLR0917 - as above
         gradient: torch.Tensor,
         source: torch.Tensor,
         mean: torch.Tensor,
@@ -487,105 +489,107 @@ class _Host:
     ) -> torch.Tensor:
         factor = scale if weight is None else scale * weight.to(scale.dtype)
         total = counts.sum()
-        distance = source.to(scale.dtype) - _column(mean, source)
-        along = _column(scale * scale * total_product / total, source) * distance
-        found = gradient.to(scale.dtype) - _column(total_gradient / total, source) - along
-        return (found * _column(factor, source)).to(source.dtype)
+        distance = source.to(scale.dtype) - _expand_channels(mean, source)
+        along = _expand_channels(scale * scale * total_product / total, source) * distance
+        found = gradient.to(scale.dtype) - _expand_channels(total_gradient / total, source) - along
+        return (found * _expand_channels(factor, source)).to(source.dtype)
 
 
 def _kernels(source: torch.Tensor) -> type[_Gpu | _Host]:
     return _Gpu if source.device.type == "cuda" else _Host
 
 
-def _others(source: torch.Tensor) -> list[int]:
-    """All dimensions but the channels."""
+def _reduced_dims(source: torch.Tensor) -> list[int]:
+    """Return all dimensions except the channels."""
     return [0, *range(2, source.dim())]
 
 
-def _column(values: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Values by channel in the shape that goes with a batch."""
+def _expand_channels(values: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Reshape values by channel so that they broadcast over a batch."""
     return values.view(1, -1, *[1] * (source.dim() - 2))
 
 
 class SyncReducer(Reducer):
-    """Gradients of ranks that exchange statistics in every pass.
+    """Sum gradients of ranks that exchange BatchNorm statistics in every pass.
 
-    All ranks run the same number of passes. Buckets are sent after the last pass: on one stream with
-    statistics, these would only hold them up.
+    All ranks run the same number of passes. Buckets are sent after the last pass: on the same stream, they
+    would delay the statistics.
     """
 
-    def __init__(self, parameters: Sequence[tuple[nn.Parameter, Any, int]], statistics: Statistics) -> None:
-        super().__init__(parameters, equal_parts=True)
+    def __init__(
+        self, parameters: Sequence[tuple[nn.Parameter, Any, int]], statistics: SharedStatistics
+    ) -> None:
+        super().__init__(parameters, equal_micro_batches=True)
         self._statistics = statistics
-        statistics.note = self._note
+        statistics.record = self._record
         self._device = parameters[0][0].device
-        self._known: dict[str, list[NormCollective]] = {}
-        self._now: list[NormCollective] = []
+        self._sequences: dict[str, list[NormCollective]] = {}
+        self._current: list[NormCollective] = []
         self._kind = ""
         self._done = 0
-        self._stays_out = False
+        self._skips_finish = False
 
     @property
-    def rehearsed(self) -> bool:  # type: ignore[override]  # the other one always is
-        """Whether the sequence of a pass is known."""
-        return PASS in self._known
+    def is_rehearsed(self) -> bool:  # type: ignore[override]  # always true in Reducer
+        """Whether the collectives of a pass are recorded."""
+        return PASS in self._sequences
 
-    def begin(self) -> None:
-        """Gradients are zero, and nothing has been sent."""
-        super().begin()
+    def start_attempt(self) -> None:
+        """Set all gradients to zero and count samples in the statistics again."""
+        super().start_attempt()
         self._kind = ""
-        self._statistics.counts = True
+        self._statistics.is_counted = True
 
-    def before(self, number: int, count: int) -> None:
-        """Part `number` of `count` follows."""
+    def prepare_micro_batch(self, number: int, count: int) -> None:
+        """Prepare for a micro-batch."""
         del number, count
-        self._learn()
+        self._save_sequence()
         self._kind = PASS
 
     def before_forward(self) -> None:
-        """A forward pass without gradients follows, as gradient caching makes them before the parts."""
-        self._learn()
+        """Prepare for a forward pass without gradients, as gradient caching runs first."""
+        self._save_sequence()
         self._kind = FORWARD
 
     def after_forward(self) -> None:
-        """Nothing is left of that pass."""
+        """Do nothing: that pass leaves no state."""
 
     def finish_forwards(self, failed_at: int | None, count: int) -> None:
-        """Take part in what is left of `count` such passes, where this rank failed in one."""
+        """Join the remaining collectives of `count` such passes if this rank failed in pass `failed_at`."""
         if failed_at is None:
-            self._learn()
+            self._save_sequence()
             return
-        self.abandon()
-        # All ranks repeat the step from here: no statistics follow in this attempt.
-        self._stays_out = True
+        self.discard_micro_batch()
+        # All ranks now repeat the step: this attempt sends no more statistics.
+        self._skips_finish = True
         self._answer(FORWARD, count - failed_at - 1)
 
-    def abandon(self) -> None:
-        """The part under way has failed."""
-        self._done = len(self._now)
-        self._now, self._kind = [], ""
-        super().abandon()
+    def discard_micro_batch(self) -> None:
+        """Forget the collectives of the failed pass and reset the gradients."""
+        self._done = len(self._current)
+        self._current, self._kind = [], ""
+        super().discard_micro_batch()
 
-    def finish(self, failed_at: int | None, count: int) -> None:
-        """Take part in what the others still wait for; then send all buckets."""
+    def finish_attempt(self, failed_at: int | None, count: int) -> None:
+        """Join the remaining collectives after a failure, then send all buckets."""
         if failed_at is None:
-            self._learn()
-        elif not self._stays_out:
+            self._save_sequence()
+        elif not self._skips_finish:
             self._answer(PASS, count - failed_at - 1)
-        self._stays_out = False
-        super().finish(failed_at, count)
+        self._skips_finish = False
+        super().finish_attempt(failed_at, count)
 
-    def _note(self, exchange: NormCollective) -> None:
-        self._now.append(exchange)
+    def _record(self, exchange: NormCollective) -> None:
+        self._current.append(exchange)
 
-    def _learn(self) -> None:
-        """The pass that has just gone well shows how such passes go."""
+    def _save_sequence(self) -> None:
+        """Store the collectives of the pass that has just succeeded."""
         if self._kind:
-            self._known[self._kind] = self._now
-        self._now, self._kind = [], ""
+            self._sequences[self._kind] = self._current
+        self._current, self._kind = [], ""
 
     def _answer(self, kind: str, more: int) -> None:
-        """Take part without samples: in the rest of a pass that has failed, and in so many whole ones."""
-        each = self._known[kind]
+        """Take part without samples in the rest of a failed pass and in `more` full passes."""
+        each = self._sequences[kind]
         for exchange in (*each[self._done :], *each * more):
             exchange.answer(self._device)
