@@ -24,7 +24,7 @@ from trimtab.spec import Incident, IncidentKind
 from trimtab.training import checkpoint_format
 from trimtab.training.checkpoint_format import MANIFEST, SafeReader, find_fault
 from trimtab.training.checkpoints import CheckpointManager
-from trimtab.training.loading import Loader, checked_order
+from trimtab.training.loading import Loader, build_sample_order
 from worlds import together, world_of
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def advance(objects: dict[str, Any], steps: int, *, average: bool = False) -> fl
 
 
 @pytest.fixture
-def told() -> list[Incident]:
+def broadcast() -> list[Incident]:
     return []
 
 
@@ -104,7 +104,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(
     folder: Path, steps: tuple[int, ...], told: list[Incident] | None = None, **kwargs: Any
 ) -> CheckpointManager:
-    keeper = CheckpointManager(folder, tell=(told if told is not None else []).append, **kwargs)
+    keeper = CheckpointManager(folder, report=(told if told is not None else []).append, **kwargs)
     objects = build(0)
     for step in steps:
         advance(objects, step - objects["scheduler"].last_epoch)
@@ -146,7 +146,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
 
     keeper = CheckpointManager(tmp_path, before_write=slow)
     keeper.save(2, objects)
-    assert keeper.kept is None
+    assert keeper.last_saved is None
     advance(objects, 4)
     held.set()
     assert keeper.finish() == 2
@@ -192,7 +192,7 @@ def test_how_an_optimizer_runs_is_not_taken_from_a_checkpoint(tmp_path: Path) ->
 
 def test_the_position_in_the_data_is_kept(tmp_path: Path) -> None:
     def loader() -> Loader:
-        return Loader(dataset=range(20), order=checked_order(range(20), GLOBAL_BATCH, 5))
+        return Loader(dataset=range(20), order=build_sample_order(range(20), GLOBAL_BATCH, 5))
 
     one = loader()
     seen = [window.indices for window in one.windows(2)]
@@ -238,7 +238,7 @@ def test_going_back_drops_what_came_after(tmp_path: Path) -> None:
     loaded = CheckpointManager(tmp_path).load_latest(build(1), before=2)
     assert loaded is not None
     assert loaded.step == 1
-    assert [checkpoint.step for checkpoint in CheckpointManager(tmp_path).checkpoints()] == [1]
+    assert [checkpoint.step for checkpoint in CheckpointManager(tmp_path).list_checkpoints()] == [1]
 
 
 def test_there_may_be_nothing_to_load(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before(
     else:
         HARM[harm](target)
     other = build(1)
-    loaded = CheckpointManager(tmp_path, tell=told.append).load_latest(other)
+    loaded = CheckpointManager(tmp_path, report=told.append).load_latest(other)
     assert loaded is not None
     assert loaded.step == 2
     assert [incident.kind for incident in told] == [IncidentKind.BAD_CHECKPOINT]
@@ -290,7 +290,7 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before(
     assert named.get((harm, file), file) in told[0].why
     assert advance(other, 4) == expected(6)
     # It is not tried, and not told of, again.
-    assert CheckpointManager(tmp_path, tell=told.append).load_latest(build(1)) is not None
+    assert CheckpointManager(tmp_path, report=told.append).load_latest(build(1)) is not None
     assert len(told) == 1
 
 
@@ -300,7 +300,7 @@ def test_when_all_are_torn_there_is_nothing_to_load_and_each_is_told(
     saved(tmp_path, (1, 2))
     for path in tmp_path.glob("step-*"):
         _cut(path / "__0_0.distcp")
-    assert CheckpointManager(tmp_path, tell=told.append).load_latest(build(1)) is None
+    assert CheckpointManager(tmp_path, report=told.append).load_latest(build(1)) is None
     assert [incident.step for incident in told] == [2, 1]
 
 
@@ -309,7 +309,7 @@ def test_torn_frozen_weights_are_taken_from_the_model_and_written_again(
 ) -> None:
     saved(tmp_path, (2,))
     _flip(tmp_path / "frozen-00000002" / "__0_0.distcp")
-    other, keeper = build(0), CheckpointManager(tmp_path, tell=told.append)
+    other, keeper = build(0), CheckpointManager(tmp_path, report=told.append)
     loaded = keeper.load_latest(other)
     assert loaded is not None
     assert "frozen weights" in told[0].why
@@ -325,7 +325,7 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path, told: list[Inc
         if step == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    keeper, objects = CheckpointManager(tmp_path, tell=told.append, before_write=full), build(0)
+    keeper, objects = CheckpointManager(tmp_path, report=told.append, before_write=full), build(0)
     keeper.save(2, objects, wait=True)
     assert keeper.finish() is None
     assert [incident.kind for incident in told] == [IncidentKind.FULL_DISK]
@@ -376,7 +376,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_not_set_aside(tmp_path: Pa
     other["model"].more = nn.Linear(7, 3).double()
     with pytest.raises(WrongUse, match=r"it has no model:more\.weight"):
         CheckpointManager(tmp_path).load_latest(other)
-    assert [checkpoint.step for checkpoint in CheckpointManager(tmp_path).checkpoints()] == [1]
+    assert [checkpoint.step for checkpoint in CheckpointManager(tmp_path).list_checkpoints()] == [1]
 
 
 class _Strange:
@@ -389,7 +389,7 @@ class _Strange:
 def test_a_state_that_could_not_be_read_back_safely_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="the state of strange"):
         CheckpointManager(tmp_path).save(1, {"strange": _Strange(), **build(0)})
-    assert CheckpointManager(tmp_path).checkpoints() == []
+    assert CheckpointManager(tmp_path).list_checkpoints() == []
 
 
 def test_an_optimizer_of_parameters_that_are_not_there_is_refused(tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def resharded(rank: int, folder: str, phase: tuple[int, str, int, int]) -> dict[
     if how == "branch":
         keep_branch(model, {"left": "left", "right": "right"}, ("left", "right")[rank])
     objects = alike(model)
-    keeper = CheckpointManager(folder, tell=told.append)
+    keeper = CheckpointManager(folder, report=told.append)
     loaded = keeper.load_latest(objects)
     loss = advance(objects, stop - start, average=how == "ddp")
     keeper.save(stop, objects, {"by": size})
@@ -457,19 +457,19 @@ def disturbed(rank: int, folder: str) -> dict[str, Any]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     objects = build(0)
-    keeper = CheckpointManager(folder, tell=told.append, before_write=full)
+    keeper = CheckpointManager(folder, report=told.append, before_write=full)
     for step in (1, 2, 3):
         keeper.save(step, objects)
     kept = keeper.finish()
     files = sorted(path.name for path in Path(folder, "step-00000003").iterdir())
     if rank == 0:
         _cut(Path(folder, "step-00000003", "plain-1.pt"))
-    keeper.ranks.told(None)
-    loaded = CheckpointManager(folder, tell=told.append).load_latest(objects)
+    keeper.ranks.broadcast(None)
+    loaded = CheckpointManager(folder, report=told.append).load_latest(objects)
     if rank == 1:
         objects["model"].left = nn.Linear(7, 3).double()
     try:
-        CheckpointManager(folder, tell=told.append).load_latest(objects)
+        CheckpointManager(folder, report=told.append).load_latest(objects)
         raised = ""
     except WrongUse as error:
         raised = str(error)
@@ -534,17 +534,20 @@ def test_all_ranks_agree_on_what_one_of_them_could_not_write_or_read(
 
 
 def test_wrappers_do_not_change_names() -> None:
-    plain = set(checkpoint_format.snapshot({"model": Net()}).tensors)
-    assert set(checkpoint_format.snapshot({"model": torch.compile(Net(), backend="eager")}).tensors) == plain
+    plain = set(checkpoint_format.take_snapshot({"model": Net()}).tensors)
+    assert (
+        set(checkpoint_format.take_snapshot({"model": torch.compile(Net(), backend="eager")}).tensors)
+        == plain
+    )
     inner = Net()
     inner.left = torch.compile(inner.left, backend="eager")  # type: ignore[assignment]
-    assert set(checkpoint_format.snapshot({"model": inner}).tensors) == plain
+    assert set(checkpoint_format.take_snapshot({"model": inner}).tensors) == plain
 
 
 def test_the_size_of_what_is_saved_is_told_before() -> None:
     objects = build(0)
-    before = checkpoint_format.snapshot(objects).size_bytes
+    before = checkpoint_format.take_snapshot(objects).size_bytes
     advance(objects, 1)
     trained = sum(parameter.numel() for parameter in objects["model"].parameters() if parameter.requires_grad)
     unused = objects["model"].unused.numel()
-    assert checkpoint_format.snapshot(objects).size_bytes > before + 2 * 8 * (trained - unused)
+    assert checkpoint_format.take_snapshot(objects).size_bytes > before + 2 * 8 * (trained - unused)

@@ -17,19 +17,19 @@ from trimtab.spec import IncidentKind
 from trimtab.training import bad_steps
 from trimtab.training import bad_steps as module
 from trimtab.training.bad_steps import (
-    CALM,
-    ENOUGH,
+    GOOD_STEPS_TO_RESET,
+    LEAST_LOSSES,
     BadModule,
     BadStepAction,
     BadStepPolicy,
-    after_bad_step,
-    after_good_step,
-    after_rollback,
-    earliest,
+    add_fp32_module,
+    choose_action,
+    compute_spike_limit,
     find_first_bad,
     keep_fp32,
-    spike_limit,
-    with_fp32_module,
+    pick_earliest,
+    record_good_step,
+    restore_losses,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ NAN, SPIKE = IncidentKind.NOT_A_NUMBER, IncidentKind.LOSS_SPIKE
 def climbed(kind: IncidentKind, times: int, **can: bool) -> list[BadStepAction]:
     ladder, rungs = BadStepPolicy(), []
     for _ in range(times):
-        ladder, rung = after_bad_step(ladder, kind, **can)
+        ladder, rung = choose_action(ladder, kind, **can)
         rungs.append(rung)
     return rungs
 
@@ -65,20 +65,20 @@ def test_a_spike_has_no_bad_module_and_no_checkpoint_means_no_way_back() -> None
 def test_calm_brings_the_ladder_down_and_keeps_what_was_changed() -> None:
     ladder = BadStepPolicy()
     for _ in range(3):
-        ladder, rung = after_bad_step(ladder, NAN)
+        ladder, rung = choose_action(ladder, NAN)
     assert rung is BadStepAction.LOWER_RATE
     assert ladder.rate == pytest.approx(0.8)
-    for _ in range(CALM - 1):
-        ladder = after_good_step(ladder, 1.0)
-    assert after_bad_step(ladder, NAN)[1] is BadStepAction.ROLL_BACK
-    ladder = after_good_step(ladder, 1.0)
-    assert after_bad_step(ladder, NAN)[1] is BadStepAction.SKIP
+    for _ in range(GOOD_STEPS_TO_RESET - 1):
+        ladder = record_good_step(ladder, 1.0)
+    assert choose_action(ladder, NAN)[1] is BadStepAction.ROLL_BACK
+    ladder = record_good_step(ladder, 1.0)
+    assert choose_action(ladder, NAN)[1] is BadStepAction.SKIP
     assert ladder.rate == pytest.approx(0.8)
 
 
 def test_a_roll_back_keeps_what_was_learnt_and_forgets_the_losses() -> None:
-    now = with_fp32_module(BadStepPolicy(height=4, calm=0, rate=0.64, losses=(9.0,)), "head")
-    after = after_rollback(now, BadStepPolicy(losses=(1.0, 2.0)))
+    now = add_fp32_module(BadStepPolicy(height=4, calm=0, rate=0.64, losses=(9.0,)), "head")
+    after = restore_losses(now, BadStepPolicy(losses=(1.0, 2.0)))
     assert (after.height, after.rate, after.kept, after.losses) == (4, 0.64, ("head",), (1.0, 2.0))
 
 
@@ -99,25 +99,25 @@ def test_losses_that_fall_wobble_or_have_heavy_tails_are_no_spikes() -> None:
     for name, losses in curves.items():
         ladder, spikes = BadStepPolicy(), 0
         for loss in losses:
-            limit = spike_limit(ladder.losses)
+            limit = compute_spike_limit(ladder.losses)
             spikes += limit is not None and loss > limit
-            ladder = after_good_step(ladder, loss)
+            ladder = record_good_step(ladder, loss)
         assert spikes == 0, name
 
 
 def test_a_spike_is_one_early_and_late() -> None:
     draw = random.Random(1)  # noqa: S311 - a curve
-    losses = tuple(2 + draw.gauss(0, 0.05) for _ in range(ENOUGH))
-    limit = spike_limit(losses)
+    losses = tuple(2 + draw.gauss(0, 0.05) for _ in range(LEAST_LOSSES))
+    limit = compute_spike_limit(losses)
     assert limit is not None
     assert max(losses) < limit < 4
-    assert spike_limit(losses[1:]) is None
+    assert compute_spike_limit(losses[1:]) is None
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=ENOUGH, max_size=64))
+@given(st.lists(st.floats(-1e6, 1e6), min_size=LEAST_LOSSES, max_size=64))
 @settings(max_examples=50)
 def test_no_loss_that_was_good_is_a_spike_afterwards(losses: list[float]) -> None:
-    limit = spike_limit(tuple(losses))
+    limit = compute_spike_limit(tuple(losses))
     assert limit is not None
     assert max(losses) <= limit
 
@@ -178,7 +178,7 @@ def test_the_first_bad_module_is_found_forward() -> None:
     found = found_in(chain(Blow()).half(), torch.ones(3, 4).half())
     assert found is not None
     assert (found.module, found.kind, found.phase) == ("1.1", "Blow", "forward")
-    assert "1.1 (Blow)" in found.words
+    assert "1.1 (Blow)" in found.text
 
 
 def test_the_first_bad_module_is_found_backward() -> None:
@@ -221,8 +221,8 @@ def test_no_hook_is_left_behind() -> None:
 def test_ranks_agree_on_the_earliest() -> None:
     late = BadModule(module="a", phase="backward", order=0)
     early = BadModule(module="b", phase="forward", order=5)
-    assert earliest([None, late, early, BadModule(module="c", phase="forward", order=6)]) == early
-    assert earliest([None, None]) is None
+    assert pick_earliest([None, late, early, BadModule(module="c", phase="forward", order=6)]) == early
+    assert pick_earliest([None, None]) is None
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -37,12 +37,12 @@ from trimtab.training import loop as loop_module
 from trimtab.training import rank_files as control_module
 from trimtab.training import task as task_module
 from trimtab.training.events import EventLog
-from trimtab.training.fault_injection import Fault, FaultKind, Faults, read_faults, tear
+from trimtab.training.fault_injection import Fault, FaultInjector, FaultKind, read_faults, tear_checkpoint
 from trimtab.training.process_group import World
 from trimtab.training.rank_files import RankFiles
 from trimtab.training.rank_files import find_rank_files as notes_given
 from trimtab.training.run_folder import RunFolder, RunIdentity
-from trimtab.training.step_log import StepLine, StepLog, measured_mfu
+from trimtab.training.step_log import StepLine, StepLog, compute_mfu
 from trimtab.training.task import RunEnding, TrainTask
 
 if TYPE_CHECKING:
@@ -73,15 +73,15 @@ def test_a_line_can_be_grepped_whatever_is_known() -> None:
 
 def test_a_live_line_is_cut_to_the_terminal_at_a_comma() -> None:
     full = line(7, mfu=0.4512, tokens_per_s=572_345.0, allocated_bytes=2**30)
-    assert full.fitted(60) == "iter 7: loss 2.5000, time 100.00ms, mfu 45.12%, 40 samples/s"
-    assert full.fitted(500) == full.text
+    assert full.fit_to_width(60) == "iter 7: loss 2.5000, time 100.00ms, mfu 45.12%, 40 samples/s"
+    assert full.fit_to_width(500) == full.text
 
 
 def test_lines_are_printed_every_so_many_steps_and_the_last_always() -> None:
     stream = io.StringIO()
     shown = StepLog(every=10, steps=25, stream=stream)
     for step in range(1, 24):
-        shown.step(line(step))
+        shown.show_step(line(step))
     shown.close()
     assert [line.split(":")[0] for line in stream.getvalue().splitlines()] == [
         "iter 10",
@@ -92,9 +92,9 @@ def test_lines_are_printed_every_so_many_steps_and_the_last_always() -> None:
 
 def test_json_lines_have_what_the_contract_names(capsys: pytest.CaptureFixture[str]) -> None:
     shown = StepLog(every=1, steps=2, as_json=True)
-    shown.step(line(1))
-    shown.event(Incident(kind=IncidentKind.RESIZE, at_s=1.0, step=1, why="a", done="b"))
-    shown.step(line(2, mfu=0.5))
+    shown.show_step(line(1))
+    shown.show_event(Incident(kind=IncidentKind.RESIZE, at_s=1.0, step=1, why="a", done="b"))
+    shown.show_step(line(2, mfu=0.5))
     shown.close()
     told = capsys.readouterr()
     rows = [json.loads(line) for line in told.out.splitlines()]
@@ -113,11 +113,11 @@ def test_mfu_follows_from_the_plans_by_time_devices_and_samples() -> None:
         mfu=0.4,
         step_s=2.0,
     )
-    assert measured_mfu(known, 4, 4, 1.0, 2.0) == pytest.approx(0.4)
-    assert measured_mfu(known, 4, 2, 0.5, 2.0) == pytest.approx(0.4)
-    assert measured_mfu(known, 4, 4, 1.0, 1.0) == pytest.approx(0.8)
-    assert measured_mfu(known.replace(mfu=None), 4, 4, 1.0, 1.0) is None
-    assert measured_mfu(None, 1, 1, 1.0, 1.0) is None
+    assert compute_mfu(known, 4, 4, 1.0, 2.0) == pytest.approx(0.4)
+    assert compute_mfu(known, 4, 2, 0.5, 2.0) == pytest.approx(0.4)
+    assert compute_mfu(known, 4, 4, 1.0, 1.0) == pytest.approx(0.8)
+    assert compute_mfu(known.replace(mfu=None), 4, 4, 1.0, 1.0) is None
+    assert compute_mfu(None, 1, 1, 1.0, 1.0) is None
 
 
 # --- signals ---
@@ -193,13 +193,13 @@ def test_a_process_whose_collective_hangs_ends_by_itself_or_at_the_second_reques
 
 def test_a_fault_strikes_once_at_its_rank_and_place_also_after_a_restart(tmp_path: Path) -> None:
     schedule = [Fault(kind=FaultKind.OUT_OF_MEMORY, step=3, rank=1, point="backward")]
-    faults = Faults(schedule, tmp_path)
+    faults = FaultInjector(schedule, tmp_path)
     for place, step, rank in (("backward", 2, 1), ("forward", 3, 1), ("backward", 3, 0)):
         assert faults.at(place, step, rank) is None
     with pytest.raises(torch.OutOfMemoryError, match="drill"):
         faults.at("backward", 3, 1)
     assert faults.at("backward", 3, 1) is None
-    assert Faults(schedule, tmp_path).at("backward", 4, 1) is None
+    assert FaultInjector(schedule, tmp_path).at("backward", 4, 1) is None
 
 
 def test_every_kind_of_fault_does_what_it_says(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_every_kind_of_fault_does_what_it_says(tmp_path: Path) -> None:
         Fault(kind=FaultKind.SLOW, step=1, seconds=0.05),
         Fault(kind=FaultKind.TERMINATE, step=2),
     ]
-    faults = Faults(schedule, tmp_path)
+    faults = FaultInjector(schedule, tmp_path)
     assert faults.at("gradient", 1, 0) == "nan"
     assert faults.at("checkpoint", 1, 0) == "tear"
     with pytest.raises(OSError, match="drill") as caught:
@@ -225,13 +225,13 @@ def test_every_kind_of_fault_does_what_it_says(tmp_path: Path) -> None:
 
 
 def test_the_largest_file_of_the_newest_checkpoint_is_torn(tmp_path: Path) -> None:
-    assert tear(tmp_path) is None
+    assert tear_checkpoint(tmp_path) is None
     for number, name in enumerate(("old", "new")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "small").write_bytes(b"x" * 10)
         (tmp_path / name / "large").write_bytes(b"x" * 100)
         os.utime(tmp_path / name, ns=(number, number))
-    assert tear(tmp_path) == tmp_path / "new" / "large"
+    assert tear_checkpoint(tmp_path) == tmp_path / "new" / "large"
     assert (tmp_path / "new" / "large").stat().st_size == 50
     assert (tmp_path / "old" / "large").stat().st_size == 100
 
@@ -261,37 +261,39 @@ def test_a_schedule_that_cannot_be_read_is_refused(tmp_path: Path, text: str, fo
 def test_notes_travel_between_processes(tmp_path: Path) -> None:
     notes = RankFiles(tmp_path)
     assert not notes.is_over()
-    assert notes.error() is None
-    assert notes.stopping() is None
-    notes.fail(JobFailed("loss()", found="a", cure="b"))
-    notes.fail(WrongUse("late", found="c", cure="d"))
-    error = notes.error()
+    assert notes.read_error() is None
+    assert notes.stop_signal() is None
+    notes.write_error(JobFailed("loss()", found="a", cure="b"))
+    notes.write_error(WrongUse("late", found="c", cure="d"))
+    error = notes.read_error()
     assert isinstance(error, JobFailed)
     assert (error.given, error.exit_code) == ("loss()", 4)
     assert notes.is_over()
     other = RankFiles(tmp_path / "other")
     other.folder.mkdir()
-    other.stop(signal.SIGUSR1)
+    other.request_stop(signal.SIGUSR1)
     assert other.is_over()
-    assert other.stopping() is signal.SIGUSR1
+    assert other.stop_signal() is signal.SIGUSR1
 
 
 def test_the_same_crash_at_the_same_step_is_a_bug_and_others_are_not(tmp_path: Path) -> None:
     notes = RankFiles(tmp_path)
-    assert [notes.crash("boom", step) for step in (1, 1, 2, 1)] == [False, False, False, True]
+    assert [notes.add_crash("boom", step) for step in (1, 1, 2, 1)] == [False, False, False, True]
     assert notes.last_crash() == "boom"
 
 
 def test_a_rank_that_starts_after_the_end_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(control_module.FOLDER, str(tmp_path))
-    RankFiles(tmp_path).stop(signal.SIGTERM)
+    monkeypatch.setenv(control_module.FOLDER_VARIABLE, str(tmp_path))
+    RankFiles(tmp_path).request_stop(signal.SIGTERM)
     assert worker.main(["/no/such/task"]) == 0
 
 
 def test_torchrun_is_told_what_to_start(tmp_path: Path) -> None:
-    alone = torchrun.arguments(torchrun.Fleet(procs=2, restarts=3), tmp_path / "task.json", "id")
+    alone = torchrun.build_arguments(
+        torchrun.TorchrunOptions(procs=2, restarts=3), tmp_path / "task.json", "id"
+    )
     assert alone[:2] == ["--standalone", "--nnodes=1"]
     assert alone[2:4] == ["--nproc-per-node=2", "--max-restarts=3"]
     assert alone[4:] == [
@@ -300,40 +302,46 @@ def test_torchrun_is_told_what_to_start(tmp_path: Path) -> None:
         "trimtab.training.worker",
         str(tmp_path / "task.json"),
     ]
-    logged = torchrun.arguments(torchrun.Fleet(procs=3, logs="runs/a/logs"), tmp_path, "id")
+    logged = torchrun.build_arguments(torchrun.TorchrunOptions(procs=3, logs="runs/a/logs"), tmp_path, "id")
     # The first rank of a node prints on the terminal.
     assert logged[5:7] == ["--log-dir=runs/a/logs", "--redirects=1:3,2:3"]
-    several = torchrun.arguments(torchrun.Fleet(procs=8, nodes="1:4", rendezvous="head:1"), tmp_path, "id")
+    several = torchrun.build_arguments(
+        torchrun.TorchrunOptions(procs=8, nodes="1:4", rendezvous="head:1"), tmp_path, "id"
+    )
     assert several[:4] == ["--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=head:1", "--rdzv-id=id"]
-    placed = torchrun.Fleet(procs=8, nodes="2", rendezvous="head:1", address="10.0.0.2")
-    assert "--local-addr=10.0.0.2" in torchrun.arguments(placed, tmp_path, "id")
+    placed = torchrun.TorchrunOptions(procs=8, nodes="2", rendezvous="head:1", address="10.0.0.2")
+    assert "--local-addr=10.0.0.2" in torchrun.build_arguments(placed, tmp_path, "id")
     for hosts, said in (
         (None, []),
         (True, ["--rdzv-conf=is_host=true"]),
         (False, ["--rdzv-conf=is_host=false"]),
     ):
-        words = torchrun.arguments(placed.replace(hosts=hosts), tmp_path, "id")
+        words = torchrun.build_arguments(placed.replace(hosts=hosts), tmp_path, "id")
         assert [word for word in words if "is_host" in word] == said
 
 
 def test_on_slurm_they_meet_on_the_first_node_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = torchrun.Fleet(procs=1, nodes="2", rendezvous="127.0.0.1:29677")
+    fleet = torchrun.TorchrunOptions(procs=1, nodes="2", rendezvous="127.0.0.1:29677")
     monkeypatch.setenv("SLURM_NODEID", "1")
-    assert torchrun.placed(fleet)[0].hosts is False
+    assert torchrun.locate_node(fleet)[0].hosts is False
     monkeypatch.setenv("SLURM_NODEID", "0")
-    assert torchrun.placed(fleet)[0].hosts is not False
+    assert torchrun.locate_node(fleet)[0].hosts is not False
 
 
 def test_ranks_get_their_share_of_cores_and_no_other_launchers_variables(tmp_path: Path) -> None:
-    env = torchrun.environment(
-        {"RANK": "3", "PATH": "p"}, torchrun.Fleet(procs=4), RankFiles(tmp_path), cores=10
+    env = torchrun.build_environment(
+        {"RANK": "3", "PATH": "p"}, torchrun.TorchrunOptions(procs=4), RankFiles(tmp_path), cores=10
     )
     assert "RANK" not in env
-    assert (env["PATH"], env["OMP_NUM_THREADS"], env[control_module.FOLDER]) == ("p", "2", str(tmp_path))
+    assert (env["PATH"], env["OMP_NUM_THREADS"], env[control_module.FOLDER_VARIABLE]) == (
+        "p",
+        "2",
+        str(tmp_path),
+    )
     assert (
-        torchrun.environment({"OMP_NUM_THREADS": "7"}, torchrun.Fleet(procs=4), RankFiles(tmp_path), 1)[
-            "OMP_NUM_THREADS"
-        ]
+        torchrun.build_environment(
+            {"OMP_NUM_THREADS": "7"}, torchrun.TorchrunOptions(procs=4), RankFiles(tmp_path), 1
+        )["OMP_NUM_THREADS"]
         == "7"
     )
 
@@ -341,13 +349,13 @@ def test_ranks_get_their_share_of_cores_and_no_other_launchers_variables(tmp_pat
 @pytest.mark.parametrize("text", ["0", "4:2", "x", "1:", ":2", "1:2:3", "-1"])
 def test_nodes_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(WrongUse, match="neither a number of nodes"):
-        torchrun.read_nodes(text, "a:1")
+        torchrun.check_nodes(text, "a:1")
 
 
 def test_several_nodes_need_a_place_to_meet() -> None:
-    assert torchrun.read_nodes("1", None) == ("1", "")
+    assert torchrun.check_nodes("1", None) == ("1", "")
     with pytest.raises(WrongUse, match="a place to meet"):
-        torchrun.read_nodes("1:4", None)
+        torchrun.check_nodes("1:4", None)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +367,7 @@ def test_several_nodes_need_a_place_to_meet() -> None:
     ],
 )
 def test_a_lost_peer_is_told_from_a_bug(text: str, lost: bool) -> None:
-    assert control_module.is_lost(RuntimeError(text)) is lost
+    assert control_module.is_lost_peer(RuntimeError(text)) is lost
 
 
 def test_the_end_of_a_run_is_an_exit_code() -> None:
@@ -431,18 +439,18 @@ def test_a_pipeline_keeps_its_stages_where_it_can() -> None:
     assert found[3].mesh == Mesh(pp=2, dp_replicate=2)
     four = piped.replace(mesh=Mesh(pp=4))
     assert task_module.divide_setting(four, 3)[0].mesh == Mesh(pp=3)
-    begun = task_module.cpu_setting(WORKLOAD, 2, {"strategy": "pipeline"})
+    begun = task_module.build_cpu_setting(WORKLOAD, 2, {"strategy": "pipeline"})
     assert (begun.mesh, begun.micro_batch, begun.accumulation) == (Mesh(pp=2), 4, 4)
 
 
 def test_a_machine_without_a_gpu_gets_a_plain_plan() -> None:
-    plan = task_module.cpu_plan("slm:tiny", WORKLOAD, 3, {}, {})
+    plan = task_module.build_cpu_plan("slm:tiny", WORKLOAD, 3, {}, {})
     assert (plan.choice.strategy, plan.choice.micro_batch, plan.choice.accumulation) == (Strategy.DDP, 6, 1)
     assert "not predicted" in plan.estimate.assumptions[0]
     assert Plan.from_json(plan.to_json()) == plan
-    pinned = task_module.cpu_setting(WORKLOAD, 2, {"micro_batch": 3, "precision": "bf16", "workers": 1})
+    pinned = task_module.build_cpu_setting(WORKLOAD, 2, {"micro_batch": 3, "precision": "bf16", "workers": 1})
     assert (pinned.micro_batch, pinned.accumulation, pinned.precision, pinned.workers) == (3, 3, "bf16", 1)
-    assert task_module.cpu_setting(WORKLOAD, 2, {"accumulation": 4}).micro_batch == 2
+    assert task_module.build_cpu_setting(WORKLOAD, 2, {"accumulation": 4}).micro_batch == 2
 
 
 @pytest.mark.parametrize(
@@ -460,13 +468,13 @@ def test_pins_that_cannot_be_are_refused_without_a_gpu_too(
     procs: int, pins: dict[str, object], found: str
 ) -> None:
     with pytest.raises(WrongUse, match=found):
-        task_module.cpu_setting(WORKLOAD, procs, pins)
+        task_module.build_cpu_setting(WORKLOAD, procs, pins)
 
 
 def test_a_task_survives_json() -> None:
     train_task = TrainTask(
         job="slm:tiny",
-        plan=task_module.cpu_plan("slm:tiny", WORKLOAD, 1, {}, {}),
+        plan=task_module.build_cpu_plan("slm:tiny", WORKLOAD, 1, {}, {}),
         out="x",
         steps=3,
         faults_due=(Fault(kind=FaultKind.KILL, step=1),),
@@ -481,14 +489,14 @@ def test_the_examples_in_the_docstrings_hold(module: object) -> None:
 
 def test_an_unhelpful_end_is_an_error_of_the_environment(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match="a rank ended without a word; 3 restarts did not help"):
-        torchrun._judged(1, RankFiles(tmp_path), torchrun.Fleet(procs=2, restarts=3))  # noqa: SLF001
+        torchrun._judge_end(1, RankFiles(tmp_path), torchrun.TorchrunOptions(procs=2, restarts=3))  # noqa: SLF001
 
 
 # --- settling, and writing down ---
 
 
 def test_a_plan_for_other_processes_is_divided_and_said_so() -> None:
-    plan = task_module.cpu_plan("slm:tiny", WORKLOAD, 4, {"micro_batch": 2}, {})
+    plan = task_module.build_cpu_plan("slm:tiny", WORKLOAD, 4, {"micro_batch": 2}, {})
     asked = TrainTask(job="slm:tiny", plan=plan, out="x")
     found, words = task_module.agree_on_plan(asked, object(), World())
     assert (found.choice.gpus, found.choice.global_batch, found.choice.micro_batch) == (1, 16, 2)
@@ -502,61 +510,63 @@ def test_a_plan_for_other_processes_is_divided_and_said_so() -> None:
 
 def opened(place: Path, size: int = 1) -> tuple[EventLog, io.StringIO]:
     identity = RunIdentity(job="a", global_batch=16)
-    folder = RunFolder.open(place, identity=identity, plan=task_module.cpu_plan("a", WORKLOAD, 1, {}, {}))
+    folder = RunFolder.open(
+        place, identity=identity, plan=task_module.build_cpu_plan("a", WORKLOAD, 1, {}, {})
+    )
     stream = io.StringIO()
     world = World(size=size, address="a", port=1) if size > 1 else World()
     return EventLog(world, folder, StepLog(every=1, steps=1, stream=stream)), stream
 
 
 def kinds(scribe: EventLog) -> list[str]:
-    return [event.kind.value for event in scribe.folder.events()]
+    return [event.kind.value for event in scribe.folder.read_events()]
 
 
 def test_an_attempt_says_how_the_one_before_it_ended(tmp_path: Path) -> None:
     first, _ = opened(tmp_path)
-    first.begin()
+    first.begin_attempt()
     assert first.folder.events_file.exists()
-    first.folder.log({"step": 7, "loss": 1.0})
+    first.folder.log_step({"step": 7, "loss": 1.0})
     first.folder.close()
     second, _ = opened(tmp_path)
-    second.begin()
+    second.begin_attempt()
     assert kinds(second) == ["lost-rank"]
-    assert second.folder.events()[0].step == 7
-    second.end()
+    assert second.folder.read_events()[0].step == 7
+    second.end_attempt()
     second.folder.close()
     third, _ = opened(tmp_path, size=3)
-    third.begin()
+    third.begin_attempt()
     assert kinds(third) == ["lost-rank", "resize"]
-    third.end(RuntimeError("what was that"))
+    third.end_attempt(RuntimeError("what was that"))
     assert kinds(third)[-1] == "bug"
     third.folder.close()
     fourth, _ = opened(tmp_path, size=3)
-    fourth.begin()
+    fourth.begin_attempt()
     assert len(kinds(fourth)) == 3
-    fourth.end(RuntimeError("Connection closed by peer"))
+    fourth.end_attempt(RuntimeError("Connection closed by peer"))
     fourth.folder.close()
     fifth, _ = opened(tmp_path, size=3)
-    fifth.begin()
+    fifth.begin_attempt()
     assert kinds(fifth)[-1] == "lost-rank"
 
 
 def test_a_run_that_never_took_a_step_leaves_its_folder_to_others(tmp_path: Path) -> None:
     scribe, _ = opened(tmp_path)
-    scribe.begin()
-    scribe.end(JobFailed("loss()", found="a", cure="b"))
+    scribe.begin_attempt()
+    scribe.end_attempt(JobFailed("loss()", found="a", cure="b"))
     scribe.folder.close()
     assert not (tmp_path / "run.json").exists()
     again, _ = opened(tmp_path)
-    again.begin()
-    again.folder.log({"step": 1, "loss": 1.0})
-    again.end(JobFailed("loss()", found="a", cure="b"))
+    again.begin_attempt()
+    again.folder.log_step({"step": 1, "loss": 1.0})
+    again.end_attempt(JobFailed("loss()", found="a", cure="b"))
     assert (tmp_path / "run.json").exists()
 
 
 def test_steps_of_the_engine_are_counted_as_people_do(tmp_path: Path) -> None:
     scribe, _ = opened(tmp_path)
-    scribe.hear(Incident(kind=IncidentKind.OUT_OF_MEMORY, at_s=1.0, step=0, rank=0, why="a", done="b"))
-    assert scribe.folder.events()[0].step == 1
+    scribe.record_local(Incident(kind=IncidentKind.OUT_OF_MEMORY, at_s=1.0, step=0, rank=0, why="a", done="b"))
+    assert scribe.folder.read_events()[0].step == 1
 
 
 def test_a_reader_that_goes_away_does_not_end_a_training() -> None:
@@ -566,7 +576,7 @@ def test_a_reader_that_goes_away_does_not_end_a_training() -> None:
 
     shown = StepLog(every=1, steps=5, stream=Gone())
     for step in range(1, 6):
-        shown.step(line(step))
+        shown.show_step(line(step))
     shown.close()
 
 
@@ -577,23 +587,23 @@ def test_errors_of_a_job_are_told_from_ours(tmp_path: Path) -> None:
     exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), theirs)  # noqa: S102 - a job's code
     with pytest.raises(KeyError) as caught:
         theirs["loss"]()
-    assert loop.is_of_job(caught.value)
+    assert loop.is_job_error(caught.value)
     error = KeyError("ours")
-    assert not loop.is_of_job(error)
+    assert not loop.is_job_error(error)
 
 
 def test_evaluation_makes_as_many_passes_on_every_rank() -> None:
-    assert loop_module.rounds(10, 3, 2) == 2
-    assert loop_module.rounds(1, 4, 2) == 1
+    assert loop_module.count_passes(10, 3, 2) == 2
+    assert loop_module.count_passes(1, 4, 2) == 1
     with pytest.raises(JobFailed, match="has no samples that can be counted"):
-        loop_module.validation_of(type("Job", (), {"validation": lambda _: []})())
-    assert loop_module.validation_of(object()) is None
+        loop_module.build_validation_set(type("Job", (), {"validation": lambda _: []})())
+    assert loop_module.build_validation_set(object()) is None
 
 
 def test_ranks_do_not_take_the_notes_of_an_earlier_attempt_for_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    RankFiles(tmp_path).stop(signal.SIGUSR1)
+    RankFiles(tmp_path).request_stop(signal.SIGUSR1)
     later = (tmp_path / "stopping").stat().st_mtime_ns + 1
     for name, value in RankFiles(tmp_path, since_ns=later, own="a-1").variables().items():
         monkeypatch.setenv(name, value)
@@ -601,8 +611,8 @@ def test_ranks_do_not_take_the_notes_of_an_earlier_attempt_for_theirs(
     assert heard is not None
     assert heard.since_ns == later
     assert not heard.is_over()
-    heard.fail(JobFailed("loss()", found="sour", cure="Mend it."))
-    error = heard.error()
+    heard.write_error(JobFailed("loss()", found="sour", cure="Mend it."))
+    error = heard.read_error()
     assert error is not None
     assert error.found.startswith("sour")
 
@@ -611,7 +621,9 @@ def test_ranks_do_not_take_the_notes_of_an_earlier_attempt_for_theirs(
 def test_a_run_on_other_nodes_is_planned_again_with_the_batch_of_its_plan() -> None:
     one = cluster("2xH100")
     there = task_module.repeat_node(one, 2)
-    before = task_module.cpu_plan("slm:tiny", WORKLOAD.replace(global_batch=24), 1, {"precision": "bf16"}, {})
+    before = task_module.build_cpu_plan(
+        "slm:tiny", WORKLOAD.replace(global_batch=24), 1, {"precision": "bf16"}, {}
+    )
     asked = TrainTask(job="slm:tiny", plan=before, out="x")
     found = task_module.replan_in_child(asked, before, 4, there)
     assert found is not None

@@ -221,7 +221,7 @@ def test_reading_leaves_the_random_numbers_of_training_alone(workers: int) -> No
 def test_a_window_is_cut_into_parts_that_are_views_of_it() -> None:
     window = next(iter(loader(batch=7)))
     assert (window.step, window.epoch, window.samples, window.size) == (0, 0, 7, 7)
-    parts = window.parts(3)
+    parts = window.micro_batches(3)
     assert [part.samples for part in parts] == [3, 3, 1]
     assert sum((part.indices for part in parts), ()) == window.indices
     for part in parts:
@@ -230,8 +230,8 @@ def test_a_window_is_cut_into_parts_that_are_views_of_it() -> None:
         assert part.batch["pair"][1][0][:, 0].tolist() == list(part.indices)
         assert list(part.batch["text"]) == [f"sample {index}" for index in part.indices]
         assert part.batch["x"].untyped_storage().data_ptr() == window.batch["x"].untyped_storage().data_ptr()
-    assert window.parts(7)[0].batch is window.batch
-    assert window.parts(100)[0].samples == 7
+    assert window.micro_batches(7)[0].batch is window.batch
+    assert window.micro_batches(100)[0].samples == 7
     assert window.filler()["x"].shape == (1, 2)
 
 
@@ -239,7 +239,7 @@ def test_a_window_is_cut_into_parts_that_are_views_of_it() -> None:
 def test_a_job_that_collates_does_so_for_each_part(workers: int) -> None:
     read = loader(Lines(), batch=6, workers=workers, collate=padded)
     window = next(iter(read))
-    for part in window.parts(2):
+    for part in window.micro_batches(2):
         lengths = [index % 4 + 1 for index in part.indices]
         assert part.batch.shape == (2, max(lengths))
         assert (part.batch >= 0).sum(1).tolist() == lengths
@@ -253,7 +253,7 @@ def test_a_rank_without_samples_has_no_parts_and_a_filler(collate: Any) -> None:
     last = [list(one)[-1] for one in read]
     assert [one.size for one in last] == [0, 0, 1]
     assert {one.samples for one in last} == {1}
-    assert last[0].parts(2) == []
+    assert last[0].micro_batches(2) == []
     assert last[0].indices == ()
     filler = last[0].filler()
     assert len(filler["x"] if collate is None else filler) == 1
@@ -281,7 +281,7 @@ def test_a_position_that_is_moved_while_windows_are_handed_out_is_noticed(worker
     for window in one.windows(6):
         steps.append(window.step)
         if steps == [0, 1, 2, 3]:
-            one.move(1)
+            one.seek(1)
     assert steps == [0, 1, 2, 3, 1, 2, 3, 4, 5]
     assert [window.step for window in one] == [6, 7, 8, 9]
     one.close()
@@ -301,7 +301,7 @@ def test_a_plain_batch_is_a_window() -> None:
 
     window = wrap_batch(Pair(torch.arange(5), torch.ones(5, 2)), samples=10, step=3)
     assert (window.size, window.samples, window.step) == (5, 10, 3)
-    parts = window.parts(4)
+    parts = window.micro_batches(4)
     assert [part.batch.ids.tolist() for part in parts] == [[0, 1, 2, 3], [4]]
     assert isinstance(parts[0].batch, Pair)
     assert slice_batch({"rate": torch.tensor(1.0), "n": 3}, 0, 1) == {"rate": torch.tensor(1.0), "n": 3}
@@ -327,8 +327,8 @@ class Endless:
     ("dataset", "kind", "match"),
     [
         (None, JobFailed, "returned None"),
-        (Stream(), JobFailed, "order of its own.*__len__ and __getitem__"),
-        (iter([1]), JobFailed, "order of its own"),
+        (Stream(), JobFailed, "own order of samples.*__len__ and __getitem__"),
+        (iter([1]), JobFailed, "own order of samples"),
         (Endless(), JobFailed, "does not say how many.*Give it __len__"),
         (range(7), WrongUse, "a dataset of 7 samples: one optimizer step takes global_batch 8.*at most 7"),
         ([], WrongUse, "a dataset of 0 samples"),
@@ -348,7 +348,7 @@ def test_what_goes_wrong_in_a_dataset_names_the_sample(workers: int) -> None:
     with pytest.raises(JobFailed, match="Give samples of one shape, or a job with collate"):
         list(loader(Lines(), workers=workers))
     with pytest.raises(JobFailed, match="a batch of 2 samples: TypeError"):
-        next(iter(loader(collate=torch.stack))).parts(2)
+        next(iter(loader(collate=torch.stack))).micro_batches(2)
 
 
 class Deadly(Rows):
@@ -387,13 +387,13 @@ def incident(step: int = 1) -> Incident:
 
 def test_a_run_folder_holds_plan_log_and_events_and_is_taken_up_again(tmp_path: Path) -> None:
     first = opened(tmp_path / "new" / "run")
-    first.log({"step": 1, "loss": 2.5})
-    first.event(incident())
+    first.log_step({"step": 1, "loss": 2.5})
+    first.log_event(incident())
     first.close()
     again = opened(tmp_path / "new" / "run", plan=PLAN.replace(micro_batch=8, accumulation=1))
-    again.log({"step": 2, "loss": 2.25})
-    assert again.lines() == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
-    assert again.events() == [incident()]
+    again.log_step({"step": 2, "loss": 2.25})
+    assert again.read_lines() == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
+    assert again.read_events() == [incident()]
     assert Setting.from_json(again.plan_file.read_text()).micro_batch == 8
     assert sorted(path.name for path in again.root.iterdir()) == [
         "checkpoints",
@@ -408,9 +408,9 @@ def test_a_run_folder_holds_plan_log_and_events_and_is_taken_up_again(tmp_path: 
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     other = opened(tmp_path / "run", main=False)
-    other.log({"step": 1})
-    other.event(incident())
-    other.keep_plan(PLAN)
+    other.log_step({"step": 1})
+    other.log_event(incident())
+    other.write_plan(PLAN)
     assert other.rewind(0) == 0
     assert not (tmp_path / "run").exists()
 
@@ -418,23 +418,23 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
 def test_steps_that_are_taken_again_have_one_line_each(tmp_path: Path) -> None:
     folder = opened(tmp_path)
     for step in range(1, 8):
-        folder.log({"step": step, "loss": 1 / step})
+        folder.log_step({"step": step, "loss": 1 / step})
     assert folder.rewind(4) == 3
     assert folder.rewind(4) == 0
-    folder.log({"step": 5, "loss": 0.2})
-    assert [line["step"] for line in folder.lines()] == [1, 2, 3, 4, 5]
+    folder.log_step({"step": 5, "loss": 0.2})
+    assert [line["step"] for line in folder.read_lines()] == [1, 2, 3, 4, 5]
     folder.close()
 
 
 def test_a_line_that_a_crash_has_torn_is_taken_off(tmp_path: Path) -> None:
     folder = opened(tmp_path)
-    folder.log({"step": 1})
+    folder.log_step({"step": 1})
     folder.close()
     with folder.log_file.open("ab") as stream:
         stream.write(b'{"step": 2, "lo')
     again = opened(tmp_path)
-    again.log({"step": 2})
-    assert [line["step"] for line in again.lines()] == [1, 2]
+    again.log_step({"step": 2})
+    assert [line["step"] for line in again.read_lines()] == [1, 2]
     assert folder.log_file.read_bytes().count(b"\n") == 2
     again.close()
 
@@ -467,17 +467,17 @@ def test_a_namesake_is_another_file_with_something_else_in_it(tmp_path: Path) ->
     one, copied, other = (tmp_path / name for name in ("one.py", "copied.py", "other.py"))
     for file, text in ((one, "a"), (copied, "a"), (other, "b")):
         file.write_text(text)
-    begun = IDENTITY.of_file(one)
-    assert begun.is_namesake(IDENTITY.of_file(other))
-    assert not begun.is_namesake(IDENTITY.of_file(copied))
+    begun = IDENTITY.with_file(one)
+    assert begun.is_namesake(IDENTITY.with_file(other))
+    assert not begun.is_namesake(IDENTITY.with_file(copied))
     one.write_text("edited")
-    assert not begun.is_namesake(IDENTITY.of_file(one))
+    assert not begun.is_namesake(IDENTITY.with_file(one))
     # What is not known does not count: built-in jobs, files that are gone, folders of earlier versions.
-    for unknown in (IDENTITY.of_file(None), IDENTITY.of_file(tmp_path / "gone.py")):
+    for unknown in (IDENTITY.with_file(None), IDENTITY.with_file(tmp_path / "gone.py")):
         assert unknown == IDENTITY
         assert not begun.is_namesake(unknown)
         assert not unknown.is_namesake(begun)
-    assert not begun.differences(IDENTITY.of_file(other))
+    assert not begun.differences(IDENTITY.with_file(other))
 
 
 def test_the_folder_of_stages_is_not_a_runs(tmp_path: Path) -> None:
@@ -576,7 +576,7 @@ def test_two_processes_do_not_train_into_one_folder_and_a_killed_one_lets_go(tmp
 def test_a_full_disk_does_not_stop_what_is_only_told(tmp_path: Path) -> None:
     folder = opened(tmp_path)
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
-    folder.log({"step": 1})
+    folder.log_step({"step": 1})
     folder.close()
 
 

@@ -16,7 +16,7 @@ COUNT = 400
 ROUNDS = 5
 
 
-def host_costs() -> dict[str, float]:  # noqa: C901 - a list of small loops
+def measure_host_costs() -> dict[str, float]:  # noqa: C901 - a list of small loops
     """Seconds of the host for each thing a step does, by name."""
     small = torch.ones(64, device="cuda")
     weight = torch.ones(64, device="cuda", requires_grad=True)
@@ -59,17 +59,17 @@ def host_costs() -> dict[str, float]:  # noqa: C901 - a list of small loops
             small[0].item()
 
     return {
-        "plain_s": _each(plain),
-        "forward_s": _each(forward),
-        "view_s": _each(views),
-        "call_s": _each(calls),
-        "linear_s": _each(casts),
+        "plain_s": _time_loop(plain),
+        "forward_s": _time_loop(forward),
+        "view_s": _time_loop(views),
+        "call_s": _time_loop(calls),
+        "linear_s": _time_loop(casts),
         "backward_s": statistics.median(backward() for _ in range(ROUNDS)) / COUNT,
-        "wait_s": _each(waits),
+        "wait_s": _time_loop(waits),
     }
 
 
-def _each(loop: Callable[[], Any]) -> float:
+def _time_loop(loop: Callable[[], Any]) -> float:
     taken = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def _each(loop: Callable[[], Any]) -> float:
     return statistics.median(taken)
 
 
-def copy_rates() -> dict[str, float]:
+def measure_copy_rates() -> dict[str, float]:
     """Bytes a second between host and device, from pinned memory."""
     size = 256 * 2**20
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -97,7 +97,7 @@ def copy_rates() -> dict[str, float]:
     return found
 
 
-def peer_rates() -> dict[str, float]:
+def measure_peer_rates() -> dict[str, float]:
     """Bytes a second from the first device to each other one of this machine."""
     size = 256 * 2**20
     found = {}

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from trimtab.errors import EnvironmentFault
 from trimtab.spec import Calibration, Noun
-from trimtab.trace.server import Say, ask, serve
+from trimtab.trace.server import SendAnswer, ask, serve
 
 BUDGET_S = 50.0
 """For the menu; starting up and the host's costs come on top."""
@@ -24,19 +24,19 @@ class CalibrationRequest(Noun, frozen=True, kw_only=True):
     budget_s: float = BUDGET_S
 
 
-def calibrated(device: str, *, budget_s: float = BUDGET_S) -> Calibration:
+def calibrate_in_child(device: str, *, budget_s: float = BUDGET_S) -> Calibration:
     """Measure in a child process."""
     order = CalibrationRequest(device=device, budget_s=budget_s)
     answer = ask("trimtab.calibration.measure", order, {}, timeout_s=TIMEOUT_S, show=True)
     return Calibration.from_builtins(answer["calibration"])
 
 
-def run(order: CalibrationRequest) -> Calibration:
+def calibrate_here(order: CalibrationRequest) -> Calibration:
     """Measure here. Only in a process of its own."""
     import torch
 
-    from trimtab.calibration.host import copy_rates, host_costs, peer_rates
-    from trimtab.calibration.programs import menu
+    from trimtab.calibration.host import measure_copy_rates, measure_host_costs, measure_peer_rates
+    from trimtab.calibration.programs import list_programs
     from trimtab.calibration.stopwatch import Stopwatch
 
     if not torch.cuda.is_available():
@@ -47,10 +47,10 @@ def run(order: CalibrationRequest) -> Calibration:
         )
     begin = time.monotonic()
     left_out = []
-    host = host_costs()
-    copies = copy_rates()
+    host = measure_host_costs()
+    copies = measure_copy_rates()
     stopwatch = Stopwatch(until=begin + order.budget_s)
-    for dish in menu():
+    for dish in list_programs():
         if time.monotonic() > begin + order.budget_s:
             left_out.append(f"{dish.name}: no time")
             continue
@@ -77,14 +77,14 @@ def run(order: CalibrationRequest) -> Calibration:
         seconds=tuple(stopwatch.times.values()),
         host=host,
         copy_bytes_per_s=copies,
-        link_bytes_per_s=peer_rates(),
+        link_bytes_per_s=measure_peer_rates(),
         left_out=tuple(left_out),
     )
 
 
-def _work(text: str, say: Say) -> None:
-    say({"calibration": run(CalibrationRequest.from_json(text)).to_builtins()})
+def _serve_request(text: str, say: SendAnswer) -> None:
+    say({"calibration": calibrate_here(CalibrationRequest.from_json(text)).to_builtins()})
 
 
 if __name__ == "__main__":
-    serve(_work)
+    serve(_serve_request)

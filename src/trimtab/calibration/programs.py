@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trimtab.engine.build import building
-from trimtab.engine.precision import configure, torch_dtype
+from trimtab.engine.build import use_build_defaults
+from trimtab.engine.precision import set_tf32_flags, torch_dtype
 from trimtab.spec import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 GIB = 2**30
-MOST = 0.5
+THRESHOLD = 0.5
 
 
-class Dish(NamedTuple):
+class CalibrationProgram(NamedTuple):
     """One program: its name, the memory it needs, and what runs it."""
 
     name: str
@@ -88,7 +88,7 @@ class CalibrationBlock(nn.Module):
         return x + functional.dropout(self.down(y), 0.1)
 
 
-class Language(nn.Module):
+class CalibrationLanguageModel(nn.Module):
     """Embedding, one block, head."""
 
     def __init__(self, block: CalibrationBlock, width: int, vocabulary: int) -> None:
@@ -104,12 +104,12 @@ class Language(nn.Module):
 
 
 @contextlib.contextmanager
-def precision(name: str) -> Iterator[None]:
+def use_precision(name: str) -> Iterator[None]:
     """What trimtab's precisions switch: autocast, default dtype, TF32."""
     dtypes = Precision(name).dtypes
-    configure(dtypes)
+    set_tf32_flags(dtypes)
     half = None if dtypes.autocast is None else torch_dtype(dtypes.autocast)
-    with building(dtypes, "cuda"), torch.autocast("cuda", dtype=half, enabled=half is not None):
+    with use_build_defaults(dtypes, "cuda"), torch.autocast("cuda", dtype=half, enabled=half is not None):
         yield
 
 
@@ -126,15 +126,17 @@ def _language(  # noqa: PLR0913, PLR0917 - the sizes of a transformer
     gated: bool = False,
     causal: bool = True,
     spelt_out: bool = False,
-) -> Dish:
+) -> CalibrationProgram:
     inner = inner or 4 * width
 
     def run() -> None:
-        with precision(kind):
+        with use_precision(kind):
             attention = CalibrationAttention(
                 width, heads, groups or heads, causal=causal, spelt_out=spelt_out
             )
-            model = Language(CalibrationBlock(width, inner, attention, gated=gated), width, vocabulary)
+            model = CalibrationLanguageModel(
+                CalibrationBlock(width, inner, attention, gated=gated), width, vocabulary
+            )
             tokens = torch.randint(vocabulary, (batch, steps))
             logits = model(tokens)
             loss = functional.cross_entropy(logits.view(-1, vocabulary), tokens.view(-1))
@@ -143,28 +145,28 @@ def _language(  # noqa: PLR0913, PLR0917 - the sizes of a transformer
     need = batch * steps * (vocabulary * 16 + inner * 40 + width * 120)
     need += (batch * heads * steps * steps * 24) * spelt_out + 8 * width * (vocabulary * 2 + 3 * inner)
     style = "gated " if gated else "spelt out " if spelt_out else ""
-    return Dish(f"{style}transformer {width} wide, {batch} x {steps}, {kind}", need, run)
+    return CalibrationProgram(f"{style}transformer {width} wide, {batch} x {steps}, {kind}", need, run)
 
 
-def _laid_out(layer: Any, layout: torch.memory_format) -> Any:
+def _set_layout(layer: Any, layout: torch.memory_format) -> Any:
     return layer.to(memory_format=layout)
 
 
 def _convolutions(  # noqa: PLR0913 - the sizes of a convolution
     kind: str, batch: int, side: int, channels: int, *, last: bool, groups: int = 1
-) -> Dish:
+) -> CalibrationProgram:
     """Convolution, norm, activation, as in a residual network and in a U-Net."""
 
     def run() -> None:
         layout = torch.channels_last if last else torch.contiguous_format
-        with precision(kind):
+        with use_precision(kind):
             x = torch.randn(batch, channels, side, side, requires_grad=True).to(memory_format=layout)
             narrow = nn.Conv2d(channels, channels, 3, padding=1, groups=groups, bias=False)
             wide = nn.Conv2d(channels, 2 * channels, 1, bias=False)
             half = nn.Conv2d(2 * channels, channels, 3, stride=2, padding=1)
             batch_norm, group_norm = nn.BatchNorm2d(channels), nn.GroupNorm(min(32, channels), 2 * channels)
             for layer in (narrow, wide, half):
-                _laid_out(layer, layout)
+                _set_layout(layer, layout)
             y = functional.relu(batch_norm(narrow(x))) + x
             y = functional.silu(group_norm(wide(y)))
             z = half(y)
@@ -174,28 +176,28 @@ def _convolutions(  # noqa: PLR0913 - the sizes of a convolution
 
     need = batch * channels * side * side * 4 * 40
     style = " channels-last" if last else ""
-    return Dish(f"convolutions {channels} x {side}^2, batch {batch}, {kind}{style}", need, run)
+    return CalibrationProgram(f"convolutions {channels} x {side}^2, batch {batch}, {kind}{style}", need, run)
 
 
-def _stem(kind: str, batch: int, side: int, *, last: bool) -> Dish:
+def _stem(kind: str, batch: int, side: int, *, last: bool) -> CalibrationProgram:
     def run() -> None:
         layout = torch.channels_last if last else torch.contiguous_format
-        with precision(kind):
+        with use_precision(kind):
             x = torch.randn(batch, 3, side, side).to(memory_format=layout)
-            first = _laid_out(nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False), layout)
+            first = _set_layout(nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False), layout)
             y = functional.max_pool2d(functional.relu(nn.BatchNorm2d(64)(first(x))), 3, 2, 1)
             patches = nn.Conv2d(3, 768, 16, stride=16)(x)
             loss = y.float().mean() + patches.float().mean()
         loss.backward()
 
-    return Dish(f"stem {side}^2, batch {batch}, {kind}", batch * side * side * 64 * 30, run)
+    return CalibrationProgram(f"stem {side}^2, batch {batch}, {kind}", batch * side * side * 64 * 30, run)
 
 
-def _sound(kind: str, batch: int, steps: int, channels: int) -> Dish:
+def _sound(kind: str, batch: int, steps: int, channels: int) -> CalibrationProgram:
     """Convolutions over time: wide ones, depthwise ones, and a strided one over raw sound."""
 
     def run() -> None:
-        with precision(kind):
+        with use_precision(kind):
             raw = torch.randn(batch, 1, steps * 20)
             first = nn.Conv1d(1, channels, 10, stride=5)(raw)
             x = torch.randn(batch, channels, steps, requires_grad=True)
@@ -208,12 +210,16 @@ def _sound(kind: str, batch: int, steps: int, channels: int) -> Dish:
             )
         loss.backward()
 
-    return Dish(f"sound {channels} x {steps}, batch {batch}, {kind}", batch * steps * channels * 4 * 80, run)
+    return CalibrationProgram(
+        f"sound {channels} x {steps}, batch {batch}, {kind}", batch * steps * channels * 4 * 80, run
+    )
 
 
-def _recurrent(kind: str, layer: type[nn.LSTM | nn.GRU], batch: int, steps: int, width: int) -> Dish:
+def _recurrent(
+    kind: str, layer: type[nn.LSTM | nn.GRU], batch: int, steps: int, width: int
+) -> CalibrationProgram:
     def run() -> None:
-        with precision(kind):
+        with use_precision(kind):
             model = layer(width, width, num_layers=2, batch_first=True)
             x = torch.randn(batch, steps, width, requires_grad=True)
             out, _ = model(x)
@@ -221,14 +227,16 @@ def _recurrent(kind: str, layer: type[nn.LSTM | nn.GRU], batch: int, steps: int,
         loss.backward()
 
     name = layer.__name__
-    return Dish(f"{name} {width} wide, {batch} x {steps}, {kind}", batch * steps * width * 4 * 60, run)
+    return CalibrationProgram(
+        f"{name} {width} wide, {batch} x {steps}, {kind}", batch * steps * width * 4 * 60, run
+    )
 
 
-def _tables(kind: str, batch: int) -> Dish:
+def _tables(kind: str, batch: int) -> CalibrationProgram:
     """A recommender: tables, their products, small dense layers."""
 
     def run() -> None:
-        with precision(kind):
+        with use_precision(kind):
             tables = nn.ModuleList(nn.Embedding(400_000, 64) for _ in range(4))
             bag = nn.EmbeddingBag(400_000, 64, mode="sum")
             picks = torch.randint(400_000, (batch, 4))
@@ -243,14 +251,14 @@ def _tables(kind: str, batch: int) -> Dish:
             )
         loss.backward()
 
-    return Dish(f"tables, batch {batch}, {kind}", 4 * GIB, run)
+    return CalibrationProgram(f"tables, batch {batch}, {kind}", 4 * GIB, run)
 
 
-def _experts(kind: str, tokens: int, width: int) -> Dish:
+def _experts(kind: str, tokens: int, width: int) -> CalibrationProgram:
     """Routing: scores, the best two, rows picked and put back."""
 
     def run() -> None:
-        with precision(kind):
+        with use_precision(kind):
             x = torch.randn(tokens, width, requires_grad=True)
             scores = nn.Linear(width, 8)(x).float().softmax(-1)
             weight, chosen = scores.topk(2, -1)
@@ -263,10 +271,10 @@ def _experts(kind: str, tokens: int, width: int) -> Dish:
             loss = out.float().square().mean() + weight.mean() + (chosen == 1).float().mean() * scores.mean()
         loss.backward()
 
-    return Dish(f"experts, {tokens} tokens, {width} wide, {kind}", tokens * width * 4 * 60, run)
+    return CalibrationProgram(f"experts, {tokens} tokens, {width} wide, {kind}", tokens * width * 4 * 60, run)
 
 
-def _spread(dtype: torch.dtype, count: int) -> Dish:
+def _elementwise(dtype: torch.dtype, count: int) -> CalibrationProgram:
     """Plain operations over one size."""
 
     def run() -> None:
@@ -281,8 +289,8 @@ def _spread(dtype: torch.dtype, count: int) -> Dish:
                 + y.clamp(min=0.1).sqrt()
                 + torch.rsqrt(y + 1)
             )
-            z = torch.where(y > MOST, z, x) + x.pow(2) + x.abs() + functional.leaky_relu(x)
-            z = functional.dropout(z, 0.1).masked_fill(y > MOST, 0.0)
+            z = torch.where(y > THRESHOLD, z, x) + x.pow(2) + x.abs() + functional.leaky_relu(x)
+            z = functional.dropout(z, 0.1).masked_fill(y > THRESHOLD, 0.0)
             square = z.view(-1, 8, 64, 512 // 64 * 8)[:, :, :, :64]
             loss = square.transpose(1, 2).contiguous().float().mean() + z.float().sum(0).mean()
             loss = loss + z.mean(-1).float().mean() + torch.cat([x, z], -1).float().norm()
@@ -290,10 +298,10 @@ def _spread(dtype: torch.dtype, count: int) -> Dish:
             loss = loss + functional.softmax(x, -1).float().std()
         loss.backward()
 
-    return Dish(f"plain operations, {count} x {dtype}", count * 4 * 60, run)
+    return CalibrationProgram(f"plain operations, {count} x {dtype}", count * 4 * 60, run)
 
 
-def _optimizers(sizes: list[int], dtype: torch.dtype, what: str) -> Dish:
+def _optimizers(sizes: list[int], dtype: torch.dtype, what: str) -> CalibrationProgram:
     def run() -> None:
         weights = [torch.randn(size, dtype=dtype, device="cuda").requires_grad_(True) for size in sizes]
         for weight in weights:
@@ -310,10 +318,10 @@ def _optimizers(sizes: list[int], dtype: torch.dtype, what: str) -> Dish:
         for make in makers:
             make().step()
 
-    return Dish(f"optimizers, {what}", sum(sizes) * 4 * 10, run)
+    return CalibrationProgram(f"optimizers, {what}", sum(sizes) * 4 * 10, run)
 
 
-def menu() -> list[Dish]:
+def list_programs() -> list[CalibrationProgram]:
     """Every dish, what matters most first."""
     layers = [768 * 768 * 4, 768 * 3072, 3072 * 768, 768, 768, 3072] * 12 + [50304 * 768]
     wide = [4096 * 4096] * 8 + [4096 * 14336] * 3 + [4096] * 20
@@ -365,5 +373,5 @@ def menu() -> list[Dish]:
             _convolutions(kind, 32, 28, 192, last=False, groups=192),
         ]
     for dtype in (torch.float32, torch.bfloat16):
-        dishes += [_spread(dtype, 1 << size) for size in (16, 20, 23, 26)]
+        dishes += [_elementwise(dtype, 1 << size) for size in (16, 20, 23, 26)]
     return dishes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.trace.op_cost import traits, work
+from trimtab.trace.op_cost import describe_work, read_schema_traits
 
 if TYPE_CHECKING:
     from trimtab.spec import Work
@@ -42,29 +42,29 @@ class Stopwatch(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.name().partition(".")[0] if hasattr(func, "name") else str(func)
-        done = work(func, name, args, kwargs, out)
+        done = describe_work(func, name, args, kwargs, out)
         if done is None or done.kind in UNTIMED or not done.kernels:
             return out
         self.counts[done] = self.counts.get(done, 0) + 1
-        if done not in self.times and time.monotonic() < self.until and _repeatable(func, args):
-            self.times[done] = _seconds(func, args, kwargs)
+        if done not in self.times and time.monotonic() < self.until and _is_repeatable(func, args):
+            self.times[done] = _time_op(func, args, kwargs)
         return out
 
 
-def _repeatable(func: Any, args: tuple[Any, ...]) -> bool:
+def _is_repeatable(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether doing it again is harmless: indices that are changed in place soon point outside of tables."""
-    _, written = traits(func)
+    _, written = read_schema_traits(func)
     changed = [args[place] for place in written if place < len(args)]
     return all(not isinstance(one, torch.Tensor) or one.is_floating_point() for one in changed)
 
 
-def _seconds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    once = _repeated(func, args, kwargs, 2)
+def _time_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    once = _time_repeats(func, args, kwargs, 2)
     repeats = max(3, min(MOST_REPEATS, round(AIM_S / max(once, 1e-7))))
-    return min(_repeated(func, args, kwargs, repeats), once)
+    return min(_time_repeats(func, args, kwargs, repeats), once)
 
 
-def _repeated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> float:
+def _time_repeats(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(QUEUE_CYCLES)  # noqa: SLF001 - there is no public way to keep the GPU busy
     begin.record()

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import EnvironmentFault
 from trimtab.exams.run import Case
-from trimtab.jobs.load import failed, load
+from trimtab.jobs.load import job_error, load_job
 from trimtab.spec import Allocator, Measurement, Noun, Recompute, Versions
 from trimtab.trace.request import TraceRequest
-from trimtab.trace.server import Say, ask, serve
+from trimtab.trace.server import SendAnswer, ask, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ WARM_UP, TIMED = 3, 5
 TIMEOUT_S = 900
 
 
-class Measured(Noun, frozen=True, kw_only=True):
+class StepMeasurement(Noun, frozen=True, kw_only=True):
     """What a setting really used."""
 
     allocated_bytes: int | None = None
@@ -45,16 +45,16 @@ class Measured(Noun, frozen=True, kw_only=True):
     torch: str = ""
 
 
-def measured(request: TraceRequest) -> Measured:
+def measure_in_child(request: TraceRequest) -> StepMeasurement:
     """Run the request in a child process and read its answer."""
     conf = "expandable_segments:True" if request.setting.allocator is Allocator.EXPANDABLE else ""
     # The old name of the variable is read by every torch that trimtab runs with.
     env = {"PYTORCH_CUDA_ALLOC_CONF": conf}
     answer = ask("trimtab.exams.measure", request, env, timeout_s=TIMEOUT_S)
-    return Measured.from_builtins(answer["measured"])
+    return StepMeasurement.from_builtins(answer["measured"])
 
 
-def case_of(request: TraceRequest, found: Measured) -> Case:
+def make_case(request: TraceRequest, found: StepMeasurement) -> Case:
     """A run as a case of the exam."""
     setting = request.setting
     short = request.job.rpartition("/")[2]
@@ -80,7 +80,7 @@ def case_of(request: TraceRequest, found: Measured) -> Case:
     )
 
 
-def run(request: TraceRequest) -> Measured:
+def measure_here(request: TraceRequest) -> StepMeasurement:
     """Build the job on the GPU, take its steps and read the counters. Only in a process of its own."""
     import torch
 
@@ -93,13 +93,13 @@ def run(request: TraceRequest) -> Measured:
             "profile", found="only one GPU can be profiled yet", cure="Leave --strategy at single."
         )
     named: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
-    job = load(request.job, request.overrides)
+    job = load_job(request.job, request.overrides)
     try:
-        return Measured(**measure_rank(job, request.setting, clip=request.clip), **named)
+        return StepMeasurement(**measure_rank(job, request.setting, clip=request.clip), **named)
     except torch.OutOfMemoryError as error:
-        return Measured(out_of_memory=str(error).split("\n")[0], **named)
+        return StepMeasurement(out_of_memory=str(error).split("\n")[0], **named)
     except Exception as error:
-        raise failed(f"job {request.job}", error, "Mend the job; the line is where it failed.") from error
+        raise job_error(f"job {request.job}", error, "Mend the job; the line is where it failed.") from error
 
 
 def measure_rank(
@@ -121,7 +121,7 @@ def measure_rank(
 
     if setting.gpus > 1:
         _join_fake_group(setting.gpus)
-    state = steps.prepare(job, setting, values=setting.gpus == 1)
+    state = steps.prepare_job(job, setting, values=setting.gpus == 1)
     has_values = setting.gpus == 1 or not strategy_of(setting).is_sharded
     batch = steps.make_batch(job, setting, "cuda")
     torch.cuda.synchronize()
@@ -130,7 +130,7 @@ def measure_rank(
     def timed() -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        steps.step(state, [batch], clip=clip)
+        steps.run_step(state, [batch], clip=clip)
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
@@ -144,7 +144,7 @@ def measure_rank(
         "process_bytes": _process_bytes(),
         # Arithmetic on weights without values is faster than on real ones.
         "step_s": statistics.median(times) if has_values else None,
-        "loss": float(steps.step(state, [batch], clip=clip)),
+        "loss": float(steps.run_step(state, [batch], clip=clip)),
     }
 
 
@@ -168,9 +168,9 @@ def _process_bytes() -> int | None:
     return next((one.usedGpuMemory for one in listed if one.pid == os.getpid()), None)
 
 
-def _work(text: str, say: Say) -> None:
-    say({"measured": run(TraceRequest.from_json(text)).to_builtins()})
+def _serve_request(text: str, say: SendAnswer) -> None:
+    say({"measured": measure_here(TraceRequest.from_json(text)).to_builtins()})
 
 
 if __name__ == "__main__":
-    serve(_work)
+    serve(_serve_request)

@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from trimtab.catalog.clusters import stated
-from trimtab.catalog.devices import reported
+from trimtab.catalog.clusters import parse_cluster
+from trimtab.catalog.devices import find_reported_device
 from trimtab.errors import TrimtabError, WrongUse
 from trimtab.jobs.registry import BUILT_IN
-from trimtab.predict.estimate import estimate
+from trimtab.predict.estimate import estimate_trace
 from trimtab.spec import Calibration, Estimate, Measurement, Noun
 from trimtab.trace.request import TraceRequest
-from trimtab.trace.tracer import traced
+from trimtab.trace.tracer import trace_setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ class Case(Noun, frozen=True, kw_only=True):
     measurement: Measurement
 
 
-class Answer(Noun, frozen=True, kw_only=True):
+class CaseResult(Noun, frozen=True, kw_only=True):
     """A case predicted again."""
 
     case: str
@@ -51,10 +51,10 @@ class Answer(Noun, frozen=True, kw_only=True):
     """Why there is no prediction."""
 
 
-class Marks(Noun, frozen=True, kw_only=True):
+class ExamResult(Noun, frozen=True, kw_only=True):
     """The exam as a whole: sizes of errors, as shares."""
 
-    cases: tuple[Answer, ...]
+    cases: tuple[CaseResult, ...]
     median: dict[str, float]
     worst: dict[str, float]
     """Largest size of an error."""
@@ -62,7 +62,7 @@ class Marks(Noun, frozen=True, kw_only=True):
     """The prediction that was furthest too low."""
 
 
-def cases(only: str = "*", own: Path | None = None) -> tuple[Case, ...]:
+def read_cases(only: str = "*", own: Path | None = None) -> tuple[Case, ...]:
     """Recorded cases whose id matches a pattern: trimtab's, or those of a file that `profile` kept."""
     if own is None:
         text = files("trimtab.exams").joinpath("cases.jsonl").read_text(encoding="utf-8")
@@ -82,33 +82,33 @@ def cases(only: str = "*", own: Path | None = None) -> tuple[Case, ...]:
     return found
 
 
-def sit(
+def run_exam(
     only: str = "*",
     *,
     own: Path | None = None,
     cache: bool = True,
-    done: Callable[[Answer], None] = lambda _: None,
-) -> Marks:
+    done: Callable[[CaseResult], None] = lambda _: None,
+) -> ExamResult:
     """Predict the cases and mark the answers; `done` is told of each as it comes."""
-    chosen = cases(only, own)
+    chosen = read_cases(only, own)
 
-    def answer(case: Case) -> Answer:
-        found = _answer(case, cache=cache)
+    def answer(case: Case) -> CaseResult:
+        found = _predict_and_compare(case, cache=cache)
         done(found)
         return found
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        return mark(tuple(pool.map(answer, chosen)))
+        return summarize_results(tuple(pool.map(answer, chosen)))
 
 
-def mark(answers: tuple[Answer, ...]) -> Marks:
+def summarize_results(answers: tuple[CaseResult, ...]) -> ExamResult:
     """The marks of some answers."""
     known = {
         name: [answer.error[name] for answer in answers if not answer.failed and name in answer.error]
         for name in FIGURES
     }
     known = {name: errors for name, errors in known.items() if errors}
-    return Marks(
+    return ExamResult(
         cases=answers,
         median={name: statistics.median(map(abs, errors)) for name, errors in known.items()},
         worst={name: max(map(abs, errors)) for name, errors in known.items()},
@@ -121,7 +121,7 @@ def is_full_name(job: str) -> bool:
     return ":" in job or job in BUILT_IN
 
 
-def keep(case: Case, file: Path) -> None:
+def append_case(case: Case, file: Path) -> None:
     """Add a case to a file of them."""
     try:
         with file.open("a", encoding="utf-8") as lines:
@@ -132,16 +132,16 @@ def keep(case: Case, file: Path) -> None:
         ) from error
 
 
-def predict(case: Case, *, cache: bool = True, calibration: Calibration | None = None) -> Estimate:
+def predict_case(case: Case, *, cache: bool = True, calibration: Calibration | None = None) -> Estimate:
     """Today's estimate of a recorded case, by another calibration if one is given."""
-    row = reported(case.measurement.device)
+    row = find_reported_device(case.measurement.device)
     if row is None:
         raise WrongUse(
             f"case {case.id}",
             found=f"the catalogue has no {case.measurement.device}",
             cure="See `trimtab detect --list` for what it has.",
         )
-    where = stated(f"{case.measurement.setting.gpus}x{row.name}")
+    where = parse_cluster(f"{case.measurement.setting.gpus}x{row.name}")
     device = where.devices[0]
     request = TraceRequest(
         job=case.job if is_full_name(case.job) else f"trimtab.exams.jobs:{case.job}",
@@ -151,22 +151,22 @@ def predict(case: Case, *, cache: bool = True, calibration: Calibration | None =
         clip=case.clip,
     )
     setting = case.measurement.setting
-    trace = traced(request, cache=cache)
-    found = estimate(trace, setting, device, cluster=where, calibration=calibration)[0]
+    trace = trace_setting(request, cache=cache)
+    found = estimate_trace(trace, setting, device, cluster=where, calibration=calibration)[0]
     if found.step_s is None or found.step_time is None:
         return found
     # Ranks of many were measured alone, with collectives that move nothing.
     return found.replace(step_s=found.step_s - found.step_time.communication_s)
 
 
-def _answer(case: Case, *, cache: bool) -> Answer:
+def _predict_and_compare(case: Case, *, cache: bool) -> CaseResult:
     seen = {name: getattr(case.measurement, name) for name in FIGURES}
     measured = {name: value for name, value in seen.items() if value is not None}
     try:
-        found = predict(case, cache=cache)
+        found = predict_case(case, cache=cache)
     except TrimtabError as reason:
-        return Answer(case=case.id, predicted={}, measured=measured, error={}, failed=str(reason))
+        return CaseResult(case=case.id, predicted={}, measured=measured, error={}, failed=str(reason))
     guessed = {name: getattr(found, name) for name in FIGURES}
     predicted = {name: value for name, value in guessed.items() if value is not None}
     error = {name: predicted[name] / value - 1 for name, value in measured.items() if name in predicted}
-    return Answer(case=case.id, predicted=predicted, measured=measured, error=error)
+    return CaseResult(case=case.id, predicted=predicted, measured=measured, error=error)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trimtab.engine.pipeline_stage import StandIn
+from trimtab.engine.pipeline_stage import RemoteBlock
 from trimtab.engine.precision import HALF
 from trimtab.errors import JobFailed
 from trimtab.spec import IncidentKind
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.training.events import STOPPED
 from trimtab.training.task import gather_values
 
@@ -46,21 +46,21 @@ if TYPE_CHECKING:
 # changed on the way up (modules in fp32, the rate) stays.
 
 
-CALM = 100
+GOOD_STEPS_TO_RESET = 100
 """Good steps after which a bad one is a new trouble."""
-SLOWER = 0.8
+RATE_FACTOR = 0.8
 """What the rate is multiplied by."""
-REMEMBERED = 64
+LOSS_HISTORY = 64
 """Losses that say what is usual."""
-ENOUGH = 32
+LEAST_LOSSES = 32
 """Losses before anything can be called unusual."""
-FAR_SPREADS = 10.0
+SPIKE_SPREADS = 10.0
 """Robust standard deviations above the median."""
-FAR_REACH = 3.0
+SPIKE_REACH = 3.0
 """Times as far above the median as any loss that was taken for good; heavy tails are not spikes."""
-FAR_SHARE = 0.5
+SPIKE_SHARE = 0.5
 """Of the median itself, where the losses hardly move."""
-NORMAL = 1.4826
+MAD_TO_SIGMA = 1.4826
 """Makes the median distance from the median a standard deviation, for normal losses."""
 
 
@@ -74,7 +74,7 @@ class BadStepAction(StrEnum):
     STOP = "stop"
 
 
-RUNGS = tuple(BadStepAction)
+ACTIONS = tuple(BadStepAction)
 
 
 class BadStepPolicy(Noun, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class BadStepPolicy(Noun, frozen=True, kw_only=True):
 
     height: int = 0
     """Rungs climbed in the present trouble."""
-    calm: int = CALM
+    calm: int = GOOD_STEPS_TO_RESET
     """Good steps since the last bad one."""
     rate: float = 1.0
     """What the job's learning rate has been multiplied by."""
@@ -93,23 +93,25 @@ class BadStepPolicy(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Counts are not negative, and the rate is lowered, never raised."""
-        wrong = below(0, height=self.height, calm=self.calm)
+        wrong = check_minimum(0, height=self.height, calm=self.calm)
         if not 0 < self.rate <= 1:
             wrong.append(f"rate is {self.rate}, and must lie in (0, 1]")
         return wrong
 
 
-def after_good_step(ladder: BadStepPolicy, loss: float) -> BadStepPolicy:
+def record_good_step(policy: BadStepPolicy, loss: float) -> BadStepPolicy:
     """After a step that went well."""
-    calm = ladder.calm + 1
-    losses = (*ladder.losses, loss)[-REMEMBERED:] if isfinite(loss) else ladder.losses
-    return ladder.replace(calm=calm, height=0 if calm >= CALM else ladder.height, losses=losses)
+    calm = policy.calm + 1
+    losses = (*policy.losses, loss)[-LOSS_HISTORY:] if isfinite(loss) else policy.losses
+    return policy.replace(
+        calm=calm, height=0 if calm >= GOOD_STEPS_TO_RESET else policy.height, losses=losses
+    )
 
 
-def after_bad_step(
-    ladder: BadStepPolicy, kind: IncidentKind, *, can_keep: bool = True, can_roll_back: bool = True
+def choose_action(
+    policy: BadStepPolicy, kind: IncidentKind, *, can_keep: bool = True, can_roll_back: bool = True
 ) -> tuple[BadStepPolicy, BadStepAction]:
-    """After a step that went badly: the answer, and where that leaves the ladder.
+    """After a step that went badly: the answer, and where that leaves the policy.
 
     `can_keep` says whether there may be a module to keep in fp32 (not where all is fp32 already), and
     `can_roll_back` whether there is a checkpoint.
@@ -118,35 +120,35 @@ def after_bad_step(
     >>> rung, bad(ladder, IncidentKind.NOT_A_NUMBER)[1]
     (<Rung.SKIP: 'skip'>, <Rung.FP32: 'fp32'>)
     """
-    height = ladder.height
+    height = policy.height
     while True:
-        rung = RUNGS[min(height, len(RUNGS) - 1)]
+        rung = ACTIONS[min(height, len(ACTIONS) - 1)]
         height += 1
         if rung is BadStepAction.FP32 and (kind is IncidentKind.LOSS_SPIKE or not can_keep):
             continue
         if rung is BadStepAction.ROLL_BACK and not can_roll_back:
             continue
         break
-    changed = ladder.replace(height=height, calm=0)
-    return (with_lower_rate(changed) if rung is BadStepAction.LOWER_RATE else changed), rung
+    changed = policy.replace(height=height, calm=0)
+    return (lower_rate(changed) if rung is BadStepAction.LOWER_RATE else changed), rung
 
 
-def with_lower_rate(ladder: BadStepPolicy) -> BadStepPolicy:
+def lower_rate(policy: BadStepPolicy) -> BadStepPolicy:
     """With the rate lowered once more."""
-    return ladder.replace(rate=ladder.rate * SLOWER)
+    return policy.replace(rate=policy.rate * RATE_FACTOR)
 
 
-def with_fp32_module(ladder: BadStepPolicy, module: str) -> BadStepPolicy:
+def add_fp32_module(policy: BadStepPolicy, module: str) -> BadStepPolicy:
     """With one module more in fp32."""
-    return ladder if module in ladder.kept else ladder.replace(kept=(*ladder.kept, module))
+    return policy if module in policy.kept else policy.replace(kept=(*policy.kept, module))
 
 
-def after_rollback(ladder: BadStepPolicy, saved: BadStepPolicy) -> BadStepPolicy:
+def restore_losses(policy: BadStepPolicy, saved: BadStepPolicy) -> BadStepPolicy:
     """After a roll-back: the losses are those of the checkpoint, all else is what was learnt since."""
-    return ladder.replace(losses=saved.losses)
+    return policy.replace(losses=saved.losses)
 
 
-def spike_limit(losses: tuple[float, ...]) -> float | None:
+def compute_spike_limit(losses: tuple[float, ...]) -> float | None:
     """The loss above which a step is called a spike; None while too few losses are known.
 
     Far above the median both by the spread of the losses and by how far any good one of late has been:
@@ -157,16 +159,16 @@ def spike_limit(losses: tuple[float, ...]) -> float | None:
     >>> spike_limit((1.0,) * 10) is None
     True
     """
-    if len(losses) < ENOUGH:
+    if len(losses) < LEAST_LOSSES:
         return None
     middle = median(losses)
-    spread = NORMAL * median(abs(loss - middle) for loss in losses)
+    spread = MAD_TO_SIGMA * median(abs(loss - middle) for loss in losses)
     reach = max(losses) - middle
-    return middle + max(FAR_SPREADS * spread, FAR_REACH * reach, FAR_SHARE * abs(middle))
+    return middle + max(SPIKE_SPREADS * spread, SPIKE_REACH * reach, SPIKE_SHARE * abs(middle))
 
 
 def describe_stop_by_policy(  # noqa: PLR0913 - what happened, and what was done
-    ladder: BadStepPolicy,
+    policy: BadStepPolicy,
     kind: IncidentKind,
     step: int,
     why: str,
@@ -176,13 +178,13 @@ def describe_stop_by_policy(  # noqa: PLR0913 - what happened, and what was done
 ) -> str:
     """Why a run was stopped, in a few sentences: what was tried, and where to look."""
     tried = ["the step was skipped"]
-    if ladder.kept:
-        tried.append(f"{', '.join(ladder.kept)} computed in fp32")
-    if ladder.rate < 1:
-        tried.append(f"the rate was multiplied by {ladder.rate:g}")
+    if policy.kept:
+        tried.append(f"{', '.join(policy.kept)} computed in fp32")
+    if policy.rate < 1:
+        tried.append(f"the rate was multiplied by {policy.rate:g}")
     if went_back:
         tried.append("the run went back to its last good checkpoint")
-    usual = f" Losses of late had a median of {median(ladder.losses):.6g}." if ladder.losses else ""
+    usual = f" Losses of late had a median of {median(policy.losses):.6g}." if policy.losses else ""
     what = "the loss is far above what was usual" if kind is IncidentKind.LOSS_SPIKE else "numbers are bad"
     before = f" Before that: {'; '.join(seen)}." if seen else ""
     return f"At step {step} {what} again ({why}), after {', '.join(tried)}.{usual}{before}"
@@ -194,9 +196,9 @@ def describe_stop_by_policy(  # noqa: PLR0913 - what happened, and what was done
 
 
 FORWARD, BACKWARD, BATCH, LOSS = "forward", "backward", "batch", "loss"
-_EARLIER = (BATCH, FORWARD, LOSS, BACKWARD)
+_PHASES = (BATCH, FORWARD, LOSS, BACKWARD)
 """In the order in which they come in a step."""
-_MOST_MODULES = 10**6
+_MODULES_PER_STAGE = 10**6
 """More than a stage of a pipeline asks."""
 
 
@@ -213,7 +215,7 @@ class BadModule(Noun, frozen=True, kw_only=True):
     """How many modules had been asked before."""
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """As a sentence's end."""
         if self.phase == BATCH:
             return "the batch itself holds a value that is not finite"
@@ -231,15 +233,19 @@ def find_first_bad(
     found before, since ranks that compute together must all run the same number. Gradients are left behind:
     the caller clears them.
     """
-    found = None if all(_finite(batch) for batch in batches) else BadModule(phase=BATCH)
+    found = None if all(_is_finite(batch) for batch in batches) else BadModule(phase=BATCH)
     for run in passes:
         with _watch_modules(model) as seen:
-            is_bad = not _finite(run())
-        found = found or _forward(seen) or (BadModule(phase=LOSS) if is_bad else _backward(seen, model))
+            is_bad = not _is_finite(run())
+        found = (
+            found
+            or _find_bad_forward(seen)
+            or (BadModule(phase=LOSS) if is_bad else _find_bad_backward(seen, model))
+        )
     return found
 
 
-def in_stage(found: BadModule | None, stage: int, stages: int) -> BadModule | None:
+def offset_by_stage(found: BadModule | None, stage: int, stages: int) -> BadModule | None:
     """What a stage of a pipeline found, counted behind all that the stages before it in the pass had asked.
 
     >>> in_stage(Suspect(phase=BACKWARD, order=3), 0, 2).order, in_stage(Suspect(phase=BACKWARD), 1, 2).order
@@ -248,16 +254,16 @@ def in_stage(found: BadModule | None, stage: int, stages: int) -> BadModule | No
     if found is None:
         return None
     before = stages - 1 - stage if found.phase == BACKWARD else stage
-    return found.replace(order=found.order + before * _MOST_MODULES)
+    return found.replace(order=found.order + before * _MODULES_PER_STAGE)
 
 
-def earliest(found: Iterable[BadModule | None]) -> BadModule | None:
+def pick_earliest(found: Iterable[BadModule | None]) -> BadModule | None:
     """What ranks agree on: the earliest in the step."""
     known = [bad_module for bad_module in found if bad_module is not None]
-    return min(known, key=lambda one: (_EARLIER.index(one.phase), one.order), default=None)
+    return min(known, key=lambda one: (_PHASES.index(one.phase), one.order), default=None)
 
 
-class _Seen:
+class _PassRecord:
     """What the hooks of one pass saw, in the order of time."""
 
     def __init__(self) -> None:
@@ -268,13 +274,13 @@ class _Seen:
 
 
 @contextlib.contextmanager
-def _watch_modules(model: nn.Module) -> Iterator[_Seen]:
-    seen = _Seen()
+def _watch_modules(model: nn.Module) -> Iterator[_PassRecord]:
+    seen = _PassRecord()
     handles: list[Any] = []
 
     def watch(name: str, side: str, values: Any) -> None:
         handles.extend(
-            leaf.register_hook(lambda grad: seen.gradients.append((name, side, _finite(grad))))
+            leaf.register_hook(lambda grad: seen.gradients.append((name, side, _is_finite(grad))))
             for leaf in tree_leaves(values)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         )
@@ -283,11 +289,11 @@ def _watch_modules(model: nn.Module) -> Iterator[_Seen]:
         watch(name, "in", (values, named))
 
     def after(name: str, module: nn.Module, values: Any, named: Any, output: Any) -> None:
-        seen.calls.append((name, module, _finite((values, named)), _finite(output)))
+        seen.calls.append((name, module, _is_finite((values, named)), _is_finite(output)))
         watch(name, "out", output)
 
     for name, module in model.named_modules():
-        if isinstance(module, StandIn):
+        if isinstance(module, RemoteBlock):
             # What it is given and gives is on another rank.
             continue
         handles.extend(
@@ -303,7 +309,7 @@ def _watch_modules(model: nn.Module) -> Iterator[_Seen]:
             handle.remove()
 
 
-def _forward(seen: _Seen) -> BadModule | None:
+def _find_bad_forward(seen: _PassRecord) -> BadModule | None:
     """The innermost comes first: a module is done after those inside it."""
     for order, (name, module, fine_in, fine_out) in enumerate(seen.calls):
         if fine_in and not fine_out:
@@ -311,7 +317,7 @@ def _forward(seen: _Seen) -> BadModule | None:
     return None
 
 
-def _backward(seen: _Seen, model: nn.Module) -> BadModule | None:
+def _find_bad_backward(seen: _PassRecord, model: nn.Module) -> BadModule | None:
     """The first whose gradient is good where it comes in and bad where it goes out, or on its weights."""
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     bad_out = {name for name, side, fine in seen.gradients if side == "out" and not fine}
@@ -319,7 +325,7 @@ def _backward(seen: _Seen, model: nn.Module) -> BadModule | None:
         if side == "in" and not fine and name not in bad_out:
             return BadModule(module=name, kind=kinds.get(name, ""), phase=BACKWARD, order=order)
     for name, weight in reversed(list(model.named_parameters())):
-        if weight.grad is not None and not _finite(weight.grad):
+        if weight.grad is not None and not _is_finite(weight.grad):
             owner = name.rpartition(".")[0]
             return BadModule(
                 module=owner, kind=kinds.get(owner, ""), phase=BACKWARD, order=len(seen.gradients)
@@ -327,7 +333,7 @@ def _backward(seen: _Seen, model: nn.Module) -> BadModule | None:
     return None
 
 
-def _finite(values: Any) -> bool:
+def _is_finite(values: Any) -> bool:
     return all(
         bool(torch.isfinite(leaf.detach()).all())
         for leaf in tree_leaves(values)
@@ -345,7 +351,7 @@ def keep_fp32(model: nn.Module, name: str) -> bool:
         module = model.get_submodule(name)
     except AttributeError:
         return False
-    if isinstance(module, StandIn):
+    if isinstance(module, RemoteBlock):
         return False
     if getattr(module, "_trimtab_fp32", False):
         return True
@@ -355,13 +361,13 @@ def keep_fp32(model: nn.Module, name: str) -> bool:
     def forward(*args: Any, **kwargs: Any) -> Any:
         kind = _device_type(module, args)
         autocast = torch.is_autocast_enabled(kind)
-        before = _half_of((args, kwargs), module)
-        wide_args, wide_kwargs = tree_map_only(torch.Tensor, _wide, (args, kwargs))
-        with torch.autocast(kind, enabled=False), _wide_weights(module):
+        before = _find_half_dtype((args, kwargs), module)
+        wide_args, wide_kwargs = tree_map_only(torch.Tensor, _to_fp32, (args, kwargs))
+        with torch.autocast(kind, enabled=False), _fp32_weights(module):
             output = inner(*wide_args, **wide_kwargs)
         if autocast or before is None:
             return output
-        return tree_map_only(torch.Tensor, lambda one: _narrow(one, before), output)
+        return tree_map_only(torch.Tensor, lambda one: _to_half(one, before), output)
 
     # As plain attributes: what torch makes of an assignment to a module is of no use here.
     module.__dict__.update(forward=forward, _trimtab_fp32=True)
@@ -377,22 +383,22 @@ def _device_type(module: nn.Module, args: Any) -> str:
     return tensors[0].device.type if tensors else "cpu"
 
 
-def _half_of(values: Any, module: nn.Module) -> torch.dtype | None:
+def _find_half_dtype(values: Any, module: nn.Module) -> torch.dtype | None:
     """The 16-bit dtype that a module works in, if it does."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     return next((tensor.dtype for tensor in (*tensors, *module.parameters()) if tensor.dtype in HALF), None)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
 
 @contextlib.contextmanager
-def _wide_weights(module: nn.Module) -> Iterator[None]:
+def _fp32_weights(module: nn.Module) -> Iterator[None]:
     """The module's 16-bit weights in fp32 for a while; gradients flow back through the cast."""
     taken = [
         (part, name, weight)
@@ -409,38 +415,38 @@ def _wide_weights(module: nn.Module) -> Iterator[None]:
             part._parameters[name] = weight  # noqa: SLF001
 
 
-AGAIN = "once more"
-"""How the engine speaks of the repetition that every bad step gets: no answer of the ladder."""
-BACK = "goes back to its last good checkpoint"
+REPEATED = "once more"
+"""How the engine speaks of the repetition that every bad step gets: no answer of the policy."""
+WENT_BACK = "goes back to its last good checkpoint"
 
 
 class BadStepHandler:
     """The ladder of one run, and the hands that climb it."""
 
-    def __init__(self, run: Run, keeper: CheckpointManager, scribe: EventLog) -> None:
+    def __init__(self, run: Run, checkpoints: CheckpointManager, events: EventLog) -> None:
         self.run = run
-        self.keeper = keeper
-        self.scribe = scribe
-        self.ladder = BadStepPolicy()
-        self.since: int | None = None
+        self.checkpoints = checkpoints
+        self.events = events
+        self.policy = BadStepPolicy()
+        self.first_bad_step: int | None = None
         """The first bad step of the present trouble."""
 
     @property
-    def limit(self) -> float | None:
+    def spike_limit(self) -> float | None:
         """The loss above which a step is a spike."""
         watched = bool(getattr(self.run.job, "spikes", True))
-        return spike_limit(self.ladder.losses) if watched else None
+        return compute_spike_limit(self.policy.losses) if watched else None
 
-    def after_good(self, loss: float) -> None:
+    def record_good(self, loss: float) -> None:
         """A step went well."""
-        self.ladder = after_good_step(self.ladder, loss)
-        if self.ladder.height == 0:
-            self.since = None
+        self.policy = record_good_step(self.policy, loss)
+        if self.policy.height == 0:
+            self.first_bad_step = None
 
-    def answer(self, window: Window, outcome: StepOutcome) -> bool:
+    def handle(self, window: Window, outcome: StepOutcome) -> bool:
         """Do what the ladder says about a bad step; True where the run has to go back before `since`."""
         done = window.step + 1
-        self.since = done if self.since is None else self.since
+        self.first_bad_step = done if self.first_bad_step is None else self.first_bad_step
         spike = isfinite(outcome.loss) and isfinite(outcome.grad_norm)
         kind = IncidentKind.LOSS_SPIKE if spike else IncidentKind.NOT_A_NUMBER
         # In float32 there is nothing to keep in a wider dtype.
@@ -448,33 +454,33 @@ class BadStepHandler:
         why = outcome.skipped
         rung = self._climb(kind, can_keep=can_keep)
         if rung is BadStepAction.FP32:
-            found = suspect(self.run, window)
-            if found is not None and found.module and found.module not in self.ladder.kept:
+            found = find_bad_module(self.run, window)
+            if found is not None and found.module and found.module not in self.policy.kept:
                 self._keep(found, kind, why, done)
                 return False
-            why += f"; {found.words}" if found is not None else "; no module was found that makes it"
+            why += f"; {found.text}" if found is not None else "; no module was found that makes it"
             is_data = found is not None and found.phase == BATCH
             rung = BadStepAction.SKIP if is_data else self._climb(kind, can_keep=False)
         if rung is BadStepAction.STOP:
             self._stop(kind, done, why)
         if rung is BadStepAction.LOWER_RATE:
-            self.multiply_rate(SLOWER)
-            slower = f"the learning rate is now {self.ladder.rate:g} of the job's"
-            self.scribe.tell(kind, why, f"the step is skipped, and {slower}", step=done)
+            self.multiply_rate(RATE_FACTOR)
+            slower = f"the learning rate is now {self.policy.rate:g} of the job's"
+            self.events.record(kind, why, f"the step is skipped, and {slower}", step=done)
         elif rung is BadStepAction.SKIP:
-            self.scribe.tell(kind, why, "the step is skipped: the weights stay", step=done)
+            self.events.record(kind, why, "the step is skipped: the weights stay", step=done)
         else:
-            self.scribe.tell(kind, why, f"the run {BACK}", step=done)
+            self.events.record(kind, why, f"the run {WENT_BACK}", step=done)
         return rung is BadStepAction.ROLL_BACK
 
-    def restored(self, saved: BadStepPolicy, *, rolled_back: bool) -> None:
+    def restore(self, saved: BadStepPolicy, *, rolled_back: bool) -> None:
         """After a checkpoint was loaded: the ladder of that run, or what was learnt before going back."""
         if rolled_back:
-            self.ladder = after_rollback(self.ladder, saved)
-            self.multiply_rate(self.ladder.rate / saved.rate)
+            self.policy = restore_losses(self.policy, saved)
+            self.multiply_rate(self.policy.rate / saved.rate)
         else:
-            self.ladder = saved
-        for name in self.ladder.kept:
+            self.policy = saved
+        for name in self.policy.kept:
             self._widen(name)
 
     def multiply_rate(self, factor: float) -> None:
@@ -488,23 +494,25 @@ class BadStepHandler:
             schedule.base_lrs = [one * factor for one in schedule.base_lrs]
 
     def _climb(self, kind: IncidentKind, *, can_keep: bool) -> BadStepAction:
-        self.ladder, rung = after_bad_step(
-            self.ladder, kind, can_keep=can_keep, can_roll_back=self._can_roll_back()
+        self.policy, rung = choose_action(
+            self.policy, kind, can_keep=can_keep, can_roll_back=self._can_roll_back()
         )
         return rung
 
     def _can_roll_back(self) -> bool:
         """Whether there is a checkpoint from before the trouble; rank 0 looks, when all of it is written."""
-        self.keeper.finish()
-        assert self.since is not None  # noqa: S101 - there is trouble
-        there = any(checkpoint.step < self.since for checkpoint in self.keeper.checkpoints())
+        self.checkpoints.finish()
+        assert self.first_bad_step is not None  # noqa: S101 - there is trouble
+        there = any(
+            checkpoint.step < self.first_bad_step for checkpoint in self.checkpoints.list_checkpoints()
+        )
         return bool(gather_values(self.run.world, there, everyone=True)[0])
 
     def _keep(self, found: BadModule, kind: IncidentKind, why: str, done: int) -> None:
-        self.ladder = with_fp32_module(self.ladder, found.module)
+        self.policy = add_fp32_module(self.policy, found.module)
         self._widen(found.module)
         answer = f"the step is skipped, and {found.module} computes in fp32 from now on"
-        self.scribe.tell(kind, f"{why}; {found.words}", answer, step=done)
+        self.events.record(kind, f"{why}; {found.text}", answer, step=done)
 
     def _widen(self, name: str) -> None:
         keep_fp32(self.run.model, name)
@@ -515,40 +523,40 @@ class BadStepHandler:
             torch._dynamo.reset()  # noqa: SLF001 - its public name loads the whole compiler
 
     def _stop(self, kind: IncidentKind, done: int, why: str) -> NoReturn:
-        answers = [one for one in self.scribe.seen if one.kind is kind and AGAIN not in one.done]
+        answers = [one for one in self.events.written if one.kind is kind and REPEATED not in one.done]
         seen = tuple(f"at step {answer.step} {answer.done}" for answer in answers)
-        went_back = any(BACK in answer.done for answer in answers)
-        text = describe_stop_by_policy(self.ladder, kind, done, why, seen[-4:], went_back=went_back)
-        kept = any((self.scribe.folder.root / "checkpoints").glob("*"))
+        went_back = any(WENT_BACK in answer.done for answer in answers)
+        text = describe_stop_by_policy(self.policy, kind, done, why, seen[-4:], went_back=went_back)
+        kept = any((self.events.folder.root / "checkpoints").glob("*"))
         left = "The last good checkpoint is kept." if kept else "There was no checkpoint to go back to yet."
-        self.scribe.tell(kind, why, f"{STOPPED}. {text}", step=done)
+        self.events.record(kind, why, f"{STOPPED}. {text}", step=done)
         raise JobFailed(
-            f"step {done} of {self.scribe.folder.root}",
+            f"step {done} of {self.events.folder.root}",
             found=text.rstrip("."),
             cure="Look at the samples of that step and at the learning rate; `clip = 1.0` on the job clips "
             f"gradients. {left}",
         )
 
 
-def _passed_along(run: Run, batch: Any) -> None:
+def _run_filler_pass(run: Run, batch: Any) -> None:
     """A pass for the sake of the others: its loss is nobody's."""
-    run.passed(batch)
+    run.forward_backward(batch)
 
 
-def suspect(run: Run, window: Window) -> BadModule | None:
+def find_bad_module(run: Run, window: Window) -> BadModule | None:
     """The first bad module on any rank; all ranks make as many passes, and hear the same."""
     # The loss of a part that counts for nothing may be any number, and says nothing of the modules.
-    parts = [part.batch for part in window.parts(run.micro_batch) if float(run.weight_of(part.batch))]
+    parts = [part.batch for part in window.micro_batches(run.micro_batch) if float(run.weight_of(part.batch))]
     most = max(gather_values(run.world, len(parts), everyone=True))
     batches = [run.on_device(part) for part in parts]
     passes: list[Callable[[], torch.Tensor | None]] = [
         functools.partial(run.passed, batch) for batch in batches
     ]
     along = run.on_device(window.filler())
-    passes += [functools.partial(_passed_along, run, along)] * (most - len(parts))
+    passes += [functools.partial(_run_filler_pass, run, along)] * (most - len(parts))
     with run.quiet():
         found = find_first_bad(run.model, passes, batches)
     run.optimizer.zero_grad(set_to_none=True)
-    mine = in_stage(found, run.groups.stage, run.groups.stages)
+    mine = offset_by_stage(found, run.groups.stage, run.groups.stages)
     told = gather_values(run.world, None if mine is None else mine.to_json(), everyone=True)
-    return earliest(None if one is None else BadModule.from_json(one) for one in told)
+    return pick_earliest(None if one is None else BadModule.from_json(one) for one in told)

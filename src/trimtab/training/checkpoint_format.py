@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from trimtab.errors import WrongUse
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +46,7 @@ _INDEX_CLASSES = {
 }
 
 
-class FileMark(Noun, frozen=True, kw_only=True):
+class FileChecksum(Noun, frozen=True, kw_only=True):
     """How long a file is, and what it holds."""
 
     size_bytes: int
@@ -54,7 +54,7 @@ class FileMark(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """A digest is 64 hex digits."""
-        wrong = below(0, size_bytes=self.size_bytes)
+        wrong = check_minimum(0, size_bytes=self.size_bytes)
         return wrong if len(self.sha256) == 64 else [*wrong, "sha256 is not of 64 digits"]  # noqa: PLR2004
 
 
@@ -70,11 +70,11 @@ class Manifest(Noun, frozen=True, kw_only=True):
     """What the best is chosen by; lower is better."""
     frozen: str | None = None
     """The folder beside it that holds the weights that are never updated."""
-    files: dict[str, FileMark]
+    files: dict[str, FileChecksum]
 
     def faults(self) -> list[str]:
         """Steps count from 0, ranks from 1."""
-        return below(0, step=self.step) + below(1, world=self.world)
+        return check_minimum(0, step=self.step) + check_minimum(1, world=self.world)
 
 
 class StagedPlanner(DefaultSavePlanner):
@@ -103,7 +103,7 @@ class StagingBuffers:
     """Copies of tensors in host memory, which are used again by the next checkpoint."""
 
     def __init__(self) -> None:
-        self.held: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -111,8 +111,8 @@ class StagingBuffers:
         copied = {}
         devices = set()
         for name, tensor in tensors.items():
-            local = local_part(tensor)
-            room = self.held.get(name)
+            local = get_local_part(tensor)
+            room = self.buffers.get(name)
             if room is None or room.shape != local.shape or room.dtype != local.dtype:
                 room = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
             room.copy_(local, non_blocking=True)
@@ -121,11 +121,11 @@ class StagingBuffers:
                 devices.add(local.device)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        self.held = copied
+        self.buffers = copied
         return dict(copied)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor."""
     local = getattr(tensor, "to_local", None)
     return tensor if local is None else local()
@@ -164,7 +164,7 @@ class CheckpointReader:
         self.folder = folder
         self.metadata = SafeReader(folder).read_metadata()
 
-    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def describe_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each."""
         return {
             name: (tuple(one.size), one.properties.dtype)
@@ -181,24 +181,26 @@ class CheckpointReader:
         reader.read_data(plan, planner).wait()
 
 
-def mark_of(file: Path) -> FileMark:
+def compute_checksum(file: Path) -> FileChecksum:
     """Length and digest of a file."""
     digest, size = hashlib.sha256(), 0
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
             digest.update(block)
             size += len(block)
-    return FileMark(size_bytes=size, sha256=digest.hexdigest())
+    return FileChecksum(size_bytes=size, sha256=digest.hexdigest())
 
 
-def manifest_of(folder: Path) -> Manifest | None:
+def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a checkpoint; None if it is missing or damaged."""
     return Manifest.from_file(folder / MANIFEST)
 
 
-def find_fault(folder: Path, rank: int = 0, size: int = 1, mark: Callable[[Path], FileMark] = mark_of) -> str:
+def find_fault(
+    folder: Path, rank: int = 0, size: int = 1, mark: Callable[[Path], FileChecksum] = compute_checksum
+) -> str:
     """What is wrong with a checkpoint, in words, by the files that fall to one of several ranks; or ''."""
-    manifest = manifest_of(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         return f"{MANIFEST} is missing or torn"
     for number, (name, told) in enumerate(sorted(manifest.files.items())):
@@ -249,20 +251,20 @@ class Snapshot:
         return sum(one.numel() * one.element_size() for one in held)
 
 
-def snapshot(objects: Mapping[str, Any], rank: int = 0, size: int = 1) -> Snapshot:
+def take_snapshot(objects: Mapping[str, Any], rank: int = 0, size: int = 1) -> Snapshot:
     """Gather the state of modules, optimizers, and whatever else has state_dict()."""
     taken = Snapshot()
     for label, one in objects.items():
         if isinstance(one, nn.Module):
-            _take_module(taken, label, one)
+            _add_module(taken, label, one)
         elif isinstance(one, torch.optim.Optimizer):
-            _take_optimizer(taken, label, one, parameter_names(objects), (rank, size))
+            _add_optimizer(taken, label, one, collect_parameter_names(objects), (rank, size))
         else:
             taken.values[label] = one.state_dict()
     return taken
 
 
-def bare(module: nn.Module) -> nn.Module:
+def unwrap_module(module: nn.Module) -> nn.Module:
     """The module without what compiling or DistributedDataParallel put around it."""
     while True:
         inner = getattr(module, "_orig_mod", None)
@@ -273,7 +275,7 @@ def bare(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def plain_name(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """A parameter's name without the wrappers along the way.
 
     >>> plain_name("blocks.0._orig_mod.weight")
@@ -282,30 +284,30 @@ def plain_name(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
 
 
-def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
+def collect_parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     """The name of each parameter of all modules, by identity; a tied one has its first."""
     names: dict[int, str] = {}
     for label, one in objects.items():
         if isinstance(one, nn.Module):
-            for name, parameter in bare(one).named_parameters():
-                names.setdefault(id(parameter), f"{label}:{plain_name(name)}")
+            for name, parameter in unwrap_module(one).named_parameters():
+                names.setdefault(id(parameter), f"{label}:{strip_wrappers(name)}")
     return names
 
 
-def _entries(label: str, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+def _iterate_state(label: str, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """Own name, name to save under and value of what a module keeps; a tied tensor comes once."""
     seen: set[int] = set()
-    for name, value in bare(module).state_dict(keep_vars=True).items():
+    for name, value in unwrap_module(module).state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             if id(value) in seen:
                 continue
             seen.add(id(value))
-        yield name, f"{label}:{plain_name(name)}", value
+        yield name, f"{label}:{strip_wrappers(name)}", value
 
 
-def _take_module(taken: Snapshot, label: str, module: nn.Module) -> None:
+def _add_module(taken: Snapshot, label: str, module: nn.Module) -> None:
     rest = {}
-    for _, key, value in _entries(label, module):
+    for _, key, value in _iterate_state(label, module):
         if not isinstance(value, torch.Tensor):
             rest[key] = value
         elif isinstance(value, nn.Parameter) and not value.requires_grad:
@@ -315,7 +317,7 @@ def _take_module(taken: Snapshot, label: str, module: nn.Module) -> None:
     taken.values[label] = rest
 
 
-def _take_optimizer(
+def _add_optimizer(
     taken: Snapshot,
     label: str,
     optimizer: torch.optim.Optimizer,
@@ -324,20 +326,20 @@ def _take_optimizer(
 ) -> None:
     groups, rest = [], {}
     for group in optimizer.param_groups:
-        held = [_named(names, label, one) for one in group["params"]]
+        held = [_get_name(names, label, one) for one in group["params"]]
         options = {key: value for key, value in group.items() if key != "params" and key not in _FLAGS}
         groups.append({"params": held, "options": options})
         for name, parameter in zip(held, group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    mark = _rank_mark(parameter, value, place)
+                    mark = _rank_suffix(parameter, value, place)
                     taken.tensors[f"{label}:{name}:{key}{mark}"] = value.detach()
                 else:
                     rest[f"{label}:{name}:{key}"] = value
     taken.values[label] = {"groups": groups, "rest": rest}
 
 
-def _named(names: Mapping[int, str], label: str, parameter: nn.Parameter) -> str:
+def _get_name(names: Mapping[int, str], label: str, parameter: nn.Parameter) -> str:
     if id(parameter) not in names:
         raise WrongUse(
             f"objects[{label!r}]",
@@ -347,7 +349,7 @@ def _named(names: Mapping[int, str], label: str, parameter: nn.Parameter) -> str
     return names[id(parameter)]
 
 
-def _rank_mark(parameter: nn.Parameter, value: torch.Tensor, place: tuple[int, int]) -> str:
+def _rank_suffix(parameter: nn.Parameter, value: torch.Tensor, place: tuple[int, int]) -> str:
     """What the name of an optimizer's tensor ends in where it fits only the same rank of as many.
 
     That is what belongs to one rank's shard of a parameter, and does not say so by being a DTensor.
@@ -357,35 +359,35 @@ def _rank_mark(parameter: nn.Parameter, value: torch.Tensor, place: tuple[int, i
 
 
 @dataclass
-class Restoring:
+class RestorePlan:
     """Tensors to be filled from a checkpoint, and what to do with them then."""
 
     targets: dict[str, torch.Tensor]
     missing: list[str]
     """Parameters that the checkpoint does not have."""
-    unlike: list[str]
+    mismatched: list[str]
     """A phrase for each tensor that has another shape."""
 
 
-def wanted(objects: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Restoring:
+def match_tensors(objects: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> RestorePlan:
     """The tensors of the modules, to be filled in place; what the checkpoint has no match for is named."""
-    found = Restoring({}, [], [])
+    found = RestorePlan({}, [], [])
     for label, one in objects.items():
         if not isinstance(one, nn.Module):
             continue
-        for _, key, value in _entries(label, one):
+        for _, key, value in _iterate_state(label, one):
             if not isinstance(value, torch.Tensor):
                 continue
             if key not in shapes:
                 found.missing.append(key)
             elif tuple(value.shape) != shapes[key]:
-                found.unlike.append(f"{key} is {list(shapes[key])} there and {list(value.shape)} here")
+                found.mismatched.append(f"{key} is {list(shapes[key])} there and {list(value.shape)} here")
             else:
                 found.targets[key] = value.detach()
     return found
 
 
-def optimizer_targets(
+def allocate_optimizer_state(
     label: str,
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
@@ -404,18 +406,20 @@ def optimizer_targets(
     lost = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            keys = by_parameter.get(f"{label}:{_named(names, label, parameter)}", [])
+            keys = by_parameter.get(f"{label}:{_get_name(names, label, parameter)}", [])
             lone = [key for key in keys if "@" in key.rpartition(":")[2]]
             here = [key for key in lone if key.endswith(f"@{place[0]}/{place[1]}")]
             if lone and not here:
-                lost.append(_named(names, label, parameter))
+                lost.append(_get_name(names, label, parameter))
                 continue
             for key in [*here, *(key for key in keys if key not in lone)]:
-                targets[key] = _like(parameter, key, *saved[key])
+                targets[key] = _allocate_state(parameter, key, *saved[key])
     return targets, lost
 
 
-def _like(parameter: nn.Parameter, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _allocate_state(
+    parameter: nn.Parameter, key: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     """Room for a tensor of an optimizer. A count of steps lies where load_state_dict() then wants it."""
     if tuple(parameter.shape) == shape and not key.endswith(":step"):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -440,7 +444,7 @@ def load_optimizer(
     groups = []
     count = 0
     for group in optimizer.param_groups:
-        held = [_named(names, label, one) for one in group["params"]]
+        held = [_get_name(names, label, one) for one in group["params"]]
         for number, name in enumerate(held):
             if f"{label}:{name}" in by_parameter:
                 state[count + number] = by_parameter[f"{label}:{name}"]
@@ -454,14 +458,14 @@ def load_optimizer(
 def load_module(label: str, module: nn.Module, values: list[dict[str, Any]]) -> None:
     """Give a module what is not a tensor, through its own load_state_dict(); tensors are filled by now."""
     rest = {key: value for one in values for key, value in one.items()}
-    own: dict[str, Any] = OrderedDict(bare(module).state_dict(keep_vars=False))
+    own: dict[str, Any] = OrderedDict(unwrap_module(module).state_dict(keep_vars=False))
     for name, value in own.items():
         if not isinstance(value, torch.Tensor):
-            own[name] = rest.get(f"{label}:{plain_name(name)}", value)
-    bare(module).load_state_dict(own)
+            own[name] = rest.get(f"{label}:{strip_wrappers(name)}", value)
+    unwrap_module(module).load_state_dict(own)
 
 
-def random_states() -> dict[str, Any]:
+def get_random_states() -> dict[str, Any]:
     """Where the random number generators of this process stand."""
     numpy: Any = np.random.get_state()  # noqa: NPY002 - what datasets draw from
     name, words, place, has_gauss, gauss = numpy
@@ -486,17 +490,17 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def packed(values: dict[str, Any]) -> bytes:
+def pack_values(values: dict[str, Any]) -> bytes:
     """Plain values as bytes that can be read without running anything.
 
     An error names those that cannot, among them each of `objects` by its own name.
     """
     plain = _without_numpy(values)
-    data = _saved(plain)
+    data = _serialize(plain)
     if _is_safe(data):
         return data
     each = {**{name: one for name, one in plain.items() if name != "objects"}, **plain.get("objects", {})}
-    guilty = [name for name, one in each.items() if not _is_safe(_saved(one))]
+    guilty = [name for name, one in each.items() if not _is_safe(_serialize(one))]
     raise WrongUse(
         f"the state of {', '.join(guilty)}",
         found="it holds objects of classes of its own, which a checkpoint could not be read back safely with",
@@ -504,13 +508,13 @@ def packed(values: dict[str, Any]) -> bytes:
     )
 
 
-def unpacked(data: bytes) -> dict[str, Any]:
+def unpack_values(data: bytes) -> dict[str, Any]:
     """What `packed` packed."""
     value: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     return value
 
 
-def _saved(value: Any) -> bytes:
+def _serialize(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

@@ -31,22 +31,22 @@ from trimtab.training.checkpoint_format import (
     INDEX,
     MANIFEST,
     CheckpointReader,
-    FileMark,
+    FileChecksum,
     Manifest,
     StagedPlanner,
     StagingBuffers,
+    compute_checksum,
     find_fault,
-    local_part,
-    manifest_of,
-    mark_of,
+    get_local_part,
+    read_manifest,
 )
-from trimtab.training.run_folder import is_full
+from trimtab.training.run_folder import is_disk_full
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _NAME = re.compile(r"step-(\d{8,})")
-_SHOWN = 3
+_MOST_NAMES = 3
 """Names that an error lists."""
 
 
@@ -78,7 +78,7 @@ class CheckpointFailure(NamedTuple):
 
 
 @dataclass
-class _Task:
+class _WriteTask:
     """Everything that the writer needs, copied: training goes on meanwhile."""
 
     step: int
@@ -91,7 +91,7 @@ class _Task:
 class CheckpointManager:
     """Saves and restores the objects of a training.
 
-    keeper = Keeper(folder.checkpoints, tell=folder.event)
+    keeper = Keeper(folder.checkpoints, report=folder.event)
     loaded = keeper.load_latest({"model": model, "optimizer": optimizer, "loader": loader})
     keeper.save(step, {"model": model, "optimizer": optimizer, "loader": loader}, {"losses": losses})
     keeper.finish()
@@ -106,20 +106,20 @@ class CheckpointManager:
         folder: str | Path,
         *,
         last: int = 3,
-        tell: Callable[[Incident], None] | None = None,
+        report: Callable[[Incident], None] | None = None,
         before_write: Callable[[int], None] | None = None,
         timeout_min: float = 10,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.folder = Path(folder)
         self.last = last
-        self.tell = tell
+        self.report = report
         self.before_write = before_write
         self.clock = clock
-        self.ranks = Ranks(timeout_min)
+        self.ranks = CheckpointRanks(timeout_min)
         self.waited_s = 0.0
         """Seconds that training stood still for checkpoints, copying included."""
-        self.kept: int | None = None
+        self.last_saved: int | None = None
         """Step of the last checkpoint that is in place."""
         self._stage = StagingBuffers()
         self._frozen: str | None = None
@@ -152,7 +152,7 @@ class CheckpointManager:
     def finish(self) -> int | None:
         """Wait for what is being written; the step of the last checkpoint that is in place."""
         self._join()
-        return self.kept
+        return self.last_saved
 
     def load_latest(
         self, objects: Mapping[str, Any], *, before: int | None = None
@@ -165,35 +165,36 @@ class CheckpointManager:
         self._join()
         for candidate in reversed(self._candidates(before)):
             fault = next(
-                filter(None, self.ranks.all_of(find_fault(candidate, self.ranks.rank, self.ranks.size))), ""
+                filter(None, self.ranks.all_gather(find_fault(candidate, self.ranks.rank, self.ranks.size))),
+                "",
             )
             if not fault:
                 return self._load(candidate, objects)
             self._set_aside(candidate, fault)
         return None
 
-    def checkpoints(self) -> list[SavedCheckpoint]:
+    def list_checkpoints(self) -> list[SavedCheckpoint]:
         """What is there, oldest first."""
         found = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = _NAME.fullmatch(path.name)
             if match:
-                found.append(SavedCheckpoint(int(match[1]), path, manifest_of(path)))
+                found.append(SavedCheckpoint(int(match[1]), path, read_manifest(path)))
         return sorted(found)
 
     # Saving
 
     def _task(
         self, step: int, objects: Mapping[str, Any], extra: dict[str, Any], metric: float | None
-    ) -> _Task:
-        taken = checkpoint_format.snapshot(objects, self.ranks.rank, self.ranks.size)
+    ) -> _WriteTask:
+        taken = checkpoint_format.take_snapshot(objects, self.ranks.rank, self.ranks.size)
         values = {
             "rank": self.ranks.rank,
-            "random": checkpoint_format.random_states(),
+            "random": checkpoint_format.get_random_states(),
             "objects": taken.values,
             "extra": extra if self.ranks.first else {},
         }
-        data = checkpoint_format.packed(values)
+        data = checkpoint_format.pack_values(values)
         pieces: list[tuple[str, StagedPlanner, bytes | None]] = []
         signatures = {name: _signature(one) for name, one in taken.frozen.items()}
         if taken.frozen and self._frozen is None:
@@ -205,19 +206,19 @@ class CheckpointManager:
         }
         held = {**taken.tensors, **changed}
         pieces.append((f"step-{step:08d}", self._staged(held, self._stage), data))
-        return _Task(step, metric, pieces, self._frozen)
+        return _WriteTask(step, metric, pieces, self._frozen)
 
     def _staged(self, tensors: dict[str, torch.Tensor], stage: StagingBuffers) -> StagedPlanner:
         return StagedPlanner(tensors, stage.copy(tensors), self.ranks.first)
 
-    def _write(self, task: _Task) -> None:
+    def _write(self, task: _WriteTask) -> None:
         """The writer's thread: on every rank, in step, whatever goes wrong on one of them."""
         try:
             failure = next(filter(None, (self._write_piece(task, *piece) for piece in task.pieces)), None)
         except Exception as error:  # noqa: BLE001 - a rank that is gone; the loop will notice by itself
-            failure = _failure(error)
+            failure = _describe_failure(error)
         if failure is None:
-            self.kept = task.step
+            self.last_saved = task.step
             if self.ranks.first:
                 self._prune()
             return
@@ -235,7 +236,7 @@ class CheckpointManager:
             )
 
     def _write_piece(
-        self, task: _Task, name: str, planner: StagedPlanner, data: bytes | None
+        self, task: _WriteTask, name: str, planner: StagedPlanner, data: bytes | None
     ) -> CheckpointFailure | None:
         folder = self.folder / f".writing-{name}"
         # Hashed from the disk's cache after writing: less to go wrong than hashing on the way.
@@ -255,11 +256,11 @@ class CheckpointManager:
                 self.before_write(task.step)
             return planner.local
 
-        plan = self.ranks.scattered(ready, planned)
+        plan = self.ranks.gather_and_scatter(ready, planned)
         if isinstance(plan, CheckpointFailure):
             return plan
 
-        def written() -> tuple[Any, dict[str, FileMark]]:
+        def written() -> tuple[Any, dict[str, FileChecksum]]:
             results = writer.write_data(planner.finish_plan(plan), planner).wait()
             # By name: a rank to whom nothing fell has an empty file, which no result speaks of.
             files = {path.name for path in folder.glob(f"__{self.ranks.rank}_*")}
@@ -267,16 +268,18 @@ class CheckpointManager:
                 plain = f"plain-{self.ranks.rank}.pt"
                 write_synced(folder / plain, data)
                 files.add(plain)
-            return results, {file: mark_of(folder / file) for file in files}
+            return results, {file: compute_checksum(folder / file) for file in files}
 
-        def finished(parts: list[tuple[Any, dict[str, FileMark]]]) -> None:
+        def finished(parts: list[tuple[Any, dict[str, FileChecksum]]]) -> None:
             writer.finish(index[0], [results for results, _ in parts])
             marks = {name: mark for _, some in parts for name, mark in some.items()}
-            self._put_in_place(task, folder, name, {**marks, INDEX: mark_of(folder / INDEX)})
+            self._put_in_place(task, folder, name, {**marks, INDEX: compute_checksum(folder / INDEX)})
 
-        return self.ranks.reduced(written, finished)
+        return self.ranks.gather_and_reduce(written, finished)
 
-    def _put_in_place(self, task: _Task, folder: Path, name: str, marks: dict[str, FileMark]) -> None:
+    def _put_in_place(
+        self, task: _WriteTask, folder: Path, name: str, marks: dict[str, FileChecksum]
+    ) -> None:
         """Vouch for all files, and give the folder its name."""
         unseen = [mark for mark in marks if not (folder / mark).exists()]
         if unseen:
@@ -303,7 +306,7 @@ class CheckpointManager:
 
     def _prune(self) -> None:
         """Keep the last few, the best, and the frozen weights that these refer to."""
-        there = [checkpoint for checkpoint in self.checkpoints() if checkpoint.manifest is not None]
+        there = [checkpoint for checkpoint in self.list_checkpoints() if checkpoint.manifest is not None]
         keep = there[-self.last :]
         rated = [one for one in there if one.manifest and one.manifest.metric is not None]
         if rated:
@@ -329,50 +332,50 @@ class CheckpointManager:
         """The checkpoints to try, as the first rank sees them; later ones than asked for are dropped."""
         there: list[Path] = []
         if self.ranks.first:
-            for checkpoint in self.checkpoints():
+            for checkpoint in self.list_checkpoints():
                 if before is not None and checkpoint.step >= before:
                     self._remove(checkpoint.path)
                 else:
                     there.append(checkpoint.path)
-        found: list[Path] = self.ranks.told(there)
+        found: list[Path] = self.ranks.broadcast(there)
         return found
 
     def _load(self, path: Path, objects: Mapping[str, Any]) -> LoadedCheckpoint:
         """Fill the objects; an error on one rank is an error on all."""
-        manifest = manifest_of(path)
+        manifest = read_manifest(path)
         assert manifest is not None  # noqa: S101 - it was verified
         frozen = self._whole_frozen(manifest)
         try:
             loaded, problem = self._filled(path, manifest, frozen, objects), None
         except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
             loaded, problem = None, error
-        problems = [one for one in self.ranks.all_of(problem and _as_trimtab_error(problem, path)) if one]
+        problems = [one for one in self.ranks.all_gather(problem and _to_trimtab_error(problem, path)) if one]
         if problem is not None:
-            raise _as_trimtab_error(problem, path) from problem
+            raise _to_trimtab_error(problem, path) from problem
         if problems:
             raise problems[0]
         assert loaded is not None  # noqa: S101 - there was no problem
-        self.kept = loaded.step
+        self.last_saved = loaded.step
         return loaded
 
     def _filled(
         self, path: Path, manifest: Manifest, frozen_at: Path | None, objects: Mapping[str, Any]
     ) -> LoadedCheckpoint:
         source, frozen = CheckpointReader(path), None if frozen_at is None else CheckpointReader(frozen_at)
-        own, others = source.tensors(), {} if frozen is None else frozen.tensors()
+        own, others = source.describe_tensors(), {} if frozen is None else frozen.describe_tensors()
         shapes = {name: shape for name, (shape, _) in (others | own).items()}
-        found = checkpoint_format.wanted(objects, shapes)
+        found = checkpoint_format.match_tensors(objects, shapes)
         self._check(path, found, lenient=manifest.frozen is not None and frozen is None, objects=objects)
         plain = [
-            checkpoint_format.unpacked((path / f"plain-{rank}.pt").read_bytes())
+            checkpoint_format.unpack_values((path / f"plain-{rank}.pt").read_bytes())
             for rank in range(manifest.world)
         ]
-        names = checkpoint_format.parameter_names(objects)
+        names = checkpoint_format.collect_parameter_names(objects)
         place = self.ranks.rank, self.ranks.size
         fresh: dict[str, dict[str, torch.Tensor]] = {}
         for label, one in objects.items():
             if isinstance(one, torch.optim.Optimizer):
-                fresh[label], lost = checkpoint_format.optimizer_targets(label, one, names, own, place)
+                fresh[label], lost = checkpoint_format.allocate_optimizer_state(label, one, names, own, place)
                 self._lost(manifest, path, label, lost)
         source.fill(
             {name: target for name, target in found.targets.items() if name in own}
@@ -402,7 +405,7 @@ class CheckpointManager:
         if manifest.frozen is None:
             return None
         folder = self.folder / manifest.frozen
-        faults = self.ranks.all_of(find_fault(folder, self.ranks.rank, self.ranks.size))
+        faults = self.ranks.all_gather(find_fault(folder, self.ranks.rank, self.ranks.size))
         fault = next(filter(None, faults), "")
         if not fault:
             return folder
@@ -427,24 +430,24 @@ class CheckpointManager:
         if not there:
             self._frozen, self._signatures = None, {}
             return
-        frozen = checkpoint_format.snapshot(_modules(objects)).frozen
+        frozen = checkpoint_format.take_snapshot(_select_modules(objects)).frozen
         self._frozen = manifest.frozen
         self._signatures = {
             name: _signature(one) for name, one in frozen.items() if name in stored and name not in own
         }
 
     def _check(
-        self, path: Path, found: checkpoint_format.Restoring, *, lenient: bool, objects: Mapping[str, Any]
+        self, path: Path, found: checkpoint_format.RestorePlan, *, lenient: bool, objects: Mapping[str, Any]
     ) -> None:
         """The checkpoint is of this model."""
         missing = found.missing
         if lenient:
-            frozen = checkpoint_format.snapshot(_modules(objects)).frozen
+            frozen = checkpoint_format.take_snapshot(_select_modules(objects)).frozen
             missing = [one for one in missing if one not in frozen]
-        if found.unlike or missing:
-            some = found.unlike[:_SHOWN] or [f"it has no {one}" for one in missing[:_SHOWN]]
-            count = len(found.unlike) or len(missing)
-            rest = f", and {count - _SHOWN} more" if count > _SHOWN else ""
+        if found.mismatched or missing:
+            some = found.mismatched[:_MOST_NAMES] or [f"it has no {one}" for one in missing[:_MOST_NAMES]]
+            count = len(found.mismatched) or len(missing)
+            rest = f", and {count - _MOST_NAMES} more" if count > _MOST_NAMES else ""
             raise WrongUse(
                 f"checkpoint {path}",
                 found=f"it is of another model: {'; '.join(some)}{rest}",
@@ -474,8 +477,8 @@ class CheckpointManager:
         )
 
     def _incident(self, kind: IncidentKind, step: int, why: str, done: str) -> None:
-        if self.ranks.first and self.tell is not None:
-            self.tell(Incident(kind=kind, at_s=self.clock(), step=step, rank=0, why=why, done=done))
+        if self.ranks.first and self.report is not None:
+            self.report(Incident(kind=kind, at_s=self.clock(), step=step, rank=0, why=why, done=done))
 
     def _join(self) -> None:
         if self._writer is not None:
@@ -483,7 +486,7 @@ class CheckpointManager:
             self._writer = None
 
 
-class Ranks:
+class CheckpointRanks:
     """The ranks of this run, on a group of their own: the writer talks while training talks on another."""
 
     def __init__(self, timeout_min: float) -> None:
@@ -499,7 +502,7 @@ class Ranks:
         """Whether this rank names, prunes and tells."""
         return self.rank == 0
 
-    def all_of(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The value of every rank, in order, on every rank."""
         if self.group is None:
             return [value]
@@ -507,7 +510,7 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """The value of the first rank."""
         if self.group is None:
             return value
@@ -515,60 +518,60 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
-    def scattered(self, make: Callable[[], Any], divide: Callable[[list[Any]], list[Any]]) -> Any:
+    def gather_and_scatter(self, make: Callable[[], Any], divide: Callable[[list[Any]], list[Any]]) -> Any:
         """What the first rank divides of what all ranks made; the Failure of any, on all of them."""
-        made = self._gathered(make)
+        made = self._gather(make)
         divided: list[Any] = []
         if self.first:
-            divided = self._combined(made, divide)
+            divided = self._combine(made, divide)
         if self.group is None:
             return divided[0]
         own: list[Any] = [None]
         dist.scatter_object_list(own, divided if self.first else None, src=0, group=self.group)
         return own[0]
 
-    def reduced(
+    def gather_and_reduce(
         self, make: Callable[[], Any], combine: Callable[[list[Any]], Any]
     ) -> CheckpointFailure | None:
         """Let the first rank combine what all ranks made; the Failure of any, on all of them."""
-        made = self._gathered(make)
+        made = self._gather(make)
         failure = None
         if self.first:
-            failure = self._combined(made, lambda parts: [combine(parts)])[0]
-        result: CheckpointFailure | None = self.told(failure)
+            failure = self._combine(made, lambda parts: [combine(parts)])[0]
+        result: CheckpointFailure | None = self.broadcast(failure)
         return result
 
-    def _gathered(self, make: Callable[[], Any]) -> list[Any]:
+    def _gather(self, make: Callable[[], Any]) -> list[Any]:
         """On the first rank, what each made, or why it could not."""
         try:
             value = make()
         except Exception as error:  # noqa: BLE001 - a rank that stopped here would leave the others waiting
-            value = _failure(error)
+            value = _describe_failure(error)
         if self.group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.first else None
         dist.gather_object(value, values, dst=0, group=self.group)
         return values or []
 
-    def _combined(self, made: list[Any], combine: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    def _combine(self, made: list[Any], combine: Callable[[list[Any]], list[Any]]) -> list[Any]:
         failure = next((item for item in made if isinstance(item, CheckpointFailure)), None)
         if failure is None:
             try:
                 return combine(made)
             except Exception as error:  # noqa: BLE001 - as above
-                failure = _failure(error)
+                failure = _describe_failure(error)
         return [failure] * self.size
 
 
-def _failure(error: Exception) -> CheckpointFailure:
+def _describe_failure(error: Exception) -> CheckpointFailure:
     """An error as something that another rank can be sent."""
     if isinstance(error, OSError):
-        return CheckpointFailure(error.strerror or str(error), full=is_full(error))
+        return CheckpointFailure(error.strerror or str(error), full=is_disk_full(error))
     text = str(error).strip().split("\n")[0][:300]
     return CheckpointFailure(f"{type(error).__name__}: {text}")
 
 
-def _as_trimtab_error(error: Exception, path: Path) -> TrimtabError:
+def _to_trimtab_error(error: Exception, path: Path) -> TrimtabError:
     """An error while loading, as one of ours."""
     if isinstance(error, TrimtabError):
         return error
@@ -579,11 +582,11 @@ def _as_trimtab_error(error: Exception, path: Path) -> TrimtabError:
     )
 
 
-def _modules(objects: Mapping[str, Any]) -> dict[str, Any]:
+def _select_modules(objects: Mapping[str, Any]) -> dict[str, Any]:
     return {label: one for label, one in objects.items() if isinstance(one, torch.nn.Module)}
 
 
 def _signature(tensor: torch.Tensor) -> tuple[int, int]:
     """Changes when a tensor is written to or replaced."""
-    local = local_part(tensor)
+    local = get_local_part(tensor)
     return local.data_ptr(), local._version  # noqa: SLF001 - torch has no other name for it

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from trimtab.errors import TrimtabError
 from trimtab.files import write_atomic
 from trimtab.spec import Attempt, Incident, IncidentKind
-from trimtab.training.rank_files import LEADER, is_lost
-from trimtab.training.run_folder import ATTEMPT
+from trimtab.training.rank_files import LEADER_VARIABLE, is_lost_peer
+from trimtab.training.run_folder import ATTEMPT_FILE
 from trimtab.training.task import count_nodes, gather_values
 from trimtab.units import parse_whole
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 STOPPED = "the run is stopped"
 """How the answer begins that ends a run for its numbers."""
-MOST_TOLD = 500
+LONGEST_ERROR = 500
 """Letters of an error that an event repeats."""
 
 
-def _processes(count: int) -> str:
+def _format_processes(count: int) -> str:
     return f"{count} process{'es' * (count > 1)}"
 
 
-def next_attempt(  # noqa: PLR0913 - what an attempt knows of itself
+def make_next_attempt(  # noqa: PLR0913 - what an attempt knows of itself
     before: Attempt | None,
     *,
     procs: int,
@@ -84,19 +84,19 @@ def describe_requeue(before: Attempt | None, now: Attempt, env: Mapping[str, str
 class EventLog:
     """The incidents of one attempt."""
 
-    def __init__(self, world: World, folder: RunFolder, meters: StepLog) -> None:
+    def __init__(self, world: World, folder: RunFolder, step_log: StepLog) -> None:
         self.world = world
         self.folder = folder
-        self.meters = meters
+        self.step_log = step_log
         self.step = 0
         """The step that an incident strikes at where it does not say so itself."""
-        self.news: list[Incident] = []
+        self.pending: list[Incident] = []
         """What happened on this rank and is not in the folder yet."""
-        self.seen: list[Incident] = []
+        self.written: list[Incident] = []
         """What has been written in this attempt."""
         self.attempt = Attempt()
 
-    def tell(self, kind: IncidentKind, why: str, done: str, *, step: int | None = None) -> None:
+    def record(self, kind: IncidentKind, why: str, done: str, *, step: int | None = None) -> None:
         """An incident that all ranks know of."""
         if self.world.is_main:
             at = self.step if step is None else step
@@ -104,104 +104,104 @@ class EventLog:
 
     def write(self, incident: Incident) -> None:
         """Put an incident on record, on rank 0."""
-        self.seen.append(incident)
-        self.folder.event(incident)
-        self.meters.event(incident)
+        self.written.append(incident)
+        self.folder.log_event(incident)
+        self.step_log.show_event(incident)
 
-    def hear(self, incident: Incident) -> None:
+    def record_local(self, incident: Incident) -> None:
         """Take what happened on this rank, where steps are counted from 0."""
         counted = incident.replace(step=None if incident.step is None else incident.step + 1)
         if self.world.is_main:
             self.write(counted)
         else:
-            self.news.append(counted)
+            self.pending.append(counted)
 
-    def share(self) -> None:
+    def gather_incidents(self) -> None:
         """Bring what happened on other ranks to rank 0; all ranks call it."""
-        told = gather_values(self.world, [new.to_json() for new in self.news])
-        self.news = []
+        told = gather_values(self.world, [new.to_json() for new in self.pending])
+        self.pending = []
         for text in (text for texts in told for text in texts):
             self.write(Incident.from_json(text))
 
-    def begin(self) -> None:
+    def begin_attempt(self) -> None:
         """Note that an attempt is under way, and say so where the one before ended without a word."""
         if not self.world.is_main:
             return
-        before = self._before()
+        before = self._read_attempt()
         self.folder.events_file.touch()
-        lines = self.folder.lines()
+        lines = self.folder.read_lines()
         at = self.step = lines[-1]["step"] if lines else 0
-        self.attempt = next_attempt(
+        self.attempt = make_next_attempt(
             before,
             procs=self.world.size,
             nodes=count_nodes(self.world),
             now_s=time.time(),
-            seen_s=_written_s(self.folder.log_file),
+            seen_s=_read_write_time(self.folder.log_file),
             env=os.environ,
             host=socket.gethostname(),
-            pid=parse_whole(os.environ.get(LEADER, "")) or os.getpid(),
+            pid=parse_whole(os.environ.get(LEADER_VARIABLE, "")) or os.getpid(),
         )
         if before is not None and before.state == "running":
-            self.tell(
+            self.record(
                 IncidentKind.LOST_RANK,
-                f"attempt {before.attempt}, with {_processes(before.procs)}, "
+                f"attempt {before.attempt}, with {_format_processes(before.procs)}, "
                 "ended without a word: a process was killed, or its node was lost",
                 "this attempt goes on from the last checkpoint, or from the start",
                 step=at,
             )
         again = describe_requeue(before, self.attempt, os.environ)
         if again:
-            self.tell(IncidentKind.REQUEUE, again, "this attempt takes the run up where it was", step=at)
+            self.record(IncidentKind.REQUEUE, again, "this attempt takes the run up where it was", step=at)
         if before is not None and before.procs != self.world.size:
-            self.tell(
+            self.record(
                 IncidentKind.RESIZE,
-                f"the last attempt had {_processes(before.procs)}, and this one has "
-                f"{_processes(self.world.size)}",
+                f"the last attempt had {_format_processes(before.procs)}, and this one has "
+                f"{_format_processes(self.world.size)}",
                 "the same global batch is divided among them",
                 step=at,
             )
-        self._note("running")
+        self._write_attempt("running")
 
-    def goes_to(self, steps: int) -> None:
+    def set_total_steps(self, steps: int) -> None:
         """Note how long the run is, for whoever looks at its folder."""
         if self.world.is_main:
             self.attempt = self.attempt.replace(steps=steps)
-            self._note("running")
+            self._write_attempt("running")
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end_attempt(self, error: BaseException | None = None) -> None:
         """Note how the attempt ended, as far as it is known."""
-        if not self.world.is_main or (error is not None and is_lost(error)):
+        if not self.world.is_main or (error is not None and is_lost_peer(error)):
             return
         if isinstance(error, TrimtabError):
-            self._failed(error)
+            self._log_failure(error)
         elif error is not None:
             what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-            self.tell(IncidentKind.BUG, f"rank 0 raised {what}", "this attempt ends")
-        self._note("ended")
+            self.record(IncidentKind.BUG, f"rank 0 raised {what}", "this attempt ends")
+        self._write_attempt("ended")
         checkpoints = self.folder.checkpoints
-        if error is not None and not self.folder.lines() and not any(checkpoints.iterdir()):
+        if error is not None and not self.folder.read_lines() and not any(checkpoints.iterdir()):
             # A run that never took a step lays no claim to its folder.
             (self.folder.root / "run.json").unlink(missing_ok=True)
 
-    def _failed(self, error: TrimtabError) -> None:
+    def _log_failure(self, error: TrimtabError) -> None:
         """Keep an error for whoever has only the folder; the ladder has told its own."""
-        if self.seen and STOPPED in self.seen[-1].done:
+        if self.written and STOPPED in self.written[-1].done:
             return
-        why = " ".join(f"{error.given}: {error.found}".split())[:MOST_TOLD]
+        why = " ".join(f"{error.given}: {error.found}".split())[:LONGEST_ERROR]
         done = f"this attempt ends. {error.cure}"
-        self.folder.event(
+        self.folder.log_event(
             Incident(kind=IncidentKind.FAILED, at_s=time.time(), step=self.step, rank=0, why=why, done=done)
         )
 
-    def _before(self) -> Attempt | None:
-        return Attempt.from_file(self.folder.root / ATTEMPT)
+    def _read_attempt(self) -> Attempt | None:
+        return Attempt.from_file(self.folder.root / ATTEMPT_FILE)
 
-    def _note(self, state: str) -> None:
+    def _write_attempt(self, state: str) -> None:
         self.attempt = self.attempt.replace(state=state, at_s=time.time())
-        write_atomic(self.folder.root / ATTEMPT, self.attempt.to_json().encode(), sync=True)
+        write_atomic(self.folder.root / ATTEMPT_FILE, self.attempt.to_json().encode(), sync=True)
 
 
-def _written_s(file: Path) -> float:
+def _read_write_time(file: Path) -> float:
     """When a file was last written, in seconds since 1970."""
     try:
         return file.stat().st_mtime

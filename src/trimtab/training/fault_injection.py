@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trimtab.errors import WrongUse
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 POINTS = ("forward", "backward", "optimizer", "gradient", "write", "checkpoint")
 """Where a fault may strike: in a step, before a checkpoint is written, and after it was."""
-STRUCK = "faults"
+FAULTS_FOLDER = "faults"
 """The folder inside of a run's that remembers."""
 
 
@@ -53,7 +53,7 @@ class FaultKind(StrEnum):
     """A checkpoint cannot be written."""
 
 
-HOME = {
+POINTS_BY_KIND = {
     FaultKind.OUT_OF_MEMORY: ("forward", "backward", "optimizer"),
     FaultKind.NOT_A_NUMBER: ("gradient",),
     FaultKind.KILL: ("forward", "backward", "optimizer"),
@@ -80,13 +80,15 @@ class Fault(Noun, frozen=True, kw_only=True):
     @property
     def place(self) -> str:
         """Where in the step it strikes."""
-        return self.point or HOME[self.kind][0]
+        return self.point or POINTS_BY_KIND[self.kind][0]
 
     def faults(self) -> list[str]:
         """A point that its kind has."""
-        wrong = below(0, step=self.step, rank=self.rank, seconds=self.seconds)
-        if self.point and self.point not in HOME[self.kind]:
-            wrong.append(f"{self.kind} strikes at {' or '.join(HOME[self.kind])}, not at {self.point!r}")
+        wrong = check_minimum(0, step=self.step, rank=self.rank, seconds=self.seconds)
+        if self.point and self.point not in POINTS_BY_KIND[self.kind]:
+            wrong.append(
+                f"{self.kind} strikes at {' or '.join(POINTS_BY_KIND[self.kind])}, not at {self.point!r}"
+            )
         return wrong
 
 
@@ -105,11 +107,11 @@ def read_faults(file: Path) -> tuple[Fault, ...]:
         ) from error
 
 
-class Faults:
+class FaultInjector:
     """A schedule at work in one rank. `at` is called wherever a fault may strike."""
 
     def __init__(self, schedule: Iterable[Fault], folder: Path) -> None:
-        self.folder = folder / STRUCK
+        self.folder = folder / FAULTS_FOLDER
         self.folder.mkdir(exist_ok=True)
         done = {path.name for path in self.folder.iterdir()}
         self.left = [(f"{number:04d}", fault) for number, fault in enumerate(schedule)]
@@ -158,7 +160,7 @@ def _strike(fault: Fault) -> str | None:
     return "nan" if fault.kind is FaultKind.NOT_A_NUMBER else "tear"
 
 
-def tear(checkpoints: Path) -> Path | None:
+def tear_checkpoint(checkpoints: Path) -> Path | None:
     """Cut the largest file of the newest checkpoint in half; None where there is none."""
     folders = sorted(
         (path for path in checkpoints.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns

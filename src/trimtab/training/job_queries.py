@@ -14,11 +14,11 @@ import msgspec
 
 from trimtab.cache import JOB_FAULTS, MODULE_CLASSES
 from trimtab.errors import JobFailed, TrimtabError
-from trimtab.jobs.load import load
+from trimtab.jobs.load import load_job
 from trimtab.jobs.registry import comes_with_trimtab
 from trimtab.spec import Noun
-from trimtab.trace.job_summary import TIMEOUT_S, Named, named_key
-from trimtab.trace.server import Say, ask, serve
+from trimtab.trace.job_summary import TIMEOUT_S, NamedJob, named_job_key
+from trimtab.trace.server import SendAnswer, ask, serve
 from trimtab.training.task import check_trainable
 
 if TYPE_CHECKING:
@@ -36,24 +36,24 @@ class JobQuery(Noun, frozen=True, kw_only=True):
     overrides: dict[str, Any]
 
 
-def fault_of(job: str, options: dict[str, Any], *, cache: bool = True) -> JobFailed | None:
+def find_job_fault(job: str, options: dict[str, Any], *, cache: bool = True) -> JobFailed | None:
     """Why a run of the job would end before its first step; None where nothing is known against it."""
     if comes_with_trimtab(job):
         return None
-    said = _answer(JobQuery(what=TRAINABLE, job=job, overrides=options), cache=cache)
+    said = _ask_job(JobQuery(what=TRAINABLE, job=job, overrides=options), cache=cache)
     return JobFailed(**said) if said else None
 
 
-def classes_of(job: str, options: dict[str, Any], *, cache: bool = True) -> dict[str, str]:
+def list_module_classes(job: str, options: dict[str, Any], *, cache: bool = True) -> dict[str, str]:
     """The class of every module of the job's model, by its path; empty where that cannot be told."""
-    return _answer(JobQuery(what=CLASSES, job=job, overrides=options), cache=cache)
+    return _ask_job(JobQuery(what=CLASSES, job=job, overrides=options), cache=cache)
 
 
-def _answer(question: JobQuery, *, cache: bool) -> dict[str, str]:
+def _ask_job(question: JobQuery, *, cache: bool) -> dict[str, str]:
     place = question.job.rpartition(":")[0]
     if place.endswith(".py") and not Path(place).is_file():
         return {}
-    kind, key = CACHES[question.what], named_key(Named(job=question.job, overrides=question.overrides))
+    kind, key = CACHES[question.what], named_job_key(NamedJob(job=question.job, overrides=question.overrides))
     cached = kind.load(key, msgspec.json.Decoder(dict[str, str]).decode) if cache else None
     if cached is not None:
         return cached
@@ -68,7 +68,7 @@ def _answer(question: JobQuery, *, cache: bool) -> dict[str, str]:
     return found
 
 
-def _trainable(job: Any, name: str) -> dict[str, str]:
+def _find_training_fault(job: Any, name: str) -> dict[str, str]:
     """The error of a job that cannot be trained, in its three parts."""
     try:
         check_trainable(job, name)
@@ -77,7 +77,7 @@ def _trainable(job: Any, name: str) -> dict[str, str]:
     return {}
 
 
-def _classes(job: Any, _: str) -> dict[str, str]:
+def _list_classes(job: Any, _: str) -> dict[str, str]:
     """Built without memory: only the names are wanted."""
     import torch
 
@@ -86,14 +86,17 @@ def _classes(job: Any, _: str) -> dict[str, str]:
     return {path: type(module).__name__ for path, module in model.named_modules() if path}
 
 
-ANSWERS: dict[str, Callable[[Any, str], dict[str, str]]] = {TRAINABLE: _trainable, CLASSES: _classes}
+ANSWERS: dict[str, Callable[[Any, str], dict[str, str]]] = {
+    TRAINABLE: _find_training_fault,
+    CLASSES: _list_classes,
+}
 
 
-def _work(text: str, say: Say) -> None:
+def _serve_query(text: str, say: SendAnswer) -> None:
     question = JobQuery.from_json(text)
-    job = load(question.job, question.overrides)
+    job = load_job(question.job, question.overrides)
     say(msgspec.json.encode({"answer": ANSWERS[question.what](job, question.job)}))
 
 
 if __name__ == "__main__":
-    serve(_work)
+    serve(_serve_query)

@@ -19,19 +19,19 @@ from trimtab.units import parse_whole
 if TYPE_CHECKING:
     from pathlib import Path
 
-FOLDER = "TRIMTAB_CONTROL"
+FOLDER_VARIABLE = "TRIMTAB_CONTROL"
 """The variable that names the folder to the ranks."""
-LEADER = "TRIMTAB_LEADER"
+LEADER_VARIABLE = "TRIMTAB_LEADER"
 """The variable that names the process which ends the whole run when it is asked to."""
-SINCE = "TRIMTAB_CONTROL_SINCE"
+SINCE_VARIABLE = "TRIMTAB_CONTROL_SINCE"
 """From when on notes count, where the folder is older than the attempt."""
-OWN = "TRIMTAB_CONTROL_OWN"
+OWN_VARIABLE = "TRIMTAB_CONTROL_OWN"
 """What the notes of one node are called, where several share the folder."""
-LAUNCHED = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
+LAUNCHER_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
 """Variables of a launcher, which must not leak into what is launched from here."""
-LOST = 75
+LOST_PEER_CODE = 75
 """Exit code of a rank whose peers are gone: try again, as sysexits.h has it."""
-LOST_WORDS = (
+LOST_PEER_MESSAGES = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -44,7 +44,7 @@ LOST_WORDS = (
     "watchdog caught collective operation timeout",
 )
 """How torch's backends say that another rank is gone."""
-SAME = 3
+REPEATED_CRASHES = 3
 """Crashes alike in a row, with no step between them, that make a bug."""
 
 
@@ -66,24 +66,24 @@ class RankFiles:
 
     def variables(self) -> dict[str, str]:
         """What ranks need to find it."""
-        return {FOLDER: str(self.folder), SINCE: str(self.since_ns), OWN: self.own}
+        return {FOLDER_VARIABLE: str(self.folder), SINCE_VARIABLE: str(self.since_ns), OWN_VARIABLE: self.own}
 
     def is_over(self) -> bool:
         """Whether a rank that starts now has nothing to do."""
         return self._has("error") or self._has("stopping")
 
-    def stopping(self) -> signal.Signals | None:
+    def stop_signal(self) -> signal.Signals | None:
         """The signal by which the parent was asked to end."""
         try:
             return signal.Signals(int(self._read("stopping")))
         except (OSError, ValueError):
             return None
 
-    def stop(self, asked: signal.Signals) -> None:
+    def request_stop(self, asked: signal.Signals) -> None:
         """Let no rank start any more."""
         self._write("stopping", str(int(asked)))
 
-    def done(self) -> None:
+    def mark_done(self) -> None:
         """The run has come to its end, whatever was asked meanwhile."""
         self._write("done", "")
 
@@ -91,12 +91,12 @@ class RankFiles:
         """Whether the run has come to its end."""
         return self._has("done")
 
-    def fail(self, error: TrimtabError, *, trace: str = "") -> None:
+    def write_error(self, error: TrimtabError, *, trace: str = "") -> None:
         """An error that would come again; the first rank to say so is heard."""
         if not self._has("error"):
-            self._write("error", json.dumps(error.to_dict() | _who(trace)))
+            self._write("error", json.dumps(error.to_dict() | _describe_rank(trace)))
 
-    def error(self) -> TrimtabError | None:
+    def read_error(self) -> TrimtabError | None:
         """What a rank failed of, for good."""
         try:
             note = json.loads(self._read("error"))
@@ -108,28 +108,30 @@ class RankFiles:
         )
         return error_from_dict(note | {"found": note["found"] + where})
 
-    def crash(self, text: str, step: int, *, trace: str = "") -> bool:
+    def add_crash(self, text: str, step: int, *, trace: str = "") -> bool:
         """Note that a rank raised something unforeseen at a step; True where that has happened often enough.
 
         A crash that comes again at the same step will go on to do so.
         """
         note = {"text": text, "step": step}
-        with self._crashes.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(note | _who(trace)) + "\n")
-        return [{key: one[key] for key in note} for one in self._crashed()].count(note) >= SAME
+        with self._crash_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(note | _describe_rank(trace)) + "\n")
+        return [{key: one[key] for key in note} for one in self._read_crashes()].count(
+            note
+        ) >= REPEATED_CRASHES
 
     def last_crash(self) -> str | None:
         """The last thing that a rank raised."""
-        crashed = self._crashed()
+        crashed = self._read_crashes()
         return str(crashed[-1]["text"]) if crashed else None
 
-    def failure(self) -> RankFailure | None:
+    def first_failure(self) -> RankFailure | None:
         """Who failed for good; or else who crashed first in the last attempt that did."""
         try:
             note = json.loads(self._read("error"))
         except (OSError, ValueError):
             note = {}
-        crashed = self._crashed()
+        crashed = self._read_crashes()
         if not note.get("trace") and crashed:
             last = crashed[-1]
             note = next(one for one in crashed if (one["text"], one["step"]) == (last["text"], last["step"]))
@@ -137,23 +139,23 @@ class RankFiles:
             RankFailure(note.get("rank"), note.get("host", ""), note["trace"]) if note.get("trace") else None
         )
 
-    def lose(self, rank: int, code: int) -> None:
+    def note_lost_rank(self, rank: int, code: int) -> None:
         """Note that torchrun has given up on a rank, which ended with a code; below 0, by a signal."""
         with contextlib.suppress(ValueError):
             name = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             self._write("lost", f"rank {rank} was {name}" if code < 0 else f"rank {rank} {name}")
 
-    def lost(self) -> str | None:
+    def lost_rank(self) -> str | None:
         """How the rank ended that torchrun gave up on."""
         return self._read("lost") if self._has("lost") else None
 
     @property
-    def _crashes(self) -> Path:
+    def _crash_file(self) -> Path:
         return self._file(f"crashes{self.own}")
 
-    def _crashed(self) -> list[dict[str, Any]]:
+    def _read_crashes(self) -> list[dict[str, Any]]:
         try:
-            return [json.loads(line) for line in self._crashes.read_text(encoding="utf-8").splitlines()]
+            return [json.loads(line) for line in self._crash_file.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError):
             return []
 
@@ -191,21 +193,21 @@ def find_rank_files() -> RankFiles | None:
     """The notes of the parent that started this rank; None where people or a scheduler started it."""
     from pathlib import Path
 
-    folder = os.environ.get(FOLDER)
+    folder = os.environ.get(FOLDER_VARIABLE)
     if not folder or not Path(folder).is_dir():
         return None
     # Nanoseconds since 1970 have more digits than parse_whole takes for a count.
-    told = os.environ.get(SINCE, "")
+    told = os.environ.get(SINCE_VARIABLE, "")
     since = int(told) if told.isascii() and told.isdigit() else 0
-    return RankFiles(Path(folder), since_ns=since, own=os.environ.get(OWN, ""))
+    return RankFiles(Path(folder), since_ns=since, own=os.environ.get(OWN_VARIABLE, ""))
 
 
-def _who(trace: str) -> dict[str, Any]:
+def _describe_rank(trace: str) -> dict[str, Any]:
     """Which rank of which node says it."""
     return {"rank": parse_whole(os.environ.get("RANK", "")), "host": socket.gethostname(), "trace": trace}
 
 
-def is_lost(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Whether an error says no more than that another rank is gone.
 
     >>> is_lost(RuntimeError("[..pair.cc:553] Connection closed by peer [127.0.0.1]:4711"))
@@ -214,5 +216,5 @@ def is_lost(error: BaseException) -> bool:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     text = str(error).lower()
     return bool(kinds & {"DistBackendError", "DistNetworkError", "NeighbourFailed"}) or any(
-        words in text for words in LOST_WORDS
+        words in text for words in LOST_PEER_MESSAGES
     )

@@ -1,6 +1,6 @@
 """The folder of a run: who it belongs to, its plan, one line a step, one line an event, its checkpoints.
 
-Everything that can be wrong with a folder is said when it is opened, before any training. Only the first
+Everything that can be wrong with a folder is notes when it is opened, before any training. Only the first
 rank writes.
 """
 
@@ -23,7 +23,7 @@ import msgspec
 from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse
 from trimtab.files import read_json_lines, write_atomic, write_synced
 from trimtab.spec import Attempt, Incident, Plan
-from trimtab.spec.base import Noun, below, known_only, without_derived
+from trimtab.spec.base import Noun, check_minimum, remove_derived_keys, remove_unknown_keys
 from trimtab.training.step_log import StepLine
 from trimtab.units import format_bytes
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 _PROBE_BYTES = 1 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OWNED = ("log.jsonl", "checkpoints")
+_DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RUN_ONLY = ("log.jsonl", "checkpoints")
 """What only a run leaves behind; a folder with them and without a run.json is somebody else's."""
-ATTEMPT = "attempt.json"
+ATTEMPT_FILE = "attempt.json"
 """What the next attempt finds: whether the last one ended in order."""
-STAGES = "stages.json"
+STAGES_FILE = "stages.json"
 """What a training in stages leaves in its folder; its runs are in folders below."""
-_ANOTHER = "Give another folder with --out."
+_USE_ANOTHER_FOLDER = "Give another folder with --out."
 
 
 class RunIdentity(Noun, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class RunIdentity(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """A step takes something."""
-        return below(1, global_batch=self.global_batch)
+        return check_minimum(1, global_batch=self.global_batch)
 
     def differences(self, other: RunIdentity) -> list[str]:
         """A phrase for each thing in which another run differs.
@@ -75,7 +75,7 @@ class RunIdentity(Noun, frozen=True, kw_only=True):
             if told != its[name] and name not in ("file", "digest")
         ]
 
-    def of_file(self, file: Path | None) -> RunIdentity:
+    def with_file(self, file: Path | None) -> RunIdentity:
         """With the file that the job is written in, as it is now; without, where it cannot be read."""
         if file is None:
             return self
@@ -97,8 +97,8 @@ class RunFolder:
     """An open run folder.
 
     folder = RunFolder.open("runs/a", identity=identity, plan=plan)
-    folder.log({"step": 1, "loss": 2.5})
-    folder.event(incident)
+    folder.log_step({"step": 1, "loss": 2.5})
+    folder.log_event(incident)
     """
 
     root: Path
@@ -128,7 +128,7 @@ class RunFolder:
             return folder
         folder._claim(identity, needs_bytes, patience_s)
         try:
-            folder._take_up(identity, plan)
+            folder._write_run_files(identity, plan)
         except BaseException:
             folder.close()
             raise
@@ -154,22 +154,22 @@ class RunFolder:
         """One JSON line an incident."""
         return self.root / "events.jsonl"
 
-    def log(self, line: dict[str, Any]) -> None:
+    def log_step(self, line: dict[str, Any]) -> None:
         """Add the line of a step."""
         self._append(self.log_file, msgspec.json.encode(line))
 
-    def event(self, incident: Incident) -> None:
+    def log_event(self, incident: Incident) -> None:
         """Add an incident; any thread may."""
         self._append(self.events_file, incident.to_json().encode())
 
-    def lines(self) -> list[dict[str, Any]]:
+    def read_lines(self) -> list[dict[str, Any]]:
         """What was logged, in order."""
-        return _lines_of(self.log_file)
+        return _read_objects(self.log_file)
 
-    def events(self) -> list[Incident]:
+    def read_events(self) -> list[Incident]:
         """What happened, in order; lines of other versions that cannot be read are left out."""
         found = []
-        for line in _lines_of(self.events_file):
+        for line in _read_objects(self.events_file):
             try:
                 found.append(Incident.from_builtins(line))
             except msgspec.ValidationError:
@@ -180,13 +180,13 @@ class RunFolder:
         """Drop the log lines of steps after `step`, which will be taken again; how many there were."""
         if not self.main or not self.log_file.exists():
             return 0
-        lines = self.lines()
+        lines = self.read_lines()
         kept = [line for line in lines if line.get("step", 0) <= step]
         if len(kept) < len(lines):
             write_atomic(self.log_file, b"".join(msgspec.json.encode(one) + b"\n" for one in kept), sync=True)
         return len(lines) - len(kept)
 
-    def keep_plan(self, plan: Noun) -> None:
+    def write_plan(self, plan: Noun) -> None:
         """Write the plan that the run is under from now on."""
         if self.main:
             write_atomic(self.plan_file, plan.to_json(indent=2).encode() + b"\n", sync=True)
@@ -201,7 +201,7 @@ class RunFolder:
         """The folder is there, may be written, has room, is of this run, and no one else's now."""
         given = f"--out {self.root}"
         if self.root.exists() and not self.root.is_dir():
-            raise WrongUse(given, found="it is a file", cure=_ANOTHER)
+            raise WrongUse(given, found="it is a file", cure=_USE_ANOTHER_FOLDER)
         try:
             self._refuse_others(identity)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -214,9 +214,9 @@ class RunFolder:
             free = shutil.disk_usage(self.root).free
         except OSError as error:
             self.close()
-            raise folder_fault(given, error) from error
+            raise make_folder_error(given, error) from error
         if self._lock is None:
-            holder = _text(self.root / "run.lock") or "another process"
+            holder = _read_text(self.root / "run.lock") or "another process"
             raise EnvironmentFault(
                 given,
                 found=f"{holder} is training into it",
@@ -234,16 +234,18 @@ class RunFolder:
     def _refuse_others(self, identity: RunIdentity) -> None:
         """An error where the folder is of another run."""
         given, file = f"--out {self.root}", self.root / "run.json"
-        if (self.root / STAGES).exists():
-            raise WrongUse(given, found="it is the folder of a training in stages", cure=_ANOTHER)
+        if (self.root / STAGES_FILE).exists():
+            raise WrongUse(given, found="it is the folder of a training in stages", cure=_USE_ANOTHER_FOLDER)
         if not file.exists():
-            strange = [name for name in _OWNED if (self.root / name).exists()]
+            strange = [name for name in _RUN_ONLY if (self.root / name).exists()]
             # A first attempt that was ended between making the folder and writing run.json left it empty.
             if "checkpoints" in strange and not any((self.root / "checkpoints").iterdir()):
                 strange.remove("checkpoints")
             if strange:
                 raise WrongUse(
-                    given, found=f"there is a {strange[0]} in it that no run of ours wrote", cure=_ANOTHER
+                    given,
+                    found=f"there is a {strange[0]} in it that no run of ours wrote",
+                    cure=_USE_ANOTHER_FOLDER,
                 )
             return
         before = RunIdentity.from_json(file.read_bytes(), origin=str(file))
@@ -263,18 +265,18 @@ class RunFolder:
                 cure="Give another folder with --out, or remove this one if that run is not wanted any more.",
             )
 
-    def _take_up(self, identity: RunIdentity, plan: Noun) -> None:
+    def _write_run_files(self, identity: RunIdentity, plan: Noun) -> None:
         try:
             file = self.root / "run.json"
             before = RunIdentity.from_json(file.read_bytes(), origin=str(file)) if file.exists() else None
             # Again where the job has moved or was edited since, so that it is known where it is now.
             if before is None or (before != identity and not before.is_namesake(identity)):
                 write_atomic(file, identity.to_json(indent=2).encode() + b"\n", sync=True)
-            self.keep_plan(plan)
+            self.write_plan(plan)
             for file in (self.log_file, self.events_file):
                 _remove_torn_line(file)
         except OSError as error:
-            raise folder_fault(f"--out {self.root}", error) from error
+            raise make_folder_error(f"--out {self.root}", error) from error
 
     def _append(self, file: Path, line: bytes) -> None:
         """One line in one write: a crash leaves it whole or leaves it out, or torn at the very end."""
@@ -285,31 +287,33 @@ class RunFolder:
             try:
                 os.write(handle, line + b"\n")
             except OSError as error:
-                # Nothing that is only told may stop what is being told of; a full disk is said elsewhere.
-                if error.errno not in _FULL:
+                # Nothing that is only told may stop what is being told of; a full disk is notes elsewhere.
+                if error.errno not in _DISK_FULL_CODES:
                     raise
             finally:
                 os.close(handle)
 
 
-def folder_fault(given: str, error: OSError) -> TrimtabError:
+def make_folder_error(given: str, error: OSError) -> TrimtabError:
     """What an error of the file system means for a folder."""
-    if error.errno in _FULL:
+    if error.errno in _DISK_FULL_CODES:
         return EnvironmentFault(
             given,
             found="its disk is full, or your share of it is",
             cure="Free some room, or give a folder on another disk with --out.",
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return EnvironmentFault(given, found=f"it cannot be written: {error.strerror}", cure=_ANOTHER)
+        return EnvironmentFault(
+            given, found=f"it cannot be written: {error.strerror}", cure=_USE_ANOTHER_FOLDER
+        )
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return WrongUse(given, found="a part of its path is a file, not a folder", cure=_ANOTHER)
-    return EnvironmentFault(given, found=f"it cannot be used: {error.strerror}", cure=_ANOTHER)
+        return WrongUse(given, found="a part of its path is a file, not a folder", cure=_USE_ANOTHER_FOLDER)
+    return EnvironmentFault(given, found=f"it cannot be used: {error.strerror}", cure=_USE_ANOTHER_FOLDER)
 
 
-def is_full(error: OSError) -> bool:
+def is_disk_full(error: OSError) -> bool:
     """Whether there was no room left."""
-    return error.errno in _FULL
+    return error.errno in _DISK_FULL_CODES
 
 
 def _lock_file(file: Path, patience_s: float, wait: Callable[[float], None] = time.sleep) -> int | None:
@@ -338,14 +342,14 @@ def _lock_file(file: Path, patience_s: float, wait: Callable[[float], None] = ti
             return handle
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
 
-def _lines_of(file: Path) -> list[dict[str, Any]]:
+def _read_objects(file: Path) -> list[dict[str, Any]]:
     return read_json_lines(file.read_bytes()) if file.exists() else []
 
 
@@ -361,12 +365,12 @@ def _remove_torn_line(file: Path) -> None:
 # A run's folder as those read it who do not train: whatever is in it, and what is wrong with it.
 #
 # A run may be under way, ended, killed in the middle of a line, of another version, or no run at all. Nothing
-# here raises for what a file holds; what could not be read is said.
+# here raises for what a file holds; what could not be read is notes.
 
 
 N = TypeVar("N", bound=Noun)
 
-LOG, EVENTS, PLAN, IDENTITY, ATTEMPT_RECORD, LOCK = (
+LOG_FILE, EVENTS_FILE, PLAN_FILE, IDENTITY_FILE, ATTEMPT_FILE, LOCK_FILE = (
     "log.jsonl",
     "events.jsonl",
     "plan.json",
@@ -374,7 +378,7 @@ LOG, EVENTS, PLAN, IDENTITY, ATTEMPT_RECORD, LOCK = (
     "attempt.json",
     "run.lock",
 )
-MARKS = (LOG, EVENTS, PLAN)
+RUN_FILES = (LOG_FILE, EVENTS_FILE, PLAN_FILE)
 """What a folder has at least one of if it is a run's."""
 LONGEST_LINE = 1 << 20
 """No line of ours is longer; whatever is, is read past in pieces."""
@@ -395,12 +399,12 @@ class RunRecord:
     lines: tuple[StepLine, ...] = ()
     """In the order of steps, each step once."""
     events: tuple[Incident, ...] = ()
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     """What is missing or could not be read."""
 
 
 @dataclass
-class Tail:
+class JsonLineTail:
     """A file of JSON lines that grows: each asking gives what has come since the last."""
 
     file: Path
@@ -412,7 +416,7 @@ class Tail:
     example: str = ""
     """The first line that was JSON and nothing of ours."""
 
-    def fresh(self, kind: type[N]) -> Iterator[N | None]:
+    def read_new(self, kind: type[N]) -> Iterator[N | None]:
         """The nouns of new whole lines, None for one that is JSON and no such noun; raises OSError."""
         decoder = msgspec.json.Decoder(kind)
         with self.file.open("rb") as stream:
@@ -430,22 +434,22 @@ class Tail:
                 try:
                     yield decoder.decode(piece)
                 except (msgspec.DecodeError, ValueError, RecursionError):
-                    yield from self._harder(piece, kind)
+                    yield from self._decode_leniently(piece, kind)
 
-    def _harder(self, piece: bytes, kind: type[N]) -> Iterator[N | None]:
+    def _decode_leniently(self, piece: bytes, kind: type[N]) -> Iterator[N | None]:
         """A line that is not just what this version writes."""
-        value = _object(piece)
+        value = _parse_object(piece)
         if value is None:
             self.unread += bool(piece.strip())
             return
         try:
-            yield kind.from_builtins(known_only(value, kind))
+            yield kind.from_builtins(remove_unknown_keys(value, kind))
         except (msgspec.ValidationError, ValueError):
-            self.example = self.example or _short(value)
+            self.example = self.example or _shorten(value)
             yield None
 
 
-def _object(piece: bytes) -> dict[str, Any] | None:
+def _parse_object(piece: bytes) -> dict[str, Any] | None:
     try:
         value = msgspec.json.decode(piece)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -460,100 +464,100 @@ def is_step(line: StepLine | None) -> bool:
 
 def read_run(root: Path) -> RunRecord:
     """All that a run's folder says."""
-    said: list[str] = []
-    lines, events = _lines(root, said), _events(root, said)
-    plan = _noun(root / PLAN, Plan, said)
+    notes: list[str] = []
+    lines, events = _read_steps(root, notes), _read_events(root, notes)
+    plan = _read_noun(root / PLAN_FILE, Plan, notes)
     return RunRecord(
         root=root,
         plan=plan,
-        identity=_noun(root / IDENTITY, RunIdentity, said),
-        attempt=attempt_of(root),
+        identity=_read_noun(root / IDENTITY_FILE, RunIdentity, notes),
+        attempt=read_attempt(root),
         lines=lines,
         events=events,
-        said=tuple(said),
+        notes=tuple(notes),
     )
 
 
-def attempt_of(root: Path) -> Attempt | None:
+def read_attempt(root: Path) -> Attempt | None:
     """What the last attempt noted; None where there is no such note, which is no loss to speak of."""
-    return _noun(root / ATTEMPT_RECORD, Attempt, [])
+    return _read_noun(root / ATTEMPT_FILE, Attempt, [])
 
 
-def plan_of(root: Path) -> Plan | None:
+def read_run_plan(root: Path) -> Plan | None:
     """The plan that a run is under; None where it cannot be read."""
-    return _noun(root / PLAN, Plan, [])
+    return _read_noun(root / PLAN_FILE, Plan, [])
 
 
-def _lines(root: Path, said: list[str]) -> tuple[StepLine, ...]:
-    told = _told(root / LOG, StepLine, said)
+def _read_steps(root: Path, notes: list[str]) -> tuple[StepLine, ...]:
+    told = _read_nouns(root / LOG_FILE, StepLine, notes)
     # A step that was taken again counts as it was taken last.
     found = {n.step: n for n in told if n is not None and is_step(n)}
     return tuple(found[step] for step in sorted(found))
 
 
-def _events(root: Path, said: list[str]) -> tuple[Incident, ...]:
-    return tuple(one for one in _told(root / EVENTS, Incident, said) if one is not None)
+def _read_events(root: Path, notes: list[str]) -> tuple[Incident, ...]:
+    return tuple(one for one in _read_nouns(root / EVENTS_FILE, Incident, notes) if one is not None)
 
 
-def _told(file: Path, kind: type[N], said: list[str]) -> list[N | None]:
+def _read_nouns(file: Path, kind: type[N], notes: list[str]) -> list[N | None]:
     """The nouns of a file of lines, and what is wrong with it."""
-    tail = Tail(file)
+    tail = JsonLineTail(file)
     try:
-        found = list(tail.fresh(kind))
+        found = list(tail.read_new(kind))
     except FileNotFoundError:
-        said.append(f"{file.name} is missing")
+        notes.append(f"{file.name} is missing")
         return []
     except OSError as error:
-        said.append(f"{file.name} cannot be read ({error.strerror})")
+        notes.append(f"{file.name} cannot be read ({error.strerror})")
         return []
     foreign = sum(one is None or (isinstance(one, StepLine) and not is_step(one)) for one in found)
     if foreign:
         such = f", such as {tail.example}" if tail.example else ""
         many = "a line is" if foreign == 1 else f"{foreign:,} lines are"
-        said.append(f"{file.name}: {many} no {'step' if kind is StepLine else 'event'} of a run{such}")
+        notes.append(f"{file.name}: {many} no {'step' if kind is StepLine else 'event'} of a run{such}")
     if tail.unread:
         many = "1 line" if tail.unread == 1 else f"{tail.unread:,} lines"
-        said.append(f"{file.name}: {many} could not be read")
+        notes.append(f"{file.name}: {many} could not be read")
     if tail.torn:
-        said.append(f"{file.name}: the last line is not whole and is left out")
+        notes.append(f"{file.name}: the last line is not whole and is left out")
     return found
 
 
-def _short(value: dict[str, Any], most: int = 80) -> str:
+def _shorten(value: dict[str, Any], most: int = 80) -> str:
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def _noun(file: Path, kind: type[N], said: list[str]) -> N | None:
+def _read_noun(file: Path, kind: type[N], notes: list[str]) -> N | None:
     """A noun from its file; None, and a word about it, where there is none."""
     try:
         if file.stat().st_size > LARGEST_FILE:
-            said.append(f"{file.name} is too large to be one of ours")
+            notes.append(f"{file.name} is too large to be one of ours")
             return None
         data = file.read_bytes()
     except FileNotFoundError:
-        said.append(f"{file.name} is missing")
+        notes.append(f"{file.name} is missing")
         return None
     except OSError as error:
-        said.append(f"{file.name} cannot be read ({error.strerror})")
+        notes.append(f"{file.name} cannot be read ({error.strerror})")
         return None
-    return noun_of(data, kind, said, name=file.name)
+    return parse_noun(data, kind, notes, name=file.name)
 
 
-def noun_of(data: bytes, kind: type[N], said: list[str], *, name: str) -> N | None:
+def parse_noun(data: bytes, kind: type[N], notes: list[str], *, name: str) -> N | None:
     """A noun from text, of another version too where only fields were added; None where it is none."""
-    value = _object(data)
+    value = _parse_object(data)
     if value is None:
-        said.append(f"{name} is no JSON object, or not a whole one")
+        notes.append(f"{name} is no JSON object, or not a whole one")
         return None
-    kept = known_only(value, kind)
+    kept = remove_unknown_keys(value, kind)
     try:
         found = kind.from_builtins(kept)
     except (msgspec.ValidationError, ValueError) as error:
-        said.append(f"{name} is no {kind.__name__} of this version of trimtab: {error}")
+        notes.append(f"{name} is no {kind.__name__} of this version of trimtab: {error}")
         return None
-    if kept != without_derived(value, kind):
-        said.append(
+    if kept != remove_derived_keys(value, kind):
+        notes.append(
             f"{name} was written by another version of trimtab; what this one does not know is left out"
         )
     return found

@@ -26,19 +26,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType, TracebackType
 
-HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 ECHO_S = 3.0
 """A scheduler signals every process of a job, and torchrun passes its own copy on: within this time, two
 are one."""
 SILENCE_S = 20.0
 """How long after a request no step may end before the process gives up on ending well."""
-FIELD = 10_000
+FIELD_SIZE = 10_000
 """More ranks than the packed request can tell apart."""
 
 
 def handled_signals() -> list[signal.Signals]:
     """The signals that this process answers: not what nohup had it ignore."""
-    return [one for one in HEARD if one is not signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+    return [
+        one for one in STOP_SIGNALS if one is not signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN
+    ]
 
 
 def exit_code(asked: signal.Signals) -> int:
@@ -94,7 +96,7 @@ def pack_request(stop_request: StopRequest) -> float:
     """
     ended = stop_request.asked is not None and stop_request.asked is not signal.SIGUSR1
     fields = (ended, stop_request.asked is signal.SIGUSR1, stop_request.news, stop_request.checkpoint)
-    return float(sum(int(field) * FIELD**place for place, field in enumerate(fields)))
+    return float(sum(int(field) * FIELD_SIZE**place for place, field in enumerate(fields)))
 
 
 def unpack_requests(total: float) -> StopRequest:
@@ -103,9 +105,9 @@ def unpack_requests(total: float) -> StopRequest:
     >>> unpacked(packed(Request(signal.SIGUSR1)) + packed(Request(checkpoint=True))).checkpoint
     True
     """
-    left, ended = divmod(round(total), FIELD)
-    left, warned = divmod(left, FIELD)
-    checkpoint, news = divmod(left, FIELD)
+    left, ended = divmod(round(total), FIELD_SIZE)
+    left, warned = divmod(left, FIELD_SIZE)
+    checkpoint, news = divmod(left, FIELD_SIZE)
     asked = signal.SIGTERM if ended else signal.SIGUSR1 if warned else None
     return StopRequest(asked, news > 0, checkpoint > 0)
 
@@ -124,7 +126,7 @@ class Signals:
         self._first_s = 0.0
         self._last_step_s = time.monotonic()
         self._before: dict[signal.Signals, object] = {}
-        self._ear, self._mouth = socket.socketpair()
+        self._receiver, self._sender = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="trimtab-signals", daemon=True)
         self._wakeup = -1
 
@@ -132,10 +134,10 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             # Python hears signals in its main thread alone: whoever has that answers them.
             return self
-        self._mouth.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._sender.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         for handled_signal in handled_signals():
-            self._before[handled_signal] = signal.signal(handled_signal, self._noted)
+            self._before[handled_signal] = signal.signal(handled_signal, self._ignore)
         self._thread.start()
         return self
 
@@ -148,10 +150,10 @@ class Signals:
         for key, handler in self._before.items():
             signal.signal(key, handler)  # type: ignore[arg-type] # what signal() gave, it takes
         with contextlib.suppress(OSError):
-            self._ear.shutdown(socket.SHUT_RDWR)
+            self._receiver.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=1.0)
-        self._ear.close()
-        self._mouth.close()
+        self._receiver.close()
+        self._sender.close()
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -161,20 +163,20 @@ class Signals:
             yield
         finally:
             self._is_busy = False
-            self.step_ended()
+            self.note_step_end()
 
-    def step_ended(self) -> None:
+    def note_step_end(self) -> None:
         """Tell the listener that the run moves."""
         self._last_step_s = time.monotonic()
 
-    def _noted(self, number: int, _: FrameType | None) -> None:
+    def _ignore(self, number: int, _: FrameType | None) -> None:
         """Python asks for a handler before it writes to the listener; the work is done there."""
 
     def _listen(self) -> None:
         while True:
-            self._ear.settimeout(1.0 if self.asked is not None else None)
+            self._receiver.settimeout(1.0 if self.asked is not None else None)
             try:
-                heard = self._ear.recv(1)
+                heard = self._receiver.recv(1)
             except TimeoutError:
                 self._give_up_if_silent()
                 continue
@@ -182,10 +184,10 @@ class Signals:
                 return
             if not heard:
                 return
-            if heard[0] in {int(one) for one in HEARD}:
-                self._take(signal.Signals(heard[0]))
+            if heard[0] in {int(one) for one in STOP_SIGNALS}:
+                self._handle(signal.Signals(heard[0]))
 
-    def _take(self, signals: signal.Signals) -> None:
+    def _handle(self, signals: signal.Signals) -> None:
         now = time.monotonic()
         if self.asked in (None, signal.SIGUSR1):
             # Slurm warns first and ends later: what was begun at the warning goes on.

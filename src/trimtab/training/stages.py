@@ -14,7 +14,7 @@ from trimtab.errors import WrongUse
 from trimtab.files import write_atomic
 from trimtab.spec import Incident, IncidentKind, Stage
 from trimtab.spec.base import Noun
-from trimtab.training.run_folder import STAGES, RunFolder, folder_fault
+from trimtab.training.run_folder import STAGES_FILE, RunFolder, make_folder_error
 from trimtab.training.task import RunEnding
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class StageChain(Noun, frozen=True, kw_only=True):
         )
 
 
-def run(
+def run_stages(
     chain: StageChain,
     root: Path,
     train: Callable[[Stage, Path, Path | None], RunEnding],
@@ -54,7 +54,7 @@ def run(
     `train` runs a stage into a folder, beginning with the weights of another where there is one.
     """
     folder = RunFolder(root=root.absolute())
-    ended = _take_up(folder, chain)
+    ended = _open_folder(folder, chain)
     before: Path | None = None
     ending = RunEnding(step=0, out=str(root))
     for number, stage in enumerate(chain.stages, start=1):
@@ -67,14 +67,14 @@ def run(
             ending = train(stage, place, before)
             if ending.asked:
                 return ending
-            folder.event(_end_of_stage(stage, ending, last=number == len(chain.stages)))
+            folder.log_event(_make_stage_event(stage, ending, last=number == len(chain.stages)))
         before = place
     return ending
 
 
-def _take_up(folder: RunFolder, chain: StageChain) -> dict[str, int]:
+def _open_folder(folder: RunFolder, chain: StageChain) -> dict[str, int]:
     """The folder, made or found again; the stages that have ended, with their steps."""
-    file = folder.root / STAGES
+    file = folder.root / STAGES_FILE
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
         if file.exists():
@@ -88,9 +88,9 @@ def _take_up(folder: RunFolder, chain: StageChain) -> dict[str, int]:
         else:
             write_atomic(file, chain.to_json(indent=2).encode() + b"\n", sync=True)
     except OSError as error:
-        raise folder_fault(f"--out {folder.root}", error) from error
+        raise make_folder_error(f"--out {folder.root}", error) from error
     names = {stage.name for stage in chain.stages}
-    told = [event for event in folder.events() if event.kind is IncidentKind.STAGE]
+    told = [event for event in folder.read_events() if event.kind is IncidentKind.STAGE]
     return {name: one.step or 0 for one in told if (name := one.why.split()[1]) in names}
 
 
@@ -112,7 +112,7 @@ def _refuse_others(before: StageChain, chain: StageChain, root: Path) -> None:
         )
 
 
-def _end_of_stage(stage: Stage, ending: RunEnding, *, last: bool) -> Incident:
+def _make_stage_event(stage: Stage, ending: RunEnding, *, last: bool) -> Incident:
     loss = "" if ending.loss is None else f" with loss {ending.loss:.4f}"
     return Incident(
         kind=IncidentKind.STAGE,

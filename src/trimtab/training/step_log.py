@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from trimtab.spec import Estimate, Incident
 
-SMOOTH = 0.9
+SMOOTHING = 0.9
 """Share of the old value in the speed that the live line shows."""
 OFTEN, SELDOM, LONG = 1, 10, 1000
 """Steps between two printed lines: of short runs, of long ones, and from how many steps a run is long."""
@@ -64,9 +64,9 @@ class StepLine(Noun, frozen=True, kw_only=True):
         mfu = "-" if self.mfu is None else f"{self.mfu * 100:.2f}"
         loss = "-" if self.loss is None else f"{self.loss:.4f}"
         parts = [f"iter {self.step}: loss {loss}", f"time {self.time_s * 1000:.2f}ms", f"mfu {mfu}%"]
-        parts.append(f"{_short(self.samples_per_s)} samples/s")
+        parts.append(f"{_format_speed(self.samples_per_s)} samples/s")
         if self.tokens_per_s is not None:
-            parts.append(f"{_short(self.tokens_per_s)} tokens/s")
+            parts.append(f"{_format_speed(self.tokens_per_s)} tokens/s")
         if self.allocated_bytes is not None:
             parts.append(f"allocated {format_bytes(self.allocated_bytes)}")
         if self.reserved_bytes is not None:
@@ -83,7 +83,7 @@ class StepLine(Noun, frozen=True, kw_only=True):
         """As log.jsonl and --json have it; indices only where there are some."""
         return {key: value for key, value in self.to_builtins().items() if key != "indices" or value}
 
-    def fitted(self, width: int) -> str:
+    def fit_to_width(self, width: int) -> str:
         """As much of it as a terminal of that width shows in one line, from the left."""
         text = self.text
         while len(text) > width and ", " in text:
@@ -91,7 +91,7 @@ class StepLine(Noun, frozen=True, kw_only=True):
         return text
 
 
-def _short(value: float) -> str:
+def _format_speed(value: float) -> str:
     """A speed in as few digits as a person reads.
 
     >>> _short(572_345.0), _short(31.27), _short(0.0532)
@@ -102,7 +102,7 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def measured_mfu(
+def compute_mfu(
     estimate: Estimate | None, planned_gpus: int, gpus: int, share: float, time_s: float
 ) -> float | None:
     """The MFU of a step from what the plan expected: model operations are the same, time and devices differ.
@@ -114,7 +114,7 @@ def measured_mfu(
     return estimate.mfu * estimate.step_s * planned_gpus * share / (time_s * gpus)
 
 
-def tokens_in(samples: int, weight: float | None, seq: int | None) -> float | None:
+def count_tokens(samples: int, weight: float | None, seq: int | None) -> float | None:
     """Tokens of a step: the job's own weight where it counts other things than samples, or seq a sample.
 
     >>> tokens_in(4, 512.0, None), tokens_in(4, 4.0, 64), tokens_in(4, 4.0, None)
@@ -125,7 +125,7 @@ def tokens_in(samples: int, weight: float | None, seq: int | None) -> float | No
     return None if seq is None else float(samples * seq)
 
 
-def printed_every(steps: int | None) -> int:
+def print_interval(steps: int | None) -> int:
     """How many steps lie between two printed lines.
 
     >>> printed_every(20), printed_every(60_000), printed_every(None)
@@ -154,15 +154,17 @@ class StepLog:
         self.stream = stream or sys.stdout
         self._speed: float | None = None
         self._live: Live | None = None
-        self._board = _board(tensorboard)
+        self._board = _open_tensorboard(tensorboard)
         self._last: StepLine | None = None
         self._shown = True
 
-    def step(self, line: StepLine) -> None:
+    def show_step(self, line: StepLine) -> None:
         """Show one step, as often as asked."""
         self._last, self._shown = line, False
         old = self._speed
-        self._speed = line.samples_per_s if old is None else SMOOTH * old + (1 - SMOOTH) * line.samples_per_s
+        self._speed = (
+            line.samples_per_s if old is None else SMOOTHING * old + (1 - SMOOTHING) * line.samples_per_s
+        )
         if self._board is not None:
             self._to_board(line)
         if self._is_live():
@@ -170,7 +172,7 @@ class StepLog:
         if line.step % self.every == 0 or line.step == self.steps or line.skipped:
             self._print(line)
 
-    def event(self, incident: Incident) -> None:
+    def show_event(self, incident: Incident) -> None:
         """Show what happened, on stderr, where it does not disturb what a program reads."""
         self._say(incident.text)
 
@@ -239,7 +241,7 @@ class StepLog:
             ahead = (self.steps - line.step) * line.samples / self._speed
             left = f" of {self.steps}" + (f", {format_duration(ahead)} left" if ahead else "")
         width = self._live.console.width - len(left)
-        self._live.update(Text(line.fitted(width).replace(":", f"{left}:", 1)))
+        self._live.update(Text(line.fit_to_width(width).replace(":", f"{left}:", 1)))
 
     def _to_board(self, line: StepLine) -> None:
         assert self._board is not None  # noqa: S101 - asked before
@@ -248,7 +250,7 @@ class StepLog:
                 self._board.add_scalar(name, value, line.step)
 
 
-def _board(folder: Path | None) -> Any:
+def _open_tensorboard(folder: Path | None) -> Any:
     """TensorBoard's writer, where it is installed."""
     if folder is None:
         return None

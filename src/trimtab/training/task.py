@@ -10,12 +10,12 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-from trimtab.catalog.clusters import network_link
+from trimtab.catalog.clusters import assume_network_link
 from trimtab.errors import BrokenFile, JobFailed, TrimtabError, WrongUse
 from trimtab.planner import batch_loss_rules
-from trimtab.planner.batch_split import cut, cuts
-from trimtab.planner.pins import contradictions
-from trimtab.planner.space import word
+from trimtab.planner.batch_split import find_split, list_splits
+from trimtab.planner.pins import find_contradictions
+from trimtab.planner.space import format_pin
 from trimtab.probe.detect import detect
 from trimtab.spec import (
     Band,
@@ -31,10 +31,10 @@ from trimtab.spec import (
     Setting,
     Strategy,
 )
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.strategies import STRATEGIES, strategy_of, usual_strategy
 from trimtab.training.fault_injection import Fault
-from trimtab.training.rank_files import LAUNCHED
+from trimtab.training.rank_files import LAUNCHER_VARIABLES
 from trimtab.training.signals import exit_code
 from trimtab.units import plural
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 
 CHECKPOINT_S = 600.0
-KEPT = 3
-RUNS = Path("runs")
+CHECKPOINTS_KEPT = 3
+RUNS_FOLDER = Path("runs")
 """Where runs are kept that are given no folder."""
 
 
@@ -69,7 +69,7 @@ class TrainTask(Noun, frozen=True, kw_only=True):
     checkpoint_steps: int | None = None
     """Steps between checkpoints, beside the time between them."""
     checkpoint_s: float = CHECKPOINT_S
-    keep: int = KEPT
+    keep: int = CHECKPOINTS_KEPT
     """Checkpoints that are kept beside the best."""
     evaluate_steps: int | None = None
     """Steps between evaluations; None: at the end of every epoch."""
@@ -84,7 +84,7 @@ class TrainTask(Noun, frozen=True, kw_only=True):
     def faults(self) -> list[str]:
         """Counts start at one."""
         return [
-            *below(
+            *check_minimum(
                 1,
                 steps=self.steps,
                 checkpoint_steps=self.checkpoint_steps,
@@ -92,7 +92,7 @@ class TrainTask(Noun, frozen=True, kw_only=True):
                 every=self.every,
                 keep=self.keep,
             ),
-            *below(0, seed=self.seed, checkpoint_s=self.checkpoint_s),
+            *check_minimum(0, seed=self.seed, checkpoint_s=self.checkpoint_s),
         ]
 
 
@@ -114,7 +114,7 @@ class RunEnding(Noun, frozen=True, kw_only=True):
         return exit_code(Signals[self.asked]) if self.asked else 0
 
 
-def check(**counts: float | None) -> None:
+def check_counts(**counts: float | None) -> None:
     """Raise for a count of the command line that cannot be; some may be 0."""
     for name, value in counts.items():
         least = 0 if name in {"seed", "checkpoint_minutes"} else 1
@@ -134,7 +134,7 @@ def check_trainable(job: Any, name: str) -> None:
         )
 
 
-def place(out: Path | str | None, job: str) -> Path:
+def choose_run_folder(out: Path | str | None, job: str) -> Path:
     """The folder of a run: the one given, or one by the name of the job.
 
     >>> place(None, "work/job.py:MyJob").as_posix(), place(None, "slm:tiny").as_posix()
@@ -145,20 +145,20 @@ def place(out: Path | str | None, job: str) -> Path:
     file, _, attribute = job.rpartition(":")
     stem = Path(file).stem if file.endswith(".py") else Path(file).name if file else ""
     name = "-".join(part for part in (stem, Path(attribute).name) if part)
-    return RUNS / "".join(one if one.isalnum() or one in "-._" else "-" for one in name)
+    return RUNS_FOLDER / "".join(one if one.isalnum() or one in "-._" else "-" for one in name)
 
 
 # The same global batch on another number of processes, and the settings of machines without a GPU.
 
 
-UNKNOWN = "nothing was estimated: the memory and the speed of a CPU are not predicted"
+NOT_ESTIMATED = "nothing was estimated: the memory and the speed of a CPU are not predicted"
 
 
-def cpu_plan(
+def build_cpu_plan(
     job: str, workload: Workload, procs: int, pins: Mapping[str, Any], options: dict[str, Any]
 ) -> Plan:
     """A plan for processes without a GPU: the batch divided, in fp32, unless pins say otherwise."""
-    choice = cpu_setting(workload, procs, pins)
+    choice = build_cpu_setting(workload, procs, pins)
     return Plan(
         job=job,
         options=options,
@@ -169,7 +169,7 @@ def cpu_plan(
             process_bytes=0,
             parts=Footprint(),
             band=Band(low_bytes=0, high_bytes=0),
-            assumptions=(UNKNOWN,),
+            assumptions=(NOT_ESTIMATED,),
         ),
         policy=Policy(pins=dict(pins)),
         reasons=(
@@ -196,19 +196,19 @@ def repeat_node(cluster: Cluster, nodes: int) -> Cluster:
     models = {device.model or device.name for device in node.devices}
     return cluster.replace(
         nodes=tuple(node.replace(name=f"{node.name}-{number}") for number in range(nodes)),
-        links=(*joined, network_link(models, len(node.devices))),
+        links=(*joined, assume_network_link(models, len(node.devices))),
     )
 
 
-def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Setting:
+def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Setting:
     """How processes without a GPU share the work."""
     strategy = Strategy(pins.get("strategy", usual_strategy(procs)[0]))
-    wrong = contradictions({**pins, "gpus": procs, "strategy": strategy}, workload, procs)
+    wrong = find_contradictions({**pins, "gpus": procs, "strategy": strategy}, workload, procs)
     if pins.get("gpus", procs) != procs:
         wrong.append((f"gpus={pins['gpus']}, and there are {procs} processes", f"use --procs {pins['gpus']}"))
     if wrong:
         what, cure = wrong[0]
-        given = " ".join(f"--pin {key}={word(value)}" for key, value in pins.items())
+        given = " ".join(f"--pin {key}={format_pin(value)}" for key, value in pins.items())
         raise WrongUse(
             given or f"--procs {procs}",
             found=what.replace("GPUs", "processes").replace("GPU", "process"),
@@ -236,18 +236,18 @@ def cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Sett
 
 def _refuse_cut(workload: Workload, strategy: Strategy, mesh: Mesh, pins: Mapping[str, Any]) -> None:
     """Raise where the batch would be cut, and the job says that it cannot be."""
-    refused = batch_loss_rules.why_not(workload, strategy, mesh)
+    refused = batch_loss_rules.explain_refusal(workload, strategy, mesh)
     cuts_it = (
         pins.get("micro_batch", workload.global_batch) < workload.global_batch
         or pins.get("accumulation", 1) > 1
     )
     if not refused and workload.is_indivisible and cuts_it:
-        refused = batch_loss_rules.why_one_piece(workload)
+        refused = batch_loss_rules.explain_uncut_batch(workload)
     if refused:
-        given = " ".join(f"--pin {key}={word(value)}" for key, value in pins.items())
+        given = " ".join(f"--pin {key}={format_pin(value)}" for key, value in pins.items())
         given = given or f"--procs {mesh.size}"
         raise WrongUse(
-            given, found=refused.replace("GPUs", "processes"), cure=batch_loss_rules.cure(workload)
+            given, found=refused.replace("GPUs", "processes"), cure=batch_loss_rules.suggest_fix(workload)
         )
 
 
@@ -256,20 +256,20 @@ def _split_batch(
 ) -> tuple[int, int]:
     """The largest micro-batch that agrees with the pins and makes so many rounds, where that can be."""
     if "micro_batch" in pins:
-        found = cut(global_batch, data_parallel, micro_batch=int(pins["micro_batch"]))
+        found = find_split(global_batch, data_parallel, micro_batch=int(pins["micro_batch"]))
         if found is not None:
             return found
     if "accumulation" in pins:
         wanted = int(pins["accumulation"])
-        fitting = [cut for cut in cuts(global_batch, data_parallel) if cut[1] == wanted]
+        fitting = [cut for cut in list_splits(global_batch, data_parallel) if cut[1] == wanted]
         if fitting:
             return fitting[0]
         raise WrongUse(
             f"--pin accumulation={wanted}",
             found=f"a share of the global batch {global_batch} cannot be cut into that many even parts",
-            cure=f"Pin one of {', '.join(str(cut[1]) for cut in cuts(global_batch, data_parallel))}.",
+            cure=f"Pin one of {', '.join(str(cut[1]) for cut in list_splits(global_batch, data_parallel))}.",
         )
-    known = cuts(global_batch, data_parallel)
+    known = list_splits(global_batch, data_parallel)
     return next((one for one in known if one[1] >= least), known[-1])
 
 
@@ -304,7 +304,7 @@ def divide_setting(setting: Setting, procs: int, *, nodes: int = 1, branches: in
 # What ranks settle before the first step: the plan, and what rank 0 found out for all.
 
 
-PLAN_S = 300.0
+REPLAN_TIMEOUT_S = 300.0
 """How long ranks wait for a new plan before they divide the old one."""
 
 
@@ -435,9 +435,9 @@ def replan_in_child(task: TrainTask, plan: Plan, gpus: int, where: Cluster | Non
             command += ["--pin", f"{key}={value}"]
         for key, value in task.options.items():
             command += ["--set", f"{key}={value}"]
-        env = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+        env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         try:
-            subprocess.run(command, env=env, capture_output=True, timeout=PLAN_S, check=True)  # noqa: S603
+            subprocess.run(command, env=env, capture_output=True, timeout=REPLAN_TIMEOUT_S, check=True)  # noqa: S603
             return Plan.from_json(file.read_bytes(), origin=str(file))
         except (OSError, subprocess.SubprocessError, BrokenFile):
             return None

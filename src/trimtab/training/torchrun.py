@@ -23,10 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from trimtab.errors import EnvironmentFault, TrimtabError, WrongUse
-from trimtab.spec.base import Noun, below
-from trimtab.training.rank_files import LAUNCHED, LEADER, LOST, RankFiles, end_with_parent, find_rank_files
-from trimtab.training.signals import HEARD, exit_code
-from trimtab.training.signals import handled_signals as hearing
+from trimtab.spec.base import Noun, check_minimum
+from trimtab.training.rank_files import (
+    LAUNCHER_VARIABLES,
+    LEADER_VARIABLE,
+    LOST_PEER_CODE,
+    RankFiles,
+    end_with_parent,
+    find_rank_files,
+)
+from trimtab.training.signals import STOP_SIGNALS, exit_code, handled_signals
 from trimtab.units import parse_whole, plural
 
 if TYPE_CHECKING:
@@ -43,23 +49,23 @@ if TYPE_CHECKING:
 # what leads there leads to the others.
 
 
-JOIN_S = 120.0
+JOIN_TIMEOUT_S = 120.0
 """How long the host where nodes meet may be silent: it may start last."""
-ANSWER_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 """How long a program that listens there may take to show that it is torchrun."""
-PATIENCE_S = 2.0
+WAIT_NOTICE_S = 2.0
 """After this the wait is told."""
 _PLACE = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]\s]+)):(?P<port>[0-9]+)")
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """A host and a port of it."""
 
     host: str
     port: int
 
     @classmethod
-    def read(cls, text: str) -> Self:
+    def parse(cls, text: str) -> Self:
         """From HOST:PORT.
 
         >>> Meeting.read("head:29400"), Meeting.read("[::1]:29400").host
@@ -75,10 +81,10 @@ class Meeting(NamedTuple):
             )
         return cls(match["six"] or match["host"], port)
 
-    def route(self) -> tuple[str, str]:
+    def find_route(self) -> tuple[str, str]:
         """This machine's address on the way there, and the interface that has it."""
         # In Kubernetes a name comes with its pod; anywhere else it is there or will never be.
-        found = self._addresses(JOIN_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
+        found = self._addresses(JOIN_TIMEOUT_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
         family, kind, _, _, place = found[0]
         with contextlib.closing(socket.socket(family, kind)) as probe:
             try:
@@ -89,7 +95,7 @@ class Meeting(NamedTuple):
                     f"no way leads there: {error.strerror or error}", "Look at the network of this node."
                 ) from error
             address = str(probe.getsockname()[0])
-        return address, _interface(address)
+        return address, _find_interface(address)
 
     def _addresses(self, patience_s: float) -> list[Any]:
         until = time.monotonic() + patience_s
@@ -111,7 +117,7 @@ class Meeting(NamedTuple):
             self._wait_for_answer()
             return False
         if _is_free(address, self.port):
-            return not _is_known(address)
+            return not _is_own_address(address)
         # Another node on this machine, or an agent that was faster; or something else.
         self._check_answers_as_torchrun()
         return False
@@ -122,14 +128,14 @@ class Meeting(NamedTuple):
 
         answered = threading.Event()
         threading.Thread(target=self._greet, args=(TCPStore, answered), daemon=True).start()
-        if not answered.wait(ANSWER_S):
+        if not answered.wait(ANSWER_TIMEOUT_S):
             raise self._fault(
                 "another program listens on that port, and it is not torchrun",
                 f"Give another port to all nodes, or end what has {self.port}.",
             )
 
     def _greet(self, store: Any, answered: threading.Event) -> None:
-        wait = timedelta(seconds=ANSWER_S)
+        wait = timedelta(seconds=ANSWER_TIMEOUT_S)
         with contextlib.suppress(RuntimeError):
             store(self.host, self.port, None, is_master=False, timeout=wait, wait_for_workers=False)
             answered.set()
@@ -139,17 +145,19 @@ class Meeting(NamedTuple):
         began, told = time.monotonic(), False
         while True:
             try:
-                socket.create_connection(self, timeout=ANSWER_S).close()
+                socket.create_connection(self, timeout=ANSWER_TIMEOUT_S).close()
             except OSError as error:
                 waited = time.monotonic() - began
-                if waited > JOIN_S:
+                if waited > JOIN_TIMEOUT_S:
                     raise self._fault(
-                        f"it did not answer within {JOIN_S:.0f} s: {error.strerror or error}",
+                        f"it did not answer within {JOIN_TIMEOUT_S:.0f} s: {error.strerror or error}",
                         "Start the run there too; every node must reach it by that name and port.",
                     ) from error
-                if waited > PATIENCE_S and not told:
+                if waited > WAIT_NOTICE_S and not told:
                     told = True
-                    sys.stderr.write(f"trimtab: waiting for {self.host}:{self.port}, up to {JOIN_S:.0f} s\n")
+                    sys.stderr.write(
+                        f"trimtab: waiting for {self.host}:{self.port}, up to {JOIN_TIMEOUT_S:.0f} s\n"
+                    )
                 time.sleep(0.2)
             else:
                 return
@@ -158,7 +166,7 @@ class Meeting(NamedTuple):
         return EnvironmentFault(f"--rendezvous {self.host}:{self.port}", found=found, cure=cure)
 
 
-def _interface(address: str) -> str:
+def _find_interface(address: str) -> str:
     """The network interface that has an address; empty where none is found."""
     import psutil
 
@@ -184,7 +192,7 @@ def _is_free(address: str, port: int) -> bool:
     return True
 
 
-def _is_known(address: str) -> bool:
+def _is_own_address(address: str) -> bool:
     """Whether torchrun knows an address for this machine's own: a loopback, or what its name leads to."""
     if address.startswith("127.") or address == "::1":
         return True
@@ -197,18 +205,18 @@ RESTARTS = 10
 POLL_S = 0.1
 MONITOR_S = 0.5
 """How often torchrun looks whether its ranks are alive."""
-LOGS = "logs"
+LOGS_FOLDER = "logs"
 """Where in a run's folder the output of ranks is kept."""
-NOTES = "control"
+NOTES_FOLDER = "control"
 """Where in a run's folder the ranks of several nodes leave notes."""
-REPORTED = 12
+TRACEBACK_LINES = 12
 """Lines of a traceback that are shown."""
 SHUTDOWN_S = 60
 """How long torchrun lets ranks save before it kills them."""
-WORKER = "trimtab.training.worker"
+WORKER_MODULE = "trimtab.training.worker"
 
 
-class Fleet(Noun, frozen=True, kw_only=True):
+class TorchrunOptions(Noun, frozen=True, kw_only=True):
     """How many ranks to start here, and which other nodes take part."""
 
     procs: int
@@ -226,10 +234,10 @@ class Fleet(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """At least one process."""
-        return below(1, procs=self.procs) + below(0, restarts=self.restarts)
+        return check_minimum(1, procs=self.procs) + check_minimum(0, restarts=self.restarts)
 
 
-def node_range(text: str) -> tuple[int, int]:
+def parse_node_range(text: str) -> tuple[int, int]:
     """The least and the most nodes of what torchrun takes.
 
     >>> node_range("2"), node_range("1:4")
@@ -246,13 +254,13 @@ def node_range(text: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
+def check_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
     """Nodes as torchrun takes them, checked: 2, or 1:4.
 
     >>> read_nodes("1:4", "head:29400")
     ('1:4', 'head:29400')
     """
-    _, most = node_range(text)
+    _, most = parse_node_range(text)
     if most > 1 and not rendezvous:
         raise WrongUse(
             f"--nodes {text}",
@@ -262,7 +270,7 @@ def read_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
     return text, rendezvous or ""
 
 
-def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
+def build_arguments(fleet: TorchrunOptions, task_file: Path, run_id: str) -> list[str]:
     """The command line of torchrun."""
     if fleet.rendezvous:
         place = [
@@ -280,14 +288,14 @@ def arguments(fleet: Fleet, task_file: Path, run_id: str) -> list[str]:
         f"--nproc-per-node={fleet.procs}",
         f"--max-restarts={fleet.restarts}",
         f"--monitor-interval={MONITOR_S}",
-        *_kept_apart(fleet),
+        *_log_arguments(fleet),
         "-m",
-        WORKER,
+        WORKER_MODULE,
         str(task_file),
     ]
 
 
-def _kept_apart(fleet: Fleet) -> list[str]:
+def _log_arguments(fleet: TorchrunOptions) -> list[str]:
     """Output of all ranks of a node but the first goes to files, so that lines of many do not mingle."""
     if not fleet.logs or fleet.procs == 1:
         return []
@@ -295,9 +303,11 @@ def _kept_apart(fleet: Fleet) -> list[str]:
     return [f"--log-dir={fleet.logs}", f"--redirects={others}"]
 
 
-def environment(before: Mapping[str, str], fleet: Fleet, control: RankFiles, cores: int) -> dict[str, str]:
+def build_environment(
+    before: Mapping[str, str], fleet: TorchrunOptions, control: RankFiles, cores: int
+) -> dict[str, str]:
     """Variables of the ranks: no launcher's, cores shared out, and torchrun's own talk turned down."""
-    found = {name: value for name, value in before.items() if name not in LAUNCHED}
+    found = {name: value for name, value in before.items() if name not in LAUNCHER_VARIABLES}
     found |= control.variables()
     found.setdefault("OMP_NUM_THREADS", str(max(1, cores // fleet.procs)))
     found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -305,15 +315,15 @@ def environment(before: Mapping[str, str], fleet: Fleet, control: RankFiles, cor
     return found
 
 
-def placed(fleet: Fleet) -> tuple[Fleet, str]:
+def locate_node(fleet: TorchrunOptions) -> tuple[TorchrunOptions, str]:
     """The fleet with this node's own address, and the network interface that leads to the others.
 
     Raises where nobody can meet: an address that is none, a port that another program has, a silent host.
     """
     if not fleet.rendezvous:
         return fleet, ""
-    meeting = Meeting.read(fleet.rendezvous)
-    address, interface = meeting.route()
+    meeting = Rendezvous.parse(fleet.rendezvous)
+    address, interface = meeting.find_route()
     hosts: bool | None = meeting.check(address) or None
     if os.environ.get("SLURM_NODEID", "0") != "0":
         # They meet on the first node of the job. Where nodes share a machine, another one that came first
@@ -322,36 +332,38 @@ def placed(fleet: Fleet) -> tuple[Fleet, str]:
     return fleet.replace(address=address, hosts=hosts), interface
 
 
-def launch(task: TrainTask, fleet: Fleet) -> RunEnding:
+def launch_ranks(task: TrainTask, fleet: TorchrunOptions) -> RunEnding:
     """Start the ranks and wait for the end; raises the error of a rank."""
     folder = Path(tempfile.mkdtemp(prefix="trimtab-run-"))
     try:
-        fleet, interface = placed(fleet.replace(logs=str(Path(task.out) / LOGS)))
-        control = _notes(fleet, Path(task.out), folder)
+        fleet, interface = locate_node(fleet.replace(logs=str(Path(task.out) / LOGS_FOLDER)))
+        control = _open_rank_files(fleet, Path(task.out), folder)
         task_file = folder / "task.json"
         task_file.write_text(task.to_json(), encoding="utf-8")
-        words = arguments(fleet, task_file, run_id(task.out))
+        words = build_arguments(fleet, task_file, make_run_id(task.out))
         command = [sys.executable, "-m", "trimtab.training.torchrun", *words]
-        env = environment(os.environ, fleet, control, _cores()) | {LEADER: str(os.getpid())}
+        env = build_environment(os.environ, fleet, control, _count_cores()) | {
+            LEADER_VARIABLE: str(os.getpid())
+        }
         if interface:
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
         # A session of its own: Ctrl-C reaches the ranks once, through us.
-        with _agent(command, env) as agent:
-            code = _wait(agent, control)
+        with _start_agent(command, env) as agent:
+            code = _wait_for_agent(agent, control)
         try:
-            return ending(task, _judged(code, control, fleet))
+            return read_ending(task, _judge_end(code, control, fleet))
         except TrimtabError:
-            sys.stderr.write(report(control.failure(), fleet.logs))
+            sys.stderr.write(format_failure(control.first_failure(), fleet.logs))
             raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _notes(fleet: Fleet, out: Path, here: Path) -> RankFiles:
+def _open_rank_files(fleet: TorchrunOptions, out: Path, here: Path) -> RankFiles:
     """Where ranks leave notes: on one node in a folder of ours, over several in the run's own."""
     if not fleet.rendezvous:
         return RankFiles(here)
-    folder = out / NOTES
+    folder = out / NOTES_FOLDER
     own = f"{socket.gethostname()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -369,29 +381,29 @@ def _notes(fleet: Fleet, out: Path, here: Path) -> RankFiles:
     return RankFiles(folder, since_ns=since_ns, own=own)
 
 
-def report(failure: RankFailure | None, logs: str) -> str:
+def format_failure(failure: RankFailure | None, logs: str) -> str:
     """The rank that failed first and the end of its traceback; nothing where no rank left one.
 
     Short enough that it and the error below it stand in the last twenty lines.
     """
     if failure is None or not failure.trace:
         return ""
-    lines = [line for line in failure.trace.splitlines() if line.strip(" ^~")][-REPORTED:]
+    lines = [line for line in failure.trace.splitlines() if line.strip(" ^~")][-TRACEBACK_LINES:]
     where = f"; output of ranks is in {logs}" if logs else ""
     return "\n".join([f"trimtab: rank {failure.rank} on {failure.host} failed first{where}", *lines]) + "\n"
 
 
-def run_id(out: str) -> str:
+def make_run_id(out: str) -> str:
     """What nodes of the same run call it, by its folder."""
     return "trimtab-" + "".join(one if one.isascii() and one.isalnum() else "-" for one in out)[-48:]
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
-def _agent(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def _start_agent(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(command, env=env, start_new_session=True) as agent:  # noqa: S603 - our own program
         try:
             yield agent
@@ -400,20 +412,20 @@ def _agent(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen
                 agent.terminate()
 
 
-def _wait(agent: subprocess.Popen[bytes], control: RankFiles) -> int:
+def _wait_for_agent(agent: subprocess.Popen[bytes], control: RankFiles) -> int:
     """Wait for torchrun, and pass on what we are asked."""
     heard: list[signal.Signals] = []
 
     def note(number: int, _: object) -> None:
         heard.append(signal.Signals(number))
 
-    before = {one: signal.signal(one, note) for one in hearing()}
+    before = {one: signal.signal(one, note) for one in handled_signals()}
     told: set[tuple[int, int]] = set()
     try:
         while (code := agent.poll()) is None:
             if heard:
-                control.stop(heard[0])
-                if not _pass_on(agent.pid, heard, told) and told:
+                control.request_stop(heard[0])
+                if not _forward_signals(agent.pid, heard, told) and told:
                     # All ranks have ended as they were asked: there is nothing left to start again.
                     agent.terminate()
             time.sleep(POLL_S)
@@ -423,7 +435,7 @@ def _wait(agent: subprocess.Popen[bytes], control: RankFiles) -> int:
     return code
 
 
-def _pass_on(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]) -> bool:
+def _forward_signals(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]) -> bool:
     """Every signal to every rank, once, those included that torchrun has only just started.
 
     False where there is no rank left.
@@ -454,20 +466,22 @@ def _is_alive(rank: Any) -> bool:
         return False
 
 
-def _judged(code: int, control: RankFiles, fleet: Fleet) -> str:
+def _judge_end(code: int, control: RankFiles, fleet: TorchrunOptions) -> str:
     """The signal that ended the run, if one did; raises what went wrong."""
-    error = control.error()
+    error = control.read_error()
     if error is not None:
         raise error
-    asked = control.stopping()
+    asked = control.stop_signal()
     if control.is_done() or (code == 0 and asked is None):
         return ""
     if asked is not None:
         return asked.name
-    signals = {-int(one): one.name for one in HEARD} | {exit_code(one): one.name for one in HEARD}
+    signals = {-int(one): one.name for one in STOP_SIGNALS} | {
+        exit_code(one): one.name for one in STOP_SIGNALS
+    }
     if code in signals:
         return signals[code]
-    last = control.last_crash() or control.lost()
+    last = control.last_crash() or control.lost_rank()
     raise EnvironmentFault(
         f"trimtab train with {fleet.procs} process{'es' * (fleet.procs > 1)}",
         found=(last or "a rank ended without a word") + f"; {plural(fleet.restarts, 'restart')} did not help",
@@ -475,12 +489,12 @@ def _judged(code: int, control: RankFiles, fleet: Fleet) -> str:
     )
 
 
-def ending(task: TrainTask, asked: str) -> RunEnding:
+def read_ending(task: TrainTask, asked: str) -> RunEnding:
     """Where the run's folder says that it ended."""
     from trimtab.training.run_folder import RunFolder
     from trimtab.training.task import RunEnding
 
-    lines = RunFolder(root=Path(task.out).absolute(), main=False).lines()
+    lines = RunFolder(root=Path(task.out).absolute(), main=False).read_lines()
     last = lines[-1] if lines else {}
     return RunEnding(step=last.get("step", 0), loss=last.get("loss"), out=task.out, asked=asked)
 
@@ -507,8 +521,8 @@ def main() -> int:
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         control = find_rank_files()
-        if control is not None and first.exitcode != LOST:
-            control.lose(rank, first.exitcode)
+        if control is not None and first.exitcode != LOST_PEER_CODE:
+            control.note_lost_rank(rank, first.exitcode)
         return 1
     return 0
 
