@@ -1,4 +1,4 @@
-"""A Cluster without the hardware: `4xA100-40GB`, `2x8xH100`, `2xRTX3090+1xRTX4090`, or a file of ours."""
+"""Parse a Cluster from text: `4xA100-40GB`, `2x8xH100`, `2xRTX3090+1xRTX4090`, or a detect file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from trimtab.catalog.devices import has_bf16, row_peaks, row_vendor, typed
+from trimtab.catalog.devices import find_typed_device, has_bf16, row_peaks, row_vendor
 from trimtab.catalog.tables import DeviceRow, FabricRow, fabrics, links
-from trimtab.errors import BrokenFile, UnknownName, WrongUse, shortened
+from trimtab.errors import BrokenFile, UnknownName, WrongUse, shorten
 from trimtab.spec import Cluster, Device, Link, Node
 from trimtab.units import format_bandwidth
 
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 
-# The network between nodes: the catalogue's assumption for a device, or what the user states.
-#
-# Every figure is one way. A node file or `--network` states it for each GPU or for each node; a Link holds
-# it for each GPU.
+# The network between nodes: the catalogue's assumption for a device, or the user's `--network`.
+# Every bandwidth is one way. `--network` states it per GPU or per node; a Link has it per GPU.
 
 
 BITS = 8
@@ -46,25 +44,25 @@ class Network(NamedTuple):
     per_node: bool
     """Whether the GPUs of a node share it; otherwise each GPU has it."""
     text: str
-    """As it was stated."""
+    """The text that the user wrote."""
 
     def per_gpu(self, gpus: int) -> float:
-        """Bytes a second for each GPU of a node with so many."""
+        """Return the bytes per second of each GPU on a node with this many GPUs."""
         return self.bytes_per_s / max(1, gpus) if self.per_node else self.bytes_per_s
 
 
 def parse_network(text: str, option: str = "--network") -> Network:
-    """Read a bandwidth as people write it; an error names the option or the file that it is from.
+    """Parse a bandwidth such as 400Gb/gpu; an error names the option or the file that it is from.
 
     >>> parse_network("400Gb/gpu").bytes_per_s, parse_network("8x400Gb/node").per_gpu(8)
     (50000000000.0, 50000000000.0)
     >>> parse_network("50GB/s/gpu").bytes_per_s, parse_network("100Gbit/s/node").per_gpu(4)
     (50000000000.0, 3125000000.0)
     """
-    given = f"{option} {shortened(text)}" if text.strip() else f"{option} ''"
+    given = f"{option} {shorten(text)}" if text.strip() else f"{option} ''"
     match = _FORM.fullmatch(text)
     if match is None:
-        raise WrongUse(given, found=_fault(text), cure=_CURE)
+        raise WrongUse(given, found=_explain_fault(text), cure=_CURE)
     per = match["per"].lower()
     if per not in {"gpu", "node"}:
         raise WrongUse(given, found=f"{match['per']} is neither gpu nor node", cure=_CURE)
@@ -75,15 +73,15 @@ def parse_network(text: str, option: str = "--network") -> Network:
     if match["unit"] != "B":
         rate /= BITS
     if not 1 <= rate <= MOST_BYTES_PER_S:
-        found = (
-            "that is no bandwidth" if rate < 1 else f"{format_bandwidth(rate)} is more than any network has"
+        fault = (
+            "it is not a bandwidth" if rate < 1 else f"{format_bandwidth(rate)} is more than any network has"
         )
-        raise WrongUse(given, found=found, cure=_CURE)
+        raise WrongUse(given, found=fault, cure=_CURE)
     return Network(rate, per == "node", text.strip())
 
 
-def _fault(text: str) -> str:
-    """What is wrong with a text that has not the form of a bandwidth."""
+def _explain_fault(text: str) -> str:
+    """Return what is wrong with a text that is not a bandwidth."""
     if not text.strip():
         return "it is empty"
     if re.fullmatch(r"\s*[0-9.]+\s*", text):
@@ -94,12 +92,12 @@ def _fault(text: str) -> str:
 
 
 def with_network(cluster: Cluster, text: str, option: str = "--network") -> Cluster:
-    """The cluster with this network between its nodes, in place of the one that was assumed."""
+    """Return the cluster with this network between its nodes instead of the assumed one."""
     network = parse_network(text, option)
     if len(cluster.nodes) < 2:  # noqa: PLR2004 - several
         note = f"{option} {network.text} changes nothing: there is one node"
         return cluster.replace(notes=(*cluster.notes, note))
-    # Nodes of other sizes: the GPUs of the largest have the smallest share each, and all wait for them.
+    # With nodes of different sizes, GPUs of the largest have the smallest share, and all wait for them.
     gpus = max(len(node.devices) for node in cluster.nodes)
     link = Link(
         kind="network",
@@ -110,14 +108,14 @@ def with_network(cluster: Cluster, text: str, option: str = "--network") -> Clus
     return cluster.replace(links=(*(link for link in cluster.links if link.node is not None), link))
 
 
-def network_link(models: Collection[str], gpus: int = 1) -> Link:
-    """The link between nodes of such devices, `gpus` in each node: the usual network of such nodes.
+def assume_network_link(models: Collection[str], gpus: int = 1) -> Link:
+    """Return the usual network link between nodes with `gpus` devices of these models.
 
-    Of several models the one with the slowest network decides.
+    Of several models, the one with the slowest network decides.
     """
     if not models:
         return Link(kind="network", node=None, source="assumed: nodes are joined somehow")
-    row = min((_row(model) for model in models), key=lambda one: one.per_gpu_gbs(gpus))
+    row = min((_fabric_row(model) for model in models), key=lambda row: row.per_gpu_gbs(gpus))
     return Link(
         kind="network",
         node=None,
@@ -126,47 +124,47 @@ def network_link(models: Collection[str], gpus: int = 1) -> Link:
     )
 
 
-def _row(model: str) -> FabricRow:
+def _fabric_row(model: str) -> FabricRow:
     named = (row for row in fabrics() if model in row.devices)
     return next(named, None) or next(row for row in fabrics() if ANY in row.devices)
 
 
 MOST_DEVICES = 16384
-"""Larger clusters than this are typing errors."""
+"""Clusters larger than this are typing errors."""
 MOST_DIGITS = 9
 
 _COUNT = re.compile(r"\s*([0-9]+)\s*[xX*\u00d7]\s*(?=\S)")
 _FORMS = "Forms: H200, 4xA100-40GB, 2x8xH100 (2 nodes of 8), 2xRTX3090+1xRTX4090, or a detect file."
 
 
-def stated(text: str) -> Cluster:
-    """The cluster that an `--on` string or file describes.
+def parse_cluster(text: str) -> Cluster:
+    """Return the cluster that an `--on` string or file describes.
 
-    >>> [len(node.devices) for node in stated("2x8xH100").nodes]
+    >>> [len(node.devices) for node in parse_cluster("2x8xH100").nodes]
     [8, 8]
     """
     if not text.strip():
         raise WrongUse("--on ''", found="it is empty", cure=_FORMS)
-    if text.endswith(".json") or any(one and one in text for one in (os.sep, os.altsep)):
-        return from_file(Path(text))
+    if text.endswith(".json") or any(separator and separator in text for separator in (os.sep, os.altsep)):
+        return read_cluster_file(Path(text))
     try:
-        return _named(text)
+        return _parse_device_string(text)
     except UnknownName:
-        # A name that is known is never shadowed by a file that happens to be called so.
+        # A device name takes precedence over a file of the same name.
         if _is_file(text):
-            return from_file(Path(text))
+            return read_cluster_file(Path(text))
         raise
 
 
-def _named(text: str) -> Cluster:
-    """The cluster of a string such as 2x8xH100."""
-    given = f"--on {shortened(text)}"
-    parts = [_part(word, given) for word in text.split("+")]
+def _parse_device_string(text: str) -> Cluster:
+    """Return the cluster of a string such as 2x8xH100."""
+    given = f"--on {shorten(text)}"
+    parts = [_parse_part(word, given) for word in text.split("+")]
     total = sum(max(nodes, 1) * count for nodes, count, _, _ in parts)
     if total > MOST_DEVICES:
         raise WrongUse(
             given,
-            found=f"that is {total} devices, and the most is {MOST_DEVICES}",
+            found=f"that is {total} devices, and the maximum is {MOST_DEVICES}",
             cure="Name fewer.",
         )
     # Parts without a node count share one node: 2xRTX3090+1xRTX4090 is one machine with three cards.
@@ -174,29 +172,29 @@ def _named(text: str) -> Cluster:
     layouts = ([shared] if shared else []) + [
         [row] * count for nodes, count, row, _ in parts for _ in range(nodes)
     ]
-    return _cluster(layouts, given, notes=[note for *_, note in parts if note])
+    return _build_cluster(layouts, given, notes=[note for *_, note in parts if note])
 
 
-def from_file(path: Path) -> Cluster:
-    """The cluster in a file that `trimtab detect --json` wrote."""
-    given = f"--on {shortened(str(path))}"
+def read_cluster_file(path: Path) -> Cluster:
+    """Return the cluster in a file that `trimtab detect --json` wrote."""
+    given = f"--on {shorten(str(path))}"
     try:
         text = path.read_bytes()
     except IsADirectoryError:
-        found = "it is a folder"
+        fault = "it is a folder"
     except FileNotFoundError:
-        found = "there is no such file"
+        fault = "there is no such file"
     except OSError as error:
-        found = f"it cannot be read ({error.strerror})"
+        fault = f"it cannot be read ({error.strerror})"
     except ValueError:
-        found = "no file can have that name"
+        fault = "no file can have that name"
     else:
-        return _read_cluster(text, given)
-    raise BrokenFile(given, found=found, cure="Write one with: trimtab detect --json > FILE")
+        return _decode_cluster(text, given)
+    raise BrokenFile(given, found=fault, cure="Write one with: trimtab detect --json > FILE")
 
 
-def _read_cluster(text: bytes, given: str) -> Cluster:
-    """The cluster of a file, in which `"network": "400Gb/gpu"` may stand for the link between nodes."""
+def _decode_cluster(text: bytes, given: str) -> Cluster:
+    """Return the cluster of a file, in which `"network": "400Gb/gpu"` may replace the link between nodes."""
     try:
         values = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -204,22 +202,22 @@ def _read_cluster(text: bytes, given: str) -> Cluster:
     if not isinstance(values, dict) or "network" not in values:
         return Cluster.from_json(text, origin=given)
     network = values.pop("network")
-    found = Cluster.from_json(msgspec.json.encode(values), origin=given)
+    cluster = Cluster.from_json(msgspec.json.encode(values), origin=given)
     if network is None:
-        return found
-    return with_network(found, network if isinstance(network, str) else repr(network), f"{given}, network")
+        return cluster
+    return with_network(cluster, network if isinstance(network, str) else repr(network), f"{given}, network")
 
 
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
     except OSError:
-        # Longer than any file's name.
+        # The text is too long for a file name.
         return False
 
 
-def _part(text: str, given: str) -> tuple[int, int, DeviceRow, str]:
-    """Node count (0 where none was said), device count, row and note of one part between plus signs."""
+def _parse_part(text: str, given: str) -> tuple[int, int, DeviceRow, str]:
+    """Return node count (0 if not given), device count, row and note of a part between plus signs."""
     counts: list[int] = []
     rest = text
     while (match := _COUNT.match(rest)) and len(counts) < 3:  # noqa: PLR2004 - one more than is legal
@@ -234,16 +232,16 @@ def _part(text: str, given: str) -> tuple[int, int, DeviceRow, str]:
         raise WrongUse(given, found=f"{text.strip()} has more than two counts", cure=_FORMS)
     if 0 in counts:
         raise WrongUse(given, found="the count is 0", cure=f"Ask for at least one, as in 1x{rest.strip()}.")
-    row, note = typed(rest.strip(), given=given)
+    row, note = find_typed_device(rest.strip(), given=given)
     nodes, count = (counts if len(counts) == 2 else [0, *counts, 1])[:2]  # noqa: PLR2004
     return nodes, count, row, note
 
 
-def _cluster(layouts: list[list[DeviceRow]], given: str, notes: list[str]) -> Cluster:
+def _build_cluster(layouts: list[list[DeviceRow]], given: str, notes: list[str]) -> Cluster:
     nodes = tuple(
         Node(
             name=f"node{index}",
-            devices=tuple(row_device(row, position, given) for position, row in enumerate(rows)),
+            devices=tuple(device_from_row(row, position, given) for position, row in enumerate(rows)),
             sources={"name": f"stated: {given}", "devices": f"stated: {given}"},
         )
         for index, rows in enumerate(layouts)
@@ -251,7 +249,7 @@ def _cluster(layouts: list[list[DeviceRow]], given: str, notes: list[str]) -> Cl
     joined = [link for index, rows in enumerate(layouts) for link in _node_links(rows, index)]
     if len(layouts) > 1:
         largest = max(len(rows) for rows in layouts)
-        joined.append(network_link({row.name for rows in layouts for row in rows}, largest))
+        joined.append(assume_network_link({row.name for rows in layouts for row in rows}, largest))
     notes += [
         f"{row.name}: taken is {links()[row.board].assumes}"
         for rows in layouts
@@ -261,18 +259,18 @@ def _cluster(layouts: list[list[DeviceRow]], given: str, notes: list[str]) -> Cl
     return Cluster(nodes=nodes, links=tuple(joined), notes=tuple(dict.fromkeys(notes)))
 
 
-def row_device(row: DeviceRow, index: int, given: str) -> Device:
-    """A device as its catalogue row describes it."""
-    seen = f"catalogued: {row.name}"
-    usable = seen if row.usable_gib is not None else f"derived: 0.98 of {row.memory_gb:g} GiB as sold"
-    known = {
-        "vendor": seen,
-        "compute_capability": seen,
-        "bf16": seen,
-        "peaks": seen,
-        "bandwidth_bytes_per_s": seen,
-        "multiprocessors": seen if row.multiprocessors else None,
-        "pcie_generation": seen,
+def device_from_row(row: DeviceRow, index: int, given: str) -> Device:
+    """Build a device from its catalogue row."""
+    row_source = f"catalogued: {row.name}"
+    usable = row_source if row.usable_gib is not None else f"derived: 0.98 of {row.memory_gb:g} GiB as sold"
+    sources = {
+        "vendor": row_source,
+        "compute_capability": row_source,
+        "bf16": row_source,
+        "peaks": row_source,
+        "bandwidth_bytes_per_s": row_source,
+        "multiprocessors": row_source if row.multiprocessors else None,
+        "pcie_generation": row_source,
         "memory_bytes": usable,
         "name": f"stated: {given}",
         "model": f"stated: {given}",
@@ -290,44 +288,46 @@ def row_device(row: DeviceRow, index: int, given: str) -> Device:
         bandwidth_bytes_per_s=row.bandwidth_gbs * 1e9,
         multiprocessors=row.multiprocessors,
         pcie_generation=row.pcie,
-        sources={key: source for key, source in known.items() if source},
+        sources={key: source for key, source in sources.items() if source},
     )
 
 
 def _node_links(rows: list[DeviceRow], node: int) -> list[Link]:
-    """How the devices of a stated node reach each other.
+    """Return the links between the devices of a node that was given as text.
 
-    Boards with a switch (SXM) join all devices at full speed; boards without one (OAM, V100) share a
-    device's links out among its peers. A bridge joins one pair and is bought apart, and unlike cards share
-    only the PCIe bus: for those the bus is assumed.
+    Boards with a switch (SXM) join all devices at full speed; boards without one (OAM, V100) divide a
+    device's links among its peers. A bridge joins one pair and is sold separately, and different cards
+    share only the PCIe bus: PCIe is assumed for both.
     """
     if len(rows) < 2:  # noqa: PLR2004 - two ends
         return []
-    everyone = tuple(range(len(rows)))
+    indices = tuple(range(len(rows)))
     first = rows[0]
     alike = all(row.name == first.name for row in rows)
     on_board = alike and not first.link.startswith("PCIe") and not _is_bridge(first)
     if on_board:
-        return [_board_link(first, node, everyone)]
+        return [_board_link(first, node, indices)]
     generation = min(row.pcie for row in rows)
     kind = f"PCIe{generation} x16"
     bridged = alike and _is_bridge(first)
-    ground = "no bridge, since none was named" if bridged else f"a slot of PCIe{generation} x16 for each card"
+    assumption = (
+        "no bridge, since none was named" if bridged else f"a slot of PCIe{generation} x16 for each card"
+    )
     speed = links()[kind].gbs * 1e9
     return [
         Link(
             kind=kind,
             node=node,
-            devices=everyone,
+            devices=indices,
             bandwidth_bytes_per_s=speed,
             total_bytes_per_s=speed,
-            source=f"assumed: {ground}",
+            source=f"assumed: {assumption}",
         )
     ]
 
 
 def _board_link(row: DeviceRow, node: int, devices: tuple[int, ...]) -> Link:
-    """The link of a board full of one device: through its switch, or straight from pair to pair."""
+    """Return the link of a board with one kind of device: through its switch, or direct between pairs."""
     board = links()[row.board] if row.board else None
     total = pair = row.link_gbs * 1e9
     source = f"catalogued: {row.name}"

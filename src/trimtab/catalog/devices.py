@@ -1,7 +1,6 @@
-"""Finds a device by what drivers report and by what people type, and never guesses.
+"""Find a device's catalogue row by its driver name or typed name, and derive peaks and bandwidth.
 
-Names are compared whole, after case, vendor words and punctuation are dropped: an A10 is not the
-beginning of an A100, and an RTX 4090 Laptop GPU is not an RTX 4090.
+Full names are compared, without case, vendor words and punctuation: A10 does not match A100, and an RTX 4090 Laptop GPU is not an RTX 4090.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from trimtab.catalog.tables import DeviceRow, ambiguous, devices
-from trimtab.errors import UnknownName, WrongUse, nearest, shortened
+from trimtab.catalog.tables import DeviceRow, ambiguous_names, devices
+from trimtab.errors import UnknownName, WrongUse, find_nearest, shorten
 from trimtab.spec import Peaks, Vendor
 
 if TYPE_CHECKING:
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
 
 _VENDOR_WORDS = re.compile(r"\b(nvidia|geforce|tesla|quadro|amd|instinct|radeon|generation)\b|\(tm\)|\(r\)")
 _PUNCTUATION = re.compile(r"[^a-z0-9]")
-# A size stands on its own: the G of "A100-40G" is a unit, the G of "A10G" is not.
+# A size is a separate word: the G of "A100-40G" is a unit, the G of "A10G" is not.
 _SIZE_SUFFIX = re.compile(r"(?<![a-z0-9])(\d+)\s*(gib|gb|g)(?![a-z0-9])")
-# 1g.5gb, 3g.20gb, 1g.10gb+me: how NVIDIA names the parts of a GPU.
+# NVIDIA's names of MIG slices: 1g.5gb, 3g.20gb, 1g.10gb+me.
 _SLICE = re.compile(r"(?<![a-z0-9])(mig(?![a-z0-9])|[1-7]g\.\d+gb)", re.IGNORECASE)
 _COUNT_LAST = re.compile(r"(.+?)\s*[xX*]\s*(\d+)")
 
 
 def plain_name(name: str) -> str:
-    """What is left of a name when case, vendor and punctuation are dropped.
+    """Return a name without case, vendor words and punctuation.
 
     >>> plain_name("NVIDIA A100-SXM4-40GB"), plain_name("a100 sxm4 40g"), plain_name("rtx-4090")
     ('a100sxm440', 'a100sxm440', 'rtx4090')
@@ -39,43 +38,43 @@ def plain_name(name: str) -> str:
 
 
 @cache
-def _by_driver() -> dict[str, DeviceRow]:
+def _rows_by_driver() -> dict[str, DeviceRow]:
     return {plain_name(driver): row for row in devices() for driver in row.drivers}
 
 
 @cache
-def _by_typed() -> dict[str, tuple[DeviceRow, str]]:
-    """Plain name to the row and the note that goes with that spelling, driver names included."""
-    found = {plain_name(typed): (row, row.taken.get(typed, "")) for row in devices() for typed in row.typed}
-    for driver, row in _by_driver().items():
-        # "Quadro RTX 6000" and "RTX 6000" have one plain name; the typed one carries the note.
-        found.setdefault(driver, (row, ""))
+def _rows_by_typed() -> dict[str, tuple[DeviceRow, str]]:
+    """Return row and note of that spelling by plain name, driver names included."""
+    rows = {plain_name(typed): (row, row.taken.get(typed, "")) for row in devices() for typed in row.typed}
+    for driver, row in _rows_by_driver().items():
+        # "Quadro RTX 6000" and "RTX 6000" have the same plain name; the typed one has the note.
+        rows.setdefault(driver, (row, ""))
     for row in devices():
-        # What plans and tables call it can be typed too.
-        found.setdefault(plain_name(row.name), (row, ""))
-    return found
+        # Names from plans and tables can be typed too.
+        rows.setdefault(plain_name(row.name), (row, ""))
+    return rows
 
 
-def reported(name: str) -> DeviceRow | None:
-    """The row of a device by the name its driver reports; None for a device not in the catalogue."""
-    return _by_driver().get(plain_name(name))
+def find_reported_device(name: str) -> DeviceRow | None:
+    """Return the row of a device by its driver name; None if it is not in the catalogue."""
+    return _rows_by_driver().get(plain_name(name))
 
 
-def typed(name: str, *, given: str = "") -> tuple[DeviceRow, str]:
-    """The row of a device by what a person typed, and a note on what was taken where a choice was open.
+def find_typed_device(name: str, *, given: str = "") -> tuple[DeviceRow, str]:
+    """Return the row for a typed name, and a note on the choice if the name is ambiguous.
 
-    >>> typed("4090")[0].name
+    >>> find_typed_device("4090")[0].name
     'GeForce RTX 4090'
-    >>> typed("RTX 6000")[1][:31]
+    >>> find_typed_device("RTX 6000")[1][:31]
     'RTX 6000 is the Turing card of '
     """
     plain = plain_name(name)
-    if found := _by_typed().get(plain):
+    if found := _rows_by_typed().get(plain):
         row, note = found
-        # The full driver name leaves no choice open.
+        # The full driver name is not ambiguous.
         return row, "" if name in row.drivers else note
     given = given or f"device {name!r}"
-    for entry in ambiguous():
+    for entry in ambiguous_names():
         if plain == plain_name(entry.typed):
             raise WrongUse(
                 given,
@@ -83,35 +82,35 @@ def typed(name: str, *, given: str = "") -> tuple[DeviceRow, str]:
                 cure=f"Say which, as in {entry.choices[0]}.",
             )
     backwards = _COUNT_LAST.fullmatch(name)
-    if backwards and plain_name(backwards.group(1)) in _by_typed():
+    if backwards and plain_name(backwards.group(1)) in _rows_by_typed():
         raise WrongUse(
             given,
-            found="the count stands after the name",
+            found="the count is after the name",
             cure=f"Write {backwards.group(2)}x{backwards.group(1)}.",
         )
     if _SLICE.search(name):
         raise WrongUse(
             given,
-            found="a MIG slice has no name of its own here: what it gets depends on how its GPU was cut",
-            cure="Ask the machine that has it: trimtab detect --json > FILE, then --on FILE.",
+            found="a MIG slice cannot be named: its size depends on how its GPU is partitioned",
+            cure="Run on the machine that has it: trimtab detect --json > FILE, then --on FILE.",
         )
-    raise _unknown(name, given)
+    raise _unknown_device_error(name, given)
 
 
-def _unknown(name: str, given: str) -> UnknownName:
+def _unknown_device_error(name: str, given: str) -> UnknownName:
     known = [row.typed[0] for row in devices()]
-    close = nearest(name, known) or nearest(plain_name(name), known)
+    close = find_nearest(name, known) or find_nearest(plain_name(name), known)
     listing = "`trimtab detect --list` shows every name."
     if not close:
-        return UnknownName(given, found=f"no device is called {shortened(name)!r}", cure=listing)
+        return UnknownName(given, found=f"no device is called {shorten(name)!r}", cure=listing)
     return UnknownName(
         given,
-        found=f"no device is called {shortened(name)!r}; the nearest are {', '.join(close)}",
+        found=f"no device is called {shorten(name)!r}; the nearest are {', '.join(close)}",
         cure=f"Use one of those; {listing}",
     )
 
 
-# Turns what is known of a device into a Device: from its row, or by a rule from its own properties.
+# Peaks and bandwidth of a device, from its row or derived from its properties.
 
 
 FLOP_PER_CLOCK = {
@@ -126,22 +125,22 @@ FLOP_PER_CLOCK = {
     "12.0": 1024,
 }
 """Dense fp16 operations per clock and multiprocessor with fp32 accumulation, by compute capability.
-Times multiprocessors and the specified clock it gives the catalogue's figure within 1.2 % on every row
-marked A. GeForce parts run at half of it, and so do the L40 and the A10G, which have rows of their own."""
+Multiplied by multiprocessors and specified clock, it is within 1.2 % of the catalogue on every row
+marked A. GeForce parts run at half of it, and so do the L40 and the A10G, which have their own rows."""
 
 CORES_PER_MULTIPROCESSOR = {"7": 64, "7.5": 64, "8.0": 64, "8": 128, "9": 128, "10": 128, "12": 128}
 """fp32 lanes per multiprocessor, by compute capability, exact before major."""
 
 FIRST_BF16_MAJOR = 8
-"""Ampere. Older devices emulate bf16: PyTorch then says it is supported, and it is slow."""
+"""Ampere. Older devices emulate bf16: PyTorch reports it as supported, but it is slow."""
 FIRST_FP8 = (8, 9)
 """Ada."""
 
 
-def capability(text: str) -> tuple[int, int] | None:
-    """NVIDIA's compute capability as numbers; None for an AMD name.
+def parse_capability(text: str) -> tuple[int, int] | None:
+    """Return NVIDIA's compute capability as numbers; None for an AMD name.
 
-    >>> capability("8.6"), capability("gfx942")
+    >>> parse_capability("8.6"), parse_capability("gfx942")
     ((8, 6), None)
     """
     match = re.fullmatch(r"(\d+)\.(\d+)", text)
@@ -149,31 +148,31 @@ def capability(text: str) -> tuple[int, int] | None:
 
 
 def has_bf16(compute_capability: str) -> bool:
-    """Whether bf16 runs on the hardware: from sm_80 up, and on every AMD Instinct in the catalogue."""
-    numbers = capability(compute_capability)
+    """Return whether the hardware has bf16: from sm_80 up, and on every AMD Instinct in the catalogue."""
+    numbers = parse_capability(compute_capability)
     return numbers is None or numbers[0] >= FIRST_BF16_MAJOR
 
 
 def cores_per_multiprocessor(compute_capability: str) -> int | None:
-    """fp32 lanes per multiprocessor; None for a generation that is not known."""
+    """Return fp32 lanes per multiprocessor; None for an unknown generation."""
     major = compute_capability.split(".", maxsplit=1)[0]
     table = CORES_PER_MULTIPROCESSOR
     return table.get(compute_capability, table.get(major))
 
 
 def row_peaks(row: DeviceRow) -> Peaks:
-    """The catalogue's TFLOP/s as operations per second."""
+    """Return the row's peaks in operations per second."""
     rates = {key: getattr(row, key) for key in Peaks.__struct_fields__}
     return Peaks(**{key: rate * 1e12 if rate else None for key, rate in rates.items()})
 
 
 def row_vendor(row: DeviceRow) -> Vendor:
-    """Who made it."""
+    """Return the vendor of a row."""
     return Vendor(row.vendor)
 
 
 def row_facts(row: DeviceRow) -> dict[str, Any]:
-    """A row for programs to read: bytes and operations per second, with its source."""
+    """Return a row as JSON values: bytes and operations per second, with its source."""
     peaks = row_peaks(row)
     return {
         "name": row.typed[0],
@@ -197,20 +196,20 @@ WITHOUT_TENSOR_CORES = re.compile(
 """Turing chips of compute capability 7.5 that have no tensor cores (TU116, TU117), by their names."""
 
 
-def derived_peaks(name: str, compute_capability: str, multiprocessors: int, clock_hz: float) -> Peaks | None:
-    """Peaks of an NVIDIA device that the catalogue lacks, from its own properties.
+def derive_peaks(name: str, compute_capability: str, multiprocessors: int, clock_hz: float) -> Peaks | None:
+    """Derive the peaks of an NVIDIA device that is not in the catalogue from its properties.
 
     multiprocessors x clock x FLOP_PER_CLOCK, halved for a GeForce; bf16 equals fp16 from sm_80, tf32 is half
     of it (on a GeForce that equals fp32), fp8 twice it from sm_89. None for a generation with no known rate;
     fp32 alone for the Turing chips without tensor cores.
     The clock a driver reports is the highest, not the specified one: 8 % above it on an H100, 23 % on an
-    RTX 4090, so the peaks come out too high by as much.
+    RTX 4090, so the peaks are too high by as much.
 
-    >>> derived_peaks("NVIDIA H100", "9.0", 132, 1.83e9).bf16 / 1e12
+    >>> derive_peaks("NVIDIA H100", "9.0", 132, 1.83e9).bf16 / 1e12
     989.42976
     """
     rate, lanes = FLOP_PER_CLOCK.get(compute_capability), cores_per_multiprocessor(compute_capability)
-    numbers = capability(compute_capability)
+    numbers = parse_capability(compute_capability)
     if rate is None or lanes is None or numbers is None:
         return None
     if compute_capability == "7.5" and WITHOUT_TENSOR_CORES.search(name):
@@ -227,12 +226,12 @@ def derived_peaks(name: str, compute_capability: str, multiprocessors: int, cloc
     )
 
 
-def derived_bandwidth(bus_width_bits: int, memory_clock_hz: float) -> float:
-    """Memory bandwidth from bus width and memory clock, two transfers a clock.
+def derive_bandwidth(bus_width_bits: int, memory_clock_hz: float) -> float:
+    """Derive memory bandwidth from bus width and memory clock, with two transfers per clock.
 
-    The driver's memory clock already carries the factors of GDDR6X and HBM3e, so one rule does.
+    The driver's memory clock already includes the factors of GDDR6X and HBM3e.
 
-    >>> round(derived_bandwidth(384, 10501e6) / 1e9), round(derived_bandwidth(5120, 1593e6) / 1e9)
+    >>> round(derive_bandwidth(384, 10501e6) / 1e9), round(derive_bandwidth(5120, 1593e6) / 1e9)
     (1008, 2039)
     """
     return bus_width_bits / 8 * memory_clock_hz * 2

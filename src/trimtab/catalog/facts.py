@@ -1,9 +1,9 @@
-"""Figures that were measured on a device, read from TOML files beside their source.
+"""Read the measured figures of a device from calibration TOML files.
 
-    facts_of(device).step.gap_s        # of the device's own file, or else of the fallback
+    facts_of(device).step.gap_s        # from the device's own file, or from the fallback
     device_facts()                     # every measured device, the fallback first
 
-A second measured GPU is a file in `calibrations/`; h200.toml says what each figure means.
+To add a measured GPU, add a file in `calibrations/`; h200.toml explains each figure.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures that one program or document is the source of."""
+    """Figures with one source: a program or a document."""
 
     source: str
 
 
 class HostFacts(Facts, frozen=True, kw_only=True):
-    """Seconds of the host for each thing that a step does."""
+    """Host seconds per kind of work in a step."""
 
     bare_forward_s: float
     forward_s: float
@@ -42,7 +42,7 @@ class HostFacts(Facts, frozen=True, kw_only=True):
 
 
 class StepFacts(Facts, frozen=True, kw_only=True):
-    """What a step costs beside its operations: launches, gaps, throttling."""
+    """Step costs in addition to its operations: launches, gaps, throttling."""
 
     queue: int
     gap_s: float
@@ -73,12 +73,12 @@ class LawFacts(Facts, frozen=True, kw_only=True):
     cell_in_a_step: float
 
     def loading(self, alignment: int) -> float:
-        """Return the share of the speed that is left where rows are aligned to so many bytes."""
+        """Return the share of full speed with rows aligned to this many bytes."""
         return next((share for size, share in self.misaligned if size == alignment), 1.0)
 
 
 class MemoryFacts(Facts, frozen=True, kw_only=True):
-    """What a process takes beside its tensors, and how far predictions of memory are off."""
+    """Memory of a process in addition to its tensors, and the error bands of memory predictions."""
 
     context_bytes: int
     sharded_context_bytes: int
@@ -95,7 +95,7 @@ class MemoryFacts(Facts, frozen=True, kw_only=True):
 
 
 class WorkspaceFacts(Facts, frozen=True, kw_only=True):
-    """What sizes of workspaces follow from beside shapes."""
+    """Device property that workspace sizes depend on, in addition to shapes."""
 
     multiprocessors: int
 
@@ -151,7 +151,7 @@ class ConvolutionFacts(Facts, frozen=True, kw_only=True):
 
 
 class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers a hidden unit in cuDNN's workspace: for each input, and for each sample of each layer."""
+    """Values per hidden unit in cuDNN's workspace: per input, and per sample of each layer."""
 
     padded: tuple[int, int]
     padded_both: tuple[int, int]
@@ -159,7 +159,7 @@ class CellFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     packed_both: tuple[int, int]
 
     def numbers(self, *, packed: bool, both: bool) -> tuple[int, int]:
-        """Return those for packed or padded sequences, in one direction or both."""
+        """Return the pair for packed or padded sequences, in one direction or both."""
         one_way, two_ways = (self.packed, self.packed_both) if packed else (self.padded, self.padded_both)
         return two_ways if both else one_way
 
@@ -180,9 +180,9 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device: str
     """A row of devices.toml."""
     spoken: str
-    """The device in a sentence."""
+    """Name of the device for messages."""
     fallback: bool = False
-    """Whether devices without a file take these figures; true in exactly one file."""
+    """Whether devices without a file use these figures; true in exactly one file."""
     taken_on: str
     versions: dict[str, str]
     operations: tuple[str, ...]
@@ -197,7 +197,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def calibration_file(name: str) -> Traversable:
-    """Return a file of the folder that calibrations are in."""
+    """Return a file of the calibrations folder."""
     return files("trimtab.catalog").joinpath("calibrations").joinpath(name)
 
 
@@ -209,16 +209,16 @@ def device_facts() -> tuple[DeviceFacts, ...]:
         for file in sorted(files("trimtab.catalog").joinpath("calibrations").iterdir(), key=lambda f: f.name)
         if file.name.endswith(".toml")
     ]
-    found = [msgspec.convert(tomllib.loads(text), DeviceFacts) for text in texts]
-    return tuple(sorted(found, key=lambda facts: not facts.fallback))
+    calibrations = [msgspec.convert(tomllib.loads(text), DeviceFacts) for text in texts]
+    return tuple(sorted(calibrations, key=lambda facts: not facts.fallback))
 
 
 def fallback_facts() -> DeviceFacts:
-    """Return the figures that devices without a file of their own take."""
+    """Return the figures for devices without their own file."""
     return device_facts()[0]
 
 
 def facts_of(device: Device) -> DeviceFacts:
-    """Return the figures of a device's own file, or else those of the fallback."""
+    """Return the figures of a device's own file, or of the fallback."""
     own = (facts for facts in device_facts() if facts.device in (device.model, device.name))
     return next(own, fallback_facts())

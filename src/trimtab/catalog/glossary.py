@@ -1,4 +1,4 @@
-"""The words that `trimtab explain` knows, and how to find one."""
+"""Look up the glossary entries that `trimtab explain` prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.resources import files
 
 import msgspec
 
-from trimtab.errors import UnknownName, nearest
+from trimtab.errors import UnknownName, find_nearest
 from trimtab.spec import Noun
 
 KINDS = ("knob", "precision", "recompute", "strategy", "term", "hardware", "verb", "error", "fault")
@@ -30,65 +30,64 @@ class Word(Noun, frozen=True, kw_only=True):
     change: str = ""
     """When to change it."""
     use: tuple[str, ...] = ()
-    """How trimtab's verbs deal with it; each sentence names its verb, as `trimtab plan`."""
+    """How trimtab's commands use it; each sentence names its command, such as `trimtab plan`."""
     see: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """The whole entry as prose."""
+        """The complete entry as one text."""
         parts = (self.what, self.cost, self.change, *self.use)
         return " ".join(part for part in parts if part)
 
     def faults(self) -> list[str]:
-        """The kind is one of ours."""
+        """Return a fault if the kind is unknown."""
         return [] if self.kind in KINDS else [f"kind is {self.kind!r}, not one of {', '.join(KINDS)}"]
 
 
 @cache
-def _all() -> tuple[Word, ...]:
+def _load_words() -> tuple[Word, ...]:
     text = files("trimtab.catalog").joinpath("words.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text)["word"], tuple[Word, ...])
 
 
 def words(verbs: tuple[str, ...]) -> dict[str, Word]:
-    """Every word that is true of a trimtab with these verbs, by name.
+    """Return the entries by name that apply to these verbs.
 
-    The file also speaks of verbs that are still to come; those entries and sentences stay unseen until the
-    verb works.
+    Entries and sentences of the file about other verbs are left out.
     """
-    kept = [word for word in _all() if word.kind != "verb" or word.name in verbs]
-    names = {word.name for word in kept}
+    entries = [word for word in _load_words() if word.kind != "verb" or word.name in verbs]
+    names = {word.name for word in entries}
     return {
         word.name: word.replace(
-            use=tuple(one for one in word.use if _is_true(one, verbs)),
-            see=tuple(one for one in word.see if one in names),
+            use=tuple(sentence for sentence in word.use if _verbs_exist(sentence, verbs)),
+            see=tuple(name for name in word.see if name in names),
         )
-        for word in kept
+        for word in entries
     }
 
 
-def _is_true(sentence: str, verbs: tuple[str, ...]) -> bool:
+def _verbs_exist(sentence: str, verbs: tuple[str, ...]) -> bool:
     return all(verb in verbs for verb in _VERB.findall(sentence))
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     return re.sub(r"[\s_]+", "-", text.strip().lower()).strip("-")
 
 
-def word(text: str, verbs: tuple[str, ...], more: dict[str, Word] | None = None) -> Word:
-    """The entry for what a person typed: a name or an alias, whatever its case and separators.
+def find_word(text: str, verbs: tuple[str, ...], more: dict[str, Word] | None = None) -> Word:
+    """Return the entry for a name or an alias, in any case and with any separators.
 
-    `more` are entries from elsewhere: a name of ours wins over the same of theirs, and theirs over an alias.
+    `more` are additional entries: glossary names take precedence over them, and they over aliases.
 
-    >>> word("BFloat16", ()).name
+    >>> find_word("BFloat16", ()).name
     'bf16'
     """
     known = words(verbs)
-    by_spelling = {_plain(spelling): text for text in known.values() for spelling in text.aliases}
-    by_spelling |= {_plain(name): one for names in (more or {}, known) for name, one in names.items()}
-    if found := by_spelling.get(_plain(text)):
+    by_spelling = {_normalize(spelling): text for text in known.values() for spelling in text.aliases}
+    by_spelling |= {_normalize(name): one for names in (more or {}, known) for name, one in names.items()}
+    if found := by_spelling.get(_normalize(text)):
         return found
-    close = list(dict.fromkeys(by_spelling[one].name for one in nearest(_plain(text), by_spelling)))
+    close = list(dict.fromkeys(by_spelling[one].name for one in find_nearest(_normalize(text), by_spelling)))
     found_text = f"no such word; the nearest are {', '.join(close)}" if close else "no such word"
-    raise UnknownName(f"explain {text!r}", found=found_text, cure="`trimtab explain` alone lists every word.")
+    raise UnknownName(f"explain {text!r}", found=fault, cure="`trimtab explain` alone lists every word.")

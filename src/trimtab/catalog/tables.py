@@ -1,4 +1,4 @@
-"""Reads the catalogue's TOML files into rows, once."""
+"""Load the catalogue's TOML files as rows, cached."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 USABLE_SHARE = 0.98
-"""Usable over label, for a device nobody read the total of: the lowest ratio among the rows that have a
-reading and keep nothing for ECC (0.977 to 0.999 there)."""
+"""Usable share of the label memory, for a device without a measured total: the lowest ratio among the
+measured rows that reserve nothing for ECC (0.977 to 0.999)."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row of facts with where it comes from and how far it was checked."""
+    """A row of facts with its source and how it was verified."""
 
     source: str
     verification: tuple[str, ...]
 
 
 class DeviceRow(Row, frozen=True, kw_only=True):
-    """What the catalogue knows of a device; the comments of devices.toml say what each key means."""
+    """A device; the comments of devices.toml explain each key."""
 
     name: str
     vendor: str = "nvidia"
@@ -56,14 +56,14 @@ class DeviceRow(Row, frozen=True, kw_only=True):
 
     @property
     def usable_bytes(self) -> int:
-        """What a process is given in all: the reading, or a share of the label where none was seen."""
+        """Memory that processes can use: the measured value, or a share of the label."""
         if self.usable_gib is not None:
             return round(self.usable_gib * GIB)
         return round(self.memory_gb * USABLE_SHARE * GIB)
 
 
 class LinkRow(Row, frozen=True, kw_only=True):
-    """What the catalogue knows of a kind of link."""
+    """A kind of link."""
 
     name: str
     gbs: float
@@ -73,19 +73,19 @@ class LinkRow(Row, frozen=True, kw_only=True):
 
 
 class FabricRow(Row, frozen=True, kw_only=True):
-    """The network that nodes of some devices usually have: of each device, or of a node that shares it."""
+    """The usual network of nodes with some devices: per device, or per node and shared."""
 
     devices: tuple[str, ...]
     gbs: float | None = None
     node_gbs: float | None = None
 
     def per_gpu_gbs(self, gpus: int) -> float:
-        """GB/s one way for each GPU of a node with so many."""
+        """Return GB/s, one way, per GPU of a node with this many GPUs."""
         return self.gbs if self.gbs is not None else (self.node_gbs or 0.0) / max(1, gpus)
 
 
 class CollectivesRow(Row, frozen=True, kw_only=True):
-    """How fast collectives are over any link; the comments of links.toml say what each key means."""
+    """Speed of collectives over any link; the comments of links.toml explain each key."""
 
     bus_share: float
     hop_s: float
@@ -95,7 +95,7 @@ class CollectivesRow(Row, frozen=True, kw_only=True):
 
 
 class MfuRow(Row, frozen=True, kw_only=True):
-    """The MFU that published runs of a kind of model reach, in percent."""
+    """MFU of published runs of a kind of model, in percent."""
 
     devices: tuple[str, ...]
     model: str
@@ -104,15 +104,15 @@ class MfuRow(Row, frozen=True, kw_only=True):
     figures: str
 
 
-class Ambiguous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A name that fits several devices of unlike memory."""
+class AmbiguousName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A name of several devices with different memory sizes."""
 
     typed: str
     choices: tuple[str, ...]
 
 
 class DriverRow(Row, frozen=True, kw_only=True):
-    """The oldest driver that runs programs of a CUDA release, and the devices that release can reach."""
+    """The oldest driver and compute capability that a CUDA release supports."""
 
     cuda_major: int
     oldest_driver: str
@@ -120,91 +120,91 @@ class DriverRow(Row, frozen=True, kw_only=True):
 
 
 class TorchRow(Row, frozen=True, kw_only=True):
-    """The releases of torch that trimtab is made for, both ends included."""
+    """The torch releases that trimtab supports, both ends included."""
 
     oldest: str
     newest: str
 
 
 class TorchBuildRow(Row, frozen=True, kw_only=True):
-    """The devices that torch's own build for a CUDA release carries code for."""
+    """The compute capabilities in torch's build for a CUDA release."""
 
     cuda: str
     capabilities: tuple[str, ...]
     ptx: bool
 
 
-class BadRow(Row, frozen=True, kw_only=True):
-    """Versions of something that are known to be bad for training."""
+class BadVersionRow(Row, frozen=True, kw_only=True):
+    """A range of versions with a known problem for training."""
 
     what: str
     first: str
     fixed: str
-    """The first that is good again."""
+    """The first version with the fix."""
     trouble: str
 
 
-def _read(name: str) -> Mapping[str, Any]:
+def _load_toml(name: str) -> Mapping[str, Any]:
     return tomllib.loads(files("trimtab.catalog").joinpath(name).read_text(encoding="utf-8"))
 
 
 @cache
 def devices() -> tuple[DeviceRow, ...]:
-    """Every device row, in the file's order."""
-    return msgspec.convert(_read("devices.toml")["device"], tuple[DeviceRow, ...])
+    """Return every device row, in the file's order."""
+    return msgspec.convert(_load_toml("devices.toml")["device"], tuple[DeviceRow, ...])
 
 
 @cache
-def ambiguous() -> tuple[Ambiguous, ...]:
-    """Names that are never guessed."""
-    return msgspec.convert(_read("devices.toml")["ambiguous"], tuple[Ambiguous, ...])
+def ambiguous_names() -> tuple[AmbiguousName, ...]:
+    """Return the names that fit several devices."""
+    return msgspec.convert(_load_toml("devices.toml")["ambiguous"], tuple[AmbiguousName, ...])
 
 
 @cache
 def links() -> dict[str, LinkRow]:
-    """Every kind of link, by name."""
-    rows = msgspec.convert(_read("links.toml")["link"], tuple[LinkRow, ...])
+    """Return every kind of link, by name."""
+    rows = msgspec.convert(_load_toml("links.toml")["link"], tuple[LinkRow, ...])
     return {row.name: row for row in rows}
 
 
 @cache
 def fabrics() -> tuple[FabricRow, ...]:
-    """The usual network between nodes, by device."""
-    return msgspec.convert(_read("links.toml")["fabric"], tuple[FabricRow, ...])
+    """Return the usual networks between nodes."""
+    return msgspec.convert(_load_toml("links.toml")["fabric"], tuple[FabricRow, ...])
 
 
 @cache
 def collectives() -> CollectivesRow:
-    """How fast collectives are over any link."""
-    return msgspec.convert(_read("links.toml")["collectives"], CollectivesRow)
+    """Return the speed of collectives over any link."""
+    return msgspec.convert(_load_toml("links.toml")["collectives"], CollectivesRow)
 
 
 @cache
 def mfu_references() -> tuple[MfuRow, ...]:
-    """What published runs reach, by device and kind of model."""
-    return msgspec.convert(_read("mfu.toml")["reference"], tuple[MfuRow, ...])
+    """Return the MFU of published runs, by device and kind of model."""
+    return msgspec.convert(_load_toml("mfu.toml")["reference"], tuple[MfuRow, ...])
 
 
 @cache
 def drivers() -> tuple[DriverRow, ...]:
-    """What each CUDA release asks of drivers and devices, oldest release first."""
-    return msgspec.convert(_read("versions.toml")["cuda"], tuple[DriverRow, ...])
+    """Return the requirements of each CUDA release, oldest release first."""
+    return msgspec.convert(_load_toml("versions.toml")["cuda"], tuple[DriverRow, ...])
 
 
 @cache
 def torch_releases() -> TorchRow:
-    """The releases of torch that trimtab is made for."""
-    return msgspec.convert(_read("versions.toml")["torch"], TorchRow)
+    """Return the torch releases that trimtab supports."""
+    return msgspec.convert(_load_toml("versions.toml")["torch"], TorchRow)
 
 
 @cache
 def torch_builds() -> dict[str, TorchBuildRow]:
-    """What torch's own builds carry, by CUDA release."""
-    rows = msgspec.convert(_read("versions.toml")["torch_build"], tuple[TorchBuildRow, ...])
+    """Return the contents of torch's builds, by CUDA release."""
+    rows = msgspec.convert(_load_toml("versions.toml")["torch_build"], tuple[TorchBuildRow, ...])
     return {row.cuda: row for row in rows}
 
 
 @cache
-def bad_versions() -> tuple[BadRow, ...]:
-    """Versions that are known to be bad."""
-    return msgspec.convert(_read("versions.toml")["bad"], tuple[BadRow, ...])
+def bad_versions() -> tuple[BadVersionRow, ...]:
+    """Return the versions with known problems."""
+    return msgspec.convert(_load_toml("versions.toml")["bad"], tuple[BadVersionRow, ...])

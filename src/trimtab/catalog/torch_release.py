@@ -1,4 +1,4 @@
-"""Refuse a torch that trimtab does not support, before anything is run with it."""
+"""Check that the installed torch release is supported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.errors import EnvironmentFault
 
 
 def requirement() -> str:
-    """Return the supported releases as pip takes them."""
+    """Return the supported releases as a pip requirement."""
     row = torch_releases()
     major, minor = row.newest.split(".")
     return f"torch>={row.oldest},<{major}.{int(minor) + 1}"
@@ -19,12 +19,12 @@ def requirement() -> str:
 def is_supported(release: str) -> bool:
     """Return whether trimtab supports a release of torch, such as 2.13.0+cu130."""
     row = torch_releases()
-    first = _numbers(release)
-    return _numbers(row.oldest) <= first <= _numbers(row.newest)
+    first = _major_minor(release)
+    return _major_minor(row.oldest) <= first <= _major_minor(row.newest)
 
 
 def require_supported_torch() -> None:
-    """Raise EnvironmentFault where torch is missing, or of a release that trimtab does not support."""
+    """Raise EnvironmentFault if torch is missing or its release is not supported."""
     row = torch_releases()
     cure = f"Install a supported one: pip install '{requirement()}'."
     try:
@@ -39,10 +39,10 @@ def require_supported_torch() -> None:
         )
 
 
-def _numbers(release: str) -> tuple[int, ...]:
-    """Major and minor number of a release.
+def _major_minor(release: str) -> tuple[int, ...]:
+    """Return the major and minor number of a release.
 
-    >>> _numbers("2.13.0+cpu")
+    >>> _major_minor("2.13.0+cpu")
     (2, 13)
     """
     return tuple(int(match) for match in re.findall(r"\d+", release)[:2])

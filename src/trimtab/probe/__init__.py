@@ -1,1 +1,1 @@
-"""Reads the machine: devices, host, scheduler, versions. Every fact comes with its source."""
+"""Detect the hardware: devices, host, scheduler and versions, each fact with its source."""

@@ -1,17 +1,17 @@
-"""detect: the hardware this process may use, as scheduler, cgroups, CUDA_VISIBLE_DEVICES and MIG leave it."""
+"""Detect the hardware this process may use, after scheduler, cgroups, CUDA_VISIBLE_DEVICES and MIG."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trimtab.catalog.clusters import network_link
+from trimtab.catalog.clusters import assume_network_link
 from trimtab.probe import devices as devices_module
 from trimtab.probe import host, nvml, scheduler, versions
-from trimtab.probe.devices import SeenDevice, device
-from trimtab.probe.links import device_links
+from trimtab.probe.devices import SeenDevice, build_device
+from trimtab.probe.links import find_device_links
 from trimtab.probe.machine import Machine, this_machine
-from trimtab.probe.visible_devices import HIDES_ALL, VARIABLE, Visible, visible
+from trimtab.probe.visible_devices import HIDES_ALL, VARIABLE, VisibleDevices, find_visible_devices
 from trimtab.spec import Cluster, Device, Finding, Link, Node, Scheduler, Severity
 from trimtab.units import MIB, format_bytes, plural
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from trimtab.probe.nvml import NvmlReading
 
 TENANT_BYTES = 256 * MIB
-"""Another process below this holds little more than a context."""
+"""Another process with less memory than this has little more than a CUDA context."""
 CAPPED_SHARE = 0.95
 """A power limit below this share of the default slows the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundDevices:
-    """The devices of this node, whoever reported them."""
+class DetectedDevices:
+    """The devices of this node, from NVML, nvidia-smi or torch."""
 
-    visible: Visible
+    visible: VisibleDevices
     reading: NvmlReading
     driver: str | None = None
     driver_source: str = "NVML"
@@ -39,15 +39,15 @@ class FoundDevices:
 
 
 def detect(world: Machine | None = None) -> Cluster:
-    """What this process may use. Never raises for a machine in disorder: that is told in `findings`."""
+    """Return the hardware this process may use. Machine problems do not raise: they are in `findings`."""
     world = world or this_machine()
     schedule, schedule_findings = scheduler.read_scheduler(world.env)
     name = world.host("name") or "localhost"
-    outside = _outside(name, world, schedule)
-    # What was granted on other nodes binds nothing here.
-    granted = Scheduler() if outside else schedule
-    found = _devices(world)
-    devices, device_findings = _described(found.visible.devices)
+    outside_findings = _check_host_in_allocation(name, world, schedule)
+    # Limits granted on other nodes do not apply on this host.
+    granted = Scheduler() if outside_findings else schedule
+    detected = _detect_devices(world)
+    devices, device_findings = _describe_devices(detected.visible.devices)
     limits = host.read_host(world, granted)
     node = Node(
         name=name,
@@ -59,42 +59,44 @@ def detect(world: Machine | None = None) -> Cluster:
         shm_bytes=limits.shm_bytes,
         sources=limits.sources | {"devices": _devices_source(devices)},
     )
-    software = versions.read_versions(world, found.driver, found.reading.driver_cuda, found.driver_source)
-    known = {device.index for device in devices}
+    software = versions.read_versions(
+        world, detected.driver, detected.reading.driver_cuda, detected.driver_source
+    )
+    indices = {device.index for device in devices}
     links = tuple(
         link
-        for link in device_links(list(found.visible.devices), found.reading)
-        if set(link.devices) <= known
+        for link in find_device_links(list(detected.visible.devices), detected.reading)
+        if set(link.devices) <= indices
     )
-    nodes, links, node_notes = _all_nodes(node, links, granted, world)
+    nodes, links, node_notes = _add_other_nodes(node, links, granted, world)
     return Cluster(
         nodes=nodes,
         links=links,
         scheduler=schedule,
         versions=software,
-        notes=(*_notes(found), *node_notes),
+        notes=(*_build_notes(detected), *node_notes),
         findings=(
-            *found.reading.findings,
-            *found.visible.findings,
-            *_driverless(world, found),
-            *versions.misfits(software, devices),
+            *detected.reading.findings,
+            *detected.visible.findings,
+            *_check_driver(world, detected),
+            *versions.find_mismatches(software, devices),
             *schedule_findings,
-            *outside,
-            *_fewer_than_granted(devices, granted),
+            *outside_findings,
+            *_check_granted_gpus(devices, granted),
             *device_findings,
         ),
     )
 
 
 def as_cluster(on: str | Path | Cluster | None, *, network: str | None = None) -> Cluster:
-    """Return the cluster that `on` is or names: a text such as 4xH100, a detect file; None is this machine.
+    """Return the cluster for `on`: a Cluster, a text such as 4xH100, a detect file; None is this machine.
 
     `network` states the bandwidth between nodes.
     """
     from os import PathLike, fspath
     from pathlib import Path
 
-    from trimtab.catalog.clusters import from_file, stated, with_network
+    from trimtab.catalog.clusters import parse_cluster, read_cluster_file, with_network
     from trimtab.errors import WrongUse
 
     if isinstance(on, Cluster):
@@ -102,9 +104,9 @@ def as_cluster(on: str | Path | Cluster | None, *, network: str | None = None) -
     elif on is None:
         cluster = detect()
     elif isinstance(on, PathLike):
-        cluster = from_file(Path(fspath(on)))
+        cluster = read_cluster_file(Path(fspath(on)))
     elif isinstance(on, str):
-        cluster = stated(on)
+        cluster = parse_cluster(on)
     else:
         raise WrongUse(
             f"cluster({on!r})",
@@ -118,73 +120,75 @@ def _devices_source(devices: tuple[Device, ...]) -> str:
     return devices[0].sources["name"] if devices else "detected: none found"
 
 
-def _devices(world: Machine) -> FoundDevices:
-    """Devices from the first of NVML, nvidia-smi and torch that answers."""
+def _detect_devices(world: Machine) -> DetectedDevices:
+    """Return the devices from the first of NVML, nvidia-smi and torch that answers."""
     reading = nvml.read_nvml(world)
     seen, driver, source = reading.devices, reading.driver, "NVML"
-    if reading.absent and _looks_nvidia(world):
-        seen, driver, silent = devices_module.from_nvidia_smi(world)
-        reading = replace(reading, findings=(*reading.findings, *silent))
+    if reading.absent and _has_nvidia_driver(world):
+        seen, driver, smi_findings = devices_module.read_nvidia_smi(world)
+        reading = replace(reading, findings=(*reading.findings, *smi_findings))
         source = "nvidia-smi"
-    if not seen and _torch_may_know(world, reading):
-        # torch has applied the variables itself.
-        own = devices_module.from_torch(world)
-        if own:
-            return FoundDevices(visible=Visible(devices=own), reading=reading, driver_source="torch")
-    shown = visible(seen, world.env, mig_parents=reading.mig_parents, driver=driver)
-    usable = [one for one in seen if one.key not in reading.mig_parents]
-    return FoundDevices(
-        visible=shown,
+    if not seen and _should_ask_torch(world, reading):
+        # torch has already applied CUDA_VISIBLE_DEVICES.
+        torch_devices = devices_module.read_torch_devices(world)
+        if torch_devices:
+            return DetectedDevices(
+                visible=VisibleDevices(devices=torch_devices), reading=reading, driver_source="torch"
+            )
+    visible = find_visible_devices(seen, world.env, mig_parents=reading.mig_parents, driver=driver)
+    usable = [seen_device for seen_device in seen if seen_device.key not in reading.mig_parents]
+    return DetectedDevices(
+        visible=visible,
         reading=reading,
         driver=driver,
         driver_source=source,
-        hidden=len(usable) - len(shown.devices),
+        hidden=len(usable) - len(visible.devices),
     )
 
 
-def _looks_nvidia(world: Machine) -> bool:
-    """Whether an NVIDIA driver is loaded: cheaper to ask than starting nvidia-smi in vain."""
+def _has_nvidia_driver(world: Machine) -> bool:
+    """Return whether an NVIDIA driver is loaded. This check is cheaper than starting nvidia-smi."""
     return bool(world.read("/proc/driver/nvidia/version")) or "nvidiactl" in world.names("/dev")
 
 
-def _torch_may_know(world: Machine, reading: NvmlReading) -> bool:
-    """Whether to start torch, which takes seconds: only where a device exists that nobody else described."""
+def _should_ask_torch(world: Machine, reading: NvmlReading) -> bool:
+    """Return whether to ask torch. It takes seconds: only for a device that NVML did not describe."""
     if world.env.get(VARIABLE, "0").strip() in HIDES_ALL:
         return False
     amd = "kfd" in world.names("/dev")
-    return amd or (bool(reading.absent) and _looks_nvidia(world))
+    return amd or (bool(reading.absent) and _has_nvidia_driver(world))
 
 
-def _described(seen: tuple[SeenDevice, ...]) -> tuple[tuple[Device, ...], list[Finding]]:
+def _describe_devices(seen: tuple[SeenDevice, ...]) -> tuple[tuple[Device, ...], list[Finding]]:
     devices, findings = [], []
     for index, seen_device in enumerate(seen):
         try:
-            described, odd = device(seen_device, index)
+            described, odd = build_device(seen_device, index)
         except ValueError as error:
-            findings.append(_impossible(seen_device, str(error)))
+            findings.append(_impossible_value_finding(seen_device, str(error)))
             continue
         devices.append(described)
-        findings += [*odd, *_tenants(described), *_capped(described)]
+        findings += [*odd, *_check_other_processes(described), *_check_power_limit(described)]
     return tuple(devices), findings
 
 
-def _impossible(seen_device: SeenDevice, wrong: str) -> Finding:
+def _impossible_value_finding(seen_device: SeenDevice, wrong: str) -> Finding:
     return Finding(
         severity=Severity.ERROR,
-        what=f"{seen_device.source} says something impossible of {seen_device.name or seen_device.key}.",
+        what=f"{seen_device.source} reports impossible values for {seen_device.name or seen_device.key}.",
         evidence=wrong,
         cause="The driver answered with nonsense, as broken devices and some virtual ones do.",
         cure="Run `nvidia-smi -q`; if it is wrong there too, restart the driver or the node.",
     )
 
 
-def _tenants(device: Device) -> list[Finding]:
-    """Other processes that hold memory on a device."""
+def _check_other_processes(device: Device) -> list[Finding]:
+    """Return a finding if other processes use memory of a device."""
     heavy = [p for p in device.processes or () if p.used_bytes is None or p.used_bytes > TENANT_BYTES]
     if not heavy:
         return []
-    held = [p.used_bytes for p in heavy if p.used_bytes is not None]
-    amount = format_bytes(sum(held)) if held else "memory"
+    sizes = [p.used_bytes for p in heavy if p.used_bytes is not None]
+    amount = format_bytes(sum(sizes)) if sizes else "memory"
     listed = ", ".join(f"{p.name or 'process'} (pid {p.pid})" for p in heavy[:4])
     return [
         Finding(
@@ -192,12 +196,12 @@ def _tenants(device: Device) -> list[Finding]:
             what=f"Another job holds {amount} of GPU {device.index}.",
             evidence=listed,
             cause="The GPU is shared, or an earlier run was not ended.",
-            cure="Make do with what is free, or end the other process.",
+            cure="Use the memory that is free, or end the other process.",
         )
     ]
 
 
-def _capped(device: Device) -> list[Finding]:
+def _check_power_limit(device: Device) -> list[Finding]:
     limit, default = device.power_limit_w, device.power_default_w
     if not limit or not default or limit >= default * CAPPED_SHARE:
         return []
@@ -212,22 +216,22 @@ def _capped(device: Device) -> list[Finding]:
     ]
 
 
-def _notes(found: FoundDevices) -> tuple[str, ...]:
-    notes = list(found.visible.notes)
-    if found.hidden > 0 and found.visible.devices and not found.visible.findings:
-        notes.append(f"{found.hidden} more on this node, not visible to this process.")
+def _build_notes(detected: DetectedDevices) -> tuple[str, ...]:
+    notes = list(detected.visible.notes)
+    if detected.hidden > 0 and detected.visible.devices and not detected.visible.findings:
+        notes.append(f"{detected.hidden} more on this node, not visible to this process.")
     return tuple(notes)
 
 
-def _driverless(world: Machine, found: FoundDevices) -> list[Finding]:
-    """A GPU on the PCI bus that nobody could describe."""
-    if found.visible.devices or found.hidden or found.reading.findings:
+def _check_driver(world: Machine, detected: DetectedDevices) -> list[Finding]:
+    """Return a finding if a GPU is on the PCI bus and no driver reports it."""
+    if detected.visible.devices or detected.hidden or detected.reading.findings:
         return []
     if world.env.get(VARIABLE, "0").strip() in HIDES_ALL:
         return []
     on_bus = [
         pci_accelerator
-        for pci_accelerator in host.pci_accelerators(world)
+        for pci_accelerator in host.list_pci_accelerators(world)
         if pci_accelerator.endswith("NVIDIA")
     ]
     if not on_bus:
@@ -237,13 +241,13 @@ def _driverless(world: Machine, found: FoundDevices) -> list[Finding]:
             severity=Severity.ERROR,
             what=f"{plural(len(on_bus), 'NVIDIA GPU')} on the PCI bus, and no driver for it.",
             evidence=on_bus[0],
-            cause=f"No NVIDIA driver is installed, or given to this container ({found.reading.absent}).",
+            cause=f"No NVIDIA driver is installed, or given to this container ({detected.reading.absent}).",
             cure="Install the NVIDIA driver; in a container, start it with --gpus all.",
         )
     ]
 
 
-def _fewer_than_granted(devices: tuple[Device, ...], schedule: Scheduler) -> list[Finding]:
+def _check_granted_gpus(devices: tuple[Device, ...], schedule: Scheduler) -> list[Finding]:
     granted = schedule.gpus_on_node
     if granted is None or len(devices) >= granted:
         return []
@@ -258,10 +262,10 @@ def _fewer_than_granted(devices: tuple[Device, ...], schedule: Scheduler) -> lis
     ]
 
 
-def _outside(name: str, world: Machine, schedule: Scheduler) -> list[Finding]:
-    """This host is none of the job's nodes: a login node under salloc."""
+def _check_host_in_allocation(name: str, world: Machine, schedule: Scheduler) -> list[Finding]:
+    """Return a finding if this host is not a node of the Slurm job, as a login node under salloc."""
     listed = schedule.node_names
-    if not listed or _own_name(name, world, schedule) is not None:
+    if not listed or _find_own_name(name, world, schedule) is not None:
         return []
     more = ", ..." if len(listed) > 2 else ""  # noqa: PLR2004 - two are enough to recognise them
     return [
@@ -276,33 +280,35 @@ def _outside(name: str, world: Machine, schedule: Scheduler) -> list[Finding]:
     ]
 
 
-def _own_name(name: str, world: Machine, schedule: Scheduler) -> str | None:
-    """What the node list calls this host, whose own name may be another; None where it is not in it."""
-    own = {one.partition(".")[0] for one in (name, world.env.get("SLURMD_NODENAME", ""))}
+def _find_own_name(name: str, world: Machine, schedule: Scheduler) -> str | None:
+    """Return the name of this host in the node list, which may differ from its own; None if not listed."""
+    own = {alias.partition(".")[0] for alias in (name, world.env.get("SLURMD_NODENAME", ""))}
     return next((node_name for node_name in schedule.node_names if node_name.partition(".")[0] in own), None)
 
 
-def _all_nodes(
+def _add_other_nodes(
     node: Node, links: tuple[Link, ...], schedule: Scheduler, world: Machine
 ) -> tuple[tuple[Node, ...], tuple[Link, ...], tuple[str, ...]]:
-    """This node, and its fellows in the allocation, which are taken to be like it."""
+    """Return all nodes of the allocation with their links and a note; other nodes are copies of this one."""
     count = schedule.num_nodes or 1
     if count == 1:
         return (node,), links, ()
-    own = _own_name(node.name, world, schedule)
+    own = _find_own_name(node.name, world, schedule)
     others = [name for name in schedule.node_names if name != own]
     others += [f"{node.name}+{number}" for number in range(len(others) + 1, count)]
-    ground = f"assumed: like {node.name}, by {schedule.sources['num_nodes'].partition(': ')[2]}"
-    fellows = [_fellow(node, name, ground) for name in others[: count - 1]]
-    copies = [_copied(link, number + 1, ground) for number in range(len(fellows)) for link in links]
+    assumption = f"assumed: like {node.name}, by {schedule.sources['num_nodes'].partition(': ')[2]}"
+    other_nodes = [_copy_node(node, name, assumption) for name in others[: count - 1]]
+    copies = [
+        _copy_link(link, number + 1, assumption) for number in range(len(other_nodes)) for link in links
+    ]
     models = {device.model or device.name for device in node.devices}
     note = (
         f"{count} nodes were granted; only {node.name} was looked at, and the others are taken to be like it."
     )
-    return (node, *fellows), (*links, *copies, network_link(models, len(node.devices))), (note,)
+    return (node, *other_nodes), (*links, *copies, assume_network_link(models, len(node.devices))), (note,)
 
 
-def _fellow(node: Node, name: str, ground: str) -> Node:
+def _copy_node(node: Node, name: str, assumption: str) -> Node:
     devices = tuple(
         device.replace(
             uuid=None,
@@ -310,17 +316,17 @@ def _fellow(node: Node, name: str, ground: str) -> Node:
             processes=None,
             free_bytes=None,
             sources={
-                field: ground
+                field: assumption
                 for field in device.sources
                 if field not in ("uuid", "bus_id", "processes", "free_bytes")
             },
         )
         for device in node.devices
     )
-    sources = dict.fromkeys((key for key in node.sources if key != "ram_free_bytes"), ground)
+    sources = dict.fromkeys((key for key in node.sources if key != "ram_free_bytes"), assumption)
     return node.replace(name=name, devices=devices, ram_free_bytes=None, sources=sources)
 
 
-def _copied(link: Link, node: int, ground: str) -> Link:
-    """The same link in another node."""
-    return link.replace(node=node, source=ground)
+def _copy_link(link: Link, node: int, assumption: str) -> Link:
+    """Return the same link for another node."""
+    return link.replace(node=node, source=assumption)

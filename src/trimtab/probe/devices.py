@@ -1,4 +1,4 @@
-"""SeenDevice: what some driver said of one device, before the catalogue is asked."""
+"""Build Device objects from driver data and the catalogue; read devices with nvidia-smi or torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.catalog.devices import (
-    derived_bandwidth,
-    derived_peaks,
+    derive_bandwidth,
+    derive_peaks,
+    find_reported_device,
     has_bf16,
-    reported,
     row_peaks,
     row_vendor,
 )
@@ -33,14 +33,14 @@ class SeenDevice:
     """One device as NVML, nvidia-smi or torch reports it. Unknown is None."""
 
     key: str
-    """How the driver's own calls name it; "gpu0" or "gpu0/mig1"."""
+    """Key of the device: "gpu0", or "gpu0/mig1" for a MIG slice."""
     source: str
-    """Who said so: NVML, nvidia-smi, torch."""
+    """NVML, nvidia-smi or torch."""
     name: str
     memory_bytes: int
     free_bytes: int | None = None
     memory_source: str | None = None
-    """How the two above are known, where it was not the driver who said so."""
+    """Source of the two memory fields, if it is not the driver."""
     uuid: str | None = None
     legacy_mig_name: str | None = None
     """MIG-GPU-<uuid>/gi/ci, the form of drivers before R470."""
@@ -64,26 +64,26 @@ class SeenDevice:
 
 
 class UsableMemory(NamedTuple):
-    """What processes can use of a device's memory, and what is free now."""
+    """Usable and free memory of a device, in bytes."""
 
     usable: int
     free: int | None
     source: str | None
-    """Set where the driver does not tell."""
+    """Set if the driver does not report memory."""
 
 
-def shared_memory(world: Machine) -> UsableMemory | None:
-    """The host's memory, for a device that has none of its own; None where the host's is unknown too."""
+def read_shared_memory(world: Machine) -> UsableMemory | None:
+    """Return the host's memory, for a device without memory of its own; None if it is unknown too."""
     ram = world.host("ram") or {}
     total, free = ram.get("total"), ram.get("available")
     return UsableMemory(usable=total, free=free, source=SHARED) if total else None
 
 
-def device(seen: SeenDevice, index: int) -> tuple[Device, list[Finding]]:
-    """The Device that this is, and what is odd about it."""
-    row = reported(seen.name)
+def build_device(seen: SeenDevice, index: int) -> tuple[Device, list[Finding]]:
+    """Build the Device with a source for each field, and findings about what is unusual."""
+    row = find_reported_device(seen.name)
     findings = []
-    if row is not None and (oddity := _unlike_row(seen, row)):
+    if row is not None and (oddity := _difference_from_row(seen, row)):
         findings.append(
             Finding(
                 severity=Severity.INFO,
@@ -96,18 +96,18 @@ def device(seen: SeenDevice, index: int) -> tuple[Device, list[Finding]]:
         row = None
     peaks, peaks_source = _peaks(seen, row)
     bandwidth, bandwidth_source = _bandwidth(seen, row)
-    said = f"detected: {seen.source}"
-    told = seen.compute_capability if CAPABILITY.fullmatch(seen.compute_capability or "") else None
-    capability = told or (row.compute_capability if row else None)
-    capability_source = said if told else f"catalogued: {row.name}" if row else said
-    held = seen.memory_source or said
+    detected = f"detected: {seen.source}"
+    reported = seen.compute_capability if CAPABILITY.fullmatch(seen.compute_capability or "") else None
+    capability = reported or (row.compute_capability if row else None)
+    capability_source = detected if reported else f"catalogued: {row.name}" if row else detected
+    memory_source = seen.memory_source or detected
     facts: dict[str, tuple[Any, str]] = {
-        "index": (index, said),
-        "name": (seen.name, said),
+        "index": (index, detected),
+        "name": (seen.name, detected),
         "model": (row.name if row else None, "catalogued: by the driver's name"),
-        "vendor": (row_vendor(row) if row else seen.vendor, said),
-        "memory_bytes": (seen.memory_bytes, held),
-        "free_bytes": (seen.free_bytes, held),
+        "vendor": (row_vendor(row) if row else seen.vendor, detected),
+        "memory_bytes": (seen.memory_bytes, memory_source),
+        "free_bytes": (seen.free_bytes, memory_source),
         "compute_capability": (capability, capability_source),
         "bf16": (
             has_bf16(capability) if capability else None,
@@ -115,36 +115,36 @@ def device(seen: SeenDevice, index: int) -> tuple[Device, list[Finding]]:
         ),
         "peaks": (peaks, peaks_source),
         "bandwidth_bytes_per_s": (bandwidth, bandwidth_source),
-        "multiprocessors": (seen.multiprocessors, said),
-        "clock_hz": (seen.clock_hz, said),
-        "power_limit_w": (seen.power_limit_w, said),
-        "power_default_w": (seen.power_default_w, said),
-        "ecc": (seen.ecc, said),
-        "uuid": (seen.uuid, said),
-        "bus_id": (seen.bus_id, said),
+        "multiprocessors": (seen.multiprocessors, detected),
+        "clock_hz": (seen.clock_hz, detected),
+        "power_limit_w": (seen.power_limit_w, detected),
+        "power_default_w": (seen.power_default_w, detected),
+        "ecc": (seen.ecc, detected),
+        "uuid": (seen.uuid, detected),
+        "bus_id": (seen.bus_id, detected),
         # Virtual machines and chips without a PCIe port answer 0.
-        "pcie_generation": (_within(seen.pcie_generation, PCIE_GENERATIONS), said),
-        "pcie_width": (_within(seen.pcie_width, PCIE_WIDTHS), said),
+        "pcie_generation": (_value_in_range(seen.pcie_generation, PCIE_GENERATIONS), detected),
+        "pcie_width": (_value_in_range(seen.pcie_width, PCIE_WIDTHS), detected),
         "numa_node": (seen.numa_node, "detected: /sys/bus/pci/devices"),
-        "slice": (seen.slice, said),
-        "processes": (seen.processes, said),
+        "slice": (seen.slice, detected),
+        "processes": (seen.processes, detected),
     }
-    known = {field: fact for field, fact in facts.items() if fact[0] is not None}
+    present = {field: fact for field, fact in facts.items() if fact[0] is not None}
     return (
         Device(
-            **{field: value for field, (value, _) in known.items()},
-            sources={field: source for field, (_, source) in known.items()},
+            **{field: value for field, (value, _) in present.items()},
+            sources={field: source for field, (_, source) in present.items()},
         ),
         findings,
     )
 
 
-def _within(value: int | None, possible: range) -> int | None:
+def _value_in_range(value: int | None, possible: range) -> int | None:
     return value if value in possible else None
 
 
-def _unlike_row(seen: SeenDevice, row: Any) -> str:
-    """How a device differs from the row of its name; empty when it does not."""
+def _difference_from_row(seen: SeenDevice, row: Any) -> str:
+    """Return how a device differs from the catalogue row of its name; empty if it does not."""
     if seen.slice is not None:
         return ""
     if seen.multiprocessors and row.multiprocessors and seen.multiprocessors != row.multiprocessors:
@@ -159,15 +159,15 @@ def _peaks(seen: SeenDevice, row: Any) -> tuple[Peaks | None, str]:
     share = seen.slice.sm_share if seen.slice else 1.0
     if row is not None:
         cut = "" if share == 1 else f", times {share:.3f} of its multiprocessors"
-        return row_peaks(row).scaled(share), f"catalogued: {row.name}{cut}"
+        return row_peaks(row).scale(share), f"catalogued: {row.name}{cut}"
     if not (seen.compute_capability and seen.multiprocessors and seen.clock_hz):
         return None, ""
     # A slice reports its own multiprocessors, so the rule needs no share.
-    peaks = derived_peaks(seen.name, seen.compute_capability, seen.multiprocessors, seen.clock_hz)
+    peaks = derive_peaks(seen.name, seen.compute_capability, seen.multiprocessors, seen.clock_hz)
     clock = f"{seen.clock_hz / 1e9:.2f} GHz"
     return peaks, (
         f"derived: {seen.multiprocessors} multiprocessors at {clock}, the highest clock; "
-        "a specified peak lies up to 20 % lower"
+        "a specified peak is up to 20 % lower"
     )
 
 
@@ -180,13 +180,13 @@ def _bandwidth(seen: SeenDevice, row: Any) -> tuple[float | None, str]:
         cut = "" if share == 1 else f", times {share:.3f} of its memory"
         return row.bandwidth_gbs * 1e9 * share, f"catalogued: {row.name}{cut}"
     if seen.bus_width_bits and seen.memory_clock_hz:
-        whole = derived_bandwidth(seen.bus_width_bits, seen.memory_clock_hz)
+        bandwidth = derive_bandwidth(seen.bus_width_bits, seen.memory_clock_hz)
         clock = f"{seen.memory_clock_hz / 1e6:.0f} MHz"
-        return whole * share, f"derived: {seen.bus_width_bits} bits at {clock}, twice a clock"
+        return bandwidth * share, f"derived: {seen.bus_width_bits} bits at {clock}, twice a clock"
     return None, ""
 
 
-# Devices where NVML is missing: from nvidia-smi, or from torch in a process of its own.
+# Without NVML, devices are read from nvidia-smi, or from torch in a separate process.
 
 
 _COLUMNS = (
@@ -195,7 +195,7 @@ _COLUMNS = (
 )
 _QUERY = ("nvidia-smi", f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits")
 
-_TORCH = """
+_TORCH_SCRIPT = """
 import json, torch
 seen = []
 for index in range(torch.cuda.device_count()):
@@ -212,34 +212,34 @@ print(json.dumps(seen))
 """
 
 
-NOT_TOLD = ("[N/A]", "[Not Supported]", "N/A")
-"""What nvidia-smi prints for a column that a device does not have."""
+NOT_AVAILABLE = ("[N/A]", "[Not Supported]", "N/A")
+"""Values that nvidia-smi prints for a column that a device does not have."""
 
 
-def from_nvidia_smi(world: Machine) -> tuple[tuple[SeenDevice, ...], str | None, tuple[Finding, ...]]:
-    """Devices and driver version as nvidia-smi prints them; none where it is missing."""
+def read_nvidia_smi(world: Machine) -> tuple[tuple[SeenDevice, ...], str | None, tuple[Finding, ...]]:
+    """Return devices, driver version and findings from nvidia-smi; no devices if it is missing."""
     text = world.run(_QUERY)
     rows = [line.split(", ") for line in (text or "").strip().splitlines()]
     names = _COLUMNS.split(",")
     tables = [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
-    devices = [(table, _smi_device(world, table)) for table in tables]
-    findings = tuple(_silent(table) for table, one in devices if one is None)
+    devices = [(table, _parse_smi_row(world, table)) for table in tables]
+    findings = tuple(_no_memory_finding(table) for table, device in devices if device is None)
     driver = tables[0]["driver_version"] if tables else None
-    return tuple(one for _, one in devices if one is not None), driver, findings
+    return tuple(device for _, device in devices if device is not None), driver, findings
 
 
-def _silent(table: dict[str, str]) -> Finding:
+def _no_memory_finding(table: dict[str, str]) -> Finding:
     return Finding(
         severity=Severity.ERROR,
-        what=f"GPU {table['index']} does not tell how much memory it has.",
+        what=f"GPU {table['index']} does not report how much memory it has.",
         evidence=f"nvidia-smi: memory.total is {table['memory.total']}",
         cause="The driver answered with an error.",
         cure="Run `nvidia-smi`: if it shows ERR! there, the driver needs a restart or the node a reboot.",
     )
 
 
-def _smi_device(world: Machine, table: dict[str, str]) -> SeenDevice | None:
-    """The device of a line; None where its memory is neither told nor the host's."""
+def _parse_smi_row(world: Machine, table: dict[str, str]) -> SeenDevice | None:
+    """Return the device of a line; None if its memory is neither reported nor shared with the host."""
 
     def number(column: str) -> float | None:
         try:
@@ -248,15 +248,15 @@ def _smi_device(world: Machine, table: dict[str, str]) -> SeenDevice | None:
             # nvidia-smi writes [N/A] or [Not Supported] there.
             return None
 
-    def whole(column: str) -> int | None:
+    def integer(column: str) -> int | None:
         value = number(column)
         return None if value is None else int(value)
 
     usable = int(((number("memory.total") or 0) - (number("memory.reserved") or 0)) * MIB)
-    told, source = number("memory.free"), None
-    free = None if told is None else min(int(told * MIB), usable)
+    free_mib, source = number("memory.free"), None
+    free = None if free_mib is None else min(int(free_mib * MIB), usable)
     if usable <= 0:
-        shared = shared_memory(world) if table["memory.total"].strip() in NOT_TOLD else None
+        shared = read_shared_memory(world) if table["memory.total"].strip() in NOT_AVAILABLE else None
         if shared is None:
             return None
         usable, free, source = shared
@@ -276,17 +276,17 @@ def _smi_device(world: Machine, table: dict[str, str]) -> SeenDevice | None:
         power_default_w=number("power.default_limit"),
         ecc=ecc,
         bus_id=table["pci.bus_id"],
-        pcie_generation=whole("pcie.link.gen.max"),
-        pcie_width=whole("pcie.link.width.max"),
+        pcie_generation=integer("pcie.link.gen.max"),
+        pcie_width=integer("pcie.link.width.max"),
     )
 
 
-def from_torch(world: Machine) -> tuple[SeenDevice, ...]:
-    """Devices as torch sees them, which has already applied the visible-devices variables.
+def read_torch_devices(world: Machine) -> tuple[SeenDevice, ...]:
+    """Return the devices that torch sees, after CUDA_VISIBLE_DEVICES.
 
-    Runs in a process of its own: importing torch is slow, and starting CUDA here would take memory.
+    Runs in a separate process: importing torch is slow, and starting CUDA here would take memory.
     """
-    text = world.run((world.host("executable") or "python3", "-c", _TORCH))
+    text = world.run((world.host("executable") or "python3", "-c", _TORCH_SCRIPT))
     try:
         answers: list[dict[str, Any]] = json.loads(text or "[]")
     except ValueError:

@@ -1,4 +1,4 @@
-"""What this process may use of its host: cores and memory, after affinity, cgroups and the scheduler."""
+"""Read the CPU cores and memory this process may use, after affinity, cgroups and the scheduler."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _DISPLAY_CLASSES = ("0x0300", "0x0302", "0x1200")
 
 
 class HostLimit(NamedTuple):
-    """A number and who sets it."""
+    """A limit and its source."""
 
     value: int
     source: str
 
 
 class MemoryFiles(NamedTuple):
-    """How a version of cgroups calls a limit, what is used, and which part of that can be taken back."""
+    """File names of a cgroup version: memory limit, usage, and the reclaimable part of the usage."""
 
     limit: str
     usage: str
@@ -45,7 +45,7 @@ CGROUP_MEMORY = (
 
 
 class HostLimits(NamedTuple):
-    """What may be used, with sources by field of Node."""
+    """Cores and bytes this process may use, with sources by field of Node."""
 
     cpu_cores: int | None
     cpu_cores_total: int | None
@@ -56,13 +56,13 @@ class HostLimits(NamedTuple):
 
 
 def read_host(world: Machine, scheduler: Scheduler) -> HostLimits:
-    """The tightest of all limits on cores and on memory."""
+    """Return the tightest of all limits on cores and on memory."""
     cores = min(_core_limits(world, scheduler), default=None, key=lambda limit: limit.value)
     ram = world.host("ram") or {}
     memory = min(_memory_limits(world, scheduler, ram), default=None, key=lambda limit: limit.value)
     free = min(_free_limits(world, ram, memory), default=None, key=lambda limit: limit.value)
     total, shm = world.host("cpus"), world.host("shm")
-    known = {
+    sources = {
         "cpu_cores": cores.source if cores else None,
         "cpu_cores_total": "detected: the operating system" if total else None,
         "ram_bytes": memory.source if memory else None,
@@ -76,7 +76,7 @@ def read_host(world: Machine, scheduler: Scheduler) -> HostLimits:
         ram_bytes=memory.value if memory else None,
         ram_free_bytes=free.value if free else None,
         shm_bytes=shm or None,
-        sources={field: source for field, source in known.items() if source},
+        sources={field: source for field, source in sources.items() if source},
     )
 
 
@@ -95,15 +95,15 @@ def _core_limits(world: Machine, scheduler: Scheduler) -> Iterator[HostLimit]:
 
 
 def _cpu_quota(world: Machine, folder: str) -> int | None:
-    """Cores that a cgroup's quota amounts to, at least one; None where it sets none."""
-    both = world.read(f"{folder}/cpu.max")
-    if both:
-        quota, _, period = both.strip().partition(" ")
+    """Return the cores of a cgroup's CPU quota, at least 1; None without a quota."""
+    cpu_max = world.read(f"{folder}/cpu.max")
+    if cpu_max:
+        quota, _, period = cpu_max.strip().partition(" ")
     else:
         quota = (world.read(f"{folder}/cpu.cfs_quota_us") or "max").strip()
         period = (world.read(f"{folder}/cpu.cfs_period_us") or "100000").strip()
-    part, whole = parse_whole(quota), parse_whole(period)
-    return max(1, math.floor(part / whole)) if part is not None and whole else None
+    quota_us, period_us = parse_whole(quota), parse_whole(period)
+    return max(1, math.floor(quota_us / period_us)) if quota_us is not None and period_us else None
 
 
 def _memory_limits(world: Machine, scheduler: Scheduler, ram: dict[str, int]) -> Iterator[HostLimit]:
@@ -118,45 +118,45 @@ def _memory_limits(world: Machine, scheduler: Scheduler, ram: dict[str, int]) ->
 
 
 def _memory_limit(world: Machine, folder: str, files: MemoryFiles) -> int | None:
-    limit = _whole(world, f"{folder}/{files.limit}")
+    limit = _read_integer(world, f"{folder}/{files.limit}")
     return limit if limit and limit < UNLIMITED_V1 else None
 
 
 def _free_limits(world: Machine, ram: dict[str, int], memory: HostLimit | None) -> Iterator[HostLimit]:
-    """What is free on the host, under each cgroup's limit, and at most the tightest limit."""
+    """Yield the free memory of the host, the free memory under each cgroup limit, and the tightest limit."""
     if ram.get("available") is None:
         return
     yield HostLimit(ram["available"], "detected: the operating system")
     for folder in _cgroup_folders(world, "memory"):
         for files in CGROUP_MEMORY:
-            limit, used = _memory_limit(world, folder, files), _whole(world, f"{folder}/{files.usage}")
+            limit, used = _memory_limit(world, folder, files), _read_integer(world, f"{folder}/{files.usage}")
             if limit and used is not None:
-                # Files read and not touched again are given back under pressure: they are not in the way.
-                held = max(0, used - _stated(world.read(f"{folder}/memory.stat"), files.reclaimable))
+                # The kernel reclaims inactive file cache under pressure, so it counts as free.
+                needed = max(0, used - _parse_stat(world.read(f"{folder}/memory.stat"), files.reclaimable))
                 source = f"detected: cgroup {folder}: its limit less {files.usage}"
-                yield HostLimit(max(0, limit - held), source)
+                yield HostLimit(max(0, limit - needed), source)
     if memory is not None:
         yield memory
 
 
-def _whole(world: Machine, path: str) -> int | None:
+def _read_integer(world: Machine, path: str) -> int | None:
     return parse_whole(world.read(path) or "")
 
 
-def _stated(text: str | None, name: str) -> int:
-    """A number of memory.stat, which has one a line; 0 where it is not there."""
+def _parse_stat(text: str | None, name: str) -> int:
+    """Return a value of memory.stat, which has one per line; 0 if it is missing."""
     match = re.search(rf"^{name} ([0-9]+)$", text or "", re.MULTILINE)
     return int(match.group(1)) if match else 0
 
 
-def memory_folders(world: Machine) -> list[str]:
-    """The cgroups whose limits on memory bind this process, its own first."""
+def memory_cgroups(world: Machine) -> list[str]:
+    """Return the cgroups whose memory limits apply to this process, its own first."""
     return _cgroup_folders(world, "memory")
 
 
 def _cgroup_folders(world: Machine, controller: str) -> list[str]:
-    """The folders whose limits bind this process: its own cgroup and every one above it."""
-    found = []
+    """Return the folders of this process's cgroup and of every cgroup above it."""
+    folders = []
     for line in (world.read("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -167,18 +167,18 @@ def _cgroup_folders(world: Machine, controller: str) -> list[str]:
         else:
             continue
         parts = [part for part in path.split("/") if part]
-        found += ["/".join([root, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
-    return found
+        folders += ["/".join([root, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
+    return folders
 
 
-def pci_accelerators(world: Machine) -> list[str]:
-    """GPUs on the PCI bus as "0000:01:00.0 NVIDIA", whether or not a driver runs them."""
+def list_pci_accelerators(world: Machine) -> list[str]:
+    """Return the GPUs on the PCI bus as "0000:01:00.0 NVIDIA", with or without a driver."""
     vendors = {NVIDIA_PCI_VENDOR: "NVIDIA", AMD_PCI_VENDOR: "AMD"}
-    found = []
+    accelerators = []
     for address in world.names("/sys/bus/pci/devices"):
         folder = f"/sys/bus/pci/devices/{address}"
         vendor = vendors.get((world.read(f"{folder}/vendor") or "").strip())
         kind = (world.read(f"{folder}/class") or "").strip() if vendor else ""
         if vendor and kind.startswith(_DISPLAY_CLASSES):
-            found.append(f"{address} {vendor}")
-    return found
+            accelerators.append(f"{address} {vendor}")
+    return accelerators

@@ -1,7 +1,7 @@
-"""Everything outside this process that probing may ask, as one value that can be passed in.
+"""Access to the operating system, commands and NVML behind one object that can be recorded and replayed.
 
-`here()` is the real machine. `recorded(world)` notes every question with its answer, and `replayed(record)`
-answers from such notes: a machine that is far away can be looked at again, exactly, by the same code.
+`this_machine()` is the real machine. `record_machine(world)` records every query with its answer, and
+`replay_machine(record)` answers from such a record, so that tests can repeat detection of another machine.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-"""Questions and answers by kind, as JSON holds them."""
+"""Queries and answers by kind, as JSON values."""
 
 NVML_NOT_SUPPORTED = 3
 NVML_LIBRARY_NOT_FOUND = 12
 NVML_NO_DATA = 21
 NVML_NO_PYTHON_PACKAGE = -1
-"""Not a code of NVML: nvidia-ml-py itself is missing."""
+"""Not an NVML code: the Python package nvidia-ml-py is missing."""
 
 _COMMAND_TIMEOUT_S = 60
 
 
-class NvmlFault(Exception):  # noqa: N818 - a fault the caller decides about, not an error
-    """NVML's refusal: its return code and text."""
+class NvmlFault(Exception):  # noqa: N818 - callers decide whether it is an error
+    """An NVML call that failed: its return code and text."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code, text)
@@ -35,20 +35,20 @@ class NvmlFault(Exception):  # noqa: N818 - a fault the caller decides about, no
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What can be asked. Each callable answers None, or raises NvmlFault, where there is no answer."""
+    """Queries about a machine. A callable returns None, or raises NvmlFault, if there is no answer."""
 
     env: Mapping[str, str]
     """Environment variables."""
     read: Callable[[str], str | None]
-    """Text of a file; None where it cannot be read."""
+    """Return the text of a file; None if it cannot be read."""
     names: Callable[[str], list[str]]
-    """Entries of a folder; empty where there is none."""
+    """Return the entries of a folder; empty if there is none."""
     run: Callable[[tuple[str, ...]], str | None]
-    """Standard output of a command; None where it is missing or fails."""
+    """Return the standard output of a command; None if it is missing or fails."""
     nvml: Callable[..., Any]
-    """A function of NVML by name; a device is "gpu0", a MIG slice of it "gpu0/mig1"."""
+    """Call an NVML function by name; a device is "gpu0", a MIG slice of it "gpu0/mig1"."""
     host: Callable[[str], Any]
-    """A fact about the host or Python by name; see `_HOST`."""
+    """Return a fact about the host or Python by name; see `_HOST`."""
 
 
 def this_machine() -> Machine:
@@ -81,16 +81,16 @@ def _run(argv: tuple[str, ...]) -> str | None:
     import subprocess
 
     try:
-        done = subprocess.run(  # noqa: S603 - fixed commands of ours, no shell
+        process = subprocess.run(  # noqa: S603 - fixed commands, no shell
             argv, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return process.stdout if process.returncode == 0 else None
 
 
 def _host(question: str) -> Any:
-    """Facts that Python's libraries give: name, system, python, cpus, affinity, ram, package:NAME, ..."""
+    """Return a fact from Python's libraries: name, system, python, cpus, affinity, ram, package:NAME, ..."""
     kind, _, detail = question.partition(":")
     return _HOST[kind](detail)
 
@@ -116,13 +116,13 @@ def _package(name: str) -> str | None:
 
 
 def _torch_version_file(_: str) -> str | None:
-    """The text of torch/version.py: it names the CUDA release without importing torch."""
+    """Return the text of torch/version.py, which names the CUDA release without importing torch."""
     from importlib.util import find_spec
 
-    found = find_spec("torch")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
         return None
-    return _read(str(Path(found.submodule_search_locations[0]) / "version.py"))
+    return _read(str(Path(spec.submodule_search_locations[0]) / "version.py"))
 
 
 def _shm(_: str) -> int | None:
@@ -134,18 +134,18 @@ def _shm(_: str) -> int | None:
 
 
 def _limit(name: str) -> list[int | None] | None:
-    """The soft and the hard limit that `ulimit` sets; None in the place of one that is unlimited."""
+    """Return the soft and the hard limit of `ulimit`, None for unlimited."""
     import resource
 
     try:
-        both = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+        limits = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
     except (AttributeError, OSError, ValueError):
         return None
-    return [None if one == resource.RLIM_INFINITY else one for one in both]
+    return [None if limit == resource.RLIM_INFINITY else limit for limit in limits]
 
 
 def _disk(path: str) -> dict[str, int] | None:
-    """Bytes and files that the disk of a folder has, and has left for us."""
+    """Return total and free bytes and files of the disk that holds a folder."""
     try:
         stats = os.statvfs(path)
     except (OSError, ValueError, AttributeError):
@@ -212,7 +212,7 @@ _HOST: dict[str, Callable[[str], Any]] = {
 
 
 def _real_nvml() -> Callable[..., Any]:
-    """A caller of NVML that finds handles by our device keys and turns structs into plain values."""
+    """Return a function that calls NVML with trimtab's device keys and converts structs to plain values."""
     handles: dict[str, Any] = {}
 
     def handle(library: Any, key: str) -> Any:
@@ -233,7 +233,7 @@ def _real_nvml() -> Callable[..., Any]:
             raise NvmlFault(NVML_NO_PYTHON_PACKAGE, str(error)) from error
         try:
             real = [handle(pynvml, arg) if isinstance(arg, str) else arg for arg in args]
-            return plain(getattr(pynvml, function)(*real))
+            return to_plain(getattr(pynvml, function)(*real))
         except pynvml.NVMLError as error:
             raise NvmlFault(int(error.value), str(error)) from error
         except AttributeError as error:
@@ -245,32 +245,32 @@ def _real_nvml() -> Callable[..., Any]:
     return call
 
 
-def plain(value: Any) -> Any:
-    """NVML's answer as JSON can hold it: structs as dicts, tuples as lists, bytes as text."""
+def to_plain(value: Any) -> Any:
+    """Convert an NVML answer to JSON values: structs to dicts, tuples to lists, bytes to text."""
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [to_plain(item) for item in value]
     fields = getattr(value, "_fields_", None)
     if fields is not None:
-        return {field[0]: plain(getattr(value, field[0])) for field in fields}
+        return {field[0]: to_plain(getattr(value, field[0])) for field in fields}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     # nvidia-ml-py's "friendly" objects carry their fields as attributes.
-    return {key: plain(var) for key, var in vars(value).items()}
+    return {key: to_plain(var) for key, var in vars(value).items()}
 
 
-def recorded(world: Machine) -> tuple[Machine, Record]:
-    """The same world, and a record that fills with every question and answer."""
+def record_machine(world: Machine) -> tuple[Machine, Record]:
+    """Return the same machine, and a record that collects every query and answer."""
     record: Record = {"env": {}, "read": {}, "names": {}, "run": {}, "nvml": {}, "host": {}}
 
-    def noting(kind: str, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*question: Any) -> Any:
+    def recording(kind: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def ask_and_record(*question: Any) -> Any:
             answer = ask(*question)
             record[kind][_key(question)] = answer
             return answer
 
-        return asked
+        return ask_and_record
 
     def nvml(*question: Any) -> Any:
         try:
@@ -281,20 +281,20 @@ def recorded(world: Machine) -> tuple[Machine, Record]:
         record["nvml"][_key(question)] = {"answer": answer}
         return answer
 
-    noted = replace(
+    recorder = replace(
         world,
-        env=_NotingEnv(world.env, record["env"]),
-        read=noting("read", world.read),
-        names=noting("names", world.names),
-        run=noting("run", world.run),
-        host=noting("host", world.host),
+        env=_RecordingEnv(world.env, record["env"]),
+        read=recording("read", world.read),
+        names=recording("names", world.names),
+        run=recording("run", world.run),
+        host=recording("host", world.host),
         nvml=nvml,
     )
-    return noted, record
+    return recorder, record
 
 
-def replayed(record: Record) -> Machine:
-    """A world that answers from a record; what was not asked then has no answer now."""
+def replay_machine(record: Record) -> Machine:
+    """Return a machine that answers from a record; other queries have no answer."""
 
     def nvml(*question: Any) -> Any:
         answer = record.get("nvml", {}).get(_key(question))
@@ -305,35 +305,35 @@ def replayed(record: Record) -> Machine:
             raise NvmlFault(*answer["fault"])
         return answer["answer"]
 
-    def from_notes(kind: str, otherwise: Any) -> Callable[..., Any]:
+    def from_record(kind: str, otherwise: Any) -> Callable[..., Any]:
         return lambda *question: record.get(kind, {}).get(_key(question), otherwise)
 
     return Machine(
         env=record.get("env", {}),
-        read=from_notes("read", None),
-        names=from_notes("names", []),
-        run=from_notes("run", None),
-        host=from_notes("host", None),
+        read=from_record("read", None),
+        names=from_record("names", []),
+        run=from_record("run", None),
+        host=from_record("host", None),
         nvml=nvml,
     )
 
 
 def _key(question: tuple[Any, ...]) -> str:
-    """A question as one line: the function and its arguments."""
-    flat = (str(one) for part in question for one in (part if isinstance(part, tuple) else (part,)))
+    """Return a query as one line: the function and its arguments."""
+    flat = (str(word) for part in question for word in (part if isinstance(part, tuple) else (part,)))
     return " ".join(flat)
 
 
-class _NotingEnv(Mapping[str, str]):
-    """An environment that notes which variables were read and were set."""
+class _RecordingEnv(Mapping[str, str]):
+    """An environment that records the variables that are read and set."""
 
-    def __init__(self, env: Mapping[str, str], notes: dict[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], record: dict[str, str]) -> None:
         self._env = env
-        self._notes = notes
+        self._record = record
 
     def __getitem__(self, name: str) -> str:
         value = self._env[name]
-        self._notes[name] = value
+        self._record[name] = value
         return value
 
     def __iter__(self) -> Any:

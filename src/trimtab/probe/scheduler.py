@@ -1,4 +1,4 @@
-"""Who started this process and what it was given: Slurm, Kubernetes, torchrun, or variables set by hand."""
+"""Read scheduler and launcher variables: Slurm, Kubernetes, torchrun, or RANK and the like set by hand."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ KUBERNETES = {"num_nodes": "PET_NNODES"}
 
 TABLES = {"slurm": SLURM, "kubernetes": KUBERNETES, "torchrun": TORCHRUN, "by hand": TORCHRUN, "srun": SRUN}
 SIGNS = {"slurm": "SLURM_JOB_ID", "kubernetes": "KUBERNETES_SERVICE_HOST"}
-"""The variable that gives a scheduler away, the first one that is set."""
+"""Variable by which each scheduler is recognised, in this order."""
 TEXT_FIELDS = ("job_id", "partition")
 RANKS = ("rank", "world_size", "local_rank", "local_world_size")
 FROM_ONE = ("num_nodes", "world_size", "local_world_size")
 """Counts that cannot be 0."""
 MOST_NODES = 65536
-"""A node list that spells out to more than this is a mistake."""
+"""A node list with more nodes than this is a mistake."""
 
 
 def read_scheduler(env: Mapping[str, str]) -> tuple[Scheduler, list[Finding]]:
-    """What the variables say, and which of them cannot be."""
-    name, launcher = _name(env), _launcher(env)
+    """Return what the variables say, and findings about invalid ones."""
+    name, launcher = _detect_scheduler(env), _detect_launcher(env)
     tables = [table for table in (TABLES.get(name or ""), TABLES.get(launcher or "")) if table]
-    values, sources, findings = _values(env, tables)
-    findings += _half_set(env, launcher)
+    values, sources, findings = _read_values(env, tables)
+    findings += _check_process_group(env, launcher)
     if name:
         values["name"], sources["name"] = name, f"detected: {SIGNS[name]}"
     if launcher:
@@ -63,16 +63,16 @@ def read_scheduler(env: Mapping[str, str]) -> tuple[Scheduler, list[Finding]]:
     try:
         return Scheduler(**values, sources=sources), findings
     except ValueError as error:
-        findings.append(_contradiction(str(error)))
-        kept = {field: value for field, value in values.items() if field not in RANKS}
-        return Scheduler(**kept, sources={f: s for f, s in sources.items() if f in kept}), findings
+        findings.append(_contradiction_finding(str(error)))
+        valid = {field: value for field, value in values.items() if field not in RANKS}
+        return Scheduler(**valid, sources={f: s for f, s in sources.items() if f in valid}), findings
 
 
-def _name(env: Mapping[str, str]) -> str | None:
+def _detect_scheduler(env: Mapping[str, str]) -> str | None:
     return next((name for name, sign in SIGNS.items() if sign in env), None)
 
 
-def _launcher(env: Mapping[str, str]) -> str | None:
+def _detect_launcher(env: Mapping[str, str]) -> str | None:
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun"
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -81,7 +81,7 @@ def _launcher(env: Mapping[str, str]) -> str | None:
     return "srun" if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env else None
 
 
-def _values(
+def _read_values(
     env: Mapping[str, str], tables: list[dict[str, str]]
 ) -> tuple[dict[str, Any], dict[str, str], list[Finding]]:
     values: dict[str, Any] = {}
@@ -91,18 +91,18 @@ def _values(
         text = env.get(variable)
         if text is None:
             continue
-        value = text if field in TEXT_FIELDS else _number(field, text)
+        value = text if field in TEXT_FIELDS else _parse_count(field, text)
         if value is None:
-            findings.append(_not_a_number(variable, text, at_least=int(field in FROM_ONE)))
+            findings.append(_not_a_number_finding(variable, text, at_least=int(field in FROM_ONE)))
             continue
         values[field], sources[field] = value, f"detected: {variable}"
     return values, sources, findings
 
 
-def _number(field: str, text: str) -> int | None:
-    """The count that a variable holds; None where it holds no count."""
+def _parse_count(field: str, text: str) -> int | None:
+    """Return the count in a variable; None if it is not a count."""
     if field == "num_nodes":
-        # An elastic range such as 1:4 counts as the largest that may come.
+        # An elastic range such as 1:4 counts as its maximum.
         text = re.sub(r"^[0-9]+:", "", text.strip())
     number = parse_whole(text)
     return None if number == 0 and field in FROM_ONE else number
@@ -111,7 +111,7 @@ def _number(field: str, text: str) -> int | None:
 def _slurm_memory_and_names(
     env: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]
 ) -> list[Finding]:
-    """Slurm grants memory per node, per CPU or per GPU, in MiB; 0 means all of it."""
+    """Add memory and node names; Slurm grants memory per node, CPU or GPU, in MiB, and 0 means all."""
     per = {
         "SLURM_MEM_PER_NODE": 1,
         "SLURM_MEM_PER_CPU": values.get("cpus_on_node"),
@@ -126,21 +126,21 @@ def _slurm_memory_and_names(
     if not listed:
         return []
     try:
-        values["node_names"] = tuple(node_names(listed))
+        values["node_names"] = tuple(parse_node_list(listed))
     except ValueError as error:
-        return [_bad_node_list(listed, str(error))]
+        return [_bad_node_list_finding(listed, str(error))]
     sources["node_names"] = "detected: SLURM_JOB_NODELIST"
     return []
 
 
-def node_names(listed: str) -> list[str]:
-    """The hosts of a Slurm node list; ValueError for what is none.
+def parse_node_list(listed: str) -> list[str]:
+    """Return the hosts of a Slurm node list; raise ValueError if it is invalid.
 
-    >>> node_names("n[1-2],gpu[08-09,12]-ib,login")
+    >>> parse_node_list("n[1-2],gpu[08-09,12]-ib,login")
     ['n1', 'n2', 'gpu08-ib', 'gpu09-ib', 'gpu12-ib', 'login']
     """
     if re.search(r"[\[\]]", re.sub(r"\[[0-9,-]*\]", "", listed)):
-        raise ValueError("a bracket holds something else than numbers, or does not close")
+        raise ValueError("a bracket has something other than numbers, or does not close")
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
         head, bracket, rest = part.partition("[")
@@ -152,16 +152,16 @@ def node_names(listed: str) -> list[str]:
             first, _, last = word.partition("-")
             start, stop = parse_whole(first), parse_whole(last or first)
             if start is None or stop is None or stop < start:
-                raise ValueError(f"{word!r} is no range of numbers")
+                raise ValueError(f"{word!r} is not a range of numbers")
             for number in range(start, stop + 1):
-                # A second pair of brackets, as in rack[1-2]n[1-4], is expanded in turn.
-                names += node_names(f"{head}{number:0{len(first)}d}{tail}")
+                # A second pair of brackets, as in rack[1-2]n[1-4], is expanded recursively.
+                names += parse_node_list(f"{head}{number:0{len(first)}d}{tail}")
                 if len(names) > MOST_NODES:
-                    raise ValueError(f"it spells out to more than {MOST_NODES} nodes")
+                    raise ValueError(f"it lists more than {MOST_NODES} nodes")
     return names
 
 
-def _not_a_number(variable: str, text: str, *, at_least: int = 0) -> Finding:
+def _not_a_number_finding(variable: str, text: str, *, at_least: int = 0) -> Finding:
     kind = "a count" if parse_whole(text) == 0 else "a number"
     return Finding(
         severity=Severity.ERROR,
@@ -172,7 +172,7 @@ def _not_a_number(variable: str, text: str, *, at_least: int = 0) -> Finding:
     )
 
 
-def _bad_node_list(listed: str, wrong: str) -> Finding:
+def _bad_node_list_finding(listed: str, wrong: str) -> Finding:
     return Finding(
         severity=Severity.ERROR,
         what=f"SLURM_JOB_NODELIST cannot be read: {wrong}.",
@@ -183,28 +183,28 @@ def _bad_node_list(listed: str, wrong: str) -> Finding:
     )
 
 
-def _half_set(env: Mapping[str, str], launcher: str | None) -> list[Finding]:
-    """RANK without WORLD_SIZE and the like: a process group would wait for ever."""
+def _check_process_group(env: Mapping[str, str], launcher: str | None) -> list[Finding]:
+    """Return a finding for RANK without WORLD_SIZE or the reverse: a process group would wait forever."""
     if launcher != "by hand":
         return []
     needed = ("RANK", "WORLD_SIZE")
     missing = [name for name in needed if name not in env]
     if not missing:
         return []
-    there = next(name for name in needed if name in env)
+    present = next(name for name in needed if name in env)
     return [
         Finding(
             severity=Severity.ERROR,
-            what=f"{there} is set, but {' and '.join(missing)} is not.",
-            evidence=f"{there}={env[there]}",
+            what=f"{present} is set, but {' and '.join(missing)} is not.",
+            evidence=f"{present}={env[present]}",
             cause="The variables of a process group were set by hand, and not all of them.",
             cure="Start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; "
-            f"or unset {there}.",
+            f"or unset {present}.",
         )
     ]
 
 
-def _contradiction(text: str) -> Finding:
+def _contradiction_finding(text: str) -> Finding:
     return Finding(
         severity=Severity.ERROR,
         what="The variables of the process group contradict each other.",

@@ -1,11 +1,11 @@
-"""Driver, CUDA, torch and NCCL versions, read without importing torch, and whether they fit together."""
+"""Read driver, CUDA, torch and NCCL versions without importing torch, and find mismatches."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-from trimtab.catalog.devices import capability
+from trimtab.catalog.devices import parse_capability
 from trimtab.catalog.tables import drivers, torch_builds, torch_releases
 from trimtab.catalog.torch_release import is_supported, requirement
 from trimtab.spec import Device, Finding, Severity, Versions
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 def read_versions(
     world: Machine, driver: str | None, driver_cuda: str | None, driver_source: str
 ) -> Versions:
-    """All versions; the CUDA release of torch comes from the text of torch/version.py."""
+    """Return all versions; torch's CUDA release comes from the text of torch/version.py."""
     text = world.host("torch_version_file") or ""
-    package = _nccl_package(_assigned(text, "cuda"))
+    package = _nccl_package(_parse_assignment(text, "cuda"))
     nccl = world.host(f"package:{package}") if package else None
-    known = {
+    facts = {
         "trimtab": (VERSION, "detected: this program"),
         "python": (world.host("python"), "detected: this interpreter"),
         "torch": (world.host("package:torch"), "detected: package metadata"),
-        "torch_cuda": (_assigned(text, "cuda"), "detected: torch/version.py"),
-        "torch_hip": (_assigned(text, "hip"), "detected: torch/version.py"),
+        "torch_cuda": (_parse_assignment(text, "cuda"), "detected: torch/version.py"),
+        "torch_hip": (_parse_assignment(text, "hip"), "detected: torch/version.py"),
         "nccl": (nccl, f"detected: metadata of {package}"),
         "driver": (driver, f"detected: {driver_source}"),
         "driver_cuda": (driver_cuda, f"detected: {driver_source}"),
         "system": (world.host("system"), "detected: the operating system"),
     }
-    told = {field: fact for field, fact in known.items() if fact[0]}
+    present = {field: fact for field, fact in facts.items() if fact[0]}
     return Versions(
-        **{field: value for field, (value, _) in told.items()},
-        sources={field: source for field, (_, source) in told.items()},
+        **{field: value for field, (value, _) in present.items()},
+        sources={field: source for field, (_, source) in present.items()},
     )
 
 
 def _nccl_package(cuda: str | None) -> str | None:
-    """The package with the NCCL that a torch for this CUDA release loads.
+    """Return the package with the NCCL that torch loads for this CUDA release.
 
     >>> _nccl_package("12.8"), _nccl_package(None)
     ('nvidia-nccl-cu12', None)
@@ -49,33 +49,33 @@ def _nccl_package(cuda: str | None) -> str | None:
     return f"nvidia-nccl-cu{cuda.partition('.')[0]}" if cuda else None
 
 
-def _assigned(text: str, name: str) -> str | None:
-    """The string that torch/version.py gives a name.
+def _parse_assignment(text: str, name: str) -> str | None:
+    """Return the string assigned to a name in torch/version.py.
 
-    >>> _assigned("cuda: Optional[str] = '13.0'", "cuda"), _assigned("hip = None", "hip")
+    >>> _parse_assignment("cuda: Optional[str] = '13.0'", "cuda"), _parse_assignment("hip = None", "hip")
     ('13.0', None)
     """
     match = re.search(rf"^{name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
     return match.group(1) if match else None
 
 
-def misfits(versions: Versions, devices: tuple[Device, ...]) -> list[Finding]:
-    """What does not fit together; nothing to say where there is no torch."""
+def find_mismatches(versions: Versions, devices: tuple[Device, ...]) -> list[Finding]:
+    """Return findings about versions that do not fit together; none without torch."""
     nvidia = [device for device in devices if device.vendor.value == "nvidia"]
     if versions.torch is None:
         return []
-    found = [_other_release(versions.torch)]
+    findings = [_check_torch_release(versions.torch)]
     if nvidia and versions.torch_cuda is None and not versions.torch_hip:
-        found.append(_cpu_build(versions))
+        findings.append(_cpu_build_finding(versions))
     elif nvidia and versions.torch_cuda is not None:
-        found += [_old_driver(versions), *(_unreached(versions, one) for one in nvidia)]
-        found += [_no_nccl(versions, len(nvidia))]
-    unique = {one.what: one for one in found if one is not None}
+        findings += [_check_driver_age(versions), *(_check_capability(versions, gpu) for gpu in nvidia)]
+        findings += [_check_nccl(versions, len(nvidia))]
+    unique = {finding.what: finding for finding in findings if finding is not None}
     return list(unique.values())
 
 
-def _other_release(torch: str) -> Finding | None:
-    """A torch that trimtab is not made for."""
+def _check_torch_release(torch: str) -> Finding | None:
+    """Return a finding if trimtab does not support this torch release."""
     if is_supported(torch):
         return None
     row = torch_releases()
@@ -89,8 +89,8 @@ def _other_release(torch: str) -> Finding | None:
     )
 
 
-def _no_nccl(versions: Versions, num_devices: int) -> Finding | None:
-    """Several GPUs, and nothing for them to talk with."""
+def _check_nccl(versions: Versions, num_devices: int) -> Finding | None:
+    """Return a finding if there are several GPUs and no NCCL."""
     if num_devices == 1 or versions.nccl is not None:
         return None
     package = _nccl_package(versions.torch_cuda)
@@ -104,7 +104,7 @@ def _no_nccl(versions: Versions, num_devices: int) -> Finding | None:
     )
 
 
-def _cpu_build(versions: Versions) -> Finding:
+def _cpu_build_finding(versions: Versions) -> Finding:
     return Finding(
         severity=Severity.WARNING,
         what="torch is a CPU build: it cannot use the GPU here.",
@@ -119,8 +119,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text))
 
 
-def _old_driver(versions: Versions) -> Finding | None:
-    assert versions.torch_cuda is not None  # noqa: S101 - the caller asked
+def _check_driver_age(versions: Versions) -> Finding | None:
+    assert versions.torch_cuda is not None  # noqa: S101 - the caller checked
     major = _numbers(versions.torch_cuda)[0]
     row = next((driver for driver in drivers() if driver.cuda_major == major), None)
     if row is None or versions.driver is None:
@@ -146,14 +146,14 @@ def _old_driver(versions: Versions) -> Finding | None:
     )
 
 
-def _unreached(versions: Versions, device: Device) -> Finding | None:
-    """A device that torch's own build carries no code for."""
+def _check_capability(versions: Versions, device: Device) -> Finding | None:
+    """Return a finding if torch's build has no code for a device."""
     row = torch_builds().get(versions.torch_cuda or "")
-    have = capability(device.compute_capability or "")
+    have = parse_capability(device.compute_capability or "")
     if row is None or have is None or "x86_64" not in (versions.system or ""):
         return None
-    built = [one for one in map(capability, row.capabilities) if one]
-    if any(one[0] == have[0] and one[1] <= have[1] for one in built):
+    built = [pair for pair in map(parse_capability, row.capabilities) if pair]
+    if any(major == have[0] and minor <= have[1] for major, minor in built):
         return None
     if row.ptx and have > max(built):
         return None

@@ -1,9 +1,9 @@
-"""Which devices CUDA_VISIBLE_DEVICES leaves to this process, by CUDA's own rules.
+"""Apply CUDA_VISIBLE_DEVICES by CUDA's own rules.
 
 CUDA reads the list from the left and stops at the first entry it cannot resolve; an empty list hides
 every GPU; a repeated entry hides them all. Numbers count in CUDA's order, which is fastest first unless
-CUDA_DEVICE_ORDER=PCI_BUS_ID. Before driver R570 a process sees one MIG slice only, and no whole GPU
-beside it.
+CUDA_DEVICE_ORDER=PCI_BUS_ID. Before driver R570 a process sees one MIG slice only, and no full GPU
+in addition.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trimtab.catalog.devices import reported
+from trimtab.catalog.devices import find_reported_device
 from trimtab.spec import Finding, Severity
 from trimtab.units import parse_whole, plural
 
@@ -23,98 +23,98 @@ if TYPE_CHECKING:
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 FIRST_DRIVER_WITH_MANY_SLICES = 570
 HIDES_ALL = ("", "-1", "NoDevFiles")
-"""Empty, the customary -1, and what Slurm sets for a job without GPUs."""
+"""Empty, the customary -1, and the value that Slurm sets for a job without GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visible:
-    """The devices left, in the order of cuda:0, cuda:1, ..."""
+class VisibleDevices:
+    """The visible devices, in the order of cuda:0, cuda:1, ..."""
 
     devices: tuple[SeenDevice, ...]
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
 
-def visible(
+def find_visible_devices(
     seen: tuple[SeenDevice, ...],
     env: Mapping[str, str],
     *,
     mig_parents: frozenset[str] = frozenset(),
     driver: str | None = None,
-) -> Visible:
-    """Apply CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER to what the driver showed."""
-    whole, order_notes = _in_cuda_order(
-        [seen_device for seen_device in seen if seen_device.slice is None], env
-    )
+) -> VisibleDevices:
+    """Apply CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER to the devices that the driver shows."""
+    gpus, order_notes = _sort_as_cuda([seen_device for seen_device in seen if seen_device.slice is None], env)
     value = env.get(VARIABLE)
     if value is None:
-        usable = _usable(whole, seen, mig_parents)
-        return _as_old_drivers_show(Visible(devices=tuple(usable), notes=tuple(order_notes)), driver)
+        usable = _enumerate_devices(gpus, seen, mig_parents)
+        return _apply_old_driver_limit(
+            VisibleDevices(devices=tuple(usable), notes=tuple(order_notes)), driver
+        )
     if value.strip() in HIDES_ALL:
         hidden = f"{VARIABLE}={value.strip()!r} hides every GPU from this process."
-        return Visible(devices=(), notes=(hidden,))
+        return VisibleDevices(devices=(), notes=(hidden,))
     chosen: list[SeenDevice] = []
     for entry in (part.strip() for part in value.split(",")):
         if entry.startswith("-") and parse_whole(entry[1:]) is not None:
             break
-        found, wrong = _resolve(entry, whole, seen, mig_parents)
-        if found is None:
-            kept = Visible(
+        device, wrong = _resolve(entry, gpus, seen, mig_parents)
+        if device is None:
+            resolved = VisibleDevices(
                 devices=tuple(chosen),
                 notes=tuple(order_notes),
-                findings=(_bad_entry(value, entry, wrong, len(chosen), whole),),
+                findings=(_bad_entry_finding(value, entry, wrong, len(chosen), gpus),),
             )
-            return _as_old_drivers_show(kept, driver)
-        if found in chosen:
-            return Visible(devices=(), findings=(_repeated(value, entry),))
-        chosen.append(found)
-    return _as_old_drivers_show(Visible(devices=tuple(chosen), notes=tuple(order_notes)), driver)
+            return _apply_old_driver_limit(resolved, driver)
+        if device in chosen:
+            return VisibleDevices(devices=(), findings=(_repeated_entry_finding(value, entry),))
+        chosen.append(device)
+    return _apply_old_driver_limit(VisibleDevices(devices=tuple(chosen), notes=tuple(order_notes)), driver)
 
 
-def _as_old_drivers_show(shown: Visible, driver: str | None) -> Visible:
-    """Before R570 a process sees one slice, and no whole GPU beside it."""
+def _apply_old_driver_limit(visible: VisibleDevices, driver: str | None) -> VisibleDevices:
+    """Drop all but one slice for a driver before R570, which shows no other device with a slice."""
     release = parse_whole((driver or "").split(".")[0])
-    slices = [device for device in shown.devices if device.slice is not None]
-    if not slices or len(shown.devices) == 1:
-        return shown
+    slices = [device for device in visible.devices if device.slice is not None]
+    if not slices or len(visible.devices) == 1:
+        return visible
     if release is None or release >= FIRST_DRIVER_WITH_MANY_SLICES:
-        return shown
+        return visible
     note = (
-        f"Driver {driver} shows a process one MIG slice and nothing beside it: one of {len(shown.devices)} "
+        f"Driver {driver} shows a process one MIG slice and nothing beside it: one of {len(visible.devices)} "
         f"devices is left. Drivers from {FIRST_DRIVER_WITH_MANY_SLICES} on show them all."
     )
-    return replace(shown, devices=(slices[0],), notes=(*shown.notes, note))
+    return replace(visible, devices=(slices[0],), notes=(*visible.notes, note))
 
 
-def _in_cuda_order(whole: list[SeenDevice], env: Mapping[str, str]) -> tuple[list[SeenDevice], list[str]]:
-    """GPUs as CUDA counts them. The driver lists them by PCI address; unlike cards are sorted by speed."""
-    if env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({seen_device.name for seen_device in whole}) < 2:  # noqa: PLR2004
-        return whole, []
-    ordered = sorted(whole, key=_speed, reverse=True)
-    if ordered == whole:
-        return whole, []
+def _sort_as_cuda(gpus: list[SeenDevice], env: Mapping[str, str]) -> tuple[list[SeenDevice], list[str]]:
+    """Return GPUs in CUDA's order, with notes. The driver lists them by PCI address; CUDA sorts by speed."""
+    if env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({seen_device.name for seen_device in gpus}) < 2:  # noqa: PLR2004
+        return gpus, []
+    ordered = sorted(gpus, key=_speed, reverse=True)
+    if ordered == gpus:
+        return gpus, []
     return ordered, [
         (
-            "CUDA counts unlike GPUs fastest first, nvidia-smi counts them by PCI address; the order here is "
-            "CUDA's, as far as it can be told. CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
+            "CUDA numbers different GPUs fastest first, nvidia-smi numbers them by PCI address; the order "
+            "here is CUDA's, as far as it is known. CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
         )
     ]
 
 
 def _speed(seen_device: SeenDevice) -> float:
-    row = reported(seen_device.name)
+    row = find_reported_device(seen_device.name)
     if row is not None:
         return row.fp32
     return (seen_device.multiprocessors or 0) * (seen_device.clock_hz or 0) * 256 / 1e12
 
 
-def _usable(
-    whole: list[SeenDevice], seen: tuple[SeenDevice, ...], mig_parents: frozenset[str]
+def _enumerate_devices(
+    gpus: list[SeenDevice], seen: tuple[SeenDevice, ...], mig_parents: frozenset[str]
 ) -> list[SeenDevice]:
-    """What CUDA enumerates when nothing is said: a GPU cut into slices stands for its slices."""
+    """Return what CUDA enumerates without the variable: a GPU in MIG mode is replaced by its slices."""
     slices = [seen_device for seen_device in seen if seen_device.slice is not None]
     enumerated: list[SeenDevice] = []
-    for gpu in whole:
+    for gpu in gpus:
         own = [slice_ for slice_ in slices if slice_.key.startswith(f"{gpu.key}/")]
         enumerated += own if gpu.key in mig_parents else [gpu]
     return enumerated
@@ -122,50 +122,50 @@ def _usable(
 
 def _resolve(
     entry: str,
-    whole: list[SeenDevice],
+    gpus: list[SeenDevice],
     seen: tuple[SeenDevice, ...],
     mig_parents: frozenset[str],
 ) -> tuple[SeenDevice | None, str]:
-    """The device that an entry names, or why it names none."""
+    """Return the device that an entry names, or None and the reason."""
     if entry.isascii() and entry.isdigit():
         number = parse_whole(entry)
-        if number is None or number >= len(whole):
+        if number is None or number >= len(gpus):
             return None, f"there is no GPU {entry[:20]}"
-        gpu = whole[number]
+        gpu = gpus[number]
         if gpu.key not in mig_parents:
             return gpu, ""
         own = [seen_device for seen_device in seen if seen_device.key.startswith(f"{gpu.key}/")]
         return (own[0], "") if own else (None, f"GPU {number} is in MIG mode and has no slices")
     if not entry.startswith(("GPU-", "MIG-")):
         return None, f"{entry!r} is neither a number nor a UUID"
-    found = [
+    matches = [
         seen_device
         for seen_device in seen
         if entry == seen_device.legacy_mig_name
         or (seen_device.uuid and seen_device.uuid.startswith(entry) and seen_device.key not in mig_parents)
     ]
-    if len(found) == 1:
-        return found[0], ""
-    return None, f"{entry} matches {len(found)} GPUs here" if found else f"no GPU here is {entry}"
+    if len(matches) == 1:
+        return matches[0], ""
+    return None, f"{entry} matches {len(matches)} GPUs here" if matches else f"no GPU here is {entry}"
 
 
-def _bad_entry(value: str, entry: str, wrong: str, kept: int, whole: list[SeenDevice]) -> Finding:
-    known = f"0 to {len(whole) - 1}" if len(whole) > 1 else "0" if whole else ""
+def _bad_entry_finding(value: str, entry: str, wrong: str, count: int, gpus: list[SeenDevice]) -> Finding:
+    valid = f"0 to {len(gpus) - 1}" if len(gpus) > 1 else "0" if gpus else ""
     cure = (
-        f"Set {VARIABLE} to numbers from {known}, or to UUIDs from `nvidia-smi -L`; or unset it."
-        if whole
+        f"Set {VARIABLE} to numbers from {valid}, or to UUIDs from `nvidia-smi -L`; or unset it."
+        if gpus
         else f"Run `unset {VARIABLE}`: no GPU was found on this machine."
     )
     return Finding(
         severity=Severity.ERROR,
         what=f"{VARIABLE}={value} names a GPU that cannot be used: {wrong}.",
         evidence=f"entry {entry!r}",
-        cause=f"CUDA stops reading the list there: {plural(kept, 'GPU')} stay visible.",
+        cause=f"CUDA stops reading the list there: {plural(count, 'GPU')} stay visible.",
         cure=cure,
     )
 
 
-def _repeated(value: str, entry: str) -> Finding:
+def _repeated_entry_finding(value: str, entry: str) -> Finding:
     return Finding(
         severity=Severity.ERROR,
         what=f"{VARIABLE}={value} names a GPU twice.",
