@@ -1,1 +1,1 @@
-"""Judgement: from estimates to decisions. Pure: what is predicted comes in through an Estimator."""
+"""Plan a training job: list the legal settings, search them with estimates, and explain the choice."""

@@ -1,4 +1,7 @@
-"""What a plan says and refuses where the loss of a batch is more than the mean over its parts."""
+"""Planning rules for jobs whose batch cannot be split freely.
+
+A loss may not be the mean over its samples, and BatchNorm computes statistics over one micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def explain_refusal(workload: Workload, strategy: Strategy, mesh: Mesh) -> str:
-    """Why a way to spread the job would change its training; empty where it would not."""
+    """Return why a strategy and mesh would change the training; an empty string if they do not."""
     if workload.cached and not STRATEGIES[strategy].runs_whole_model:
         return f"{strategy}: embed() and loss_of() need ranks that each run the whole model"
     if workload.is_indivisible and mesh.data_parallel > 1:
@@ -22,13 +25,14 @@ def explain_refusal(workload: Workload, strategy: Strategy, mesh: Mesh) -> str:
 
 
 def explain_single_rank(workload: Workload) -> str:
-    """Why the batch is not shared out over ranks."""
+    """Return why the batch is not divided over ranks."""
     return f"several data-parallel GPUs: the batch cannot be cut, because {_indivisible_reason(workload)}"
 
 
 def explain_uncut_batch(workload: Workload) -> str:
-    """Why the batch is not cut into micro-batches."""
-    return f"micro-batches below the global batch: the batch cannot be cut, because {_indivisible_reason(workload)}"
+    """Return why the batch is not split into micro-batches."""
+    why = _indivisible_reason(workload)
+    return f"micro-batches below the global batch: the batch cannot be cut, because {why}"
 
 
 def _indivisible_reason(workload: Workload) -> str:
@@ -36,7 +40,7 @@ def _indivisible_reason(workload: Workload) -> str:
 
 
 def suggest_fix(workload: Workload) -> str:
-    """What to do where the batch has to stay in one piece."""
+    """Return what the user can do if the batch cannot be split."""
     if workload.batch_loss is not None and workload.batch_loss.is_sum:
         return (
             "Return the mean over samples in loss(), or set additive = True on the job to accept the change."
@@ -48,40 +52,42 @@ def suggest_fix(workload: Workload) -> str:
 
 
 def explain_batch_loss(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
-    """What a plan says of how the batch is cut, where there is something to say."""
-    found = []
-    is_cut = setting.accumulation > 1 or setting.data_parallel > 1
-    known = workload.batch_loss
+    """Return the reasons of a plan about the loss and BatchNorm; empty if splitting changes nothing."""
+    reasons = []
+    is_split = setting.accumulation > 1 or setting.data_parallel > 1
+    loss = workload.batch_loss
     if workload.cached:
         why = (
             "the job gives embed() and loss_of(): every micro-batch is embedded twice, and the loss is that "
             "of the whole global batch"
-            if is_cut
+            if is_split
             else "the job gives embed() and loss_of(), and the batch is in one piece: one pass is enough"
         )
-        found.append(Reason(subject="loss", value="gradient caching" if is_cut else "whole batch", why=why))
-    elif known is not None and known.additive is False:
-        why = f"{known.why}. {suggest_fix(workload)}"
-        found.append(Reason(subject="loss", value="whole batch", why=why))
-    elif known is not None and not known.stated and is_cut and known.additive is None:
-        why = f"not checked on a small batch: {known.why}" if known.why else "not checked on a small batch"
-        found.append(Reason(subject="loss", value="assumed additive", why=why))
-    elif known is not None and known.is_near and is_cut:
-        found.append(Reason(subject="loss", value="nearly additive", why=known.why))
-    return (*found, *_explain_batchnorm(workload, setting))
+        reasons.append(
+            Reason(subject="loss", value="gradient caching" if is_split else "whole batch", why=why)
+        )
+    elif loss is not None and loss.additive is False:
+        why = f"{loss.why}. {suggest_fix(workload)}"
+        reasons.append(Reason(subject="loss", value="whole batch", why=why))
+    elif loss is not None and not loss.stated and is_split and loss.additive is None:
+        why = f"not checked on a small batch: {loss.why}" if loss.why else "not checked on a small batch"
+        reasons.append(Reason(subject="loss", value="assumed additive", why=why))
+    elif loss is not None and loss.is_near and is_split:
+        reasons.append(Reason(subject="loss", value="nearly additive", why=loss.why))
+    return (*reasons, *_explain_batchnorm(workload, setting))
 
 
 def _explain_batchnorm(workload: Workload, setting: Setting) -> tuple[Reason, ...]:
-    """What BatchNorm sees of the global batch."""
-    known = workload.batch_loss
-    if setting.sync_batchnorm and (known is None or not known.batch_norms):
+    """Return the reason about BatchNorm statistics; empty if they cover the global batch."""
+    loss = workload.batch_loss
+    if setting.sync_batchnorm and (loss is None or not loss.batch_norms):
         value, why = "yes", "pinned; whether the model has BatchNorm layers was not looked up"
-        if known is not None and known.additive is not None:
+        if loss is not None and loss.additive is not None:
             value, why = "no effect", "pinned, and the model has no BatchNorm layer"
         return (Reason(subject="sync_batchnorm", value=value, why=why),)
-    if known is None or not known.batch_norms:
+    if loss is None or not loss.batch_norms:
         return ()
-    layers, whole = _format_layers(known), setting.global_batch
+    layers, whole = _format_layers(loss), setting.global_batch
     sees = count_batchnorm_samples(setting)
     ranks = setting.data_parallel
     if sees >= whole and not (setting.sync_batchnorm and ranks > 1):
@@ -89,7 +95,7 @@ def _explain_batchnorm(workload: Workload, setting: Setting) -> tuple[Reason, ..
     over = f"the {sees} samples of a micro-batch"
     if setting.sync_batchnorm and ranks > 1:
         over = f"the {sees} samples of one micro-batch of all {ranks} ranks together (sync_batchnorm)"
-    why = f"{layers} compute{'s' * (known.batch_norms == 1)} statistics over {over}"
+    why = f"{layers} compute{'s' * (loss.batch_norms == 1)} statistics over {over}"
     if sees >= whole:
         why += ": the whole global batch, as in one piece"
     else:
@@ -105,41 +111,42 @@ def _explain_batchnorm(workload: Workload, setting: Setting) -> tuple[Reason, ..
 
 
 def count_batchnorm_samples(setting: Setting) -> int:
-    """How many samples BatchNorm computes its statistics over: of one rank, or of all where synchronised."""
+    """Return how many samples a BatchNorm statistic covers: of one rank, or of all if synchronised."""
     if not setting.sync_batchnorm:
         return setting.micro_batch
     every = sum(share.micro_batch for share in setting.shares) or setting.micro_batch * setting.data_parallel
     return min(every, setting.global_batch)
 
 
-def _format_layers(known: BatchLoss) -> str:
-    return plural(known.batch_norms, "BatchNorm layer")
+def _format_layers(loss: BatchLoss) -> str:
+    return plural(loss.batch_norms, "BatchNorm layer")
 
 
-def list_warnings(known: BatchLoss, setting: Setting) -> tuple[str, ...]:
-    """What an estimate says of a micro-batch that is less than the job's global batch."""
-    whole, micro_batch, gpus = known.global_batch or 0, setting.micro_batch, setting.gpus
-    found = []
-    if setting.sync_batchnorm and not known.batch_norms and known.additive is not None:
-        found.append("sync_batchnorm has no effect: the model has no BatchNorm layer")
+def list_warnings(loss: BatchLoss, setting: Setting) -> tuple[str, ...]:
+    """Return the warnings of an estimate whose micro-batch is smaller than the job's global batch."""
+    whole, micro_batch, gpus = loss.global_batch or 0, setting.micro_batch, setting.gpus
+    warnings = []
+    if setting.sync_batchnorm and not loss.batch_norms and loss.additive is not None:
+        warnings.append("sync_batchnorm has no effect: the model has no BatchNorm layer")
     if micro_batch >= whole and gpus == 1:
-        return tuple(found)
-    if known.additive is False:
-        found.append(
-            f"the global batch of {whole} cannot be cut: {known.why}; use micro-batch {whole} on one GPU"
+        return tuple(warnings)
+    if loss.additive is False:
+        warnings.append(
+            f"the global batch of {whole} cannot be cut: {loss.why}; use micro-batch {whole} on one GPU"
         )
-    elif known.is_near:
-        found.append(known.why)
-    if not known.batch_norms:
-        return tuple(found)
+    elif loss.is_near:
+        warnings.append(loss.why)
+    if not loss.batch_norms:
+        return tuple(warnings)
     if setting.sync_batchnorm and gpus > 1:
         sees = min(micro_batch * setting.data_parallel, whole)
         among = f"the {sees} samples of one micro-batch of all {setting.data_parallel} GPUs together"
         rest = "" if sees >= whole else f", not the global batch of {whole}"
-        found.append(f"{_format_layers(known)} see{'s' * (known.batch_norms == 1)} {among}{rest}")
-        return tuple(found)
-    said = f"{_format_layers(known)} see the {micro_batch} samples of a micro-batch, not the global batch of {whole}"
+        warnings.append(f"{_format_layers(loss)} see{'s' * (loss.batch_norms == 1)} {among}{rest}")
+        return tuple(warnings)
+    layers = _format_layers(loss)
+    warning = f"{layers} see the {micro_batch} samples of a micro-batch, not the global batch of {whole}"
     if setting.data_parallel > 1 and not strategy_of(setting).why_not_synchronised:
-        said += f"; --sync-batchnorm lets them see those of all {setting.data_parallel} GPUs"
-    found.append(said)
-    return tuple(found)
+        warning += f"; --sync-batchnorm lets them see those of all {setting.data_parallel} GPUs"
+    warnings.append(warning)
+    return tuple(warnings)

@@ -1,4 +1,4 @@
-"""How a global batch is cut into micro-batches, exactly."""
+"""Split a global batch exactly into ranks, micro-batches and accumulation rounds."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ if TYPE_CHECKING:
 
 
 def list_splits(global_batch: int, data_parallel: int) -> list[tuple[int, int]]:
-    """Every (micro-batch, accumulation) worth trying, the largest micro-batch first.
+    """Return every (micro-batch, accumulation) worth trying, the largest micro-batch first.
 
-    For a number of rounds the smallest micro-batch that covers a rank's share is the best one: any larger one
-    takes more memory in as many rounds, and leaves more to be desired of the last. Hence about twice the root
-    of the share instead of the whole range. All divisors are among them.
+    For a number of rounds, only the smallest micro-batch that covers a rank's share is listed: a larger one
+    takes more memory for as many rounds, and its last micro-batch is emptier. This gives about twice the
+    square root of the share instead of the full range. All divisors are included.
 
     >>> cuts(16, 2), cuts(7, 2)
     ([(8, 1), (4, 2), (3, 3), (2, 4), (1, 8)], [(4, 1), (2, 2), (1, 4)])
     """
     share = -(-global_batch // data_parallel)
-    found = []
+    splits = []
     rounds = 1
     while rounds <= share:
         micro = -(-share // rounds)
-        found.append((micro, -(-share // micro)))
+        splits.append((micro, -(-share // micro)))
         # The next number of rounds at which the micro-batch shrinks.
         rounds = -(-share // (micro - 1)) if micro > 1 else share + 1
-    return found
+    return splits
 
 
 def find_split(global_batch: int, data_parallel: int, *, micro_batch: int) -> tuple[int, int] | None:
-    """The cut with that micro-batch; None where it is more than a rank's share."""
+    """Return (micro-batch, accumulation) for a micro-batch; None if it is larger than a rank's share."""
     share = -(-global_batch // data_parallel)
     return (micro_batch, -(-share // micro_batch)) if micro_batch <= share else None
 
@@ -43,7 +43,7 @@ def is_exact(global_batch: int, data_parallel: int, micro_batch: int, accumulati
 
 
 def divide_evenly(global_batch: int, data_parallel: int) -> list[int]:
-    """Samples of each rank where all are alike: as even as they come, and adding up exactly.
+    """Return the samples of each rank, as even as possible; they add up to the global batch.
 
     >>> rank_samples(10, 4)
     [3, 3, 2, 2]
@@ -53,7 +53,7 @@ def divide_evenly(global_batch: int, data_parallel: int) -> list[int]:
 
 
 def list_micro_batches(samples: int, micro_batch: int) -> list[int]:
-    """The sizes of a rank's micro-batches: the last may be smaller.
+    """Return the sizes of a rank's micro-batches; the last may be smaller.
 
     >>> micro_batches(10, 4)
     [4, 4, 2]
@@ -62,9 +62,9 @@ def list_micro_batches(samples: int, micro_batch: int) -> list[int]:
 
 
 def divide_in_proportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int] | None:
-    """Whole numbers in proportion to weights that add up to `total`, from one up to `most` each.
+    """Return whole numbers in proportion to weights that add up to `total`, from 1 to `most` each.
 
-    None where that cannot be. What rounding leaves goes to those that it took most from.
+    Return None if that is impossible. The remainder goes to the numbers that rounding reduced most.
 
     >>> in_proportion(10, [2.0, 1.0], [10, 10]), in_proportion(10, [1.0, 1.0], [4, 9])
     ([7, 3], [4, 6])
@@ -72,17 +72,21 @@ def divide_in_proportion(total: int, weights: Sequence[float], most: Sequence[in
     if not len(weights) <= total <= sum(most) or min(most) < 1:
         return None
     share = total / sum(weights)
-    found = [max(1, min(top, int(weight * share))) for weight, top in zip(weights, most, strict=True)]
-    while (left := total - sum(found)) != 0:
+    numbers = [max(1, min(top, int(weight * share))) for weight, top in zip(weights, most, strict=True)]
+    while (left := total - sum(numbers)) != 0:
         step = 1 if left > 0 else -1
-        room = [index for index, one in enumerate(found) if (one < most[index] if step > 0 else one > 1)]
-        index = max(room, key=lambda one: step * (weights[one] * share - found[one]))
-        found[index] += step
-    return found
+        movable = [
+            index
+            for index, number in enumerate(numbers)
+            if (number < most[index] if step > 0 else number > 1)
+        ]
+        index = max(movable, key=lambda index: step * (weights[index] * share - numbers[index]))
+        numbers[index] += step
+    return numbers
 
 
 def make_share(samples: int, micro_batch: int) -> Share:
-    """A rank's share, cut as evenly as its number of rounds allows."""
+    """Return a rank's share, with micro-batches as even as its number of rounds allows."""
     rounds = -(-samples // micro_batch)
     micro = -(-samples // rounds)
     return Share(samples=samples, micro_batch=micro, accumulation=-(-samples // micro))

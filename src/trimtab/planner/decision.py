@@ -1,4 +1,4 @@
-"""From a job and a cluster to a Plan: the search, the comparison of GPU counts, and what to say about it."""
+"""Choose the plan of a job on a cluster: search, compare GPU counts, estimate what-ifs, and explain."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What is to be planned."""
+    """The job, cluster and policy to make a plan for."""
 
     job: str
-    """As it was named."""
+    """Name of the job as the user gave it."""
     workload: Workload
     cluster: Cluster
     policy: Policy
     compare: tuple[int, ...] = ()
-    """Numbers of devices to set side by side; the choice is then one of them."""
+    """GPU counts to compare; the plan then uses one of them."""
 
 
 def choose_plan(
@@ -62,24 +62,24 @@ def choose_plan(
     *,
     notice: Notice = lambda _: None,
 ) -> Plan:
-    """The plan, or the error that says what would be one.
+    """Return the plan; if nothing fits, raise an error that names the nearest changes that would fit.
 
-    `notice` is given every setting that is better than all before it. After Ctrl-C the plan is the best so
-    far, and not `complete`.
+    `notice` is called with every setting that is better than all before it. After Ctrl-C the plan is the
+    best so far, and not `complete`.
     """
     check_question(question)
     counts = tuple(dict.fromkeys(question.compare))
-    # First, so that what it looks at does not depend on what else is asked.
-    whole, unlike, refused, result = _search_precisions(question, estimator, counts, notice)
+    # The search runs first, so that its evaluations do not depend on the comparison and the what-ifs.
+    space, mixed, refused, result = _search_precisions(question, estimator, counts, notice)
     rows: tuple[Comparison, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
     complete = result.complete
     best = result.best
     try:
         if complete:
-            rows = _compare_counts(whole, estimator, unlike, question, counts)
+            rows = _compare_counts(space, estimator, mixed, question, counts)
         if best is None:
-            raise _make_no_plan_error(question, whole, result, estimator)
+            raise _make_no_plan_error(question, space, result, estimator)
         if complete:
             what_if = _list_what_ifs(question, estimator, best, rows)
     except KeyboardInterrupt:
@@ -95,29 +95,29 @@ def choose_plan(
         estimate=estimate,
         policy=question.policy,
         reasons=(
-            *list_reasons(best, result, whole, question.cluster),
+            *list_reasons(best, result, space, question.cluster),
             *batch_loss_rules.explain_batch_loss(question.workload, best.setting),
         ),
         runners_up=list_candidates(result, question.workload),
         looked_at=list_looks(result),
-        rejected=list_rejections(result, whole, refused),
+        rejected=list_rejections(result, space, refused),
         comparison=rows,
         what_if=what_if,
         places=best.layout.places,
         workload=question.workload,
         cost=compute_cost(estimate, question.policy),
         left_out=_list_left_out(question.cluster),
-        recommendation=write_recommendation(best, whole, question.cluster, rows, result.fastest),
+        recommendation=write_recommendation(best, space, question.cluster, rows, result.fastest),
         fingerprints=fingerprints or {},
         complete=complete,
     )
 
 
 class _SearchOutcome(NamedTuple):
-    """A space, and what a search found in it."""
+    """A space and the result of a search in it."""
 
-    whole: Space
-    unlike: list[Evaluation]
+    space: Space
+    mixed: list[Evaluation]
     refused: list[Rejection]
     result: SearchResult
 
@@ -125,24 +125,24 @@ class _SearchOutcome(NamedTuple):
 def _search_precisions(
     question: PlanQuestion, estimator: Estimator, counts: tuple[int, ...], notice: Notice
 ) -> _SearchOutcome:
-    """Search with the best precision; where every setting fails with it, with the next one that works."""
+    """Search with the best precision; if every setting fails with it, search with the next one that works."""
     failed: tuple[FailedPrecision, ...] = ()
     first: _SearchOutcome | None = None
     while True:
-        whole = build_space(question.workload, question.cluster, question.policy, failed)
-        if first is not None and (not whole.families or _try_plainest(whole, estimator) is not None):
+        space = build_space(question.workload, question.cluster, question.policy, failed)
+        if first is not None and (not space.families or _try_plainest(space, estimator) is not None):
             return first
-        unlike, refused = search_mixed(whole, estimator)
-        among = [one for one in unlike if not counts or one.setting.gpus in counts]
+        mixed, refused = search_mixed(space, estimator)
+        among = [evaluation for evaluation in mixed if not counts or evaluation.setting.gpus in counts]
         found = _SearchOutcome(
-            whole, unlike, refused, _search_fitting(_restrict_counts(whole, counts), estimator, among, notice)
+            space, mixed, refused, _search_fitting(_restrict_counts(space, counts), estimator, among, notice)
         )
         if found.result.best is not None or not _has_only_failures(found.result):
             return found._replace(
-                whole=replace(whole, failed_precisions=_drop_shared_causes(failed, found.result))
+                space=replace(space, failed_precisions=_drop_shared_causes(failed, found.result))
             )
         first = first or found
-        now = whole.precision(question.cluster.devices)
+        now = space.precision(question.cluster.devices)
         causes = found.result.failed.values()
         failed = (*failed, *(FailedPrecision(now, error.found, many) for many, error in causes))
         if pick_precision(question.cluster.devices, question.policy, failed) in [
@@ -154,7 +154,7 @@ def _search_precisions(
 def _drop_shared_causes(
     failed: tuple[FailedPrecision, ...], result: SearchResult
 ) -> tuple[FailedPrecision, ...]:
-    """Leave out what fails in the precision that was taken as well: precision is not its cause."""
+    """Drop failures that also occur in the chosen precision: precision is not their cause."""
     return (
         tuple(failed_precision for failed_precision in failed if failed_precision.why not in result.failed)
         or failed
@@ -162,14 +162,14 @@ def _drop_shared_causes(
 
 
 def _has_only_failures(result: SearchResult) -> bool:
-    """Whether nothing could be estimated."""
-    return bool(result.failed) and not result.seen and not result.too_large
+    """Whether no setting could be estimated."""
+    return bool(result.failed) and not result.evaluations and not result.too_large
 
 
-def _try_plainest(whole: Space, estimator: Estimator) -> TrimtabError | None:
+def _try_plainest(space: Space, estimator: Estimator) -> TrimtabError | None:
     """Return why the plainest setting cannot be estimated; None if it can be, or if there is no setting."""
     plainest = min(
-        whole.families,
+        space.families,
         key=lambda family: (family.layout.gpus, RECOMPUTES.index(family.recompute), family.compile),
         default=None,
     )
@@ -183,13 +183,13 @@ def _try_plainest(whole: Space, estimator: Estimator) -> TrimtabError | None:
 
 
 def check_question(question: PlanQuestion) -> None:
-    """Raise for what cannot be meant."""
+    """Raise if the comparison or the deadline makes no sense for the job and cluster."""
     available = len(question.cluster.devices)
-    for one in question.compare:
-        if not 1 <= one <= available:
+    for count in question.compare:
+        if not 1 <= count <= available:
             raise WrongUse(
                 f"--compare {','.join(map(str, question.compare))}",
-                found=f"there are {available} GPUs, and {one} cannot be compared",
+                found=f"there are {available} GPUs, and {count} cannot be compared",
                 cure=f"Give numbers from 1 to {available}, or name more GPUs with --on.",
             )
     if question.policy.deadline_s is not None and question.workload.samples is None:
@@ -200,27 +200,27 @@ def check_question(question: PlanQuestion) -> None:
         )
 
 
-def _restrict_counts(whole: Space, counts: tuple[int, ...]) -> Space:
+def _restrict_counts(space: Space, counts: tuple[int, ...]) -> Space:
     if not counts:
-        return whole
-    parts = [whole.only(count) for count in counts]
+        return space
+    parts = [space.only(count) for count in counts]
     return replace(
-        whole,
+        space,
         families=tuple(family for part in parts for family in part.families),
         mixed=tuple(layout for part in parts for layout in part.mixed),
     )
 
 
 def _search_fitting(
-    among: Space, estimator: Estimator, unlike: list[Evaluation], notice: Notice = lambda _: None
+    among: Space, estimator: Estimator, mixed: list[Evaluation], notice: Notice = lambda _: None
 ) -> SearchResult:
-    """The best that fits. Only where nothing does: the best that fits by releasing cached blocks."""
-    found = _search_in_time(among, estimator, unlike, notice)
-    if found.best is not None or found.too_late or not found.seen:
+    """Return the best that fits; if nothing fits, the best that fits by releasing cached blocks."""
+    found = _search_in_time(among, estimator, mixed, notice)
+    if found.best is not None or found.too_late or not found.evaluations:
         return found
-    tight = _search_in_time(replace(among, tight=True), estimator, unlike, notice)
+    tight = _search_in_time(replace(among, tight=True), estimator, mixed, notice)
     if tight.best is None:
-        return tight if tight.seen else found
+        return tight if tight.evaluations else found
     best = tight.best
     explained = estimator.judge_within(best.setting, best.layout, best.allowed_bytes, explain=True)
     tight.best = replace(best, estimate=explained)
@@ -228,19 +228,19 @@ def _search_fitting(
 
 
 def _search_in_time(
-    among: Space, estimator: Estimator, unlike: list[Evaluation], notice: Notice
+    among: Space, estimator: Estimator, mixed: list[Evaluation], notice: Notice
 ) -> SearchResult:
-    """The best by the objective; where a deadline binds, with margin if that can be."""
+    """Return the best by the objective; with a deadline, keep the margin if a setting can."""
     if among.policy.deadline_s is None or among.policy.objective is Objective.SPEED:
-        return search_space(among, estimator, known=unlike, notice=notice)
+        return search_space(among, estimator, known=mixed, notice=notice)
     found = SearchResult()
     for margin in (MARGIN, 0.0):
-        found = search_space(among, estimator, known=unlike, margin=margin, notice=notice)
+        found = search_space(among, estimator, known=mixed, margin=margin, notice=notice)
         if found.best is not None:
             return found
-    # Nothing is in time: the fastest says by how much.
+    # Nothing meets the deadline: the fastest setting shows by how much.
     return (
-        search_space(_optimize_speed(among), estimator, known=unlike, notice=notice)
+        search_space(_optimize_speed(among), estimator, known=mixed, notice=notice)
         if found.too_late
         else found
     )
@@ -251,18 +251,18 @@ def _optimize_speed(space: Space) -> Space:
 
 
 def _compare_counts(
-    whole: Space,
+    space: Space,
     estimator: Estimator,
-    unlike: list[Evaluation],
+    mixed: list[Evaluation],
     question: PlanQuestion,
     counts: tuple[int, ...],
 ) -> tuple[Comparison, ...]:
-    """The fastest that fits for every number of devices."""
-    fast = _optimize_speed(whole)
+    """Return a row with the fastest setting that fits for every GPU count."""
+    fast = _optimize_speed(space)
     best = {
         count: _require_complete(
             _search_fitting(
-                fast.only(count), estimator, [seen for seen in unlike if seen.setting.gpus == count]
+                fast.only(count), estimator, [seen for seen in mixed if seen.setting.gpus == count]
             )
         )
         for count in counts
@@ -272,7 +272,7 @@ def _compare_counts(
 
 
 def _require_complete(result: SearchResult) -> SearchResult:
-    """Return the result of a search; KeyboardInterrupt where the search was interrupted."""
+    """Return the result of a search; raise KeyboardInterrupt if the search was interrupted."""
     if not result.complete:
         raise KeyboardInterrupt
     return result
@@ -311,7 +311,7 @@ def _explain_none(count: int, result: SearchResult, cluster: Cluster) -> str:
         device.slice for device in cluster.devices
     ):
         return "MIG slices do not join"
-    missing = [one.missing_bytes for one in result.seen if one.missing_bytes]
+    missing = [evaluation.missing_bytes for evaluation in result.evaluations if evaluation.missing_bytes]
     if missing:
         return f"nothing fits: {format_bytes(min(missing))} are missing"
     if result.too_large:
@@ -322,7 +322,7 @@ def _explain_none(count: int, result: SearchResult, cluster: Cluster) -> str:
 def _list_what_ifs(
     question: PlanQuestion, estimator: Estimator, best: Evaluation, rows: tuple[Comparison, ...]
 ) -> tuple[WhatIf, ...]:
-    """Twice the samples, twice the epochs, half the batch."""
+    """Return estimates for twice the samples, twice the epochs and half the batch."""
     workload = question.workload
     found = []
     if workload.samples is not None and best.estimate.step_s is not None:
@@ -338,12 +338,12 @@ def _list_what_ifs(
 def _estimate_longer_run(
     change: str, workload: Workload, question: PlanQuestion, best: Evaluation, rows: tuple[Comparison, ...]
 ) -> WhatIf:
-    """A longer run of the same steps, on as few of the compared devices as end in time."""
+    """Return the estimate of a longer run, on the fewest compared GPUs that meet the deadline."""
     setting, estimate = best.setting, add_run_totals(best.estimate, best.setting, workload)
     policy = question.policy
     if policy.deadline_s is not None and policy.objective is Objective.GPUS:
         ahead = [row for row in rows if row.setting is not None and row.estimate is not None]
-        for row in sorted(ahead, key=lambda one: one.gpus):
+        for row in sorted(ahead, key=lambda row: row.gpus):
             assert row.setting is not None  # noqa: S101 - chosen so
             assert row.estimate is not None  # noqa: S101
             if not is_late(workload, policy, row.estimate.step_s):
@@ -362,22 +362,22 @@ def _estimate_longer_run(
 
 
 BATCH_PINS = ("micro_batch", "accumulation", "data_parallel")
-"""Pins that half a batch may leave no room for, in the order in which they are given up."""
+"""Pins that may be impossible with half a batch, in the order in which they are dropped."""
 
 
 def _estimate_half_batch(question: PlanQuestion, estimator: Estimator, best: Evaluation) -> list[WhatIf]:
-    """Half the batch the same way on as many devices: searched again, since other micro-batches make it.
+    """Return the what-if of half the batch on as many GPUs, from a new search over micro-batches.
 
-    Every pin is kept that can be; the row says which cannot, and why.
+    Keep every pin that is still possible; the row names the others and why.
     """
     half = question.workload.replace(global_batch=question.workload.global_batch // 2)
-    one = best.setting
-    alike = {
-        "precision": one.precision.value,
-        "recompute": one.recompute.value,
-        "compile": one.compile,
-        "strategy": one.strategy.value,
-        "gpus": one.gpus,
+    setting = best.setting
+    same_pins = {
+        "precision": setting.precision.value,
+        "recompute": setting.recompute.value,
+        "compile": setting.compile,
+        "strategy": setting.strategy.value,
+        "gpus": setting.gpus,
     }
     change = f"global batch {half.global_batch}"
     policy = question.policy.replace(objective=Objective.SPEED, deadline_s=None)
@@ -386,19 +386,19 @@ def _estimate_half_batch(question: PlanQuestion, estimator: Estimator, best: Eva
     for dropped in _list_droppable_pins(question.policy.pins):
         pins = {key: value for key, value in question.policy.pins.items() if key not in dropped}
         try:
-            legal = build_space(half, question.cluster, policy.replace(pins={**pins, **alike}))
+            legal = build_space(half, question.cluster, policy.replace(pins={**pins, **same_pins}))
         except WrongUse as error:
             why = why or error.found
             continue
         given_up = [f"{key}={format_pin(question.policy.pins[key])}" for key in dropped]
         break
     else:
-        return [WhatIf(change=change, gpus=one.gpus, why=why)]
-    unlike, _ = search_mixed(legal, estimator)
-    seen = _require_complete(_search_fitting(legal, estimator, unlike)).best
+        return [WhatIf(change=change, gpus=setting.gpus, why=why)]
+    mixed, _ = search_mixed(legal, estimator)
+    seen = _require_complete(_search_fitting(legal, estimator, mixed)).best
     lost = f"without the pin {' and '.join(given_up)}, which cannot hold: {why}" if given_up else ""
     if seen is None:
-        return [WhatIf(change=change, gpus=one.gpus, why=f"nothing fits{', ' * bool(lost)}{lost}")]
+        return [WhatIf(change=change, gpus=setting.gpus, why=f"nothing fits{', ' * bool(lost)}{lost}")]
     estimate = add_run_totals(seen.estimate, seen.setting, half)
     late = is_late(half, question.policy, estimate.step_s, margin=0.0)
     return [
@@ -416,31 +416,31 @@ def _estimate_half_batch(question: PlanQuestion, estimator: Estimator, best: Eva
 
 
 def _list_droppable_pins(pins: dict[str, str | int | bool]) -> Iterator[tuple[str, ...]]:
-    """Which pins to give up: none, then one, then more of those that cut the batch."""
-    held = [batch_pin for batch_pin in BATCH_PINS if batch_pin in pins]
-    for count in range(len(held) + 1):
-        yield from combinations(held, count)
+    """Yield the pins to drop: none, then one, then more of those that split the batch."""
+    batch_pins = [batch_pin for batch_pin in BATCH_PINS if batch_pin in pins]
+    for count in range(len(batch_pins) + 1):
+        yield from combinations(batch_pins, count)
 
 
 def _list_left_out(cluster: Cluster) -> tuple[str, ...]:
-    """What the space does not hold."""
+    """Return what the search does not try."""
     if len(cluster.nodes) > 1:
         return ("parts of several nodes: over nodes, whole ones only",)
     return ()
 
 
 def _make_no_plan_error(
-    question: PlanQuestion, whole: Space, result: SearchResult, estimator: Estimator
+    question: PlanQuestion, space: Space, result: SearchResult, estimator: Estimator
 ) -> Exception:
-    """Why there is no plan."""
+    """Return the error that says why there is no plan."""
     if _has_only_failures(result):
-        # Every strategy failed. The plainest one has no causes of its own beside the job's.
-        return _try_plainest(whole, estimator) or next(iter(result.failed.values()))[1]
-    return make_nothing_fits(question.workload, question.cluster, whole, result, estimator)
+        # Every strategy failed. A failure of the plainest setting is most likely the job's own.
+        return _try_plainest(space, estimator) or next(iter(result.failed.values()))[1]
+    return make_nothing_fits(question.workload, question.cluster, space, result, estimator)
 
 
 def _make_too_late_error(question: PlanQuestion, best: Evaluation) -> NothingFits:
-    """Nothing ends before the deadline: how long the fastest takes, and what would be in time."""
+    """Return the error for a missed deadline: the time of the fastest plan, and what would be in time."""
     policy, workload = question.policy, question.workload
     needed = compute_run_s(workload, best.estimate.step_s) or 0.0
     deadline = policy.deadline_s or 0.0

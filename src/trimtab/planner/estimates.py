@@ -1,4 +1,4 @@
-"""Estimates of given settings of a job, each with the trace that it comes from."""
+"""Estimate given settings of a job, without a search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def smallest_device(cluster: Cluster) -> Device:
-    """Return the device that an estimate is for: the one with the least memory."""
+    """Return the device that an estimate is for: the one with the least available memory."""
     if not cluster.devices:
         raise WrongUse(
             "no --on", found="this machine has no GPU", cure="Name one, as in --on H200 or --on 4xA100-40GB."
@@ -44,7 +44,7 @@ def refuse_emulated(setting: Setting, device: Device, *, cure: str) -> None:
         )
 
 
-def estimate_settings(  # noqa: PLR0913 - a question and where it is asked
+def estimate_settings(  # noqa: PLR0913 - a job, its settings and a device
     job: str,
     settings: Sequence[Setting],
     device: Device,
@@ -55,24 +55,24 @@ def estimate_settings(  # noqa: PLR0913 - a question and where it is asked
     cache: bool = True,
     always_least: bool = False,
 ) -> list[Estimated | TrimtabError]:
-    """Return the estimate of each setting with its memory and its trace, or why there is none.
+    """Return the estimate, memory peaks and trace of each setting, or the error.
 
-    One worker process traces all that is not cached. `always_least` finds the smallest capacity that runs
-    also for settings that fit, which takes several replays.
+    One worker process traces all that is not cached. With `always_least`, also find the smallest capacity
+    for settings that fit, which takes several replays.
     """
     for setting in settings:
         refuse_emulated(setting, device, cure="Use --precision fp16 or fp32, or look at another GPU.")
     calibration = read_own_calibration(device)
-    found = get_traces(job, settings, device, overrides=overrides, clip=clip, cache=cache)
-    answers: list[Estimated | TrimtabError] = []
-    for trace, setting in zip(found, settings, strict=True):
+    answers = get_traces(job, settings, device, overrides=overrides, clip=clip, cache=cache)
+    estimates: list[Estimated | TrimtabError] = []
+    for trace, setting in zip(answers, settings, strict=True):
         if isinstance(trace, TrimtabError):
-            answers.append(trace)
+            estimates.append(trace)
             continue
         step, memory = estimate_trace(trace, setting, device, cluster=cluster, calibration=calibration)
-        whole = add_accumulation(step, trace, setting)
-        answers.append((judge_fully(whole, trace, setting, always_least=always_least), memory, trace))
-    return answers
+        total = add_accumulation(step, trace, setting)
+        estimates.append((judge_fully(total, trace, setting, always_least=always_least), memory, trace))
+    return estimates
 
 
 def read_cached_timeline(plan: Plan) -> tuple[Timeline | None, str]:
@@ -83,7 +83,7 @@ def read_cached_timeline(plan: Plan) -> tuple[Timeline | None, str]:
     again = f"`trimtab plan {plan.job}` for the same devices traces it again"
     setting = to_traced_setting(plan.choice)
     trace = None
-    # Its shards may have been traced as they are, or derived from other numbers of them.
+    # This number of shards may have been traced directly, or derived from two others.
     for direct in ({setting.mesh.dp_shard}, set[int]()):
         try:
             device = strip_device(rebuild_cluster(plan).devices[0])

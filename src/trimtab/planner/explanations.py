@@ -83,7 +83,7 @@ def _explain_pin(space: Space, key: str) -> str:
 def _compare_others(best: Evaluation, result: SearchResult, get: Callable[[Setting], Any]) -> list[str]:
     """How the other values of one choice fared, each at its best."""
     others: dict[Any, list[Evaluation]] = {}
-    for one in result.seen:
+    for one in result.evaluations:
         if get(one.setting) != get(best.setting):
             others.setdefault(get(one.setting), []).append(one)
     unseen: dict[Any, float] = {}
@@ -180,8 +180,10 @@ def _restrict_result(result: SearchResult, alike: Callable[[Setting], Any], best
         for family, told in result.beaten.items()
         if alike(family.setting(family.splits[-1])) == alike(best.setting)
     }
-    seen = [one for one in result.seen if alike(one.setting) == alike(best.setting)]
-    return replace(result, seen=seen, beaten=beaten)
+    evaluations = [
+        evaluation for evaluation in result.evaluations if alike(evaluation.setting) == alike(best.setting)
+    ]
+    return replace(result, evaluations=evaluations, beaten=beaten)
 
 
 def describe_shares(best: Evaluation) -> str:
@@ -204,7 +206,7 @@ def _explain_micro_batch(best: Evaluation, result: SearchResult, space: Space) -
         return said
     same = [
         one
-        for one in result.seen
+        for one in result.evaluations
         if (one.setting.mesh, one.setting.recompute, one.setting.compile, one.setting.strategy)
         == (setting.mesh, setting.recompute, setting.compile, setting.strategy)
     ]
@@ -418,7 +420,7 @@ def _name_other_devices(evaluated: Evaluation, best: Evaluation) -> str:
 
 def list_looks(result: SearchResult) -> tuple[EstimatedSetting, ...]:
     """All that was looked at, each setting once."""
-    each = {one.setting: one for one in (*result.seen, *([result.best] if result.best else []))}
+    each = {one.setting: one for one in (*result.evaluations, *([result.best] if result.best else []))}
     return tuple(
         EstimatedSetting(
             setting=setting,

@@ -1,7 +1,7 @@
-"""Unlike devices under ddp: each rank takes a share of the batch in proportion to its speed.
+"""Search settings for different kinds of GPUs together: under ddp, the batch is divided by GPU speed.
 
-The gradient is exact all the same: every rank weighs its own by its samples over the global batch. The shares
-come from the rates of each kind of device by itself; the step takes as long as the slowest rank.
+The gradient stays exact: every rank weights its own by its samples over the global batch. The shares come
+from the speed of each kind of device alone; the step takes as long as the slowest rank.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MOST_TRIED = 12
 
 @dataclass(frozen=True)
 class _Rate:
-    """How fast a device of one kind is, at the micro-batch that suits it best."""
+    """Speed of one kind of device at its fastest micro-batch."""
 
     micro_batch: int
     samples_per_s: float
 
 
 def search_mixed(space: Space, estimator: Estimator) -> tuple[list[Evaluation], list[Rejection]]:
-    """The best setting of every layout of unlike devices, and why there is none where there is none."""
+    """Return the best setting of every layout with different devices, and rejections of the others."""
     seen: list[Evaluation] = []
     refused: list[Rejection] = []
     for layout in space.mixed:
@@ -54,7 +54,7 @@ def search_mixed(space: Space, estimator: Estimator) -> tuple[list[Evaluation], 
 
 
 def _explain_unfit(space: Space, layout: Layout) -> str:
-    """Why a layout cannot share the batch out; empty where it can."""
+    """Return why a layout cannot divide the batch by speed; an empty string if it can."""
     if layout.gpus > space.workload.global_batch:
         return f"more GPUs than the global batch of {space.workload.global_batch} has samples"
     precision = space.policy.pins.get("precision")
@@ -64,7 +64,7 @@ def _explain_unfit(space: Space, layout: Layout) -> str:
         return NOT_COMPILED_SYNCHRONISED
     fixed = [key for key in ("micro_batch", "accumulation") if key in space.policy.pins]
     if fixed:
-        return f"unlike GPUs take unlike micro-batches, and {fixed[0]} is pinned"
+        return f"different GPUs take different micro-batches, and {fixed[0]} is pinned"
     return ""
 
 
@@ -75,19 +75,19 @@ def _search_layout(space: Space, estimator: Estimator, layout: Layout) -> Iterat
         compiles = [bool(pins["compile"])] if "compile" in pins else [False, True]
         for compiled in [False] if pins.get("sync_batchnorm") else compiles:
             for allocator in space.allocators:
-                ask = _ShareSearch(space, estimator, layout, recompute, compiled, allocator)
+                shares = _ShareSearch(space, estimator, layout, recompute, compiled, allocator)
                 try:
-                    found = ask.best()
+                    evaluation = shares.find_best()
                 except TrimtabError:
-                    found = None
-                if found is not None:
-                    yield found
+                    evaluation = None
+                if evaluation is not None:
+                    yield evaluation
                     break
 
 
 @dataclass(frozen=True)
 class _ShareSearch:
-    """One way to run on unlike devices, all but the shares decided."""
+    """Search for the shares of one layout, with recompute, compile and allocator fixed."""
 
     space: Space
     estimator: Estimator
@@ -96,13 +96,13 @@ class _ShareSearch:
     compiled: bool
     allocator: Allocator
 
-    def best(self) -> Evaluation | None:
-        """Shares by speed, or even ones where those are as good."""
+    def find_best(self) -> Evaluation | None:
+        """Return the faster of shares by speed and even shares; None if neither fits."""
         kinds = {
             device.kind: device
             for device in sorted(self.layout.cluster.devices, key=available_bytes, reverse=True)
         }
-        rates = {name: self._rate(device) for name, device in kinds.items()}
+        rates = {name: self._find_rate(device) for name, device in kinds.items()}
         known = {name: rate for name, rate in rates.items() if rate is not None}
         if len(known) < len(kinds):
             return None
@@ -111,36 +111,36 @@ class _ShareSearch:
         samples = divide_in_proportion(
             whole, [known[name].samples_per_s for name in names], [whole] * len(names)
         )
-        ways = [one for one in (samples, divide_evenly(whole, len(names))) if one is not None]
-        found = [
-            self._together(
-                [make_share(one, known[name].micro_batch) for one, name in zip(way, names, strict=True)],
+        ways = [way for way in (samples, divide_evenly(whole, len(names))) if way is not None]
+        evaluations = [
+            self._evaluate_shares(
+                [make_share(count, known[name].micro_batch) for count, name in zip(way, names, strict=True)],
                 kinds,
             )
             for way in ways
         ]
-        fitting = [one for one in found if one is not None and one.fits]
-        return min(fitting, key=lambda one: one.estimate.step_s or 0.0, default=None)
+        fitting = [evaluation for evaluation in evaluations if evaluation is not None and evaluation.fits]
+        return min(fitting, key=lambda evaluation: evaluation.estimate.step_s or 0.0, default=None)
 
-    def _rate(self, device: Device) -> _Rate | None:
-        """The best rate of a kind over the micro-batches that fit; None where nothing fits or is known."""
+    def _find_rate(self, device: Device) -> _Rate | None:
+        """Return the best rate over the micro-batches that fit; None if nothing fits or no speed is known."""
         ladder = list_splits(self.space.workload.global_batch, 1)
         tried = ladder[:: max(1, len(ladder) // MOST_TRIED)]
-        found: list[_Rate] = []
+        measured: list[_Rate] = []
         for micro, _ in [*tried, ladder[-1]]:
-            once, twice = (self._alone(device, micro, rounds) for rounds in (1, 2))
+            once, twice = (self._estimate_alone(device, micro, rounds) for rounds in (1, 2))
             if not self._fits(once, device) or once.step_s is None or twice.step_s is None:
                 continue
-            found.append(_Rate(micro, micro / max(twice.step_s - once.step_s, 1e-9)))
-        return max(found, key=lambda rate: rate.samples_per_s, default=None)
+            measured.append(_Rate(micro, micro / max(twice.step_s - once.step_s, 1e-9)))
+        return max(measured, key=lambda rate: rate.samples_per_s, default=None)
 
     def _fits(self, estimate: Estimate, device: Device) -> bool:
         return estimate.band.high_bytes <= self.space.policy.memory_share * available_bytes(device)
 
-    def _alone(self, device: Device, micro: int, rounds: int) -> Estimate:
-        """A rank on that device, as if all the others were like it."""
+    def _estimate_alone(self, device: Device, micro: int, rounds: int) -> Estimate:
+        """Return the estimate of a rank as if all devices were of its kind."""
         nodes = tuple(
-            node.replace(devices=tuple(device.replace(index=one.index) for one in node.devices))
+            node.replace(devices=tuple(device.replace(index=other.index) for other in node.devices))
             for node in self.layout.cluster.nodes
         )
         alike = Layout(
@@ -148,9 +148,9 @@ class _ShareSearch:
             cluster=self.layout.cluster.replace(nodes=nodes),
         )
         ranks = self.layout.gpus
-        return self.estimator.estimate(self._setting(micro, rounds, micro * rounds * ranks), alike)
+        return self.estimator.estimate(self._make_setting(micro, rounds, micro * rounds * ranks), alike)
 
-    def _setting(self, micro: int, rounds: int, whole: int, shares: tuple[Share, ...] = ()) -> Setting:
+    def _make_setting(self, micro: int, rounds: int, whole: int, shares: tuple[Share, ...] = ()) -> Setting:
         pins = self.space.policy.pins
         precision = self.space.precision(self.layout.cluster.devices)
         strategy = strategy_by_speed()
@@ -170,16 +170,18 @@ class _ShareSearch:
             shares=shares,
         )
 
-    def _together(self, shares: list[Share], kinds: dict[str, Device]) -> Evaluation | None:
-        """All ranks at once: the slowest sets the pace, the fullest decides whether it fits."""
+    def _evaluate_shares(self, shares: list[Share], kinds: dict[str, Device]) -> Evaluation | None:
+        """Return the setting of all ranks: the slowest gives the step time, the fullest the memory."""
         ranks: dict[tuple[str, int, int], Share] = {}
         for place, share in zip(self.layout.places, shares, strict=True):
             ranks.setdefault((place.name, share.micro_batch, share.accumulation), share)
-        found = [(self._alone(kinds[name], micro, rounds), kinds[name]) for name, micro, rounds in ranks]
-        times = [one.step_s for one, _ in found if one.step_s is not None]
-        if len(times) < len(found):
+        estimates = [
+            (self._estimate_alone(kinds[name], micro, rounds), kinds[name]) for name, micro, rounds in ranks
+        ]
+        times = [estimate.step_s for estimate, _ in estimates if estimate.step_s is not None]
+        if len(times) < len(estimates):
             return None
-        fullest, device = max(found, key=lambda one: one[0].band.high_bytes / available_bytes(one[1]))
+        fullest, device = max(estimates, key=lambda pair: pair[0].band.high_bytes / available_bytes(pair[1]))
         whole = self.space.workload.global_batch
         slowest = max(times)
         estimate = fullest.replace(step_s=slowest, samples_per_s=whole / slowest, mfu=None, step_time=None)
@@ -188,7 +190,7 @@ class _ShareSearch:
             max(share.accumulation for share in shares),
         )
         return Evaluation(
-            setting=self._setting(micro, rounds, whole, tuple(shares)),
+            setting=self._make_setting(micro, rounds, whole, tuple(shares)),
             layout=self.layout,
             estimate=estimate,
             allowed_bytes=int(self.space.policy.memory_share * available_bytes(device)),

@@ -1,4 +1,4 @@
-"""Pins: choices that the user has fixed, read and checked against each other before anything is searched."""
+"""Read the pins (choices fixed by the user) and check them against each other before the search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHOICES: dict[str, Any] = {
     "allocator": Allocator,
 }
 COUNTS = {"gpus": 1, "data_parallel": 1, "micro_batch": 1, "accumulation": 1, "workers": 0}
-"""Whole numbers, with the least that each can be."""
+"""Whole numbers with their minimum."""
 SWITCHES = ("compile", "sync_batchnorm")
 """True or false."""
 KEYS = (*CHOICES, *COUNTS, *SWITCHES)
@@ -44,7 +44,7 @@ Pins = dict[str, str | int | bool]
 
 
 def _check_sync_batchnorm(pins: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pins under which BatchNorm is not synchronised, though that is pinned."""
+    """Return the pins that contradict a pinned sync_batchnorm."""
     strategy = STRATEGIES.get(str(pins.get("strategy")))
     is_spread = strategy is not None and strategy.needs_several_gpus
     if not pins.get("sync_batchnorm") or not ((pins.get("gpus") or 1) > 1 or is_spread):
@@ -55,30 +55,30 @@ def _check_sync_batchnorm(pins: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def read_pins(texts: Iterable[str]) -> Pins:
-    """Pins from what people type: micro-batch=8, compile=false.
+    """Return the pins in texts such as micro-batch=8 and compile=false.
 
-    >>> read(["micro-batch=8", "compile=false"])
+    >>> read_pins(["micro-batch=8", "compile=false"])
     {'micro_batch': 8, 'compile': False}
     """
-    found: Pins = {}
+    pins: Pins = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise WrongUse(f"--pin {text}", found="it has no =", cure="Write it like --pin micro_batch=8.")
         name = key.strip().lower().replace("-", "_")
-        meant = check_pin(name, value.strip(), f"--pin {text}")
-        if name in found and found[name] != meant:
+        pin = check_pin(name, value.strip(), f"--pin {text}")
+        if name in pins and pins[name] != pin:
             raise WrongUse(
-                f"--pin {name}={found[name]} --pin {text}",
+                f"--pin {name}={pins[name]} --pin {text}",
                 found=f"{name} is pinned to two values",
                 cure="Leave one of them out.",
             )
-        found[name] = meant
-    return found
+        pins[name] = pin
+    return pins
 
 
 def check_pins(pins: Mapping[str, Any]) -> Pins:
-    """Pins from Python: the same checks, whatever the types."""
+    """Return pins given in Python, checked like those on the command line."""
     return {
         str(key).replace("-", "_"): check_pin(str(key).replace("-", "_"), str(value), f"pin {key}={value}")
         for key, value in pins.items()
@@ -86,12 +86,12 @@ def check_pins(pins: Mapping[str, Any]) -> Pins:
 
 
 def check_pin(name: str, value: str, given: str) -> str | int | bool:
-    """One pin's value, of the type that its key has."""
+    """Return the value of a pin in the type of its key; raise if it is not legal."""
     if name in CHOICES:
-        known = [word.value for word in CHOICES[name]]
-        if value in known:
+        choices = [word.value for word in CHOICES[name]]
+        if value in choices:
             return value
-        raise WrongUse(given, found=f"{name} is none of {', '.join(known)}", cure="Use one of those.")
+        raise WrongUse(given, found=f"{name} is none of {', '.join(choices)}", cure="Use one of those.")
     if name in COUNTS:
         least = COUNTS[name]
         if value.isascii() and value.isdigit() and int(value) >= least:
@@ -114,7 +114,7 @@ def check_pin(name: str, value: str, given: str) -> str | int | bool:
 
 
 def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: int) -> list[tuple[str, str]]:
-    """What cannot be together: what is wrong, and what to do."""
+    """Return each contradiction of the pins with its fix."""
     wrong: list[tuple[str, str]] = []
     gpus, strategy = pins.get("gpus"), STRATEGIES.get(str(pins.get("strategy")))
     if gpus is not None and gpus > available:
@@ -127,7 +127,7 @@ def find_contradictions(pins: Mapping[str, Any], workload: Workload, available: 
 
 
 def _check_batch(pins: Mapping[str, Any], whole: int) -> list[tuple[str, str]]:
-    """Pins that cannot make the global batch together."""
+    """Return the pins that cannot give the global batch together, with the fix."""
     gpus, ranks = pins.get("gpus"), pins.get("data_parallel")
     if ranks is not None and gpus is not None and gpus % ranks:
         return [(f"data_parallel={ranks} with gpus={gpus}", f"pin a divisor of {gpus}")]

@@ -1,4 +1,4 @@
-"""Makes a plan: owns the worker process that traces, the caches, and tracing ahead of the search."""
+"""Make a plan: run the search with a tracing worker process, the caches and prefetched traces."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
 ) -> Plan:
     """Return the best configuration of a job on a cluster, with reasons.
 
-    `overrides` are options of the job, `given` what the caller says in place of the job: `global_batch`,
+    `overrides` are options of the job. `given` replaces values of its workload: `global_batch`,
     `samples`, `epochs`. `say` gets each activity in words, `say_best` the best setting so far. With
     `partial`, Ctrl-C returns the best so far as a plan that is not `complete`.
     """
@@ -133,8 +133,8 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
         traced = overrides | ({"global_batch": batch} if workload.cached and batch else {})
         key = _estimates_key(NamedJob(job=job, overrides={**traced, "clip": clip}))
         plan_key = fingerprint(key, question)
-        found = PLANS.load(plan_key, Plan.from_json) if cache else None
-        if found is None:
+        plan = PLANS.load(plan_key, Plan.from_json) if cache else None
+        if plan is None:
             tracing = JobTracer(
                 job=job,
                 overrides=traced,
@@ -143,14 +143,14 @@ def make_plan(  # noqa: PLR0913 - what a plan depends on
                 cache=cache,
                 is_ahead="recompute" not in policy.pins,
             )
-            found = _search_plan(question, tracing, key, say=say, say_best=say_best)
-            if not (found.complete or partial):
+            plan = _search_plan(question, tracing, key, say=say, say_best=say_best)
+            if not (plan.complete or partial):
                 raise KeyboardInterrupt
-            assumed = collect_fingerprints(job, workload, found.places, read_versions())
-            found = found.replace(fingerprints=assumed, options=overrides)
-            if found.complete:
-                PLANS.store(plan_key, found.to_json())
-    return found.replace(folder=str(Path.cwd()))
+            assumed = collect_fingerprints(job, workload, plan.places, read_versions())
+            plan = plan.replace(fingerprints=assumed, options=overrides)
+            if plan.complete:
+                PLANS.store(plan_key, plan.to_json())
+    return plan.replace(folder=str(Path.cwd()))
 
 
 def _search_plan(
@@ -184,14 +184,14 @@ def read_workload(
     cache: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> Workload:
-    """Return what a job says of itself, with the values that the caller gives in its place."""
+    """Return the workload that a job describes, with the values in `given` instead of the job's."""
     for key, value in given.items():
         if value is not None and value < 1:
             option = f"--{key.replace('_', '-')}"
             raise WrongUse(f"{option} {value}", found="it is below 1", cure=f"Give {option} at least 1.")
     say("reading the job")
-    found = summarize_job(job, overrides, cache=cache)
-    return found.replace(**{key: value for key, value in given.items() if value is not None})
+    workload = summarize_job(job, overrides, cache=cache)
+    return workload.replace(**{key: value for key, value in given.items() if value is not None})
 
 
 def add_batch_loss(

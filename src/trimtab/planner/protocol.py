@@ -1,7 +1,7 @@
-"""Estimator: whoever can say what a setting would need and how long a step would take.
+"""The interface between the search and the estimates of memory and step time.
 
-The search asks through this door only. The real one traces the job (see foresight.py); tests give one with
-laws that are made up.
+`TraceEstimator` in estimator.py implements it with traces of the job; tests implement it with made-up
+formulas.
 """
 
 from __future__ import annotations
@@ -21,69 +21,72 @@ class Layout:
 
     places: tuple[RankPlacement, ...]
     cluster: Cluster = field(compare=False, repr=False)
-    """Those devices alone, with the links between them."""
+    """A cluster of these devices only, with the links between them."""
 
     @property
     def gpus(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         return len(self.places)
 
     @property
     def device(self) -> Device:
-        """The one with the least memory to give."""
+        """The device with the least available memory."""
         return min(self.cluster.devices, key=available_bytes)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The different devices, by name."""
+        """Names of the different kinds of devices."""
         return tuple(dict.fromkeys(place.name for place in self.places))
 
 
 def available_bytes(device: Device) -> int:
-    """What a device can give: what is free now, or all of it where nobody looked."""
+    """Return the free memory of a device; all of its memory if the free memory is unknown."""
     return device.memory_bytes if device.free_bytes is None else device.free_bytes
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """What a setting takes at the very least."""
+    """Lower bounds on the step time and memory of a setting."""
 
     step_s: float | None = 0.0
-    """None where the time will not be known even after a closer look."""
+    """None if even an estimate would not give a time."""
     need_bytes: int = 0
 
 
 class Estimator(Protocol):
-    """What the search may ask."""
+    """Estimates settings for the search."""
 
     def lower_bound(self, setting: Setting, layout: Layout) -> LowerBound:
-        """A bound from below that costs nothing to know now; it may rise as more becomes known.
+        """Return a lower bound without tracing; it may rise as more is traced.
 
-        Zero is always right. The search looks closely at what no bound rules out, and at nothing else.
+        Zero is always valid. The search estimates only the settings that no bound rules out.
         """
 
     def cached_bound(self, setting: Setting, layout: Layout) -> LowerBound:
-        """As `floor`, with nothing worked out for it: for what is out of the race, and is only told of."""
+        """Return a lower bound from stored times only: for settings that are only reported."""
 
     def tighten_bound(self, setting: Setting, layout: Layout) -> LowerBound:
-        """The same bound, as good as it can be had without finding out anything that takes long."""
+        """Return the best lower bound that takes no long computation."""
 
-    def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
-        """What will be asked for next, so that it can be found out in one go."""
+    def prepare(self, requests: Sequence[tuple[Setting, Layout]]) -> None:
+        """Trace several settings together, before their estimates are requested."""
 
     def estimate(self, setting: Setting, layout: Layout) -> Estimate:
-        """The estimate, against all that the fullest device has free; raises TrimtabError where it cannot."""
+        """Return the estimate, judged by the memory that is free on the fullest device.
+
+        Raise TrimtabError if it fails.
+        """
 
     def judge_within(
         self, setting: Setting, layout: Layout, limit_bytes: int, *, explain: bool = False
     ) -> Estimate:
-        """The estimate with its verdict within so many bytes, where torch may release cached blocks.
+        """Return the estimate with a verdict for a memory limit, where torch may release cached blocks.
 
-        Raises as `estimate` does. With `explain` the reason says whether another allocator would help.
+        It raises as `estimate` does. With `explain`, the reason says whether another allocator would help.
         """
 
     def has_traces(self, setting: Setting, layout: Layout) -> bool:
-        """Whether an estimate costs next to nothing: runners-up are worth no more than that."""
+        """Whether an estimate needs no new trace; only such settings become runners-up."""
 
     def with_changes(self, **changes: int) -> Estimator:
-        """The estimator of the job with some of its members changed, such as a shorter `seq`."""
+        """Return an estimator of the job with some options changed, such as a shorter `seq`."""

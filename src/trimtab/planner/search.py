@@ -1,9 +1,9 @@
-"""The search: exact, best bound first, and looking closely only where a bound does not rule it out.
+"""Search the space of settings: exact, best-first by lower bounds.
 
-Every setting of the space has a bound from below for its time, which an Estimator gives for nothing. The
-setting with the lowest bound is evaluated; its true time takes the place of the bound. Once the
-lowest of all belongs to a setting that is known and fits, no other can be better. Two things are taken to be
-so: that a larger micro-batch of the same family needs no less memory, and that bounds are bounds.
+Every setting has a lower bound on its time, which an Estimator gives without tracing. The search estimates
+the setting with the lowest bound, and its time replaces the bound. It ends when the lowest entry is an
+estimated setting that fits: no other can be better. The search assumes two things: a larger micro-batch of
+the same family needs no less memory, and the lower bounds are valid.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 RUNNERS_UP = 5
 MARGIN = 0.1
-"""Of a deadline, kept free: the median error of predicted time, with room for checkpoints and evaluation."""
+"""Share of a deadline to keep free: the median error of predicted time, plus checkpoints and evaluation."""
 
 TIE = 0.02
-"""Predicted times that differ by less are one and the same: predictions are further off than that in the
-median, on devices that were measured too. The simpler of two such plans is taken."""
+"""Predicted times that differ by less count as equal, because the median prediction error is larger, also
+on calibrated devices. The search then takes the simpler plan."""
 
 RECOMPUTES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 
 Notice = Callable[["Evaluation"], None]
 Value = tuple[float, ...]
-"""What the objective makes as small as it can."""
+"""The objective's value of a setting; smaller is better."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A setting that was evaluated."""
+    """A setting with its estimate and memory limit."""
 
     setting: Setting
     layout: Layout
@@ -53,7 +53,7 @@ class Evaluation:
 
     @property
     def fits(self) -> bool:
-        """Whether the upper band stays within the share that the policy allows."""
+        """Whether the upper band is within the share of memory that the policy allows."""
         return self.estimate.need_bytes <= self.allowed_bytes
 
     @property
@@ -63,40 +63,39 @@ class Evaluation:
 
     @property
     def missing_bytes(self) -> int:
-        """By how much it does not fit."""
+        """Bytes above the memory limit; 0 if it fits."""
         return max(0, self.estimate.need_bytes - self.allowed_bytes)
 
 
 @dataclass
 class SearchResult:
-    """What a search found."""
+    """Result of a search."""
 
     best: Evaluation | None = None
     fastest: Evaluation | None = None
-    """The best by the objective, where something simpler is as good and was chosen."""
+    """The best by the objective, if a simpler setting within TIE was chosen instead."""
     runners_up: list[Evaluation] = field(default_factory=list)
-    seen: list[Evaluation] = field(default_factory=list)
-    """Everything evaluated, whether it fits or not."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """Every setting that was estimated, whether it fits or not."""
     too_large: dict[Family, tuple[int, int]] = field(default_factory=dict)
-    """Settings that do not fit, and the least that one of them needs."""
+    """Number of settings that do not fit, and the least bytes that one of them needs."""
     limits: dict[Family, int] = field(default_factory=dict)
-    """The largest micro-batch that may fit, where one does not; 0 where none does. Of families that were
-    evaluated before the choice was made, it does fit."""
+    """The largest micro-batch that may fit, if a larger one does not; 0 if none fits. It does fit in families
+    that were evaluated before the choice was made."""
     too_late: int = 0
-    """Settings that fit and would end after the deadline."""
+    """Number of settings that fit but miss the deadline."""
     beaten: dict[Family, tuple[int, float]] = field(default_factory=dict)
-    """Settings not evaluated, because they cannot be better, and the least time that one of them takes."""
+    """Number of settings that cannot be better, and the least time of one of them."""
     failed: dict[str, tuple[int, TrimtabError]] = field(default_factory=dict)
-    """Settings that could not be estimated, by cause."""
+    """Number of settings that could not be estimated and the first error, by cause."""
     complete: bool = True
-    """False where the search was interrupted: `best` is the best that it had found."""
+    """False if the search was interrupted: `best` is then the best so far."""
 
 
 def objective_value(setting: Setting, step_s: float | None, objective: Objective) -> Value:
-    """How good a setting is: smaller is better, and a lower time never makes it larger.
+    """Return the value of a setting: smaller is better, and a lower time never makes it larger.
 
-    Where nobody knows the time (a device without peaks), fewer rounds, less recomputing and more devices
-    stand in for it.
+    Without a time (a device without peak rates), prefer fewer rounds, less recomputing and no compiling.
     """
     if step_s is None:
         rounds = float(setting.accumulation)
@@ -108,7 +107,7 @@ def objective_value(setting: Setting, step_s: float | None, objective: Objective
 
 
 def tie_break_key(setting: Setting) -> tuple[int, ...]:
-    """Between equals: fewer devices, the simpler strategy, less recomputing, no compiling, less memory."""
+    """Return the order of equal values: fewer GPUs, simpler strategy, less recompute, eager, less memory."""
     return (
         setting.gpus,
         strategy_of(setting).complexity,
@@ -119,12 +118,12 @@ def tie_break_key(setting: Setting) -> tuple[int, ...]:
 
 
 def simplicity_key(setting: Setting) -> tuple[int, ...]:
-    """What decides a tie: fewer devices, then the simpler strategy."""
+    """Return the order within a tie: fewer GPUs, then the simpler strategy."""
     return tie_break_key(setting)[:2]
 
 
 def is_tie(value: Value, best: Value) -> bool:
-    """Whether a value is no worse than the best by more than predictions can tell apart.
+    """Whether a value is within TIE of the best, in all of its parts.
 
     >>> is_tie((1.01,), (1.0,)), is_tie((1.03,), (1.0,)), is_tie((1.0, 2.0), (1.0, 1.0))
     (True, False, False)
@@ -135,17 +134,17 @@ def is_tie(value: Value, best: Value) -> bool:
 
 
 def memory_limit(layout: Layout, policy: Policy) -> int:
-    """Bytes that a plan may use on the fullest device."""
+    """Return the bytes that a plan may use on the fullest device."""
     return int(policy.memory_share * available_bytes(layout.device))
 
 
 def compute_run_s(workload: Workload, step_s: float | None) -> float | None:
-    """Seconds to the horizon."""
+    """Return the seconds of the whole run; None if the step time or the number of steps is unknown."""
     return None if step_s is None or workload.steps is None else step_s * workload.steps
 
 
 def is_late(workload: Workload, policy: Policy, step_s: float | None, *, margin: float = MARGIN) -> bool:
-    """Whether a run would end after the deadline, or too close to it."""
+    """Whether a run would end after the deadline less the margin."""
     needed = compute_run_s(workload, step_s)
     return policy.deadline_s is not None and needed is not None and needed > policy.deadline_s * (1 - margin)
 
@@ -158,22 +157,22 @@ def search_space(
     margin: float | None = None,
     notice: Notice = lambda _: None,
 ) -> SearchResult:
-    """The best setting that fits, with what was learnt on the way.
+    """Return the best setting that fits, with all that was estimated and refused.
 
-    `known` are settings that were estimated elsewhere (those on unlike devices) and compete here; `margin`
-    refuses what ends too close to the deadline or after it. `notice` is given every setting that is better
-    than all before it. After Ctrl-C the result is the best so far, marked as not complete; where nothing was
-    found, KeyboardInterrupt is raised.
+    `known` are settings estimated elsewhere (those on different devices), which compete here. `margin`
+    refuses settings that end after the deadline less this share. `notice` is called with every setting that
+    is better than all before it. After Ctrl-C return the best so far, marked as not complete; if there is
+    none, raise KeyboardInterrupt.
     """
     return _Search(space, estimator, margin, notice).run(known)
 
 
 LINE_MARGIN = 1.04
-"""A line through two micro-batches that is this far beyond the limit is taken at its word."""
+"""A micro-batch is not estimated if the line through two others predicts more than this times the limit."""
 
 
 def predict_on_line(points: dict[int, int], micro: int) -> float | None:
-    """What a micro-batch needs by the line through the two nearest that are known.
+    """Return the bytes of a micro-batch by the line through the two nearest points; None with fewer points.
 
     >>> line({2: 100, 10: 500}, 6), line({2: 100}, 6)
     (300.0, None)
@@ -191,10 +190,10 @@ def _is_clearly_beyond(micro: int, points: dict[int, int], most: int) -> bool:
 
 
 def end_splits(splits: tuple[BatchSplit, ...]) -> list[BatchSplit]:
-    """The micro-batches that tell of all others: the largest, and the smallest above one.
+    """Return the splits from which all others are derived: the largest micro-batch and the smallest above 1.
 
-    A batch of one sample is often another program (what is one long can be broadcast), and is asked for by
-    itself where it matters.
+    One sample often runs other operations (a dimension of size 1 is broadcast), so it is traced separately
+    if it matters.
 
     >>> ends(((8, 1), (4, 2), (2, 4), (1, 8)))
     [(8, 1), (2, 4)]
@@ -204,13 +203,13 @@ def end_splits(splits: tuple[BatchSplit, ...]) -> list[BatchSplit]:
 
 
 def _memory_strain(seen: Evaluation) -> tuple[int, float]:
-    """What is missing, and how often a step must release cached blocks: the less the better."""
+    """Return the missing bytes and the releases of cached blocks per step; less is better."""
     return seen.missing_bytes, seen.estimate.releases_per_step or 0.0
 
 
 Entry = tuple[Value, bool, tuple[int, ...], int, "Family | None", "BatchSplit", Evaluation | None]
-"""Value or bound, whether it is only a bound, and whose it is: of equals, what is known goes first, since a
-bound that is no lower promises nothing better."""
+"""Value or bound, whether it is a bound, its order among equals, and its setting. Of equal values, an
+estimate comes before a bound."""
 
 
 def _setting_of(entry: Entry) -> Setting:
@@ -223,16 +222,16 @@ def _setting_of(entry: Entry) -> Setting:
 
 def _pick_plainest(families: Iterable[Family]) -> list[Family]:
     """Return one family of every strategy: the least recomputing and compiling, on the most devices."""
-    found: dict[Strategy, Family] = {}
+    plainest: dict[Strategy, Family] = {}
     for family in sorted(
         families, key=lambda family: (RECOMPUTES.index(family.recompute), family.compile, -family.layout.gpus)
     ):
-        found.setdefault(family.strategy, family)
-    return list(found.values())
+        plainest.setdefault(family.strategy, family)
+    return list(plainest.values())
 
 
 class _Search:
-    """One search under way: a heap of settings, by what they are known to take at least."""
+    """State of one search: a heap of settings, ordered by value or lower bound."""
 
     def __init__(self, space: Space, estimator: Estimator, margin: float | None, notice: Notice) -> None:
         self.space = space
@@ -242,20 +241,20 @@ class _Search:
         self.notice = notice
         self.result = SearchResult()
         self.known: list[Entry] = []
-        """Everything that is known and fits."""
+        """Every estimated setting that fits."""
         self.heap: list[Entry] = []
         self.numbers = count()
         self.limits = self.result.limits
         self.evaluated_families: set[Family] = set()
-        self.found: dict[tuple[Family, BatchSplit], Evaluation | None] = {}
+        self.estimated: dict[tuple[Family, BatchSplit], Evaluation | None] = {}
         self.failed_families: dict[Family, TrimtabError] = {}
         """Families that cannot be estimated at any micro-batch."""
         self.prepared: set[Recompute] = set()
-        """Ways of recomputing whose families have been asked for together."""
+        """Recompute modes whose families were traced together."""
         self.shown_families: set[Family] = set()
         """Families of the choice and the runners-up so far."""
         self.spare_splits: list[tuple[Family, BatchSplit]] = []
-        """More members of those, to fill up the runners-up."""
+        """Other splits of those families, to fill up the runners-up."""
         self.last_failure: TrimtabError | None = None
         self.plainest = _pick_plainest(space.families)
 
@@ -273,14 +272,14 @@ class _Search:
         return self.result
 
     def _take_best_so_far(self) -> None:
-        """Take the best that is known, where the search was interrupted."""
+        """Take the best estimated setting after an interrupt."""
         self.result.complete = False
         if self.result.best is None:
             if not self.known:
                 raise KeyboardInterrupt
             first, *others = sorted(self.known)
             self.result.best = first[-1]
-            self.result.runners_up = [one for *_, one in others[:RUNNERS_UP] if one is not None]
+            self.result.runners_up = [entry[-1] for entry in others[:RUNNERS_UP] if entry[-1] is not None]
 
     def _search_heap(self) -> None:
         while self.heap:
@@ -295,23 +294,23 @@ class _Search:
             self._accept(entry)
 
     def _pick_simplest(self, first: Entry) -> Entry:
-        """The simplest of all that are as good as the best, which is given.
+        """Return the simplest entry within a tie of the best, which is given.
 
-        Whatever may be simpler and as good is evaluated, so that the choice does not depend on what happened
-        to be known.
+        Every setting that may be simpler and within the tie is estimated first, so that the choice does not
+        depend on the order of estimates.
         """
         won, aside = first, []
         most = first[0][0] * (1 + TIE)
         while self.heap and self.heap[0][0][0] <= most:
             entry = heapq.heappop(self.heap)
-            worth, is_bound, _, _, family, split, _ = entry
-            if not is_tie(worth, first[0]) or simplicity_key(_setting_of(entry)) >= simplicity_key(
+            value, is_bound, _, _, family, split, _ = entry
+            if not is_tie(value, first[0]) or simplicity_key(_setting_of(entry)) >= simplicity_key(
                 _setting_of(won)
             ):
                 aside.append(entry)
             elif is_bound:
                 assert family is not None  # noqa: S101 - a bound belongs to a family
-                self._evaluate(family, split, worth)
+                self._evaluate(family, split, value)
             elif self._is_later(entry, first):
                 aside.append(entry)
             else:
@@ -324,18 +323,18 @@ class _Search:
         return won
 
     def _is_later(self, entry: Entry, first: Entry) -> bool:
-        """Whether it would miss a deadline, or the margin of one, that the best keeps."""
-        one, best = entry[-1], first[-1]
-        assert one is not None  # noqa: S101 - both are known
+        """Whether an entry misses the deadline, or its margin, where the best meets it."""
+        evaluation, best = entry[-1], first[-1]
+        assert evaluation is not None  # noqa: S101 - both are known
         assert best is not None  # noqa: S101
         return any(
-            is_late(self.space.workload, self.policy, one.estimate.step_s, margin=margin)
+            is_late(self.space.workload, self.policy, evaluation.estimate.step_s, margin=margin)
             and not is_late(self.space.workload, self.policy, best.estimate.step_s, margin=margin)
             for margin in (MARGIN, 0.0)
         )
 
     def _accept(self, entry: Entry) -> None:
-        """The best of all that is left: the choice, or the next of the runners-up."""
+        """Accept the best remaining entry as the choice, or as the next runner-up."""
         family, seen = entry[4], entry[-1]
         assert seen is not None  # noqa: S101 - what is known was seen
         if family is not None:
@@ -346,7 +345,7 @@ class _Search:
             self.result.runners_up.append(seen)
 
     def _fill_runners_up(self) -> None:
-        """Runners-up unlike the choice come first; where they are few, its other micro-batches follow."""
+        """Add other micro-batches of the shown families if there are too few runners-up."""
         for family, split in self.spare_splits:
             if len(self.result.runners_up) >= RUNNERS_UP:
                 break
@@ -355,12 +354,14 @@ class _Search:
             if seen is not None and seen.fits and not self._is_late(seen):
                 self.result.runners_up.append(seen)
         self.result.runners_up.sort(
-            key=lambda one: objective_value(one.setting, one.estimate.step_s, self.policy.objective)
+            key=lambda runner_up: objective_value(
+                runner_up.setting, runner_up.estimate.step_s, self.policy.objective
+            )
         )
 
     def _push_bound(self, family: Family, split: BatchSplit) -> None:
         setting = family.setting(split)
-        # Of equal bounds the one that tells most: the largest micro-batch bounds those below it.
+        # Of equal bounds, try the largest micro-batch first: its time bounds the smaller ones.
         order = (
             STRATEGIES[family.strategy].probe_order,
             -family.layout.gpus,
@@ -376,7 +377,7 @@ class _Search:
         return objective_value(setting, floor.step_s, self.policy.objective)
 
     def _evaluate(self, family: Family, split: BatchSplit, bound: Value) -> None:
-        """Look closely at a setting, unless something learnt since makes that needless."""
+        """Estimate a setting, unless it can be skipped by now."""
         if self._can_skip(family, split, bound):
             return
         if family not in self.evaluated_families:
@@ -391,17 +392,17 @@ class _Search:
         elif self.result.best is None:
             self._find_limit(family, split, seen)
         else:
-            # For a runner-up the limit is not worth finding: smaller ones have their turn.
+            # After the choice is made, the exact limit is not worth finding: smaller ones follow in the heap.
             self._count_too_large(family, seen.estimate.need_bytes)
             self.limits[family] = max((micro for micro, _ in family.splits if micro < split[0]), default=0)
 
-    def _can_skip(self, family: Family, split: BatchSplit, bound: Value) -> bool:  # noqa: PLR0911 - one for each cause
+    def _can_skip(self, family: Family, split: BatchSplit, bound: Value) -> bool:  # noqa: PLR0911 - one per cause
         setting = family.setting(split)
         if self.result.best is not None and not self._can_run_up(family, split):
             many, least = self.result.beaten.get(family, (0, math.inf))
             step_s = self.estimator.cached_bound(setting, family.layout).step_s or 0.0
             if self.policy.objective is Objective.SPEED and step_s:
-                # Both are lower bounds: the larger says more.
+                # Both are lower bounds: take the larger.
                 step_s = max(step_s, bound[0])
             self.result.beaten[family] = (many + 1, min(least, step_s))
             return True
@@ -430,31 +431,31 @@ class _Search:
         return False
 
     def _can_run_up(self, family: Family, split: BatchSplit) -> bool:
-        """Whether a setting is worth a look once the choice is made: not a new trace.
+        """Whether a setting can become a runner-up after the choice is made: only without a new trace.
 
-        One sample is always traced anew.
+        One sample always needs its own trace.
         """
         alone = split[0] == 1 and len(family.splits) > 1
         lacking = len(self.result.runners_up) < RUNNERS_UP
         return lacking and not alone and self.estimator.has_traces(family.setting(split), family.layout)
 
     def _prepare(self, family: Family) -> None:
-        """Ask for a family, and at once for those that recompute as it does: a trace alone costs as much."""
-        wanted: dict[str, Family] = {}
+        """Trace a family, then the others with the same recompute mode: together they cost little more."""
+        largest: dict[str, Family] = {}
         if family.recompute not in self.prepared:
             self.prepared.add(family.recompute)
-            for one in self.space.families:
-                # The most devices of each strategy: fewer lie on the same lines.
-                is_alike = one.recompute is family.recompute and not one.compile
-                # Where one device gives a bound, that is mostly enough.
-                if is_alike and not STRATEGIES[one.strategy].is_bounded_by_one_device:
-                    known = wanted.get(one.strategy)
-                    if known is None or one.layout.gpus > known.layout.gpus:
-                        wanted[one.strategy] = one
+            for other in self.space.families:
+                # The most devices of each strategy: traces of fewer follow from the same lines.
+                is_alike = other.recompute is family.recompute and not other.compile
+                # A bound from one device is mostly enough for these.
+                if is_alike and not STRATEGIES[other.strategy].is_bounded_by_one_device:
+                    known = largest.get(other.strategy)
+                    if known is None or other.layout.gpus > known.layout.gpus:
+                        largest[other.strategy] = other
         self._prepare_families([family])
-        # That has told what the model holds, and so which of the others are too large to be worth a trace.
+        # The static memory is known now, so families that are too large are not traced.
         self._prepare_families(
-            [text for text in wanted.values() if self._can_fit(text) and self._can_win(text)]
+            [other for other in largest.values() if self._can_fit(other) and self._can_win(other)]
         )
 
     def _prepare_families(self, families: list[Family]) -> None:
@@ -471,9 +472,9 @@ class _Search:
         return floor.need_bytes <= memory_limit(family.layout, self.policy)
 
     def _can_win(self, family: Family) -> bool:
-        """Whether a family seems to have a chance against what is known to fit, by two micro-batches.
+        """Whether the bounds of two micro-batches of a family are below the best so far.
 
-        If it has one all the same, it is traced when its turn comes.
+        A family that is wrongly left out here is traced later, when its bound is the lowest.
         """
         best = min(self.known, default=None)
         return best is None or any(
@@ -481,10 +482,10 @@ class _Search:
         )
 
     def _get_estimate(self, family: Family, split: BatchSplit) -> Evaluation | None:
-        """The setting with the first allocator that makes it fit, or else with the one that needs least."""
-        if (family, split) not in self.found:
-            self.found[family, split] = self._compute_estimate(family, split)
-        return self.found[family, split]
+        """Return the setting with the first allocator that makes it fit, else the one that needs least."""
+        if (family, split) not in self.estimated:
+            self.estimated[family, split] = self._compute_estimate(family, split)
+        return self.estimated[family, split]
 
     def _compute_estimate(self, family: Family, split: BatchSplit) -> Evaluation | None:
         best: Evaluation | None = None
@@ -496,17 +497,20 @@ class _Search:
                 self._count_failure(error)
                 self.last_failure = error
                 return None
-            one = Evaluation(setting, family.layout, estimate, memory_limit(family.layout, self.policy))
-            if self.space.tight and not one.fits:
-                one = replace(
-                    one, estimate=self.estimator.judge_within(setting, family.layout, one.allowed_bytes)
+            evaluation = Evaluation(
+                setting, family.layout, estimate, memory_limit(family.layout, self.policy)
+            )
+            if self.space.tight and not evaluation.fits:
+                evaluation = replace(
+                    evaluation,
+                    estimate=self.estimator.judge_within(setting, family.layout, evaluation.allowed_bytes),
                 )
-            if best is None or _memory_strain(one) < _memory_strain(best):
-                best = one
-            if one.fits and not one.is_tight:
+            if best is None or _memory_strain(evaluation) < _memory_strain(best):
+                best = evaluation
+            if evaluation.fits and not evaluation.is_tight:
                 break
         assert best is not None  # noqa: S101 - there is an allocator
-        self.result.seen.append(best)
+        self.result.evaluations.append(best)
         return best
 
     def _count_failure(self, error: TrimtabError) -> None:
@@ -514,17 +518,17 @@ class _Search:
         self.result.failed[error.found] = (many + 1, first)
 
     def _record_failure(self, family: Family) -> None:
-        """Note a family that cannot be estimated, if its smallest micro-batch cannot either.
+        """Record a family as failed if its smallest micro-batch cannot be estimated either.
 
-        A strategy, a way of recomputing or compiling that fails is left out. Where the plainest setting of
-        every strategy fails, so does the job: the rest is not tried.
+        Other families are still tried. If the plainest setting of every strategy fails, the job itself
+        fails, and no other setting is tried.
         """
         error = self.last_failure
-        assert error is not None  # noqa: S101 - the caller has known it
+        assert error is not None  # noqa: S101 - the caller has seen the failure
         if self._get_estimate(family, end_splits(family.splits)[-1]) is None:
             self.failed_families[family] = error
         for plain in self.plainest:
-            if self.result.seen:
+            if self.result.evaluations:
                 return
             if (
                 plain not in self.failed_families
@@ -532,19 +536,19 @@ class _Search:
             ):
                 self.failed_families[plain] = self.last_failure or error
         first = next(iter(self.failed_families.values()), None)
-        if first is not None and not self.result.seen:
+        if first is not None and not self.result.evaluations:
             self.failed_families = {
                 family: self.failed_families.get(family, first) for family in self.space.families
             }
 
     def _find_limit(self, family: Family, split: BatchSplit, seen: Evaluation) -> None:
-        """Find the largest micro-batch that fits, by the line through what two of them need.
+        """Find the largest micro-batch that fits, by the line through the memory of two others.
 
-        Memory is nearly a line in the micro-batch, so that the first guess is mostly right. What the line
-        puts clearly beyond the limit is not evaluated.
+        Memory is nearly linear in the micro-batch, so the first guess is mostly right. Micro-batches that
+        the line puts clearly above the limit are not estimated.
         """
         self._count_too_large(family, seen.estimate.need_bytes)
-        smaller = [one for one in family.splits if one[0] < split[0]]
+        smaller = [other for other in family.splits if other[0] < split[0]]
         small = next((end for end in end_splits(family.splits)[::-1] if end[0] < split[0]), None)
         points = {split[0]: seen.estimate.need_bytes}
         if small is not None and (other := self._get_estimate(family, small)) is not None:
@@ -552,10 +556,10 @@ class _Search:
         low, high = 0, len(smaller)
         while low < high:
             guess = self._guess_fitting(smaller[low:high], points, seen.allowed_bytes) + low
-            found = self._need_bytes(family, smaller[guess])
-            if found is not None:
-                points[smaller[guess][0]] = found
-            if found is None or found <= seen.allowed_bytes:
+            need = self._need_bytes(family, smaller[guess])
+            if need is not None:
+                points[smaller[guess][0]] = need
+            if need is None or need <= seen.allowed_bytes:
                 high = guess
                 while low < high and _is_clearly_beyond(smaller[low][0], points, seen.allowed_bytes):
                     low += 1
@@ -564,7 +568,7 @@ class _Search:
         self.limits[family] = smaller[low][0] if low < len(smaller) else 0
 
     def _guess_fitting(self, left: list[BatchSplit], points: dict[int, int], most: int) -> int:
-        """Which of the micro-batches that are left, the largest first, is the first to fit."""
+        """Return the index of the first micro-batch that fits by the line; `left` starts with the largest."""
         for index, split in enumerate(left):
             expected = predict_on_line(points, split[0])
             if expected is not None and expected <= most:
@@ -572,7 +576,7 @@ class _Search:
         return (len(left) - 1) // 2 if len(points) < 2 else len(left) - 1  # noqa: PLR2004 - a line
 
     def _need_bytes(self, family: Family, split: BatchSplit) -> int | None:
-        """The upper band of a setting, or a bound that is beyond the limit; None where nobody can say."""
+        """Return the upper band of a setting, or a bound above the limit; None if it cannot be estimated."""
         floor = self.estimator.lower_bound(family.setting(split), family.layout)
         if floor.need_bytes > memory_limit(family.layout, self.policy):
             return floor.need_bytes
@@ -590,14 +594,14 @@ class _Search:
         )
 
     def _add_known(self, seen: Evaluation, family: Family | None = None) -> None:
-        """A setting that is known: it competes if it fits, and ends in time where that is asked."""
+        """Add an estimated setting to the heap if it fits and meets the deadline."""
         if not seen.fits:
             return
         if self._is_late(seen):
             self.result.too_late += 1
             return
-        worth = objective_value(seen.setting, seen.estimate.step_s, self.policy.objective)
-        entry: Entry = (worth, False, tie_break_key(seen.setting), next(self.numbers), family, (0, 0), seen)
+        value = objective_value(seen.setting, seen.estimate.step_s, self.policy.objective)
+        entry: Entry = (value, False, tie_break_key(seen.setting), next(self.numbers), family, (0, 0), seen)
         heapq.heappush(self.heap, entry)
         if all(entry < other for other in self.known):
             self.notice(seen)

@@ -1,4 +1,4 @@
-"""The space of a plan: every setting that is legal, and the rules that refuse the others."""
+"""List every legal setting of a job on a cluster, and why the others are refused."""
 
 from __future__ import annotations
 
@@ -31,43 +31,40 @@ if TYPE_CHECKING:
     from trimtab.spec import Cluster, Device, Link, Policy, Workload
 
 
-# Which of a cluster's devices a plan could use.
-
-
 MOST_MIXES = 64
-"""More ways than this to mix unlike devices are not listed: then only all of them together are."""
+"""If different devices can be mixed in more ways than this, only all of them together are tried."""
 
 Picks = list[tuple[int, "Device"]]
-"""Number of the node, and the device."""
+"""Pairs of node number and device."""
 
 
 def list_layouts(cluster: Cluster) -> list[Layout]:
-    """Every set of devices worth trying, the smallest first.
+    """Return every set of devices worth trying, the smallest first.
 
-    Within a node any number; over several nodes whole nodes only. Of equal devices those with the most free
-    memory, and beside them those with the fastest link, where the two differ.
+    Within a node, any number of devices; over several nodes, whole nodes only. Of equal devices, take those
+    with the most free memory, and also those with the fastest link if they differ.
     """
     by_kind: dict[str, Picks] = {}
     for number, node in enumerate(cluster.nodes):
         for device in node.devices:
             by_kind.setdefault(device.kind, []).append((number, device))
-    found: dict[tuple[RankPlacement, ...], Layout] = {}
-    for held in by_kind.values():
-        for picks in _pick_alike(cluster, held):
-            one = make_layout(cluster, picks)
-            found.setdefault(one.places, one)
+    layouts: dict[tuple[RankPlacement, ...], Layout] = {}
+    for picks_of_kind in by_kind.values():
+        for picks in _pick_alike(cluster, picks_of_kind):
+            candidate = make_layout(cluster, picks)
+            layouts.setdefault(candidate.places, candidate)
     for picks in _pick_mixed(list(by_kind.values())):
-        one = make_layout(cluster, picks)
-        found.setdefault(one.places, one)
-    return sorted(found.values(), key=lambda pair: pair.gpus)
+        candidate = make_layout(cluster, picks)
+        layouts.setdefault(candidate.places, candidate)
+    return sorted(layouts.values(), key=lambda layout: layout.gpus)
 
 
-def _pick_alike(cluster: Cluster, held: Picks) -> Iterator[Picks]:
-    """Sets of devices of one kind."""
+def _pick_alike(cluster: Cluster, picks_of_kind: Picks) -> Iterator[Picks]:
+    """Yield sets of devices of one kind."""
     nodes: dict[int, list[Device]] = {}
-    for number, device in held:
+    for number, device in picks_of_kind:
         nodes.setdefault(number, []).append(device)
-    # The roomiest node first: it serves all numbers up to its own.
+    # The node with the most devices and memory first: it serves all counts up to its size.
     order = sorted(nodes, key=lambda node: (-len(nodes[node]), -sum(map(available_bytes, nodes[node])), node))
     first = order[0]
     within = [link for link in cluster.links if link.node == first]
@@ -79,7 +76,7 @@ def _pick_alike(cluster: Cluster, held: Picks) -> Iterator[Picks]:
 
 
 def _pick_in_node(devices: list[Device], links: list[Link], count: int) -> list[list[Device]]:
-    """Of one node: the devices with the most room, and those that the fastest link joins."""
+    """Return the devices of a node with the most free memory, and those on the fastest link."""
     roomy = sorted(devices, key=lambda device: (-available_bytes(device), device.index))
     choices = [roomy[:count]]
     if 1 < count < len(devices):
@@ -90,29 +87,29 @@ def _pick_in_node(devices: list[Device], links: list[Link], count: int) -> list[
             default=None,
         )
         if fast is not None:
-            choices.append([one for one in roomy if one.index in fast.devices][:count])
+            choices.append([device for device in roomy if device.index in fast.devices][:count])
     return [sorted(choice, key=lambda device: device.index) for choice in choices]
 
 
 def _pick_mixed(kinds: list[Picks]) -> Iterator[Picks]:
-    """Sets that hold devices of several kinds."""
-    if len(kinds) < 2:  # noqa: PLR2004 - unlike ones
+    """Yield sets with devices of several kinds."""
+    if len(kinds) < 2:  # noqa: PLR2004 - two kinds
         return
     ways = 1
-    for held in kinds:
-        ways *= len(held) + 1
+    for picks_of_kind in kinds:
+        ways *= len(picks_of_kind) + 1
     numbers: Iterable[tuple[int, ...]] = (
-        product(*(range(len(held) + 1) for held in kinds))
+        product(*(range(len(picks_of_kind) + 1) for picks_of_kind in kinds))
         if ways <= MOST_MIXES
-        else [tuple(len(held) for held in kinds)]
+        else [tuple(len(picks_of_kind) for picks_of_kind in kinds)]
     )
     for counts in numbers:
         if sum(count > 0 for count in counts) > 1:
-            yield [one for held, count in zip(kinds, counts, strict=True) for one in held[:count]]
+            yield [pick for picks, count in zip(kinds, counts, strict=True) for pick in picks[:count]]
 
 
 def make_layout(cluster: Cluster, picks: Picks) -> Layout:
-    """The part of a cluster that holds these devices and no others."""
+    """Return the layout of these devices, with the part of the cluster that holds them."""
     picks = sorted(picks, key=lambda pick: (pick[0], pick[1].index))
     used = sorted({number for number, _ in picks})
     chosen = {number: [device for node, device in picks if node == number] for number in used}
@@ -121,7 +118,7 @@ def make_layout(cluster: Cluster, picks: Picks) -> Layout:
         if link.node is None:
             links += [link] if len(used) > 1 else []
         elif link.node in chosen:
-            ends = tuple(one.index for one in chosen[link.node] if one.index in link.devices)
+            ends = tuple(device.index for device in chosen[link.node] if device.index in link.devices)
             if len(ends) > 1:
                 links.append(link.replace(node=used.index(link.node), devices=ends))
     part = cluster.replace(
@@ -140,7 +137,7 @@ def make_layout(cluster: Cluster, picks: Picks) -> Layout:
 MOST_WORKERS = 8
 """Loader processes per rank: more rarely feed a device faster, and each holds batches in RAM."""
 USUAL_WORKERS = 4
-"""Where nobody knows how many cores there are."""
+"""Loader processes per rank if the number of cores is unknown."""
 WITHOUT_AUTOCAST = (Precision.TF32, Precision.FP32)
 """Precisions for a job that autocast breaks, the faster one first."""
 
@@ -154,7 +151,7 @@ BatchSplit = tuple[int, int]
 
 @dataclass(frozen=True)
 class Family:
-    """Settings that differ in micro-batch and allocator alone."""
+    """Settings that differ only in micro-batch, accumulation and allocator."""
 
     layout: Layout
     strategy: Strategy
@@ -170,7 +167,7 @@ class Family:
     """The largest micro-batch first."""
 
     def setting(self, split: BatchSplit, allocator: Allocator = Allocator.DEFAULT) -> Setting:
-        """The member with that micro-batch."""
+        """Return the setting with this split."""
         return Setting(
             strategy=self.strategy,
             mesh=self.mesh,
@@ -199,41 +196,41 @@ class FailedPrecision:
 
 @dataclass(frozen=True)
 class Space:
-    """What there is to choose from."""
+    """The legal settings of a job on a cluster."""
 
     families: tuple[Family, ...]
     mixed: tuple[Layout, ...]
-    """Layouts of unlike devices: their micro-batches follow from their speeds."""
+    """Layouts of different devices: their micro-batches follow from their speeds."""
     allocators: tuple[Allocator, ...]
-    """In the order of preference."""
+    """The preferred one first."""
     refused: tuple[Rejection, ...]
     policy: Policy
     workload: Workload
     failed_precisions: tuple[FailedPrecision, ...] = ()
-    """Precisions that every setting failed with: the next one was taken."""
+    """Precisions in which every setting failed, so that the next one was tried."""
     tight: bool = False
-    """Whether settings count that fit only because torch releases cached blocks."""
+    """Whether to accept settings that fit only because torch releases cached blocks."""
 
     def only(self, gpus: int) -> Space:
-        """The part with that many devices."""
+        """Return the part of the space with this number of GPUs."""
         return replace(
             self,
             families=tuple(family for family in self.families if family.layout.gpus == gpus),
-            mixed=tuple(one for one in self.mixed if one.gpus == gpus),
+            mixed=tuple(layout for layout in self.mixed if layout.gpus == gpus),
             refused=(),
         )
 
     def precision(self, devices: tuple[Device, ...]) -> Precision:
-        """The precision of all settings on these devices."""
+        """Return the precision of all settings on these devices."""
         return pick_precision(devices, self.policy, self.failed_precisions)
 
 
 def build_space(
     workload: Workload, cluster: Cluster, policy: Policy, failed: tuple[FailedPrecision, ...] = ()
 ) -> Space:
-    """All legal settings; raises where pins contradict one another or the hardware.
+    """Return all legal settings; raise if pins contradict each other or the hardware.
 
-    `failed` are precisions that the job does not run in.
+    `failed` are precisions that the job cannot run in.
     """
     _check_policy(workload, cluster, policy)
     pins = policy.pins
@@ -252,13 +249,13 @@ def build_space(
         elif pins.get("strategy") in {None, by_speed}:
             mixed.append(layout)
             refusals.add(
-                f"any strategy but {by_speed} on unlike GPUs: all ranks would wait for the slowest; "
-                f"{by_speed} alone shares the batch out by speed",
+                f"any strategy but {by_speed} on different GPUs: all ranks would wait for the slowest; "
+                f"only {by_speed} divides the batch by GPU speed",
                 1,
             )
     if not families and not mixed:
-        raise _make_empty_error(policy, workload, refusals.listed())
-    # What was fixed by rule removed as many settings as are left.
+        raise _make_empty_error(policy, workload, refusals.to_rejections())
+    # Each fixed rule removes as many settings as remain.
     left = sum(len(family.splits) for family in families) or 1
     for why in _list_rules(cluster.devices, policy, failed):
         refusals.add(why, left)
@@ -267,7 +264,7 @@ def build_space(
         families=tuple(families),
         mixed=tuple(mixed),
         allocators=(Allocator(str(pinned)),) if pinned else (Allocator.DEFAULT, Allocator.EXPANDABLE),
-        refused=refusals.listed(),
+        refused=refusals.to_rejections(),
         policy=policy,
         workload=workload,
         failed_precisions=failed,
@@ -275,7 +272,7 @@ def build_space(
 
 
 def list_shard_counts(workload: Workload, cluster: Cluster, policy: Policy) -> set[int]:
-    """Return every number of shards that a legal setting has; none where no setting is legal."""
+    """Return every number of shards in the legal settings; empty if none is legal."""
     try:
         families = build_space(workload, cluster, policy).families
     except WrongUse:
@@ -284,7 +281,7 @@ def list_shard_counts(workload: Workload, cluster: Cluster, policy: Policy) -> s
 
 
 class _Refusals:
-    """Counts of what was refused, by cause."""
+    """Counts of refused settings by cause."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -292,12 +289,12 @@ class _Refusals:
     def add(self, why: str, count: int) -> None:
         self.counts[why] = self.counts.get(why, 0) + count
 
-    def listed(self) -> tuple[Rejection, ...]:
+    def to_rejections(self) -> tuple[Rejection, ...]:
         return tuple(Rejection(why=why, count=count) for why, count in self.counts.items() if count)
 
 
 def _check_policy(workload: Workload, cluster: Cluster, policy: Policy) -> None:
-    """Raise for what no search can mend."""
+    """Raise if there is no GPU, or if the pins contradict each other or the hardware."""
     if not cluster.devices:
         raise WrongUse(
             "no --on", found="there is no GPU", cure="Name one, as in --on H200 or --on 4xA100-40GB."
@@ -310,21 +307,26 @@ def _check_policy(workload: Workload, cluster: Cluster, policy: Policy) -> None:
         raise WrongUse(
             pinned,
             found="; ".join(what for what, _ in wrong),
-            cure=_sentence("; ".join(cure for _, cure in wrong)),
+            cure=make_sentence("; ".join(cure for _, cure in wrong)),
         )
 
 
-def _sentence(text: str) -> str:
+def make_sentence(text: str) -> str:
+    """Return a text with a capital letter and a full stop.
+
+    >>> make_sentence("use 4 GPUs")
+    'Use 4 GPUs.'
+    """
     return f"{text[:1].upper()}{text[1:]}."
 
 
 def format_pin(value: Any) -> str:
-    """A pin's value as people type it."""
+    """Return a pin's value as users type it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_precision(precision: Any, devices: tuple[Device, ...]) -> list[tuple[str, str]]:
-    """A pinned precision that no device here runs."""
+    """Return the contradiction of a pinned precision that no device supports."""
     if precision is None or any(can_run(device, Precision(precision)) for device in devices):
         return []
     names = ", ".join(dict.fromkeys(device.kind for device in devices))
@@ -339,14 +341,14 @@ def _check_precision(precision: Any, devices: tuple[Device, ...]) -> list[tuple[
 
 
 def _check_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tuple[str, str]]:
-    """Pins that ask for more devices than there are whole GPUs, where some are MIG slices."""
+    """Return the contradiction of pins that need several GPUs where some are MIG slices."""
     slices = [device for device in devices if device.slice]
     asked = max(int(pins.get(key) or 1) for key in ("gpus", "data_parallel"))
     strategy = STRATEGIES.get(str(pins.get("strategy")))
     if strategy is not None and strategy.needs_several_gpus:
         asked = max(asked, 2)
     whole = len(devices) - len(slices)
-    # Where the devices are too few anyway, that is what is said.
+    # If the devices are too few anyway, another message says so.
     if not slices or not max(1, whole) < asked <= len(devices):
         return []
     profiles = ", ".join(dict.fromkeys(slice_.slice.profile for slice_ in slices if slice_.slice))
@@ -362,7 +364,7 @@ def _check_slices(pins: dict[str, Any], devices: tuple[Device, ...]) -> list[tup
 
 
 def can_run(device: Device, precision: Precision) -> bool:
-    """Whether the device runs the precision in hardware; what is not known counts as yes."""
+    """Whether the device runs the precision in hardware; unknown counts as yes."""
     if precision.dtypes.is_bf16:
         return device.bf16 is not False
     if precision.dtypes.tf32_products:
@@ -372,7 +374,7 @@ def can_run(device: Device, precision: Precision) -> bool:
 
 
 def default_precision(devices: tuple[Device, ...]) -> Precision:
-    """bf16 where all devices run it, fp16 where one does not, fp32 where nothing is known."""
+    """Return bf16 if all devices run it, fp16 if one does not, fp32 if that is unknown."""
     if all(device.bf16 for device in devices):
         return Precision.BF16
     if any(device.bf16 is False for device in devices):
@@ -383,12 +385,15 @@ def default_precision(devices: tuple[Device, ...]) -> Precision:
 def pick_precision(
     devices: tuple[Device, ...], policy: Policy, failed: tuple[FailedPrecision, ...] = ()
 ) -> Precision:
-    """Return the pinned precision, else the best one that the job has not failed in."""
+    """Return the pinned precision, else the best one in which the job has not failed."""
     if "precision" in policy.pins:
         return Precision(str(policy.pins["precision"]))
     unusable = {failed_precision.precision for failed_precision in failed}
     order = [default_precision(devices), *WITHOUT_AUTOCAST]
-    return next((one for one in order if one not in unusable and _can_all_run(devices, one)), order[0])
+    return next(
+        (precision for precision in order if precision not in unusable and _can_all_run(devices, precision)),
+        order[0],
+    )
 
 
 def _can_all_run(devices: tuple[Device, ...], precision: Precision) -> bool:
@@ -439,7 +444,9 @@ def _list_families(
         tied = synchronised and layout.gpus > 1
         refusals.add(why_not_compiled, len(recomputes) * (bool(why_not_compiled) and True in compiles))
         refusals.add(NOT_COMPILED_SYNCHRONISED, len(recomputes) * (tied and True in compiles))
-        usable = [False] if why_not_compiled else [one for one in compiles if not (one and tied)]
+        usable = (
+            [False] if why_not_compiled else [compiled for compiled in compiles if not (compiled and tied)]
+        )
         for recompute in recomputes:
             for compiled in usable:
                 yield Family(
@@ -458,7 +465,7 @@ def _list_families(
 
 
 def _list_meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh]]:
-    """Every way to spread a job over the devices of a layout."""
+    """Yield every strategy and mesh for the devices of a layout."""
     per_node = {len(node.devices) for node in layout.cluster.nodes}
     # Nodes of different sizes count as one: no strategy can make groups of them.
     nodes = len(layout.cluster.nodes) if len(per_node) == 1 else 1
@@ -470,31 +477,31 @@ def _list_meshes(layout: Layout, branches: int) -> Iterator[tuple[Strategy, Mesh
 def _list_family_splits(
     workload: Workload, mesh: Mesh, policy: Policy, refusals: _Refusals, ways: int
 ) -> list[BatchSplit]:
-    """The micro-batches of a mesh that make the global batch; the whole of it where it cannot be cut."""
-    # The branch with the most ranks has the smallest share: all take micro-batches that it can fill.
+    """Return the splits that give the global batch on a mesh; one micro-batch if it cannot be split."""
+    # The branch with the most ranks has the smallest share, which limits the micro-batch of all.
     most = -(-workload.global_batch // max(mesh.copies, default=1))
-    found = [
+    splits = [
         split
         for split in _list_legal_splits(workload.global_batch, mesh.data_parallel, policy)
         if split[0] <= most
     ]
     if not workload.is_indivisible:
-        return found
-    smaller = [one for one in found if one[1] > 1]
+        return splits
+    smaller = [split for split in splits if split[1] > 1]
     refusals.add(batch_loss_rules.explain_uncut_batch(workload), len(smaller) * ways)
-    return [one for one in found if one[1] == 1]
+    return [split for split in splits if split[1] == 1]
 
 
 def _list_legal_splits(global_batch: int, ranks: int, policy: Policy) -> list[BatchSplit]:
     micro, rounds = policy.pins.get("micro_batch"), policy.pins.get("accumulation")
     if micro is not None:
-        one = find_split(global_batch, ranks, micro_batch=int(micro))
-        return [one] if one and rounds in (None, one[1]) else []
+        pinned = find_split(global_batch, ranks, micro_batch=int(micro))
+        return [pinned] if pinned and rounds in (None, pinned[1]) else []
     return [split for split in list_splits(global_batch, ranks) if rounds in (None, split[1])]
 
 
 def count_workers(layout: Layout, policy: Policy) -> int:
-    """Loader processes per rank: the cores that a rank has to itself, less one for the rank."""
+    """Return the loader processes per rank: its share of the cores, less one for the rank itself."""
     if "workers" in policy.pins:
         return int(policy.pins["workers"])
     cores = [node.cpu_cores // len(node.devices) for node in layout.cluster.nodes if node.cpu_cores]
@@ -506,7 +513,7 @@ def count_workers(layout: Layout, policy: Policy) -> int:
 def _list_rules(
     devices: tuple[Device, ...], policy: Policy, failed: tuple[FailedPrecision, ...]
 ) -> Iterator[str]:
-    """Causes that hold for the whole space."""
+    """Yield the refusals that hold for the whole space."""
     if "precision" in policy.pins:
         yield f"another precision than the pin {policy.pins['precision']}"
     else:
@@ -522,13 +529,13 @@ def _list_rules(
 
 
 def _explain_precision(precision: Precision, chosen: Precision, devices: tuple[Device, ...]) -> str:
-    """Why a precision is not tried, with its rate."""
+    """Return why a precision is not tried, with its peak rate."""
     dtypes, other = precision.dtypes, chosen.dtypes
     if not dtypes.keeps_float32:
         return f"{precision} changes the numerics of training: only by pin"
     if dtypes.is_bf16:
         emulated = f"{precision} is only emulated here"
-        return emulated if other.scales_loss else f"{precision}: nobody knows if it is native here"
+        return emulated if other.scales_loss else f"{precision}: hardware support is unknown here"
     if dtypes.scales_loss and not other.is_narrow:
         return f"{precision} runs under autocast as well, and needs loss scaling: only by pin"
     if dtypes.scales_loss:
@@ -541,7 +548,7 @@ def _explain_precision(precision: Precision, chosen: Precision, devices: tuple[D
 
 
 def _make_empty_error(policy: Policy, workload: Workload, refused: tuple[Rejection, ...]) -> WrongUse:
-    """No setting is legal: the pins are the only cause that can be."""
+    """Return the error for a space without settings."""
     pinned = " ".join(f"--pin {key}={format_pin(value)}" for key, value in policy.pins.items())
     return WrongUse(
         pinned or f"global batch {workload.global_batch}",

@@ -1,4 +1,4 @@
-"""When nothing fits: what is missing, and the nearest changes that would fit, each estimated."""
+"""Explain that nothing fits, and find the nearest changes that would fit, each with an estimate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_GPUS = 64
 GPUS_PER_NODE = 8
-"""Devices of a node, where more are imagined than there are."""
+"""GPUs in a node of an imagined cluster."""
 OTHERS_TRIED = 3
 MOVABLE = (
     "recompute",
@@ -34,41 +34,41 @@ MOVABLE = (
     "data_parallel",
     "allocator",
 )
-"""Pins that decide about memory, in the order in which they are doubted."""
+"""Pins that affect memory, in the order in which leaving them out is tried."""
 
 
 def make_nothing_fits(
-    workload: Workload, cluster: Cluster, whole: Space, result: SearchResult, estimator: Estimator
+    workload: Workload, cluster: Cluster, space: Space, result: SearchResult, estimator: Estimator
 ) -> NothingFits:
-    """The error, with the changes that would fit in `nearest`."""
-    near = min(result.seen, key=lambda one: one.missing_bytes, default=None) or _find_closest(
-        whole, result, estimator
-    )
+    """Return the error, with the changes that would fit in its `nearest`."""
+    near = min(
+        result.evaluations, key=lambda evaluation: evaluation.missing_bytes, default=None
+    ) or _find_closest(space, result, estimator)
     least = min((least for _, least in result.too_large.values() if least), default=0)
     need = least if near is None else near.estimate.need_bytes
-    changes = tuple(_list_changes(workload, cluster, whole, need, estimator))
-    pinned = " ".join(f"--pin {key}={format_pin(value)}" for key, value in whole.policy.pins.items())
+    changes = tuple(_list_changes(workload, cluster, space, need, estimator))
+    pinned = " ".join(f"--pin {key}={format_pin(value)}" for key, value in space.policy.pins.items())
     error = NothingFits(
         f"{workload.name or 'the job'} on {_format_devices(cluster)}{' with ' * bool(pinned)}{pinned}",
-        found=_describe_shortage(near, least, whole.policy, cluster),
+        found=_describe_shortage(near, least, space.policy, cluster),
         cure=_describe_changes(changes),
     )
     error.nearest = changes
     return error
 
 
-def _find_closest(whole: Space, result: SearchResult, estimator: Estimator) -> Evaluation | None:
-    """The setting that needs least, where bounds alone ruled everything out."""
+def _find_closest(space: Space, result: SearchResult, estimator: Estimator) -> Evaluation | None:
+    """Return the setting that needs least, if lower bounds alone ruled out everything."""
     rows = [
         (least, RECOMPUTES[::-1].index(key.recompute), key) for key, (_, least) in result.too_large.items()
     ]
     for _, _, family in sorted(rows, key=lambda row: row[:2]):
-        setting = family.setting(family.splits[-1], whole.allocators[-1])
+        setting = family.setting(family.splits[-1], space.allocators[-1])
         try:
             estimate = estimator.estimate(setting, family.layout)
         except TrimtabError:
             continue
-        return Evaluation(setting, family.layout, estimate, memory_limit(family.layout, whole.policy))
+        return Evaluation(setting, family.layout, estimate, memory_limit(family.layout, space.policy))
     return None
 
 
@@ -99,8 +99,8 @@ def _describe_changes(changes: tuple[SuggestedChange, ...]) -> str:
         return (
             "Nothing near fits either: a smaller model, a shorter sample, or trimtab plan --on larger GPUs."
         )
-    told = [f"{change.what} ({_describe_change(change)})" for change in changes]
-    return "Any of these would fit: " + "; ".join(told) + "."
+    texts = [f"{change.what} ({_describe_change(change)})" for change in changes]
+    return "Any of these would fit: " + "; ".join(texts) + "."
 
 
 def _describe_change(change: SuggestedChange) -> str:
@@ -113,9 +113,9 @@ def _describe_change(change: SuggestedChange) -> str:
 
 
 def _list_changes(
-    workload: Workload, cluster: Cluster, whole: Space, need_bytes: int, estimator: Estimator
+    workload: Workload, cluster: Cluster, space: Space, need_bytes: int, estimator: Estimator
 ) -> Iterator[SuggestedChange]:
-    policy = whole.policy.replace(deadline_s=None, objective=Objective.SPEED)
+    policy = space.policy.replace(deadline_s=None, objective=Objective.SPEED)
     ways = (
         _try_fewer_pins(workload, cluster, policy, estimator),
         _try_more_memory(workload, cluster, policy, estimator),
@@ -131,10 +131,10 @@ def _list_changes(
 def _search_best(
     workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
 ) -> Evaluation | None:
-    """The best setting that fits after a change; None where nothing does, or nothing can be said."""
+    """Return the best setting that fits after a change; None if nothing fits or the search fails."""
     try:
         legal = build_space(workload, cluster, policy)
-        # Unlike devices are no way out of too little memory: the smallest must hold what all hold.
+        # Mixing devices does not save memory: the smallest must hold as much as the others.
         return search_space(replace(legal, mixed=()), estimator).best
     except TrimtabError:
         return None
@@ -151,7 +151,7 @@ def _drop_pin(pins: dict[str, Any], key: str) -> dict[str, Any]:
 def _try_fewer_pins(
     workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
 ) -> Iterator[SuggestedChange]:
-    """Another strategy, recompute or micro-batch than the pinned one."""
+    """Try to leave out each pin that affects memory."""
     for key in MOVABLE:
         if key in policy.pins:
             free = policy.replace(pins=_drop_pin(policy.pins, key))
@@ -166,7 +166,7 @@ def _try_fewer_pins(
 def _try_more_memory(
     workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
 ) -> Iterator[SuggestedChange]:
-    """More of what is free."""
+    """Try to use all free memory."""
     if policy.memory_share < 1:
         seen = _search_best(workload, cluster, policy.replace(memory_share=1.0), estimator)
         yield from _make_change("allow all that is free with --memory 1.0", seen)
@@ -175,7 +175,7 @@ def _try_more_memory(
 def _try_shorter_samples(
     workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
 ) -> Iterator[SuggestedChange]:
-    """Shorter samples, where the job can have them."""
+    """Try shorter samples, if the job has a sequence length."""
     seq = workload.seq
     while seq is not None and seq >= 2 * 64:
         seq //= 2
@@ -191,7 +191,7 @@ def _try_shorter_samples(
 def _try_smaller_batch(
     workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
 ) -> Iterator[SuggestedChange]:
-    """A smaller global batch: a way out only where the number of rounds is pinned."""
+    """Try a smaller global batch; it only helps if the accumulation is pinned."""
     batch = workload.global_batch
     while "accumulation" in policy.pins and batch > 1:
         batch //= 2
@@ -204,11 +204,11 @@ def _try_smaller_batch(
 def _try_more_gpus(
     workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator
 ) -> Iterator[SuggestedChange]:
-    """More of the same, over which weights and optimizer state can be cut."""
+    """Try more GPUs of the same kind, over which weights and optimizer state can be sharded."""
     free = policy.replace(pins=_drop_pin(_drop_pin(policy.pins, "gpus"), "strategy"))
     first = max(cluster.devices, key=available_bytes)
     if first.slice:
-        # More slices hold no more together.
+        # MIG slices cannot be used together.
         return
     count = 2 * len(cluster.devices)
     while count <= MOST_GPUS:
@@ -221,17 +221,17 @@ def _try_more_gpus(
 
 
 def imagine_cluster(cluster: Cluster, device: Device, count: int) -> Cluster:
-    """As many devices like that one, linked as the cluster's are, in nodes of eight."""
+    """Return a cluster of so many devices of one kind, linked as in the given one, in nodes of 8 GPUs."""
     from trimtab.catalog.clusters import parse_cluster
     from trimtab.catalog.tables import devices
 
-    row = next((one for one in devices() if one.name == device.model), None)
+    row = next((row for row in devices() if row.name == device.model), None)
     if row is not None:
         nodes = -(-count // GPUS_PER_NODE)
         if nodes == 1:
             return parse_cluster(f"{count}x{row.typed[0]}")
         found = parse_cluster(f"{nodes}x{count // nodes}x{row.typed[0]}")
-        # A network that the user stated holds for more nodes of the kind too.
+        # A network that the user stated is assumed for more nodes as well.
         own = [link for link in cluster.links if link.node is None and link.source.startswith("stated")]
         return (
             found.replace(links=(*(link for link in found.links if link.node is not None), *own))
@@ -245,7 +245,7 @@ def imagine_cluster(cluster: Cluster, device: Device, count: int) -> Cluster:
 def _try_other_gpus(
     workload: Workload, cluster: Cluster, policy: Policy, estimator: Estimator, need_bytes: int
 ) -> Iterator[SuggestedChange]:
-    """The smallest devices of the catalogue that are large enough, as many as there are."""
+    """Try the smallest GPUs of the catalogue that are large enough, as many as the cluster has."""
     from trimtab.catalog.tables import devices
 
     need = need_bytes / policy.memory_share
