@@ -491,8 +491,8 @@ class _Host:
         total = counts.sum()
         distance = source.to(scale.dtype) - _expand_channels(mean, source)
         along = _expand_channels(scale * scale * total_product / total, source) * distance
-        found = gradient.to(scale.dtype) - _expand_channels(total_gradient / total, source) - along
-        return (found * _expand_channels(factor, source)).to(source.dtype)
+        centred = gradient.to(scale.dtype) - _expand_channels(total_gradient / total, source) - along
+        return (centred * _expand_channels(factor, source)).to(source.dtype)
 
 
 def _kernels(source: torch.Tensor) -> type[_Gpu | _Host]:

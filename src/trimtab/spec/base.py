@@ -1,4 +1,4 @@
-"""What all nouns share: frozen, validated, and JSON both ways."""
+"""Base class of all data types: frozen values that are validated and convert to and from JSON."""
 
 from __future__ import annotations
 
@@ -15,55 +15,56 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SOURCE_KINDS = ("detected", "measured", "catalogued", "derived", "assumed", "stated")
-"""How a fact came to be known. `derived`: computed from detected facts by a rule; `assumed`: nobody
-said, and the text after the colon says on what ground."""
+"""How a fact is known. `derived`: computed from detected facts by a rule; `assumed`: a default, with its
+reason after the colon."""
 
 
 class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A frozen value. `replace` varies it, `to_json` and `from_json` carry it.
+    """Frozen value: base class of all data types here.
 
-    Subclasses name in `derived` the properties that readers of the JSON want and that follow from the
-    fields: they are written, and ignored when read back, so that they can never disagree.
+    `replace` returns a changed copy; `to_json` and `from_json` convert it. Subclasses list in `derived` the
+    properties that the JSON also contains. They are written, and ignored when read, so that they always agree
+    with the fields.
     """
 
     derived: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Say what is wrong with the values; nothing where there is nothing to check."""
+        """Raise ValueError with all faults, if there are any."""
         wrong = self.faults()
         if wrong:
             raise ValueError(f"{type(self).__name__}: " + "; ".join(wrong))
 
     def faults(self) -> list[str]:
-        """Sentences about values that cannot be; empty when all is well."""
+        """Return a sentence for each invalid value; empty if all values are valid."""
         return []
 
     def replace(self, **changes: Any) -> Self:
-        """The same value with some fields changed, validated again."""
+        """Return a copy with some fields changed, validated again."""
         return msgspec.structs.replace(self, **changes)
 
     def to_builtins(self) -> dict[str, Any]:
-        """The value as plain dicts and lists, derived properties included."""
-        return {field: _plain(getattr(self, field)) for field in self.json_fields()}
+        """Return the value as plain dicts and lists, with derived properties."""
+        return {field: _to_plain(getattr(self, field)) for field in self.json_fields()}
 
     def to_json(self, *, indent: int = 0) -> str:
-        """The value as JSON text; unknown is null."""
+        """Return the value as JSON text; unknown is null."""
         text = msgspec.json.encode(self.to_builtins())
         return (msgspec.json.format(text, indent=indent) if indent else text).decode()
 
     @classmethod
     def json_fields(cls) -> tuple[str, ...]:
-        """The keys of the JSON object: the fields, then what is derived from them."""
+        """Return the keys of the JSON object: the fields, then the derived properties."""
         return cls.__struct_fields__ + cls.derived
 
     @classmethod
     def from_builtins(cls, value: Any) -> Self:
-        """The value from plain dicts and lists, validated; raises msgspec.ValidationError."""
-        return msgspec.convert(without_derived(value, cls), cls)
+        """Return the value from plain dicts and lists, validated; raise msgspec.ValidationError."""
+        return msgspec.convert(remove_derived_keys(value, cls), cls)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, origin: str = "JSON") -> Self:
-        """The value from JSON text; `origin` names the text in the error."""
+        """Return the value from JSON text; raise BrokenFile, which names `origin`."""
         name = cls.__name__
         cure = f"Give a file that trimtab wrote, whole, or make the {name} again."
         try:
@@ -83,14 +84,14 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def from_file(cls, file: Path) -> Self | None:
-        """Return the value in a file; None if there is none that can be read."""
+        """Return the value in a file; None if the file is missing or broken."""
         try:
             return cls.from_json(file.read_bytes(), origin=str(file))
         except (OSError, BrokenFile):
             return None
 
     def fingerprint(self) -> str:
-        """Twelve hex digits that change when any field does.
+        """Return twelve hex digits that change when any field changes.
 
         >>> from trimtab.spec import Reason
         >>> Reason(subject="gpus", value="1", why="one is enough").fingerprint()
@@ -99,71 +100,71 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:12]
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Noun):
         return value.to_builtins()
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _to_plain(item) for key, item in value.items()}
     return msgspec.to_builtins(value)
 
 
-def without_derived(value: Any, cls: type[Noun]) -> Any:
-    """The plain value with the derived keys of `cls` and of the nouns inside it taken out."""
+def remove_derived_keys(value: Any, cls: type[Noun]) -> Any:
+    """Return the plain value without the derived keys of `cls` and of the values inside it."""
     if not isinstance(value, dict):
         return value
-    nested = _nested_nouns(cls)
-    kept = {key: one for key, one in value.items() if key not in cls.derived}
+    nested = _nested_classes(cls)
+    remaining = {key: item for key, item in value.items() if key not in cls.derived}
     for key, inner in nested.items():
-        one = kept.get(key)
-        if isinstance(one, list):
-            kept[key] = [without_derived(item, inner) for item in one]
-        elif isinstance(one, dict):
-            kept[key] = without_derived(one, inner)
-    return kept
+        member = remaining.get(key)
+        if isinstance(member, list):
+            remaining[key] = [remove_derived_keys(item, inner) for item in member]
+        elif isinstance(member, dict):
+            remaining[key] = remove_derived_keys(member, inner)
+    return remaining
 
 
-def known_only(value: Any, cls: type[Noun]) -> Any:
-    """The plain value without the keys that `cls` and the nouns inside it do not have.
+def remove_unknown_keys(value: Any, cls: type[Noun]) -> Any:
+    """Return the plain value without the keys that `cls` and the values inside it do not have.
 
-    A file that a later version wrote can be looked at with this; who acts on it must insist on all of it.
+    Use this to display a file that a later version wrote. To act on a file, read it in full instead.
 
     >>> from trimtab.spec import Reason
-    >>> known_only({"subject": "gpus", "mood": "good"}, Reason)
+    >>> remove_unknown_keys({"subject": "gpus", "mood": "good"}, Reason)
     {'subject': 'gpus'}
     """
     if not isinstance(value, dict):
         return value
-    nested = _nested_nouns(cls)
-    kept = {key: one for key, one in value.items() if key in cls.__struct_fields__}
+    nested = _nested_classes(cls)
+    remaining = {key: item for key, item in value.items() if key in cls.__struct_fields__}
     for key, inner in nested.items():
-        one = kept.get(key)
-        if isinstance(one, list):
-            kept[key] = [known_only(item, inner) for item in one]
-        elif isinstance(one, dict):
-            kept[key] = known_only(one, inner)
-    return kept
+        member = remaining.get(key)
+        if isinstance(member, list):
+            remaining[key] = [remove_unknown_keys(item, inner) for item in member]
+        elif isinstance(member, dict):
+            remaining[key] = remove_unknown_keys(member, inner)
+    return remaining
 
 
 @cache
-def _nested_nouns(cls: type[Noun]) -> dict[str, type[Noun]]:
-    """Which fields of a noun hold another noun, or a tuple of them."""
+def _nested_classes(cls: type[Noun]) -> dict[str, type[Noun]]:
+    """Return the class of each field that holds another frozen value, or a tuple of them."""
 
     def inner(hint: Any) -> type[Noun] | None:
         if isinstance(hint, type) and issubclass(hint, Noun):
             return hint
-        return next((noun for get_arg in get_args(hint) if (noun := inner(get_arg))), None)
+        return next((nested for argument in get_args(hint) if (nested := inner(argument))), None)
 
     hints = get_type_hints(cls)
-    found = ((field, inner(hints[field])) for field in cls.__struct_fields__)
-    return {field: noun for field, noun in found if noun is not None}
+    pairs = ((field, inner(hints[field])) for field in cls.__struct_fields__)
+    return {field: nested for field, nested in pairs if nested is not None}
 
 
-def below(minimum: float, **values: float | None) -> list[str]:
-    """A sentence for each value that is known and below the minimum.
+def check_minimum(minimum: float, **values: float | None) -> list[str]:
+    """Return a sentence for each value that is known and below the minimum.
 
-    >>> below(1, micro_batch=0, accumulation=None)
+    >>> check_minimum(1, micro_batch=0, accumulation=None)
     ['micro_batch is 0, and must be at least 1']
     """
     return [
@@ -173,8 +174,8 @@ def below(minimum: float, **values: float | None) -> list[str]:
     ]
 
 
-def bad_sources(sources: dict[str, str], fields: tuple[str, ...]) -> list[str]:
-    """A sentence for each source that names no field, or does not say how the fact is known."""
+def check_sources(sources: dict[str, str], fields: tuple[str, ...]) -> list[str]:
+    """Return a sentence for each source that names no field or has no valid kind."""
     wrong = [f"sources names {key!r}, which is no field" for key in sources if key not in fields]
     return wrong + [
         f"the source of {key} is {text!r}, and must begin with one of {', '.join(SOURCE_KINDS)}"

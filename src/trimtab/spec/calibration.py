@@ -1,32 +1,32 @@
-"""Calibration: how long operations took on one device, and the host beside it."""
+"""Calibration: measured times of operations on one device and its host."""
 
 from __future__ import annotations
 
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.spec.trace import Work
 
 
 class Calibration(Noun, frozen=True, kw_only=True):
-    """Measured once on a device and remembered. Columns `works` and `seconds` belong together."""
+    """Times measured once on a device and stored. `seconds` has one entry for each entry of `works`."""
 
     device: str
-    """The catalogue's row, or the driver's name where the catalogue has none."""
+    """Name in the catalogue, or the driver's name if the catalogue does not have the device."""
     versions: dict[str, str] = {}
     taken_on: str = ""
     works: tuple[Work, ...] = ()
     seconds: tuple[float, ...] = ()
     host: dict[str, float] = {}
-    """Seconds of the host for each thing a step does: plain_s, forward_s, view_s, call_s, ..."""
+    """Host seconds for each kind of work in a step: plain_s, forward_s, view_s, call_s, ..."""
     copy_bytes_per_s: dict[str, float] = {}
-    """Between host and device: to_device, to_host."""
+    """Copy bandwidth between host and device: to_device, to_host."""
     link_bytes_per_s: dict[str, float] = {}
-    """From one device of this machine to another, one way, as 0-1; empty with one device."""
+    """One-way bandwidth between two devices of this machine, by pair such as 0-1; empty with one device."""
     left_out: tuple[str, ...] = ()
-    """What there was no time or memory for."""
+    """Measurements that were skipped for lack of time or memory."""
 
     def faults(self) -> list[str]:
-        """A time for each work, none negative."""
-        wrong = below(0, **self.host)
+        """Check that each work has a positive time."""
+        wrong = check_minimum(0, **self.host)
         if len(self.works) != len(self.seconds):
             wrong.append(f"{len(self.works)} works have {len(self.seconds)} times")
         if any(second <= 0 for second in self.seconds):

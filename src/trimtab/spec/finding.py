@@ -1,4 +1,4 @@
-"""Finding: one diagnosed fact, with its evidence, cause and cure."""
+"""Finding: one diagnosed problem, with its evidence, cause and fix."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from trimtab.spec.base import Noun
 
 
 class Severity(StrEnum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     INFO = "info"
     """Worth knowing."""
     WARNING = "warning"
-    """Works, but slower, tighter or less sure than it could."""
+    """Works, but slower, with less headroom or less reliably than possible."""
     ERROR = "error"
-    """Will not work until it is cured."""
+    """Does not work until it is fixed."""
 
 
 class Finding(Noun, frozen=True, kw_only=True):
-    """What is wrong, how it is known, why it happens and what to do."""
+    """A problem: what is wrong, the evidence, the cause and the fix."""
 
     severity: Severity
     what: str
     """The finding in one sentence."""
     evidence: str
-    """The line, value or answer it rests on."""
+    """The log line, value or answer that shows it."""
     cause: str
     cure: str
     """A command, an edit or a step, in the imperative."""
 
     def faults(self) -> list[str]:
-        """No part is empty: a finding without a cure is a complaint."""
+        """Check that no part is empty."""
         parts = ("what", "evidence", "cause", "cure")
         return [f"{part} is empty" for part in parts if not getattr(self, part).strip()]

@@ -1,7 +1,7 @@
-"""The hardware nouns: Device, Link, Node, Cluster, and what surrounds them.
+"""Hardware: devices, links, nodes and clusters, with the scheduler and software versions.
 
-Each of the larger ones has `sources`: for every field that is known, how it is known ("detected: NVML",
-"catalogued: H200 SXM 141GB", "stated: --on 4xA100-40GB").
+The larger classes have `sources`: how each known field is known ("detected: NVML", "catalogued: H200 SXM
+141GB", "stated: --on 4xA100-40GB").
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trimtab.spec.base import Noun, bad_sources, below
+from trimtab.spec.base import Noun, check_minimum, check_sources
 from trimtab.spec.finding import Finding
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ PCIE_WIDTHS = range(1, 33)
 
 
 class Vendor(StrEnum):
-    """Who made the device."""
+    """Vendor of the device."""
 
     NVIDIA = "nvidia"
     AMD = "amd"
 
 
 PEAK_NAMES = {"float32": "fp32", "tf32": "tf32", "float16": "fp16", "bfloat16": "bf16"}
-"""Fields of Peaks by the dtype that matrix products compute in."""
+"""Field of Peaks for each dtype of matrix products."""
 
 
 class Peaks(Noun, frozen=True, kw_only=True):
@@ -49,42 +49,42 @@ class Peaks(Noun, frozen=True, kw_only=True):
     """fp8 inputs; no trimtab precision uses it yet."""
 
     def faults(self) -> list[str]:
-        """Rates are positive."""
-        return below(1, fp32=self.fp32, tf32=self.tf32, fp16=self.fp16, bf16=self.bf16, fp8=self.fp8)
+        """Check that rates are positive."""
+        return check_minimum(1, fp32=self.fp32, tf32=self.tf32, fp16=self.fp16, bf16=self.bf16, fp8=self.fp8)
 
-    def of(self, dtype: str) -> float | None:
+    def get_rate(self, dtype: str) -> float | None:
         """Return the rate of matrix products in a dtype, as torch names it, or in tf32."""
         return getattr(self, PEAK_NAMES[dtype]) if dtype in PEAK_NAMES else None
 
-    def scaled(self, share: float) -> Peaks:
-        """The peaks of a share of the device, such as a MIG slice."""
+    def scale(self, share: float) -> Peaks:
+        """Return the peaks of a share of the device, such as a MIG slice."""
         rates = {key: getattr(self, key) for key in self.__struct_fields__}
         return Peaks(**{key: rate and rate * share for key, rate in rates.items()})
 
 
 class DeviceProcess(Noun, frozen=True, kw_only=True):
-    """Another process that holds memory on a device."""
+    """Another process that uses memory on a device."""
 
     pid: int
     """Process id, as the driver reports it (outside a container it may be another number)."""
     used_bytes: int | None = None
-    """Device memory it holds; None where the driver will not say."""
+    """Device memory that it uses; None if the driver does not report it."""
     name: str | None = None
-    """Its command, where this user may see it."""
+    """Its command; None if this user may not see it."""
 
 
 class Slice(Noun, frozen=True, kw_only=True):
-    """A MIG slice: a part of a GPU that acts as a device of its own."""
+    """A MIG slice: a part of a GPU that acts as a separate device."""
 
     profile: str
     """NVIDIA's name of the slice, such as 3g.20gb."""
     parent: str
-    """UUID of the GPU it is cut from."""
+    """UUID of the parent GPU."""
     sm_share: float
     """Its share of the parent's multiprocessors."""
 
     def faults(self) -> list[str]:
-        """A share lies in (0, 1]."""
+        """Check that the share is in (0, 1]."""
         return [] if 0 < self.sm_share <= 1 else [f"sm_share is {self.sm_share}, not in (0, 1]"]
 
 
@@ -94,14 +94,14 @@ class Device(Noun, frozen=True, kw_only=True):
     index: int
     """The N of cuda:N for this process."""
     name: str
-    """What the driver calls it, or the catalogue's name for a stated device."""
+    """The driver's name, or the catalogue's name for a stated device."""
     model: str | None = None
-    """The catalogue row it matches; None for a device the catalogue does not know."""
+    """Matching name in the catalogue; None if the catalogue does not have the device."""
     vendor: Vendor = Vendor.NVIDIA
     memory_bytes: int
-    """What a process can use in all: below the label, because drivers and ECC keep some."""
+    """Total memory that processes can use; less than the label, because drivers and ECC use some."""
     free_bytes: int | None = None
-    """What is free now; None for a stated device."""
+    """Memory that is free now; None for a stated device."""
     compute_capability: str | None = None
     """"9.0" for sm_90; AMD's gfx name for an AMD device."""
     bf16: bool | None = None
@@ -112,7 +112,7 @@ class Device(Noun, frozen=True, kw_only=True):
     multiprocessors: int | None = None
     """SMs, or CUs on AMD."""
     clock_hz: float | None = None
-    """Highest SM clock the driver reports."""
+    """Highest SM clock that the driver reports."""
     power_limit_w: float | None = None
     """The limit in force; below `power_default_w` the device is capped."""
     power_default_w: float | None = None
@@ -127,19 +127,19 @@ class Device(Noun, frozen=True, kw_only=True):
     slice: Slice | None = None
     """Set when the device is a MIG slice."""
     processes: tuple[DeviceProcess, ...] | None = None
-    """Other processes on it; None where the driver will not say."""
+    """Other processes on it; None if the driver does not report them."""
     sources: dict[str, str] = {}
 
     @property
     def kind(self) -> str:
-        """What devices that are alike have in common: a slice is not like the whole GPU."""
+        """Name that equal devices share; a MIG slice differs from the whole GPU."""
         name = self.model or self.name
         return f"{name} MIG {self.slice.profile}" if self.slice else name
 
     def faults(self) -> list[str]:
-        """Sizes and counts are possible, and each source names a field."""
-        wrong = below(0, index=self.index, free_bytes=self.free_bytes)
-        wrong += below(
+        """Check that sizes and counts are possible and that each source names a field."""
+        wrong = check_minimum(0, index=self.index, free_bytes=self.free_bytes)
+        wrong += check_minimum(
             1,
             memory_bytes=self.memory_bytes,
             multiprocessors=self.multiprocessors,
@@ -148,19 +148,19 @@ class Device(Noun, frozen=True, kw_only=True):
             power_limit_w=self.power_limit_w,
             power_default_w=self.power_default_w,
         )
-        wrong += _outside(PCIE_GENERATIONS, pcie_generation=self.pcie_generation)
-        wrong += _outside(PCIE_WIDTHS, pcie_width=self.pcie_width)
+        wrong += _check_range(PCIE_GENERATIONS, pcie_generation=self.pcie_generation)
+        wrong += _check_range(PCIE_WIDTHS, pcie_width=self.pcie_width)
         if self.compute_capability is not None and not CAPABILITY.fullmatch(self.compute_capability):
             wrong.append(f"compute_capability is {self.compute_capability!r}, not like 9.0 or gfx942")
         if self.free_bytes is not None and self.free_bytes > self.memory_bytes:
             wrong.append(f"free_bytes {self.free_bytes} is more than memory_bytes {self.memory_bytes}")
         if not self.name:
             wrong.append("name is empty")
-        return wrong + bad_sources(self.sources, self.json_fields())
+        return wrong + check_sources(self.sources, self.json_fields())
 
 
-def _outside(possible: range, **values: int | None) -> list[str]:
-    """A sentence for each value that is known and not possible."""
+def _check_range(possible: range, **values: int | None) -> list[str]:
+    """Return a sentence for each value that is known and outside of the range."""
     return [
         f"{name} is {value}, and must lie from {possible.start} to {possible.stop - 1}"
         for name, value in values.items()
@@ -169,65 +169,65 @@ def _outside(possible: range, **values: int | None) -> list[str]:
 
 
 class Link(Noun, frozen=True, kw_only=True):
-    """The path between any two of some devices of a node, or between nodes."""
+    """Connection between each pair of some devices of a node, or between nodes."""
 
     kind: str
     """NVLink4, PCIe5 x16, Infinity Fabric, network, ..."""
     node: int | None
-    """The node whose devices it joins; None for the link between nodes."""
+    """Node whose devices it connects; None for the link between nodes."""
     devices: tuple[int, ...] = ()
-    """Indices of the devices, each pair of which it joins; empty between nodes."""
+    """Indices of the devices that it connects pairwise; empty between nodes."""
     bandwidth_bytes_per_s: float | None = None
-    """Between any two of its devices, one way; between nodes, one way per device."""
+    """One-way bandwidth between two of its devices; between nodes, one way per device."""
     total_bytes_per_s: float | None = None
-    """From one device to all the others at once, one way. Through a switch or a bus that is what any pair
-    gets; where links run straight from device to device it is more. None where that is not known."""
+    """One-way bandwidth from one device to all others at once. Through a switch or a bus it equals the
+    bandwidth of a pair; with direct links between devices it is more. None if unknown."""
     source: str
-    """How it is known."""
+    """How the link is known, as in `sources` of a device."""
 
     def faults(self) -> list[str]:
-        """A link within a node joins at least two devices."""
-        wrong = below(
+        """Check that a link within a node connects at least two devices."""
+        wrong = check_minimum(
             1, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, total_bytes_per_s=self.total_bytes_per_s
         )
         if (self.node is None) != (not self.devices):
             wrong.append("a link has a node and devices, or neither")
         if self.devices and len(set(self.devices)) < 2:  # noqa: PLR2004 - two ends
             wrong.append("a link within a node joins two devices or more")
-        return wrong + bad_sources({"source": self.source}, ("source",))
+        return wrong + check_sources({"source": self.source}, ("source",))
 
 
 class Node(Noun, frozen=True, kw_only=True):
-    """One host with the part of it that this process may use."""
+    """One host, with the cores, memory and devices that this process may use."""
 
     name: str
     devices: tuple[Device, ...] = ()
     cpu_cores: int | None = None
-    """Cores this process may use, after affinity, cgroups and the scheduler."""
+    """Cores that this process may use, after affinity, cgroups and the scheduler."""
     cpu_cores_total: int | None = None
     """Cores of the host."""
     ram_bytes: int | None = None
-    """Memory this process may use, after cgroups and the scheduler."""
+    """Memory that this process may use, after cgroups and the scheduler."""
     ram_free_bytes: int | None = None
     shm_bytes: int | None = None
-    """Size of /dev/shm, which data loader workers share batches through."""
+    """Size of /dev/shm, through which data loader workers share batches."""
     sources: dict[str, str] = {}
 
     def faults(self) -> list[str]:
-        """Counts are possible, and device indices are distinct."""
-        wrong = below(1, cpu_cores=self.cpu_cores, ram_bytes=self.ram_bytes)
+        """Check that counts are possible and device indices are distinct."""
+        wrong = check_minimum(1, cpu_cores=self.cpu_cores, ram_bytes=self.ram_bytes)
         if len({device.index for device in self.devices}) != len(self.devices):
             wrong.append("two devices of a node have the same index")
-        return wrong + bad_sources(self.sources, self.json_fields())
+        return wrong + check_sources(self.sources, self.json_fields())
 
 
 class Scheduler(Noun, frozen=True, kw_only=True):
-    """Who started this process, and what it was given."""
+    """Scheduler and launcher of this process, and the resources that it got."""
 
     name: str | None = None
-    """slurm, kubernetes, or None when nobody schedules this machine."""
+    """slurm, kubernetes, or None without a scheduler."""
     launcher: str | None = None
-    """torchrun, srun, or 'by hand' where RANK and WORLD_SIZE are set by neither; None for one process."""
+    """torchrun, srun, or 'by hand' if neither set RANK and WORLD_SIZE; None for a single process."""
     job_id: str | None = None
     num_nodes: int | None = None
     node_names: tuple[str, ...] = ()
@@ -242,44 +242,44 @@ class Scheduler(Noun, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     """Host memory granted per node."""
     ends_at_s: float | None = None
-    """When the job's time limit strikes, in seconds since 1970."""
+    """End of the job's time limit, in seconds since 1970."""
     restarts: int | None = None
     sources: dict[str, str] = {}
 
     def faults(self) -> list[str]:
-        """A rank lies below its world size."""
-        wrong = below(1, world_size=self.world_size, num_nodes=self.num_nodes)
-        wrong += below(0, rank=self.rank, local_rank=self.local_rank)
+        """Check that a rank is below its world size."""
+        wrong = check_minimum(1, world_size=self.world_size, num_nodes=self.num_nodes)
+        wrong += check_minimum(0, rank=self.rank, local_rank=self.local_rank)
         for low, high in (("rank", "world_size"), ("local_rank", "local_world_size")):
             rank, size = getattr(self, low), getattr(self, high)
             if rank is not None and size is not None and rank >= size:
                 wrong.append(f"{low} is {rank}, and must be below {high} {size}")
-        return wrong + bad_sources(self.sources, self.json_fields())
+        return wrong + check_sources(self.sources, self.json_fields())
 
 
 class Versions(Noun, frozen=True, kw_only=True):
-    """The software that has to fit together."""
+    """Versions of the software that must be compatible."""
 
     trimtab: str | None = None
     python: str | None = None
     torch: str | None = None
     torch_cuda: str | None = None
-    """The CUDA release torch was built for; None for a CPU build."""
+    """CUDA release that torch was built for; None for a CPU build."""
     torch_hip: str | None = None
     nccl: str | None = None
     driver: str | None = None
     driver_cuda: str | None = None
-    """The newest CUDA release the driver knows."""
+    """Newest CUDA release that the driver supports."""
     system: str | None = None
     sources: dict[str, str] = {}
 
     def faults(self) -> list[str]:
-        """Each source names a field."""
-        return bad_sources(self.sources, self.json_fields())
+        """Check that each source names a field."""
+        return check_sources(self.sources, self.json_fields())
 
 
 class Cluster(Noun, frozen=True, kw_only=True):
-    """The nodes this job may use now; one laptop is a cluster of one."""
+    """The nodes that a job may use; a single machine is a cluster of one node."""
 
     derived = ("cpu_cores", "ram_bytes")
 
@@ -288,9 +288,9 @@ class Cluster(Noun, frozen=True, kw_only=True):
     scheduler: Scheduler = Scheduler()
     versions: Versions = Versions()
     notes: tuple[str, ...] = ()
-    """What was taken to be so, and why: 'H100 is taken as the SXM5 card'."""
+    """Assumptions and their reasons: 'H100 is taken as the SXM5 card'."""
     findings: tuple[Finding, ...] = ()
-    """What is not in order; a finding of severity error means the devices cannot be used as they are."""
+    """Problems; a finding of severity error means that the devices cannot be used as they are."""
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -299,16 +299,16 @@ class Cluster(Noun, frozen=True, kw_only=True):
 
     @property
     def cpu_cores(self) -> int | None:
-        """Usable cores over all nodes; None if a node's are unknown."""
-        return _total(node.cpu_cores for node in self.nodes)
+        """Usable cores of all nodes; None if unknown for a node."""
+        return _sum_counts(node.cpu_cores for node in self.nodes)
 
     @property
     def ram_bytes(self) -> int | None:
-        """Usable host memory over all nodes; None if a node's is unknown."""
-        return _total(node.ram_bytes for node in self.nodes)
+        """Usable host memory of all nodes; None if unknown for a node."""
+        return _sum_counts(node.ram_bytes for node in self.nodes)
 
     def faults(self) -> list[str]:
-        """A cluster has a node, and its links join what exists."""
+        """Check that the cluster has a node and that links name existing devices."""
         wrong = [] if self.nodes else ["a cluster has at least one node"]
         for link in self.links:
             if link.node is None:
@@ -316,12 +316,12 @@ class Cluster(Noun, frozen=True, kw_only=True):
             if not 0 <= link.node < len(self.nodes):
                 wrong.append(f"a link names node {link.node}, and there are {len(self.nodes)}")
                 continue
-            known = {device.index for device in self.nodes[link.node].devices}
-            if not set(link.devices) <= known:
+            indices = {device.index for device in self.nodes[link.node].devices}
+            if not set(link.devices) <= indices:
                 wrong.append(f"a link of node {link.node} names a device that is not there")
         return wrong
 
 
-def _total(counts: Iterable[int | None]) -> int | None:
-    known = list(counts)
-    return None if None in known else sum(count for count in known if count is not None)
+def _sum_counts(counts: Iterable[int | None]) -> int | None:
+    values = list(counts)
+    return None if None in values else sum(value for value in values if value is not None)

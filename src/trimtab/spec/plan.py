@@ -1,4 +1,4 @@
-"""Policy and Plan: what best means, and what was decided, with every reason."""
+"""Plan: the policy of a search, the chosen setting with its reasons, stages, and the launch command."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from enum import StrEnum
 from typing import Any
 
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.spec.estimate import Estimate
 from trimtab.spec.setting import Setting
 from trimtab.spec.workload import Workload
 
 
 class Objective(StrEnum):
-    """What a plan makes as good as it can."""
+    """What a plan optimizes."""
 
     SPEED = "speed"
     GPUS = "gpus"
@@ -22,73 +22,73 @@ class Objective(StrEnum):
 
 
 class Policy(Noun, frozen=True, kw_only=True):
-    """What best means, and what may not be moved."""
+    """Objective and constraints of a plan."""
 
     objective: Objective = Objective.SPEED
     memory_share: float = 0.9
-    """Share of the really free memory that a plan may use, by its upper band."""
+    """Share of the free memory that a plan may use, by the upper end of its band."""
     deadline_s: float | None = None
     price_per_gpu_hour: float | None = None
     pins: dict[str, str | int | bool] = {}
-    """Choices that the user has fixed, by the name of the Setting's field."""
+    """Choices that the user has fixed, by the name of the field of Setting."""
 
     def faults(self) -> list[str]:
-        """A share lies in (0, 1]."""
-        wrong = below(0, deadline_s=self.deadline_s, price_per_gpu_hour=self.price_per_gpu_hour)
+        """Check that the memory share is in (0, 1]."""
+        wrong = check_minimum(0, deadline_s=self.deadline_s, price_per_gpu_hour=self.price_per_gpu_hour)
         if not 0 < self.memory_share <= 1:
             wrong.append(f"memory_share is {self.memory_share}, and must lie in (0, 1]")
         return wrong
 
 
 class Reason(Noun, frozen=True, kw_only=True):
-    """One choice, and why it was made, with its numbers."""
+    """One choice of a plan and the reason for it, with numbers."""
 
     subject: str
     value: str
     why: str
 
     def faults(self) -> list[str]:
-        """A reason says why."""
+        """Check that the reason is not empty."""
         return [] if self.why.strip() else [f"the reason for {self.subject} is empty"]
 
 
 class Candidate(Noun, frozen=True, kw_only=True):
-    """A setting under test, with its estimate and why it was not chosen."""
+    """A setting with its estimate, and why it was not chosen."""
 
     setting: Setting
     estimate: Estimate
     why: str
 
 
-class Look(Noun, frozen=True, kw_only=True):
-    """A setting that the search looked at closely, in the few figures that a comparison needs."""
+class EstimatedSetting(Noun, frozen=True, kw_only=True):
+    """A setting that the search estimated, with the main figures of the estimate."""
 
     setting: Setting
     process_bytes: int
     high_bytes: int
-    """The upper end of the band."""
+    """Upper end of the band."""
     samples_per_s: float | None = None
     fits: bool
-    """In the memory that the policy allows."""
+    """Whether it fits in the memory that the policy allows."""
 
     def faults(self) -> list[str]:
-        """Figures are not negative."""
-        return below(
+        """Check that figures are not negative."""
+        return check_minimum(
             0, process_bytes=self.process_bytes, high_bytes=self.high_bytes, samples_per_s=self.samples_per_s
         )
 
 
 class Rejection(Noun, frozen=True, kw_only=True):
-    """Settings that were refused for one cause."""
+    """Settings that were rejected for the same cause."""
 
     why: str
     count: int = 1
-    """How many settings this cause removed."""
+    """Number of settings rejected for this cause."""
     example: Setting | None = None
 
     def faults(self) -> list[str]:
-        """A cause that removed nothing is no rejection."""
-        return below(1, count=self.count)
+        """Check that at least one setting was rejected."""
+        return check_minimum(1, count=self.count)
 
 
 class Comparison(Noun, frozen=True, kw_only=True):
@@ -96,135 +96,134 @@ class Comparison(Noun, frozen=True, kw_only=True):
 
     gpus: int
     setting: Setting | None = None
-    """None where nothing fits."""
+    """None if nothing fits."""
     estimate: Estimate | None = None
     cost: float | None = None
     epoch_s: float | None = None
-    """Seconds that one pass over the samples takes."""
+    """Seconds of one epoch."""
     free_share: float | None = None
-    """Share of the devices left for others."""
+    """Share of the cluster's devices that stays free."""
     scaling_efficiency: float | None = None
     meets_deadline: bool | None = None
     why: str = ""
 
     def faults(self) -> list[str]:
-        """A comparison is about at least one device."""
-        return below(1, gpus=self.gpus)
+        """Check that there is at least one device."""
+        return check_minimum(1, gpus=self.gpus)
 
 
 class WhatIf(Noun, frozen=True, kw_only=True):
-    """How the run would change with the job: twice the samples, half the batch."""
+    """How the run would change with another job: twice the samples, half the batch."""
 
     change: str
     gpus: int
-    """The fewest that still meet the deadline where one was given, else as many as the plan uses."""
+    """Fewest devices that meet the deadline if there is one, else as many as the plan uses."""
     setting: Setting | None = None
     estimate: Estimate | None = None
     cost: float | None = None
     meets_deadline: bool | None = None
     why: str = ""
     unpinned: tuple[str, ...] = ()
-    """Pins that the change leaves no room for, as in micro_batch=8; `why` says why."""
+    """Pins that are impossible after the change, such as micro_batch=8; `why` gives the reason."""
 
     def faults(self) -> list[str]:
-        """It is about at least one device."""
-        return below(1, gpus=self.gpus)
+        """Check that there is at least one device."""
+        return check_minimum(1, gpus=self.gpus)
 
 
-class Change(Noun, frozen=True, kw_only=True):
-    """Something that would fit where nothing does, with its estimate."""
+class SuggestedChange(Noun, frozen=True, kw_only=True):
+    """A change that would make the job fit if nothing fits, with its estimate."""
 
     what: str
-    """As an instruction: 'use 16 of these GPUs'."""
+    """The change as an instruction: 'use 16 of these GPUs'."""
     setting: Setting
     estimate: Estimate
 
 
-class Place(Noun, frozen=True, kw_only=True):
+class RankPlacement(Noun, frozen=True, kw_only=True):
     """The device that a rank runs on."""
 
     node: int
     """Number of the node in the cluster, from 0."""
     node_name: str
     device: int
-    """Its index on that node."""
+    """Index of the device on that node."""
     name: str
-    """The catalogue's name of the device, or the driver's."""
+    """Name of the device in the catalogue, or from the driver."""
 
     def faults(self) -> list[str]:
-        """Numbers start at 0."""
-        return below(0, node=self.node, device=self.device)
+        """Check that numbers start at 0."""
+        return check_minimum(0, node=self.node, device=self.device)
 
 
 class Plan(Noun, frozen=True, kw_only=True):
-    """The chosen setting, its estimate, and why; tied to job and cluster by fingerprints."""
+    """The chosen setting with its estimate and reasons; fingerprints tie it to job and cluster."""
 
     job: str
-    """The job as it was named."""
+    """Name of the job, as the user gave it."""
     options: dict[str, Any] = {}
-    """Members of the job that were set from outside."""
+    """Attributes of the job that the user has set."""
     choice: Setting
     estimate: Estimate
     policy: Policy = Policy()
     reasons: tuple[Reason, ...] = ()
     runners_up: tuple[Candidate, ...] = ()
-    looked_at: tuple[Look, ...] = ()
-    """Every setting that was estimated, the choice included; what bounds ruled out is not among them."""
+    looked_at: tuple[EstimatedSetting, ...] = ()
+    """Every setting that was estimated, including the choice; settings excluded by bounds are not listed."""
     rejected: tuple[Rejection, ...] = ()
     comparison: tuple[Comparison, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
-    places: tuple[Place, ...] = ()
-    """One a rank, in the order of ranks."""
+    places: tuple[RankPlacement, ...] = ()
+    """Device of each rank, in the order of ranks."""
     workload: Workload | None = None
-    """What the job said of itself, options of the command line included."""
+    """Batch, epochs and branches of the job, including options of the command line."""
     cost: float | None = None
-    """Of the whole run, where a price was given."""
+    """Cost of the whole run; None without a price."""
     left_out: tuple[str, ...] = ()
-    """What the search did not look at, and why."""
+    """What the search did not try, and why."""
     recommendation: str = ""
-    """The answer in a sentence."""
+    """The result in one sentence."""
     fingerprints: dict[str, str] = {}
-    """What the plan assumed: job, cluster, versions."""
+    """Fingerprints of what the plan depends on: job, cluster, versions."""
     complete: bool = True
-    """False where the search was interrupted: the choice is the best that it had found."""
+    """False if the search was interrupted: the choice is the best found until then."""
     folder: str = ""
-    """The folder it was made in, from which the paths in `job` and `options` start; empty in older plans."""
+    """Folder of the planner; paths in `job` and `options` are relative to it. Empty in older plans."""
 
 
-# Stage: a part of a training that changes the job; and the plans of all stages of one.
-
+# Stages: parts of a training run that change the job, and their plans.
 
 _NAME = re.compile(r"\w[\w.-]*")
 
 
 class Stage(Noun, frozen=True, kw_only=True):
-    """What a job is for some epochs, before it becomes what the next stage says."""
+    """Options of a job for some epochs of a staged training run."""
 
     name: str
-    """Also of its folder in the run's."""
+    """Name of the stage and of its folder in the run folder."""
     options: dict[str, Any] = {}
-    """Members of the job that it sets, epochs and rate included."""
+    """Attributes of the job that it sets, including epochs and rate."""
     epochs: int | None = None
     rate: float | None = None
-    """Of learning."""
+    """Learning rate."""
 
     def faults(self) -> list[str]:
-        """A name that a folder can have, and something to do."""
-        wrong = below(1, epochs=self.epochs) + below(0, rate=self.rate)
+        """Check that the name is valid for a folder and that counts are positive."""
+        wrong = check_minimum(1, epochs=self.epochs) + check_minimum(0, rate=self.rate)
         if not _NAME.fullmatch(self.name):
             wrong.append(f"name {self.name!r} cannot be that of a folder")
         return wrong
 
 
 class PlannedStage(Noun, frozen=True, kw_only=True):
-    """A stage, and how it will run."""
+    """A stage and its plan."""
 
     stage: Stage
     plan: Plan
 
 
 class StagedPlan(Noun, frozen=True, kw_only=True):
-    """The plans of all stages of a job: each with its own cut of one global batch."""
+    """Plans of all stages of a job: each splits the same global batch in its own way."""
 
     derived = ("global_batch", "hours", "gpu_hours")
 
@@ -233,21 +232,21 @@ class StagedPlan(Noun, frozen=True, kw_only=True):
 
     @property
     def global_batch(self) -> int:
-        """Of every stage."""
+        """Global batch of every stage."""
         return self.stages[0].plan.choice.global_batch
 
     @property
     def hours(self) -> float | None:
-        """Of all of them, one after the other; None where one is not known."""
-        return _sum([stage.plan.estimate.hours for stage in self.stages])
+        """Hours of all stages, one after the other; None if one is unknown."""
+        return _sum_hours([stage.plan.estimate.hours for stage in self.stages])
 
     @property
     def gpu_hours(self) -> float | None:
-        """Of all devices."""
-        return _sum([stage.plan.estimate.gpu_hours for stage in self.stages])
+        """GPU hours of all stages; None if one is unknown."""
+        return _sum_hours([stage.plan.estimate.gpu_hours for stage in self.stages])
 
     def faults(self) -> list[str]:
-        """There is a stage, no two have one name, and all have one global batch."""
+        """Check that there is a stage, names are unique and all stages have the same global batch."""
         if not self.stages:
             return ["there is no stage"]
         names = [stage.stage.name for stage in self.stages]
@@ -256,15 +255,15 @@ class StagedPlan(Noun, frozen=True, kw_only=True):
         return wrong + ([f"global_batch differs between stages: {batches}"] if len(batches) > 1 else [])
 
 
-def _sum(hours: list[float | None]) -> float | None:
+def _sum_hours(hours: list[float | None]) -> float | None:
     return None if any(hour is None for hour in hours) else sum(hour for hour in hours if hour is not None)
 
 
-# Launch: what would be run, as text, before anything is.
+# Launch: the command, script and variables that start a run.
 
 
 class LaunchKind(StrEnum):
-    """Who starts the processes."""
+    """Launcher that starts the processes."""
 
     TORCHRUN = "torchrun"
     SLURM = "slurm"
@@ -278,34 +277,34 @@ class LaunchKind(StrEnum):
 
 
 class Launch(Noun, frozen=True, kw_only=True):
-    """A command with its variables, and the script or manifest that it is given."""
+    """A launch command with its environment variables, and the script or manifest that it needs."""
 
     kind: LaunchKind
     command: tuple[str, ...]
-    """The words of the command that starts it all."""
+    """Arguments of the command that starts the run."""
     environment: dict[str, str] = {}
-    """Variables that it is given beside those that are there."""
+    """Environment variables that are set in addition to the existing ones."""
     why: dict[str, str] = {}
     """The reason for each variable."""
     script: str | None = None
-    """The batch script or manifest; None where the command is all there is."""
+    """Batch script or manifest; None if only the command is needed."""
     script_file: str | None = None
-    """Where the script is written."""
+    """Path of the script."""
     files: dict[str, str] = {}
-    """Other files that it needs, by their paths."""
+    """Contents of other files that it needs, by path."""
     starts: tuple[str, ...] = ()
-    """What the command starts on every node in turn; the words of torchrun."""
+    """Arguments of the command that runs on every node (torchrun)."""
     out: str | None = None
-    """The run's folder."""
+    """The run folder."""
     notes: tuple[str, ...] = ()
-    """What was chosen and what was not checked, in sentences."""
+    """Notes on choices and on facts that were not checked."""
     fault: str = ""
-    """Why the run would end before its first step; empty where nothing is known against it."""
+    """Why the run would fail before its first step; empty if no reason is known."""
     job_id: str | None = None
-    """The scheduler's number, once it is submitted."""
+    """Job id of the scheduler, after submission."""
 
     def faults(self) -> list[str]:
-        """A command has a word, a script a place, and every reason a variable."""
+        """Check that the command is not empty, a script has a file, and every reason has a variable."""
         wrong = [] if self.command and self.command[0] else ["command is empty"]
         if (self.script is None) != (self.script_file is None):
             wrong.append("a script and the file for it go together")

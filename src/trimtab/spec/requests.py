@@ -1,11 +1,11 @@
-"""The requests of the commands: one definition of every option, for the command line, Python and JSON.
+"""Requests of the commands: one definition of every option for the command line, Python and JSON.
 
     class PlanRequest(JobOnDevices, frozen=True, kw_only=True):
         price: Annotated[float | None, option("Price of one GPU for one hour.")] = None
 
 gives `trimtab plan --price 2.5`, `trimtab.plan(job, price=2.5)` and the key `price` in the request's JSON.
 `cli/options.py` builds the flags of a command from its request, `accepts` the arguments of a function.
-Shared options are type aliases here, so that `--on` has the same words everywhere.
+Shared options are type aliases here, so that `--on` has the same help text everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, T
 
 import msgspec
 
-from trimtab.errors import WrongUse, nearest
+from trimtab.errors import WrongUse, find_nearest
 from trimtab.spec.hardware import Cluster
 from trimtab.spec.plan import Plan, StagedPlan
 from trimtab.units import parse_whole
@@ -27,21 +27,21 @@ from trimtab.units import parse_whole
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    # What Python callers may pass. JSON has the simpler forms below.
+    # Types that Python callers may pass; JSON has the simpler types below.
     PathText = str | Path
-    Pinned = Mapping[str, Any] | Iterable[str]
+    PinValues = Mapping[str, Any] | Iterable[str]
     Numbers = Iterable[int]
     Words = Sequence[str]
     Places = str | Path | Sequence[str | Path]
-    GivenPlan = Plan | Path | str
-    GivenPlans = GivenPlan | StagedPlan
+    PlanOrFile = Plan | Path | str
+    PlansOrFile = PlanOrFile | StagedPlan
 else:
     PathText = str
-    Pinned = dict[str, Any] | tuple[str, ...]
+    PinValues = dict[str, Any] | tuple[str, ...]
     Numbers = tuple[int, ...]
     Words = tuple[str, ...]
     Places = str | list[str]
-    GivenPlan = GivenPlans = str | Plan
+    PlanOrFile = PlansOrFile = str | Plan
 
 Arguments = ParamSpec("Arguments")
 RequestType = TypeVar("RequestType")
@@ -49,34 +49,34 @@ Result = TypeVar("Result")
 
 
 class CommandOption(NamedTuple):
-    """A field of a request, with all that the command line, Python and JSON need."""
+    """Definition of an option: a field of a request with its flag and help text."""
 
     help: str
     flag: str | None = ""
-    """Empty: from the field's name. None: no flag; the field is for Python and JSON."""
+    """Empty: derived from the field's name. None: no flag; the field is only for Python and JSON."""
     metavar: str | None = None
     short: str | None = None
     argument: bool = False
-    """Given by its place, without a flag."""
+    """Whether it is a positional argument."""
     required: bool = True
-    """For an argument: whether the command line insists on it."""
+    """For a positional argument: whether the command line requires it."""
     many: bool = False
-    """Can be repeated."""
+    """Whether it can be repeated."""
     minimum: float | None = None
     parse: Callable[[Any], Any] | None = None
-    """Turns what was typed into the field's value."""
+    """Converts the text to the field's value."""
     switches: dict[str, str] = {}
-    """For each value of the field a flag without a value, with its help."""
+    """Help text by value; each value gets its own flag, such as --slurm."""
     job_flags: str = ""
-    """Which flags of jobs the command has too: those to "plan", or to "train"; see jobs/registry.py."""
+    """Job flags that the command has too: those of "plan" or "train"; see jobs/registry.py."""
     type: Any = None
-    """The field's type; with its default, read from the request."""
+    """Type of the field, filled in by `list_options`."""
     default: Any = None
-    """inspect.Parameter.empty where the field has none."""
+    """Default of the field, filled in by `list_options`; inspect.Parameter.empty if it has none."""
 
 
 def option(text: str, flag: str | None = "", **declared: Any) -> msgspec.Meta:
-    """Declare a field of a request: its help text, and how its flag differs from its name."""
+    """Declare a field of a request as an option, with its help text and flag."""
     return msgspec.Meta(description=text, extra={"option": CommandOption(text, flag, **declared)})
 
 
@@ -96,7 +96,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
     return tuple(count for count in counts if count)
 
 
-def ignore(_: str) -> None:
+def ignore_message(_: str) -> None:
     """Discard a progress message."""
 
 
@@ -123,7 +123,7 @@ Network = Annotated[
     ),
 ]
 Pins = Annotated[
-    Pinned,
+    PinValues,
     option(
         "Fix a choice of the plan: micro_batch=8, strategy=fsdp, compile=false. Can be repeated.",
         "--pin",
@@ -168,10 +168,10 @@ TargetName = Annotated[
 
 
 class CommandRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the requests. A field without `option` is a hook for Python callers: no flag, not in JSON."""
+    """Base class of requests. A field without `option` is a hook for Python callers: no flag, not in JSON."""
 
     def replace(self, **changes: Any) -> Self:
-        """Return the same request with some fields changed."""
+        """Return a copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
     def arguments(self) -> dict[str, Any]:
@@ -180,12 +180,12 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> str:
         """Return the request as JSON text; a job in it must be named by a string."""
-        values = {name: getattr(self, name) for name in options_of(type(self))}
-        return msgspec.json.encode(values, enc_hook=_plain).decode()
+        values = {name: getattr(self, name) for name in list_options(type(self))}
+        return msgspec.json.encode(values, enc_hook=_to_plain).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the request from JSON text; raises msgspec.ValidationError."""
+        """Return the request from JSON text; raise msgspec.ValidationError."""
         values = msgspec.json.decode(text, type=_json_form(cls))
         return cls(**msgspec.structs.asdict(values))
 
@@ -195,14 +195,14 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.schema(_json_form(cls))
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, PathLike):
         return fspath(value)
     raise TypeError(f"{value!r} cannot be written as JSON: give it by name")
 
 
 @functools.cache
-def options_of(request: type[CommandRequest]) -> dict[str, CommandOption]:
+def list_options(request: type[CommandRequest]) -> dict[str, CommandOption]:
     """Return the fields of a request that are options, by name, in the order of their definition."""
     hints = get_type_hints(request, include_extras=True)
     options = {}
@@ -224,7 +224,7 @@ def _json_form(request: type[CommandRequest]) -> type[msgspec.Struct]:
     """Return the request without its hooks."""
     fields: list[Any] = [
         (name, item.type) if item.default is inspect.Parameter.empty else (name, item.type, item.default)
-        for name, item in options_of(request).items()
+        for name, item in list_options(request).items()
     ]
     return msgspec.defstruct(request.__name__, fields, kw_only=True, forbid_unknown_fields=True)
 
@@ -247,7 +247,7 @@ def accepts(
                 return function(args[0])  # type: ignore[arg-type]
             for name in kwargs:
                 if name not in signature.parameters:
-                    close = nearest(name, signature.parameters, count=1)
+                    close = find_nearest(name, signature.parameters, count=1)
                     hint = f"; did you mean {close[0]!r}?" if close else ""
                     raise TypeError(f"{function.__name__}() has no argument {name!r}{hint}")
             return function(request_class(*args, **kwargs))
@@ -259,14 +259,14 @@ def accepts(
 
 
 class JobOnDevices(CommandRequest, frozen=True):
-    """A job and the devices that it is for: the arguments that are given by their place."""
+    """A job and its devices: positional arguments."""
 
     job: JobName
     on: Devices = None
 
 
 class EstimateRequest(JobOnDevices, frozen=True, kw_only=True):
-    """What `trimtab estimate` is asked: one configuration of a job on some devices."""
+    """Arguments of `trimtab estimate`: one configuration of a job on some devices."""
 
     network: Network = None
     micro_batch: MicroBatch = 1
@@ -289,7 +289,7 @@ class EstimateRequest(JobOnDevices, frozen=True, kw_only=True):
 
 
 class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
-    """What `trimtab profile` is asked: one configuration of a job, run on this machine."""
+    """Arguments of `trimtab profile`: one configuration of a job, run on this machine."""
 
     job: JobName
     micro_batch: MicroBatch = 1
@@ -307,7 +307,7 @@ class ProfileRequest(CommandRequest, frozen=True, kw_only=True):
 
 
 class PlanRequest(JobOnDevices, frozen=True, kw_only=True):
-    """What `trimtab plan` is asked: the best configuration of a job on some devices."""
+    """Arguments of `trimtab plan`: find the best configuration of a job on some devices."""
 
     network: Network = None
     global_batch: Annotated[
@@ -333,23 +333,23 @@ class PlanRequest(JobOnDevices, frozen=True, kw_only=True):
     clip: Clip = None
     options: JobOptions = None
     cache: Cache = True
-    say: Say = ignore
-    say_best: Say = ignore
+    say: Say = ignore_message
+    say_best: Say = ignore_message
     partial: bool = False
 
 
 class PlanStagesRequest(PlanRequest, frozen=True, kw_only=True):
-    """What `trimtab plan --stages` is asked: a plan for every stage of a job."""
+    """Arguments of `trimtab plan --stages`: make a plan for every stage of a job."""
 
     files: Annotated[PathText | None, option("Folder of the stages; default: the job's own.", None)] = None
 
 
 class JobToTrain(CommandRequest, frozen=True):
-    """A job and the plan that it is trained by."""
+    """A job and the plan to train it with."""
 
     job: JobName
     plan: Annotated[
-        GivenPlans | None,
+        PlansOrFile | None,
         option(
             "Plan to follow, from `trimtab plan --out`; default: plan for this machine.",
             metavar="FILE",
@@ -359,7 +359,7 @@ class JobToTrain(CommandRequest, frozen=True):
 
 
 class TrainRequest(JobToTrain, frozen=True, kw_only=True):
-    """What `trimtab train` is asked."""
+    """Arguments of `trimtab train`."""
 
     steps: Steps = None
     procs: Annotated[
@@ -414,11 +414,11 @@ class TrainRequest(JobToTrain, frozen=True, kw_only=True):
         ),
     ] = None
     json: Annotated[bool, option("Print one JSON object a line: steps, then events.")] = False
-    say: Say = ignore
+    say: Say = ignore_message
 
 
 class TrainStagesRequest(TrainRequest, frozen=True, kw_only=True):
-    """What `trimtab train --stages` is asked: the stages of a job, one after the other."""
+    """Arguments of `trimtab train --stages`: train the stages of a job one after the other."""
 
     files: Annotated[PathText | None, option("Folder of the stages; default: the job's own.", None)] = None
 
@@ -437,7 +437,7 @@ class PlanToLaunch(CommandRequest, frozen=True):
 
 
 class LaunchRequest(PlanToLaunch, frozen=True, kw_only=True):
-    """What `trimtab launch` is asked."""
+    """Arguments of `trimtab launch`."""
 
     extra: Annotated[
         Words,
@@ -497,14 +497,14 @@ class LaunchRequest(PlanToLaunch, frozen=True, kw_only=True):
     pins: Pins = ()
     options: JobOptions = None
     cache: Cache = True
-    say: Say = ignore
+    say: Say = ignore_message
 
 
 class PlanToApply(CommandRequest, frozen=True):
-    """A plan and the config files that it is written into."""
+    """A plan and the config files to write it into."""
 
     plan: Annotated[
-        GivenPlan,
+        PlanOrFile,
         option("A plan that `trimtab plan --out` wrote.", argument=True, required=False, metavar="PLAN"),
     ]
     to: Annotated[
@@ -519,7 +519,7 @@ class PlanToApply(CommandRequest, frozen=True):
 
 
 class ApplyRequest(PlanToApply, frozen=True, kw_only=True):
-    """What `trimtab apply` is asked."""
+    """Arguments of `trimtab apply`."""
 
     target: TargetName = None
     beside: Annotated[bool, option("Also replace computed values; each old value stays in a comment.")] = (
@@ -532,11 +532,11 @@ class ApplyRequest(PlanToApply, frozen=True, kw_only=True):
     network: Network = None
     dry: Annotated[bool, option("Show the changes and write nothing.", None)] = False
     cache: Cache = True
-    say: Say = ignore
+    say: Say = ignore_message
 
 
 class ConfigOnDevices(CommandRequest, frozen=True):
-    """A config file and the devices that it is examined for."""
+    """A config file and the devices to check it for."""
 
     file: Annotated[
         PathText,
@@ -550,7 +550,7 @@ class ConfigOnDevices(CommandRequest, frozen=True):
 
 
 class ShowRequest(ConfigOnDevices, frozen=True, kw_only=True):
-    """What `trimtab show` is asked."""
+    """Arguments of `trimtab show`."""
 
     network: Network = None
     job: Annotated[
@@ -559,4 +559,4 @@ class ShowRequest(ConfigOnDevices, frozen=True, kw_only=True):
     target: TargetName = None
     options: PlainOptions = None
     cache: Cache = True
-    say: Say = ignore
+    say: Say = ignore_message

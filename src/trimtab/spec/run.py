@@ -1,21 +1,21 @@
-"""What a run really used, why an attempt at it ended, and what came of it in all."""
+"""Runs: measurements, incidents, attempts, summaries, queued jobs, and live readings."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from trimtab.spec.base import Noun, below
+from trimtab.spec.base import Noun, check_minimum
 from trimtab.spec.hardware import DeviceProcess, Versions
 from trimtab.spec.setting import Setting
 
 
 class Measurement(Noun, frozen=True, kw_only=True):
-    """What a job really used under one setting, on named hardware."""
+    """Measured memory and speed of a job with one setting, on named hardware."""
 
     job: str
     setting: Setting
     device: str
-    """What the driver calls it."""
+    """The driver's name."""
     versions: Versions
     allocated_bytes: int
     reserved_bytes: int
@@ -27,8 +27,8 @@ class Measurement(Noun, frozen=True, kw_only=True):
     """ISO date."""
 
     def faults(self) -> list[str]:
-        """Live tensors fit in what is reserved."""
-        wrong = below(0, allocated_bytes=self.allocated_bytes, step_s=self.step_s)
+        """Check that allocated memory is not above reserved memory."""
+        wrong = check_minimum(0, allocated_bytes=self.allocated_bytes, step_s=self.step_s)
         if self.allocated_bytes > self.reserved_bytes:
             wrong.append(
                 f"allocated_bytes {self.allocated_bytes} is above reserved_bytes {self.reserved_bytes}"
@@ -37,7 +37,7 @@ class Measurement(Noun, frozen=True, kw_only=True):
 
 
 class IncidentKind(StrEnum):
-    """Why an attempt ended or was disturbed."""
+    """Why an attempt ended or was interrupted."""
 
     OUT_OF_MEMORY = "out-of-memory"
     NOT_A_NUMBER = "not-a-number"
@@ -45,42 +45,42 @@ class IncidentKind(StrEnum):
     LOST_RANK = "lost-rank"
     PREEMPTION = "preemption"
     INTERRUPT = "interrupt"
-    """Somebody pressed Ctrl-C, or closed the terminal."""
+    """The user pressed Ctrl-C or closed the terminal."""
     TIME_LIMIT = "time-limit"
     HANG = "hang"
     BAD_CHECKPOINT = "bad-checkpoint"
     FULL_DISK = "full-disk"
     RESIZE = "resize"
     REQUEUE = "requeue"
-    """The scheduler started the job again."""
+    """The scheduler restarted the job."""
     RESUME = "resume"
-    """An attempt goes on from a checkpoint."""
+    """An attempt continues from a checkpoint."""
     MICRO_BATCH = "micro-batch"
-    """Another micro-batch between two steps; the global batch stays."""
+    """The micro-batch changed between two steps; the global batch did not."""
     COMPILE = "compile"
     STAGE = "stage"
-    """A stage of a curriculum begins with the weights of the one before, or has ended."""
+    """A stage of a curriculum started with the weights of the previous one, or ended."""
     FAILED = "failed"
-    """An error with a cause that is known ended the attempt."""
+    """An error with a known cause ended the attempt."""
     BUG = "bug"
 
 
 class Incident(Noun, frozen=True, kw_only=True):
-    """What happened, when, why, and what was done about it."""
+    """An event in a run: what happened, when, why, and what trimtab did."""
 
     kind: IncidentKind
     at_s: float
     """Seconds since 1970."""
     step: int | None = None
-    """Optimizer step it struck at."""
+    """Optimizer step at which it happened."""
     rank: int | None = None
     why: str
     done: str
-    """The answer to it."""
+    """What trimtab did."""
 
     @property
     def text(self) -> str:
-        """As `trimtab train` prints it; `doctor` knows these lines.
+        """Line that `trimtab train` prints; `doctor` recognizes these lines.
 
         >>> Incident(kind=IncidentKind.RESUME, at_s=0.0, step=4, why="it was found", done="it goes on").text
         'resume at step 4: it was found; it goes on'
@@ -88,39 +88,41 @@ class Incident(Noun, frozen=True, kw_only=True):
         return f"{self.kind}{'' if self.step is None else f' at step {self.step}'}: {self.why}; {self.done}"
 
     def faults(self) -> list[str]:
-        """Steps and ranks count from zero."""
-        return below(0, step=self.step, rank=self.rank, at_s=self.at_s)
+        """Check that steps and ranks are not negative."""
+        return check_minimum(0, step=self.step, rank=self.rank, at_s=self.at_s)
 
 
 class Attempt(Noun, frozen=True, kw_only=True):
-    """One life of a run, between two restarts; attempt.json holds the last one."""
+    """One attempt at a run, between two restarts; attempt.json holds the last one."""
 
     attempt: int = 1
     procs: int = 1
     nodes: int = 1
     state: str = "running"
-    """"running" until the attempt has said that it ended."""
+    """"running" until the attempt has reported its end."""
     began_s: float = 0.0
     """Seconds since 1970."""
     at_s: float = 0.0
-    """When this was noted."""
+    """When this was written, in seconds since 1970."""
     steps: int | None = None
-    """Optimizer steps of the whole run; None until the job has said."""
+    """Optimizer steps of the whole run; None until known."""
     earlier_s: float = 0.0
-    """What the attempts before this one took together."""
+    """Total duration of the earlier attempts."""
     earlier_proc_s: float = 0.0
-    """The same, times the processes that each of them had."""
+    """Total process-seconds of the earlier attempts: duration times processes."""
     job_id: str | None = None
-    """Of the scheduler; None where nobody scheduled it."""
+    """Job id of the scheduler; None without a scheduler."""
     restarts: int = 0
-    """How often the scheduler had started the job again."""
+    """How often the scheduler has restarted the job."""
     host: str = ""
     pid: int = 0
-    """The process that ends the whole run when it is asked to."""
+    """Process to signal in order to end the whole run."""
 
     def faults(self) -> list[str]:
-        """An attempt has a number and a process."""
-        return below(1, attempt=self.attempt, procs=self.procs, nodes=self.nodes, steps=self.steps) + below(
+        """Check that counts are at least 1 and times are not negative."""
+        return check_minimum(
+            1, attempt=self.attempt, procs=self.procs, nodes=self.nodes, steps=self.steps
+        ) + check_minimum(
             0,
             began_s=self.began_s,
             at_s=self.at_s,
@@ -130,8 +132,8 @@ class Attempt(Noun, frozen=True, kw_only=True):
         )
 
 
-class Check(Noun, frozen=True, kw_only=True):
-    """One quantity as it was predicted and as it came; unknown is None."""
+class PredictionCheck(Noun, frozen=True, kw_only=True):
+    """Predicted and real value of one quantity; unknown is None."""
 
     what: str
     predicted: float | None = None
@@ -141,9 +143,9 @@ class Check(Noun, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float | None:
-        """Predicted over real, less one; None where either is unknown.
+        """Relative error: predicted / real - 1; None if either is unknown.
 
-        >>> Check(what="step_s", predicted=1.1, real=1.0).error
+        >>> PredictionCheck(what="step_s", predicted=1.1, real=1.0).error
         0.1
         """
         if self.predicted is None or not self.real:
@@ -152,17 +154,17 @@ class Check(Noun, frozen=True, kw_only=True):
 
 
 class Summary(Noun, frozen=True, kw_only=True):
-    """What came of a run that was trained to its end, over all its attempts."""
+    """Summary of a completed run, over all its attempts."""
 
     job: str
     device: str | None = None
-    """What the driver calls it; None for a run on the CPU."""
+    """The driver's name of the device; None for a run on the CPU."""
     gpus: int
-    """Of the last attempt; 0 for a run on the CPU."""
+    """GPUs of the last attempt; 0 for a run on the CPU."""
     processes: int
     nodes: int = 1
     gpus_there: int | None = None
-    """On those nodes, as far as it is known."""
+    """GPUs on the nodes of the run; None if unknown."""
     strategy: str
     precision: str
     micro_batch: int
@@ -170,25 +172,25 @@ class Summary(Noun, frozen=True, kw_only=True):
     global_batch: int
     steps: int
     samples: int
-    """That optimizer steps have seen, each epoch anew."""
+    """Samples in all optimizer steps; every epoch counts them again."""
     epochs: float
     loss: float | None = None
-    """Of the last step."""
+    """Loss of the last step."""
     runtime_s: float
-    """From the first start to the end, less the time between attempts."""
+    """From the first start to the end, without the time between attempts."""
     steps_s: float
-    """Of that, in optimizer steps that count."""
+    """Part of `runtime_s` spent in optimizer steps that count."""
     gpu_hours: float = 0.0
-    """That the run has held devices for, start-up and lost work included."""
+    """GPU hours of the run, including start-up and lost work."""
     attempts: int = 1
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    checks: tuple[Check, ...] = ()
-    """Predicted against real: of the median step, where it is of steps."""
+    checks: tuple[PredictionCheck, ...] = ()
+    """Predicted and real values; for step times, the real value is the median."""
     median_of: int = 0
-    """How many steps that median is of: those of the last attempt's processes, without the first few."""
+    """Number of steps in that median: those with the last attempt's processes, without the first few."""
     incidents: dict[str, int] = {}
-    """How often what happened."""
+    """Number of incidents of each kind."""
     ended_on: str = ""
     """ISO date and time."""
 
@@ -196,22 +198,24 @@ class Summary(Noun, frozen=True, kw_only=True):
 
     @property
     def samples_per_s(self) -> float | None:
-        """While steps were taken: over all of them, the first ones included."""
+        """Throughput of all steps, including the first ones."""
         return self.samples / self.steps_s if self.steps_s else None
 
     @property
     def minutes_per_epoch(self) -> float | None:
-        """At that speed."""
+        """Minutes per epoch at that speed."""
         return self.steps_s / 60 / self.epochs if self.epochs else None
 
     @property
     def gpus_free(self) -> int | None:
-        """That the run has left to others on its nodes."""
+        """GPUs on the nodes of the run that it did not use."""
         return None if self.gpus_there is None else max(0, self.gpus_there - self.gpus)
 
     def faults(self) -> list[str]:
-        """Something was trained."""
-        return below(1, processes=self.processes, nodes=self.nodes, global_batch=self.global_batch) + below(
+        """Check that counts and times are possible."""
+        return check_minimum(
+            1, processes=self.processes, nodes=self.nodes, global_batch=self.global_batch
+        ) + check_minimum(
             0,
             gpus=self.gpus,
             gpus_there=self.gpus_there,
@@ -225,43 +229,43 @@ class Summary(Noun, frozen=True, kw_only=True):
         )
 
 
-# Jobs as a scheduler has them, runs as their folders have them, and both together.
+# Jobs: state from the scheduler, progress from the run folder, and both together.
 
 
 class QueuedJob(Noun, frozen=True, kw_only=True):
-    """One job as Slurm tells of it. Unknown is None."""
+    """One job as Slurm reports it. Unknown is None."""
 
     job_id: str
     name: str = ""
     user: str = ""
     partition: str = ""
     state: str
-    """Slurm's word, such as PENDING."""
+    """Slurm's state, such as PENDING."""
     reason: str | None = None
-    """Slurm's word for why it does not run, or why it ended."""
+    """Slurm's reason why it does not run, or why it ended."""
     num_nodes: int | None = None
     nodes: tuple[str, ...] = ()
-    """Those it has; empty while it waits."""
+    """Names of its nodes; empty while it waits."""
     ran_s: float | None = None
     limit_s: float | None = None
-    """None where there is no limit."""
+    """Time limit; None without a limit."""
     starts: str | None = None
-    """When it started, or is expected to, as Slurm writes it."""
+    """Start time, real or expected, as Slurm writes it."""
     comment: str = ""
     script: str | None = None
     work_dir: str | None = None
     output: str | None = None
-    """The file that its output goes to."""
+    """File of its output."""
     restarts: int | None = None
 
     def faults(self) -> list[str]:
-        """A job has a number and a state."""
-        wrong = below(0, num_nodes=self.num_nodes, ran_s=self.ran_s, restarts=self.restarts)
+        """Check that the job has an id and a state."""
+        wrong = check_minimum(0, num_nodes=self.num_nodes, ran_s=self.ran_s, restarts=self.restarts)
         return wrong + [f"{name} is empty" for name in ("job_id", "state") if not getattr(self, name)]
 
 
-class Headway(Noun, frozen=True, kw_only=True):
-    """How far a run has come, by its folder."""
+class RunProgress(Noun, frozen=True, kw_only=True):
+    """Progress of a run, read from its folder."""
 
     folder: str
     job: str | None = None
@@ -269,74 +273,74 @@ class Headway(Noun, frozen=True, kw_only=True):
     steps: int | None = None
     loss: float | None = None
     samples_per_s: float | None = None
-    """Over the last steps."""
+    """Throughput of the last steps."""
     recent: int | None = None
-    """How many steps those are."""
+    """Number of last steps in the throughput."""
     left_s: float | None = None
-    """At that speed."""
+    """Remaining seconds at that speed."""
     processes: int | None = None
     attempt: int | None = None
     last_incident: Incident | None = None
 
     def faults(self) -> list[str]:
-        """Counts do not go below nothing."""
-        return below(0, step=self.step, left_s=self.left_s)
+        """Check that counts are not negative."""
+        return check_minimum(0, step=self.step, left_s=self.left_s)
 
 
 class JobView(Noun, frozen=True, kw_only=True):
-    """One job of ours: where it stands, and how far its run has come."""
+    """One trimtab job: its state, and the progress of its run."""
 
     id: str
-    """The scheduler's number, or `local-PID` for a run on this machine."""
+    """Job id of the scheduler, or `local-PID` for a run on this machine."""
     kind: str
     """slurm or local."""
     state: str
-    """pending, running, ended, or what the scheduler calls it."""
+    """pending, running, ended, or the scheduler's own state."""
     why: str = ""
-    """Plain words for the state, where there is more to say."""
+    """Explanation of the state, if needed."""
     queued: QueuedJob | None = None
     """None for a run on this machine."""
-    run: Headway | None = None
-    """None until its folder is there."""
+    run: RunProgress | None = None
+    """None until the run folder exists."""
     log: str | None = None
-    """The file that its output goes to, where it is known."""
+    """File of its output; None if unknown."""
     tail: tuple[str, ...] = ()
     """The last lines of that file."""
 
 
-# Gauge, WatchedRun, Advice and Sample: devices and runs at one moment, and what would make a run faster.
+# Live view: readings of GPUs and runs at one moment, and advice for faster runs.
 
 
-class Gauge(Noun, frozen=True, kw_only=True):
-    """One GPU, or one slice of it, at one moment. Unknown is None."""
+class GpuReading(Noun, frozen=True, kw_only=True):
+    """State of one GPU, or of one MIG slice, at one moment. Unknown is None."""
 
     key: str
-    """As the driver's calls name it: "gpu0", "gpu0/mig1"."""
+    """Key of the device: "gpu0", "gpu0/mig1"."""
     index: int
     """Number of the GPU on this machine."""
     name: str = ""
     uuid: str | None = None
     memory_bytes: int | None = None
-    """What processes can use."""
+    """Memory that processes can use."""
     used_bytes: int | None = None
     busy: float | None = None
-    """Share of the time in which some kernel ran, from 0 to 1; says nothing of how well it used the GPU."""
+    """Share of time in which any kernel ran, from 0 to 1; not a measure of how well it used the GPU."""
     memory_busy: float | None = None
-    """Share of the time in which the GPU's memory was read or written."""
+    """Share of time in which the GPU's memory was read or written."""
     power_w: float | None = None
     power_limit_w: float | None = None
     temperature_c: float | None = None
     clock_hz: float | None = None
     top_clock_hz: float | None = None
     throttles: tuple[str, ...] = ()
-    """What holds its clock down, in the driver's words."""
+    """Reasons for a reduced clock, in the driver's words."""
     processes: tuple[DeviceProcess, ...] | None = None
     fault: str = ""
-    """Why it does not answer; empty where it does."""
+    """Why it does not respond; empty if it does."""
 
     def faults(self) -> list[str]:
-        """Figures are not negative."""
-        return below(
+        """Check that figures are not negative."""
+        return check_minimum(
             0,
             index=self.index,
             memory_bytes=self.memory_bytes,
@@ -349,30 +353,30 @@ class Gauge(Noun, frozen=True, kw_only=True):
 
 
 class Advice(Noun, frozen=True, kw_only=True):
-    """Why a run is slower than it could be, or in danger, and what to do; from measurements alone."""
+    """Why a run is slow or at risk, and what to do; based on measurements only."""
 
     kind: str
     """data-bound, launch-bound, memory-bound, throttled, full, shared, uneven or slow."""
     where: str
-    """The GPU that it is about, such as "GPU 0"; empty where it is about the run."""
+    """GPU that it is about, such as "GPU 0"; empty if it is about the run."""
     what: str
-    """With the numbers that it rests on."""
+    """The problem, with the numbers that show it."""
     cure: str
 
     def faults(self) -> list[str]:
-        """Nothing but the place is empty."""
+        """Check that nothing but `where` is empty."""
         return [f"{part} is empty" for part in ("kind", "what", "cure") if not getattr(self, part).strip()]
 
 
 class WatchedRun(Noun, frozen=True, kw_only=True):
-    """A run at one moment. Unknown is None."""
+    """State of a run at one moment. Unknown is None."""
 
     folder: str
     job: str = ""
     state: str
     """starting, running, stalled, done, ended or gone."""
     why: str = ""
-    """What the state rests on, where it is not plain."""
+    """Evidence for the state, if it is not obvious."""
     step: int | None = None
     steps: int | None = None
     loss: float | None = None
@@ -381,35 +385,35 @@ class WatchedRun(Noun, frozen=True, kw_only=True):
     samples_per_s: float | None = None
     """Median of the last steps."""
     recent: int | None = None
-    """How many steps those are."""
+    """Number of last steps in the throughput."""
     planned_samples_per_s: float | None = None
     mfu: float | None = None
     mfu_rating: str | None = None
     reserved_bytes: int | None = None
-    """By the allocator of the first rank."""
+    """Memory reserved by the allocator of rank 0."""
     planned_reserved_bytes: int | None = None
     data_wait: float | None = None
-    """Share of the last steps that waited for data."""
+    """Share of the time of the last steps spent waiting for data."""
     left_s: float | None = None
     silent_s: float | None = None
-    """Since the last line of the log."""
+    """Seconds since the last line of the log."""
     events: tuple[Incident, ...] = ()
-    """The last ones."""
+    """The last events."""
     devices: tuple[str, ...] = ()
-    """Keys of the GPUs of this machine that are known to be its."""
+    """Keys of the GPUs of this machine that the run is known to use."""
     advice: tuple[Advice, ...] = ()
 
     def faults(self) -> list[str]:
-        """Counts start at 0."""
-        return below(0, step=self.step, steps=self.steps)
+        """Check that counts are not negative."""
+        return check_minimum(0, step=self.step, steps=self.steps)
 
 
-class Sample(Noun, frozen=True, kw_only=True):
-    """Everything that is watched, at one moment."""
+class WatchSample(Noun, frozen=True, kw_only=True):
+    """GPUs and runs at one moment: one line of `trimtab watch --json`."""
 
     at_s: float
     """Seconds since 1970."""
-    gpus: tuple[Gauge, ...] = ()
+    gpus: tuple[GpuReading, ...] = ()
     no_gpus: str = ""
-    """Why there are none; empty where there are some."""
+    """Why there are no GPUs; empty if there are some."""
     runs: tuple[WatchedRun, ...] = ()
