@@ -1,4 +1,17 @@
-"""Climbs the ladder: what `ladder` decides about a bad step is done here, on all ranks alike."""
+"""Handle steps with bad numbers: NaN, infinity, or a loss far too high.
+
+A bad step has been computed twice, with the same result, before it is handled here. The actions, in order:
+
+    skip        leave the weights as they are and go on to the next batch
+    fp32        find the first module that makes a bad number, and run it in fp32 from now on
+    lower-rate  multiply the learning rate by 0.8
+    roll-back   go back to the last good checkpoint
+    stop        end the run with a report
+
+Each further bad step gets the next action. A loss that is only too high has no bad module, so `fp32` is left
+out for it. After GOOD_STEPS_TO_RESET good steps the actions begin with `skip` again; modules in fp32 and the
+lower rate stay. All ranks take the same action.
+"""
 
 from __future__ import annotations
 
@@ -31,41 +44,26 @@ if TYPE_CHECKING:
     from trimtab.training.run import Run, StepOutcome
 
 
-# What to do about a step whose numbers are bad: a ladder, climbed while trouble lasts.
-#
-# A bad step has already been computed twice by the time it comes here, with the same result. The rungs:
-#
-#     skip        leave the weights as they are and go on to the next batch
-#     fp32        find the first module that makes a bad number, and keep it in fp32 from now on
-#     lower-rate  take 20 % off the learning rate
-#     roll-back   go back to the last good checkpoint
-#     stop        end the run with a report
-#
-# A loss that is merely far too high has no bad module, so its ladder has no second rung. Bad steps that are
-# far apart are each other's strangers: after CALM good steps the ladder begins at the bottom again. What was
-# changed on the way up (modules in fp32, the rate) stays.
-
-
 GOOD_STEPS_TO_RESET = 100
-"""Good steps after which a bad one is a new trouble."""
+"""Good steps after which the actions begin with the first again."""
 RATE_FACTOR = 0.8
-"""What the rate is multiplied by."""
+"""Factor by which the learning rate is lowered."""
 LOSS_HISTORY = 64
-"""Losses that say what is usual."""
+"""Good losses that are kept to tell what is usual."""
 LEAST_LOSSES = 32
-"""Losses before anything can be called unusual."""
+"""Losses needed before a loss can be called a spike."""
 SPIKE_SPREADS = 10.0
-"""Robust standard deviations above the median."""
+"""A spike is at least this many robust standard deviations above the median,"""
 SPIKE_REACH = 3.0
-"""Times as far above the median as any loss that was taken for good; heavy tails are not spikes."""
+"""this many times as far above the median as the largest good loss (heavy tails are not spikes),"""
 SPIKE_SHARE = 0.5
-"""Of the median itself, where the losses hardly move."""
+"""and this share of the median above it, which matters where losses hardly move."""
 MAD_TO_SIGMA = 1.4826
-"""Makes the median distance from the median a standard deviation, for normal losses."""
+"""Turns the median absolute deviation into a standard deviation, for normally distributed losses."""
 
 
 class BadStepAction(StrEnum):
-    """One answer to a bad step."""
+    """What is done about a bad step."""
 
     SKIP = "skip"
     FP32 = "fp32"
@@ -78,21 +76,21 @@ ACTIONS = tuple(BadStepAction)
 
 
 class BadStepPolicy(Noun, frozen=True, kw_only=True):
-    """Where a run stands. It travels in the checkpoint, so that a resumed run answers as this one would."""
+    """State of the bad-step handling. It is saved in checkpoints, so that a resumed run goes on with it."""
 
     height: int = 0
-    """Rungs climbed in the present trouble."""
+    """Index of the next action: how many were taken or passed over since the last reset."""
     calm: int = GOOD_STEPS_TO_RESET
     """Good steps since the last bad one."""
     rate: float = 1.0
-    """What the job's learning rate has been multiplied by."""
+    """Product of all factors applied to the job's learning rate."""
     kept: tuple[str, ...] = ()
-    """Modules that compute in fp32 since they made a bad number."""
+    """Names of the modules that run in fp32 because they made a bad number."""
     losses: tuple[float, ...] = ()
-    """The last good ones, oldest first."""
+    """The last good losses, oldest first."""
 
     def faults(self) -> list[str]:
-        """Counts are not negative, and the rate is lowered, never raised."""
+        """List what is wrong: negative counts, or a rate outside (0, 1]."""
         wrong = check_minimum(0, height=self.height, calm=self.calm)
         if not 0 < self.rate <= 1:
             wrong.append(f"rate is {self.rate}, and must lie in (0, 1]")
@@ -100,7 +98,7 @@ class BadStepPolicy(Noun, frozen=True, kw_only=True):
 
 
 def record_good_step(policy: BadStepPolicy, loss: float) -> BadStepPolicy:
-    """After a step that went well."""
+    """Return the policy after a good step with this loss."""
     calm = policy.calm + 1
     losses = (*policy.losses, loss)[-LOSS_HISTORY:] if isfinite(loss) else policy.losses
     return policy.replace(
@@ -111,52 +109,52 @@ def record_good_step(policy: BadStepPolicy, loss: float) -> BadStepPolicy:
 def choose_action(
     policy: BadStepPolicy, kind: IncidentKind, *, can_keep: bool = True, can_roll_back: bool = True
 ) -> tuple[BadStepPolicy, BadStepAction]:
-    """After a step that went badly: the answer, and where that leaves the policy.
+    """Choose the action for a bad step; return the changed policy and the action.
 
-    `can_keep` says whether there may be a module to keep in fp32 (not where all is fp32 already), and
+    `can_keep` says whether a module could be moved to fp32 (False if all is fp32 already), and
     `can_roll_back` whether there is a checkpoint.
 
-    >>> ladder, rung = bad(Ladder(), IncidentKind.NOT_A_NUMBER)
-    >>> rung, bad(ladder, IncidentKind.NOT_A_NUMBER)[1]
-    (<Rung.SKIP: 'skip'>, <Rung.FP32: 'fp32'>)
+    >>> policy, action = choose_action(BadStepPolicy(), IncidentKind.NOT_A_NUMBER)
+    >>> action, choose_action(policy, IncidentKind.NOT_A_NUMBER)[1]
+    (<BadStepAction.SKIP: 'skip'>, <BadStepAction.FP32: 'fp32'>)
     """
     height = policy.height
     while True:
-        rung = ACTIONS[min(height, len(ACTIONS) - 1)]
+        action = ACTIONS[min(height, len(ACTIONS) - 1)]
         height += 1
-        if rung is BadStepAction.FP32 and (kind is IncidentKind.LOSS_SPIKE or not can_keep):
+        if action is BadStepAction.FP32 and (kind is IncidentKind.LOSS_SPIKE or not can_keep):
             continue
-        if rung is BadStepAction.ROLL_BACK and not can_roll_back:
+        if action is BadStepAction.ROLL_BACK and not can_roll_back:
             continue
         break
     changed = policy.replace(height=height, calm=0)
-    return (lower_rate(changed) if rung is BadStepAction.LOWER_RATE else changed), rung
+    return (lower_rate(changed) if action is BadStepAction.LOWER_RATE else changed), action
 
 
 def lower_rate(policy: BadStepPolicy) -> BadStepPolicy:
-    """With the rate lowered once more."""
+    """Return the policy with the rate lowered once more."""
     return policy.replace(rate=policy.rate * RATE_FACTOR)
 
 
 def add_fp32_module(policy: BadStepPolicy, module: str) -> BadStepPolicy:
-    """With one module more in fp32."""
+    """Return the policy with one more module in fp32."""
     return policy if module in policy.kept else policy.replace(kept=(*policy.kept, module))
 
 
 def restore_losses(policy: BadStepPolicy, saved: BadStepPolicy) -> BadStepPolicy:
-    """After a roll-back: the losses are those of the checkpoint, all else is what was learnt since."""
+    """Return the policy after a roll-back: with the losses of the checkpoint, otherwise unchanged."""
     return policy.replace(losses=saved.losses)
 
 
 def compute_spike_limit(losses: tuple[float, ...]) -> float | None:
-    """The loss above which a step is called a spike; None while too few losses are known.
+    """Return the loss above which a step counts as a spike; None if fewer than LEAST_LOSSES are known.
 
-    Far above the median both by the spread of the losses and by how far any good one of late has been:
-    losses that fall quickly or that have heavy tails do not set it off.
+    The limit depends on the spread of the losses and on the largest recent good loss, so losses that fall
+    quickly or have heavy tails do not trigger it.
 
-    >>> spike_limit((1.0,) * 40)
+    >>> compute_spike_limit((1.0,) * 40)
     1.5
-    >>> spike_limit((1.0,) * 10) is None
+    >>> compute_spike_limit((1.0,) * 10) is None
     True
     """
     if len(losses) < LEAST_LOSSES:
@@ -176,7 +174,7 @@ def describe_stop_by_policy(  # noqa: PLR0913 - what happened, and what was done
     *,
     went_back: bool = True,
 ) -> str:
-    """Why a run was stopped, in a few sentences: what was tried, and where to look."""
+    """Return a few sentences on why the run was stopped and what was tried before."""
     tried = ["the step was skipped"]
     if policy.kept:
         tried.append(f"{', '.join(policy.kept)} computed in fp32")
@@ -190,33 +188,31 @@ def describe_stop_by_policy(  # noqa: PLR0913 - what happened, and what was done
     return f"At step {step} {what} again ({why}), after {', '.join(tried)}.{usual}{before}"
 
 
-# Finds the first module that makes a number that is not finite, and keeps a module in fp32.
-#
-# Runs only after a step has gone wrong twice, so it may be slow: every module is asked, forward and backward.
-
+# The search for the first bad module runs only after a step was bad twice, so it may be slow: it puts hooks
+# on every module, forward and backward.
 
 FORWARD, BACKWARD, BATCH, LOSS = "forward", "backward", "batch", "loss"
 _PHASES = (BATCH, FORWARD, LOSS, BACKWARD)
-"""In the order in which they come in a step."""
+"""In the order of a step."""
 _MODULES_PER_STAGE = 10**6
-"""More than a stage of a pipeline asks."""
+"""More than the hook calls of one pipeline stage; orders of later stages are offset by it."""
 
 
 class BadModule(Noun, frozen=True, kw_only=True):
-    """The first place where a step went wrong."""
+    """The first place in a step where a number is not finite."""
 
     module: str = ""
-    """Its name in the model; empty where it is no module."""
+    """Name in the model; empty if the place is not a module."""
     kind: str = ""
     """Its class."""
     phase: str
-    """forward, backward, the batch itself, or the loss."""
+    """FORWARD, BACKWARD, BATCH or LOSS."""
     order: int = 0
-    """How many modules had been asked before."""
+    """Hook calls before it in the same phase."""
 
     @property
     def text(self) -> str:
-        """As a sentence's end."""
+        """Describe it, as the end of a sentence."""
         if self.phase == BATCH:
             return "the batch itself holds a value that is not finite"
         if self.phase == LOSS:
@@ -227,50 +223,54 @@ class BadModule(Noun, frozen=True, kw_only=True):
 def find_first_bad(
     model: nn.Module, passes: Iterable[Callable[[], torch.Tensor | None]], batches: Iterable[Any] = ()
 ) -> BadModule | None:
-    """The first module that makes a bad number in the given passes, forward and then backward.
+    """Return the first module that makes a bad number in the given passes, forward and then backward.
 
-    A pass returns its loss, or None where another rank has that. Every one is run to its end, whatever was
-    found before, since ranks that compute together must all run the same number. Gradients are left behind:
-    the caller clears them.
+    A pass returns its loss, or None if another rank has the loss. All passes are run even after a bad module
+    was found, because ranks with collectives must run the same number of passes. The caller clears the
+    gradients afterwards.
     """
-    found = None if all(_is_finite(batch) for batch in batches) else BadModule(phase=BATCH)
+    bad_module = None if all(_is_finite(batch) for batch in batches) else BadModule(phase=BATCH)
     for run in passes:
         with _watch_modules(model) as seen:
             is_bad = not _is_finite(run())
-        found = (
-            found
+        bad_module = (
+            bad_module
             or _find_bad_forward(seen)
             or (BadModule(phase=LOSS) if is_bad else _find_bad_backward(seen, model))
         )
-    return found
+    return bad_module
 
 
-def offset_by_stage(found: BadModule | None, stage: int, stages: int) -> BadModule | None:
-    """What a stage of a pipeline found, counted behind all that the stages before it in the pass had asked.
+def offset_by_stage(bad_module: BadModule | None, stage: int, stages: int) -> BadModule | None:
+    """Return a stage's finding with its order moved behind those of the stages that run before it.
 
-    >>> in_stage(Suspect(phase=BACKWARD, order=3), 0, 2).order, in_stage(Suspect(phase=BACKWARD), 1, 2).order
-    (1000003, 0)
+    Forward passes run from stage 0 up, backward passes from the last stage down.
+
+    >>> offset_by_stage(BadModule(phase=BACKWARD, order=3), 0, 2).order
+    1000003
+    >>> offset_by_stage(BadModule(phase=BACKWARD), 1, 2).order
+    0
     """
-    if found is None:
+    if bad_module is None:
         return None
-    before = stages - 1 - stage if found.phase == BACKWARD else stage
-    return found.replace(order=found.order + before * _MODULES_PER_STAGE)
+    before = stages - 1 - stage if bad_module.phase == BACKWARD else stage
+    return bad_module.replace(order=bad_module.order + before * _MODULES_PER_STAGE)
 
 
-def pick_earliest(found: Iterable[BadModule | None]) -> BadModule | None:
-    """What ranks agree on: the earliest in the step."""
-    known = [bad_module for bad_module in found if bad_module is not None]
-    return min(known, key=lambda one: (_PHASES.index(one.phase), one.order), default=None)
+def pick_earliest(findings: Iterable[BadModule | None]) -> BadModule | None:
+    """Return the finding that comes first in a step; None if no rank found a bad module."""
+    modules = [bad_module for bad_module in findings if bad_module is not None]
+    return min(modules, key=lambda module: (_PHASES.index(module.phase), module.order), default=None)
 
 
 class _PassRecord:
-    """What the hooks of one pass saw, in the order of time."""
+    """What the hooks of one pass saw, in order of time."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, nn.Module, bool, bool]] = []
-        """Module, whether its inputs were finite, whether its outputs were."""
+        """Name, module, whether its inputs were finite, whether its outputs were."""
         self.gradients: list[tuple[str, str, bool]] = []
-        """Module, the side of it ("in" or "out"), whether the gradient there was finite."""
+        """Name, side of the module ("in" or "out"), whether the gradient there was finite."""
 
 
 @contextlib.contextmanager
@@ -294,7 +294,7 @@ def _watch_modules(model: nn.Module) -> Iterator[_PassRecord]:
 
     for name, module in model.named_modules():
         if isinstance(module, RemoteBlock):
-            # What it is given and gives is on another rank.
+            # Its inputs and outputs are on another rank.
             continue
         handles.extend(
             (
@@ -310,7 +310,10 @@ def _watch_modules(model: nn.Module) -> Iterator[_PassRecord]:
 
 
 def _find_bad_forward(seen: _PassRecord) -> BadModule | None:
-    """The innermost comes first: a module is done after those inside it."""
+    """Return the first module with finite inputs and a bad output.
+
+    An inner module comes before the module that contains it, because its forward ends first.
+    """
     for order, (name, module, fine_in, fine_out) in enumerate(seen.calls):
         if fine_in and not fine_out:
             return BadModule(module=name, kind=type(module).__name__, phase=FORWARD, order=order)
@@ -318,7 +321,10 @@ def _find_bad_forward(seen: _PassRecord) -> BadModule | None:
 
 
 def _find_bad_backward(seen: _PassRecord, model: nn.Module) -> BadModule | None:
-    """The first whose gradient is good where it comes in and bad where it goes out, or on its weights."""
+    """Return the first module whose incoming gradient is finite and whose outgoing one is not.
+
+    If there is none, return the last module with a bad gradient on its weights.
+    """
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     bad_out = {name for name, side, fine in seen.gradients if side == "out" and not fine}
     for order, (name, side, fine) in enumerate(seen.gradients):
@@ -342,10 +348,10 @@ def _is_finite(values: Any) -> bool:
 
 
 def keep_fp32(model: nn.Module, name: str) -> bool:
-    """Let one module compute in fp32 from now on; False where this rank has no such module.
+    """Let one module compute in fp32 from now on; return False if this rank has no such module.
 
-    Its weights stay in the dtype they have, for the optimizer's sake: they are cast on the way in. What
-    comes out is fp32 under autocast, where whatever follows casts for itself; elsewhere it is cast back.
+    The weights keep their dtype, because the optimizer holds them; they are cast in each forward. Under
+    autocast the output stays fp32, and the next operation casts it; without autocast it is cast back.
     """
     try:
         module = model.get_submodule(name)
@@ -367,9 +373,9 @@ def keep_fp32(model: nn.Module, name: str) -> bool:
             output = inner(*wide_args, **wide_kwargs)
         if autocast or before is None:
             return output
-        return tree_map_only(torch.Tensor, lambda one: _to_half(one, before), output)
+        return tree_map_only(torch.Tensor, lambda tensor: _to_half(tensor, before), output)
 
-    # As plain attributes: what torch makes of an assignment to a module is of no use here.
+    # Set in __dict__, to bypass what nn.Module does on attribute assignment.
     module.__dict__.update(forward=forward, _trimtab_fp32=True)
     return True
 
@@ -384,7 +390,7 @@ def _device_type(module: nn.Module, args: Any) -> str:
 
 
 def _find_half_dtype(values: Any, module: nn.Module) -> torch.dtype | None:
-    """The 16-bit dtype that a module works in, if it does."""
+    """Return the 16-bit dtype of a module's inputs or weights; None if it has none."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     return next((tensor.dtype for tensor in (*tensors, *module.parameters()) if tensor.dtype in HALF), None)
 
@@ -399,29 +405,29 @@ def _to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _fp32_weights(module: nn.Module) -> Iterator[None]:
-    """The module's 16-bit weights in fp32 for a while; gradients flow back through the cast."""
-    taken = [
+    """Replace the module's 16-bit weights by fp32 casts for a while; gradients flow through the casts."""
+    replaced = [
         (part, name, weight)
         for part in module.modules()
         for name, weight in part._parameters.items()  # noqa: SLF001 - the only way in that is undone without a trace
         if weight is not None and weight.dtype in HALF
     ]
     try:
-        for part, name, weight in taken:
+        for part, name, weight in replaced:
             part._parameters[name] = weight.float()  # type: ignore[assignment]  # noqa: SLF001
         yield
     finally:
-        for part, name, weight in taken:
+        for part, name, weight in replaced:
             part._parameters[name] = weight  # noqa: SLF001
 
 
 REPEATED = "once more"
-"""How the engine speaks of the repetition that every bad step gets: no answer of the policy."""
+"""In the message about the one repetition that every bad step gets; that is not an action of the policy."""
 WENT_BACK = "goes back to its last good checkpoint"
 
 
 class BadStepHandler:
-    """The ladder of one run, and the hands that climb it."""
+    """Chooses and carries out the actions for the bad steps of one run."""
 
     def __init__(self, run: Run, checkpoints: CheckpointManager, events: EventLog) -> None:
         self.run = run
@@ -429,52 +435,52 @@ class BadStepHandler:
         self.events = events
         self.policy = BadStepPolicy()
         self.first_bad_step: int | None = None
-        """The first bad step of the present trouble."""
+        """The first bad step since the last reset; None if there is none."""
 
     @property
     def spike_limit(self) -> float | None:
-        """The loss above which a step is a spike."""
-        watched = bool(getattr(self.run.job, "spikes", True))
-        return compute_spike_limit(self.policy.losses) if watched else None
+        """The loss above which a step counts as a spike; None if unknown or if the job sets spikes=False."""
+        is_watched = bool(getattr(self.run.job, "spikes", True))
+        return compute_spike_limit(self.policy.losses) if is_watched else None
 
     def record_good(self, loss: float) -> None:
-        """A step went well."""
+        """Take note of a good step."""
         self.policy = record_good_step(self.policy, loss)
         if self.policy.height == 0:
             self.first_bad_step = None
 
     def handle(self, window: Window, outcome: StepOutcome) -> bool:
-        """Do what the ladder says about a bad step; True where the run has to go back before `since`."""
+        """Act on a bad step; return True if the run has to go back before `first_bad_step`."""
         done = window.step + 1
         self.first_bad_step = done if self.first_bad_step is None else self.first_bad_step
         spike = isfinite(outcome.loss) and isfinite(outcome.grad_norm)
         kind = IncidentKind.LOSS_SPIKE if spike else IncidentKind.NOT_A_NUMBER
-        # In float32 there is nothing to keep in a wider dtype.
+        # In fp32 no module can be moved to a wider dtype.
         can_keep = self.run.setting.dtypes.is_narrow
         why = outcome.skipped
-        rung = self._climb(kind, can_keep=can_keep)
-        if rung is BadStepAction.FP32:
-            found = find_bad_module(self.run, window)
-            if found is not None and found.module and found.module not in self.policy.kept:
-                self._keep(found, kind, why, done)
+        action = self._choose_action(kind, can_keep=can_keep)
+        if action is BadStepAction.FP32:
+            bad_module = find_bad_module(self.run, window)
+            if bad_module is not None and bad_module.module and bad_module.module not in self.policy.kept:
+                self._move_to_fp32(bad_module, kind, why, done)
                 return False
-            why += f"; {found.text}" if found is not None else "; no module was found that makes it"
-            is_data = found is not None and found.phase == BATCH
-            rung = BadStepAction.SKIP if is_data else self._climb(kind, can_keep=False)
-        if rung is BadStepAction.STOP:
+            why += f"; {bad_module.text}" if bad_module is not None else "; no module was found that makes it"
+            is_data = bad_module is not None and bad_module.phase == BATCH
+            action = BadStepAction.SKIP if is_data else self._choose_action(kind, can_keep=False)
+        if action is BadStepAction.STOP:
             self._stop(kind, done, why)
-        if rung is BadStepAction.LOWER_RATE:
+        if action is BadStepAction.LOWER_RATE:
             self.multiply_rate(RATE_FACTOR)
             slower = f"the learning rate is now {self.policy.rate:g} of the job's"
             self.events.record(kind, why, f"the step is skipped, and {slower}", step=done)
-        elif rung is BadStepAction.SKIP:
+        elif action is BadStepAction.SKIP:
             self.events.record(kind, why, "the step is skipped: the weights stay", step=done)
         else:
             self.events.record(kind, why, f"the run {WENT_BACK}", step=done)
-        return rung is BadStepAction.ROLL_BACK
+        return action is BadStepAction.ROLL_BACK
 
     def restore(self, saved: BadStepPolicy, *, rolled_back: bool) -> None:
-        """After a checkpoint was loaded: the ladder of that run, or what was learnt before going back."""
+        """Take over the policy of a loaded checkpoint; after a roll-back, only its losses."""
         if rolled_back:
             self.policy = restore_losses(self.policy, saved)
             self.multiply_rate(self.policy.rate / saved.rate)
@@ -484,51 +490,57 @@ class BadStepHandler:
             self._widen(name)
 
     def multiply_rate(self, factor: float) -> None:
-        """Change the learning rate, also for a schedule that computes it from where it began."""
+        """Multiply the learning rate, and the initial rate that a schedule computes it from."""
         for group in self.run.optimizer.param_groups:
             for name in ("lr", "initial_lr"):
                 if name in group:
                     group[name] = group[name] * factor
         schedule = self.run.schedule
         if schedule is not None and hasattr(schedule, "base_lrs"):
-            schedule.base_lrs = [one * factor for one in schedule.base_lrs]
+            schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
 
-    def _climb(self, kind: IncidentKind, *, can_keep: bool) -> BadStepAction:
-        self.policy, rung = choose_action(
+    def _choose_action(self, kind: IncidentKind, *, can_keep: bool) -> BadStepAction:
+        self.policy, action = choose_action(
             self.policy, kind, can_keep=can_keep, can_roll_back=self._can_roll_back()
         )
-        return rung
+        return action
 
     def _can_roll_back(self) -> bool:
-        """Whether there is a checkpoint from before the trouble; rank 0 looks, when all of it is written."""
+        """Return whether rank 0 has a checkpoint from before the first bad step; waits for the writer."""
         self.checkpoints.finish()
-        assert self.first_bad_step is not None  # noqa: S101 - there is trouble
+        assert self.first_bad_step is not None  # noqa: S101 - set by handle()
         there = any(
             checkpoint.step < self.first_bad_step for checkpoint in self.checkpoints.list_checkpoints()
         )
         return bool(gather_values(self.run.world, there, everyone=True)[0])
 
-    def _keep(self, found: BadModule, kind: IncidentKind, why: str, done: int) -> None:
-        self.policy = add_fp32_module(self.policy, found.module)
-        self._widen(found.module)
-        answer = f"the step is skipped, and {found.module} computes in fp32 from now on"
-        self.events.record(kind, f"{why}; {found.text}", answer, step=done)
+    def _move_to_fp32(self, bad_module: BadModule, kind: IncidentKind, why: str, done: int) -> None:
+        self.policy = add_fp32_module(self.policy, bad_module.module)
+        self._widen(bad_module.module)
+        answer = f"the step is skipped, and {bad_module.module} computes in fp32 from now on"
+        self.events.record(kind, f"{why}; {bad_module.text}", answer, step=done)
 
     def _widen(self, name: str) -> None:
         keep_fp32(self.run.model, name)
         if self.run.setting.compile:
             import torch
 
-            # What was compiled was compiled with the module as it was.
+            # The compiled code has the module's old forward.
             torch._dynamo.reset()  # noqa: SLF001 - its public name loads the whole compiler
 
     def _stop(self, kind: IncidentKind, done: int, why: str) -> NoReturn:
-        answers = [one for one in self.events.written if one.kind is kind and REPEATED not in one.done]
+        answers = [
+            event for event in self.events.written if event.kind is kind and REPEATED not in event.done
+        ]
         seen = tuple(f"at step {answer.step} {answer.done}" for answer in answers)
         went_back = any(WENT_BACK in answer.done for answer in answers)
         text = describe_stop_by_policy(self.policy, kind, done, why, seen[-4:], went_back=went_back)
-        kept = any((self.events.folder.root / "checkpoints").glob("*"))
-        left = "The last good checkpoint is kept." if kept else "There was no checkpoint to go back to yet."
+        has_checkpoint = any((self.events.folder.root / "checkpoints").glob("*"))
+        left = (
+            "The last good checkpoint is kept."
+            if has_checkpoint
+            else "There was no checkpoint to go back to yet."
+        )
         self.events.record(kind, why, f"{STOPPED}. {text}", step=done)
         raise JobFailed(
             f"step {done} of {self.events.folder.root}",
@@ -539,13 +551,16 @@ class BadStepHandler:
 
 
 def _run_filler_pass(run: Run, batch: Any) -> None:
-    """A pass for the sake of the others: its loss is nobody's."""
+    """Run a pass whose loss is ignored, so that this rank makes as many passes as the others."""
     run.forward_backward(batch)
 
 
 def find_bad_module(run: Run, window: Window) -> BadModule | None:
-    """The first bad module on any rank; all ranks make as many passes, and hear the same."""
-    # The loss of a part that counts for nothing may be any number, and says nothing of the modules.
+    """Return the first bad module on any rank; all ranks get the same answer.
+
+    Every rank makes the same number of passes.
+    """
+    # Micro-batches of weight 0 are left out: their loss may be any number.
     parts = [part.batch for part in window.micro_batches(run.micro_batch) if float(run.weight_of(part.batch))]
     most = max(gather_values(run.world, len(parts), everyone=True))
     batches = [run.on_device(part) for part in parts]
@@ -555,8 +570,8 @@ def find_bad_module(run: Run, window: Window) -> BadModule | None:
     along = run.on_device(window.filler())
     passes += [functools.partial(_run_filler_pass, run, along)] * (most - len(parts))
     with run.quiet():
-        found = find_first_bad(run.model, passes, batches)
+        bad_module = find_first_bad(run.model, passes, batches)
     run.optimizer.zero_grad(set_to_none=True)
-    mine = offset_by_stage(found, run.groups.stage, run.groups.stages)
-    told = gather_values(run.world, None if mine is None else mine.to_json(), everyone=True)
-    return pick_earliest(None if one is None else BadModule.from_json(one) for one in told)
+    local = offset_by_stage(bad_module, run.groups.stage, run.groups.stages)
+    texts = gather_values(run.world, None if local is None else local.to_json(), everyone=True)
+    return pick_earliest(None if text is None else BadModule.from_json(text) for text in texts)

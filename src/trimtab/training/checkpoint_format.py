@@ -1,7 +1,7 @@
-"""One checkpoint on the disk: tensors by torch.distributed.checkpoint, and a manifest that vouches for all.
+"""Format of a checkpoint: tensors by torch.distributed.checkpoint, plain values, a manifest of checksums.
 
-Reading runs nothing that a file says: tensors are read by weights_only, the index by an unpickler that knows
-only the classes that an index is made of.
+Reading a checkpoint never runs code from it: plain values are read with weights_only, and the index by an
+unpickler that allows only the classes of an index.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
-"""What torch.distributed.checkpoint calls its own."""
+"""File name that torch.distributed.checkpoint gives its index."""
 _BLOCK_BYTES = 1 << 22
 _INDEX_CLASSES = {
     "torch.distributed.checkpoint.metadata": None,
@@ -47,38 +47,38 @@ _INDEX_CLASSES = {
 
 
 class FileChecksum(Noun, frozen=True, kw_only=True):
-    """How long a file is, and what it holds."""
+    """Length and digest of a file."""
 
     size_bytes: int
     sha256: str
 
     def faults(self) -> list[str]:
-        """A digest is 64 hex digits."""
+        """List what is wrong: a negative length, or a digest without 64 digits."""
         wrong = check_minimum(0, size_bytes=self.size_bytes)
         return wrong if len(self.sha256) == 64 else [*wrong, "sha256 is not of 64 digits"]  # noqa: PLR2004
 
 
 class Manifest(Noun, frozen=True, kw_only=True):
-    """What a checkpoint is of, and a mark of every file in it."""
+    """What a checkpoint contains, with a checksum of every file."""
 
     step: int
-    """Optimizer steps that were done."""
+    """Optimizer steps done before it was saved."""
     world: int
-    """Ranks that wrote it."""
+    """Number of ranks that wrote it."""
     saved_at_s: float
     metric: float | None = None
-    """What the best is chosen by; lower is better."""
+    """The best checkpoint is chosen by it; lower is better."""
     frozen: str | None = None
-    """The folder beside it that holds the weights that are never updated."""
+    """Name of the folder beside it with the weights that are never updated."""
     files: dict[str, FileChecksum]
 
     def faults(self) -> list[str]:
-        """Steps count from 0, ranks from 1."""
+        """List what is wrong: steps below 0, or ranks below 1."""
         return check_minimum(0, step=self.step) + check_minimum(1, world=self.world)
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans by the tensors as they are spread over ranks, and writes copies of them that are at rest."""
+    """Plan by the sharded live tensors, and write copies of them that training does not change."""
 
     def __init__(
         self, live: dict[str, torch.Tensor], staged: Mapping[str, torch.Tensor], first: bool
@@ -87,27 +87,27 @@ class StagedPlanner(DefaultSavePlanner):
         self.staged = staged
         self.set_up_planner(live, is_coordinator=first)
         self.local = self.create_local_plan()
-        # The plan says all that is needed of them.
+        # The plan has all that is needed of the live tensors.
         self.state_dict = {}
 
     def create_local_plan(self) -> SavePlan:
-        """As planned when the copies were taken."""
+        """Return the plan made when the copies were snapshot."""
         return self.local if hasattr(self, "local") else super().create_local_plan()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The copy."""
+        """Return the copy of a tensor."""
         return self.staged[index.fqn]
 
 
 class StagingBuffers:
-    """Copies of tensors in host memory, which are used again by the next checkpoint."""
+    """Copies of tensors in host memory; the next checkpoint reuses the memory."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy the local part of each, and return when it is done."""
+        """Copy the local part of each tensor; return when all copies are done."""
         copied = {}
         devices = set()
         for name, tensor in tensors.items():
@@ -126,31 +126,31 @@ class StagingBuffers:
 
 
 def get_local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """Return this rank's part of a tensor."""
     local = getattr(tensor, "to_local", None)
     return tensor if local is None else local()
 
 
 class SafeReader(FileSystemReader):
-    """Reads the index without running anything."""
+    """Read the index without running code from it."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The index of a checkpoint."""
+        """Return the index of a checkpoint."""
         with self.fs.create_stream(self.fs.concat_path(self.path, INDEX), "rb") as stream:
-            found = _IndexUnpickler(stream).load()
-        if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError(f"the index is a {type(found).__name__}")
-        return found
+            index = _IndexUnpickler(stream).load()
+        if not isinstance(index, Metadata):
+            raise pickle.UnpicklingError(f"the index is a {type(index).__name__}")
+        return index
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows only the classes that an index is made of."""
+    """Allow only the classes that an index is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, if an index may have it."""
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype) or (found is not None and found is torch.Size):
-            return found
+        """Return the class of that name if an index may contain it, else raise UnpicklingError."""
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype) or (value is not None and value is torch.Size):
+            return value
         allowed = _INDEX_CLASSES.get(module, set())
         if allowed is None or name in allowed:
             return super().find_class(module, name)
@@ -158,22 +158,22 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class CheckpointReader:
-    """A checkpoint's tensors, to be read by name."""
+    """Reads the tensors of a checkpoint by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.metadata = SafeReader(folder).read_metadata()
 
     def describe_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each."""
+        """Return shape and dtype of each tensor by name."""
         return {
-            name: (tuple(one.size), one.properties.dtype)
-            for name, one in self.metadata.state_dict_metadata.items()
-            if isinstance(one, TensorStorageMetadata)
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
 
     def fill(self, targets: dict[str, torch.Tensor]) -> None:
-        """Read into tensors that are there, each rank what it has of them; no rank waits for another."""
+        """Fill existing tensors in place, each rank its own shards; there is no communication."""
         planner, reader = DefaultLoadPlanner(), SafeReader(self.folder)
         planner.set_up_planner(dict(targets), self.metadata)
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
@@ -182,7 +182,7 @@ class CheckpointReader:
 
 
 def compute_checksum(file: Path) -> FileChecksum:
-    """Length and digest of a file."""
+    """Return length and digest of a file."""
     digest, size = hashlib.sha256(), 0
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
@@ -197,75 +197,75 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def find_fault(
-    folder: Path, rank: int = 0, size: int = 1, mark: Callable[[Path], FileChecksum] = compute_checksum
+    folder: Path, rank: int = 0, size: int = 1, checksum: Callable[[Path], FileChecksum] = compute_checksum
 ) -> str:
-    """What is wrong with a checkpoint, in words, by the files that fall to one of several ranks; or ''."""
+    """Return what is wrong with a checkpoint, or ''. Each of `size` ranks checks its share of the files."""
     manifest = read_manifest(folder)
     if manifest is None:
         return f"{MANIFEST} is missing or torn"
-    for number, (name, told) in enumerate(sorted(manifest.files.items())):
+    for number, (name, expected) in enumerate(sorted(manifest.files.items())):
         if number % size != rank:
             continue
         try:
-            found = mark(folder / name)
+            actual = checksum(folder / name)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        if found.size_bytes != told.size_bytes:
-            return f"{name} has {found.size_bytes} bytes, and {told.size_bytes} were written"
-        if found.sha256 != told.sha256:
+        if actual.size_bytes != expected.size_bytes:
+            return f"{name} has {actual.size_bytes} bytes, and {expected.size_bytes} were written"
+        if actual.sha256 != expected.sha256:
             return f"{name} does not hold what was written"
-    # Hidden files come from network file systems and desktops, not from us.
-    known = {MANIFEST, *manifest.files}
+    # Hidden files come from network file systems and desktops, not from trimtab.
+    expected_names = {MANIFEST, *manifest.files}
     extra = [
-        path.name for path in folder.iterdir() if path.name not in known and not path.name.startswith(".")
+        path.name
+        for path in folder.iterdir()
+        if path.name not in expected_names and not path.name.startswith(".")
     ]
     return f"{min(extra)} does not belong to it" if extra else ""
 
 
-# What there is to save of a training, by name: tensors that may be sharded, and plain values.
-#
-# Every tensor goes by the name that its parameter has in the model, whatever wraps the model and however it
-# is spread over ranks, so that a checkpoint of one strategy and number of ranks is read by any other.
+# Every tensor is saved under the name that its parameter has in the unwrapped, unsharded model. So any
+# strategy and number of ranks can read a checkpoint of any other.
 
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Names that torch.compile and activation checkpointing put between those of the model."""
 _FLAGS = ("fused", "foreach", "capturable", "differentiable")
-"""How an optimizer runs: the plan's choice, never the checkpoint's."""
+"""Optimizer options that the plan decides; they are never snapshot from a checkpoint."""
 
 
 @dataclass
 class Snapshot:
-    """What one rank has to save: references, not copies."""
+    """The state that one rank saves: references, not copies."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     frozen: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Parameters that take no gradient: the same in every checkpoint."""
+    """Parameters without a gradient: the same in every checkpoint."""
     values: dict[str, Any] = field(default_factory=dict)
-    """All the rest, by object."""
+    """All other values, by object."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensors, over all ranks."""
-        held = (*self.tensors.values(), *self.frozen.values())
-        return sum(one.numel() * one.element_size() for one in held)
+        tensors = (*self.tensors.values(), *self.frozen.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def take_snapshot(objects: Mapping[str, Any], rank: int = 0, size: int = 1) -> Snapshot:
-    """Gather the state of modules, optimizers, and whatever else has state_dict()."""
-    taken = Snapshot()
-    for label, one in objects.items():
-        if isinstance(one, nn.Module):
-            _add_module(taken, label, one)
-        elif isinstance(one, torch.optim.Optimizer):
-            _add_optimizer(taken, label, one, collect_parameter_names(objects), (rank, size))
+    """Collect the state of modules, optimizers and other objects with state_dict()."""
+    snapshot = Snapshot()
+    for label, value in objects.items():
+        if isinstance(value, nn.Module):
+            _add_module(snapshot, label, value)
+        elif isinstance(value, torch.optim.Optimizer):
+            _add_optimizer(snapshot, label, value, collect_parameter_names(objects), (rank, size))
         else:
-            taken.values[label] = one.state_dict()
-    return taken
+            snapshot.values[label] = value.state_dict()
+    return snapshot
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """The module without what compiling or DistributedDataParallel put around it."""
+    """Return the module without the wrappers of torch.compile and DistributedDataParallel."""
     while True:
         inner = getattr(module, "_orig_mod", None)
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
@@ -276,26 +276,26 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 def strip_wrappers(name: str) -> str:
-    """A parameter's name without the wrappers along the way.
+    """Return a parameter's name without the names of wrappers.
 
-    >>> plain_name("blocks.0._orig_mod.weight")
+    >>> strip_wrappers("blocks.0._orig_mod.weight")
     'blocks.0.weight'
     """
     return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
 
 
 def collect_parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
-    """The name of each parameter of all modules, by identity; a tied one has its first."""
+    """Return the names of all parameters of all modules by id(); a tied parameter has its first name."""
     names: dict[int, str] = {}
-    for label, one in objects.items():
-        if isinstance(one, nn.Module):
-            for name, parameter in unwrap_module(one).named_parameters():
+    for label, value in objects.items():
+        if isinstance(value, nn.Module):
+            for name, parameter in unwrap_module(value).named_parameters():
                 names.setdefault(id(parameter), f"{label}:{strip_wrappers(name)}")
     return names
 
 
 def _iterate_state(label: str, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Own name, name to save under and value of what a module keeps; a tied tensor comes once."""
+    """Yield name, name to save under and value of each entry of a module's state; a tied tensor once."""
     seen: set[int] = set()
     for name, value in unwrap_module(module).state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
@@ -305,20 +305,20 @@ def _iterate_state(label: str, module: nn.Module) -> Iterator[tuple[str, str, An
         yield name, f"{label}:{strip_wrappers(name)}", value
 
 
-def _add_module(taken: Snapshot, label: str, module: nn.Module) -> None:
+def _add_module(snapshot: Snapshot, label: str, module: nn.Module) -> None:
     rest = {}
     for _, key, value in _iterate_state(label, module):
         if not isinstance(value, torch.Tensor):
             rest[key] = value
         elif isinstance(value, nn.Parameter) and not value.requires_grad:
-            taken.frozen[key] = value.detach()
+            snapshot.frozen[key] = value.detach()
         else:
-            taken.tensors[key] = value.detach()
-    taken.values[label] = rest
+            snapshot.tensors[key] = value.detach()
+    snapshot.values[label] = rest
 
 
 def _add_optimizer(
-    taken: Snapshot,
+    snapshot: Snapshot,
     label: str,
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
@@ -326,17 +326,17 @@ def _add_optimizer(
 ) -> None:
     groups, rest = [], {}
     for group in optimizer.param_groups:
-        held = [_get_name(names, label, one) for one in group["params"]]
+        parameters = [_get_name(names, label, parameter) for parameter in group["params"]]
         options = {key: value for key, value in group.items() if key != "params" and key not in _FLAGS}
-        groups.append({"params": held, "options": options})
-        for name, parameter in zip(held, group["params"], strict=True):
+        groups.append({"params": parameters, "options": options})
+        for name, parameter in zip(parameters, group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    mark = _rank_suffix(parameter, value, place)
-                    taken.tensors[f"{label}:{name}:{key}{mark}"] = value.detach()
+                    suffix = _rank_suffix(parameter, value, place)
+                    snapshot.tensors[f"{label}:{name}:{key}{suffix}"] = value.detach()
                 else:
                     rest[f"{label}:{name}:{key}"] = value
-    taken.values[label] = {"groups": groups, "rest": rest}
+    snapshot.values[label] = {"groups": groups, "rest": rest}
 
 
 def _get_name(names: Mapping[int, str], label: str, parameter: nn.Parameter) -> str:
@@ -350,9 +350,9 @@ def _get_name(names: Mapping[int, str], label: str, parameter: nn.Parameter) -> 
 
 
 def _rank_suffix(parameter: nn.Parameter, value: torch.Tensor, place: tuple[int, int]) -> str:
-    """What the name of an optimizer's tensor ends in where it fits only the same rank of as many.
+    """Return a name suffix for optimizer tensors that only the same rank of the same world size can load.
 
-    That is what belongs to one rank's shard of a parameter, and does not say so by being a DTensor.
+    These belong to one rank's shard of a parameter but are plain tensors, not DTensors. Others get ''.
     """
     lone = isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1
     return f"@{place[0]}/{place[1]}" if lone else ""
@@ -360,31 +360,31 @@ def _rank_suffix(parameter: nn.Parameter, value: torch.Tensor, place: tuple[int,
 
 @dataclass
 class RestorePlan:
-    """Tensors to be filled from a checkpoint, and what to do with them then."""
+    """Which tensors to fill from a checkpoint, and which do not match."""
 
     targets: dict[str, torch.Tensor]
     missing: list[str]
     """Parameters that the checkpoint does not have."""
     mismatched: list[str]
-    """A phrase for each tensor that has another shape."""
+    """A phrase for each tensor with a different shape."""
 
 
 def match_tensors(objects: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> RestorePlan:
-    """The tensors of the modules, to be filled in place; what the checkpoint has no match for is named."""
-    found = RestorePlan({}, [], [])
-    for label, one in objects.items():
-        if not isinstance(one, nn.Module):
+    """Match the modules' tensors with those of a checkpoint by name and shape."""
+    plan = RestorePlan({}, [], [])
+    for label, module in objects.items():
+        if not isinstance(module, nn.Module):
             continue
-        for _, key, value in _iterate_state(label, one):
+        for _, key, value in _iterate_state(label, module):
             if not isinstance(value, torch.Tensor):
                 continue
             if key not in shapes:
-                found.missing.append(key)
+                plan.missing.append(key)
             elif tuple(value.shape) != shapes[key]:
-                found.mismatched.append(f"{key} is {list(shapes[key])} there and {list(value.shape)} here")
+                plan.mismatched.append(f"{key} is {list(shapes[key])} there and {list(value.shape)} here")
             else:
-                found.targets[key] = value.detach()
-    return found
+                plan.targets[key] = value.detach()
+    return plan
 
 
 def allocate_optimizer_state(
@@ -394,9 +394,9 @@ def allocate_optimizer_state(
     saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     place: tuple[int, int],
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """New tensors for the saved state of an optimizer, sharded as its parameters are.
+    """Allocate tensors for the saved state of an optimizer, sharded as its parameters are.
 
-    Second: parameters whose state was one rank's own among another number of ranks.
+    Also return the names of parameters whose state was saved per rank by another number of ranks; it is lost.
     """
     by_parameter: dict[str, list[str]] = {}
     for full in saved:
@@ -420,7 +420,7 @@ def allocate_optimizer_state(
 def _allocate_state(
     parameter: nn.Parameter, key: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Room for a tensor of an optimizer. A count of steps lies where load_state_dict() then wants it."""
+    """Allocate a tensor of an optimizer's state; step counts on the CPU, as load_state_dict() expects."""
     if tuple(parameter.shape) == shape and not key.endswith(":step"):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return torch.empty(shape, dtype=dtype, device="cpu")
@@ -433,9 +433,11 @@ def load_optimizer(
     filled: Mapping[str, torch.Tensor],
     values: list[dict[str, Any]],
 ) -> None:
-    """Give an optimizer its saved state; `values` are those of every rank that saved."""
-    rest = {key: value for one in values for key, value in one["rest"].items()}
-    options = {name: one["options"] for value in values for one in value["groups"] for name in one["params"]}
+    """Load the saved state of an optimizer; `values` has one entry for each rank that saved."""
+    rest = {key: value for saved in values for key, value in saved["rest"].items()}
+    options = {
+        name: group["options"] for saved in values for group in saved["groups"] for name in group["params"]
+    }
     by_parameter: dict[str, dict[str, Any]] = {}
     for full, value in (*rest.items(), *filled.items()):
         name, _, key = full.rpartition(":")
@@ -444,20 +446,20 @@ def load_optimizer(
     groups = []
     count = 0
     for group in optimizer.param_groups:
-        held = [_get_name(names, label, one) for one in group["params"]]
-        for number, name in enumerate(held):
+        parameters = [_get_name(names, label, parameter) for parameter in group["params"]]
+        for number, name in enumerate(parameters):
             if f"{label}:{name}" in by_parameter:
                 state[count + number] = by_parameter[f"{label}:{name}"]
         own = {key: value for key, value in group.items() if key != "params"}
-        saved = options.get(held[0], {}) if held else {}
-        groups.append({**own, **saved, "params": list(range(count, count + len(held)))})
-        count += len(held)
+        group_options = options.get(parameters[0], {}) if parameters else {}
+        groups.append({**own, **group_options, "params": list(range(count, count + len(parameters)))})
+        count += len(parameters)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def load_module(label: str, module: nn.Module, values: list[dict[str, Any]]) -> None:
-    """Give a module what is not a tensor, through its own load_state_dict(); tensors are filled by now."""
-    rest = {key: value for one in values for key, value in one.items()}
+    """Load the values of a module that are not tensors; its tensors are filled already."""
+    rest = {key: value for saved in values for key, value in saved.items()}
     own: dict[str, Any] = OrderedDict(unwrap_module(module).state_dict(keep_vars=False))
     for name, value in own.items():
         if not isinstance(value, torch.Tensor):
@@ -466,7 +468,7 @@ def load_module(label: str, module: nn.Module, values: list[dict[str, Any]]) -> 
 
 
 def get_random_states() -> dict[str, Any]:
-    """Where the random number generators of this process stand."""
+    """Return the states of this process's random number generators."""
     numpy: Any = np.random.get_state()  # noqa: NPY002 - what datasets draw from
     name, words, place, has_gauss, gauss = numpy
     states: dict[str, Any] = {
@@ -480,7 +482,7 @@ def get_random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put the random number generators where they stood."""
+    """Set this process's random number generators to saved states."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     name, numbers, *rest = states["numpy"]
@@ -491,25 +493,26 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def pack_values(values: dict[str, Any]) -> bytes:
-    """Plain values as bytes that can be read without running anything.
+    """Serialize plain values to bytes that can be read back with weights_only.
 
-    An error names those that cannot, among them each of `objects` by its own name.
+    Raises WrongUse with the names of values that cannot; entries of `objects` are named one by one.
     """
     plain = _without_numpy(values)
     data = _serialize(plain)
     if _is_safe(data):
         return data
-    each = {**{name: one for name, one in plain.items() if name != "objects"}, **plain.get("objects", {})}
-    guilty = [name for name, one in each.items() if not _is_safe(_serialize(one))]
+    entries = {name: value for name, value in plain.items() if name != "objects"}
+    entries |= plain.get("objects", {})
+    unsafe = [name for name, value in entries.items() if not _is_safe(_serialize(value))]
     raise WrongUse(
-        f"the state of {', '.join(guilty)}",
+        f"the state of {', '.join(unsafe)}",
         found="it holds objects of classes of its own, which a checkpoint could not be read back safely with",
         cure="Let state_dict() return tensors, numbers, texts, and dicts, lists and tuples of them.",
     )
 
 
 def unpack_values(data: bytes) -> dict[str, Any]:
-    """What `packed` packed."""
+    """Deserialize the bytes of pack_values()."""
     value: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     return value
 
@@ -523,19 +526,19 @@ def _serialize(value: Any) -> bytes:
 def _is_safe(data: bytes) -> bool:
     try:
         torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception:  # noqa: BLE001 - whatever it is, it could not be read back
+    except Exception:  # noqa: BLE001 - any error means that it cannot be read back
         return False
     return True
 
 
 def _without_numpy(value: Any) -> Any:
-    """Numbers of numpy, which measurements are full of, as Python's own."""
+    """Convert NumPy numbers to Python's and NumPy arrays to tensors; measurements contain many."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy())
     if type(value) is dict:
-        return {key: _without_numpy(one) for key, one in value.items()}
+        return {key: _without_numpy(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_without_numpy(one) for one in value)
+        return type(value)(_without_numpy(entry) for entry in value)
     return value

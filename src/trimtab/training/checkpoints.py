@@ -1,11 +1,12 @@
-"""Keeps checkpoints: written in the background, whole or not at all, and read by any number of ranks.
+"""Checkpoint manager: write checkpoints atomically in the background, load them on any number of ranks.
 
     checkpoints/step-00000200/        manifest.json, .metadata, tensors and plain values of each rank
     checkpoints/frozen-00000100/      weights that are never updated, written once
-    checkpoints/.writing-...          on its way; renamed when every byte is on the disk
-    checkpoints/broken-step-00000300  did not hold what was written; kept until the next such one
+    checkpoints/.writing-...          being written; renamed when every byte is on the disk
+    checkpoints/broken-step-00000300  damaged; kept until the next damaged one
 
-What goes wrong with a checkpoint never stops training: it is an incident, and the ones before are untouched.
+An error while a checkpoint is written never stops training: it is reported as an incident, and earlier
+checkpoints are not touched.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"step-(\d{8,})")
 _MOST_NAMES = 3
-"""Names that an error lists."""
+"""Tensor names that an error lists."""
 
 
 class LoadedCheckpoint(NamedTuple):
-    """What was taken up again."""
+    """The checkpoint that was loaded."""
 
     step: int
-    """Optimizer steps that are done."""
+    """Optimizer steps done before it was saved."""
     extra: dict[str, Any]
     metric: float | None
     path: Path
     same_world: bool
-    """Whether as many ranks wrote it; random numbers go on where they were only then."""
+    """Whether as many ranks wrote it; only then are random number generators restored."""
 
 
 class SavedCheckpoint(NamedTuple):
@@ -71,7 +72,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class CheckpointFailure(NamedTuple):
-    """Why a rank could not do its part."""
+    """Why a rank could not write its files."""
 
     text: str
     full: bool = False
@@ -79,26 +80,26 @@ class CheckpointFailure(NamedTuple):
 
 @dataclass
 class _WriteTask:
-    """Everything that the writer needs, copied: training goes on meanwhile."""
+    """Everything that the writer thread needs, copied, because training goes on meanwhile."""
 
     step: int
     metric: float | None
     pieces: list[tuple[str, StagedPlanner, bytes | None]]
-    """Folder, tensors and plain values of what is written; frozen weights come first."""
+    """Folder name, tensors and plain values of each folder to write; frozen weights come first."""
     frozen: str | None
 
 
 class CheckpointManager:
-    """Saves and restores the objects of a training.
+    """Saves and restores the objects of a training run.
 
-    keeper = Keeper(folder.checkpoints, report=folder.event)
-    loaded = keeper.load_latest({"model": model, "optimizer": optimizer, "loader": loader})
-    keeper.save(step, {"model": model, "optimizer": optimizer, "loader": loader}, {"losses": losses})
-    keeper.finish()
+    manager = CheckpointManager(folder.checkpoints, report=folder.log_event)
+    loaded = manager.load_latest({"model": model, "optimizer": optimizer, "loader": loader})
+    manager.save(step, {"model": model, "optimizer": optimizer, "loader": loader}, {"losses": losses})
+    manager.finish()
 
-    Every rank calls each of these, in the same order. `tell` is called on the first rank only, and maybe
-    from the writer's thread. `before_write` is called with the step on every rank before files are written,
-    and may raise what a disk would.
+    Every rank calls each of these, in the same order. `report` is called with incidents on rank 0 only, maybe
+    from the writer thread. `before_write` is called with the step on every rank before files are written, and
+    may raise an OSError (for fault injection).
     """
 
     def __init__(  # noqa: PLR0913 - the outside world, each with a default
@@ -118,9 +119,9 @@ class CheckpointManager:
         self.clock = clock
         self.ranks = CheckpointRanks(timeout_min)
         self.waited_s = 0.0
-        """Seconds that training stood still for checkpoints, copying included."""
+        """Seconds that training waited for checkpoints, copying included."""
         self.last_saved: int | None = None
-        """Step of the last checkpoint that is in place."""
+        """Step of the last complete checkpoint."""
         self._stage = StagingBuffers()
         self._frozen: str | None = None
         self._signatures: dict[str, tuple[int, int]] = {}
@@ -139,10 +140,10 @@ class CheckpointManager:
         metric: float | None = None,
         wait: bool = False,
     ) -> None:
-        """Copy the state of all objects, and write it in the background; `wait` until it is in place."""
+        """Copy the state of all objects and write it in the background; `wait` until it is done."""
         began = time.monotonic()
         self._join()
-        task = self._task(step, objects, extra or {}, metric)
+        task = self._make_task(step, objects, extra or {}, metric)
         self._writer = threading.Thread(target=self._write, args=(task,), name="checkpoint", daemon=True)
         self._writer.start()
         if wait:
@@ -150,17 +151,17 @@ class CheckpointManager:
         self.waited_s += time.monotonic() - began
 
     def finish(self) -> int | None:
-        """Wait for what is being written; the step of the last checkpoint that is in place."""
+        """Wait for the writer thread; return the step of the last complete checkpoint."""
         self._join()
         return self.last_saved
 
     def load_latest(
         self, objects: Mapping[str, Any], *, before: int | None = None
     ) -> LoadedCheckpoint | None:
-        """Put the newest whole checkpoint into the objects; None where there is none.
+        """Load the newest intact checkpoint into the objects; return None if there is none.
 
-        One that is torn is set aside, and the one before it taken. With `before`, the run goes back: all
-        checkpoints of that step and later ones are dropped first.
+        A damaged checkpoint is renamed, and the one before it is tried. With `before`, checkpoints of that
+        step and later are deleted first.
         """
         self._join()
         for candidate in reversed(self._candidates(before)):
@@ -174,48 +175,50 @@ class CheckpointManager:
         return None
 
     def list_checkpoints(self) -> list[SavedCheckpoint]:
-        """What is there, oldest first."""
-        found = []
+        """List the checkpoints in the folder, oldest first."""
+        checkpoints = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = _NAME.fullmatch(path.name)
             if match:
-                found.append(SavedCheckpoint(int(match[1]), path, read_manifest(path)))
-        return sorted(found)
+                checkpoints.append(SavedCheckpoint(int(match[1]), path, read_manifest(path)))
+        return sorted(checkpoints)
 
     # Saving
 
-    def _task(
+    def _make_task(
         self, step: int, objects: Mapping[str, Any], extra: dict[str, Any], metric: float | None
     ) -> _WriteTask:
-        taken = checkpoint_format.take_snapshot(objects, self.ranks.rank, self.ranks.size)
+        snapshot = checkpoint_format.take_snapshot(objects, self.ranks.rank, self.ranks.size)
         values = {
             "rank": self.ranks.rank,
             "random": checkpoint_format.get_random_states(),
-            "objects": taken.values,
+            "objects": snapshot.values,
             "extra": extra if self.ranks.first else {},
         }
         data = checkpoint_format.pack_values(values)
         pieces: list[tuple[str, StagedPlanner, bytes | None]] = []
-        signatures = {name: _signature(one) for name, one in taken.frozen.items()}
-        if taken.frozen and self._frozen is None:
+        signatures = {name: _signature(tensor) for name, tensor in snapshot.frozen.items()}
+        if snapshot.frozen and self._frozen is None:
             self._frozen, self._signatures = f"frozen-{step:08d}", signatures
-            # Once in a run: its copies are not kept for the next time.
-            pieces.append((self._frozen, self._staged(taken.frozen, StagingBuffers()), None))
+            # Written once in a run: the staging buffers are not kept.
+            pieces.append((self._frozen, self._stage_tensors(snapshot.frozen, StagingBuffers()), None))
         changed = {
-            name: one for name, one in taken.frozen.items() if self._signatures.get(name) != signatures[name]
+            name: tensor
+            for name, tensor in snapshot.frozen.items()
+            if self._signatures.get(name) != signatures[name]
         }
-        held = {**taken.tensors, **changed}
-        pieces.append((f"step-{step:08d}", self._staged(held, self._stage), data))
+        tensors = {**snapshot.tensors, **changed}
+        pieces.append((f"step-{step:08d}", self._stage_tensors(tensors, self._stage), data))
         return _WriteTask(step, metric, pieces, self._frozen)
 
-    def _staged(self, tensors: dict[str, torch.Tensor], stage: StagingBuffers) -> StagedPlanner:
+    def _stage_tensors(self, tensors: dict[str, torch.Tensor], stage: StagingBuffers) -> StagedPlanner:
         return StagedPlanner(tensors, stage.copy(tensors), self.ranks.first)
 
     def _write(self, task: _WriteTask) -> None:
-        """The writer's thread: on every rank, in step, whatever goes wrong on one of them."""
+        """Run the writer thread: all ranks make the same collective calls, even if one of them fails."""
         try:
             failure = next(filter(None, (self._write_piece(task, *piece) for piece in task.pieces)), None)
-        except Exception as error:  # noqa: BLE001 - a rank that is gone; the loop will notice by itself
+        except Exception as error:  # noqa: BLE001 - a rank is lost; the training loop notices by itself
             failure = _describe_failure(error)
         if failure is None:
             self.last_saved = task.step
@@ -223,7 +226,7 @@ class CheckpointManager:
                 self._prune()
             return
         if task.pieces[0][0] == task.frozen:
-            # Whether it came to be or not, the next checkpoint writes its own.
+            # The next checkpoint writes the frozen weights again.
             self._frozen, self._signatures = None, {}
         if self.ranks.first:
             for name, _, _ in task.pieces:
@@ -239,30 +242,30 @@ class CheckpointManager:
         self, task: _WriteTask, name: str, planner: StagedPlanner, data: bytes | None
     ) -> CheckpointFailure | None:
         folder = self.folder / f".writing-{name}"
-        # Hashed from the disk's cache after writing: less to go wrong than hashing on the way.
+        # Files are hashed after writing, from the page cache: simpler than hashing while writing.
         writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(self.ranks.first)
         index: list[Any] = []
 
-        def planned(plans: list[Any]) -> list[Any]:
+        def make_global_plan(plans: list[Any]) -> list[Any]:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             plans, metadata = planner.create_global_plan(plans)
             index.append(metadata)
             return writer.prepare_global_plan(plans)
 
-        def ready() -> Any:
+        def get_local_plan() -> Any:
             if self.before_write is not None:
                 self.before_write(task.step)
             return planner.local
 
-        plan = self.ranks.gather_and_scatter(ready, planned)
+        plan = self.ranks.gather_and_scatter(get_local_plan, make_global_plan)
         if isinstance(plan, CheckpointFailure):
             return plan
 
-        def written() -> tuple[Any, dict[str, FileChecksum]]:
+        def write_files() -> tuple[Any, dict[str, FileChecksum]]:
             results = writer.write_data(planner.finish_plan(plan), planner).wait()
-            # By name: a rank to whom nothing fell has an empty file, which no result speaks of.
+            # Listed by name: a rank without tensors writes an empty file that is not in the results.
             files = {path.name for path in folder.glob(f"__{self.ranks.rank}_*")}
             if data is not None:
                 plain = f"plain-{self.ranks.rank}.pt"
@@ -270,18 +273,16 @@ class CheckpointManager:
                 files.add(plain)
             return results, {file: compute_checksum(folder / file) for file in files}
 
-        def finished(parts: list[tuple[Any, dict[str, FileChecksum]]]) -> None:
+        def finish_folder(parts: list[tuple[Any, dict[str, FileChecksum]]]) -> None:
             writer.finish(index[0], [results for results, _ in parts])
-            marks = {name: mark for _, some in parts for name, mark in some.items()}
-            self._put_in_place(task, folder, name, {**marks, INDEX: compute_checksum(folder / INDEX)})
+            checksums = {name: checksum for _, some in parts for name, checksum in some.items()}
+            self._publish(task, folder, name, {**checksums, INDEX: compute_checksum(folder / INDEX)})
 
-        return self.ranks.gather_and_reduce(written, finished)
+        return self.ranks.gather_and_reduce(write_files, finish_folder)
 
-    def _put_in_place(
-        self, task: _WriteTask, folder: Path, name: str, marks: dict[str, FileChecksum]
-    ) -> None:
-        """Vouch for all files, and give the folder its name."""
-        unseen = [mark for mark in marks if not (folder / mark).exists()]
+    def _publish(self, task: _WriteTask, folder: Path, name: str, checksums: dict[str, FileChecksum]) -> None:
+        """Write the manifest and give the folder its final name."""
+        unseen = [file for file in checksums if not (folder / file).exists()]
         if unseen:
             raise OSError(
                 0,
@@ -294,7 +295,7 @@ class CheckpointManager:
             saved_at_s=self.clock(),
             metric=task.metric,
             frozen=task.frozen,
-            files=marks,
+            files=checksums,
         )
         write_synced(folder / MANIFEST, manifest.to_json(indent=2).encode())
         sync_folder(folder)
@@ -305,51 +306,55 @@ class CheckpointManager:
         sync_folder(self.folder)
 
     def _prune(self) -> None:
-        """Keep the last few, the best, and the frozen weights that these refer to."""
-        there = [checkpoint for checkpoint in self.list_checkpoints() if checkpoint.manifest is not None]
-        keep = there[-self.last :]
-        rated = [one for one in there if one.manifest and one.manifest.metric is not None]
+        """Delete all checkpoints but the last few and the best, and frozen weights that none of them uses."""
+        checkpoints = [entry for entry in self.list_checkpoints() if entry.manifest is not None]
+        keep = checkpoints[-self.last :]
+        rated = [
+            (entry.manifest.metric, -entry.step, entry)
+            for entry in checkpoints
+            if entry.manifest and entry.manifest.metric is not None
+        ]
         if rated:
-            keep = [*keep, min(rated, key=lambda one: (one.manifest.metric, -one.step))]  # type: ignore[union-attr]
-        for one in there:
-            if one not in keep:
-                self._remove(one.path)
-        used = {one.manifest.frozen for one in keep if one.manifest}
+            keep = [*keep, min(rated)[2]]
+        for checkpoint in checkpoints:
+            if checkpoint not in keep:
+                self._remove(checkpoint.path)
+        used = {checkpoint.manifest.frozen for checkpoint in keep if checkpoint.manifest}
         for path in self.folder.glob("frozen-*"):
             if path.name not in used:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Take the name away first: a folder that is half removed must not be taken for a checkpoint."""
-        gone = self.folder / f".removing-{path.name}"
-        shutil.rmtree(gone, ignore_errors=True)
-        path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        """Rename the folder, then delete it: a half-deleted folder must not look like a checkpoint."""
+        renamed = self.folder / f".removing-{path.name}"
+        shutil.rmtree(renamed, ignore_errors=True)
+        path.rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
 
     # Loading
 
     def _candidates(self, before: int | None) -> list[Path]:
-        """The checkpoints to try, as the first rank sees them; later ones than asked for are dropped."""
-        there: list[Path] = []
+        """Return rank 0's checkpoints, oldest first; those of step `before` and later are deleted."""
+        paths: list[Path] = []
         if self.ranks.first:
             for checkpoint in self.list_checkpoints():
                 if before is not None and checkpoint.step >= before:
                     self._remove(checkpoint.path)
                 else:
-                    there.append(checkpoint.path)
-        found: list[Path] = self.ranks.broadcast(there)
-        return found
+                    paths.append(checkpoint.path)
+        candidates: list[Path] = self.ranks.broadcast(paths)
+        return candidates
 
     def _load(self, path: Path, objects: Mapping[str, Any]) -> LoadedCheckpoint:
-        """Fill the objects; an error on one rank is an error on all."""
+        """Load a checkpoint into the objects; an error on one rank is raised on all."""
         manifest = read_manifest(path)
         assert manifest is not None  # noqa: S101 - it was verified
-        frozen = self._whole_frozen(manifest)
+        frozen = self._find_frozen(manifest)
         try:
-            loaded, problem = self._filled(path, manifest, frozen, objects), None
-        except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
+            loaded, problem = self._fill_objects(path, manifest, frozen, objects), None
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised below
             loaded, problem = None, error
-        problems = [one for one in self.ranks.all_gather(problem and _to_trimtab_error(problem, path)) if one]
+        problems = [*filter(None, self.ranks.all_gather(problem and _to_trimtab_error(problem, path)))]
         if problem is not None:
             raise _to_trimtab_error(problem, path) from problem
         if problems:
@@ -358,14 +363,14 @@ class CheckpointManager:
         self.last_saved = loaded.step
         return loaded
 
-    def _filled(
+    def _fill_objects(
         self, path: Path, manifest: Manifest, frozen_at: Path | None, objects: Mapping[str, Any]
     ) -> LoadedCheckpoint:
         source, frozen = CheckpointReader(path), None if frozen_at is None else CheckpointReader(frozen_at)
         own, others = source.describe_tensors(), {} if frozen is None else frozen.describe_tensors()
         shapes = {name: shape for name, (shape, _) in (others | own).items()}
-        found = checkpoint_format.match_tensors(objects, shapes)
-        self._check(path, found, lenient=manifest.frozen is not None and frozen is None, objects=objects)
+        plan = checkpoint_format.match_tensors(objects, shapes)
+        self._check_match(path, plan, lenient=manifest.frozen is not None and frozen is None, objects=objects)
         plain = [
             checkpoint_format.unpack_values((path / f"plain-{rank}.pt").read_bytes())
             for rank in range(manifest.world)
@@ -373,35 +378,37 @@ class CheckpointManager:
         names = checkpoint_format.collect_parameter_names(objects)
         place = self.ranks.rank, self.ranks.size
         fresh: dict[str, dict[str, torch.Tensor]] = {}
-        for label, one in objects.items():
-            if isinstance(one, torch.optim.Optimizer):
-                fresh[label], lost = checkpoint_format.allocate_optimizer_state(label, one, names, own, place)
-                self._lost(manifest, path, label, lost)
+        for label, value in objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                fresh[label], lost = checkpoint_format.allocate_optimizer_state(
+                    label, value, names, own, place
+                )
+                self._report_lost_state(manifest, path, label, lost)
         source.fill(
-            {name: target for name, target in found.targets.items() if name in own}
-            | {name: one for some in fresh.values() for name, one in some.items()}
+            {name: target for name, target in plan.targets.items() if name in own}
+            | {name: tensor for some in fresh.values() for name, tensor in some.items()}
         )
         if frozen is not None:
-            frozen.fill({name: target for name, target in found.targets.items() if name not in own})
+            frozen.fill({name: target for name, target in plan.targets.items() if name not in own})
         same = manifest.world == self.ranks.size
         mine = plain[self.ranks.rank if same else 0]
-        for label, one in objects.items():
-            everyone = [rank["objects"][label] for rank in plain if label in rank["objects"]]
-            if not everyone:
+        for label, value in objects.items():
+            saved = [rank["objects"][label] for rank in plain if label in rank["objects"]]
+            if not saved:
                 continue
             if label in fresh:
-                checkpoint_format.load_optimizer(label, one, names, fresh[label], everyone)
-            elif isinstance(one, torch.nn.Module):
-                checkpoint_format.load_module(label, one, everyone)
+                checkpoint_format.load_optimizer(label, value, names, fresh[label], saved)
+            elif isinstance(value, torch.nn.Module):
+                checkpoint_format.load_module(label, value, saved)
             else:
-                one.load_state_dict(mine["objects"][label])
+                value.load_state_dict(mine["objects"][label])
         if same:
             checkpoint_format.set_random_states(mine["random"])
-        self._remember_frozen(manifest, objects, others, own, there=frozen is not None)
+        self._remember_frozen(manifest, objects, others, own, is_stored=frozen is not None)
         return LoadedCheckpoint(manifest.step, plain[0]["extra"], manifest.metric, path, same)
 
-    def _whole_frozen(self, manifest: Manifest) -> Path | None:
-        """Where the frozen weights are, if they are whole."""
+    def _find_frozen(self, manifest: Manifest) -> Path | None:
+        """Return the folder of the frozen weights; None if there are none or they are damaged."""
         if manifest.frozen is None:
             return None
         folder = self.folder / manifest.frozen
@@ -424,29 +431,29 @@ class CheckpointManager:
         stored: Mapping[str, Any],
         own: Mapping[str, Any],
         *,
-        there: bool,
+        is_stored: bool,
     ) -> None:
-        """What need not be written again, because it is as it was stored."""
-        if not there:
+        """Note which frozen weights are stored as they are now and need not be written again."""
+        if not is_stored:
             self._frozen, self._signatures = None, {}
             return
         frozen = checkpoint_format.take_snapshot(_select_modules(objects)).frozen
         self._frozen = manifest.frozen
         self._signatures = {
-            name: _signature(one) for name, one in frozen.items() if name in stored and name not in own
+            name: _signature(tensor) for name, tensor in frozen.items() if name in stored and name not in own
         }
 
-    def _check(
-        self, path: Path, found: checkpoint_format.RestorePlan, *, lenient: bool, objects: Mapping[str, Any]
+    def _check_match(
+        self, path: Path, plan: checkpoint_format.RestorePlan, *, lenient: bool, objects: Mapping[str, Any]
     ) -> None:
-        """The checkpoint is of this model."""
-        missing = found.missing
+        """Raise if the checkpoint is of another model; if `lenient`, frozen weights may be missing."""
+        missing = plan.missing
         if lenient:
             frozen = checkpoint_format.take_snapshot(_select_modules(objects)).frozen
-            missing = [one for one in missing if one not in frozen]
-        if found.mismatched or missing:
-            some = found.mismatched[:_MOST_NAMES] or [f"it has no {one}" for one in missing[:_MOST_NAMES]]
-            count = len(found.mismatched) or len(missing)
+            missing = [name for name in missing if name not in frozen]
+        if plan.mismatched or missing:
+            some = plan.mismatched[:_MOST_NAMES] or [f"it has no {name}" for name in missing[:_MOST_NAMES]]
+            count = len(plan.mismatched) or len(missing)
             rest = f", and {count - _MOST_NAMES} more" if count > _MOST_NAMES else ""
             raise WrongUse(
                 f"checkpoint {path}",
@@ -454,14 +461,14 @@ class CheckpointManager:
                 cure="Resume with the job as it was, or start a new run in another folder.",
             )
 
-    def _lost(self, manifest: Manifest, path: Path, label: str, lost: list[str]) -> None:
+    def _report_lost_state(self, manifest: Manifest, path: Path, label: str, lost: list[str]) -> None:
         if lost:
             self._incident(
                 IncidentKind.BAD_CHECKPOINT,
                 manifest.step,
                 f"{path.name} has the {label}'s state of {lost[0]} and {len(lost) - 1} more for "
                 f"{manifest.world} ranks alone, and there are {self.ranks.size}",
-                "that state starts anew",
+                "that state is reset",
             )
 
     def _set_aside(self, path: Path, fault: str) -> None:
@@ -487,7 +494,7 @@ class CheckpointManager:
 
 
 class CheckpointRanks:
-    """The ranks of this run, on a group of their own: the writer talks while training talks on another."""
+    """Collectives of the writer thread, in a process group apart from that of training."""
 
     def __init__(self, timeout_min: float) -> None:
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -499,11 +506,11 @@ class CheckpointRanks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank names, prunes and tells."""
+        """Whether this is rank 0, which renames, prunes and reports."""
         return self.rank == 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in order, on every rank."""
+        """Return the values of all ranks, in order, on every rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -511,7 +518,7 @@ class CheckpointRanks:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """The value of the first rank."""
+        """Return the value of rank 0 on every rank."""
         if self.group is None:
             return value
         values = [value]
@@ -519,7 +526,10 @@ class CheckpointRanks:
         return values[0]
 
     def gather_and_scatter(self, make: Callable[[], Any], divide: Callable[[list[Any]], list[Any]]) -> Any:
-        """What the first rank divides of what all ranks made; the Failure of any, on all of them."""
+        """Gather what each rank makes, let rank 0 divide it, and return this rank's part.
+
+        If any rank fails, all get its CheckpointFailure.
+        """
         made = self._gather(make)
         divided: list[Any] = []
         if self.first:
@@ -533,7 +543,10 @@ class CheckpointRanks:
     def gather_and_reduce(
         self, make: Callable[[], Any], combine: Callable[[list[Any]], Any]
     ) -> CheckpointFailure | None:
-        """Let the first rank combine what all ranks made; the Failure of any, on all of them."""
+        """Gather what each rank makes and let rank 0 combine it.
+
+        If any rank fails, all get its CheckpointFailure.
+        """
         made = self._gather(make)
         failure = None
         if self.first:
@@ -542,10 +555,10 @@ class CheckpointRanks:
         return result
 
     def _gather(self, make: Callable[[], Any]) -> list[Any]:
-        """On the first rank, what each made, or why it could not."""
+        """Return on rank 0 what each rank made, or its CheckpointFailure."""
         try:
             value = make()
-        except Exception as error:  # noqa: BLE001 - a rank that stopped here would leave the others waiting
+        except Exception as error:  # noqa: BLE001 - without this rank the others would wait for ever
             value = _describe_failure(error)
         if self.group is None:
             return [value]
@@ -564,7 +577,7 @@ class CheckpointRanks:
 
 
 def _describe_failure(error: Exception) -> CheckpointFailure:
-    """An error as something that another rank can be sent."""
+    """Turn an error into something that can be sent to another rank."""
     if isinstance(error, OSError):
         return CheckpointFailure(error.strerror or str(error), full=is_disk_full(error))
     text = str(error).strip().split("\n")[0][:300]
@@ -572,7 +585,7 @@ def _describe_failure(error: Exception) -> CheckpointFailure:
 
 
 def _to_trimtab_error(error: Exception, path: Path) -> TrimtabError:
-    """An error while loading, as one of ours."""
+    """Turn an error while loading into a TrimtabError."""
     if isinstance(error, TrimtabError):
         return error
     return WrongUse(
@@ -583,10 +596,10 @@ def _to_trimtab_error(error: Exception, path: Path) -> TrimtabError:
 
 
 def _select_modules(objects: Mapping[str, Any]) -> dict[str, Any]:
-    return {label: one for label, one in objects.items() if isinstance(one, torch.nn.Module)}
+    return {label: value for label, value in objects.items() if isinstance(value, torch.nn.Module)}
 
 
 def _signature(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes when a tensor is written to or replaced."""
+    """Return a value that changes when the tensor is written to or replaced."""
     local = get_local_part(tensor)
-    return local.data_ptr(), local._version  # noqa: SLF001 - torch has no other name for it
+    return local.data_ptr(), local._version  # noqa: SLF001 - torch has no public name for it
