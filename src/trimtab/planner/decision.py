@@ -15,7 +15,6 @@ from trimtab.planner.explanations import (
     list_looks,
     list_reasons,
     list_rejections,
-    make_sentence,
     write_recommendation,
 )
 from trimtab.planner.mixed_devices import search_mixed
@@ -29,7 +28,14 @@ from trimtab.planner.search import (
     is_late,
     search_space,
 )
-from trimtab.planner.space import FailedPrecision, Space, build_space, format_pin, pick_precision
+from trimtab.planner.space import (
+    FailedPrecision,
+    Space,
+    build_space,
+    format_pin,
+    make_sentence,
+    pick_precision,
+)
 from trimtab.planner.suggestions import make_nothing_fits
 from trimtab.spec import Comparison, Objective, Plan, WhatIf
 from trimtab.units import format_duration, plural

@@ -1,8 +1,8 @@
-"""The real Estimator: estimates from traces of the job, as few of them as will do.
+"""Estimate settings from as few traces of the job as possible.
 
-Results are for one question, and not carried over to the next: then bounds and runners-up would depend on
-earlier questions. Caches on disk hold traces, plans, and estimates. A cached estimate is only used where it
-would be computed now, so that it saves time and changes no answer.
+Results belong to one plan question: bounds and runners-up do not depend on earlier questions. Caches on disk
+hold traces, plans and estimates. A cached estimate is only used where it would be computed now, so that it
+saves time and changes no result.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
     Answer = Trace | TrimtabError
     TraceAll = Callable[[Sequence[Setting], Device, dict[str, Any]], list[Answer]]
-    """The traces of several settings on a device, with members of the job changed, or why there is none."""
+    """Trace several settings on a device with some job options changed; an error where a trace failed."""
     Clock = Callable[[Trace, Setting, Layout, Calibration | None], float | None]
     KnownTime = Callable[[Setting, Layout], float | None]
 
 STATIC_SLACK = 0.98
-"""Of static memory, for the bound from below: small tensors may not be cut evenly."""
+"""Factor of the lower bound on static memory: small tensors may not be sharded evenly."""
 EVENNESS = 0.95
-"""A sample takes no less than this share of its time at the largest micro-batch traced: larger ones run
-better, but for the last wave of blocks on the multiprocessors."""
+"""A sample takes at least this share of its time at the largest traced micro-batch. Larger micro-batches are
+faster per sample, except for the last wave of blocks on the multiprocessors."""
 NOT_COMPUTE = ("collective", "wait")
-"""Kinds of work that a bound on computing leaves out."""
+"""Kinds of operations that a bound on compute time leaves out."""
 UNUSED = frozenset({"workers", "shares"})
 """Fields of a Setting that no estimate depends on."""
 UNUSED_WITH_BATCH = UNUSED | {"global_batch"}
 LINK_UNUSED = frozenset({"devices"})
-"""Fields of a Link that no estimate depends on: how many devices it joins matters, not which."""
+"""Fields of a Link that no estimate depends on: only the number of devices that it joins matters."""
 LINK_WITHIN_UNUSED = LINK_UNUSED | {"source"}
 STATIC_PARTS = (PARTS.index("weights"), PARTS.index("optimizer"))
 
 
 def compute_step_s(trace: Trace, setting: Setting, layout: Layout, own: Calibration | None) -> float | None:
-    """Seconds of an optimizer step, without the replay of its memory; None where too little is known."""
+    """Return the seconds of an optimizer step, without a memory replay; None without speed data."""
     known = find_speed(layout.device, own)
     if known is None or not trace.sequence:
         return None
@@ -65,7 +65,7 @@ def compute_step_s(trace: Trace, setting: Setting, layout: Layout, own: Calibrat
 
 @dataclass
 class QuestionResults:
-    """Results for one question."""
+    """Results for one plan question."""
 
     estimates: dict[str, Estimate] = field(default_factory=dict)
     times: dict[str, float | None] = field(default_factory=dict)
@@ -73,16 +73,16 @@ class QuestionResults:
     static_bytes: dict[str, int] = field(default_factory=dict)
     """Weights and optimizer state of the whole model, by precision."""
     rates: dict[str, float] = field(default_factory=dict)
-    """Seconds of forward and backward for one sample at the largest micro-batch traced, by `_pace`."""
+    """Seconds of forward and backward for one sample at the largest micro-batch traced, by `_rate_key`."""
     limits: dict[str, float] = field(default_factory=dict)
-    """Seconds that the same would take at the peak of the device, by kind of device and precision."""
+    """Seconds of the same at the peak rate of the device, by kind of device and precision."""
 
 
 @dataclass
 class EstimateCache:
     """Estimates and times of earlier questions about a job, for the caller to load and store.
 
-    An entry is only used if the traces are at hand from which it would be computed again.
+    An entry is only used if the traces are loaded from which it would be computed again.
     """
 
     estimates: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class EstimateCache:
 
 @dataclass
 class TraceEstimator:
-    """Estimates of one job, traced when they are first needed."""
+    """Estimates of one job; traces are made when they are first needed."""
 
     trace_all: TraceAll
     calibration_of: Callable[[Device], Calibration | None] = lambda _: None
@@ -108,31 +108,32 @@ class TraceEstimator:
     results: QuestionResults = field(default_factory=QuestionResults)
     cache: EstimateCache = field(default_factory=EstimateCache)
     say: Callable[[str], None] = lambda _: None
-    """Told what is being traced."""
+    """Called with a text about each activity."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Members of the job that are other than the job has them."""
+    """Changed options of the job."""
     traces: dict[str, Answer] = field(default_factory=dict)
     lines: dict[str, set[int]] = field(default_factory=dict)
-    """Micro-batches that were traced, by all else that a trace depends on."""
+    """Traced micro-batches, by everything else that a trace depends on."""
     derived: dict[str, Answer | None] = field(default_factory=dict)
-    """Those that follow from them."""
+    """Traces derived from those, or errors."""
     failures_by_family: dict[str, list[TrimtabError]] = field(default_factory=dict)
-    """What went wrong, by family: after two micro-batches a third is not tried."""
+    """Errors by family: after two failed micro-batches a third is not tried."""
     untimed: set[str] = field(default_factory=set)
-    """Kinds of devices whose speed is not known."""
+    """Kinds of devices without speed data."""
     family_times: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
-    """Times of settings that differ in micro-batch and accumulation alone."""
+    """Times of settings that differ only in micro-batch and accumulation, by family."""
     direct: set[int] = field(default_factory=set)
-    """Numbers of shards that are traced as they are, instead of derived from two others."""
+    """Numbers of shards that are traced directly instead of derived from two others."""
     judged: dict[str, Estimate] = field(default_factory=dict)
-    """Verdicts of replays within a limit."""
+    """Estimates judged by replays within a memory limit."""
     names: dict[Layout, str] = field(default_factory=dict)
-    """What the key of an estimate says of a layout."""
+    """The layout's part of an estimate key."""
 
     def has_traces(self, setting: Setting, layout: Layout) -> bool:
-        """Whether an estimate follows from what was traced for this question, itself or by a line.
+        """Whether an estimate follows from traces of this question, directly or by a line.
 
-        What an earlier question left on disk has no say: the same question gets the same answer on any day.
+        Traces that an earlier question left on disk do not count, so that the same question always gets the
+        same plan.
         """
         device = strip_device(layout.device)
         return self._has_result(setting, layout) or all(
@@ -142,7 +143,7 @@ class TraceEstimator:
         )
 
     def with_changes(self, **changes: int) -> TraceEstimator:
-        """The same job with some members changed; with results of its own."""
+        """Return an estimator of the job with some options changed, with empty results."""
         return replace(
             self,
             changes={**self.changes, **changes},
@@ -157,11 +158,11 @@ class TraceEstimator:
             judged={},
         )
 
-    def prepare(self, asked: Sequence[tuple[Setting, Layout]]) -> None:
-        """Trace what is not known yet, one batch of requests for each kind of device."""
+    def prepare(self, requests: Sequence[tuple[Setting, Layout]]) -> None:
+        """Trace what has no result yet, one batch of requests for each kind of device."""
         by_device: dict[str, tuple[Layout, dict[str, Setting]]] = {}
         family_times: dict[str, str] = {}
-        for setting, layout in asked:
+        for setting, layout in requests:
             if self._has_result(setting, layout):
                 continue
             device = strip_device(layout.device)
@@ -190,16 +191,16 @@ class TraceEstimator:
             raise self.results.failures[key]
         known = self.results.estimates.get(key)
         if known is None:
-            # Through plain values, as a cached one comes: then both are equal to the last digit.
+            # Convert as a cached estimate is converted, so that both are equal to the last digit.
             known = Estimate.from_builtins(self._compute_estimate(setting, layout, key).to_builtins())
-            # The key changes where the number of shards turned out to lie on no line.
+            # The key changes if this number of shards could not be derived from others.
             self.results.estimates[self._estimate_key(setting, layout)] = known
         return known.judge_quickly(available_bytes(layout.device))
 
     def judge_within(
         self, setting: Setting, layout: Layout, limit_bytes: int, *, explain: bool = False
     ) -> Estimate:
-        """The estimate with its verdict within so many bytes, by replays of the trace."""
+        """Return the estimate with a verdict for a memory limit, by replays of the trace."""
         key = f"{self._estimate_key(setting, layout)} {limit_bytes} {explain}"
         if key not in self.judged:
             found = self.estimate(setting, layout)
@@ -220,16 +221,15 @@ class TraceEstimator:
         trace = self._derive_trace(setting, layout)
         is_sharded = strategy_of(setting).is_sharded
         if trace is None and is_sharded and setting.mesh.dp_shard not in self.direct:
-            # No line leads to this number of shards: its micro-batches are traced and lie on lines of their
-            # own.
+            # This number of shards cannot be derived from others: trace its micro-batches directly.
             self.direct.add(setting.mesh.dp_shard)
             self.derived = {name: known for name, known in self.derived.items() if known is not None}
             return self._compute_estimate(setting, layout, self._estimate_key(setting, layout))
         on_a_line = trace is not None
         if trace is None:
-            one, device = to_traced_setting(setting), strip_device(layout.device)
-            (trace,) = self.trace_all([one], device, self.changes)
-            self.derived[self._trace_key(one, device)] = trace
+            traced, device = to_traced_setting(setting), strip_device(layout.device)
+            (trace,) = self.trace_all([traced], device, self.changes)
+            self.derived[self._trace_key(traced, device)] = trace
         if isinstance(trace, TrimtabError):
             self.results.failures[key] = trace
             raise trace
@@ -242,7 +242,7 @@ class TraceEstimator:
             calibration=self.calibration_of(device),
             fusing=setting.compile,
         )
-        # One clock for bounds and estimates, so that a bound that is exact stays so.
+        # Bounds and estimates use the same clock, so that an exact bound stays exact.
         seconds = self._compute_time(setting, layout, lambda: trace, keep=on_a_line)
         whole = add_accumulation(found, trace, setting).replace(step_s=seconds)
         if on_a_line:
@@ -251,31 +251,31 @@ class TraceEstimator:
         return whole
 
     def _derive_trace(self, setting: Setting, layout: Layout) -> Answer | None:
-        """The trace of a setting from those at hand; None where one is missing."""
-        one, device = to_traced_setting(setting), strip_device(layout.device)
-        key = self._trace_key(one, device)
+        """Return the trace of a setting derived from loaded traces; None if one is missing."""
+        traced, device = to_traced_setting(setting), strip_device(layout.device)
+        key = self._trace_key(traced, device)
         if key not in self.derived:
-            needed = strategy_of(one).trace_parts(one, self.direct)
+            needed = strategy_of(traced).trace_parts(traced, self.direct)
             parts = [self.traces.get(self._trace_key(part, device)) for part in needed]
             wrong = next((part for part in parts if isinstance(part, TrimtabError)), None)
             known = [part for part in parts if part is not None and not isinstance(part, TrimtabError)]
             if wrong is None and len(known) < len(parts):
                 return None
-            self.derived[key] = wrong or derive_trace(one, known)
+            self.derived[key] = wrong or derive_trace(traced, known)
         return self.derived[key]
 
     def _has_anchors(self, setting: Setting, layout: Layout) -> bool:
-        """Whether the traces are at hand that a setting's would follow from."""
+        """Whether the traces are loaded from which a setting's trace is derived."""
         device = strip_device(layout.device)
         parts = [self.traces.get(self._trace_key(part, device)) for part in self._trace_parts(setting)]
         return not any(part is None or isinstance(part, TrimtabError) for part in parts)
 
     def lower_bound(self, setting: Setting, layout: Layout) -> LowerBound:
-        """The true time where a trace gives it; else what other traces of the same job say at least."""
+        """Return the time if loaded traces give it, else a lower bound from other traces of the job."""
         return self._make_bound(setting, layout, self._traced_time)
 
     def cached_bound(self, setting: Setting, layout: Layout) -> LowerBound:
-        """The same with times that were worked out before alone."""
+        """Return the same from times that were already computed."""
         return self._make_bound(setting, layout, self._stored_time)
 
     def _make_bound(self, setting: Setting, layout: Layout, known: KnownTime) -> LowerBound:
@@ -287,16 +287,16 @@ class TraceEstimator:
         return LowerBound(step_s=seconds, need_bytes=self._least_bytes(setting))
 
     def tighten_bound(self, setting: Setting, layout: Layout) -> LowerBound:
-        """The bound with the time of the same setting without recomputing, where two traces give that one."""
+        """Return the bound after computing the time without recompute, if two traces give it."""
         if strategy_of(setting).is_bounded_by_one_device:
-            # Its bound is as good as what is known of one device with the same micro-batches.
+            # Its bound comes from the time of one device with the same micro-batches.
             alone = keep_one_device(layout)
             if self._traced_time(one_replica(setting), alone) is None:
                 self.tighten_bound(one_replica(setting), alone)
             return self.lower_bound(setting, layout)
         none = setting.replace(recompute=Recompute.NONE)
         if none.micro_batch == 1 and none.accumulation > 1:
-            # One sample has to be traced for itself; two take less for each, and bound it from above.
+            # One sample needs its own trace. Two take less time per sample, and so bound it.
             rounds = -(-none.accumulation // 2)
             none = none.replace(
                 micro_batch=2, accumulation=rounds, global_batch=2 * rounds * none.data_parallel, shares=()
@@ -308,7 +308,7 @@ class TraceEstimator:
         return self.lower_bound(setting, layout)
 
     def _trace_parts(self, setting: Setting) -> list[Setting]:
-        """The settings whose traces give this one's."""
+        """Return the settings whose traces give this setting's trace."""
         traced = to_traced_setting(setting)
         return strategy_of(traced).trace_parts(traced, self.direct)
 
@@ -316,56 +316,56 @@ class TraceEstimator:
         return self._trace_key(setting.replace(micro_batch=1, global_batch=setting.data_parallel), device)
 
     def _bound_time(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
-        """A time that the setting cannot beat, though it was never traced.
+        """Return a lower bound on the time of a setting that was not traced.
 
-        Recomputing takes no less than not recomputing; spreading over devices no less than the samples of one
-        rank take by themselves; and nothing less than its operations take at the peak of the device. A rank
-        that runs a part of the model does other work: its strategy says what follows from the whole.
+        Recompute takes at least the time without it; several devices take at least the time of one rank's
+        samples alone; and all take at least the time of the operations at the peak rate of the device. If a
+        rank runs only a part of the model, its strategy gives the bound from the whole model.
         """
         none = setting.replace(recompute=Recompute.NONE)
-        known = known_time(none, layout) if none != setting else None
-        above = max(self._bound_by_larger(one, layout) for one in (setting, none))
+        without = known_time(none, layout) if none != setting else None
+        above = max(self._bound_by_larger(either, layout) for either in (setting, none))
         strategy = strategy_of(setting)
         if not strategy.runs_whole_model:
             shared = strategy.least_step_s(setting, lambda: self._bound_alone(setting, layout, known_time))
-            return max(known or 0.0, above if shared is None else STATIC_SLACK * shared)
+            return max(without or 0.0, above if shared is None else STATIC_SLACK * shared)
         samples = setting.micro_batch * setting.accumulation
-        rates = [self.results.rates.get(_rate_key(one, layout.device), 0.0) for one in (setting, none)]
+        rates = [self.results.rates.get(_rate_key(either, layout.device), 0.0) for either in (setting, none)]
         limit = self.results.limits.get(_peak_key(setting, layout.device), 0.0)
-        return max(known or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
+        return max(without or 0.0, above, samples * limit, samples * max(rates) * EVENNESS)
 
     def _bound_alone(self, setting: Setting, layout: Layout, known_time: KnownTime) -> float:
-        """What the samples of one replica take at least on one device."""
-        one, alone = one_replica(setting), keep_one_device(layout)
-        known = known_time(one, alone)
-        return self._bound_time(one, alone, known_time) if known is None else known
+        """Return a lower bound on the time of one replica's samples on one device."""
+        replica, alone = one_replica(setting), keep_one_device(layout)
+        seconds = known_time(replica, alone)
+        return self._bound_time(replica, alone, known_time) if seconds is None else seconds
 
     def _bound_by_larger(self, setting: Setting, layout: Layout) -> float:
-        """What larger micro-batches of the same family take: smaller ones are taken to be no faster.
+        """Return a bound from larger micro-batches of the same family: smaller ones are assumed no faster.
 
-        They may be by a per cent or two, where a smaller one suits a cache or the multiprocessors better;
-        that is not worth a trace of each.
+        They may be 1 to 2 % faster if they suit a cache or the multiprocessors better, which is not worth a
+        trace of each.
         """
         samples = setting.micro_batch * setting.accumulation
-        known = self.family_times.get(self._family_key(setting, layout), {})
+        times = self.family_times.get(self._family_key(setting, layout), {})
         return max(
             (
                 seconds * min(1.0, samples / (micro * rounds))
-                for (micro, rounds), seconds in known.items()
+                for (micro, rounds), seconds in times.items()
                 if micro > setting.micro_batch
             ),
             default=0.0,
         )
 
     def _family_key(self, setting: Setting, layout: Layout) -> str:
-        one = setting.replace(
+        smallest = setting.replace(
             micro_batch=1,
             accumulation=1,
             global_batch=setting.data_parallel,
             allocator=Allocator.DEFAULT,
             shares=(),
         )
-        return self._estimate_key(one, layout)
+        return self._estimate_key(smallest, layout)
 
     def _stored_time(self, setting: Setting, layout: Layout) -> float | None:
         return self.results.times.get(
@@ -373,7 +373,7 @@ class TraceEstimator:
         )
 
     def _traced_time(self, setting: Setting, layout: Layout) -> float | None:
-        """The time that a trace at hand gives, without replaying its memory."""
+        """Return the time from loaded traces, without a memory replay; None if a trace is missing."""
         key = self._estimate_key(setting.replace(allocator=Allocator.DEFAULT), layout)
         if key not in self.results.times:
             if not (key in self.cache.times and self._has_anchors(setting, layout)):
@@ -386,11 +386,11 @@ class TraceEstimator:
     def _compute_time(
         self, setting: Setting, layout: Layout, trace: Callable[[], Answer | None], *, keep: bool = True
     ) -> float | None:
-        """The time by a trace; what was traced for its own sake is not kept, as no line leads to it."""
+        """Return the time by a trace; with `keep`, also store it in the cache."""
 
         def compute() -> float | None:
             found = trace()
-            assert found is not None  # noqa: S101 - the caller has seen to it
+            assert found is not None  # noqa: S101 - the caller has checked it
             assert not isinstance(found, TrimtabError)  # noqa: S101
             return self.clock(found, setting, layout, self.calibration_of(layout.device))
 
@@ -406,16 +406,16 @@ class TraceEstimator:
         return seconds
 
     def _record_rates(self, trace: Trace, setting: Setting, layout: Layout) -> None:
-        """What a trace of the whole model says of settings that were not traced."""
+        """Record the static memory and rates of a whole-model trace, for the bounds of other settings."""
         strategy = strategy_of(setting)
         if not strategy.runs_whole_model:
             return
         if setting.precision.value not in self.results.static_bytes:
             shares = strategy.weight_shares(setting.mesh) or 1
             self.results.static_bytes[setting.precision.value] = count_static_bytes(trace) * shares
-        alone, one = keep_one_device(layout), one_micro_batch(setting)
+        alone, single = keep_one_device(layout), one_micro_batch(setting)
         for compiled in (False, True):
-            like = one.replace(compile=compiled)
+            like = single.replace(compile=compiled)
             key = f"{self._trace_key(setting, strip_device(layout.device))} {compiled}"
             clock = partial(self.clock, keep_compute(trace), like, alone, self.calibration_of(layout.device))
             seconds = self.cache.time(key, clock)
@@ -430,7 +430,7 @@ class TraceEstimator:
         _store_minimum(self.results.limits, _peak_key(setting, layout.device), limit)
 
     def _least_bytes(self, setting: Setting) -> int:
-        """What a rank holds at least, where any trace has told."""
+        """Return a lower bound on the static memory of a rank; 0 before the first trace."""
         shares = strategy_of(setting).weight_shares(setting.mesh)
         if shares is None:
             return 0
@@ -444,10 +444,10 @@ class TraceEstimator:
         return f"{device.fingerprint()} {setting_key(setting)}"
 
     def _estimate_key(self, setting: Setting, layout: Layout) -> str:
-        """What an estimate depends on, what is free at the moment left out."""
+        """Return the key of an estimate: all that it depends on, without the memory that is free now."""
         if layout not in self.names:
             nodes = tuple(len(node.devices) for node in layout.cluster.nodes)
-            # An estimate says where the network's bandwidth is from, and nothing of links within a node.
+            # An estimate names the source of the network bandwidth, but not of links within a node.
             links = tuple(
                 (len(link.devices), make_key(link, LINK_UNUSED if link.node is None else LINK_WITHIN_UNUSED))
                 for link in layout.cluster.links
@@ -458,12 +458,12 @@ class TraceEstimator:
         return f"{self.names[layout]} {setting_key(setting)}{direct}"
 
 
-def _store_minimum(known: dict[str, float], key: str, seconds: float) -> None:
-    known[key] = min(seconds, known.get(key, seconds))
+def _store_minimum(times: dict[str, float], key: str, seconds: float) -> None:
+    times[key] = min(seconds, times.get(key, seconds))
 
 
 def _rate_key(setting: Setting, device: Device) -> str:
-    """What the time of a sample depends on, beside the micro-batch."""
+    """Return the key of a rate: all that the time of a sample depends on, except the micro-batch."""
     return f"{_peak_key(setting, device)} {setting.recompute} {setting.compile}"
 
 
@@ -472,7 +472,7 @@ def _peak_key(setting: Setting, device: Device) -> str:
 
 
 def count_static_bytes(trace: Trace) -> int:
-    """Weights and optimizer state of the traced rank, once the first step has made all of them."""
+    """Return the bytes of weights and optimizer state of the traced rank after the first step."""
     alive: set[int] = set()
     for number in trace.order[: trace.marks.get("step1", len(trace.order))]:
         if number >= 0:
@@ -483,26 +483,26 @@ def count_static_bytes(trace: Trace) -> int:
 
 
 def keep_compute(trace: Trace) -> Trace:
-    """The forward and backward pass alone: no optimizer, no collectives."""
+    """Return the trace with only forward and backward: no optimizer, no collectives."""
     end = trace.phases.get("optimizer", len(trace.sequence))
-    kept = tuple(one for one in trace.sequence[:end] if trace.works[one].kind not in NOT_COMPUTE)
+    kept = tuple(number for number in trace.sequence[:end] if trace.works[number].kind not in NOT_COMPUTE)
     return trace.replace(sequence=kept, phases={**trace.phases, "optimizer": len(kept)})
 
 
 def compute_peak_s(trace: Trace, device: Device) -> float:
-    """Seconds of the operations of forward and backward at the dense peak of the device."""
-    known = [one for one in (device.peaks.tf32, device.peaks.fp32) if one]
+    """Return the seconds of forward and backward at the dense peak rate of the device."""
+    peaks = [peak for peak in (device.peaks.tf32, device.peaks.fp32) if peak]
     total = 0.0
     for number in keep_compute(trace).sequence:
         work = trace.works[number]
         half = device.peaks.get_rate(work.dtype) if work.dtype in (FLOAT16, BFLOAT16) else None
-        rate = half or max(known, default=None)
+        rate = half or max(peaks, default=None)
         total += work.flops / rate if rate else 0.0
     return total
 
 
 def keep_one_device(layout: Layout) -> Layout:
-    """The fullest device of a layout by itself."""
+    """Return a layout of only the device with the least available memory."""
     node = layout.cluster.nodes[0].replace(devices=(layout.device,))
     return replace(layout, places=layout.places[:1], cluster=layout.cluster.replace(nodes=(node,), links=()))
 
@@ -514,7 +514,7 @@ def setting_key(setting: Setting) -> str:
 
 
 def strip_device(device: Device) -> Device:
-    """A device without what has no say in a trace."""
+    """Return a device without the fields that no trace depends on."""
     return device.replace(
         index=0,
         free_bytes=None,
@@ -528,9 +528,9 @@ def strip_device(device: Device) -> Device:
 
 
 def to_traced_setting(setting: Setting) -> Setting:
-    """The setting whose trace serves: what has no say in it is put back to one value.
+    """Return the setting to trace: fields that do not affect the trace get a fixed value.
 
-    What compiling changes is guessed from the eager step: the compiler takes longer than planning may.
+    The effect of compiling is predicted from the eager step, because compiling takes too long for planning.
     """
     strategy, mesh = strategy_of(setting).traced_as(setting.mesh)
     return setting.replace(
@@ -541,14 +541,14 @@ def to_traced_setting(setting: Setting) -> Setting:
         compile=False,
         allocator=Allocator.DEFAULT,
         workers=0,
-        # One device has nobody to synchronise with.
+        # One device has nothing to synchronise.
         sync_batchnorm=setting.sync_batchnorm and setting.gpus > 1,
         shares=(),
     )
 
 
 def describe_setting(setting: Setting) -> str:
-    """A setting in few words, for whoever waits."""
+    """Return a setting in a few words, for progress messages."""
     compiled = ", compiled" if setting.compile else ""
     again = "" if setting.recompute is Recompute.NONE else f", recompute {setting.recompute}"
     return f"{setting.strategy}, micro-batch {setting.micro_batch}, {setting.precision}{again}{compiled}"

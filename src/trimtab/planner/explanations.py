@@ -1,4 +1,4 @@
-"""The words of a plan: why each choice, what was refused, and the recommendation in a sentence."""
+"""Write the reasons, rejections and recommendation of a plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.planner.batch_split import divide_evenly, is_exact, list_micro_batches
 from trimtab.planner.protocol import available_bytes
 from trimtab.planner.search import TIE, compute_run_s
-from trimtab.planner.space import USUAL_WORKERS
+from trimtab.planner.space import USUAL_WORKERS, make_sentence
 from trimtab.spec import Allocator, Candidate, EstimatedSetting, Objective, Reason, Recompute, Rejection
 from trimtab.strategies import strategy_of
 from trimtab.units import format_bytes, format_duration, format_flops, plural
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from trimtab.spec import Cluster, Comparison, Estimate, Policy, Setting, Workload
 
 SMALL_DIFFERENCE = 0.1
-"""Shares below this are told with a digit behind the point."""
+"""Smaller differences are printed with one decimal."""
 NOISE = 0.005
-"""Times closer than this are called equal."""
+"""Times that differ by less are called equal."""
 
 
 def add_run_totals(estimate: Estimate, setting: Setting, workload: Workload) -> Estimate:
-    """The estimate with what the horizon adds: hours and GPU-hours."""
+    """Return the estimate with samples per second, hours and GPU-hours of the whole run."""
     if estimate.step_s is None:
         return estimate
     seconds = compute_run_s(workload, estimate.step_s)
@@ -41,23 +41,23 @@ def add_run_totals(estimate: Estimate, setting: Setting, workload: Workload) -> 
 
 
 def compute_cost(estimate: Estimate | None, policy: Policy) -> float | None:
-    """Of the whole run, in the currency of the price."""
+    """Return the cost of the whole run in the currency of the price; None if it is unknown."""
     if estimate is None or estimate.gpu_hours is None or policy.price_per_gpu_hour is None:
         return None
     return estimate.gpu_hours * policy.price_per_gpu_hour
 
 
 def format_step(step_s: float) -> str:
-    """A step's time, with three digits that matter."""
+    """Return the time of a step with three significant digits."""
     return f"{step_s:.3g} s" if step_s >= 1 else f"{step_s * 1000:.3g} ms"
 
 
 def list_reasons(
     best: Evaluation, result: SearchResult, space: Space, cluster: Cluster
 ) -> tuple[Reason, ...]:
-    """Every choice of the plan with why it was made."""
+    """Return every choice of the plan with its reason."""
     setting = best.setting
-    told = [
+    texts = [
         ("gpus", f"{setting.gpus} of {len(cluster.devices)}", _explain_gpus(best, result, space, cluster)),
         ("strategy", setting.strategy.value, _explain_strategy(best, result, space)),
         ("micro_batch", str(setting.micro_batch), _explain_micro_batch(best, result, space)),
@@ -73,7 +73,7 @@ def list_reasons(
         ("allocator", setting.allocator.value, _explain_allocator(best, space)),
         ("workers", str(setting.workers), _explain_workers(best, space)),
     ]
-    return tuple(Reason(subject=subject, value=value, why=why) for subject, value, why in told)
+    return tuple(Reason(subject=subject, value=value, why=why) for subject, value, why in texts)
 
 
 def _explain_pin(space: Space, key: str) -> str:
@@ -81,22 +81,20 @@ def _explain_pin(space: Space, key: str) -> str:
 
 
 def _compare_others(best: Evaluation, result: SearchResult, get: Callable[[Setting], Any]) -> list[str]:
-    """How the other values of one choice fared, each at its best."""
+    """Return a text for each other value of a choice, with its best result."""
     others: dict[Any, list[Evaluation]] = {}
-    for one in result.evaluations:
-        if get(one.setting) != get(best.setting):
-            others.setdefault(get(one.setting), []).append(one)
+    for evaluation in result.evaluations:
+        if get(evaluation.setting) != get(best.setting):
+            others.setdefault(get(evaluation.setting), []).append(evaluation)
     unseen: dict[Any, float] = {}
     for family, (_, least) in result.beaten.items():
         name = get(family.setting(family.splits[-1]))
-        # Where a bound is well below what was found, that is not yet the best of this value.
+        # If a bound is clearly below the estimates, the best of this value is not known.
         found = [item.estimate.step_s or 0.0 for item in others.get(name, ()) if item.fits]
         if name != get(best.setting) and least and least * (1 + TIE) < min(found, default=math.inf):
             unseen[name] = min(least, unseen.get(name, least))
-    told = [_describe_value(str(value), seen, best) for value, seen in others.items() if value not in unseen]
-    return told + [
-        f"{name} takes {format_step(least)} a step at the very least" for name, least in unseen.items()
-    ]
+    texts = [_describe_value(str(value), seen, best) for value, seen in others.items() if value not in unseen]
+    return texts + [f"{name} takes at least {format_step(least)} a step" for name, least in unseen.items()]
 
 
 def _describe_value(name: str, seen: list[Evaluation], best: Evaluation) -> str:
@@ -104,14 +102,14 @@ def _describe_value(name: str, seen: list[Evaluation], best: Evaluation) -> str:
     if not fitting:
         least = min(evaluated.estimate.need_bytes for evaluated in seen)
         return f"{name} does not fit ({format_bytes(least)} of {format_bytes(seen[0].allowed_bytes)})"
-    times = [one.estimate.step_s for one in fitting if one.estimate.step_s is not None]
+    times = [evaluation.estimate.step_s for evaluation in fitting if evaluation.estimate.step_s is not None]
     if not times or best.estimate.step_s is None:
         return f"{name} fits too"
     return f"{name} {compare_step(min(times), best.estimate.step_s)}"
 
 
 def compare_step(step_s: float, best_s: float) -> str:
-    """A step's time beside the choice's."""
+    """Return the time of a step, compared with that of the choice."""
     more = step_s / best_s - 1
     if abs(more) < NOISE:
         return f"takes as long ({format_step(step_s)} a step)"
@@ -119,29 +117,29 @@ def compare_step(step_s: float, best_s: float) -> str:
 
 
 def _explain_gpus(best: Evaluation, result: SearchResult, space: Space, cluster: Cluster) -> str:
-    if said := _explain_pin(space, "gpus"):
-        return said
+    if pinned := _explain_pin(space, "gpus"):
+        return pinned
     names = " and ".join(best.layout.kinds)
-    told = [f"{best.setting.gpus} x {names}"]
+    texts = [f"{best.setting.gpus} x {names}"]
     if best.estimate.step_s is not None:
-        told.append(f"{format_step(best.estimate.step_s)} a step")
+        texts.append(f"{format_step(best.estimate.step_s)} a step")
     tied = _explain_tie(best, result, _gpus_subject)
     if best.layout.device.slice and len(cluster.devices) > 1:
-        told.append("MIG slices cannot work on one job together")
+        texts.append("MIG slices cannot work on one job together")
     elif tied:
-        told.append(tied)
+        texts.append(tied)
     elif best.setting.gpus < len(cluster.devices):
-        told += _compare_others(best, result, _gpus_subject)[-2:] or ["more would not be better"]
-    return ", ".join(told)
+        texts += _compare_others(best, result, _gpus_subject)[-2:] or ["more would not be better"]
+    return ", ".join(texts)
 
 
 def _gpus_subject(setting: Setting) -> str:
-    """A number of GPUs as the subject of what was found there."""
+    """Return a GPU count as the subject of a sentence."""
     return f"on {setting.gpus} it"
 
 
 def _explain_tie(best: Evaluation, result: SearchResult, get: Callable[[Setting], Any]) -> str:
-    """What is a little faster and not as simple; empty where nothing is, or nothing that differs in this."""
+    """Return the text for a faster setting within TIE that is less simple; empty if there is none."""
     first = result.fastest
     if first is None or get(first.setting) == get(best.setting):
         return ""
@@ -149,35 +147,35 @@ def _explain_tie(best: Evaluation, result: SearchResult, get: Callable[[Setting]
         return f"{get(first.setting)} would be no better"
     less = 1 - first.estimate.step_s / best.estimate.step_s
     return (
-        f"{get(first.setting)} would take {format_step(first.estimate.step_s)} (-{less:.1%}), and within "
-        f"{TIE:.0%} predictions cannot tell: the simpler is taken"
+        f"{get(first.setting)} would take {format_step(first.estimate.step_s)} (-{less:.1%}); the "
+        f"difference is within {TIE:.0%}, below the prediction error, so the simpler one is chosen"
     )
 
 
 def _explain_strategy(best: Evaluation, result: SearchResult, space: Space) -> str:
-    if said := _explain_pin(space, "strategy"):
-        return said
+    if pinned := _explain_pin(space, "strategy"):
+        return pinned
     setting = best.setting
     strategy = strategy_of(setting)
     what = strategy.explain(setting.mesh)
     if not strategy.needs_several_gpus:
         return what
     if setting.shares:
-        return f"{what}; unlike GPUs share the batch out by speed: {describe_shares(best)}"
-    alike = _restrict_result(result, lambda one: one.gpus, best)
-    others = _compare_others(best, alike, lambda one: one.strategy.value)
+        return f"{what}; the batch is divided by GPU speed: {describe_shares(best)}"
+    alike = _restrict_result(result, lambda setting: setting.gpus, best)
+    others = _compare_others(best, alike, lambda setting: setting.strategy.value)
     first = result.fastest
-    tied = _explain_tie(best, alike, lambda one: one.strategy.value)
+    tied = _explain_tie(best, alike, lambda setting: setting.strategy.value)
     if first is not None and tied and first.setting.gpus == setting.gpus:
         others = [tied, *(text for text in others if not text.startswith(f"{first.setting.strategy} "))]
     return "; ".join([what, *others])
 
 
 def _restrict_result(result: SearchResult, alike: Callable[[Setting], Any], best: Evaluation) -> SearchResult:
-    """What was found of settings that are like the choice in one respect."""
+    """Return the part of a result with settings that equal the choice in one respect."""
     beaten = {
-        family: told
-        for family, told in result.beaten.items()
+        family: beaten_by
+        for family, beaten_by in result.beaten.items()
         if alike(family.setting(family.splits[-1])) == alike(best.setting)
     }
     evaluations = [
@@ -187,7 +185,7 @@ def _restrict_result(result: SearchResult, alike: Callable[[Setting], Any], best
 
 
 def describe_shares(best: Evaluation) -> str:
-    """Who takes how much of the batch."""
+    """Return the share of the batch of each kind of GPU."""
     named: dict[tuple[str, int, int, int], int] = {}
     for place, share in zip(best.layout.places, best.setting.shares, strict=True):
         key = (place.name, share.samples, share.micro_batch, share.accumulation)
@@ -202,31 +200,36 @@ def _explain_micro_batch(best: Evaluation, result: SearchResult, space: Space) -
     setting = best.setting
     if setting.shares:
         return "the largest of the ranks"
-    if said := _explain_pin(space, "micro_batch"):
-        return said
+    if pinned := _explain_pin(space, "micro_batch"):
+        return pinned
     same = [
-        one
-        for one in result.evaluations
-        if (one.setting.mesh, one.setting.recompute, one.setting.compile, one.setting.strategy)
+        evaluation
+        for evaluation in result.evaluations
+        if (
+            evaluation.setting.mesh,
+            evaluation.setting.recompute,
+            evaluation.setting.compile,
+            evaluation.setting.strategy,
+        )
         == (setting.mesh, setting.recompute, setting.compile, setting.strategy)
     ]
-    told = []
-    larger = [one for one in same if one.setting.micro_batch > setting.micro_batch]
-    smaller = [one for one in same if one.setting.micro_batch < setting.micro_batch]
+    texts = []
+    larger = [evaluation for evaluation in same if evaluation.setting.micro_batch > setting.micro_batch]
+    smaller = [evaluation for evaluation in same if evaluation.setting.micro_batch < setting.micro_batch]
     limit = next((most for key, most in result.limits.items() if _is_in_family(setting, key, best)), None)
     if limit == setting.micro_batch:
-        told.append("the largest that fits")
+        texts.append("the largest that fits")
     if larger:
-        nearest = min(larger, key=lambda one: one.setting.micro_batch)
-        told.append(_describe_value(str(nearest.setting.micro_batch), [nearest], best))
+        nearest = min(larger, key=lambda evaluation: evaluation.setting.micro_batch)
+        texts.append(_describe_value(str(nearest.setting.micro_batch), [nearest], best))
     elif setting.accumulation == 1:
-        told.append("a rank's whole share of the batch")
+        texts.append("a rank's whole share of the batch")
     elif limit is None:
-        told.append("larger ones would be no faster")
+        texts.append("larger ones would be no faster")
     if smaller:
-        nearest = max(smaller, key=lambda one: one.setting.micro_batch)
-        told.append(_describe_value(str(nearest.setting.micro_batch), [nearest], best))
-    return "; ".join(told)
+        nearest = max(smaller, key=lambda evaluation: evaluation.setting.micro_batch)
+        texts.append(_describe_value(str(nearest.setting.micro_batch), [nearest], best))
+    return "; ".join(texts)
 
 
 def _is_in_family(setting: Setting, family: Family, best: Evaluation) -> bool:
@@ -235,7 +238,7 @@ def _is_in_family(setting: Setting, family: Family, best: Evaluation) -> bool:
 
 
 def _explain_accumulation(setting: Setting) -> str:
-    """The identity of the global batch, in numbers."""
+    """Return how micro-batch, accumulation and ranks give the global batch, in numbers."""
     micro, rounds, ranks, whole = (
         setting.micro_batch,
         setting.accumulation,
@@ -253,8 +256,8 @@ def _explain_accumulation(setting: Setting) -> str:
 
 
 def _explain_precision(best: Evaluation, space: Space) -> str:
-    if said := _explain_pin(space, "precision"):
-        return said
+    if pinned := _explain_pin(space, "precision"):
+        return pinned
     device = best.layout.device
     name = device.kind
     if space.failed_precisions:
@@ -264,7 +267,7 @@ def _explain_precision(best: Evaluation, space: Space) -> str:
         )
     dtypes = best.setting.dtypes
     if not dtypes.is_narrow:
-        return f"what {name} runs faster is not known"
+        return f"no peak rates are known for {name}"
     rate = device.peaks.get_rate(dtypes.products)
     peak = f", {format_flops(rate)} dense" if rate else ""
     if dtypes.scales_loss:
@@ -273,25 +276,27 @@ def _explain_precision(best: Evaluation, space: Space) -> str:
 
 
 def _explain_recompute(best: Evaluation, result: SearchResult, space: Space) -> str:
-    if said := _explain_pin(space, "recompute"):
-        return said
+    if pinned := _explain_pin(space, "recompute"):
+        return pinned
     others = _compare_others(
-        best, _restrict_result(result, lambda one: one.mesh, best), lambda one: one.recompute.value
+        best,
+        _restrict_result(result, lambda setting: setting.mesh, best),
+        lambda setting: setting.recompute.value,
     )
     if best.setting.recompute is Recompute.NONE:
-        return "; ".join(["it fits without computing anything twice", *others])
+        return "; ".join(["fits without recompute", *others])
     return "; ".join(others) or "it needs less memory"
 
 
 def _explain_compile(best: Evaluation, result: SearchResult, space: Space) -> str:
-    if said := _explain_pin(space, "compile"):
-        return said
+    if pinned := _explain_pin(space, "compile"):
+        return pinned
     if best.setting.sync_batchnorm and best.setting.gpus > 1:
         return "sync_batchnorm is not compiled on several GPUs"
     others = _compare_others(
         best,
-        _restrict_result(result, lambda one: one.mesh, best),
-        lambda one: "compiled" if one.compile else "eager",
+        _restrict_result(result, lambda setting: setting.mesh, best),
+        lambda setting: "compiled" if setting.compile else "eager",
     )
     if others:
         return "; ".join(others)
@@ -302,20 +307,20 @@ def _explain_compile(best: Evaluation, result: SearchResult, space: Space) -> st
 
 
 def _explain_allocator(best: Evaluation, space: Space) -> str:
-    said = _explain_pin(space, "allocator")
+    pinned = _explain_pin(space, "allocator")
     if best.is_tight:
-        return f"{said}; {best.estimate.verdict_reason}" if said else best.estimate.verdict_reason
-    if said:
-        return said
+        return f"{pinned}; {best.estimate.verdict_reason}" if pinned else best.estimate.verdict_reason
+    if pinned:
+        return pinned
     high, most = format_bytes(best.estimate.band.high_bytes), format_bytes(best.allowed_bytes)
     if best.setting.allocator is Allocator.DEFAULT:
         return f"{high} at most, {most} may be used"
-    return f"the default one would keep more in pieces than may be used; this way {high} of {most}"
+    return f"the default allocator would fragment beyond the memory limit; this way {high} of {most}"
 
 
 def _explain_workers(best: Evaluation, space: Space) -> str:
-    if said := _explain_pin(space, "workers"):
-        return said
+    if pinned := _explain_pin(space, "workers"):
+        return pinned
     nodes = best.layout.cluster.nodes
     cores = [node.cpu_cores for node in nodes if node.cpu_cores]
     if len(cores) < len(nodes):
@@ -327,7 +332,7 @@ def _explain_workers(best: Evaluation, space: Space) -> str:
 def list_rejections(
     result: SearchResult, space: Space, more: Iterable[Rejection] = ()
 ) -> tuple[Rejection, ...]:
-    """Everything that was refused, by cause: what was found out first, then what is fixed by rule."""
+    """Return all refused settings by cause: results of the search first, then fixed rules."""
     listed = _list_too_large(result, space)
     if result.too_late:
         deadline = format_duration(space.policy.deadline_s or 0.0)
@@ -381,55 +386,60 @@ def _list_beaten(result: SearchResult, policy: Policy) -> list[Rejection]:
 
 
 def explain_beaten(least: float, best_s: float | None, policy: Policy) -> str:
-    """Say why settings that take at least `least` seconds a step were not looked at more closely."""
+    """Return why settings that take at least `least` seconds a step were not estimated."""
     if policy.objective is Objective.SPEED and best_s and 0 < least < best_s:
         return (
-            f"at most {best_s / least - 1:.1%} faster than the choice, which predictions cannot tell; "
+            f"at most {best_s / least - 1:.1%} faster than the choice, below the prediction error; "
             "the choice is simpler"
         )
     return f"cannot be better than the choice{_format_bound(least, policy)}"
 
 
 def _format_bound(least: float, policy: Policy) -> str:
-    """The bound that rules settings out, where it is a time."""
+    """Return the bound that rules settings out, as a text for the objective."""
     if policy.objective is Objective.SPEED and least:
-        return f", {format_step(least)} a step at the very least"
+        return f", at least {format_step(least)} a step"
     return {Objective.GPUS: ", by GPUs and time", Objective.COST: ", by GPU-hours"}.get(policy.objective, "")
 
 
 def list_candidates(result: SearchResult, workload: Workload) -> tuple[Candidate, ...]:
-    """The runners-up, with why they lost."""
-    assert result.best is not None  # noqa: S101 - nobody runs up to nothing
+    """Return the runners-up, each with why it was not chosen."""
+    assert result.best is not None  # noqa: S101 - runners-up need a choice
     best = result.best
     return tuple(
         Candidate(
-            setting=one.setting,
-            estimate=add_run_totals(one.estimate, one.setting, workload),
-            why=_explain_loss(one, best)
-            + _name_other_devices(one, best)
-            + "; releases cached blocks" * one.is_tight,
+            setting=evaluation.setting,
+            estimate=add_run_totals(evaluation.estimate, evaluation.setting, workload),
+            why=_explain_loss(evaluation, best)
+            + _name_other_devices(evaluation, best)
+            + "; releases cached blocks" * evaluation.is_tight,
         )
-        for one in result.runners_up
+        for evaluation in result.runners_up
     )
 
 
 def _name_other_devices(evaluated: Evaluation, best: Evaluation) -> str:
-    """Which devices, where they are not of the kinds that the choice has."""
+    """Return the names of the devices if they differ from those of the choice."""
     return "" if evaluated.layout.kinds == best.layout.kinds else f" ({' and '.join(evaluated.layout.kinds)})"
 
 
 def list_looks(result: SearchResult) -> tuple[EstimatedSetting, ...]:
-    """All that was looked at, each setting once."""
-    each = {one.setting: one for one in (*result.evaluations, *([result.best] if result.best else []))}
+    """Return all estimated settings, each once."""
+    each = {
+        evaluation.setting: evaluation
+        for evaluation in (*result.evaluations, *([result.best] if result.best else []))
+    }
     return tuple(
         EstimatedSetting(
             setting=setting,
-            process_bytes=one.estimate.process_bytes,
-            high_bytes=one.estimate.band.high_bytes,
-            samples_per_s=setting.global_batch / one.estimate.step_s if one.estimate.step_s else None,
-            fits=one.fits,
+            process_bytes=evaluation.estimate.process_bytes,
+            high_bytes=evaluation.estimate.band.high_bytes,
+            samples_per_s=setting.global_batch / evaluation.estimate.step_s
+            if evaluation.estimate.step_s
+            else None,
+            fits=evaluation.fits,
         )
-        for setting, one in each.items()
+        for setting, evaluation in each.items()
     )
 
 
@@ -454,26 +464,26 @@ def write_recommendation(
     rows: tuple[Comparison, ...],
     fastest: Evaluation | None = None,
 ) -> str:
-    """The answer in a sentence or two; `fastest` is what was a little better and not as simple."""
-    said = _write_answer(best, space, cluster, rows, fastest)
-    return f"{said} {_warn_tight(best, space.policy)}" if best.is_tight else said
+    """Return the recommendation; `fastest` is a slightly better setting that is less simple."""
+    answer = _write_answer(best, space, cluster, rows, fastest)
+    return f"{answer} {_warn_tight(best, space.policy)}" if best.is_tight else answer
 
 
 def _warn_tight(best: Evaluation, policy: Policy) -> str:
-    """The warning of a plan that fits only because torch releases cached blocks."""
-    said = (
+    """Return the warning of a plan that fits only because torch releases cached blocks."""
+    answer = (
         "It fits only because torch releases cached blocks: "
         f"{format_bytes(best.estimate.band.high_bytes)} are wanted and {format_bytes(best.allowed_bytes)} "
         "may be used"
     )
     if policy.memory_share < 1:
-        said += (
+        answer += (
             f" (--memory {policy.memory_share:g}; torch takes more as long as the GPU has it, unless "
             "torch.cuda.set_per_process_memory_fraction stops it)"
         )
     releases = best.estimate.releases_per_step
     slower = "steps take longer than predicted" if releases else "only the first steps take longer"
-    return f"{said}; {slower}."
+    return f"{answer}; {slower}."
 
 
 def _write_answer(
@@ -485,10 +495,8 @@ def _write_answer(
     estimate = add_run_totals(best.estimate, setting, workload)
     if estimate.step_s is None:
         fit = format_bytes(estimate.process_bytes)
-        known = (
-            f"Use {gpus}: it fits in {fit}. How long it takes is not known, since the device's speed is not."
-        )
-        return f"{known}{_warn_short_epoch(workload)}"
+        answer = f"Use {gpus}: it fits in {fit}. The time is unknown because this device has no speed data."
+        return f"{answer}{_warn_short_epoch(workload)}"
     if estimate.hours is None:
         rate = f"{estimate.samples_per_s:.3g} samples/s"
         return f"Use {gpus} of {total}: {rate}. The job does not say how many samples there are."
@@ -505,22 +513,13 @@ def _write_answer(
     lead = f"{gpus} {'are' if count > 1 else 'is'} {words[0]}"
     if fastest is not None and fastest.setting.gpus != count:
         lead = f"{gpus} {'are' if count > 1 else 'is'} {words[1]} {fastest.setting.gpus}, within {TIE:.0%}"
-    said = f"{lead}: {took} for {_format_horizon(workload)} ({spent}{free}).{_warn_short_epoch(workload)}"
+    answer = f"{lead}: {took} for {_format_horizon(workload)} ({spent}{free}).{_warn_short_epoch(workload)}"
     if policy.deadline_s is not None:
         spare = 1 - estimate.hours * 3600 / policy.deadline_s
-        said += f" The deadline of {format_duration(policy.deadline_s)} leaves {spare:.0%} to spare."
+        answer += f" The deadline of {format_duration(policy.deadline_s)} leaves {spare:.0%} to spare."
     others = [_describe_row(row, best) for row in rows if row.gpus != count]
-    told = [one for one in others if one]
-    return f"{said} {make_sentence('; '.join(told))}" if told else said
-
-
-def make_sentence(text: str) -> str:
-    """A text with a large letter before it and a full stop behind.
-
-    >>> sentence("use 4 GPUs")
-    'Use 4 GPUs.'
-    """
-    return f"{text[:1].upper()}{text[1:]}."
+    texts = [text for text in others if text]
+    return f"{answer} {make_sentence('; '.join(texts))}" if texts else answer
 
 
 def _format_horizon(workload: Workload) -> str:
@@ -529,7 +528,7 @@ def _format_horizon(workload: Workload) -> str:
 
 
 def _warn_short_epoch(workload: Workload) -> str:
-    """A warning where an epoch has fewer samples than a step takes; empty where it has enough.
+    """Return a warning if an epoch has fewer samples than a step; empty if it has enough.
 
     >>> from trimtab.spec import Workload
     >>> _short_epoch(Workload(name="a", global_batch=16, samples=16))

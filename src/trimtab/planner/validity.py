@@ -1,7 +1,8 @@
-"""Plan files: reads them, and refuses a plan whose job, versions or cluster are not what it assumed."""
+"""Read plan files, and refuse a stale plan: one whose job, versions or cluster have changed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from trimtab.spec import Cluster, RankPlacement, Workload
 
 FILE_PREFIX = "file "
-"""What the key of a source file begins with."""
+"""Prefix of a fingerprint's key for a source file."""
 
 
 def read_plan_file(file: Path) -> Plan:
-    """Return the plan in a file, whether it still holds or not."""
+    """Return the plan in a file, without checking whether it is stale."""
     try:
         text = file.read_bytes()
     except OSError as error:
@@ -37,7 +38,7 @@ def read_plan_file(file: Path) -> Plan:
 def collect_fingerprints(
     job: str, workload: Workload, places: tuple[RankPlacement, ...], versions: dict[str, str]
 ) -> dict[str, str]:
-    """What a plan assumes, by name, in words where words will do: job, files, cluster, versions."""
+    """Return what a plan depends on, by name: job, batch, cluster, source files and versions."""
     return {
         "job": job.rpartition("/")[2],
         "batch": f"{workload.global_batch} samples a step",
@@ -48,7 +49,7 @@ def collect_fingerprints(
 
 
 def describe_places(places: tuple[RankPlacement, ...]) -> str:
-    """Devices by node: 2 nodes of 8 x H100 SXM5 80GB.
+    """Return the devices of a plan by node, as in: 2 nodes of 8 x H100 SXM5 80GB.
 
     >>> from trimtab.spec import RankPlacement
     >>> used(tuple(RankPlacement(node=0, node_name="a", device=index, name="T4") for index in range(2)))
@@ -56,24 +57,24 @@ def describe_places(places: tuple[RankPlacement, ...]) -> str:
     """
     nodes: dict[int, dict[str, int]] = {}
     for place in places:
-        held = nodes.setdefault(place.node, {})
-        held[place.name] = held.get(place.name, 0) + 1
-    texts = [" + ".join(f"{count} x {name}" for name, count in held.items()) for held in nodes.values()]
+        counts = nodes.setdefault(place.node, {})
+        counts[place.name] = counts.get(place.name, 0) + 1
+    texts = [" + ".join(f"{count} x {name}" for name, count in counts.items()) for counts in nodes.values()]
     counted = {text: texts.count(text) for text in texts}
     return ", ".join(text if count == 1 else f"{count} nodes of {text}" for text, count in counted.items())
 
 
 def list_changes(plan: Plan, now: dict[str, str], cluster: Cluster | None) -> list[str]:
-    """What is other than the plan assumed; empty where it still holds.
+    """Return what has changed since the plan was made; empty if the plan still holds.
 
-    A cluster may have more devices than the plan uses; versions and files have to be the same.
+    A cluster may have more devices than the plan uses; versions and files must be the same.
     """
     wrong = [
-        f"{_name_key(key)} was {told}, and is {now[key]}"
+        f"{_name_key(key)} was {before}, and is {now[key]}"
         if not key.startswith(FILE_PREFIX)
         else f"{_name_key(key)} has changed"
-        for key, told in plan.fingerprints.items()
-        if key in now and key != "cluster" and now[key] != told
+        for key, before in plan.fingerprints.items()
+        if key in now and key != "cluster" and now[key] != before
     ]
     wrong += [
         f"{_name_key(key)} is gone"
@@ -94,25 +95,17 @@ def _name_key(key: str) -> str:
 
 
 def _check_cluster(plan: Plan, cluster: Cluster) -> list[str]:
-    """Whether the cluster can seat the plan, node by node, the fullest first."""
-    wanted: dict[int, dict[str, int]] = {}
+    """Return what the cluster lacks for the plan; nodes are matched with the most devices first."""
+    needed: dict[int, Counter[str]] = {}
     for place in plan.places:
-        held = wanted.setdefault(place.node, {})
-        held[place.name] = held.get(place.name, 0) + 1
-    there = []
-    for node in cluster.nodes:
-        counts: dict[str, int] = {}
-        for device in node.devices:
-            counts[device.kind] = counts.get(device.kind, 0) + 1
-        there.append(counts)
-    left = sorted(there, key=lambda one: -sum(one.values()))
-    for held in sorted(wanted.values(), key=lambda number: -sum(number.values())):
-        seat = next(
-            (one for one in left if all(one.get(name, 0) >= many for name, many in held.items())), None
-        )
+        needed.setdefault(place.node, Counter())[place.name] += 1
+    there = [Counter(device.kind for device in node.devices) for node in cluster.nodes]
+    left = sorted(there, key=lambda counts: -counts.total())
+    for counts in sorted(needed.values(), key=lambda counts: -counts.total()):
+        seat = next((node for node in left if counts <= node), None)
         if seat is None:
             found = ", ".join(
-                " + ".join(f"{many} x {name}" for name, many in one.items()) for one in there if one
+                " + ".join(f"{many} x {name}" for name, many in counts.items()) for counts in there if counts
             )
             return [f"the plan needs {describe_places(plan.places)}, and there is {found or 'no GPU'}"]
         left.remove(seat)
@@ -120,7 +113,7 @@ def _check_cluster(plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def _check_memory(plan: Plan, cluster: Cluster) -> list[str]:
-    """Whether enough devices have the memory free that the plan counted on."""
+    """Return what is missing if too few devices have the free memory that the plan needs."""
     need = plan.estimate.need_bytes
     names = {place.name for place in plan.places}
     rooms = sorted(
@@ -135,7 +128,7 @@ def _check_memory(plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def refuse_stale(plan: Plan, origin: str, wrong: list[str]) -> None:
-    """Raise for a plan that no longer holds."""
+    """Raise if there are changes since the plan was made."""
     if wrong:
         raise WrongUse(
             f"plan {origin}",
@@ -145,14 +138,14 @@ def refuse_stale(plan: Plan, origin: str, wrong: list[str]) -> None:
 
 
 def _on_option(plan: Plan) -> str:
-    """The devices of a plan as --on takes them; nothing where they are on several nodes.
+    """Return the --on option for the devices of a plan; an empty string for several nodes.
 
-    The GPUs may be others by now: without --on, a plan is for those that are here.
+    Without --on, the new plan is for the GPUs of this machine, which may differ.
     """
     names = [place.name for place in plan.places]
     if not names or any(place.node for place in plan.places):
         return ""
-    counted = "+".join(f"{names.count(fromkey)}x{fromkey}" for fromkey in dict.fromkeys(names))
+    counted = "+".join(f"{names.count(name)}x{name}" for name in dict.fromkeys(names))
     return f" --on {quote(counted)}"
 
 
