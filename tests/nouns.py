@@ -121,7 +121,7 @@ from trimtab.catalog.glossary import KINDS  # noqa: E402 - after the check that 
 from trimtab.configs.targets import COUNTS, WORDS, Knob  # noqa: E402
 from trimtab.spec.precision import DTYPE_BYTES, FLOAT32  # noqa: E402
 from trimtab.training.bad_steps import BACKWARD, BATCH, FORWARD  # noqa: E402
-from trimtab.training.fault_injection import HOME, FaultKind  # noqa: E402
+from trimtab.training.fault_injection import POINTS_BY_KIND, FaultKind  # noqa: E402
 from trimtab.training.job_queries import ANSWERS  # noqa: E402
 
 SAID = dict.fromkeys(("what", "evidence", "cause", "cure"), sentences)
@@ -160,7 +160,7 @@ FIELDS: dict[str, dict[str, Values]] = {
         "shares": st.just(()) | st.deferred(lambda: tuples(NOUNS[spec.Share], 2, 3)),
     },
     "Share": dict.fromkeys(("samples", "micro_batch", "accumulation"), few),
-    "Sizes": {"failed": st.dictionaries(few.map(str), st.tuples(few, few), max_size=2)},
+    "MicroBatchSizes": {"failed": st.dictionaries(few.map(str), st.tuples(few, few), max_size=2)},
     "Timeline": {"moments": tuples(counts, 1, 3), "peak": few},
     "Trace": {"sizes": tuples(counts, 0, 4), "beside": st.just(())},
     "World": {"rank": st.just(0)},
@@ -170,7 +170,7 @@ FIELDS: dict[str, dict[str, Values]] = {
     "Diagnosed": {**SAID, "realm": st.sampled_from(["job", "environment"])},
     "RunEnding": {"asked": st.sampled_from(["", "SIGTERM", "SIGUSR1"])},
     "Finding": SAID,
-    "FileMark": {"sha256": st.text("0123456789abcdef", min_size=64, max_size=64)},
+    "FileChecksum": {"sha256": st.text("0123456789abcdef", min_size=64, max_size=64)},
     "LaunchDefaults": {
         "sbatch": tuples(one_line.map(lambda text: f"--{text}")),
         "environment": st.dictionaries(one_line, one_line, max_size=2),
@@ -236,7 +236,7 @@ def fit_estimate(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit_fault(values: dict[str, Any]) -> dict[str, Any]:
-    return {**values, "point": ["", *HOME[values["kind"]]][values["step"] % 2]}
+    return {**values, "point": ["", *POINTS_BY_KIND[values["kind"]]][values["step"] % 2]}
 
 
 def fit_knob(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import trimtab
 from trimtab.trace import loss_check
-from trimtab.trace.loss_check import found_out, looked_at
+from trimtab.trace.loss_check import check_job, check_small_batch
 
 if TYPE_CHECKING:
     from trimtab.spec import BatchLoss
@@ -136,7 +136,7 @@ class Balanced(Classes):
 
 def verdict(job: Any) -> BatchLoss:
     torch.manual_seed(0)
-    return looked_at(job)
+    return check_job(job)
 
 
 @pytest.mark.parametrize("job", [Classes, Dropping, Normed, Tokens, Diffusion])
@@ -169,7 +169,7 @@ def test_a_small_difference_is_named_and_accepted(job: Any) -> None:
     found = verdict(job())
     assert found.additive is True
     assert found.is_near
-    assert "a small term of it looks at the whole batch, or it is a mean over" in found.why
+    assert "a small term depends on the whole batch, or the loss is a mean over" in found.why
 
 
 def test_chance_that_does_not_repeat_leaves_it_unknown() -> None:
@@ -193,11 +193,11 @@ def test_a_large_model_keeps_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
             blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(50)]
             return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 5))
 
-    monkeypatch.setattr(loss_check, "MOST_PARAMETERS", 500)
+    monkeypatch.setattr(loss_check, "MAX_PARAMETERS", 500)
     job = Deep()
     assert verdict(job).additive is False
-    assert job.seq == loss_check.SHORT
-    monkeypatch.setattr(loss_check, "MOST_PARAMETERS", 50)
+    assert job.seq == loss_check.SHORT_SEQ
+    monkeypatch.setattr(loss_check, "MAX_PARAMETERS", 50)
     found = verdict(Deep())
     assert found.additive is None
     assert "too many to run on the CPU" in found.why
@@ -208,7 +208,7 @@ def test_the_jobs_that_come_with_trimtab_are_additive_as_they_say(name: str) -> 
     job = trimtab.load(name)
     assert job.additive is True
     torch.manual_seed(0)
-    assert found_out(job).additive is True
+    assert check_small_batch(job).additive is True
 
 
 def test_what_a_job_says_wins_but_a_loss_of_its_own_does_not_inherit_it() -> None:
@@ -219,5 +219,5 @@ def test_what_a_job_says_wins_but_a_loss_of_its_own_does_not_inherit_it() -> Non
         def loss(self, model: Any, batch: Any) -> Any:
             return Contrastive.loss(self, model, batch)
 
-    assert looked_at(Stated()).why == "the job says additive = True"
+    assert check_job(Stated()).why == "the job says additive = True"
     assert verdict(Other()).additive is False

@@ -17,7 +17,7 @@ from trimtab.jobs.naics.stages import SHIPPED, find_stage, read_stages
 from trimtab.jobs.yaml_files import read_yaml
 from trimtab.spec import IncidentKind, Plan, PlannedStage, Setting, Stage, StagedPlan
 from trimtab.training.run_folder import RunFolder
-from trimtab.training.stages import StageChain, run
+from trimtab.training.stages import StageChain, run_stages
 from trimtab.training.task import RunEnding
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def test_without_a_chain_stages_come_in_the_order_of_their_names(conf: Path) -> 
         ("02_stage.yaml", f"{ONE}anchor_level: 7\n", WrongUse, "line 2.*none of 2 to 6"),
         ("02_stage.yaml", f"{ONE}anchor_level: []\n", WrongUse, "nothing is in the list"),
         ("02_stage.yaml", f"{ONE}distance_margin: far\n", WrongUse, "none of 0 to 10"),
-        ("02_stage.yaml", f"{ONE}name: ../up\n", WrongUse, "cannot be that of a folder"),
+        ("02_stage.yaml", f"{ONE}name: ../up\n", WrongUse, "cannot be the name of a folder"),
         ("02_stage.yaml", f"{ONE}name: 01_stage\n", WrongUse, "both have this name"),
         ("06_notes.yaml", "remember: this\n", WrongUse, "lies among stages"),
         (CHAIN, "chain_name: x\nstages: []\n", WrongUse, "no list of stages"),
@@ -263,17 +263,17 @@ def test_stages_follow_each_other_and_go_on_where_they_ended(tmp_path: Path) -> 
         return ended(3, asked)
 
     told: list[str] = []
-    first = run(chain, tmp_path / "out", train, told.append)
+    first = run_stages(chain, tmp_path / "out", train, told.append)
     assert first.asked == "SIGTERM"
     assert seen == [("a", ""), ("b", "a")]
-    assert run(chain, tmp_path / "out", train, told.append).step == 3
+    assert run_stages(chain, tmp_path / "out", train, told.append).step == 3
     assert seen[2:] == [("b", "a"), ("c", "b")]
     assert "stage a (1 of 3) has ended already" in told
-    events = RunFolder(root=tmp_path / "out", main=False).events()
+    events = RunFolder(root=tmp_path / "out", main=False).read_events()
     assert [event.kind for event in events] == [IncidentKind.STAGE] * 3
     assert [event.why.split()[1] for event in events] == ["a", "b", "c"]
     # All of them have ended: nothing is trained.
-    run(chain, tmp_path / "out", train, told.append)
+    run_stages(chain, tmp_path / "out", train, told.append)
     assert len(seen) == 4
 
 
@@ -288,15 +288,17 @@ def test_stages_follow_each_other_and_go_on_where_they_ended(tmp_path: Path) -> 
 )
 def test_a_folder_of_other_stages_is_refused(tmp_path: Path, change: dict[str, Any], found: str) -> None:
     chain = StageChain(job="naics", stages=(Stage(name="a"), Stage(name="b")))
-    run(chain, tmp_path, lambda *_: ended(1), lambda _: None)
+    run_stages(chain, tmp_path, lambda *_: ended(1), lambda _: None)
     with pytest.raises(WrongUse, match=found):
-        run(chain.replace(**change), tmp_path, lambda *_: ended(1), lambda _: None)
+        run_stages(chain.replace(**change), tmp_path, lambda *_: ended(1), lambda _: None)
 
 
 def test_a_folder_of_a_plain_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}", encoding="utf-8")
     with pytest.raises(WrongUse, match="a run without stages"):
-        run(StageChain(job="a", stages=(Stage(name="a"),)), tmp_path, lambda *_: ended(1), lambda _: None)
+        run_stages(
+            StageChain(job="a", stages=(Stage(name="a"),)), tmp_path, lambda *_: ended(1), lambda _: None
+        )
 
 
 @pytest.fixture
@@ -331,9 +333,9 @@ def test_training_over_two_stages_learns_survives_and_is_the_same(two: Path, tmp
     first, second = losses(calm / "01_stage"), losses(calm / "02_stage")
     assert sum(first[-4:]) < 0.4 * sum(first[:4])
     assert sum(second[-4:]) < 0.8 * sum(second[:4])
-    kinds = [event.kind for event in RunFolder(root=out / "02_stage", main=False).events()]
+    kinds = [event.kind for event in RunFolder(root=out / "02_stage", main=False).read_events()]
     assert kinds.count(IncidentKind.STAGE) == 1
-    assert len(RunFolder(root=out, main=False).events()) == 2
+    assert len(RunFolder(root=out, main=False).read_events()) == 2
     # Weights are carried on: the same stage from fresh weights begins elsewhere.
     alone = json.loads((out / "02_stage" / "run.json").read_text(encoding="utf-8"))["options"]
     trimtab.train("naics:tiny", options=alone, out=tmp_path / "alone", steps=1)

@@ -247,13 +247,13 @@ def _compute_loss(
     with _seed_random(seed), _freeze_batch_norms(test.model), torch.set_grad_enabled(gradients):
         with SameNoise(samples, seed), test.cast():
             loss = test.loss(test.model, batch)
-        gradient_lists: list[torch.Tensor | None] = []
+        loss_gradients: list[torch.Tensor | None] = []
         if gradients:
             parameters = [parameter for parameter in test.model.parameters() if parameter.requires_grad]
-            gradient_lists = list(torch.autograd.grad(loss, parameters, allow_unused=True))
+            loss_gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True))
     if test.after is not None:
         test.after()
-    return float(loss.detach()), gradient_lists
+    return float(loss.detach()), loss_gradients
 
 
 def _gradient_distance(gradient_lists: list[list[torch.Tensor | None]], shares: list[float]) -> float:
@@ -285,7 +285,7 @@ def check_additivity(  # noqa: PLR0913 - the test and its tolerance
     first = compare_halves(test, batch, samples, gradients=gradients)
     more = _compare_other_seeds(test, batch, samples) if all_seeds else None
     if first is None:
-        return BatchLoss(why="a half of the batch counts for nothing by weight()", batch_norms=norms)
+        return BatchLoss(why="weight() is 0 for a half of the batch", batch_norms=norms)
     if not all(value - value == 0 for value in (first.batch, first.mean)):
         return BatchLoss(why=f"the loss of {samples} samples is {first.batch}", batch_norms=norms)
     if _is_equal(first, rounding):
@@ -300,7 +300,7 @@ def check_additivity(  # noqa: PLR0913 - the test and its tolerance
     gaps = [result.batch - result.mean for result in (first, *more) if result is not None]
     mean_gap = sum(gaps) / len(gaps)
     if max(gaps) - min(gaps) > 2 * abs(mean_gap):
-        why = "the loss is random in a way that does not repeat for halves of a batch"
+        why = "the loss is too random to compare a batch with its halves"
         return BatchLoss(gap=first.gap, why=why, batch_norms=norms)
     return _describe_difference(first, samples, norms)
 
@@ -329,8 +329,8 @@ def _describe_difference(result: HalvesResult, samples: int, norms: int) -> Batc
         why = f"{numbers}: it compares samples of a batch with each other"
     else:
         why = (
-            f"{numbers} ({100 * result.gap:.2g} % apart): a small term of it looks at the whole batch, or it "
-            "is a mean over something that weight() does not count"
+            f"{numbers} ({100 * result.gap:.2g} % apart): a small term depends on the whole batch, or the "
+            "loss is a mean over something that weight() does not count"
         )
     return BatchLoss(
         additive=not refused,

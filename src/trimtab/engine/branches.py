@@ -114,8 +114,12 @@ def compute_branch_loss(job: Any, model: nn.Module, batch: Any, own: str) -> Any
             cure="Leave out the branches whose submodule is false, as in `if model.other:`.",
         ) from error
     if not isinstance(terms, dict) or own not in terms:
-        found = f"it returned {', '.join(map(repr, terms))}" if isinstance(terms, dict) else "it is no dict"
+        found = (
+            f"it returned {', '.join(map(repr, terms))}" if isinstance(terms, dict) else "it is not a dict"
+        )
         raise JobFailed(
-            "losses()", found=f"it has no term for branch {own!r}: {found}", cure="Return them all."
+            "losses()",
+            found=f"it has no term for branch {own!r}: {found}",
+            cure="Return a dict with a loss for every branch.",
         )
     return terms[own]

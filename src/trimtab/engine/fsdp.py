@@ -149,7 +149,7 @@ class ShardedGradients:
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.max_arrivals = len(self._units)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._keeps_whole = self._can_keep_whole()
+        self._keeps_unsharded = self._can_keep_unsharded()
         self._key: tuple[bool, ...] | None = None
         self._done = 0
         self._clean = True
@@ -162,7 +162,7 @@ class ShardedGradients:
                 module.set_custom_all_gather(_Gather(self._log))
                 module.set_custom_reduce_scatter(_Scatter(self._log, unit))
 
-    def _can_keep_whole(self) -> bool:
+    def _can_keep_unsharded(self) -> bool:
         """Return whether unsharded gradients fit in memory while micro-batches accumulate.
 
         If not, every micro-batch reduce-scatters its gradients.
@@ -259,7 +259,7 @@ class ShardedGradients:
     def _kinds(self, count: int) -> list[tuple[bool, bool]]:
         """Return for each of `count` micro-batches (does it send its gradients, is it the last)."""
         lasts = [number == count - 1 for number in range(count)]
-        return [(last or not self._keeps_whole, last) for last in lasts]
+        return [(last or not self._keeps_unsharded, last) for last in lasts]
 
     def _save_sequence(self) -> None:
         """Store the collectives of the pass that has just succeeded."""
@@ -307,7 +307,7 @@ def issue_collectives(collectives: list[Collective], device: torch.device) -> No
         if collective.gathers:
             gather(output, source, collective.group)
             continue
-        # Sums of zeros with what the others sent would grow from one collective to the next.
+        # Zero the input again: sums of earlier collectives could accumulate in it.
         source.zero_()
         scatter(output, source, collective.group, dist.ReduceOp.SUM)
         if collective.all_reduce_group is not None:

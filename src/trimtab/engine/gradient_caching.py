@@ -135,7 +135,7 @@ def make_surrogate_loss(embeddings: Embeddings, gradients: list[torch.Tensor | N
     if not terms:
         raise JobFailed(
             "embed() and loss_of()",
-            found="no trainable parameter has a part in the embeddings that the loss uses",
+            found="the embeddings that the loss uses do not depend on any trainable parameter",
             cure="Let loss_of() use what embed() computes with the model.",
         )
     return torch.stack(terms).sum() if len({term.dtype for term in terms}) == 1 else sum(terms[1:], terms[0])

@@ -194,7 +194,7 @@ class Reducer:
                 if bucket.sent:
                     raise JobFailed(
                         "backward()",
-                        found="a parameter got a second gradient after its first had been sent to the others",
+                        found="a parameter got a second gradient after its first was sent to other ranks",
                         cure="Use torch.utils.checkpoint with use_reentrant=False.",
                     )
                 return

@@ -40,8 +40,8 @@ class RemoteValue(torch.Tensor):
         if getattr(func, "__name__", "") == "__get__":
             return super().__torch_function__(func, types, args, kwargs or {})
         raise _make_error(
-            f"{getattr(func, '__name__', func)} computes with what a block returns that another rank has",
-            f"Let only the next block use what a block returns. {_CURE}",
+            f"{getattr(func, '__name__', func)} uses the output of a block on another rank",
+            f"Only the next block may use the output of a block. {_CURE}",
         )
 
 
@@ -124,7 +124,7 @@ class BlockRelay:
             if not isinstance(output, torch.Tensor):
                 raise _make_error(
                     f"{self.name}.{number} returns a {type(output).__name__}",
-                    f"Let a block return the one tensor that the next one takes. {_CURE}",
+                    f"A block must return the one tensor that the next block takes. {_CURE}",
                 )
             self._last_output = output
 
@@ -154,8 +154,8 @@ class BlockRelay:
             )
         if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
             raise _make_error(
-                f"{self.name}.{number} is not given a tensor first",
-                f"Let a block take first what the one before it returned. {_CURE}",
+                f"the first argument of {self.name}.{number} is not a floating-point tensor",
+                f"The first argument of a block must be the output of the block before it. {_CURE}",
             )
         self._next = number + 1
 
@@ -163,7 +163,7 @@ class BlockRelay:
         if value is not self._last_output:
             raise _make_error(
                 f"something is computed between {self.name}.{self.stop - 1} and {self.name}.{self.stop}",
-                f"Let a block take first what the one before it returned. {_CURE}",
+                f"The first argument of a block must be the output of the block before it. {_CURE}",
             )
         raise StageEnded(value)
 

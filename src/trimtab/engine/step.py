@@ -190,7 +190,9 @@ def arrange_model(  # noqa: PLR0913 - hooks for the differences between tracing 
         register_entries(model, entries)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise JobFailed("model()", found="no parameter of it takes a gradient", cure="Leave some unfrozen.")
+        raise JobFailed(
+            "model()", found="none of its parameters is trainable", cure="Leave some parameters unfrozen."
+        )
     built_optimizer = optimizer(parameters)
     if sharded:
         use_foreach_for_shards(built_optimizer)
@@ -364,5 +366,5 @@ def check_loss(loss: Any) -> None:
         elif loss.dim():
             found = f"it returned a tensor of shape {tuple(loss.shape)}"
         else:
-            found = "it returned a number that no parameter has a part in"
+            found = "it returned a number that does not depend on any parameter"
         raise JobFailed("loss()", found=found, cure="Return a scalar tensor that depends on the model.")

@@ -66,15 +66,15 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def from_json(cls, text: str | bytes, *, origin: str = "JSON") -> Self:
         """Return the value from JSON text; raise BrokenFile, which names `origin`."""
         name = cls.__name__
-        cure = f"Give a file that trimtab wrote, whole, or make the {name} again."
+        cure = f"Give a complete file that trimtab wrote, or make the {name} again."
         try:
             return cls.from_builtins(msgspec.json.decode(text))
         except msgspec.ValidationError as error:
             found = f"it is JSON, but not a {name}: {error}"
             if "unknown field" in str(error):
                 cure = (
-                    "It may have been written by another version of trimtab: read it with that one, or make "
-                    f"the {name} again with this one."
+                    "It may have been written by another version of trimtab: read it with that version, or "
+                    f"make the {name} again with this one."
                 )
         except RecursionError:
             found = f"it is nested deeper than any {name}"

@@ -78,7 +78,11 @@ class MfuReference(Noun, frozen=True, kw_only=True):
 
     def faults(self) -> list[str]:
         """Check that the range is within 0 to 1."""
-        return [] if 0 < self.low <= self.high <= 1 else [f"{self.low} to {self.high} is no range of shares"]
+        return (
+            []
+            if 0 < self.low <= self.high <= 1
+            else [f"{self.low} to {self.high} is not a range within 0 to 1"]
+        )
 
 
 class Verdict(StrEnum):

@@ -211,7 +211,7 @@ class Stage(Noun, frozen=True, kw_only=True):
         """Check that the name is valid for a folder and that counts are positive."""
         wrong = check_minimum(1, epochs=self.epochs) + check_minimum(0, rate=self.rate)
         if not _NAME.fullmatch(self.name):
-            wrong.append(f"name {self.name!r} cannot be that of a folder")
+            wrong.append(f"name {self.name!r} cannot be the name of a folder")
         return wrong
 
 
@@ -307,9 +307,9 @@ class Launch(Noun, frozen=True, kw_only=True):
         """Check that the command is not empty, a script has a file, and every reason has a variable."""
         wrong = [] if self.command and self.command[0] else ["command is empty"]
         if (self.script is None) != (self.script_file is None):
-            wrong.append("a script and the file for it go together")
+            wrong.append("script and script_file must both be set, or neither")
         return wrong + [
-            f"there is a reason for {name}, and no such variable"
+            f"there is a reason for {name}, but no such variable"
             for name in self.why
             if name not in self.environment
         ]
