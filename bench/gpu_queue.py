@@ -355,11 +355,11 @@ def measure(name: str) -> dict[str, Any]:
     import torch
 
     from trimtab.exams.measure import measure_rank
-    from trimtab.jobs.load import load
+    from trimtab.jobs.load import load_job
     from trimtab.trace.server import import_ahead
 
     case = case_named(name)
-    job = load(case.job_name, case.options)
+    job = load_job(case.job_name, case.options)
     # Imports take longer than the steps, and need no lock.
     import_ahead(job)
     torch.zeros(1, device="cuda")
@@ -467,16 +467,16 @@ def read_results(out: Path) -> list[dict[str, Any]]:
 
 def predict(case: QueuedCase) -> dict[str, float]:
     """Today's prediction of a case."""
-    from trimtab.catalog.clusters import stated
-    from trimtab.predict.estimate import estimate
+    from trimtab.catalog.clusters import parse_cluster
+    from trimtab.predict.estimate import estimate_trace
     from trimtab.trace.request import TraceRequest
-    from trimtab.trace.tracer import traced
+    from trimtab.trace.tracer import trace_setting
 
-    cluster = stated(f"{case.setting.gpus}x{DEVICE}")
+    cluster = parse_cluster(f"{case.setting.gpus}x{DEVICE}")
     request = TraceRequest(
         job=case.job_name, overrides=case.options, setting=case.setting, device=cluster.devices[0]
     )
-    found = estimate(traced(request), case.setting, cluster.devices[0], cluster=cluster)[0]
+    found = estimate_trace(trace_setting(request), case.setting, cluster.devices[0], cluster=cluster)[0]
     step_s = found.step_s
     if step_s is not None and found.step_time is not None:
         # Ranks of many are measured alone, with collectives that move nothing.
@@ -542,7 +542,7 @@ def compare(out: Path, only: str, predictions: Path) -> None:
         sizes = [abs(value) for value in values]
         print(
             f"{name}: {len(values)} cases, median {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, "
-            f"furthest too low {min(0.0, *values):.2%}"
+            f"largest underestimate {min(0.0, *values):.2%}"
         )
 
 

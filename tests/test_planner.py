@@ -379,11 +379,11 @@ def test_a_tie_goes_to_the_simpler_strategy_and_says_so() -> None:
     assert plan.choice.strategy is Strategy.DDP
     assert "less simple" in fsdp.why
     told = {reason.subject: reason.why for reason in plan.reasons}
-    assert "fsdp would take 423 ms (-1.2%), and within 2% predictions cannot tell" in told["strategy"]
+    assert "fsdp would take 423 ms (-1.2%); the difference is within 2%, below the prediction error" in told["strategy"]
     # Where it is clearly faster it is taken, and nothing is said of ties.
     clear = planned("4xA100-40GB", Law(static_bytes=18 * GIB, sample_flops=1e11), pins={"gpus": 4})
     assert clear.choice.strategy is Strategy.FSDP
-    assert "cannot tell" not in " ".join(reason.why for reason in clear.reasons)
+    assert "prediction error" not in " ".join(reason.why for reason in clear.reasons)
 
 
 def test_a_second_gpu_that_saves_next_to_nothing_is_left_free() -> None:
@@ -522,7 +522,7 @@ def test_a_device_of_unknown_speed_gets_a_plan_without_times() -> None:
     assert plan.choice.precision is Precision.FP32
     assert plan.estimate.step_s is None
     assert plan.choice.recompute is Recompute.NONE
-    assert "not known" in plan.recommendation
+    assert "The time is unknown" in plan.recommendation
     assert len(law.asked) < 20
 
 
@@ -1087,10 +1087,10 @@ def test_plans_and_estimates_come_from_the_cache(monkeypatch: pytest.MonkeyPatch
         return estimate_trace(trace, setting, *others, **more)
 
     monkeypatch.setattr("trimtab.planner.estimator.judge", counting)
-    monkeypatch.setattr(plans, "traces", traces)
-    monkeypatch.setattr(plans, "is_known", lambda *_: True)
-    monkeypatch.setattr(plans, "summary", lambda *_, **__: workload())
-    monkeypatch.setattr(plans, "batch_loss", lambda *_, **__: spec.BatchLoss(additive=True))
+    monkeypatch.setattr(plans, "get_traces", traces)
+    monkeypatch.setattr(plans, "has_summary", lambda *_: True)
+    monkeypatch.setattr(plans, "summarize_job", lambda *_, **__: workload())
+    monkeypatch.setattr(plans, "check_batch_loss", lambda *_, **__: spec.BatchLoss(additive=True))
 
     def make(*, cache: bool = True, **policy: Any) -> Plan:
         asked.clear()
@@ -1181,8 +1181,8 @@ def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
 @pytest.mark.parametrize(
     ("least", "text"),
     [
-        (16.0, "cannot be better than the choice, 16 s a step at the very least"),
-        (15.4, "at most 1.9% faster than the choice, which predictions cannot tell; the choice is simpler"),
+        (16.0, "cannot be better than the choice, at least 16 s a step"),
+        (15.4, "at most 1.9% faster than the choice, below the prediction error; the choice is simpler"),
         (0.0, "cannot be better than the choice"),
     ],
 )
