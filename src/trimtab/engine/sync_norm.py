@@ -62,7 +62,7 @@ class SharedStatistics:
     """State that the synchronised layers of a model share; it runs their collectives."""
 
     in_collective = False
-    """Whether a layer of this process is in a collective: tells a tracer that it is not one of gradients."""
+    """Whether a layer of this process is in a collective; a tracer reads it to exclude gradients."""
 
     def __init__(self) -> None:
         self.is_counted = True
@@ -72,16 +72,16 @@ class SharedStatistics:
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of all ranks, one row per rank."""
-        with self._run_collective(values, gathers=True):
+        with self._mark_collective(values, gathers=True):
             return gather_values(values)
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace values by their sum over all ranks."""
-        with self._run_collective(values, gathers=False):
+        with self._mark_collective(values, gathers=False):
             dist.all_reduce(values)
 
     @contextlib.contextmanager
-    def _run_collective(self, values: torch.Tensor, *, gathers: bool) -> Iterator[None]:
+    def _mark_collective(self, values: torch.Tensor, *, gathers: bool) -> Iterator[None]:
         if self.record is not None:
             self.record(NormCollective(gathers, values.numel(), values.dtype))
         SharedStatistics.in_collective = True
@@ -125,11 +125,6 @@ def synchronise_batch_norms(model: nn.Module) -> SharedStatistics | None:
         layer.__dict__["_trimtab_statistics"] = statistics
         layer.__class__ = _extend_class(type(layer), _Synchronised)  # type: ignore[arg-type]
     return statistics
-
-
-def is_synchronised(module: nn.Module) -> bool:
-    """Return whether a layer computes its statistics over all ranks."""
-    return isinstance(module, _Synchronised)
 
 
 class _Synchronised:

@@ -44,7 +44,7 @@ class Peaks(Noun, frozen=True, kw_only=True):
     fp16: float | None = None
     """fp16 inputs, fp32 accumulation."""
     bf16: float | None = None
-    """bf16 inputs, fp32 accumulation; None where bf16 is only emulated."""
+    """bf16 inputs, fp32 accumulation; None if bf16 is only emulated."""
     fp8: float | None = None
     """fp8 inputs; no trimtab precision uses it yet."""
 
