@@ -1,4 +1,4 @@
-"""Writes down what happens: rank 0 into the folder and onto the terminal, the others through rank 0."""
+"""Event log of a run: rank 0 writes the incidents of all ranks to the run folder and the terminal."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from trimtab.training.step_log import StepLog
 
 STOPPED = "the run is stopped"
-"""How the answer begins that ends a run for its numbers."""
+"""Start of the text of the incident that ends a run because of bad steps."""
 LONGEST_ERROR = 500
-"""Letters of an error that an event repeats."""
+"""Characters of an error that an event repeats."""
 
 
 def _format_processes(count: int) -> str:
@@ -44,8 +44,8 @@ def make_next_attempt(  # noqa: PLR0913 - what an attempt knows of itself
     host: str,
     pid: int,
 ) -> Attempt:
-    """An attempt after another one, or the first; `seen_s` is when the one before last left a trace."""
-    found = Attempt(
+    """Make the record of a new attempt; `before` is the last one, which wrote its log last at `seen_s`."""
+    attempt = Attempt(
         procs=procs,
         nodes=nodes,
         began_s=now_s,
@@ -56,10 +56,10 @@ def make_next_attempt(  # noqa: PLR0913 - what an attempt knows of itself
         pid=pid,
     )
     if before is None:
-        return found
-    # One that ended without a word is over by the time it last wrote something.
+        return attempt
+    # An attempt that was killed is taken to have ended when it last wrote something.
     took_s = max(0.0, (before.at_s if before.state == "ended" else max(before.at_s, seen_s)) - before.began_s)
-    return found.replace(
+    return attempt.replace(
         attempt=before.attempt + 1,
         earlier_s=before.earlier_s + took_s,
         earlier_proc_s=before.earlier_proc_s + took_s * before.procs,
@@ -67,10 +67,10 @@ def make_next_attempt(  # noqa: PLR0913 - what an attempt knows of itself
 
 
 def describe_requeue(before: Attempt | None, now: Attempt, env: Mapping[str, str]) -> str:
-    """How the scheduler came to start the job again, in words; empty where it did not.
+    """Describe how the scheduler started the job again; return '' if it did not.
 
-    >>> one = Attempt(job_id="7", state="ended")
-    >>> requeued(one, one.replace(restarts=1), {"SLURM_JOB_NODELIST": "n1"})
+    >>> last = Attempt(job_id="7", state="ended")
+    >>> describe_requeue(last, last.replace(restarts=1), {"SLURM_JOB_NODELIST": "n1"})
     'Slurm has requeued job 7 (restart 1), which now runs on n1'
     """
     if before is None or now.job_id is None or before.job_id != now.job_id or now.restarts <= before.restarts:
@@ -89,27 +89,27 @@ class EventLog:
         self.folder = folder
         self.step_log = step_log
         self.step = 0
-        """The step that an incident strikes at where it does not say so itself."""
+        """The step of incidents that do not name one."""
         self.pending: list[Incident] = []
-        """What happened on this rank and is not in the folder yet."""
+        """Incidents of this rank that rank 0 does not have yet."""
         self.written: list[Incident] = []
-        """What has been written in this attempt."""
+        """Incidents that were written in this attempt."""
         self.attempt = Attempt()
 
     def record(self, kind: IncidentKind, why: str, done: str, *, step: int | None = None) -> None:
-        """An incident that all ranks know of."""
+        """Record an incident that all ranks know of; only rank 0 writes it."""
         if self.world.is_main:
             at = self.step if step is None else step
             self.write(Incident(kind=kind, at_s=time.time(), step=at, rank=0, why=why, done=done))
 
     def write(self, incident: Incident) -> None:
-        """Put an incident on record, on rank 0."""
+        """Write an incident to the folder and the terminal; called on rank 0 only."""
         self.written.append(incident)
         self.folder.log_event(incident)
         self.step_log.show_event(incident)
 
     def record_local(self, incident: Incident) -> None:
-        """Take what happened on this rank, where steps are counted from 0."""
+        """Record an incident of this rank, whose step counts from 0."""
         counted = incident.replace(step=None if incident.step is None else incident.step + 1)
         if self.world.is_main:
             self.write(counted)
@@ -117,14 +117,14 @@ class EventLog:
             self.pending.append(counted)
 
     def gather_incidents(self) -> None:
-        """Bring what happened on other ranks to rank 0; all ranks call it."""
-        told = gather_values(self.world, [new.to_json() for new in self.pending])
+        """Send the incidents of other ranks to rank 0, which writes them; all ranks call it."""
+        gathered = gather_values(self.world, [incident.to_json() for incident in self.pending])
         self.pending = []
-        for text in (text for texts in told for text in texts):
+        for text in (text for texts in gathered for text in texts):
             self.write(Incident.from_json(text))
 
     def begin_attempt(self) -> None:
-        """Note that an attempt is under way, and say so where the one before ended without a word."""
+        """Write that an attempt has begun; record whether the last one was killed, requeued or resized."""
         if not self.world.is_main:
             return
         before = self._read_attempt()
@@ -163,13 +163,13 @@ class EventLog:
         self._write_attempt("running")
 
     def set_total_steps(self, steps: int) -> None:
-        """Note how long the run is, for whoever looks at its folder."""
+        """Write the number of steps of the run, for readers of its folder."""
         if self.world.is_main:
             self.attempt = self.attempt.replace(steps=steps)
             self._write_attempt("running")
 
     def end_attempt(self, error: BaseException | None = None) -> None:
-        """Note how the attempt ended, as far as it is known."""
+        """Write that the attempt ended, and why."""
         if not self.world.is_main or (error is not None and is_lost_peer(error)):
             return
         if isinstance(error, TrimtabError):
@@ -180,11 +180,11 @@ class EventLog:
         self._write_attempt("ended")
         checkpoints = self.folder.checkpoints
         if error is not None and not self.folder.read_lines() and not any(checkpoints.iterdir()):
-            # A run that never took a step lays no claim to its folder.
+            # A run without a step does not own its folder: another job may use it.
             (self.folder.root / "run.json").unlink(missing_ok=True)
 
     def _log_failure(self, error: TrimtabError) -> None:
-        """Keep an error for whoever has only the folder; the ladder has told its own."""
+        """Write an error to the folder; the stop because of bad steps is written already."""
         if self.written and STOPPED in self.written[-1].done:
             return
         why = " ".join(f"{error.given}: {error.found}".split())[:LONGEST_ERROR]
@@ -202,7 +202,7 @@ class EventLog:
 
 
 def _read_write_time(file: Path) -> float:
-    """When a file was last written, in seconds since 1970."""
+    """Return when a file was last written, in seconds since 1970; 0 if there is none."""
     try:
         return file.stat().st_mtime
     except OSError:

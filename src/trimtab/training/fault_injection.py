@@ -1,13 +1,13 @@
-"""Drills: faults that strike a run on purpose, so that people can see it survive them before it has to.
+"""Fault injection: let a run fail on purpose, to see that it recovers.
 
-`trimtab train JOB --faults FILE` reads a list of them:
+`trimtab train JOB --faults FILE` reads a list of faults:
 
     [{"kind": "out-of-memory", "step": 3, "rank": 1, "point": "backward"},
      {"kind": "not-a-number", "step": 5},
      {"kind": "kill", "step": 8, "rank": 1}]
 
-Each strikes once, at the first chance from its step on, also when the step is computed again or the run is
-restarted: the run folder remembers which have struck.
+Each fault happens once, at its step or the first chance after it. The run folder records which have happened,
+so that none is repeated when a step is computed again or the run is restarted.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POINTS = ("forward", "backward", "optimizer", "gradient", "write", "checkpoint")
-"""Where a fault may strike: in a step, before a checkpoint is written, and after it was."""
+"""Where a fault may happen: in a step, before a checkpoint is written (write), after it (checkpoint)."""
 FAULTS_FOLDER = "faults"
-"""The folder inside of a run's that remembers."""
+"""Folder in the run folder with an empty file for each fault that has happened."""
 
 
 class FaultKind(StrEnum):
@@ -38,15 +38,15 @@ class FaultKind(StrEnum):
 
     OUT_OF_MEMORY = "out-of-memory"
     NOT_A_NUMBER = "not-a-number"
-    """The gradient of one rank is bad, once."""
+    """The gradient of one rank is NaN once."""
     KILL = "kill"
-    """As kill -9: no last words."""
+    """SIGKILL to one rank, as with kill -9."""
     TERMINATE = "terminate"
     """SIGTERM to one rank, as from a scheduler."""
     WARN = "warn"
-    """SIGUSR1 to one rank, as from Slurm before the limit."""
+    """SIGUSR1 to one rank, as from Slurm before the time limit."""
     SLOW = "slow"
-    """One rank stops for a while."""
+    """One rank sleeps for `seconds`."""
     TORN_CHECKPOINT = "torn-checkpoint"
     """The newest checkpoint loses half of a file."""
     FULL_DISK = "full-disk"
@@ -63,27 +63,27 @@ POINTS_BY_KIND = {
     FaultKind.TORN_CHECKPOINT: ("checkpoint",),
     FaultKind.FULL_DISK: ("write",),
 }
-"""Where each kind can strike; the first is where it does unless the schedule says otherwise."""
+"""Where each kind can happen; the first is the default."""
 
 
 class Fault(Noun, frozen=True, kw_only=True):
-    """One thing that goes wrong, when and on which rank."""
+    """One fault of a schedule: what, when and on which rank."""
 
     kind: FaultKind
     step: int
-    """The optimizer step, from 1, at which it strikes, or the first chance after it."""
+    """The optimizer step, from 1, at which it happens, or the first chance after it."""
     rank: int = 0
     point: str = ""
     seconds: float = 1.0
-    """How long a slow rank stops."""
+    """How long a slow rank sleeps."""
 
     @property
     def place(self) -> str:
-        """Where in the step it strikes."""
+        """The point at which it happens."""
         return self.point or POINTS_BY_KIND[self.kind][0]
 
     def faults(self) -> list[str]:
-        """A point that its kind has."""
+        """List what is wrong: negative numbers, or a point that its kind does not have."""
         wrong = check_minimum(0, step=self.step, rank=self.rank, seconds=self.seconds)
         if self.point and self.point not in POINTS_BY_KIND[self.kind]:
             wrong.append(
@@ -93,7 +93,7 @@ class Fault(Noun, frozen=True, kw_only=True):
 
 
 def read_faults(file: Path) -> tuple[Fault, ...]:
-    """A schedule from its file."""
+    """Read a schedule of faults from a file."""
     cure = 'Write a JSON list such as [{"kind": "kill", "step": 8, "rank": 1}].'
     try:
         return msgspec.json.decode(file.read_bytes(), type=tuple[Fault, ...])
@@ -108,28 +108,28 @@ def read_faults(file: Path) -> tuple[Fault, ...]:
 
 
 class FaultInjector:
-    """A schedule at work in one rank. `at` is called wherever a fault may strike."""
+    """Injects the faults of a schedule into one rank; `at` is called wherever a fault may happen."""
 
     def __init__(self, schedule: Iterable[Fault], folder: Path) -> None:
         self.folder = folder / FAULTS_FOLDER
         self.folder.mkdir(exist_ok=True)
         done = {path.name for path in self.folder.iterdir()}
-        self.left = [(f"{number:04d}", fault) for number, fault in enumerate(schedule)]
-        self.left = [(name, one) for name, one in self.left if name not in done]
+        numbered = [(f"{number:04d}", fault) for number, fault in enumerate(schedule)]
+        self.pending = [(name, fault) for name, fault in numbered if name not in done]
 
     def at(self, point: str, step: int, rank: int) -> str | None:
-        """Strike, if something is due here: raises, stops, dies, or returns a word that the caller acts on.
+        """Inject the fault that is due here, if any: raise, sleep or send a signal.
 
-        "nan" asks for a bad gradient, "tear" for a torn checkpoint.
+        Returns "nan" if the caller has to make the gradient bad, "tear" if it has to damage a checkpoint.
         """
-        for name, one in self.left:
-            if one.place == point and one.rank == rank and one.step <= step and self._takes(name):
-                self.left.remove((name, one))
-                return _strike(one)
+        for name, fault in self.pending:
+            if fault.place == point and fault.rank == rank and fault.step <= step and self._claim(name):
+                self.pending.remove((name, fault))
+                return _inject(fault)
         return None
 
-    def _takes(self, name: str) -> bool:
-        """Note that a fault strikes now; False where it has before."""
+    def _claim(self, name: str) -> bool:
+        """Record that a fault happens now; return False if it has happened before."""
         try:
             os.close(os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
@@ -137,7 +137,7 @@ class FaultInjector:
         return True
 
 
-def _strike(fault: Fault) -> str | None:
+def _inject(fault: Fault) -> str | None:
     if fault.kind is FaultKind.OUT_OF_MEMORY:
         import torch
 
@@ -149,19 +149,19 @@ def _strike(fault: Fault) -> str | None:
     if fault.kind is FaultKind.SLOW:
         time.sleep(fault.seconds)
         return None
-    sent = {
+    signals = {
         FaultKind.KILL: signal.SIGKILL,
         FaultKind.TERMINATE: signal.SIGTERM,
         FaultKind.WARN: signal.SIGUSR1,
     }
-    if fault.kind in sent:
-        os.kill(os.getpid(), sent[fault.kind])
+    if fault.kind in signals:
+        os.kill(os.getpid(), signals[fault.kind])
         return None
     return "nan" if fault.kind is FaultKind.NOT_A_NUMBER else "tear"
 
 
 def tear_checkpoint(checkpoints: Path) -> Path | None:
-    """Cut the largest file of the newest checkpoint in half; None where there is none."""
+    """Cut the largest file of the newest checkpoint in half; return it, or None if there is none."""
     folders = sorted(
         (path for path in checkpoints.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns
     )

@@ -1,8 +1,7 @@
-"""Small questions to a job, asked of a child process that runs its code; answers are cached.
+"""Query a job in a child process that runs its code, and cache the answers.
 
-Whether it can be trained, before anything is started or queued; and of which classes its modules are, where
-their names alone tell nobody which is meant. A job whose file is not here, or whose code fails, has no
-answer: its run will tell.
+There are two queries: can the job be trained, and what are the classes of its modules? A job whose file is
+missing or whose code fails has no answer; its run reports the error.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CACHES = {TRAINABLE: JOB_FAULTS, CLASSES: MODULE_CLASSES}
 
 
 class JobQuery(Noun, frozen=True, kw_only=True):
-    """What is asked of which job."""
+    """A query (TRAINABLE or CLASSES) and its job."""
 
     what: str
     job: str
@@ -37,39 +36,37 @@ class JobQuery(Noun, frozen=True, kw_only=True):
 
 
 def find_job_fault(job: str, options: dict[str, Any], *, cache: bool = True) -> JobFailed | None:
-    """Why a run of the job would end before its first step; None where nothing is known against it."""
+    """Return the error that a run of the job would end with before its first step; None if none is known."""
     if comes_with_trimtab(job):
         return None
-    said = _ask_job(JobQuery(what=TRAINABLE, job=job, overrides=options), cache=cache)
-    return JobFailed(**said) if said else None
+    error = _ask_job(JobQuery(what=TRAINABLE, job=job, overrides=options), cache=cache)
+    return JobFailed(**error) if error else None
 
 
 def list_module_classes(job: str, options: dict[str, Any], *, cache: bool = True) -> dict[str, str]:
-    """The class of every module of the job's model, by its path; empty where that cannot be told."""
+    """Return the class of every module of the job's model by its path; empty if the job has no answer."""
     return _ask_job(JobQuery(what=CLASSES, job=job, overrides=options), cache=cache)
 
 
-def _ask_job(question: JobQuery, *, cache: bool) -> dict[str, str]:
-    place = question.job.rpartition(":")[0]
+def _ask_job(query: JobQuery, *, cache: bool) -> dict[str, str]:
+    place = query.job.rpartition(":")[0]
     if place.endswith(".py") and not Path(place).is_file():
         return {}
-    kind, key = CACHES[question.what], named_job_key(NamedJob(job=question.job, overrides=question.overrides))
+    kind, key = CACHES[query.what], named_job_key(NamedJob(job=query.job, overrides=query.overrides))
     cached = kind.load(key, msgspec.json.Decoder(dict[str, str]).decode) if cache else None
     if cached is not None:
         return cached
     try:
-        said = ask(
-            "trimtab.training.job_queries", question, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S
-        )
+        reply = ask("trimtab.training.job_queries", query, {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=TIMEOUT_S)
     except TrimtabError:
         return {}
-    found = msgspec.convert(said["answer"], dict[str, str])
-    kind.store(key, msgspec.json.encode(found))
-    return found
+    answer = msgspec.convert(reply["answer"], dict[str, str])
+    kind.store(key, msgspec.json.encode(answer))
+    return answer
 
 
 def _find_training_fault(job: Any, name: str) -> dict[str, str]:
-    """The error of a job that cannot be trained, in its three parts."""
+    """Return the three parts of the error of a job that cannot be trained; else an empty dict."""
     try:
         check_trainable(job, name)
     except JobFailed as error:
@@ -78,7 +75,7 @@ def _find_training_fault(job: Any, name: str) -> dict[str, str]:
 
 
 def _list_classes(job: Any, _: str) -> dict[str, str]:
-    """Built without memory: only the names are wanted."""
+    """Return the module classes by path, from a model on the meta device."""
     import torch
 
     with torch.device("meta"):
@@ -93,9 +90,9 @@ ANSWERS: dict[str, Callable[[Any, str], dict[str, str]]] = {
 
 
 def _serve_query(text: str, say: SendAnswer) -> None:
-    question = JobQuery.from_json(text)
-    job = load_job(question.job, question.overrides)
-    say(msgspec.json.encode({"answer": ANSWERS[question.what](job, question.job)}))
+    query = JobQuery.from_json(text)
+    job = load_job(query.job, query.overrides)
+    say(msgspec.json.encode({"answer": ANSWERS[query.what](job, query.job)}))
 
 
 if __name__ == "__main__":

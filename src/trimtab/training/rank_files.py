@@ -1,7 +1,7 @@
-"""Notes between the process that people started and the ranks it started in turn.
+"""Files by which ranks and the `trimtab train` that started them exchange errors and stop requests.
 
-torchrun restarts ranks that fail, whatever they fail of, and tells its parent no more than that. So ranks
-leave a note where a restart would not help, and their successors find it and end at once.
+torchrun restarts ranks after any failure and does not say what failed. So a rank writes a file if a restart
+would not help; restarted ranks see it and end at once.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FOLDER_VARIABLE = "TRIMTAB_CONTROL"
-"""The variable that names the folder to the ranks."""
+"""Environment variable with the folder of the files."""
 LEADER_VARIABLE = "TRIMTAB_LEADER"
-"""The variable that names the process which ends the whole run when it is asked to."""
+"""Environment variable with the id of the process that ends the whole run when it gets a signal."""
 SINCE_VARIABLE = "TRIMTAB_CONTROL_SINCE"
-"""From when on notes count, where the folder is older than the attempt."""
+"""Environment variable with a time in ns: older files are of an earlier attempt and are ignored."""
 OWN_VARIABLE = "TRIMTAB_CONTROL_OWN"
-"""What the notes of one node are called, where several share the folder."""
+"""Environment variable with a name for the files of this node, if several nodes share the folder."""
 LAUNCHER_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
-"""Variables of a launcher, which must not leak into what is launched from here."""
+"""Variables of a launcher, which child processes must not inherit."""
 LOST_PEER_CODE = 75
-"""Exit code of a rank whose peers are gone: try again, as sysexits.h has it."""
+"""Exit code of a rank whose peers are gone: EX_TEMPFAIL ("try again") of sysexits.h."""
 LOST_PEER_MESSAGES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -43,13 +43,13 @@ LOST_PEER_MESSAGES = (
     "remote process has exited",
     "watchdog caught collective operation timeout",
 )
-"""How torch's backends say that another rank is gone."""
+"""Parts of the messages of torch's backends when another rank is gone."""
 REPEATED_CRASHES = 3
-"""Crashes alike in a row, with no step between them, that make a bug."""
+"""Equal crashes at the same step after which no restart is tried."""
 
 
 class RankFailure(NamedTuple):
-    """The rank that failed first, and what it had to say."""
+    """The rank that failed first, with its traceback."""
 
     rank: int | None
     host: str
@@ -57,7 +57,7 @@ class RankFailure(NamedTuple):
 
 
 class RankFiles:
-    """A folder of notes; those from before `since_ns` are of an earlier attempt."""
+    """A folder of files between ranks; those from before `since_ns` are of an earlier attempt."""
 
     def __init__(self, folder: Path, *, since_ns: int = 0, own: str = "") -> None:
         self.folder = folder
@@ -65,88 +65,90 @@ class RankFiles:
         self.own = own
 
     def variables(self) -> dict[str, str]:
-        """What ranks need to find it."""
+        """Return the environment variables by which ranks find the folder."""
         return {FOLDER_VARIABLE: str(self.folder), SINCE_VARIABLE: str(self.since_ns), OWN_VARIABLE: self.own}
 
     def is_over(self) -> bool:
-        """Whether a rank that starts now has nothing to do."""
+        """Return whether the run has failed or is stopping, so that a new rank must end at once."""
         return self._has("error") or self._has("stopping")
 
     def stop_signal(self) -> signal.Signals | None:
-        """The signal by which the parent was asked to end."""
+        """Return the signal that the parent process got; None if it got none."""
         try:
             return signal.Signals(int(self._read("stopping")))
         except (OSError, ValueError):
             return None
 
     def request_stop(self, asked: signal.Signals) -> None:
-        """Let no rank start any more."""
+        """Record that the run has to stop because of a signal; no rank starts any more."""
         self._write("stopping", str(int(asked)))
 
     def mark_done(self) -> None:
-        """The run has come to its end, whatever was asked meanwhile."""
+        """Record that the run is finished, even if a stop was requested meanwhile."""
         self._write("done", "")
 
     def is_done(self) -> bool:
-        """Whether the run has come to its end."""
+        """Return whether the run is finished."""
         return self._has("done")
 
     def write_error(self, error: TrimtabError, *, trace: str = "") -> None:
-        """An error that would come again; the first rank to say so is heard."""
+        """Record an error that a restart would not fix; only the first is kept."""
         if not self._has("error"):
             self._write("error", json.dumps(error.to_dict() | _describe_rank(trace)))
 
     def read_error(self) -> TrimtabError | None:
-        """What a rank failed of, for good."""
+        """Return the error that a restart would not fix; None if there is none."""
         try:
             note = json.loads(self._read("error"))
         except (OSError, ValueError):
             return None
-        # Every node prints it: which of them it is about must be in the error itself.
+        # Every node prints the error, so it has to name the rank and the node.
         where = (
             f" (rank {note['rank']} on {note['host']})" if self.own and note.get("rank") is not None else ""
         )
         return error_from_dict(note | {"found": note["found"] + where})
 
     def add_crash(self, text: str, step: int, *, trace: str = "") -> bool:
-        """Note that a rank raised something unforeseen at a step; True where that has happened often enough.
+        """Record an unexpected error; return True if the same one has occurred REPEATED_CRASHES times.
 
-        A crash that comes again at the same step will go on to do so.
+        An error that repeats at the same step will not go away by a restart.
         """
         note = {"text": text, "step": step}
         with self._crash_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(note | _describe_rank(trace)) + "\n")
-        return [{key: one[key] for key in note} for one in self._read_crashes()].count(
+        return [{key: crash[key] for key in note} for crash in self._read_crashes()].count(
             note
         ) >= REPEATED_CRASHES
 
     def last_crash(self) -> str | None:
-        """The last thing that a rank raised."""
-        crashed = self._read_crashes()
-        return str(crashed[-1]["text"]) if crashed else None
+        """Return the text of the last recorded crash; None if there is none."""
+        crashes = self._read_crashes()
+        return str(crashes[-1]["text"]) if crashes else None
 
     def first_failure(self) -> RankFailure | None:
-        """Who failed for good; or else who crashed first in the last attempt that did."""
+        """Return the rank with the final error, or else the first rank with the last recorded crash."""
         try:
             note = json.loads(self._read("error"))
         except (OSError, ValueError):
             note = {}
-        crashed = self._read_crashes()
-        if not note.get("trace") and crashed:
-            last = crashed[-1]
-            note = next(one for one in crashed if (one["text"], one["step"]) == (last["text"], last["step"]))
+        crashes = self._read_crashes()
+        if not note.get("trace") and crashes:
+            last = crashes[-1]
+            note = next(
+                crash for crash in crashes if (crash["text"], crash["step"]) == (last["text"], last["step"])
+            )
         return (
             RankFailure(note.get("rank"), note.get("host", ""), note["trace"]) if note.get("trace") else None
         )
 
     def note_lost_rank(self, rank: int, code: int) -> None:
-        """Note that torchrun has given up on a rank, which ended with a code; below 0, by a signal."""
+        """Record the exit code of the rank that torchrun gave up on; a negative code is a signal."""
         with contextlib.suppress(ValueError):
             name = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             self._write("lost", f"rank {rank} was {name}" if code < 0 else f"rank {rank} {name}")
 
     def lost_rank(self) -> str | None:
-        """How the rank ended that torchrun gave up on."""
+        """Return how the rank ended that torchrun gave up on; None if it did not give up."""
         return self._read("lost") if self._has("lost") else None
 
     @property
@@ -166,7 +168,7 @@ class RankFiles:
             return False
 
     def _read(self, name: str) -> str:
-        """The text of a note; FileNotFoundError where there is none that counts."""
+        """Return the text of a file; raise FileNotFoundError if there is none of this attempt."""
         if not self._has(name):
             raise FileNotFoundError(name)
         return self._file(name).read_text(encoding="utf-8")
@@ -175,10 +177,10 @@ class RankFiles:
         return self.folder / name
 
     def _write(self, name: str, text: str) -> None:
-        """All or nothing: another process may be reading."""
-        beside = self._file(f"{name}.{os.getpid()}")
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(self._file(name))
+        """Write a file atomically, because another process may be reading it."""
+        temporary = self._file(f"{name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self._file(name))
 
 
 def end_with_parent() -> None:
@@ -190,27 +192,27 @@ def end_with_parent() -> None:
 
 
 def find_rank_files() -> RankFiles | None:
-    """The notes of the parent that started this rank; None where people or a scheduler started it."""
+    """Return the files of the `trimtab train` that started this rank; None if something else started it."""
     from pathlib import Path
 
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder or not Path(folder).is_dir():
         return None
-    # Nanoseconds since 1970 have more digits than parse_whole takes for a count.
-    told = os.environ.get(SINCE_VARIABLE, "")
-    since = int(told) if told.isascii() and told.isdigit() else 0
+    # Not parse_whole: nanoseconds since 1970 have more digits than it accepts.
+    text = os.environ.get(SINCE_VARIABLE, "")
+    since = int(text) if text.isascii() and text.isdigit() else 0
     return RankFiles(Path(folder), since_ns=since, own=os.environ.get(OWN_VARIABLE, ""))
 
 
 def _describe_rank(trace: str) -> dict[str, Any]:
-    """Which rank of which node says it."""
+    """Return rank, host and traceback, as crash and error files have them."""
     return {"rank": parse_whole(os.environ.get("RANK", "")), "host": socket.gethostname(), "trace": trace}
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank is gone.
+    """Return whether an error only says that another rank is gone.
 
-    >>> is_lost(RuntimeError("[..pair.cc:553] Connection closed by peer [127.0.0.1]:4711"))
+    >>> is_lost_peer(RuntimeError("[..pair.cc:553] Connection closed by peer [127.0.0.1]:4711"))
     True
     """
     kinds = {kind.__name__ for kind in type(error).__mro__}

@@ -1,13 +1,13 @@
-"""Signals that ask a run to end: the step is finished, the state saved, then the process ends.
+"""Handle signals that ask a run to end: it finishes the step, saves a checkpoint and exits.
 
     SIGTERM   a scheduler or a person wants the machine back
     SIGUSR1   Slurm's warning before the time limit, as in `#SBATCH --signal=USR1@120`
     SIGINT    Ctrl-C
-    SIGHUP    the terminal is gone; with nohup it is not heard
+    SIGHUP    the terminal is gone; ignored under nohup
 
-One rank that is asked is enough: the request travels with the status of the step, and all ranks end after
-the same one. A second request that comes later than an echo of the first ends the process at once; so does a
-first one when no step ends any more, because another rank is gone and a collective waits for it.
+A signal to one rank is enough: the request is reduced with the status of the step, and all ranks end after
+the same step. A second signal later than ECHO_S ends the process at once. So does the first one if no step
+ends for SILENCE_S, because another rank is gone and a collective waits for it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 ECHO_S = 3.0
-"""A scheduler signals every process of a job, and torchrun passes its own copy on: within this time, two
-are one."""
+"""Signals within this time count as one: a scheduler signals every process of a job, and torchrun forwards
+its own copy."""
 SILENCE_S = 20.0
-"""How long after a request no step may end before the process gives up on ending well."""
+"""After a request, the process exits if no step ends for this long."""
 FIELD_SIZE = 10_000
-"""More ranks than the packed request can tell apart."""
+"""Each field of the packed request counts up to this many ranks, exclusive."""
 
 
 def handled_signals() -> list[signal.Signals]:
-    """The signals that this process answers: not what nohup had it ignore."""
+    """Return the stop signals that this process handles; not SIGHUP under nohup."""
     return [
-        one for one in STOP_SIGNALS if one is not signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN
+        number
+        for number in STOP_SIGNALS
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
 def exit_code(asked: signal.Signals) -> int:
-    """What a process that ended by request leaves with, as shells count: 128 and the signal's number.
+    """Return the exit code of a process that ended because of a signal, as in shells: 128 + its number.
 
     >>> exit_code(signal.SIGTERM)
     143
@@ -53,21 +55,23 @@ def exit_code(asked: signal.Signals) -> int:
 
 
 def original_signal(asked: signal.Signals, noted: signal.Signals | None) -> signal.Signals:
-    """The signal that whoever wants the end gave, where ranks got another.
+    """Return the signal that the parent process got, if it forwarded it to this rank as SIGTERM.
 
-    The parent of ranks passes Ctrl-C and a lost terminal on as SIGTERM, and has noted before which it was.
+    The parent forwards Ctrl-C and a lost terminal as SIGTERM, and records the original (`noted`) before.
 
-    >>> meant(signal.SIGTERM, signal.SIGINT).name, meant(signal.SIGTERM, signal.SIGUSR1).name
-    ('SIGINT', 'SIGTERM')
+    >>> original_signal(signal.SIGTERM, signal.SIGINT).name
+    'SIGINT'
+    >>> original_signal(signal.SIGTERM, signal.SIGUSR1).name
+    'SIGTERM'
     """
     passed_on = asked is signal.SIGTERM and noted in (signal.SIGINT, signal.SIGHUP)
     return noted if passed_on and noted is not None else asked
 
 
 def describe_stop(asked: signal.Signals) -> tuple[IncidentKind, str]:
-    """What a request to end is as an incident, and who asked, in words.
+    """Return the kind of incident of a stop signal, and its description.
 
-    >>> described(signal.SIGINT)[1], described(signal.SIGTERM)[1]
+    >>> describe_stop(signal.SIGINT)[1], describe_stop(signal.SIGTERM)[1]
     ('Ctrl-C (SIGINT)', 'SIGTERM')
     """
     return {
@@ -78,21 +82,21 @@ def describe_stop(asked: signal.Signals) -> tuple[IncidentKind, str]:
 
 
 class StopRequest(NamedTuple):
-    """What ranks tell each other beside the status of a step."""
+    """What ranks send each other with the status of a step."""
 
     asked: signal.Signals | None = None
-    """A signal to end by."""
+    """The stop signal; None if there was none."""
     news: bool = False
-    """Whether a rank has incidents that rank 0 does not know yet."""
+    """Whether a rank has incidents that rank 0 does not have yet."""
     checkpoint: bool = False
     """Whether rank 0's clock says that a checkpoint is due."""
 
 
 def pack_request(stop_request: StopRequest) -> float:
-    """A request as one number that can be summed over ranks.
+    """Pack a request into one number that can be summed over ranks.
 
-    Whole numbers are exact in 64 bits up to 9e15: from the right, there are four digits for ranks that were
-    asked to end, four for those that were warned, four for those with news, and the rest for the checkpoint.
+    A float64 holds whole numbers exactly up to 9e15. From the right: four digits count the ranks that got a
+    stop signal, four those that got SIGUSR1, four those with news, and the rest those with a due checkpoint.
     """
     ended = stop_request.asked is not None and stop_request.asked is not signal.SIGUSR1
     fields = (ended, stop_request.asked is signal.SIGUSR1, stop_request.news, stop_request.checkpoint)
@@ -100,9 +104,10 @@ def pack_request(stop_request: StopRequest) -> float:
 
 
 def unpack_requests(total: float) -> StopRequest:
-    """What ranks asked for together.
+    """Unpack the sum of all ranks' requests into one request.
 
-    >>> unpacked(packed(Request(signal.SIGUSR1)) + packed(Request(checkpoint=True))).checkpoint
+    >>> total = pack_request(StopRequest(signal.SIGUSR1)) + pack_request(StopRequest(checkpoint=True))
+    >>> unpack_requests(total).checkpoint
     True
     """
     left, ended = divmod(round(total), FIELD_SIZE)
@@ -113,10 +118,10 @@ def unpack_requests(total: float) -> StopRequest:
 
 
 class Signals:
-    """Listens while a run goes on: `with Signals() as signals: ... signals.asked`.
+    """Listens for stop signals during a run: `with Signals() as signals: ... signals.asked`.
 
-    A thread reads the signals as they come, since Python's own handlers wait for the main thread, and that
-    may be inside a collective that never ends.
+    A thread receives the signals, because Python's handlers run in the main thread, which may be inside a
+    collective that never ends.
     """
 
     def __init__(self, *, silence_s: float = SILENCE_S) -> None:
@@ -132,7 +137,7 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            # Python hears signals in its main thread alone: whoever has that answers them.
+            # Python allows signal handlers only in the main thread; whatever runs there handles signals.
             return self
         self._sender.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
@@ -148,7 +153,7 @@ class Signals:
             return
         signal.set_wakeup_fd(self._wakeup)
         for key, handler in self._before.items():
-            signal.signal(key, handler)  # type: ignore[arg-type] # what signal() gave, it takes
+            signal.signal(key, handler)  # type: ignore[arg-type] # a value that signal() returned
         with contextlib.suppress(OSError):
             self._receiver.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=1.0)
@@ -157,7 +162,7 @@ class Signals:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """While a checkpoint is written or the run evaluates, no step ends, and that is well."""
+        """Do not exit for lack of steps while a checkpoint is written or the run evaluates."""
         self._is_busy = True
         try:
             yield
@@ -166,35 +171,35 @@ class Signals:
             self.note_step_end()
 
     def note_step_end(self) -> None:
-        """Tell the listener that the run moves."""
+        """Take note that a step has ended."""
         self._last_step_s = time.monotonic()
 
     def _ignore(self, number: int, _: FrameType | None) -> None:
-        """Python asks for a handler before it writes to the listener; the work is done there."""
+        """Do nothing: Python needs a handler to write to the wakeup socket, and `_listen` does the work."""
 
     def _listen(self) -> None:
         while True:
             self._receiver.settimeout(1.0 if self.asked is not None else None)
             try:
-                heard = self._receiver.recv(1)
+                received = self._receiver.recv(1)
             except TimeoutError:
                 self._give_up_if_silent()
                 continue
             except OSError:
                 return
-            if not heard:
+            if not received:
                 return
-            if heard[0] in {int(one) for one in STOP_SIGNALS}:
-                self._handle(signal.Signals(heard[0]))
+            if received[0] in set(map(int, STOP_SIGNALS)):
+                self._handle(signal.Signals(received[0]))
 
-    def _handle(self, signals: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if self.asked in (None, signal.SIGUSR1):
-            # Slurm warns first and ends later: what was begun at the warning goes on.
-            self._first_s = now if self.asked is None or signals is not signal.SIGUSR1 else self._first_s
-            self.asked = self.asked if signals is signal.SIGUSR1 and self.asked else signals
-        elif now - self._first_s > ECHO_S and signals is not signal.SIGUSR1:
-            os._exit(exit_code(signals))
+            # Slurm sends SIGUSR1 first and SIGTERM later: the save that SIGUSR1 started goes on.
+            self._first_s = now if self.asked is None or number is not signal.SIGUSR1 else self._first_s
+            self.asked = self.asked if number is signal.SIGUSR1 and self.asked else number
+        elif now - self._first_s > ECHO_S and number is not signal.SIGUSR1:
+            os._exit(exit_code(number))
 
     def _give_up_if_silent(self) -> None:
         since = max(self._first_s, self._last_step_s)

@@ -1,7 +1,7 @@
-"""A training in stages: one run after the other, each in a folder of its own, with the weights carried on.
+"""Train in stages: one run after the other, each in its own folder and starting with the last one's weights.
 
-OUT/stages.json        which stages, with what: resumed by the same ones only
-OUT/events.jsonl       one line a stage that has ended
+OUT/stages.json        the stages and their options; only the same stages can resume
+OUT/events.jsonl       one line for each stage that has ended
 OUT/01_stage/          a run like any other
 """
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class StageChain(Noun, frozen=True, kw_only=True):
-    """What makes two trainings in stages the same."""
+    """Identity of a training in stages: only an equal one can resume it."""
 
     job: str
     options: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies an empty dict given as a default
-    """Members of the job that were set from outside, for all stages."""
+    """Job options that were set from outside, for all stages."""
     stages: tuple[Stage, ...]
     steps: int | None = None
-    """Of each stage, where that was said."""
+    """Steps of each stage; None if not set."""
     seed: int = 0
 
     def faults(self) -> list[str]:
-        """Each stage has a folder of its own."""
+        """List what is wrong: no stages, or two with the same name."""
         names = [stage.name for stage in self.stages]
         return (
             []
@@ -49,9 +49,9 @@ def run_stages(
     train: Callable[[Stage, Path, Path | None], RunEnding],
     say: Callable[[str], None],
 ) -> RunEnding:
-    """Train the stages that are left, and say how the last one ended.
+    """Train the stages that are left; return how the last one ended.
 
-    `train` runs a stage into a folder, beginning with the weights of another where there is one.
+    `train` takes a stage, its folder, and the folder of the stage before, whose weights it begins with.
     """
     folder = RunFolder(root=root.absolute())
     ended = _open_folder(folder, chain)
@@ -73,7 +73,7 @@ def run_stages(
 
 
 def _open_folder(folder: RunFolder, chain: StageChain) -> dict[str, int]:
-    """The folder, made or found again; the stages that have ended, with their steps."""
+    """Create or check the folder; return the steps of the stages that have ended, by name."""
     file = folder.root / STAGES_FILE
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
@@ -90,19 +90,19 @@ def _open_folder(folder: RunFolder, chain: StageChain) -> dict[str, int]:
     except OSError as error:
         raise make_folder_error(f"--out {folder.root}", error) from error
     names = {stage.name for stage in chain.stages}
-    told = [event for event in folder.read_events() if event.kind is IncidentKind.STAGE]
-    return {name: one.step or 0 for one in told if (name := one.why.split()[1]) in names}
+    ended = [event for event in folder.read_events() if event.kind is IncidentKind.STAGE]
+    return {name: event.step or 0 for event in ended if (name := event.why.split()[1]) in names}
 
 
 def _refuse_others(before: StageChain, chain: StageChain, root: Path) -> None:
-    """An error where the folder is of other stages."""
+    """Raise if the folder belongs to other stages."""
     its, mine = before.to_builtins(), chain.to_builtins()
     differences = [key for key in its if key != "stages" and its[key] != mine[key]]
-    names = ([one["name"] for one in both["stages"]] for both in (its, mine))
+    names = ([stage["name"] for stage in both["stages"]] for both in (its, mine))
     differences += ["the stages"] * (len({tuple(name) for name in names}) > 1) or [
-        f"stage {one['name']}"
-        for one, other in zip(its["stages"], mine["stages"], strict=True)
-        if one != other
+        f"stage {stage['name']}"
+        for stage, other in zip(its["stages"], mine["stages"], strict=True)
+        if stage != other
     ]
     if differences:
         raise WrongUse(

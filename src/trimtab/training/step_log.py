@@ -1,6 +1,7 @@
-"""What a run shows and writes about every step: loss, speed, memory, waiting.
+"""Step log: what a run prints and writes about every step (loss, speed, memory, data wait).
 
-A step's loss comes with its outcome, which the host waits for anyway; nothing here asks the device to stop.
+Nothing here synchronizes with the device: the loss comes with the step's outcome, which the host waits for
+anyway.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ if TYPE_CHECKING:
     from trimtab.spec import Estimate, Incident
 
 SMOOTHING = 0.9
-"""Share of the old value in the speed that the live line shows."""
+"""Weight of the old value in the moving average of the speed on the live line."""
 OFTEN, SELDOM, LONG = 1, 10, 1000
-"""Steps between two printed lines: of short runs, of long ones, and from how many steps a run is long."""
+"""Steps between two printed lines of short runs and of long runs; runs of more than LONG steps are long."""
 
 
 class StepLine(Noun, frozen=True, kw_only=True):
-    """One optimizer step, as log.jsonl has it. Unknown is None."""
+    """One optimizer step, as in log.jsonl. Unknown is None."""
 
     step: int
-    """From 1: how many the run has taken."""
+    """Counts from 1."""
     epoch: int
-    """From 0."""
+    """Counts from 0."""
     loss: float | None
-    """Of the whole global batch; None where the step was skipped for a bad one."""
+    """Mean over the global batch; None if the step was skipped because its loss was bad."""
     time_s: float
-    """Since the step before."""
+    """Seconds since the step before."""
     samples: int
     samples_per_s: float
     tokens_per_s: float | None = None
@@ -51,16 +52,16 @@ class StepLine(Noun, frozen=True, kw_only=True):
     gpus: int = 1
     """Processes that took part."""
     attempts: int = 1
-    """How often the step was computed until it stood."""
+    """How often the step was computed."""
     skipped: str | None = None
-    """Why the weights stayed as they were."""
+    """Why the weights were not updated; None if they were."""
     validation_loss: float | None = None
     indices: tuple[int, ...] | None = None
-    """Which samples the ranks computed, in a drill."""
+    """Which samples the ranks computed, if faults are injected."""
 
     @property
     def text(self) -> str:
-        """The line for a log: `iter N: loss X, time Yms, mfu Z%`, then the rest."""
+        """The printed line: `iter N: loss X, time Yms, mfu Z%`, then the rest."""
         mfu = "-" if self.mfu is None else f"{self.mfu * 100:.2f}"
         loss = "-" if self.loss is None else f"{self.loss:.4f}"
         parts = [f"iter {self.step}: loss {loss}", f"time {self.time_s * 1000:.2f}ms", f"mfu {mfu}%"]
@@ -80,11 +81,11 @@ class StepLine(Noun, frozen=True, kw_only=True):
         return ", ".join(parts)
 
     def to_log(self) -> dict[str, Any]:
-        """As log.jsonl and --json have it; indices only where there are some."""
+        """Return the dict for log.jsonl and --json; without indices if there are none."""
         return {key: value for key, value in self.to_builtins().items() if key != "indices" or value}
 
     def fit_to_width(self, width: int) -> str:
-        """As much of it as a terminal of that width shows in one line, from the left."""
+        """Return the printed line without the last parts that do not fit into this width."""
         text = self.text
         while len(text) > width and ", " in text:
             text = text.rpartition(", ")[0]
@@ -92,9 +93,9 @@ class StepLine(Noun, frozen=True, kw_only=True):
 
 
 def _format_speed(value: float) -> str:
-    """A speed in as few digits as a person reads.
+    """Format a speed with three digits, and thousands separators.
 
-    >>> _short(572_345.0), _short(31.27), _short(0.0532)
+    >>> _format_speed(572_345.0), _format_speed(31.27), _format_speed(0.0532)
     ('572,345', '31.3', '0.0532')
     """
     if value >= 100:  # noqa: PLR2004 - no decimals from three digits on
@@ -105,9 +106,9 @@ def _format_speed(value: float) -> str:
 def compute_mfu(
     estimate: Estimate | None, planned_gpus: int, gpus: int, share: float, time_s: float
 ) -> float | None:
-    """The MFU of a step from what the plan expected: model operations are the same, time and devices differ.
+    """Compute the MFU of a step by scaling the plan's MFU with the measured time and number of GPUs.
 
-    `share` is the samples of the step over the planned global batch.
+    `share` is the samples of the step divided by the planned global batch.
     """
     if estimate is None or not estimate.mfu or not estimate.step_s or time_s <= 0:
         return None
@@ -115,9 +116,9 @@ def compute_mfu(
 
 
 def count_tokens(samples: int, weight: float | None, seq: int | None) -> float | None:
-    """Tokens of a step: the job's own weight where it counts other things than samples, or seq a sample.
+    """Return the tokens of a step: its weight if that is above the samples, else `seq` for each sample.
 
-    >>> tokens_in(4, 512.0, None), tokens_in(4, 4.0, 64), tokens_in(4, 4.0, None)
+    >>> count_tokens(4, 512.0, None), count_tokens(4, 4.0, 64), count_tokens(4, 4.0, None)
     (512.0, 256.0, None)
     """
     if weight is not None and weight > samples:
@@ -126,16 +127,16 @@ def count_tokens(samples: int, weight: float | None, seq: int | None) -> float |
 
 
 def print_interval(steps: int | None) -> int:
-    """How many steps lie between two printed lines.
+    """Return the steps between two printed lines of a run.
 
-    >>> printed_every(20), printed_every(60_000), printed_every(None)
+    >>> print_interval(20), print_interval(60_000), print_interval(None)
     (1, 10, 10)
     """
     return SELDOM if steps is None or steps > LONG else OFTEN
 
 
 class StepLog:
-    """Shows and keeps the lines of one run; only rank 0 has one."""
+    """Prints the steps and incidents of one run, on rank 0."""
 
     def __init__(  # noqa: PLR0913 - each is a field
         self,
@@ -159,7 +160,7 @@ class StepLog:
         self._shown = True
 
     def show_step(self, line: StepLine) -> None:
-        """Show one step, as often as asked."""
+        """Update the live line, and print every `every`-th step."""
         self._last, self._shown = line, False
         old = self._speed
         self._speed = (
@@ -173,15 +174,15 @@ class StepLog:
             self._print(line)
 
     def show_event(self, incident: Incident) -> None:
-        """Show what happened, on stderr, where it does not disturb what a program reads."""
+        """Print an incident on stderr, so that stdout has only step lines."""
         self._say(incident.text)
 
     def say(self, text: str) -> None:
-        """A word on what goes on, for a person."""
+        """Print a note for people on stderr."""
         self._say(text)
 
     def close(self) -> None:
-        """Put the terminal back, with the last step in sight."""
+        """Print the last step if it was not printed, and restore the terminal."""
         if self._last is not None and not self._shown:
             self._print(self._last)
         if self._live is not None:
@@ -201,14 +202,14 @@ class StepLog:
         if self.as_json:
             self.write(json.dumps(line.to_log()))
         elif self._live is not None:
-            # A terminal keeps only what is worth scrolling back to.
+            # Below the live line, print only what is worth scrolling back to.
             if line.skipped or line.validation_loss is not None or line.step == self.steps:
                 self._live.console.print(line.text, markup=False, highlight=False, soft_wrap=True)
         else:
             self.write(line.text)
 
     def write(self, text: str) -> None:
-        """A line of the answer; a reader that has gone away does not end a training."""
+        """Write a line to the output; if its reader is gone, be quiet instead of failing."""
         try:
             self.stream.write(text + "\n")
             self.stream.flush()
@@ -244,14 +245,14 @@ class StepLog:
         self._live.update(Text(line.fit_to_width(width).replace(":", f"{left}:", 1)))
 
     def _to_board(self, line: StepLine) -> None:
-        assert self._board is not None  # noqa: S101 - asked before
+        assert self._board is not None  # noqa: S101 - the caller checks
         for name, value in line.to_builtins().items():
             if isinstance(value, int | float) and name not in ("step", "gpus"):
                 self._board.add_scalar(name, value, line.step)
 
 
 def _open_tensorboard(folder: Path | None) -> Any:
-    """TensorBoard's writer, where it is installed."""
+    """Return a TensorBoard writer; None without a folder or if TensorBoard is not installed."""
     if folder is None:
         return None
     try:
@@ -264,19 +265,19 @@ def _open_tensorboard(folder: Path | None) -> Any:
 class StepClock:
     """Times steps from the end of one to the end of the next.
 
-    The host may be a step ahead of the device: it then hears of the end of a step only after it has handed
-    out the passes of the next, and of the last step at once. So a step says itself when it ended.
+    The host may be a step ahead of the device: it then learns that a step ended only after it has queued the
+    next one. So the caller passes the time when the step ended.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew, so that what lay in between does not count."""
+        """Restart the clock, so that the time since the last lap does not count."""
         self._since = time.perf_counter()
 
     def lap(self, ended_s: float | None = None) -> float:
-        """Seconds since the last lap, to `ended_s` of time.perf_counter() or to now."""
+        """Return the seconds since the last lap, up to `ended_s` of time.perf_counter() or up to now."""
         now = time.perf_counter()
         if ended_s is not None and self._since < ended_s < now:
             now = ended_s
