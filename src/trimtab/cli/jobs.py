@@ -12,7 +12,7 @@ from rich.text import Text
 from trimtab import api, render
 from trimtab.cli.console import Json, print_json, print_text
 from trimtab.errors import WrongUse
-from trimtab.render import _indented, inert
+from trimtab.render import _render_indented, escape_control
 from trimtab.units import format_duration, plural
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from trimtab.spec import Headway, JobView, QueuedJob
+    from trimtab.spec import JobProgress, JobView, QueuedJob
 
 _STYLES = {"running": "green", "pending": "yellow", "completed": "cyan"}
 
@@ -67,7 +67,7 @@ def jobs(
     elif views or not silences:
         print_text(show_jobs(views))
     if silences:
-        print_text(render.error(silences[0]), errors=True)
+        print_text(render.render_error(silences[0]), errors=True)
         raise typer.Exit(silences[0].exit_code)
 
 
@@ -108,11 +108,11 @@ def show_jobs(jobs: Sequence[JobView]) -> RenderableType:
 def show_cancelled(job: JobView) -> RenderableType:
     """Return what was cancelled, and how far it had come."""
     if job.run is None:
-        return Text(inert(f"{_named(job)} is cancelled; no run has begun"))
+        return Text(escape_control(f"{_named(job)} is cancelled; no run has begun"))
     return Group(
-        Text(inert(f"{_named(job)} is told to end; it saves the step it is at")),
-        _indented("at", _progress(job.run), "dim"),
-        _indented("run", job.run.folder, "dim"),
+        Text(escape_control(f"{_named(job)} is told to end; it saves the step it is at")),
+        _render_indented("at", _progress(job.run), "dim"),
+        _render_indented("run", job.run.folder, "dim"),
     )
 
 
@@ -124,20 +124,31 @@ def _job(job: JobView) -> list[RenderableType]:
     style = _STYLES.get(job.state, "red")
     words = "" if job.queued is None else _queue_words(job.queued)
     parts: list[RenderableType] = [
-        Text.assemble((inert(_named(job)), "bold"), "  ", (inert(job.state), style), inert(words))
+        Text.assemble(
+            (escape_control(_named(job)), "bold"),
+            "  ",
+            (escape_control(job.state), style),
+            escape_control(words),
+        )
     ]
     if job.why:
-        parts.append(_indented("why", job.why, style))
+        parts.append(_render_indented("why", job.why, style))
     if job.run is not None:
-        parts += [_indented("at", _progress(job.run), "dim"), _indented("run", job.run.folder, "dim")]
+        parts += [
+            _render_indented("at", _progress(job.run), "dim"),
+            _render_indented("run", job.run.folder, "dim"),
+        ]
         last = job.run.last_incident
         if last is not None:
             parts.append(
-                _indented("last", f"{last.kind} at step {last.step}: {last.why}; {last.done}", "dim")
+                _render_indented("last", f"{last.kind} at step {last.step}: {last.why}; {last.done}", "dim")
             )
     if job.log is not None:
-        parts.append(_indented("log", job.log, "dim"))
-    parts += [Text(f"    {inert(line)}", style="dim", no_wrap=True, overflow="ellipsis") for line in job.tail]
+        parts.append(_render_indented("log", job.log, "dim"))
+    parts += [
+        Text(f"    {escape_control(line)}", style="dim", no_wrap=True, overflow="ellipsis")
+        for line in job.tail
+    ]
     return parts
 
 
@@ -180,7 +191,7 @@ def beside(*words: str) -> str:
     return f" ({said})" if said else ""
 
 
-def _progress(run: Headway) -> str:
+def _progress(run: JobProgress) -> str:
     parts = [run.job] if run.job else []
     parts.append(f"step {run.step}" + (f" of {run.steps}" if run.steps else ""))
     if run.loss is not None:

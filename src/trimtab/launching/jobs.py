@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse, shortened
+from trimtab.errors import EnvironmentFault, TrimtabError, UnknownName, WrongUse, shorten
 from trimtab.files import read_json_lines
-from trimtab.probe.scheduler import node_names
-from trimtab.spec import Attempt, Headway, Incident, JobView, QueuedJob
-from trimtab.training.run_folder import attempt_of
-from trimtab.training.task import RUNS
+from trimtab.probe.scheduler import parse_node_list
+from trimtab.spec import Attempt, Incident, JobProgress, JobView, QueuedJob
+from trimtab.training.run_folder import read_attempt
+from trimtab.training.task import RUNS_FOLDER
 from trimtab.units import parse_whole
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def _parse_nodes(listed: str | None) -> tuple[str, ...]:
     if not listed or listed == "None assigned":
         return ()
     try:
-        return tuple(node_names(listed))
+        return tuple(parse_node_list(listed))
     except ValueError:
         return (listed,)
 
@@ -347,7 +347,7 @@ def measure_progress(
     attempt: Attempt | None,
     lines: Sequence[dict[str, Any]],
     last: Incident | None,
-) -> Headway:
+) -> JobProgress:
     """Measure the progress of a run from the last lines of its log."""
     recent = [line for line in lines if line.get("time_s") and line.get("samples")][-RECENT:]
     # Steps of an attempt on other devices say nothing about this one.
@@ -356,7 +356,7 @@ def measure_progress(
     step = int(lines[-1].get("step", 0)) if lines else 0
     steps = None if attempt is None else attempt.steps
     left = None if steps is None or not recent else max(0, steps - step) * took_s / len(recent)
-    return Headway(
+    return JobProgress(
         folder=folder,
         job=job,
         step=step,
@@ -371,7 +371,7 @@ def measure_progress(
     )
 
 
-def view_slurm_job(job: QueuedJob, run: Headway | None, tail: Sequence[str]) -> JobView:
+def view_slurm_job(job: QueuedJob, run: JobProgress | None, tail: Sequence[str]) -> JobView:
     """Build the view of a job in the queue, with its run."""
     ends = run is not None and run.left_s is not None and job.state == "RUNNING"
     return JobView(
@@ -398,9 +398,9 @@ def why_not_cancel(job: QueuedJob, me: str) -> str:
 # Functions with effects: folders, processes, the scheduler.
 
 
-def read_progress(folder: Path) -> Headway | None:
+def read_progress(folder: Path) -> JobProgress | None:
     """Read the progress of the run in a folder; None if there is no run in it yet."""
-    attempt = attempt_of(folder)
+    attempt = read_attempt(folder)
     lines = read_json_lines(_read_end(folder / "log.jsonl"))
     job = _read_field(folder / "run.json", "job")
     if attempt is None and not lines and job is None:
@@ -429,10 +429,10 @@ def is_alive(folder: Path, attempt: Attempt) -> bool:
 def find_folders(places: Sequence[Path]) -> list[Path]:
     """Find run folders: those given, or those inside of them; by default those in ./runs."""
     folders: list[Path] = []
-    for place in places or [RUNS]:
+    for place in places or [RUNS_FOLDER]:
         if places and not place.is_dir():
             raise WrongUse(
-                shortened(str(place)),
+                shorten(str(place)),
                 found="there is no such folder",
                 cure="Give the folder of a run, or one that has such folders in it.",
             )
@@ -467,7 +467,7 @@ def list_jobs(
 
 def _local_views(folders: Sequence[Path]) -> list[JobView]:
     """List runs on this machine that no scheduler started."""
-    attempts = [(folder, attempt_of(folder)) for folder in folders]
+    attempts = [(folder, read_attempt(folder)) for folder in folders]
     return [
         _local_view(folder, attempt)
         for folder, attempt in attempts
@@ -525,17 +525,17 @@ def _slurm_error(error: EnvironmentFault) -> EnvironmentFault:
 
 def cancel_job(job_id: str, at: SlurmClient, *, force: bool = False, places: Sequence[Path] = ()) -> JobView:
     """Cancel a job by Slurm id, local id or run folder; return its last view."""
-    given = f"job {shortened(job_id)}"
+    given = f"job {shorten(job_id)}"
     folder = Path(job_id).absolute()
     if (folder / "run.json").exists() or (folder / NOTE).exists():
-        attempt, number = attempt_of(folder), slurm_job_of(folder)
+        attempt, number = read_attempt(folder), slurm_job_of(folder)
         here = attempt is not None and attempt.job_id is None and is_alive(folder, attempt)
         if here or number is None:
             return _end_local(folder, given)
         job_id = number
     if job_id.startswith(LOCAL):
         for place in find_folders(places):
-            attempt = attempt_of(place)
+            attempt = read_attempt(place)
             if attempt is not None and f"{LOCAL}{attempt.pid}" == job_id:
                 return _end_local(place, given)
         raise UnknownName(
@@ -553,7 +553,7 @@ def cancel_job(job_id: str, at: SlurmClient, *, force: bool = False, places: Seq
 
 
 def _end_local(folder: Path, given: str) -> JobView:
-    attempt = attempt_of(folder)
+    attempt = read_attempt(folder)
     if attempt is None or not is_alive(folder, attempt):
         raise WrongUse(
             given, found=f"nothing trains into {folder} on this machine", cure="See `trimtab jobs`."
@@ -613,7 +613,7 @@ def _view_with_run(job: QueuedJob, at: SlurmClient, lines: int, folder: Path | N
 
 def slurm_job_of(folder: Path) -> str | None:
     """Return the Slurm id that a run was last submitted as; None for a run on this machine."""
-    attempt = attempt_of(folder)
+    attempt = read_attempt(folder)
     submitted = _read_field(folder / NOTE, "job_id")
     numbers = [number for number in (attempt and attempt.job_id, submitted) if number and number.isdigit()]
     # Numbers grow: what was submitted again comes after what ran.

@@ -264,7 +264,7 @@ class QueuedJob(Noun, frozen=True, kw_only=True):
         return wrong + [f"{name} is empty" for name in ("job_id", "state") if not getattr(self, name)]
 
 
-class RunProgress(Noun, frozen=True, kw_only=True):
+class JobProgress(Noun, frozen=True, kw_only=True):
     """Progress of a run, read from its folder."""
 
     folder: str
@@ -300,7 +300,7 @@ class JobView(Noun, frozen=True, kw_only=True):
     """Explanation of the state, if needed."""
     queued: QueuedJob | None = None
     """None for a run on this machine."""
-    run: RunProgress | None = None
+    run: JobProgress | None = None
     """None until the run folder exists."""
     log: str | None = None
     """File of its output; None if unknown."""
