@@ -1,1 +1,1 @@
-"""From traces and facts to estimates: pure sums."""
+"""Estimates of memory and time, computed from traces and device facts, without a GPU."""

@@ -1,21 +1,24 @@
-"""Replays allocations and frees through the rules of PyTorch's CUDA caching allocator.
+"""Replay allocations and frees through a model of PyTorch's CUDA caching allocator.
 
     replay([("alloc", 1, 3 << 20, 0), ("free", 1, 0, 0)]).peak_reserved    # 20 MiB
 
-What is covered, as torch 2.11 to 2.13 do it (c10/cuda/CUDACachingAllocator.cpp): rounding of sizes,
+Covered, as in torch 2.11 to 2.13 (c10/cuda/CUDACachingAllocator.cpp): rounding of sizes,
 the small and the large pool of each stream, best fit, splitting and merging, `max_split_size`,
 `garbage_collection_threshold`, `roundup_power2_divisions`, expandable segments with mapping and
 unmapping of pages, the memory fraction, and the chain of retries before out of memory.
 
-What is not covered: private pools (CUDA graphs, `torch.cuda.MemPool`), the `cudaMallocAsync`
-backend, settings changed during the run, and the time at which a block used on another stream
-(`record_stream`) comes back: the caller puts the "free" where the block becomes reusable. The real
-`allocated` falls when the free is asked for, so it may be lower than ours in between.
+Not covered: private pools (CUDA graphs, `torch.cuda.MemPool`), the `cudaMallocAsync` backend,
+settings changed during the run, and the delay before a block used on another stream
+(`record_stream`) is reusable. For such a block, put the "free" event where it becomes reusable. The
+real `allocated` falls at the call of free, so it may be lower than ours in between.
 
-Two assumptions. Segments lie where `_Addresses` says: addresses decide only between free blocks of
-equal size (which still moved a real peak by 4.5%), but the driver promises nothing, so
-`segment_addresses` takes known ones. And the driver gives exactly what is asked for until
-`capacity_bytes` is used up: what it keeps for itself is for the caller to take off.
+Two assumptions:
+
+* Segments get the addresses that `_Addresses` predicts. Addresses only decide between free blocks of
+  equal size, yet this moved a real peak by 4.5%. The driver guarantees no addresses, so pass measured
+  ones as `segment_addresses` if you have them.
+* The driver gives exactly the requested size until `capacity_bytes` is used up. Subtract what the
+  driver needs for itself before you pass `capacity_bytes`.
 """
 
 from __future__ import annotations
@@ -31,18 +34,19 @@ if TYPE_CHECKING:
 MIN_BLOCK = 512
 """Every size is rounded up to a multiple of this."""
 SMALL_SIZE = 1 << 20
-"""The largest request, once rounded, that the small pool serves; and the largest remainder that a
-block of the large pool keeps rather than splits off."""
+"""The largest rounded request that the small pool serves; also the largest remainder that a block
+of the large pool keeps instead of splitting it off."""
 SMALL_BUFFER = 2 << 20
-"""The segment, or the page of an expandable segment, of the small pool."""
+"""Segment size of the small pool; also its page size in expandable segments."""
 MIN_LARGE_ALLOC = 10 << 20
-"""From here on a request gets a segment of its own size; below it, one of `large_segment_size`."""
+"""A request of at least this size gets a segment of its own size; a smaller one of the large pool
+gets a segment of `large_segment_size`."""
 ROUND_LARGE = 2 << 20
 """Segments of their own size are rounded up to a multiple of this."""
 LARGE_SEGMENT = 20 << 20
-"""The default of `large_segment_size`; also the page of a large expandable segment."""
+"""The default of `large_segment_size`; also the page size of a large expandable segment."""
 ONE_EXBIBYTE = 1 << 60
-"""The real allocator refuses this size and more without looking."""
+"""The real allocator refuses requests of this size or more at once."""
 
 _POWER2_INTERVALS = 16
 _POWER2_FIRST = SMALL_SIZE.bit_length() - 1
@@ -53,39 +57,39 @@ _BELOW_ALL = -(1 << 100)
 
 Kind = Literal["alloc", "free", "empty_cache"]
 Event = tuple[Kind, int, int, int]
-"""Kind, id, size in bytes, stream. "free" reads only the id, "empty_cache" none of the three.
-Parallel lists become events with `zip(kinds, ids, sizes, streams)`."""
+"""Kind, id, size in bytes, stream. "free" uses only the id, "empty_cache" none of the three.
+To make events from parallel lists, use `zip(kinds, ids, sizes, streams)`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorConfig:
-    """The allocator's settings, in bytes where the environment variable says MB.
+    """The allocator's settings; sizes are in bytes, where the environment variable has MB.
 
-    Config(expandable=True, capacity_bytes=79 << 30)    # expandable_segments:True on 79 GiB
+    AllocatorConfig(expandable=True, capacity_bytes=79 << 30)    # expandable_segments:True on 79 GiB
     """
 
     expandable: bool = False
     """`expandable_segments`."""
     max_split_size: int | None = None
-    """`max_split_size_mb`: larger blocks are never split. None: all may be."""
+    """`max_split_size_mb`: larger blocks are never split. None: any block can be split."""
     max_non_split_rounding: int | None = None
-    """`max_non_split_rounding_mb`: how much larger than the request an oversize block may be. None:
-    as `large_segment_size`, the default."""
+    """`max_non_split_rounding_mb`: how much larger than the request an oversize block can be. None,
+    the default: `large_segment_size`."""
     large_segment_size: int = LARGE_SEGMENT
     """`large_segment_size_mb`."""
     roundup_power2_divisions: int | tuple[int, ...] = 0
     """Steps between two powers of two: one number for all sizes, or 16 for 1 MiB, 2 MiB, ... 32 GiB
-    and more (what lies below 1 MiB goes with the first). 0 and 1: off."""
+    and more (sizes below 1 MiB use the first). 0 and 1: off."""
     garbage_collection_threshold: float | None = None
-    """The share of `limit_bytes` above which idle segments are freed. Without a limit the real
-    allocator ignores it, and so do we."""
+    """The share of `limit_bytes` above which idle segments are freed. Ignored without a limit, as in
+    the real allocator."""
     limit_bytes: int | None = None
-    """What `torch.cuda.set_per_process_memory_fraction` allows, when the fraction is below 1."""
+    """Limit set by `torch.cuda.set_per_process_memory_fraction`, if the fraction is below 1."""
     capacity_bytes: int | None = None
-    """Device memory that this allocator can have. None: without end."""
+    """Device memory available to this allocator. None: unlimited."""
 
     def __post_init__(self) -> None:
-        """Refuse what the real parser refuses."""
+        """Reject the values that the real parser rejects."""
         wrong = [text for bad, text in self._faults() if bad]
         if wrong:
             raise ValueError("Config: " + "; ".join(wrong))
@@ -115,33 +119,33 @@ class AllocatorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
-    """The allocation that could not be had, after everything cached was given back."""
+    """The allocation that failed even after all cached segments were released."""
 
     index: int
-    """Which event, counted from 0."""
+    """Index of the event, from 0."""
     requested_bytes: int
-    """What it asked for, before rounding."""
+    """Its requested size, before rounding."""
     short_bytes: int
-    """How much more capacity (or limit) that last attempt needed."""
+    """How much more capacity (or limit) the last attempt needed."""
 
 
 class ReplayPeaks(NamedTuple):
-    """The highest values of one stretch of events, as torch counts them."""
+    """Peak values of the events between two resets, as torch counts them."""
 
     allocated: int
     """`torch.cuda.max_memory_allocated`: sum of block sizes, unsplit remainders included."""
     requested: int
-    """`requested_bytes.all.peak`: sum of the sizes asked for."""
+    """`requested_bytes.all.peak`: sum of the requested sizes."""
     reserved: int
-    """`torch.cuda.max_memory_reserved`: segments, or mapped pages of expandable ones."""
+    """`torch.cuda.max_memory_reserved`: segments, or mapped pages of expandable segments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """What the allocator did. After out of memory: what it had done until then."""
+    """Result of a replay; after out of memory, the result up to that event."""
 
     windows: tuple[ReplayPeaks, ...]
-    """Peaks of each stretch between resets; one where there was none."""
+    """Peaks between resets; a single entry if there was no reset."""
     allocated: int
     """At the end."""
     requested: int
@@ -149,26 +153,26 @@ class Replay:
     reserved: int
     """At the end."""
     num_segments: int
-    """Segments held at the end; an expandable segment counts once, however far it has grown.
-    (torch's own `segment.all.current` leaves expandable ones out.)"""
+    """Segments at the end; an expandable segment counts once, whatever its size.
+    (torch's own `segment.all.current` does not count expandable ones.)"""
     num_retries: int
     """Cache flushes forced by a failed attempt: torch's `num_alloc_retries`."""
     out_of_memory: OutOfMemory | None
-    """Where the replay had to stop, if it had to."""
+    """The event at which the replay stopped; None if it ran to the end."""
 
     @property
     def peak_allocated(self) -> int:
-        """Since the last reset, as torch would report it at the end."""
+        """Peak since the last reset, as torch would report it at the end."""
         return self.windows[-1].allocated
 
     @property
     def peak_requested(self) -> int:
-        """Since the last reset."""
+        """Peak since the last reset."""
         return self.windows[-1].requested
 
     @property
     def peak_reserved(self) -> int:
-        """Since the last reset."""
+        """Peak since the last reset."""
         return self.windows[-1].reserved
 
 
@@ -179,20 +183,20 @@ def replay(
     reset_peak_at: Iterable[int] = (),
     segment_addresses: Iterable[int] = (),
 ) -> Replay:
-    """Run the events through a fresh allocator.
+    """Run the events through a new allocator and return its statistics.
 
-    replay(events, Config(expandable=True)).peak_reserved
+    replay(events, AllocatorConfig(expandable=True)).peak_reserved
     replay(zip(kinds, ids, sizes, streams), reset_peak_at=[len(kinds) // 2])
 
     Args:
-        events: what happens, in order.
-        config: the allocator's settings; None is torch's default.
-        reset_peak_at: before which events the peaks fall back to the current values, as
+        events: allocations, frees and cache flushes, in order.
+        config: the allocator's settings; None for torch's defaults.
+        reset_peak_at: indices of events before which peaks are reset to the current values, as
             `torch.cuda.reset_peak_memory_stats` does; the number of events resets after the last.
-        segment_addresses: where the first segments lie, in order of creation, when it is known.
+        segment_addresses: addresses of the first segments, in order of creation, if known.
 
     Raises:
-        ValueError: for an event that cannot happen, with its index.
+        ValueError: for an impossible event, with its index.
     """
     allocator = CachingAllocator(config or AllocatorConfig(), segment_addresses=segment_addresses)
     resets = sorted(set(reset_peak_at))
@@ -216,10 +220,12 @@ def replay(
         if resets[-1] > index + 1:
             raise ValueError(f"reset_peak_at={resets[-1]}: there are only {index + 1} events")
         windows.append(allocator.reset_peaks())
-    return _summary(allocator, windows, failed)
+    return _summarize_replay(allocator, windows, failed)
 
 
-def _summary(allocator: CachingAllocator, windows: list[ReplayPeaks], failed: OutOfMemory | None) -> Replay:
+def _summarize_replay(
+    allocator: CachingAllocator, windows: list[ReplayPeaks], failed: OutOfMemory | None
+) -> Replay:
     return Replay(
         windows=(*windows, allocator.reset_peaks()),
         allocated=allocator.allocated,
@@ -232,7 +238,7 @@ def _summary(allocator: CachingAllocator, windows: list[ReplayPeaks], failed: Ou
 
 
 def round_size(size: int, config: AllocatorConfig) -> int:
-    """The block a request needs: the next multiple of 512, or of a share of its power of two.
+    """Return the block size of a request: the next multiple of 512, or of a share of its power of two.
 
     With 4 divisions, 1200 KiB lies between 1024 and 2048 KiB, whose steps are 256 KiB: 1280 KiB.
     """
@@ -249,7 +255,7 @@ def round_size(size: int, config: AllocatorConfig) -> int:
 
 
 def segment_size(size: int, config: AllocatorConfig) -> int:
-    """What `cudaMalloc` is asked for when no cached block serves a rounded size."""
+    """Return the size to request from `cudaMalloc` when no cached block fits a rounded size."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
     if size < MIN_LARGE_ALLOC:
@@ -257,11 +263,11 @@ def segment_size(size: int, config: AllocatorConfig) -> int:
     return -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-def splits(remaining: int, size: int, config: AllocatorConfig) -> bool:
-    """Whether a block with `remaining` bytes beyond the rounded size is cut in two.
+def should_split(remaining: int, size: int, config: AllocatorConfig) -> bool:
+    """Return whether a block with `remaining` bytes beyond the rounded size is split.
 
-    In the small pool and in expandable segments any remainder of 512 bytes is cut off. In the large
-    pool up to 1 MiB stays with the block, and counts as allocated.
+    In the small pool and in expandable segments, any remainder of at least 512 bytes is split off. In
+    the large pool, up to 1 MiB stays with the block and counts as allocated.
     """
     if size <= SMALL_SIZE or config.expandable:
         return remaining >= MIN_BLOCK
@@ -270,14 +276,14 @@ def splits(remaining: int, size: int, config: AllocatorConfig) -> bool:
 
 
 class BlockPlace(NamedTuple):
-    """Where a live block lies."""
+    """Position of a live block."""
 
     segment: int
-    """The how-manieth segment ever made, from 0."""
+    """Index of the segment in order of creation, from 0."""
     offset: int
     """Bytes from the segment's start."""
     size: int
-    """The block's size: the rounded request, and a remainder that was not split off."""
+    """The block's size: the rounded request, plus a remainder that was not split off."""
 
 
 class Span(NamedTuple):
@@ -290,7 +296,7 @@ class Span(NamedTuple):
 
 
 class _Segment:
-    """One `cudaMalloc`, or one reserved address range."""
+    """Memory of one `cudaMalloc`, or one reserved address range."""
 
     __slots__ = ("base", "ordinal")
 
@@ -300,7 +306,7 @@ class _Segment:
 
 
 class _Pool:
-    """The blocks of one size class on one stream that are not in use."""
+    """Unused blocks of one size class on one stream."""
 
     __slots__ = ("free", "page", "small", "unmapped")
 
@@ -308,13 +314,13 @@ class _Pool:
         self.small = small
         self.page = page
         self.free: list[tuple[int, int, _Block]] = []
-        """By size, then by address, which no two share: the third is never compared."""
+        """Sorted by size, then by address. Addresses are unique, so blocks are never compared."""
         self.unmapped: list[tuple[int, _Block]] = []
-        """By address."""
+        """Sorted by address."""
 
 
 class _Block:
-    """A stretch of a segment, linked to its neighbours."""
+    """A contiguous part of a segment, linked to its neighbours."""
 
     __slots__ = (
         "address",
@@ -341,8 +347,8 @@ class _Block:
         self.next: _Block | None = None
         self.since = 0
 
-    def put_after(self, before: _Block | None, after: _Block | None) -> None:
-        """Link in between two neighbours, either of which may be missing."""
+    def link_between(self, before: _Block | None, after: _Block | None) -> None:
+        """Link this block between two neighbours; either can be None."""
         self.prev = before
         self.next = after
         if before is not None:
@@ -350,30 +356,30 @@ class _Block:
         if after is not None:
             after.prev = self
 
-    def reach(self) -> int:
-        """The size, and what could be mapped right behind it."""
+    def reachable_size(self) -> int:
+        """Return the size, plus the unmapped space right after the block."""
         after = self.next
         return self.size if after is None or after.mapped else self.size + after.size
 
 
 _EDGE = _Block(0, 0, _Pool(0, small=True), _Segment(0, 0))
-"""Stands in a search key where a block would; `_BELOW_ALL` sorts before every real address."""
+"""Placeholder for a block in search keys; `_BELOW_ALL` sorts before every real address."""
 
 
 class _Range(NamedTuple):
-    """A stretch of addresses: one that the driver set aside, or an unused one."""
+    """A range of addresses, reserved by the driver or unused."""
 
     start: int
     end: int
 
 
 class _Addresses:
-    """Where `cudaMalloc` puts segments, as seen with driver 580 on Linux (NOTES.md).
+    """Model of the addresses that `cudaMalloc` returns, as observed with driver 580 on Linux (NOTES.md).
 
-    The driver sets addresses aside in ranges of whole 32 MiB, each right below the lowest one, or
-    at the top of the highest hole that holds it. A segment lies at the start of its new range. What
-    is left of the ranges serves later segments first, lowest address first. A range that holds
-    nothing any more becomes a hole.
+    The driver reserves ranges in multiples of 32 MiB. A new range goes right below the lowest one, or
+    to the top of the highest hole that is large enough. A segment starts at the start of its new range.
+    Later segments first use the remaining space of the ranges, lowest address first. An empty range
+    becomes a hole.
     """
 
     __slots__ = ("_floor", "_holes", "_ranges", "_spare", "_used")
@@ -385,16 +391,16 @@ class _Addresses:
         self._used: dict[int, int] = {}
         """Bytes in use, by the start of the range."""
         self._spare: list[_Range] = []
-        """What is left of the ranges. All three lists: by address."""
+        """Remaining space of the ranges. All three lists are sorted by address."""
 
     def take(self, size: int) -> int:
-        """Where a new segment begins."""
+        """Return the start address of a new segment."""
         for at, (start, end) in enumerate(self._spare):
             if end - start >= size:
                 self._spare[at : at + 1] = [_Range(start + size, end)] if end - start > size else []
-                self._used[self._home(start).start] += size
+                self._used[self._range_at(start).start] += size
                 return start
-        home = self._set_aside(-(-size // _ADDRESS_STEP) * _ADDRESS_STEP)
+        home = self._reserve_range(-(-size // _ADDRESS_STEP) * _ADDRESS_STEP)
         insort(self._ranges, home)
         self._used[home.start] = size
         if home.start + size < home.end:
@@ -402,27 +408,27 @@ class _Addresses:
         return home.start
 
     def give_back(self, start: int, size: int) -> None:
-        """A segment is gone."""
-        home = self._home(start)
+        """Free the addresses of a released segment."""
+        home = self._range_at(start)
         self._used[home.start] -= size
-        _join(self._spare, _Range(start, start + size), within=home)
+        _insert_range(self._spare, _Range(start, start + size), within=home)
         if self._used[home.start]:
             return
         del self._used[home.start]
         self._ranges.remove(home)
         self._spare.remove(home)
-        _join(self._holes, home)
+        _insert_range(self._holes, home)
         if self._holes[0].start == self._floor:
             self._floor = self._holes.pop(0).end
 
     def state(self) -> Hashable:
-        """What decides where the next segments lie."""
+        """Return everything that determines the addresses of later segments."""
         return self._floor, tuple(self._holes), tuple(self._ranges), tuple(self._spare)
 
-    def _home(self, address: int) -> _Range:
+    def _range_at(self, address: int) -> _Range:
         return self._ranges[bisect_right(self._ranges, (address, _NEVER * _NEVER)) - 1]
 
-    def _set_aside(self, size: int) -> _Range:
+    def _reserve_range(self, size: int) -> _Range:
         for at in reversed(range(len(self._holes))):
             start, end = self._holes[at]
             if end - start >= size:
@@ -432,8 +438,8 @@ class _Addresses:
         return _Range(self._floor, self._floor + size)
 
 
-def _join(ranges: list[_Range], new: _Range, within: _Range | None = None) -> None:
-    """Put a stretch into a sorted list, as one with those that it touches."""
+def _insert_range(ranges: list[_Range], new: _Range, within: _Range | None = None) -> None:
+    """Insert a range into a sorted list, merged with adjacent ranges."""
     at = bisect_left(ranges, new)
     first, last, start, end = at, at, new.start, new.end
     if at and ranges[at - 1].end == start and (within is None or start > within.start):
@@ -444,7 +450,7 @@ def _join(ranges: list[_Range], new: _Range, within: _Range | None = None) -> No
 
 
 class CachingAllocator:
-    """The caching allocator of one device, one step at a time. `replay` is the usual way in."""
+    """The caching allocator of one device, driven event by event; most callers use `replay`."""
 
     def __init__(self, config: AllocatorConfig, *, segment_addresses: Iterable[int] = ()) -> None:
         self.config = config
@@ -461,10 +467,10 @@ class CachingAllocator:
         self._seen: set[int] = set()
         self._short = 0
         self._made = 0
-        self._given = list(segment_addresses)[::-1]
-        self._known = set(self._given)
-        self._top = _FIRST_ADDRESS + max(self._given, default=0)
-        lowest = min(self._given, default=_FIRST_ADDRESS)
+        self._next_addresses = list(segment_addresses)[::-1]
+        self._given_addresses = set(self._next_addresses)
+        self._top = _FIRST_ADDRESS + max(self._next_addresses, default=0)
+        lowest = min(self._next_addresses, default=_FIRST_ADDRESS)
         self._addresses = _Addresses(lowest // _ADDRESS_STEP * _ADDRESS_STEP)
         self._oversize = _NEVER if config.max_split_size is None else config.max_split_size
         slack = config.max_non_split_rounding
@@ -475,7 +481,7 @@ class CachingAllocator:
         self._large_searches = 0
 
     def apply(self, event: Event) -> int:
-        """Do what one event says; the bytes that were missing, 0 when all went well."""
+        """Apply one event; return the number of missing bytes, 0 on success."""
         kind, ident, size, stream = event
         if kind == "alloc":
             return self.alloc(ident, size, stream)
@@ -488,21 +494,21 @@ class CachingAllocator:
         return 0
 
     def alloc(self, ident: int, size: int, stream: int = 0) -> int:
-        """Find or make a block; the bytes that were missing if none could be had, else 0.
+        """Find or create a block; return the number of missing bytes, 0 on success.
 
-        A size of zero takes nothing and counts nothing, as in the real one, but its id is live.
+        A size of zero takes no memory and is not counted, as in torch, but its id is live.
         """
         if ident in self._live:
             raise ValueError(f"id {ident} is live already: free it first, or use a new id")
         if not 0 < size < ONE_EXBIBYTE:
-            return self._alloc_odd(ident, size)
+            return self._alloc_empty_or_huge(ident, size)
         rounded = (size + 511) & -512 if self._plain_rounding else round_size(size, self.config)
         pool = self._pools.get((stream, rounded <= SMALL_SIZE)) or self._add_pool(stream, rounded)
-        block = self._cached(pool, rounded) or self._grown(pool, rounded)
+        block = self._take_cached(pool, rounded) or self._allocate_new(pool, rounded)
         if block is None:
             return self._short
-        if block.size != rounded and splits(block.size - rounded, rounded, self.config):
-            block = self._front(block, rounded)
+        if block.size != rounded and should_split(block.size - rounded, rounded, self.config):
+            block = self._split_front(block, rounded)
         block.live = True
         block.requested = size
         self._live[ident] = block
@@ -511,11 +517,11 @@ class CachingAllocator:
         return 0
 
     def free(self, ident: int) -> None:
-        """Put a live block back into its pool, merged with free neighbours."""
+        """Return a live block to its pool, merged with free neighbours."""
         try:
             block = self._live.pop(ident)
         except KeyError:
-            raise ValueError(self._not_live(ident)) from None
+            raise ValueError(self._explain_not_live(ident)) from None
         if block is None:
             return
         self.allocated -= block.size
@@ -523,10 +529,10 @@ class CachingAllocator:
         block.live = False
         _merge(block, block.prev)
         _merge(block, block.next)
-        self._cache(block)
+        self._add_to_pool(block)
 
     def empty_cache(self) -> None:
-        """Give back every segment, or page of an expandable one, that holds no live block."""
+        """Release every segment, or page of an expandable one, without live blocks."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if self.config.expandable:
@@ -535,7 +541,7 @@ class CachingAllocator:
                     self._release(block)
 
     def reset_peaks(self) -> ReplayPeaks:
-        """The peaks so far; from here on they start from the current values."""
+        """Return the peaks so far and reset them to the current values."""
         peaks = ReplayPeaks(self._peak_allocated, self._peak_requested, self._peak_reserved)
         self._peak_allocated = self.allocated
         self._peak_requested = self.requested
@@ -543,29 +549,29 @@ class CachingAllocator:
         return peaks
 
     def place(self, ident: int) -> BlockPlace | None:
-        """Where a live block lies; None for one of size zero."""
+        """Return the position of a live block; None for a block of size zero."""
         if ident not in self._live:
-            raise ValueError(self._not_live(ident))
+            raise ValueError(self._explain_not_live(ident))
         block = self._live[ident]
         if block is None:
             return None
         return BlockPlace(block.segment.ordinal, block.address - block.segment.base, block.size)
 
     def state(self, names: Mapping[int, int]) -> Hashable:
-        """Everything that decides what happens next, to compare with another moment of the same replay.
+        """Return all state that later events depend on, to compare two moments of one replay.
 
-        `names` gives other ids than their own to blocks that play the same part at both moments. The age of
-        blocks, which only garbage collection looks at, is left out.
+        `names` maps ids of blocks that have the same role at both moments to a common id. The age of blocks
+        is left out: only garbage collection uses it.
         """
         live = sorted((names.get(key, key), block.address) for key, block in self._live.items() if block)
         pools = tuple(
-            (key, tuple(one[:2] for one in pool.free), tuple(at for at, _ in pool.unmapped))
+            (key, tuple(entry[:2] for entry in pool.free), tuple(at for at, _ in pool.unmapped))
             for key, pool in self._pools.items()
         )
         return tuple(live), pools, self._addresses.state()
 
     def layout(self) -> list[Span]:
-        """Every block, by address."""
+        """Return every block, sorted by address."""
         pools = self._pools.values()
         live = (block for block in self._live.values() if block is not None)
         idle = (block for pool in pools for _, _, block in pool.free)
@@ -579,7 +585,7 @@ class CachingAllocator:
         self._peak_allocated = max(self._peak_allocated, self.allocated)
         self._peak_requested = max(self._peak_requested, self.requested)
 
-    def _alloc_odd(self, ident: int, size: int) -> int:
+    def _alloc_empty_or_huge(self, ident: int, size: int) -> int:
         if size < 0:
             raise ValueError(f"size {size} is negative: give the bytes asked for")
         if size:
@@ -588,7 +594,7 @@ class CachingAllocator:
         self._seen.add(ident)
         return 0
 
-    def _not_live(self, ident: int) -> str:
+    def _explain_not_live(self, ident: int) -> str:
         if ident in self._seen:
             return f"id {ident} was freed already: drop the second free"
         return f"id {ident} was never allocated: its alloc must come first"
@@ -599,12 +605,12 @@ class CachingAllocator:
         self._pools[stream, small] = pool
         return pool
 
-    def _cache(self, block: _Block) -> None:
+    def _add_to_pool(self, block: _Block) -> None:
         block.since = self._large_searches
         insort(block.pool.free, (block.size, block.address, block))
 
-    def _cached(self, pool: _Pool, size: int) -> _Block | None:
-        """The smallest free block that is large enough, lowest address first (`get_free_block`)."""
+    def _take_cached(self, pool: _Pool, size: int) -> _Block | None:
+        """Take the smallest free block that is large enough, lowest address first (`get_free_block`)."""
         if self._collects and not pool.small:
             self._large_searches += 1
         free = pool.free
@@ -612,27 +618,27 @@ class CachingAllocator:
         if at == len(free):
             return None
         if self.config.expandable:
-            at = _past_growable(free, at)
-        found = free[at][0]
-        if found >= (self._oversize if size < self._oversize else size + self._slack):
+            at = _skip_growable(free, at)
+        found_size = free[at][0]
+        if found_size >= (self._oversize if size < self._oversize else size + self._slack):
             return None
         return free.pop(at)[2]
 
-    def _front(self, block: _Block, size: int) -> _Block:
-        """Cut the first `size` bytes off a free block; the rest goes back to the pool."""
+    def _split_front(self, block: _Block, size: int) -> _Block:
+        """Split the first `size` bytes off a free block; return the rest to the pool."""
         front = _Block(block.address, size, block.pool, block.segment)
-        front.put_after(block.prev, block)
+        front.link_between(block.prev, block)
         block.address += size
         block.size -= size
-        self._cache(block)
+        self._add_to_pool(block)
         return front
 
-    def _grown(self, pool: _Pool, size: int) -> _Block | None:
-        """A block that was not cached, after as much freeing as it takes (`malloc`)."""
+    def _allocate_new(self, pool: _Pool, size: int) -> _Block | None:
+        """Return a block of new memory, releasing cached memory if necessary (`malloc`)."""
         if self._collects:
-            self._collect()
+            self._collect_garbage()
         block = self._reserve(pool, size)
-        if block is None and self._drop_oversize(pool, size):
+        if block is None and self._release_oversize(pool, size):
             block = self._reserve(pool, size)
         if block is None:
             self.empty_cache()
@@ -641,9 +647,9 @@ class CachingAllocator:
         return block
 
     def _reserve(self, pool: _Pool, size: int) -> _Block | None:
-        """One attempt at new memory (`alloc_block`).
+        """Try once to get new memory (`alloc_block`).
 
-        The memory fraction is held against a whole segment, even where an expandable one would map
+        The memory fraction is checked against a whole segment, even if an expandable one would map
         less.
         """
         whole = segment_size(size, self.config)
@@ -659,7 +665,7 @@ class CachingAllocator:
         return _Block(segment.base, whole, pool, segment)
 
     def _claim(self, size: int) -> bool:
-        """Take bytes from the device, if it has them."""
+        """Reserve bytes of the device; return False if it has too few."""
         capacity = self.config.capacity_bytes
         after = self.reserved + size
         if capacity is not None and after > capacity:
@@ -670,8 +676,8 @@ class CachingAllocator:
         return True
 
     def _new_segment(self, size: int) -> _Segment:
-        if self._given:
-            base = self._given.pop()
+        if self._next_addresses:
+            base = self._next_addresses.pop()
         elif self.config.expandable:
             base = self._top
             self._top += size
@@ -683,43 +689,43 @@ class CachingAllocator:
         return segment
 
     def _release(self, block: _Block) -> None:
-        """Give a whole segment back (`release_block`)."""
-        _drop(block)
+        """Release a whole segment (`release_block`)."""
+        _remove_from_pool(block)
         self.reserved -= block.size
         self.num_segments -= 1
-        if block.address not in self._known:
+        if block.address not in self._given_addresses:
             self._addresses.give_back(block.address, block.size)
 
-    def _drop_oversize(self, pool: _Pool, size: int) -> bool:
-        """Give back one oversize block that suffices, or the largest ones until they do.
+    def _release_oversize(self, pool: _Pool, size: int) -> bool:
+        """Release one large enough oversize block, or the largest ones until there is enough.
 
-        Only with `max_split_size` (`release_available_cached_blocks`); blocks of expandable
-        segments are passed over, so with those it never helps.
+        Only with `max_split_size` (`release_available_cached_blocks`). Blocks of expandable
+        segments are skipped, so it never helps with those.
         """
         if self._oversize == _NEVER or self.config.expandable:
             return False
-        wanted = max(size, self._oversize)
-        at = bisect_left(pool.free, (wanted, _BELOW_ALL, _EDGE))
+        needed = max(size, self._oversize)
+        at = bisect_left(pool.free, (needed, _BELOW_ALL, _EDGE))
         if at < len(pool.free):
             self._release(pool.free[at][2])
             return True
         released = 0
-        while at and released < wanted and pool.free[at - 1][0] >= self._oversize:
+        while at and released < needed and pool.free[at - 1][0] >= self._oversize:
             at -= 1
             released += pool.free[at][0]
             self._release(pool.free[at][2])
-        return released >= wanted
+        return released >= needed
 
-    def _collect(self) -> None:
-        """Give back idle large segments, oldest first (`garbage_collect_cached_blocks`).
+    def _collect_garbage(self) -> None:
+        """Release idle large segments, oldest first (`garbage_collect_cached_blocks`).
 
-        A block's age is how many searches of the large pool it has sat through. Each round frees
-        all that are at least of mean age, until enough is free or nothing more can be.
+        A block's age is the number of searches of the large pool since it was freed. Each round
+        releases all blocks of at least the mean age, until enough is free or none is left.
         """
         share = self.config.garbage_collection_threshold or 0.0
         excess = self.reserved - int(share * (self.config.limit_bytes or 0))
         pools = [pool for pool in self._pools.values() if not pool.small]
-        idle = [block for pool in pools for _, _, block in pool.free if _is_whole(block)]
+        idle = [block for pool in pools for _, _, block in pool.free if _is_whole_segment(block)]
         while excess > 0 and idle:
             mean = sum(self._large_searches - block.since for block in idle) / len(idle)
             old = [block for block in idle if self._large_searches - block.since >= mean]
@@ -729,21 +735,21 @@ class CachingAllocator:
                 self._release(block)
 
     def _expand(self, pool: _Pool, size: int) -> _Block | None:
-        """A block at the lowest address where mapping pages makes enough room."""
-        block = self._room(pool, size)
+        """Return a block at the lowest address where mapping pages gives enough room."""
+        block = self._find_room(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
             after = block.next
-            assert after is not None  # noqa: S101 - _room counted the room behind the block
+            assert after is not None  # noqa: S101 - _find_room counted the room behind the block
             if not self._map(after, min(size - block.size, after.size)):
                 return None
             block = after
-        _drop(block)
+        _remove_from_pool(block)
         return block
 
-    def _room(self, pool: _Pool, size: int) -> _Block:
-        """The first free or unmapped block with enough address space (`find_expandable_block`)."""
+    def _find_room(self, pool: _Pool, size: int) -> _Block:
+        """Return the first free or unmapped block with enough address space (`find_expandable_block`)."""
         for _, hole in pool.unmapped:
             before = hole.prev
             start = hole if before is None or before.live else before
@@ -757,10 +763,10 @@ class CachingAllocator:
         return self._new_range(pool)
 
     def _new_range(self, pool: _Pool) -> _Block:
-        """Reserve addresses for nine eighths of the device, none of them mapped."""
+        """Reserve unmapped addresses for 9/8 of the device's memory."""
         total = self.config.capacity_bytes
-        wanted = _NEVER if total is None else total + total // 8
-        size = max(1, -(-wanted // pool.page)) * pool.page
+        needed = _NEVER if total is None else total + total // 8
+        size = max(1, -(-needed // pool.page)) * pool.page
         segment = self._new_segment(size)
         block = _Block(segment.base, size, pool, segment)
         block.mapped = False
@@ -768,51 +774,51 @@ class CachingAllocator:
         return block
 
     def _map(self, block: _Block, size: int) -> bool:
-        """Back the front of an unmapped block with whole pages; all of them or none."""
+        """Map whole pages at the front of an unmapped block; all of them or none."""
         pool = block.pool
         mapped = -(-size // pool.page) * pool.page
         if not self._claim(mapped):
             return False
-        _drop(block)
+        _remove_from_pool(block)
         block.mapped = True
         if mapped < block.size:
             rest = _Block(block.address + mapped, block.size - mapped, pool, block.segment)
             rest.mapped = False
-            rest.put_after(block, block.next)
+            rest.link_between(block, block.next)
             insort(pool.unmapped, (rest.address, rest))
             block.size = mapped
         _merge(block, block.prev)
         _merge(block, block.next)
-        self._cache(block)
+        self._add_to_pool(block)
         return True
 
     def _unmap(self, block: _Block) -> None:
-        """Give back the pages that lie wholly inside a free block (`unmap_block`)."""
+        """Unmap the pages that are entirely inside a free block (`unmap_block`)."""
         pool, base = block.pool, block.segment.base
         start = base + -(-(block.address - base) // pool.page) * pool.page
         end = base + (block.address + block.size - base) // pool.page * pool.page
         if start >= end:
             return
-        _drop(block)
+        _remove_from_pool(block)
         if block.address < start:
             before = _Block(block.address, start - block.address, pool, block.segment)
-            before.put_after(block.prev, block)
-            self._cache(before)
+            before.link_between(block.prev, block)
+            self._add_to_pool(before)
         if block.address + block.size > end:
             after = _Block(end, block.address + block.size - end, pool, block.segment)
-            after.put_after(block, block.next)
-            self._cache(after)
+            after.link_between(block, block.next)
+            self._add_to_pool(after)
         block.address, block.size, block.mapped = start, end - start, False
         self.reserved -= block.size
         _merge(block, block.prev)
         _merge(block, block.next)
-        if _is_whole(block):
+        if _is_whole_segment(block):
             self.num_segments -= 1
         else:
             insort(pool.unmapped, (block.address, block))
 
 
-def _is_whole(block: _Block) -> bool:
+def _is_whole_segment(block: _Block) -> bool:
     return block.prev is None and block.next is None
 
 
@@ -822,8 +828,8 @@ def _span(block: _Block) -> Span:
     return Span(block.segment.ordinal, block.address, block.size, state)
 
 
-def _drop(block: _Block) -> None:
-    """Take an idle block out of its pool's list."""
+def _remove_from_pool(block: _Block) -> None:
+    """Remove an idle block from its pool."""
     pool = block.pool
     if block.mapped:
         del pool.free[bisect_left(pool.free, (block.size, block.address, block))]
@@ -832,20 +838,20 @@ def _drop(block: _Block) -> None:
 
 
 def _merge(block: _Block, neighbour: _Block | None) -> None:
-    """Swallow a neighbour that is idle and equally mapped."""
+    """Merge with a neighbour that is idle and mapped (or unmapped) like this block."""
     if neighbour is None or neighbour.live or neighbour.mapped is not block.mapped:
         return
-    _drop(neighbour)
+    _remove_from_pool(neighbour)
     if neighbour is block.prev:
         block.address = neighbour.address
-        block.put_after(neighbour.prev, block.next)
+        block.link_between(neighbour.prev, block.next)
     else:
-        block.put_after(block.prev, neighbour.next)
+        block.link_between(block.prev, neighbour.next)
     block.size += neighbour.size
 
 
-def _past_growable(free: list[tuple[int, int, _Block]], at: int) -> int:
-    """Spare the block that can still grow: it counts as the size it could reach."""
-    while at + 1 < len(free) and free[at + 1][2].reach() < free[at][2].reach():
+def _skip_growable(free: list[tuple[int, int, _Block]], at: int) -> int:
+    """Skip blocks that can still grow: a block counts with the size that it could reach."""
+    while at + 1 < len(free) and free[at + 1][2].reachable_size() < free[at][2].reachable_size():
         at += 1
     return at

@@ -1,4 +1,4 @@
-"""Which calibration a prediction uses: that of the device itself, or else of the one that was measured."""
+"""Choose the calibration for a prediction: the device's own, or else that of a measured device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.catalog.clusters import row_device
-from trimtab.catalog.devices import reported
+from trimtab.catalog.clusters import device_from_row
+from trimtab.catalog.devices import find_reported_device
 from trimtab.catalog.facts import calibration_file, device_facts, facts_of
 from trimtab.catalog.tables import devices
 from trimtab.errors import EnvironmentFault
@@ -29,61 +29,67 @@ class Speed(NamedTuple):
     own: bool
     """Whether this device itself was calibrated."""
     source: str
-    """The device that was."""
+    """The device that was calibrated."""
 
 
 @cache
-def shipped() -> tuple[Calibration, ...]:
-    """The calibrations that come with trimtab."""
-    return tuple(merged([read_calibration(name) for name in facts.operations]) for facts in device_facts())
+def shipped_calibrations() -> tuple[Calibration, ...]:
+    """Return the calibrations that come with trimtab."""
+    return tuple(
+        merge_calibrations([read_calibration(name) for name in facts.operations]) for facts in device_facts()
+    )
 
 
 def read_calibration(name: str) -> Calibration:
-    """Read a file of those that come with trimtab, such as h200.json."""
+    """Read a calibration file that comes with trimtab, such as h200.json."""
     return Calibration.from_json(calibration_file(name).read_text(encoding="utf-8"), origin=name)
 
 
-def merged(parts: list[Calibration]) -> Calibration:
-    """One calibration from several of the same device; what is not an operation comes from the first."""
+def merge_calibrations(parts: list[Calibration]) -> Calibration:
+    """Merge several calibrations of one device; all but the operations comes from the first."""
     return parts[0].replace(
         works=tuple(work for part in parts for work in part.works),
         seconds=tuple(second for part in parts for second in part.seconds),
     )
 
 
-def speed(device: Device, own: Calibration | None = None) -> Speed | None:
-    """The speed of a device, by its own calibration where there is one; None where too little is known."""
-    target = op_time.rates(device)
+def find_speed(device: Device, own: Calibration | None = None) -> Speed | None:
+    """Return the speed of a device, from its own calibration if there is one; None if rates are unknown."""
+    target = op_time.device_rates(device)
     if target is None:
         return None
-    known = next((one for one in shipped() if one.device == device.kind), None)
-    chosen = own or known or shipped()[0]
-    # A slice was not measured where its GPU was: it runs at its own peaks, as efficiently as the whole.
+    same_kind = next((entry for entry in shipped_calibrations() if entry.device == device.kind), None)
+    chosen = own or same_kind or shipped_calibrations()[0]
+    # A calibration of a whole GPU does not cover its slices: a slice runs at its own peaks, as efficiently.
     names = (device.kind,) if device.slice else (device.model, device.name)
-    measured_on = target if chosen.device in names else _rates(chosen.device)
+    measured_on = target if chosen.device in names else _rates_by_name(chosen.device)
     if measured_on is None:
         return None
     return Speed(
-        pace=_pace(chosen.device, target, measured_on) if own is None else _fresh(own, target, measured_on),
-        host=step_time.host(chosen.host, facts_of(device)),
-        own=own is not None or known is not None,
+        pace=_shipped_pace(chosen.device, target, measured_on)
+        if own is None
+        else _build_pace(own, target, measured_on),
+        host=step_time.scale_host_costs(chosen.host, facts_of(device)),
+        own=own is not None or same_kind is not None,
         source=chosen.device,
     )
 
 
 @cache
-def _pace(name: str, target: op_time.Rates, measured_on: op_time.Rates) -> op_time.Pace:
-    """Of a shipped calibration: kept, because its points are many and questions come in numbers."""
-    return _fresh(next(one for one in shipped() if one.device == name), target, measured_on)
+def _shipped_pace(name: str, target: op_time.Rates, measured_on: op_time.Rates) -> op_time.Pace:
+    """Return the pace from a shipped calibration; cached, as building it from many points takes time."""
+    return _build_pace(
+        next(entry for entry in shipped_calibrations() if entry.device == name), target, measured_on
+    )
 
 
-def _fresh(calibration: Calibration, target: op_time.Rates, measured_on: op_time.Rates) -> op_time.Pace:
-    return op_time.Pace(target, op_time.points(calibration, measured_on))
+def _build_pace(calibration: Calibration, target: op_time.Rates, measured_on: op_time.Rates) -> op_time.Pace:
+    return op_time.Pace(target, op_time.calibration_points(calibration, measured_on))
 
 
-def _rates(name: str) -> op_time.Rates | None:
-    row = next((device for device in devices() if device.name == name), None) or reported(name)
-    return op_time.rates(row_device(row, 0, "the calibration")) if row is not None else None
+def _rates_by_name(name: str) -> op_time.Rates | None:
+    row = next((device for device in devices() if device.name == name), None) or find_reported_device(name)
+    return op_time.device_rates(device_from_row(row, 0, "the calibration")) if row is not None else None
 
 
 def own_folder() -> Path:

@@ -1,17 +1,17 @@
-"""Replay a trace on a device of limited capacity: whether it runs, and the smallest capacity that does.
+"""Replay a trace within a limited capacity: does it run, and what is the smallest capacity that works?
 
     steps = training_steps(trace)
     least_capacity(steps)                      # bytes of segments, the CUDA context not included
-    run_within(steps, 20 << 30).releases       # how often a step of a long run has to release its cache
+    run_within(steps, 20 << 30).releases       # cache releases per step of a long run
 
 When `cudaMalloc` fails, torch first releases every cached segment that holds no live tensor and tries again;
-only then it raises out of memory. So a job can run on less than it would reserve on a large device. A trace
-has three steps, and some jobs that take three steps in little memory fail in the fifth: each release leaves
-other gaps. The last step is therefore repeated until the allocator's state is one that it has been in
-before, which then goes on for ever, or for `MOST_STEPS` steps.
+only then it raises out of memory. So a job can run in less than it would reserve on a large device. A trace
+has three steps, and some jobs that complete three steps in little memory fail in the fifth: each release
+leaves other gaps. The last step is therefore repeated until the allocator returns to an earlier state, from
+which it would repeat forever, or for `MAX_STEPS` steps.
 
 Not covered, as in `allocator`: private pools of CUDA graphs. Convolutions whose workspace does not fit fall
-back to another algorithm in cuDNN; here they count as out of memory, so the answer is on the safe side.
+back to another algorithm in cuDNN; here they count as out of memory, so the result is conservative.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 from trimtab.catalog.facts import fallback_facts
 from trimtab.predict.allocator import LARGE_SEGMENT, ROUND_LARGE, AllocatorConfig, CachingAllocator
-from trimtab.predict.estimate import rank_memory
+from trimtab.predict.estimate import estimate_rank_memory
+from trimtab.predict.memory import allocator_events
 from trimtab.spec import Allocator, Verdict
 from trimtab.units import format_bytes
 
@@ -34,35 +35,35 @@ if TYPE_CHECKING:
     from trimtab.spec import Estimate, Setting, Trace
 
 
-MOST_STEPS = 12
-"""Steps that are replayed where the allocator's state does not come back."""
-LATEST = 4
-"""Of those, the last ones whose releases are counted."""
+MAX_STEPS = 12
+"""Steps to replay if the allocator does not return to an earlier state."""
+COUNTED_STEPS = 4
+"""The last of these steps, whose releases are counted."""
 TOLERANCE = 0.002
-"""How close the smallest capacity is found, as a share of it. Errors of predicted memory are larger."""
-ABOVE = (0.005, 0.01, 0.02, 0.04, 0.07, 0.12)
-"""How far above the smallest capacity it is tried again, as shares: with more memory torch releases less
-often, leaves other gaps, and can fail where it ran with less."""
+"""Precision of the smallest capacity, as a share of it. Errors of predicted memory are larger."""
+RETRY_SHARES = (0.005, 0.01, 0.02, 0.04, 0.07, 0.12)
+"""Shares above the smallest capacity at which the job is replayed again. With more memory torch releases
+less often and leaves other gaps, so a job can fail although it ran with less."""
 
 
 @dataclass(frozen=True)
 class TrainingSteps:
-    """What the steps of a job ask of the allocator."""
+    """Allocator events of a job, step by step."""
 
     building: list[Event]
-    """Before the first step."""
+    """Events before the first step."""
     steps: list[list[Event]]
-    """The steps as they were traced."""
+    """Events of each traced step."""
     repeats: tuple[list[Event], list[Event]] | None
-    """Two further steps, to be repeated in turns; None where the last step does not repeat itself."""
+    """Two further steps, to be repeated alternately; None if the last step does not repeat itself."""
     places: dict[int, int]
-    """What is the same in every repeated step, by id of the allocation: its place in the step, below 0."""
+    """Place in the step (below 0) of each allocation of a repeated step, by allocation id."""
 
-    def each(self) -> Iterator[list[Event]]:
-        """Every step of a long run."""
+    def run_steps(self) -> Iterator[list[Event]]:
+        """Yield the events of every step of a long run."""
         yield from self.steps
         if self.repeats is not None:
-            for number in range(MOST_STEPS - len(self.steps)):
+            for number in range(MAX_STEPS - len(self.steps)):
                 yield self.repeats[number % 2]
 
 
@@ -73,81 +74,75 @@ class CapacityRun:
     runs: bool
     """False: out of memory."""
     reserved_bytes: int
-    """The most that was reserved at once."""
+    """Peak of reserved bytes."""
     allocated_bytes: int
-    """The most that live tensors took."""
+    """Peak of bytes of live tensors."""
     releases: float = 0.0
-    """How often a steady step releases cached blocks and calls `cudaMalloc` again."""
+    """Cache releases, each followed by a new `cudaMalloc`, per steady step."""
     first_releases: int = 0
-    """How often building the model and the first three steps did."""
+    """Cache releases while the model is built and in the first three steps."""
 
 
 def training_steps(trace: Trace) -> TrainingSteps:
-    """Split the events of a trace into steps, and find out whether the last one repeats itself."""
+    """Split the events of a trace into steps; determine whether the last one repeats itself."""
     order, marks = trace.order, trace.marks
     begin, end = marks.get("step0", 0), marks.get("end", len(order))
     later = sorted(at for name, at in marks.items() if name.startswith("step") and begin < at < end)
     steps = [order[first:last] for first, last in pairwise([begin, *later, end])]
-    twins = _twins(trace, *steps[-2:]) if len(steps) > 1 else None
+    partners = _match_steps(trace, *steps[-2:]) if len(steps) > 1 else None
     repeats, places = None, {}
-    if twins is not None:
-        # Two sets of ids take turns, since a step frees what the step before it has left.
-        other = {**twins, **{second: first for first, second in twins.items()}}
+    if partners is not None:
+        # Two sets of ids alternate, because a step frees tensors of the step before it.
+        other = {**partners, **{second: first for first, second in partners.items()}}
         odd = [other.get(step, step) if step >= 0 else ~other.get(~step, ~step) for step in steps[-1]]
-        repeats = _events(trace, odd), _events(trace, steps[-1])
-        places = {one: ~place for place, pair in enumerate(twins.items()) for one in pair}
+        repeats = allocator_events(trace, odd), allocator_events(trace, steps[-1])
+        places = {number: ~place for place, pair in enumerate(partners.items()) for number in pair}
     return TrainingSteps(
-        _events(trace, order[:begin]), [_events(trace, step) for step in steps], repeats, places
+        allocator_events(trace, order[:begin]),
+        [allocator_events(trace, step) for step in steps],
+        repeats,
+        places,
     )
 
 
-def _twins(trace: Trace, earlier: Sequence[int], last: Sequence[int]) -> dict[int, int] | None:
-    """Allocations of one step with those in the same place of the next; None where a third step would differ.
+def _match_steps(trace: Trace, earlier: Sequence[int], last: Sequence[int]) -> dict[int, int] | None:
+    """Map allocations of one step to those at the same place of the next; None if a third step would differ.
 
-    It would not where both steps allocate the same, where the last one frees nothing older than the one
-    before it, and where it leaves for the next step what it found of the one before.
+    A third step is the same if both steps allocate the same, if the last one frees nothing older than the
+    step before it, and if it leaves the same allocations to the next step as it got from the one before.
     """
-    first, second = ([one for one in step if one >= 0] for step in (earlier, last))
+    first, second = ([number for number in step if number >= 0] for step in (earlier, last))
     if len(first) != len(second):
         return None
-    twins = dict(zip(first, second, strict=True))
+    partners = dict(zip(first, second, strict=True))
     kinds = zip(trace.sizes, trace.streams, strict=True)
-    known = dict(enumerate(kinds))
-    if any(known[key] != known[other] for key, other in twins.items()):
+    kind_of = dict(enumerate(kinds))
+    if any(kind_of[key] != kind_of[other] for key, other in partners.items()):
         return None
     freed = {~number for number in last if number < 0}
-    found = freed.difference(second)
+    inherited = freed.difference(second)
     left = set(first).difference(~number for number in earlier if number < 0)
-    if found != left or {twins[one] for one in found} != set(second).difference(freed):
+    if inherited != left or {partners[number] for number in inherited} != set(second).difference(freed):
         return None
-    return twins
+    return partners
 
 
-def _events(trace: Trace, order: Sequence[int]) -> list[Event]:
-    sizes, streams = trace.sizes, trace.streams
-    return [
-        ("alloc", number, sizes[number], streams[number]) if number >= 0 else ("free", ~number, 0, 0)
-        for number in order
-        if sizes[number if number >= 0 else ~number]
-    ]
-
-
-def run_within(
+def replay_within(
     steps: TrainingSteps, capacity_bytes: int | None, *, expandable: bool = False, by_fraction: bool = False
 ) -> CapacityRun:
-    """Replay a long run on a device that gives the allocator so many bytes; None: without end.
+    """Replay a long run on a device with this many bytes for the allocator; None: unlimited.
 
     With `by_fraction` the bytes are a limit set by `torch.cuda.set_per_process_memory_fraction`. For
-    expandable segments that is stricter: torch holds the whole request against it, not the missing pages.
+    expandable segments that is stricter: torch checks the whole request against it, not the missing pages.
     """
     plain = AllocatorConfig(expandable=expandable)
     limited = replace(plain, limit_bytes=capacity_bytes)
     allocator = CachingAllocator(limited if by_fraction else replace(plain, capacity_bytes=capacity_bytes))
     seen: dict[Hashable, int] = {}
     releases = [0]
-    """After each step, all of them so far."""
+    """Total number of releases after each step."""
     runs = all(allocator.apply(event) == 0 for event in steps.building)
-    for step in steps.each() if runs else ():
+    for step in steps.run_steps() if runs else ():
         runs = all(allocator.apply(event) == 0 for event in step)
         if not runs:
             break
@@ -156,74 +151,75 @@ def run_within(
             continue
         state = allocator.state(steps.places)
         if state in seen:
-            # From here on it goes round in a circle.
-            return _run(allocator, releases, steps, since=seen[state])
+            # From here on the steps repeat in a cycle.
+            return _summarize_run(allocator, releases, steps, since=seen[state])
         seen[state] = len(releases) - 1
-    since = max(len(steps.steps) - 1, len(releases) - 1 - LATEST)
-    return _run(allocator, releases, steps, since=since, runs=runs)
+    since = max(len(steps.steps) - 1, len(releases) - 1 - COUNTED_STEPS)
+    return _summarize_run(allocator, releases, steps, since=since, runs=runs)
 
 
-def _run(
+def _summarize_run(
     allocator: CachingAllocator, releases: list[int], steps: TrainingSteps, *, since: int, runs: bool = True
 ) -> CapacityRun:
     peaks = allocator.reset_peaks()
-    many = len(releases) - 1 - since
+    count = len(releases) - 1 - since
     return CapacityRun(
         runs=runs,
         reserved_bytes=peaks.reserved,
         allocated_bytes=peaks.allocated,
-        releases=(releases[-1] - releases[since]) / many if many > 0 else 0.0,
+        releases=(releases[-1] - releases[since]) / count if count > 0 else 0.0,
         first_releases=releases[min(len(steps.steps), len(releases) - 1)],
     )
 
 
-def least_capacity(steps: TrainingSteps, *, expandable: bool = False, by_fraction: bool = False) -> int:
-    """The smallest capacity at which the job runs, and above which no larger one was found to fail.
+def find_least_capacity(steps: TrainingSteps, *, expandable: bool = False, by_fraction: bool = False) -> int:
+    """Return the smallest capacity at which the job runs and above which none of the tried ones fails.
 
-    It is found to within `TOLERANCE`, by halving. A GPT-2 of 124 million weights at micro-batch 16 allocates
+    Found by bisection, to within `TOLERANCE`. A GPT-2 of 124 million weights at micro-batch 16 allocates
     14.5 GiB, reserves 18.2 GiB on a large device, and runs from 16.6 GiB on.
     """
-    run = partial(run_within, steps, expandable=expandable, by_fraction=by_fraction)
+    run = partial(replay_within, steps, expandable=expandable, by_fraction=by_fraction)
     free = run(None)
     low, high = free.allocated_bytes - 1, free.reserved_bytes
     if expandable and by_fraction:
         events = (event for step in (steps.building, *steps.steps) for event in step)
         high += -(-max((event[2] for event in events), default=0) // LARGE_SEGMENT) * LARGE_SEGMENT
     while True:
-        least = _halved(run, low, high, down_to_reserved=not (expandable and by_fraction))
-        tried = (round(least * (1 + share)) for share in ABOVE)
-        fails = [one for one in tried if one < high and not run(one).runs]
+        least = _bisect_capacity(run, low, high, down_to_reserved=not (expandable and by_fraction))
+        tried = (round(least * (1 + share)) for share in RETRY_SHARES)
+        fails = [capacity for capacity in tried if capacity < high and not run(capacity).runs]
         if not fails:
             return least
         low = fails[-1]
 
 
-def _halved(run: Callable[[int], CapacityRun], low: int, high: int, *, down_to_reserved: bool) -> int:
-    """A capacity that runs, between one that fails and one that runs, with a failure close below it.
+def _bisect_capacity(
+    run: Callable[[int], CapacityRun], low: int, high: int, *, down_to_reserved: bool
+) -> int:
+    """Bisect between a capacity that fails and one that runs; return one that runs, just above a failure.
 
-    With `down_to_reserved`, a run goes the same way at every capacity down to what it reserves.
+    With `down_to_reserved`, a run is the same at every capacity down to the bytes that it reserves.
     """
     while high - low > max(ROUND_LARGE, high * TOLERANCE):
         middle = (low + high) // 2
-        found = run(middle)
-        if not found.runs:
+        result = run(middle)
+        if not result.runs:
             low = middle
         else:
-            high = max(low + 1, found.reserved_bytes) if down_to_reserved else middle
+            high = max(low + 1, result.reserved_bytes) if down_to_reserved else middle
     return high
 
 
-# Say whether an estimate fits a capacity: fits, fits only by releasing cached blocks, or does not fit.
+# The verdict: fits, fits only by releasing cached blocks, or does not fit.
 #
-# `judge_quickly` compares with what torch reserves; `judge_fully` also replays within the capacity.
-#
-# All three verdicts are by the upper end of the band. The band is a share of the predicted process memory,
-# and the same share is added to the smallest capacity that runs: where the band ends 5 % above the
-# prediction, a job fits tightly if it is predicted to run on a device that has 5 % less to give.
+# `judge_quickly` compares the capacity with what torch reserves; `judge_fully` also replays within the
+# capacity. All verdicts use the upper end of the band. The band is a share of the predicted process memory,
+# and the same share is added to the smallest capacity that runs: if the band ends 5 % above the prediction,
+# a job fits tightly if it is predicted to run on a device with 5 % less memory.
 
 
-def judge_fully(  # noqa: PLR0913 - an estimate with what it was made from, and what is asked
-    found: Estimate,
+def judge_fully(  # noqa: PLR0913 - an estimate, its inputs, and options
+    estimate: Estimate,
     trace: Trace,
     setting: Setting,
     *,
@@ -231,90 +227,93 @@ def judge_fully(  # noqa: PLR0913 - an estimate with what it was made from, and 
     always_least: bool = False,
     explain: bool = True,
 ) -> Estimate:
-    """Judge by replays within the capacity, where what torch would reserve is beyond it.
+    """Judge an estimate by replays within the capacity, if torch would reserve more than that.
 
     Args:
-        found: the estimate of the setting, with everything that is added to its trace.
-        trace: of the setting, or of the one that it was derived from.
-        setting: the one that was estimated.
-        limit_bytes: how much may be used, where that is less than the capacity of the estimate.
-        always_least: find `least_bytes` also where it fits, and where nothing can make it fit.
-        explain: try expandable segments too, for `verdict_reason`.
+        estimate: the estimate of the setting, including all additions to its trace.
+        trace: the trace of the setting, or the one that the setting's trace was derived from.
+        setting: the setting that was estimated.
+        limit_bytes: usable memory, if that is less than the capacity of the estimate.
+        always_least: compute `least_bytes` also if it fits, and if nothing can make it fit.
+        explain: also try expandable segments, for `verdict_reason`.
     """
-    capacity = found.capacity_bytes
+    capacity = estimate.capacity_bytes
     limit = capacity if limit_bytes is None else limit_bytes
     if capacity is None or limit is None:
-        return found
-    fits = found.band.high_bytes <= limit
+        return estimate
+    fits = estimate.band.high_bytes <= limit
     if fits and not always_least:
-        return found.judge_quickly(capacity)
-    usable = _usable(found, limit)
-    if found.least_possible_bytes > usable and not always_least:
-        return _refused(found, limit)
-    ranks = _ranks(found, trace, setting)
+        return estimate.judge_quickly(capacity)
+    usable = _usable_bytes(estimate, limit)
+    if estimate.least_possible_bytes > usable and not always_least:
+        return _reject_estimate(estimate, limit)
+    ranks = _split_ranks(estimate, trace, setting)
     expandable = setting.allocator is Allocator.EXPANDABLE
-    least = min(found.process_bytes, max(rank.least(expandable=expandable) for rank in ranks))
+    least = min(estimate.process_bytes, max(rank.least_bytes(expandable=expandable) for rank in ranks))
     if fits:
-        return found.judge_quickly(capacity).replace(least_bytes=least)
+        return estimate.judge_quickly(capacity).replace(least_bytes=least)
     if least > usable:
-        found = _refused(found, limit, least)
+        estimate = _reject_estimate(estimate, limit, least)
     else:
         runs = [rank.run(usable, expandable=expandable) for rank in ranks]
         releases = max(run.releases for run in runs)
-        found = found.replace(
+        estimate = estimate.replace(
             fits=True,
             verdict=Verdict.FITS_TIGHT,
-            verdict_reason=_tight_reason(found, limit, least, releases),
+            verdict_reason=_tight_reason(estimate, limit, least, releases),
             least_bytes=least,
             releases_per_step=releases,
         )
     if explain and not expandable:
-        return found.replace(verdict_reason=f"{found.verdict_reason}; {_expandable(found, ranks, limit)}")
-    return found
+        return estimate.replace(
+            verdict_reason=f"{estimate.verdict_reason}; {_describe_expandable(estimate, ranks, limit)}"
+        )
+    return estimate
 
 
-def _usable(found: Estimate, limit: int) -> int:
-    """The most process memory that stays within a limit with its band."""
-    return limit * found.process_bytes // max(1, found.band.high_bytes)
+def _usable_bytes(estimate: Estimate, limit: int) -> int:
+    """Return the largest process memory that stays within a limit including its band."""
+    return limit * estimate.process_bytes // max(1, estimate.band.high_bytes)
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """One kind of rank: what its trace asks for, and what it has beside that."""
+class _RankSteps:
+    """Steps of one kind of rank, and its memory outside of the replay."""
 
     steps: TrainingSteps
-    beside_bytes: int
-    """The context, micro-batches on their way through a pipeline, gradients that add up."""
+    other_bytes: int
+    """The CUDA context, micro-batches in flight in a pipeline, accumulated gradients."""
 
-    def least(self, *, expandable: bool) -> int:
-        return least_capacity(self.steps, expandable=expandable) + self.beside_bytes
+    def least_bytes(self, *, expandable: bool) -> int:
+        return find_least_capacity(self.steps, expandable=expandable) + self.other_bytes
 
-    def reserved(self, *, expandable: bool) -> int:
-        return run_within(self.steps, None, expandable=expandable).reserved_bytes + self.beside_bytes
+    def reserved_bytes(self, *, expandable: bool) -> int:
+        return replay_within(self.steps, None, expandable=expandable).reserved_bytes + self.other_bytes
 
     def run(self, usable: int, *, expandable: bool) -> CapacityRun:
-        return run_within(self.steps, max(0, usable - self.beside_bytes), expandable=expandable)
+        return replay_within(self.steps, max(0, usable - self.other_bytes), expandable=expandable)
 
 
-def _ranks(found: Estimate, trace: Trace, setting: Setting) -> list[_Rank]:
-    """Every kind of rank. What accumulation adds is the same for all of them."""
-    facts = fallback_facts().memory.with_context(found.parts.context)
-    replayed = [rank_memory(rank, setting, facts) for rank in trace.ranks]
-    added = found.process_bytes - max(one.process_bytes for one, _ in replayed)
+def _split_ranks(estimate: Estimate, trace: Trace, setting: Setting) -> list[_RankSteps]:
+    """Return the steps of every kind of rank. What accumulation adds is the same for all of them."""
+    facts = fallback_facts().memory.with_context(estimate.parts.context)
+    replayed = [estimate_rank_memory(rank, setting, facts) for rank in trace.ranks]
+    added = estimate.process_bytes - max(peaks.process_bytes for peaks, _ in replayed)
     return [
-        _Rank(training_steps(rank), memory.process_bytes - alone.reserved_bytes + max(0, added))
+        _RankSteps(training_steps(rank), memory.process_bytes - alone.reserved_bytes + max(0, added))
         for rank, (memory, alone) in zip(trace.ranks, replayed, strict=True)
     ]
 
 
-def _refused(found: Estimate, limit: int, least: int | None = None) -> Estimate:
-    need = found.with_band(found.least_possible_bytes if least is None else least)
+def _reject_estimate(estimate: Estimate, limit: int, least: int | None = None) -> Estimate:
+    need = estimate.with_band(estimate.least_possible_bytes if least is None else least)
     why = (
-        f"{format_bytes(found.allocated_bytes)} allocated, {format_bytes(found.reserved_bytes)} reserved; "
+        f"{format_bytes(estimate.allocated_bytes)} allocated, "
+        f"{format_bytes(estimate.reserved_bytes)} reserved; "
         f"even after releasing cached blocks it needs {format_bytes(need)}{' or more' * (least is None)} "
         f"of {format_bytes(limit)}, with context and band"
     )
-    return found.replace(
+    return estimate.replace(
         fits=False,
         verdict=Verdict.DOES_NOT_FIT,
         verdict_reason=why,
@@ -323,7 +322,7 @@ def _refused(found: Estimate, limit: int, least: int | None = None) -> Estimate:
     )
 
 
-def _tight_reason(found: Estimate, limit: int, least: int, releases: float) -> str:
+def _tight_reason(estimate: Estimate, limit: int, least: int, releases: float) -> str:
     often = "in the first steps only, and later steps run at full speed"
     if releases:
         times = "about once" if round(releases) <= 1 else f"about {round(releases)} times"
@@ -332,17 +331,18 @@ def _tight_reason(found: Estimate, limit: int, least: int, releases: float) -> s
             "driver and asks for new memory, so that steps take longer than predicted"
         )
     return (
-        f"it would reserve {format_bytes(found.band.high_bytes)} of {format_bytes(limit)}, with context and "
-        f"band; torch can release cached blocks and run in {format_bytes(found.with_band(least))}: {often}"
+        f"it would reserve {format_bytes(estimate.band.high_bytes)} of {format_bytes(limit)}, with context and band; "
+        f"torch can release cached blocks and run in "
+        f"{format_bytes(estimate.with_band(least))}: {often}"
     )
 
 
-def _expandable(found: Estimate, ranks: list[_Rank], limit: int) -> str:
-    """What expandable segments would change."""
-    need = found.with_band(max(rank.reserved(expandable=True) for rank in ranks))
+def _describe_expandable(estimate: Estimate, ranks: list[_RankSteps], limit: int) -> str:
+    """Describe what expandable segments would change."""
+    need = estimate.with_band(max(rank.reserved_bytes(expandable=True) for rank in ranks))
     if need <= limit:
         return f"--allocator expandable: fits in {format_bytes(need)}"
-    least = found.with_band(max(rank.least(expandable=True) for rank in ranks))
+    least = estimate.with_band(max(rank.least_bytes(expandable=True) for rank in ranks))
     if least <= limit:
         return f"--allocator expandable: runs in {format_bytes(least)}, by releasing memory too"
     return f"--allocator expandable: does not fit either, {format_bytes(least)}"

@@ -1,17 +1,17 @@
-"""What torch.compile would make of an eager step, guessed from the eager trace.
+"""Guess from an eager trace which kernels torch.compile would run.
 
-Inductor fuses neighbouring operations that do no arithmetic to speak of into one kernel: what is made and
-used up inside of it never reaches memory. Here, operations that no matrix product, attention, convolution or
-other library call separates make one kernel. It reads what comes from outside and writes what is read
-outside. Three more rules follow torch's own:
+Inductor fuses neighbouring operations with little arithmetic into one kernel; tensors that only this kernel
+uses never reach memory. Here, operations that are not separated by a matrix product, attention, convolution
+or other library call make one kernel. It reads tensors from outside and writes tensors that are read outside.
+Three more rules follow torch's own:
 
-* What the eager step keeps for the backward pass, and a kernel there could work out again from what is in
-  memory anyway, is not written: the partitioner would rather compute it again.
+* A tensor that the eager step saves for the backward pass is not written if a backward kernel can recompute
+  it from tensors that are in memory anyway: the partitioner prefers to recompute it.
 * A reduction whose result the same kernel needs for every element reads its input a second time, unless a row
   is short enough to stay in a cache.
-* Matrix products with awkward sides are padded where that is faster, and convolutions run with channels last.
+* Matrix products with unaligned sides are padded if that is faster, and convolutions run with channels last.
 
-Running the compiler itself says it better (`trimtab.trace.compiled`), and takes a minute a setting.
+Running the compiler itself is more accurate (`trimtab.trace.compiled`), but takes a minute per setting.
 """
 
 from __future__ import annotations
@@ -35,104 +35,108 @@ if TYPE_CHECKING:
     from trimtab.spec import Setting, Trace
 
 
-# Which tensors each operation of a trace reads and makes, as far as the trace tells.
+# Data flow: which tensors each operation of a trace reads and makes.
 #
-# A trace names allocations and operations apart from each other. An allocation carries the name of the
-# operation that asked for it, so the two columns can be read side by side, and that says what each operation
-# made. What it read is inferred: of the tensors that are there, the latest touched whose sizes add up to the
-# bytes that it reads, or those that are given back right after it, as what is kept for the backward pass is.
+# A trace lists allocations and operations separately. An allocation has the name of its operation, so walking
+# both lists together shows what each operation makes. Its inputs are inferred: the most recently used live
+# tensors whose sizes add up to the bytes that it reads, or tensors that are freed right after it, as those
+# saved for the backward pass are.
 
 
-RECENT = 12
-"""Tensors that an operation is taken to choose its inputs from: the last that were touched."""
-SOON = 6
-"""Events within which a tensor that an operation was the last to read is given back."""
-NEAR = 24
-"""Entries of the sequence within which the operation is that asked for an allocation."""
-OPERANDS = 3
-LOOSE = 0.01
-"""Share of the bytes read that may be small tensors beside the ones found: biases, means, indices."""
+MAX_RECENT = 12
+"""Number of most recently used tensors that can be inputs of an operation."""
+FREED_WITHIN = 6
+"""Events within which a tensor is freed after the last operation that reads it."""
+RESULT_WITHIN = 24
+"""Entries of the sequence within which the operation of an allocation follows."""
+MAX_OPERANDS = 3
+SIZE_TOLERANCE = 0.01
+"""Share of the bytes read that may be small tensors beside the inferred inputs: biases, means, indices."""
 MANY_RESULTS = ("convolution", "attention", "recurrent")
-"""Kinds whose results are more than `write_bytes` tells."""
+"""Kinds whose results are larger than `write_bytes`."""
 WORKSPACE = PARTS.index("workspace")
 OPERAND_PARTS = (PARTS.index("weights"), PARTS.index("inputs"))
 
 
-class Read(NamedTuple):
-    """A tensor, and how much of it is read."""
+class SizedRead(NamedTuple):
+    """A tensor, and how many bytes of it are read."""
 
     tensor: int
     size: int
 
 
 class Flow(NamedTuple):
-    """One entry an operation, in the order of the trace's sequence; tensors are numbers into `sizes`."""
+    """Data flow of a trace: an entry per operation of the sequence; tensors are indices of `sizes`."""
 
-    reads: list[tuple[Read, ...]]
+    reads: list[tuple[SizedRead, ...]]
     unknown: list[int]
-    """Bytes read of tensors that could not be told: weights, inputs, or what was not found."""
+    """Bytes read from unidentified tensors: weights, inputs, or inputs that could not be inferred."""
     makes: list[tuple[int, ...]]
     sizes: list[int]
     makers: dict[int, int]
     """The operation that made a tensor."""
     dies: dict[int, int]
-    """The operation before which a tensor was given back."""
+    """The operation before which a tensor was freed."""
 
 
 class FlowShape(NamedTuple):
-    """A Flow without its sizes: who makes and reads what, taken to be the same at every micro-batch."""
+    """A Flow without sizes: who makes and reads which tensors, assumed equal at every micro-batch."""
 
     reads: list[tuple[TensorRead, ...]]
     rests: list[bool]
-    """Whether an operation reads something that could not be told as well."""
+    """Whether an operation also reads unidentified tensors."""
     makes: list[tuple[int, ...]]
     makers: dict[int, int]
     dies: dict[int, int]
     rewrites: list[int]
-    """Operations in place: each makes one more tensor, numbered after the trace's own."""
+    """In-place operations: each makes one more tensor, numbered after the trace's own."""
 
 
 class TensorRead(NamedTuple):
-    """A tensor that is read, the whole of it or as much as the operation reads."""
+    """A tensor that is read, entirely or as many bytes as the operation reads."""
 
     tensor: int
     is_whole: bool
 
 
-def flow(trace: Trace) -> Flow:
-    """Read the last step's operations and allocations side by side."""
-    return sized(links(trace), trace)
+def infer_flow(trace: Trace) -> Flow:
+    """Return the data flow of the last step of a trace."""
+    return apply_sizes(infer_flow_shape(trace), trace)
 
 
-def links(trace: Trace) -> FlowShape:
-    """What of a flow holds for all traces of one program, whatever their sizes."""
+def infer_flow_shape(trace: Trace) -> FlowShape:
+    """Return the part of a flow that is the same for all traces of one program, whatever their sizes."""
     begin = trace.marks.get("step2", 0)
-    walk = _Walk(trace, trace.order[begin : trace.marks.get("end", len(trace.order))])
+    walk = _FlowWalk(trace, trace.order[begin : trace.marks.get("end", len(trace.order))])
     for place, number in enumerate(trace.sequence):
-        walk.pass_by(place, trace.works[number])
+        walk.visit(place, trace.works[number])
     walk.end(len(trace.sequence))
-    return walk.found
+    return walk.shape
 
 
-def sized(known: FlowShape, trace: Trace, only: Iterable[int] | None = None) -> Flow:
-    """The flow of a trace whose program has these links; with `only`, what those operations read."""
+def apply_sizes(shape: FlowShape, trace: Trace, only: Iterable[int] | None = None) -> Flow:
+    """Return the flow of a trace from the shape of its program; with `only`, reads of those operations."""
     works, sequence = trace.works, trace.sequence
-    sizes = [*trace.sizes, *(works[sequence[place]].write_bytes for place in known.rewrites)]
-    every: list[tuple[Read, ...]] = [()] * len(known.reads)
-    unknown = [0] * len(known.reads)
-    for place in range(len(known.reads)) if only is None else only:
-        found, rests = known.reads[place], known.rests[place]
+    sizes = [*trace.sizes, *(works[sequence[place]].write_bytes for place in shape.rewrites)]
+    every: list[tuple[SizedRead, ...]] = [()] * len(shape.reads)
+    unknown = [0] * len(shape.reads)
+    for place in range(len(shape.reads)) if only is None else only:
+        inputs, rests = shape.reads[place], shape.rests[place]
         wanted = 0
-        if rests or not all(whole for _, whole in found):
-            wanted = _wanted(works[sequence[place]], sum(sizes[make] for make in known.makes[place]))
-        every[place] = tuple([Read(tensor, sizes[tensor] if whole else wanted) for tensor, whole in found])
+        if rests or not all(whole for _, whole in inputs):
+            wanted = _count_read_bytes(
+                works[sequence[place]], sum(sizes[make] for make in shape.makes[place])
+            )
+        every[place] = tuple(
+            [SizedRead(tensor, sizes[tensor] if whole else wanted) for tensor, whole in inputs]
+        )
         if rests:
             unknown[place] = max(0, wanted - sum(size for _, size in every[place]))
-    return Flow(every, unknown, known.makes, sizes, known.makers, known.dies)
+    return Flow(every, unknown, shape.makes, sizes, shape.makers, shape.dies)
 
 
-def _wanted(work: Work, made_bytes: int) -> int:
-    """Bytes of what an operation reads; a convolution counts its result too, and each of its passes."""
+def _count_read_bytes(work: Work, made_bytes: int) -> int:
+    """Return the bytes of an operation's inputs; `read_bytes` of a convolution counts more than these."""
     if work.kind != "convolution":
         return work.read_bytes
     moved = work.read_bytes // max(1, work.kernels)
@@ -140,8 +144,8 @@ def _wanted(work: Work, made_bytes: int) -> int:
     return max(0, moved - made_bytes) if forward else moved
 
 
-def _standing(trace: Trace) -> set[int]:
-    """Weights and inputs that are there when the last step begins."""
+def _operands_before_step(trace: Trace) -> set[int]:
+    """Return the weights and inputs that are live when the last step begins."""
     alive: set[int] = set()
     for event in trace.order[: trace.marks.get("step2", 0)]:
         if event >= 0:
@@ -151,72 +155,74 @@ def _standing(trace: Trace) -> set[int]:
     return {number for number in alive if trace.parts[number] in OPERAND_PARTS}
 
 
-class _Walk:
-    """The walk through both columns."""
+class _FlowWalk:
+    """Walk through operations and allocations together, building a FlowShape."""
 
     def __init__(self, trace: Trace, events: Sequence[int]) -> None:
         self._trace, self._events = trace, events
         self._at = 0
-        self._old = {trace.sizes[one] for one in _standing(trace)}
-        """Sizes of what was there before the step: weights and inputs."""
-        self._ops = [trace.op_names[one] for one in trace.ops]
+        self._old_sizes = {trace.sizes[number] for number in _operands_before_step(trace)}
+        """Sizes of the weights and inputs from before the step."""
+        self._ops = [trace.op_names[op] for op in trace.ops]
         self._places: dict[str, list[int]] = {}
-        """Where operations of a name are in the sequence."""
+        """Positions of operations in the sequence, by name."""
         for place, number in enumerate(trace.sequence):
             self._places.setdefault(trace.works[number].op, []).append(place)
         self._recent: deque[int] = deque()
-        """Tensors by when they were last touched, the latest first."""
+        """Tensors, most recently used first."""
         self._version: dict[int, int] = {}
-        """The tensor that an allocation holds now: writing in place makes another one."""
+        """The current tensor of an allocation: writing in place makes a new tensor."""
         self._sizes = list(trace.sizes)
-        self.found = FlowShape([], [], [], {}, {}, [])
+        self.shape = FlowShape([], [], [], {}, {}, [])
 
-    def pass_by(self, place: int, work: Work) -> None:
-        """One operation: what it made, then what it read."""
-        found = self.found
-        made = self._made(place, work)
+    def visit(self, place: int, work: Work) -> None:
+        """Process one operation: its results, then its inputs."""
+        shape = self.shape
+        made = self._take_results(place, work)
         reads: tuple[TensorRead, ...] = ()
         rests = False
         if work.kernels and work.kind not in ("wait", "optimizer", "collective"):
-            reads, rests = self._read(work, made)
+            reads, rests = self._infer_reads(work, made)
         if not made and work.write_bytes and reads:
-            made = self._written_over(place, work, reads)
-        found.reads.append(reads)
-        found.rests.append(rests)
-        found.makes.append(made)
+            made = self._record_overwrite(place, work, reads)
+        shape.reads.append(reads)
+        shape.rests.append(rests)
+        shape.makes.append(made)
         for read in reads:
             self._touch(read.tensor)
         for tensor in sorted(made, key=self._sizes.__getitem__):
-            found.makers[tensor] = place
+            shape.makers[tensor] = place
             self._touch(tensor)
 
     def end(self, place: int) -> None:
-        """What is given back after the last operation."""
+        """Process the frees after the last operation."""
         while self._at < len(self._events):
-            self._next(place)
+            self._skip_event(place)
 
     def _touch(self, tensor: int) -> None:
         if tensor in self._recent:
             self._recent.remove(tensor)
         self._recent.appendleft(tensor)
 
-    def _next(self, place: int) -> None:
-        """Pass one event that is no result: memory given back, or taken by nobody that is known."""
+    def _skip_event(self, place: int) -> None:
+        """Skip one event that is not a result: a free, or an allocation by an unknown operation."""
         event = self._events[self._at]
         self._at += 1
         if event < 0:
             tensor = self._version.pop(~event, ~event)
-            self.found.dies[tensor] = place
+            self.shape.dies[tensor] = place
             if tensor in self._recent:
                 self._recent.remove(tensor)
 
-    def _made(self, place: int, work: Work) -> tuple[int, ...]:
-        """The allocations that bear the operation's name, as many as its results are long."""
+    def _take_results(self, place: int, work: Work) -> tuple[int, ...]:
+        """Return the allocations with the operation's name, until they have the bytes of its results."""
         made: list[int] = []
         left = work.write_bytes
-        while (ahead := self._ahead(place)) is not None and self._ops[self._events[ahead]] == work.op:
+        while (ahead := self._find_next_result(place)) is not None and self._ops[
+            self._events[ahead]
+        ] == work.op:
             while self._at < ahead:
-                self._next(place)
+                self._skip_event(place)
             made.append(self._events[self._at])
             self._at += 1
             left -= self._trace.sizes[made[-1]]
@@ -224,52 +230,54 @@ class _Walk:
                 break
         return tuple(made)
 
-    def _ahead(self, place: int) -> int | None:
-        """Where the next result of an operation lies among the events.
+    def _find_next_result(self, place: int) -> int | None:
+        """Return the index of the next event that is a result of an operation.
 
-        Workspaces are no results, and neither is what no operation near asked for.
+        Workspaces and allocations of no nearby operation are not results.
         """
         for at in range(self._at, len(self._events)):
             event = self._events[at]
             if event < 0 or self._trace.parts[event] == WORKSPACE:
                 continue
-            known = self._places.get(self._ops[event], [])
-            index = bisect_left(known, place)
-            if index < len(known) and known[index] <= place + NEAR:
+            places = self._places.get(self._ops[event], [])
+            index = bisect_left(places, place)
+            if index < len(places) and places[index] <= place + RESULT_WITHIN:
                 return at
         return None
 
-    def _read(self, work: Work, made: tuple[int, ...]) -> tuple[tuple[TensorRead, ...], bool]:
-        soon = [one for one in self._dying() if one not in made]
-        recent = [one for one, _ in zip(self._recent, range(RECENT), strict=False)]
-        there = list(dict.fromkeys([*recent[:1], *soon, *recent]))
+    def _infer_reads(self, work: Work, made: tuple[int, ...]) -> tuple[tuple[TensorRead, ...], bool]:
+        soon = [tensor for tensor in self._soon_freed() if tensor not in made]
+        recent = [tensor for tensor, _ in zip(self._recent, range(MAX_RECENT), strict=False)]
+        candidates = list(dict.fromkeys([*recent[:1], *soon, *recent]))
         sizes = self._sizes
-        wanted = _wanted(work, sum(sizes[number] for number in made))
-        chosen, rest = operands(wanted, tuple(sizes[one] for one in there), 1 + len(soon))
-        alone = len(chosen) == 1 and chosen[0][1] == sizes[there[chosen[0][0]]]
-        if not alone and wanted in self._old:
+        wanted = _count_read_bytes(work, sum(sizes[number] for number in made))
+        chosen, rest = choose_operands(wanted, tuple(sizes[tensor] for tensor in candidates), 1 + len(soon))
+        alone = len(chosen) == 1 and chosen[0][1] == sizes[candidates[chosen[0][0]]]
+        if not alone and wanted in self._old_sizes:
             # More likely a weight than a coincidence.
             return (), True
-        found = tuple(TensorRead(there[index], size == sizes[there[index]]) for index, size in chosen)
-        return found, rest > 0
+        reads = tuple(
+            TensorRead(candidates[index], size == sizes[candidates[index]]) for index, size in chosen
+        )
+        return reads, rest > 0
 
-    def _dying(self) -> list[int]:
-        """Tensors of this step that are given back within the next events."""
-        gone = [~event for event in self._events[self._at : self._at + SOON] if event < 0]
-        now = [self._version.get(one, one) for one in gone]
-        return [one for one in now if one in self.found.makers]
+    def _soon_freed(self) -> list[int]:
+        """Return the tensors of this step that are freed within the next events."""
+        gone = [~event for event in self._events[self._at : self._at + FREED_WITHIN] if event < 0]
+        now = [self._version.get(allocation, allocation) for allocation in gone]
+        return [tensor for tensor in now if tensor in self.shape.makers]
 
-    def _written_over(self, place: int, work: Work, reads: tuple[TensorRead, ...]) -> tuple[int, ...]:
-        """An operation in place: what it wrote over is another tensor from now on."""
+    def _record_overwrite(self, place: int, work: Work, reads: tuple[TensorRead, ...]) -> tuple[int, ...]:
+        """Record an in-place operation: the overwritten allocation holds a new tensor from now on."""
         alike = [read.tensor for read in reads if self._sizes[read.tensor] == work.write_bytes]
         if not alike:
             return ()
-        dying = set(self._dying())
-        same = next((one for one in alike if one not in dying), alike[0])
+        dying = set(self._soon_freed())
+        same = next((tensor for tensor in alike if tensor not in dying), alike[0])
         holder = next((key for key, version in self._version.items() if version == same), same)
         new = len(self._sizes)
         self._sizes.append(work.write_bytes)
-        self.found.rewrites.append(place)
+        self.shape.rewrites.append(place)
         self._version[holder] = new
         if same in self._recent:
             self._recent.remove(same)
@@ -277,26 +285,28 @@ class _Walk:
 
 
 @lru_cache(maxsize=65536)
-def operands(wanted: int, sizes: tuple[int, ...], likely: int = 1) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Which of some tensors add up to the bytes read, and what is left over.
+def choose_operands(
+    wanted: int, sizes: tuple[int, ...], likely: int = 1
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Return the tensors whose sizes add up to the bytes read, with their sizes, and the bytes left over.
 
-    The first ones are the better guess; one of the first `likely` is nearly always among them. Where none
-    add up, a part of one is read, as of a view; or some of them, and something unknown beside.
+    Earlier tensors are the better guess; one of the first `likely` is nearly always among them. If none add
+    up, a part of one tensor is read, as through a view; or some of them and an unidentified rest.
 
-    >>> operands(75, (25, 30, 50))
+    >>> choose_operands(75, (25, 30, 50))
     (((0, 25), (2, 50)), 0)
-    >>> operands(10, (30, 50))
+    >>> choose_operands(10, (30, 50))
     (((0, 10),), 0)
     """
     if not wanted:
         return (), 0
-    room = LOOSE * wanted
+    room = SIZE_TOLERANCE * wanted
     useful = [index for index, size in enumerate(sizes) if room < size <= wanted + room]
     best: tuple[int, ...] = ()
     rank = (True, True, len(sizes))
-    for count in range(1, OPERANDS + 1):
+    for count in range(1, MAX_OPERANDS + 1):
         for chosen in combinations(useful, count):
-            mine = (chosen[0] >= likely, count == OPERANDS, chosen[-1])
+            mine = (chosen[0] >= likely, count == MAX_OPERANDS, chosen[-1])
             if mine < rank and abs(sum(sizes[index] for index in chosen) - wanted) <= room:
                 best, rank = chosen, mine
     if best:
@@ -305,7 +315,7 @@ def operands(wanted: int, sizes: tuple[int, ...], likely: int = 1) -> tuple[tupl
     if larger is not None and (not useful or larger < useful[0]):
         return ((larger, wanted),), 0
     taken, left = [], wanted
-    for index in useful[:OPERANDS]:
+    for index in useful[:MAX_OPERANDS]:
         if sizes[index] <= left + room:
             taken.append((index, sizes[index]))
             left -= sizes[index]
@@ -313,34 +323,44 @@ def operands(wanted: int, sizes: tuple[int, ...], likely: int = 1) -> tuple[tupl
 
 
 FUSED_KINDS = ("pointwise", "reduction", "gather")
-LIBRARY = ("_embedding_bag", "sort", "topk", "nonzero", "ctc_loss", "_unique", "histc", "bincount", "cdist")
-"""Parts of the names of operations that inductor calls as they are."""
-RANDOM = ("dropout", "bernoulli", "rand", "uniform", "normal_")
-"""Of which the numbers drawn are kept: drawing them again would give others."""
-IN_CACHE = 2**16
-"""Bytes of a row that a kernel finds in a cache when it reads it again."""
-WIDE = 1 / 64
-"""A reduction that writes this share of what it reads has the step after it within: a norm, a softmax."""
-ACROSS = ("batch_norm", "group_norm")
-"""Norms whose rows lie all over memory, or are whole images."""
-AGAIN = 2.0
-"""A tensor is computed again where reading what it follows from moves no more than this times its own bytes,
-which writing and reading it would."""
+LIBRARY_OPS = (
+    "_embedding_bag",
+    "sort",
+    "topk",
+    "nonzero",
+    "ctc_loss",
+    "_unique",
+    "histc",
+    "bincount",
+    "cdist",
+)
+"""Parts of the names of operations that inductor does not fuse but calls."""
+RANDOM_OPS = ("dropout", "bernoulli", "rand", "uniform", "normal_")
+"""Operations whose random numbers are saved: drawing them again would give different ones."""
+CACHED_ROW_BYTES = 2**16
+"""Largest row in bytes that is still in a cache when a kernel reads it again."""
+WIDE_SHARE = 1 / 64
+"""A reduction that writes more than this share of its input includes the step after it: a norm, a softmax."""
+SCATTERED_NORMS = ("batch_norm", "group_norm")
+"""Norms whose rows are scattered over memory, or are whole images."""
+RECOMPUTE_LIMIT = 2.0
+"""A tensor is recomputed if reading its inputs moves at most this times its own bytes: writing and reading it
+would move as much."""
 ALIGNED_BYTES = 16
 PADDED_GAIN = 1.1
-"""Inductor pads where its own measurement says that it is so much faster."""
-BALANCE = 0.5
+"""Inductor pads if it measures at least this speed-up."""
+BALANCE_SHARE = 0.5
 NODES_A_CONVOLUTION = 300
-"""In a graph of more operations than this for each convolution, inductor leaves the layout as it is."""
+"""In a graph with more operations than this per convolution, inductor does not change the layout."""
 SMALL_CHANNELS = 64
 CHANNELS_LAST = 1
-NAME = "fused"
-SEED = "aten::ones_like"
-"""What a backward pass begins with: the gradient of the loss by itself."""
+FUSED_OP = "fused"
+BACKWARD_START = "aten::ones_like"
+"""First operation of a backward pass: the gradient of the loss with respect to itself."""
 
 
-class Roots(NamedTuple):
-    """What has to be read from memory: tensors, how much of each, and bytes of what is not known."""
+class MemoryReads(NamedTuple):
+    """Bytes to read from memory, by tensor, and bytes of unidentified tensors."""
 
     tensors: dict[int, int]
     unknown: int
@@ -351,31 +371,31 @@ class Roots(NamedTuple):
         return sum(self.tensors.values()) + self.unknown
 
 
-def fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
-    """The trace with the operations that the compiled step would have; allocations stay the eager ones."""
-    known = groups(trace)
-    plan = _Plan(trace, known)
+def fuse_trace(trace: Trace, setting: Setting, pace: Pace) -> Trace:
+    """Return the trace with the operations of the compiled step; allocations stay those of the eager step."""
+    groups = find_fusion_groups(trace)
+    plan = _KernelPlan(trace, groups)
     half = setting.dtypes.autocast
-    # A step has thousands of calls of libraries, and a hundred different ones.
+    # A step has thousands of library calls, but only about a hundred different ones.
     calls: dict[tuple[int, bool], tuple[Work, ...]] = {}
     works: list[Work] = []
     places: list[int] = []
     for place, number in enumerate(trace.sequence):
-        kept: tuple[Work, ...]
-        if not known.inside[place]:
-            kept = (trace.works[number],)
-        elif place in known.group_of:
-            kept = plan.kernels.get(place, ())
+        kernels: tuple[Work, ...]
+        if not groups.inside[place]:
+            kernels = (trace.works[number],)
+        elif place in groups.group_of:
+            kernels = plan.kernels.get(place, ())
         else:
             how = number, half is not None and place >= plan.backward
             if how not in calls:
                 work = trace.works[number]
-                work = halved(work, half) if half and how[1] else work
-                called = _called(work, pace, channels_last=plan.channels_last)
+                work = cast_to_half(work, half) if half and how[1] else work
+                called = _library_calls(work, pace, channels_last=plan.channels_last)
                 calls[how] = tuple(work for work in called if work.kernels)
-            kept = calls[how]
-        works += kept
-        places += [place] * len(kept)
+            kernels = calls[how]
+        works += kernels
+        places += [place] * len(kernels)
     numbers: dict[Work, int] = {}
     sequence = tuple(numbers.setdefault(work, len(numbers)) for work in works)
     return trace.replace(
@@ -385,8 +405,8 @@ def fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
     )
 
 
-def halved(work: Work, half: str) -> Work:
-    """A matrix product of a compiled backward pass: autocast holds there too, whatever it did before."""
+def cast_to_half(work: Work, half: str) -> Work:
+    """Return a matrix product of a compiled backward pass in half precision: autocast applies there too."""
     if work.kind != "matrix" or work.dtype not in (FLOAT32, TF32):
         return work
     alignment = work.dims[4] // 2 if work.dims[4:] and work.dims[4] < ALIGNED_BYTES else ALIGNED_BYTES
@@ -398,19 +418,19 @@ def halved(work: Work, half: str) -> Work:
     )
 
 
-def _called(work: Work, pace: Pace, *, channels_last: bool) -> tuple[Work, ...]:
-    """An operation that inductor leaves to a library, as it calls it."""
+def _library_calls(work: Work, pace: Pace, *, channels_last: bool) -> tuple[Work, ...]:
+    """Return the calls that inductor makes for an operation of a library."""
     if work.kind == "matrix":
-        return padded(work, pace)
+        return pad_product(work, pace)
     if work.kind == "convolution" and channels_last and _is_flat(work):
         return (work.replace(dims=(*work.dims[:4], CHANNELS_LAST, *work.dims[5:])),)
     return (work,)
 
 
-def padded(work: Work, pace: Pace) -> tuple[Work, ...]:
-    """A matrix product as inductor would call it: its sides padded to whole 16 bytes where that is faster.
+def pad_product(work: Work, pace: Pace) -> tuple[Work, ...]:
+    """Return the calls for a matrix product: its sides padded to multiples of 16 bytes if that is faster.
 
-    Operands with a side to pad are copied before.
+    Operands with a side to pad are copied first.
     """
     size = DTYPE_BYTES.get(work.dtype, 4)
     unit = ALIGNED_BYTES // size
@@ -422,7 +442,12 @@ def padded(work: Work, pace: Pace) -> tuple[Work, ...]:
     right = columns * inner if (columns, inner) != (longer[1], longer[2]) else 0
     copied = size * batch * (left + right)
     copy = Work(
-        op=NAME, kind="pointwise", dtype=work.dtype, read_bytes=copied, write_bytes=copied, dims=(0, inner)
+        op=FUSED_OP,
+        kind="pointwise",
+        dtype=work.dtype,
+        read_bytes=copied,
+        write_bytes=copied,
+        dims=(0, inner),
     )
     even = work.replace(
         dims=(batch, *longer, ALIGNED_BYTES), flops=2 * batch * longer[0] * longer[1] * longer[2]
@@ -432,25 +457,25 @@ def padded(work: Work, pace: Pace) -> tuple[Work, ...]:
 
 
 def _is_bound_by_arithmetic(work: Work, device: Rates) -> bool:
-    """As inductor asks: products for each number touched, against half of what the device could do a byte."""
+    """Inductor's test: products per number touched, against half of the device's operations per byte."""
     _, rows, columns, inner, *_ = work.dims
     touched = rows * inner + inner * columns + rows * columns
-    return rows * columns * inner > touched * BALANCE * device.peak(work.dtype) / device.bandwidth
+    return rows * columns * inner > touched * BALANCE_SHARE * device.peak(work.dtype) / device.bandwidth
 
 
 def _is_flat(work: Work) -> bool:
-    """Whether a convolution is over images: its kernel is a square."""
+    """Return whether a convolution is over images: its kernel is a square."""
     area = work.dims[5]
     return isqrt(area) ** 2 == area
 
 
-def channels_last(works: list[Work]) -> bool:
-    """Whether inductor lays images out with channels last in a graph of these operations."""
-    found = [work for work in works if work.op.endswith("convolution") and work.kind == "convolution"]
-    flat = [one for one in found if _is_flat(one)]
-    if not flat or len(works) >= NODES_A_CONVOLUTION * len(found):
+def uses_channels_last(works: list[Work]) -> bool:
+    """Return whether inductor uses channels last in a graph of these operations."""
+    convolutions = [work for work in works if work.op.endswith("convolution") and work.kind == "convolution"]
+    flat = [work for work in convolutions if _is_flat(work)]
+    if not flat or len(works) >= NODES_A_CONVOLUTION * len(convolutions):
         return False
-    shapes = [(one.dims[0], one.dims[2], one.dims[3] // one.dims[5], one.dims[5]) for one in flat]
+    shapes = [(work.dims[0], work.dims[2], work.dims[3] // work.dims[5], work.dims[5]) for work in flat]
     if any(groups > 1 and inner > 1 for groups, _, inner, _ in shapes):
         return False
     if any(groups * outer * 2 <= inner and area > 1 for groups, outer, inner, area in shapes):
@@ -460,37 +485,37 @@ def channels_last(works: list[Work]) -> bool:
     )
 
 
-def inside(works: list[Work], backward: int, optimizer: int) -> list[bool]:
-    """Of each operation, whether it is in a compiled graph: of the model's call, or of its backward pass.
+def find_compiled(works: list[Work], backward: int, optimizer: int) -> list[bool]:
+    """Return for each operation whether it is in a compiled graph: in the model's call or its backward pass.
 
-    A loss outside of the model stays eager. Its backward pass comes first, and is taken to have as many
-    operations. A trace without calls of modules is taken for all of it; one with calls, none of which is of
-    the model, has nothing that torch.compile would compile.
+    A loss outside of the model stays eager. Its backward pass runs first, and is assumed to have as many
+    operations. In a trace without module calls, everything counts as compiled; in one with calls but none of
+    the model, nothing.
     """
     whole = not any(work.kind == "call" for work in works)
-    depth, found = int(whole), []
+    depth, compiled = int(whole), []
     eager = 0
     for work in works[:backward]:
         if work.kind == "call" and work.op == ENTER:
             depth, eager = depth + 1, 0
-        found.append(depth > 0)
+        compiled.append(depth > 0)
         if work.kind == "call" and work.op == LEAVE:
             depth = max(0, depth - 1)
-        eager += work.kernels > 0 and not depth and work.op != SEED
-    none = not whole and not any(found)
+        eager += work.kernels > 0 and not depth and work.op != BACKWARD_START
+    none = not whole and not any(compiled)
     for work in works[backward:optimizer]:
-        found.append(eager <= 0 and not none)
+        compiled.append(eager <= 0 and not none)
         eager -= work.kernels > 0
-    return [*found, *[False] * (len(works) - len(found))]
+    return [*compiled, *[False] * (len(works) - len(compiled))]
 
 
 class FusionGroups(NamedTuple):
-    """Who fuses with whom, which is taken to be the same at every micro-batch of a program."""
+    """Which operations are fused together, assumed equal at every micro-batch of a program."""
 
-    links: FlowShape
+    shape: FlowShape
     inside: list[bool]
     readers: dict[int, list[int]]
-    """Who reads a tensor."""
+    """The operations that read a tensor."""
     group_of: dict[int, int]
     members: dict[int, list[int]]
 
@@ -498,26 +523,25 @@ class FusionGroups(NamedTuple):
 _GROUPS: MemoryCache[FusionGroups] = MemoryCache(max_entries=32)
 
 
-def groups(trace: Trace) -> FusionGroups:
-    """Return who fuses with whom in a trace; cached, as a plan asks for one program with many sizes.
+def find_fusion_groups(trace: Trace) -> FusionGroups:
+    """Return which operations of a trace are fused together; cached by program, whatever its sizes.
 
-    Reading a program takes far longer than working out what its kernels move.
+    Analysing a program takes far longer than computing the bytes of its kernels.
     """
     works = [trace.works[number] for number in trace.sequence]
     key = trace.order, tuple(work.op for work in works)
-    return _GROUPS.get(key, lambda: _grouped(trace, works))
+    return _GROUPS.get(key, lambda: _group_works(trace, works))
 
 
-def _grouped(trace: Trace, works: list[Work]) -> FusionGroups:
-    """Groups of connected operations with equally many library calls before them.
+def _group_works(trace: Trace, works: list[Work]) -> FusionGroups:
+    """Return groups of connected operations with equally many library calls before them.
 
-    A way from one to another of them through a library call would have one more, so that no kernel waits for
-    itself.
+    A path between two of them through a library call would have one more call, so no kernel waits for itself.
     """
     backward = trace.phases.get("backward", len(works))
-    compiled = inside(works, backward, trace.phases.get("optimizer", len(works)))
-    known = links(trace)
-    flow = sized(known, trace)
+    compiled = find_compiled(works, backward, trace.phases.get("optimizer", len(works)))
+    shape = infer_flow_shape(trace)
+    flow = apply_sizes(shape, trace)
     readers: dict[int, list[int]] = defaultdict(list)
     for place, reads in enumerate(flow.reads):
         for read in reads:
@@ -528,7 +552,7 @@ def _grouped(trace: Trace, works: list[Work]) -> FusionGroups:
     floor = highest = 0
     for place, work in enumerate(works):
         if place == backward or work.kind == "wait" or not compiled[place]:
-            # Another graph begins here.
+            # A new graph begins here.
             floor = highest + 1
         level = max([floor, *(levels.get(read.tensor, 0) for read in flow.reads[place])])
         fuses = compiled[place] and is_fused(work)
@@ -539,45 +563,45 @@ def _grouped(trace: Trace, works: list[Work]) -> FusionGroups:
             mine[place], parents[place] = level, place
             for other in _neighbours(place, work, flow, readers):
                 if mine.get(other) == level:
-                    parents[_top(parents, other)] = _top(parents, place)
-    group_of = {place: _top(parents, place) for place in mine}
+                    parents[_find_group(parents, other)] = _find_group(parents, place)
+    group_of = {place: _find_group(parents, place) for place in mine}
     members: dict[int, list[int]] = defaultdict(list)
     for place, name in group_of.items():
         members[name].append(place)
-    return FusionGroups(known, compiled, dict(readers), group_of, dict(members))
+    return FusionGroups(shape, compiled, dict(readers), group_of, dict(members))
 
 
 def is_fused(work: Work) -> bool:
-    """Whether an operation becomes a part of a kernel that inductor writes."""
-    return work.kernels > 0 and work.kind in FUSED_KINDS and not any(word in work.op for word in LIBRARY)
+    """Return whether an operation becomes a part of a kernel that inductor generates."""
+    return work.kernels > 0 and work.kind in FUSED_KINDS and not any(word in work.op for word in LIBRARY_OPS)
 
 
 def _neighbours(place: int, work: Work, flow: Flow, readers: dict[int, list[int]]) -> list[int]:
-    """Earlier operations that made what this one reads, or read the same."""
+    """Return the earlier operations that made an input of this one, or read the same tensor."""
     bulk = max(work.read_bytes, work.write_bytes)
-    found = []
+    neighbours = []
     for read in flow.reads[place]:
         maker = flow.makers.get(read.tensor)
-        found += [maker] if maker is not None else []
+        neighbours += [maker] if maker is not None else []
         if 2 * read.size >= bulk:
-            found += [other for other in readers[read.tensor] if other < place]
-    return found
+            neighbours += [other for other in readers[read.tensor] if other < place]
+    return neighbours
 
 
-class _Plan:
-    """What each kernel moves."""
+class _KernelPlan:
+    """The kernels of the compiled step, with the bytes that each reads and writes."""
 
-    def __init__(self, trace: Trace, known: FusionGroups) -> None:
+    def __init__(self, trace: Trace, groups: FusionGroups) -> None:
         self.works = [trace.works[number] for number in trace.sequence]
         self.backward = trace.phases.get("backward", len(self.works))
-        self.inside, self.readers = known.inside, known.readers
-        self.group_of, self.members = known.group_of, known.members
+        self.inside, self.readers = groups.inside, groups.readers
+        self.group_of, self.members = groups.group_of, groups.members
         own = [work for work, compiled in zip(self.works, self.inside, strict=True) if compiled]
-        self.channels_last = channels_last(own)
-        self.flow = sized(known.links, trace, known.group_of)
-        self.known_roots: dict[int, Roots] = {}
+        self.channels_last = uses_channels_last(own)
+        self.flow = apply_sizes(groups.shape, trace, groups.group_of)
+        self.cached_reads: dict[int, MemoryReads] = {}
         self.written: set[int] = set()
-        """Tensors that kernels write to memory."""
+        """Tensors that generated kernels write to memory."""
         for place in self.group_of:
             for tensor in self.flow.makes[place]:
                 if self._is_written(tensor, place):
@@ -585,41 +609,41 @@ class _Plan:
         self.kernels = {max(members): self._kernels(members) for members in self.members.values()}
 
     def _is_written(self, tensor: int, place: int) -> bool:
-        """Whether a tensor that is made inside of a kernel has to reach memory."""
+        """Return whether a tensor that is made inside of a kernel has to be written to memory."""
         group = self.group_of[place]
         outside = [reader for reader in self.readers.get(tensor, ()) if self.group_of.get(reader) != group]
         size = self.flow.sizes[tensor]
-        if any(one not in self.group_of for one in outside):
+        if any(reader not in self.group_of for reader in outside):
             return True
         if outside:
-            if any(word in self.works[place].op for word in RANDOM) and tensor == self._drawn(place):
+            if any(word in self.works[place].op for word in RANDOM_OPS) and tensor == self._drawn_mask(place):
                 return True
-            later = all(one >= self.backward > place for one in outside)
-            found = self.roots(tensor)
-            return sum(found.tensors.values()) + found.unknown > size * (AGAIN if later else 1.0)
+            later = all(reader >= self.backward > place for reader in outside)
+            reads = self.find_reads(tensor)
+            return sum(reads.tensors.values()) + reads.unknown > size * (RECOMPUTE_LIMIT if later else 1.0)
         if self.readers.get(tensor, ()):
             return False
         dies = self.flow.dies.get(tensor)
         if dies is None:
             return True
-        # Who reads it was not found. What lives on into the backward pass is kept there by eager code alone.
+        # No reader was identified. Only eager code keeps such a tensor alive into the backward pass.
         return dies > max(self.members[group]) + 1 and not place < self.backward <= dies
 
-    def _drawn(self, place: int) -> int:
-        """What an operation drew: of its results the smallest, a mask."""
+    def _drawn_mask(self, place: int) -> int:
+        """Return the random mask of an operation: the smallest of its results."""
         return min(self.flow.makes[place], key=self.flow.sizes.__getitem__)
 
-    def roots(self, tensor: int) -> Roots:
-        """What is in memory that a tensor can be worked out from: itself, where it is."""
+    def find_reads(self, tensor: int) -> MemoryReads:
+        """Return the reads from memory that give a tensor: the tensor itself, if it is written to memory."""
         maker = self.flow.makers.get(tensor)
         if tensor in self.written or maker is None or maker not in self.group_of:
-            return Roots({tensor: self.flow.sizes[tensor]}, 0)
-        if tensor not in self.known_roots:
-            self.known_roots[tensor] = self._sources([maker])
-        return self.known_roots[tensor]
+            return MemoryReads({tensor: self.flow.sizes[tensor]}, 0)
+        if tensor not in self.cached_reads:
+            self.cached_reads[tensor] = self._sum_reads([maker])
+        return self.cached_reads[tensor]
 
-    def _sources(self, places: list[int], inner: frozenset[int] = frozenset()) -> Roots:
-        """What operations read from memory, `inner` tensors left out."""
+    def _sum_reads(self, places: list[int], inner: frozenset[int] = frozenset()) -> MemoryReads:
+        """Return what operations read from memory, without `inner` tensors."""
         tensors: dict[int, int] = {}
         unknown = 0
         for place in places:
@@ -627,39 +651,40 @@ class _Plan:
             for read in self.flow.reads[place]:
                 if read.tensor in inner:
                     continue
-                found = self.roots(read.tensor)
-                unknown += found.unknown
-                alone = len(found.tensors) == 1 and read.tensor in found.tensors
-                for tensor, size in found.tensors.items():
+                needed = self.find_reads(read.tensor)
+                unknown += needed.unknown
+                alone = len(needed.tensors) == 1 and read.tensor in needed.tensors
+                for tensor, size in needed.tensors.items():
                     more = read.size if alone else size
                     tensors[tensor] = min(self.flow.sizes[tensor], tensors.get(tensor, 0) + more)
-        return Roots(tensors, unknown)
+        return MemoryReads(tensors, unknown)
 
     def _kernels(self, members: list[int]) -> tuple[Work, ...]:
-        """The kernels that a group becomes: reductions that go before, then the one that writes."""
-        apart = [member for member in members if self._is_apart(member, members)]
+        """Return the kernels of a group: first separate reductions, then the kernel that writes."""
+        apart = [member for member in members if self._is_separate(member, members)]
         rest = sorted(set(members) - set(apart))
-        works = [self.works[one].replace(op=NAME) for one in apart]
+        works = [self.works[place].replace(op=FUSED_OP) for place in apart]
         if not rest:
             return tuple(works)
-        inner = frozenset(tensor for one in rest for tensor in self.flow.makes[one])
-        twice = {one for one in rest if self._reads_twice(one, rest)}
+        inner = frozenset(tensor for place in rest for tensor in self.flow.makes[place])
+        twice = {place for place in rest if self._reads_twice(place, rest)}
         works += [
-            _kernel([self.works[one]], self._sources([one]).total, 0, "reduction") for one in sorted(twice)
+            _make_kernel([self.works[place]], self._sum_reads([place]).total, 0, "reduction")
+            for place in sorted(twice)
         ]
-        made = [tensor for one in rest for tensor in self.flow.makes[one]]
+        made = [tensor for place in rest for tensor in self.flow.makes[place]]
         writes = sum(self.flow.sizes[tensor] for tensor in made if tensor in self.written)
-        writes += sum(self.works[one].write_bytes for one in rest if not self.flow.makes[one])
-        parts = [self.works[one] for one in rest]
-        # What a first pass has reduced, the second only uses.
-        reduces = any(_reduces(self.works[one]) for one in rest if one not in twice)
+        writes += sum(self.works[place].write_bytes for place in rest if not self.flow.makes[place])
+        parts = [self.works[place] for place in rest]
+        # The second pass only uses what the first pass has reduced.
+        reduces = any(_is_reduction(self.works[place]) for place in rest if place not in twice)
         kind = "reduction" if reduces else "pointwise"
-        return (*works, _kernel(parts, self._sources(rest, inner).total, writes, kind))
+        return (*works, _make_kernel(parts, self._sum_reads(rest, inner).total, writes, kind))
 
-    def _is_apart(self, place: int, members: list[int]) -> bool:
-        """Whether a reduction is a kernel of its own: of something in memory, and for nobody here."""
+    def _is_separate(self, place: int, members: list[int]) -> bool:
+        """Return whether a reduction is a separate kernel: input in memory, result not used here."""
         work = self.works[place]
-        if not _reduces(work) or work.write_bytes > WIDE * work.read_bytes:
+        if not _is_reduction(work) or work.write_bytes > WIDE_SHARE * work.read_bytes:
             return False
         inputs = [read.tensor for read in self.flow.reads[place]]
         group = self.group_of[place]
@@ -667,50 +692,55 @@ class _Plan:
             input_ in self.written or self.group_of.get(self.flow.makers.get(input_, -1)) != group
             for input_ in inputs
         )
-        return ready and not self._leads_to(place, members, WIDE * work.read_bytes)
+        return ready and not self._leads_to(place, members, WIDE_SHARE * work.read_bytes)
 
     def _reads_twice(self, place: int, members: list[int]) -> bool:
         work = self.works[place]
-        if not _reduces(work):
+        if not _is_reduction(work):
             return False
-        bulk = WIDE * work.read_bytes
+        bulk = WIDE_SHARE * work.read_bytes
         if work.write_bytes > bulk:
             row = work.dims[1] * DTYPE_BYTES.get(work.dtype, 4) if len(work.dims) > 1 else 0
-            long = row > IN_CACHE or any(word in work.op for word in ACROSS)
+            long = row > CACHED_ROW_BYTES or any(word in work.op for word in SCATTERED_NORMS)
         else:
-            long = 4 * work.read_bytes > IN_CACHE * max(1, work.write_bytes)
+            long = 4 * work.read_bytes > CACHED_ROW_BYTES * max(1, work.write_bytes)
         return long and self._leads_to(place, members, bulk, written=True)
 
     def _leads_to(self, place: int, members: list[int], bulk: float, *, written: bool = False) -> bool:
-        """Whether something large follows from an operation within its kernel, to be written if asked."""
+        """Return whether a large (with `written`: and written) tensor of the kernel depends on an operation."""
         reached = set(self.flow.makes[place])
-        if written and any(self.flow.sizes[one] >= bulk for one in reached & self.written):
+        if written and any(self.flow.sizes[tensor] >= bulk for tensor in reached & self.written):
             return True
         for other in members:
             if other <= place or not reached & {read.tensor for read in self.flow.reads[other]}:
                 continue
             reached |= set(self.flow.makes[other])
             large = [make for make in self.flow.makes[other] if self.flow.sizes[make] >= bulk]
-            if any(not written or one in self.written for one in large):
+            if any(not written or tensor in self.written for tensor in large):
                 return True
         return False
 
 
-def _reduces(work: Work) -> bool:
-    """Whether an operation reads for what it writes; the backward pass of a sum or a loss only spreads it."""
+def _is_reduction(work: Work) -> bool:
+    """Return whether an operation really reduces; the backward pass of a sum or a loss only broadcasts."""
     return work.kind == "reduction" and 2 * work.read_bytes >= work.write_bytes > 0
 
 
-def _top(parents: dict[int, int], place: int) -> int:
+def _find_group(parents: dict[int, int], place: int) -> int:
     while parents[place] != place:
         parents[place] = parents[parents[place]]
         place = parents[place]
     return place
 
 
-def _kernel(parts: list[Work], read_bytes: int, write_bytes: int, kind: str) -> Work:
+def _make_kernel(parts: list[Work], read_bytes: int, write_bytes: int, kind: str) -> Work:
     lead = max(parts, key=lambda part: part.read_bytes + part.write_bytes)
     last = lead.dims[1] if len(lead.dims) > 1 else 1
     return Work(
-        op=NAME, kind=kind, dtype=lead.dtype, read_bytes=read_bytes, write_bytes=write_bytes, dims=(0, last)
+        op=FUSED_OP,
+        kind=kind,
+        dtype=lead.dtype,
+        read_bytes=read_bytes,
+        write_bytes=write_bytes,
+        dims=(0, last),
     )

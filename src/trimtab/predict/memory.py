@@ -1,4 +1,4 @@
-"""From a Trace to bytes: what is allocated, what is reserved, what the driver shows, and what it is for."""
+"""Estimate the memory of a Trace: peaks of allocated, reserved and process bytes, by purpose and module."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from trimtab.strategies import strategy_of
 from trimtab.strategies.limits import keeps_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trimtab.catalog.facts import MemoryFacts
-    from trimtab.spec import Setting, Trace
+    from trimtab.spec import Setting
 
 
-GRADIENTS = PARTS.index("gradients")
-BLOCK = 512
-"""The allocator rounds every request up to this."""
+GRADIENTS_INDEX = PARTS.index("gradients")
+BLOCK_BYTES = 512
+"""The allocator rounds every request up to a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +31,19 @@ class MemoryPeaks:
     reserved_bytes: int
     process_bytes: int
     parts: Footprint
-    """At the moment when most is allocated."""
+    """Bytes by purpose at the peak of allocated memory."""
     band: Band
     modules: tuple[tuple[str, int], ...]
-    """The modules whose tensors hold most at that moment, largest first."""
+    """The modules with most live bytes at the peak, largest first."""
     operation: str
-    """What was running then."""
+    """The operation at the peak."""
     phase: str
-    """Which phase that was in."""
+    """The phase of the peak."""
     gradients_bytes: int = 0
-    """The most that gradients hold at any moment of the steps; `parts` has what they hold at the peak."""
+    """Peak bytes of gradients at any moment of the steps; `parts` has those at the peak of all memory."""
 
 
-def memory(
+def estimate_memory(
     trace: Trace,
     facts: MemoryFacts | None = None,
     *,
@@ -49,17 +51,17 @@ def memory(
     sharded: bool = False,
     compiled: bool = False,
 ) -> MemoryPeaks:
-    """Replay a trace through the allocator's model.
+    """Replay a trace through the model of the allocator and return its peaks.
 
-    Peaks are those of the steps, building left out, as a training run meets them; what building leaves cached
-    counts as reserved, because it stays. `facts` are the device's; without them, those of the fallback.
+    Peaks are those of the training steps, without building the model. Memory that stays cached after building
+    counts as reserved. `facts` are those of the device; default: of the fallback device.
     """
     facts = facts or fallback_facts().memory
     begin = trace.marks.get("step0", 0)
-    building = _events(trace, 0, begin)
-    events = building + _events(trace, begin)
+    building = allocator_events(trace, trace.order[:begin])
+    events = building + allocator_events(trace, trace.order[begin:])
     steps = replay(events, AllocatorConfig(expandable=expandable), reset_peak_at=[len(building)]).windows[-1]
-    position, live = _fullest(trace, begin)
+    position, live = _find_peak(trace, begin)
     context = facts.sharded_context_bytes if sharded else facts.context_bytes
     reserved = steps.reserved
     process = reserved + context
@@ -70,37 +72,37 @@ def memory(
         process_bytes=process,
         parts=_footprint(trace, live, steps.allocated, context),
         band=Band(low_bytes=round(process * low), high_bytes=round(process * facts.band_high)),
-        modules=_modules(trace, live),
-        operation=_operation(trace, position),
-        phase=_phase(trace, position),
-        gradients_bytes=_most_gradients(trace, begin),
+        modules=_largest_modules(trace, live),
+        operation=_operation_at(trace, position),
+        phase=_phase_at(trace, position),
+        gradients_bytes=_peak_gradients(trace, begin),
     )
 
 
-def _events(trace: Trace, begin: int, end: int | None = None) -> list[Event]:
-    """What the allocator is asked for; torch does not ask it for nothing."""
+def allocator_events(trace: Trace, order: Sequence[int]) -> list[Event]:
+    """Return the allocator events of a part of a trace's order; torch requests no block for size 0."""
     sizes, streams = trace.sizes, trace.streams
     return [
         ("alloc", number, sizes[number], streams[number]) if number >= 0 else ("free", ~number, 0, 0)
-        for number in trace.order[begin:end]
+        for number in order
         if sizes[number if number >= 0 else ~number]
     ]
 
 
-def rounded(size: int) -> int:
-    """The bytes that the allocator hands out for so many.
+def round_to_block(size: int) -> int:
+    """Return the bytes that the allocator uses for a request.
 
     >>> rounded(1), rounded(512)
     (512, 512)
     """
-    return -(-size // BLOCK) * BLOCK
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _fullest(trace: Trace, begin: int) -> tuple[int, set[int]]:
-    """Where in the order most is live, and which allocations are."""
+def _find_peak(trace: Trace, begin: int) -> tuple[int, set[int]]:
+    """Return the position in the order with most live bytes, and the allocations live there."""
     alive = best = best_at = 0
     for position, number in enumerate(trace.order):
-        alive += rounded(trace.sizes[number]) if number >= 0 else -rounded(trace.sizes[~number])
+        alive += round_to_block(trace.sizes[number]) if number >= 0 else -round_to_block(trace.sizes[~number])
         if alive > best and position >= begin:
             best, best_at = alive, position
     live: set[int] = set()
@@ -112,147 +114,144 @@ def _fullest(trace: Trace, begin: int) -> tuple[int, set[int]]:
     return best_at, live
 
 
-def _most_gradients(trace: Trace, begin: int) -> int:
-    """The largest sum of live gradients in the steps, whatever else is live then."""
+def _peak_gradients(trace: Trace, begin: int) -> int:
+    """Return the peak bytes of live gradients in the steps."""
     parts, sizes = trace.parts, trace.sizes
     alive = most = 0
     for number in trace.order[begin:]:
-        if parts[number if number >= 0 else ~number] == GRADIENTS:
-            alive += rounded(sizes[number]) if number >= 0 else -rounded(sizes[~number])
+        if parts[number if number >= 0 else ~number] == GRADIENTS_INDEX:
+            alive += round_to_block(sizes[number]) if number >= 0 else -round_to_block(sizes[~number])
             most = max(most, alive)
     return most
 
 
 def _footprint(trace: Trace, live: set[int], allocated: int, context: int) -> Footprint:
-    """Bytes by part; what the allocator rounds up on top counts with the activations."""
+    """Return the bytes by part; further rounding by the allocator counts as activations."""
     sums = dict.fromkeys(PARTS, 0)
     for number in live:
-        sums[PARTS[trace.parts[number]]] += rounded(trace.sizes[number])
+        sums[PARTS[trace.parts[number]]] += round_to_block(trace.sizes[number])
     sums["activations"] += max(0, allocated - sum(sums.values()))
     return Footprint(**sums, context=context)
 
 
-def _modules(trace: Trace, live: set[int], count: int = 5) -> tuple[tuple[str, int], ...]:
+def _largest_modules(trace: Trace, live: set[int], count: int = 5) -> tuple[tuple[str, int], ...]:
     sums: dict[str, int] = {}
     for number in live:
         name = trace.module_names[trace.modules[number]]
         if name:
-            sums[name] = sums.get(name, 0) + rounded(trace.sizes[number])
+            sums[name] = sums.get(name, 0) + round_to_block(trace.sizes[number])
     return tuple(sorted(sums.items(), key=lambda item: -item[1])[:count])
 
 
-def _operation(trace: Trace, position: int) -> str:
+def _operation_at(trace: Trace, position: int) -> str:
     if not trace.order:
         return ""
     number = trace.order[position]
     return trace.op_names[trace.ops[number if number >= 0 else ~number]].removeprefix("aten::")
 
 
-def _phase(trace: Trace, position: int) -> str:
+def _phase_at(trace: Trace, position: int) -> str:
     names = [name for name, at in sorted(trace.marks.items(), key=lambda item: item[1]) if at <= position]
     return names[-1] if names else ""
 
 
-# What a step holds at every moment, by what it is for: the curve whose highest point the estimate names.
+# The timeline: live bytes by part at every moment of a step.
 
 
-MOMENTS = 240
-"""Kept of a step: as many as a figure can show."""
+MAX_MOMENTS = 240
+"""Moments in the timeline of a step: as many as a figure can show."""
 
 
 class Timeline(Noun, frozen=True, kw_only=True):
-    """Bytes of live tensors through one step, at some moments of it."""
+    """Bytes of live tensors at some moments of one step."""
 
     moments: tuple[int, ...]
-    """How many allocations and frees of the step have passed."""
+    """Number of allocations and frees of the step so far."""
     held: tuple[tuple[int, ...], ...]
-    """One a part, in the order of PARTS: bytes at each moment."""
+    """Bytes at each moment, one tuple per part, in the order of PARTS."""
     total: int
     """Allocations and frees in the step."""
     peak: int
-    """Which of the moments holds most."""
+    """Index of the moment with most bytes."""
     operation: str
-    """That was running then."""
+    """The operation at that moment."""
     first_gradient: int | None = None
-    """When the first gradient was written; None where the step makes none."""
+    """When the first gradient was allocated; None if the step has none."""
 
     def faults(self) -> list[str]:
-        """Every part has a value for every moment."""
+        """Return an error for every part without a value for every moment."""
         wrong = [] if len(self.held) == len(PARTS) else ["held has another length than there are parts"]
         return wrong + [
             f"{name} has another length than moments"
-            for name, one in zip(PARTS, self.held, strict=False)
-            if len(one) != len(self.moments)
+            for name, values in zip(PARTS, self.held, strict=False)
+            if len(values) != len(self.moments)
         ]
 
 
-def timeline(trace: Trace, moments: int = MOMENTS) -> Timeline | None:
-    """The last step of a trace, in which nothing is new any more; None where the trace has none.
+def build_timeline(trace: Trace, moments: int = MAX_MOMENTS) -> Timeline | None:
+    """Return the timeline of the last step of a trace, the steady state; None if the trace has no such step.
 
-    The step is cut into stretches, and of each the moment that holds most is kept: no peak is lost.
+    The step is divided into intervals. The timeline has the fullest moment of each, so no peak is lost.
     """
     begin, end = trace.marks.get("step2"), trace.marks.get("end")
     if begin is None or end is None or end <= begin:
         return None
-    now = _held_before(trace, begin)
+    now = _bytes_before(trace, begin)
     stretch = max(1, -(-(end - begin) // moments))
-    kept: list[tuple[int, tuple[int, ...]]] = []
+    peaks: list[tuple[int, tuple[int, ...]]] = []
     first = None
-    gradients = PARTS.index("gradients")
     best = -1
     for position in range(begin, end):
         number = trace.order[position]
         fresh = number >= 0
         number = number if fresh else ~number
         part = trace.parts[number]
-        now[part] += rounded(trace.sizes[number]) if fresh else -rounded(trace.sizes[number])
-        if fresh and part == gradients and first is None:
+        now[part] += round_to_block(trace.sizes[number]) if fresh else -round_to_block(trace.sizes[number])
+        if fresh and part == GRADIENTS_INDEX and first is None:
             first = position - begin + 1
         if (position - begin) % stretch == 0:
             best = -1
-            kept.append((position - begin + 1, tuple(now)))
+            peaks.append((position - begin + 1, tuple(now)))
         if sum(now) > best:
             best = sum(now)
-            kept[-1] = (position - begin + 1, tuple(now))
-    peak = max(range(len(kept)), key=lambda index: sum(kept[index][1]))
+            peaks[-1] = (position - begin + 1, tuple(now))
+    peak = max(range(len(peaks)), key=lambda index: sum(peaks[index][1]))
     return Timeline(
-        moments=tuple(at for at, _ in kept),
-        held=tuple(zip(*(held for _, held in kept), strict=True)),
+        moments=tuple(at for at, _ in peaks),
+        held=tuple(zip(*(parts for _, parts in peaks), strict=True)),
         total=end - begin,
         peak=peak,
-        operation=_operation_timeline(trace, begin + kept[peak][0] - 1),
+        operation=_operation_at(trace, begin + peaks[peak][0] - 1),
         first_gradient=first,
     )
 
 
-def _held_before(trace: Trace, begin: int) -> list[int]:
-    """Bytes by part when the step begins."""
-    held = [0] * len(PARTS)
+def _bytes_before(trace: Trace, begin: int) -> list[int]:
+    """Return the bytes by part at the beginning of a step."""
+    totals = [0] * len(PARTS)
     for number in trace.order[:begin]:
-        one = number if number >= 0 else ~number
-        held[trace.parts[one]] += rounded(trace.sizes[one]) if number >= 0 else -rounded(trace.sizes[one])
-    return held
+        allocation = number if number >= 0 else ~number
+        size = round_to_block(trace.sizes[allocation])
+        totals[trace.parts[allocation]] += size if number >= 0 else -size
+    return totals
 
 
-def _operation_timeline(trace: Trace, position: int) -> str:
-    number = trace.order[position]
-    return trace.op_names[trace.ops[number if number >= 0 else ~number]].removeprefix("aten::")
+# Gradient accumulation: steps are traced without it, and its memory is added here.
 
 
-# What accumulation adds to the peak of a step that was traced without it.
+def add_accumulation(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
+    """Return the estimate of a step with several micro-batches.
 
-
-def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
-    """The estimate of a step with several micro-batches.
-
-    From the second micro-batch on, the gradients of the earlier ones lie there all the while, also where a
-    step with one micro-batch has none yet. Each new gradient lies beside the sum until it is added; a
-    compiled backward pass hands over all of them at once. Under fsdp, small gradients stay whole, in fp32,
-    until the last micro-batch.
+    From the second micro-batch on, the sum of earlier gradients is live during the whole step, also where a
+    step with one micro-batch has no gradients yet. Each new gradient is live beside the sum until it is added
+    to it; a compiled backward pass returns all of them at once. Under fsdp, small gradients stay unsharded,
+    in fp32, until the last micro-batch.
     """
     if setting.accumulation == 1:
         return estimate
-    more = max(sum(gradients(rank)) if setting.compile else _risen(rank) for rank in trace.ranks)
+    more = max(
+        sum(gradient_sizes(rank)) if setting.compile else _accumulation_rise(rank) for rank in trace.ranks
+    )
     if strategy_of(setting).is_sharded and keeps_whole(trace.trainable, estimate.capacity_bytes or 0):
         more += 4 * trace.trainable
     if not more:
@@ -273,32 +272,30 @@ def accumulated(estimate: Estimate, trace: Trace, setting: Setting) -> Estimate:
     return risen if risen.capacity_bytes is None else risen.judge_quickly(risen.capacity_bytes)
 
 
-def gradients(trace: Trace) -> list[int]:
-    """Bytes of each gradient of one step."""
+def gradient_sizes(trace: Trace) -> list[int]:
+    """Return the bytes of each gradient of one step."""
     begin, end = trace.marks.get("step1", 0), trace.marks.get("step2", len(trace.order))
-    kind = PARTS.index("gradients")
     return [
         trace.sizes[number]
         for number in trace.order[begin:end]
-        if number >= 0 and trace.parts[number] == kind
+        if number >= 0 and trace.parts[number] == GRADIENTS_INDEX
     ]
 
 
-def _risen(trace: Trace) -> int:
-    """How much higher the peak of a step is when the gradients of earlier micro-batches are there."""
+def _accumulation_rise(trace: Trace) -> int:
+    """Return by how much the gradients of earlier micro-batches raise the peak of a step."""
     begin, end = trace.marks.get("step1", 0), trace.marks.get("step2", len(trace.order))
-    kind = PARTS.index("gradients")
-    whole = sum(gradients(trace))
+    total = sum(gradient_sizes(trace))
     live = own = plain = summed = 0
     for position, number in enumerate(trace.order[:end]):
         allocation = number if number >= 0 else ~number
         size = trace.sizes[allocation] if number >= 0 else -trace.sizes[allocation]
-        is_gradient = trace.parts[allocation] == kind
+        is_gradient = trace.parts[allocation] == GRADIENTS_INDEX
         live += size
-        # A gradient counts for itself while it is new; then it is a part of the sum.
+        # A new gradient counts by itself; later it is a part of the sum.
         new = size if is_gradient and number >= 0 else 0
         own += size if is_gradient else 0
         if position >= begin:
             plain = max(plain, live)
-            summed = max(summed, live - own + new + whole)
+            summed = max(summed, live - own + new + total)
     return max(0, summed - plain)

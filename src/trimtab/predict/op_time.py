@@ -1,9 +1,9 @@
-"""How long one operation takes on a device: a law of its cause, corrected by what was measured nearby.
+"""Estimate the time of one operation on a device: a roofline, corrected by nearby measurements.
 
-The law is a roofline: arithmetic at the dense peak of its dtype, in whole tiles over the multiprocessors, or
-bytes at the memory's bandwidth, and a launch. How far real kernels stay from it was measured (`trimtab
-calibrate`); the correction of an operation is the mean of the nearest measured ones of its kind, by the
-logarithms of its sizes. A device that was not calibrated takes the corrections of one that was.
+The roofline is the larger of arithmetic at the dense peak of its dtype, in whole tiles over the
+multiprocessors, and bytes at the memory's bandwidth; plus a launch. `trimtab calibrate` measures how far real
+kernels are from it. The correction of an operation is the weighted mean of the nearest measured ones of its
+kind, by the logarithms of its sizes. An uncalibrated device uses the corrections of a calibrated one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from trimtab.catalog.facts import LawFacts
     from trimtab.spec import Calibration, Device, Work
 
-MOST_LAUNCHES = 4
+MAX_LAUNCHES = 4
 CELL_LAUNCHES = {"aten::_cudnn_rnn": 2, "aten::_cudnn_rnn_backward": 3}
-"""Kernels of one step of one recurrent layer: a matrix product and the gates, and backward a sum of the
-product's parts. Products that need not wait for the step before are done for many steps at once."""
+"""Kernels per time step of a recurrent layer: a matrix product and the gates; backward, also a sum of the
+product's parts. Products that do not depend on the previous time step run for many steps at once."""
 PERSISTENT_WIDTH, PERSISTENT_BATCH = 1024, 128
-"""Up to here torch asks cuDNN to run one layer in one direction as a single kernel, in fp16."""
+"""Largest sizes for which torch asks cuDNN to run one layer in one direction as a single kernel, in fp16."""
 SPLITS = (1, 2, 4, 8, 16)
-LEAST_SPLIT = 256
-"""The sum over k is split between multiprocessors where that leaves so much for each."""
-HALF = {FLOAT16, BFLOAT16}
-NEAREST = 5
+MIN_SPLIT = 256
+"""The sum over k is split between multiprocessors if each gets at least this many terms."""
+HALF_DTYPES = {FLOAT16, BFLOAT16}
+NEAREST_POINTS = 5
 OTHER_OP, OTHER_DTYPE = 16.0, 6.0
 """Squared distance between operations of different name or dtype, in doublings of a size."""
 SOFTNESS = 0.02
@@ -40,7 +40,7 @@ DEFAULT_MULTIPROCESSORS = 100
 
 
 class Rates(NamedTuple):
-    """What the law needs to know of a device: operations a second by dtype, bytes a second."""
+    """Inputs of the roofline: operations per second by dtype, bytes per second, multiprocessors."""
 
     float32: float
     tf32: float
@@ -51,13 +51,13 @@ class Rates(NamedTuple):
     law: LawFacts
 
     def peak(self, dtype: str) -> float:
-        """Of a dtype as torch names it; others run as fp32 does."""
-        known = {"tf32": self.tf32, "float16": self.float16, "bfloat16": self.bfloat16}
-        return known.get(dtype, self.float32)
+        """Return the peak of a dtype, by torch's name; unlisted dtypes run like fp32."""
+        peaks = {"tf32": self.tf32, "float16": self.float16, "bfloat16": self.bfloat16}
+        return peaks.get(dtype, self.float32)
 
 
-def rates(device: Device) -> Rates | None:
-    """The device's figures; None where the catalogue has no bandwidth or no peak for it."""
+def device_rates(device: Device) -> Rates | None:
+    """Return the rates of a device; None if its bandwidth or peak is not in the catalogue."""
     plain = device.peaks.fp32
     if device.bandwidth_bytes_per_s is None or plain is None:
         return None
@@ -65,7 +65,7 @@ def rates(device: Device) -> Rates | None:
         float32=plain,
         tf32=device.peaks.tf32 or plain,
         float16=device.peaks.fp16 or plain,
-        # Where bf16 is emulated it runs as fp32 does.
+        # Emulated bf16 runs like fp32.
         bfloat16=device.peaks.bf16 or plain,
         bandwidth=device.bandwidth_bytes_per_s,
         multiprocessors=device.multiprocessors or DEFAULT_MULTIPROCESSORS,
@@ -73,55 +73,55 @@ def rates(device: Device) -> Rates | None:
     )
 
 
-def law(work: Work, device: Rates) -> float:
-    """Seconds, were every kernel as good as large ones are."""
+def roofline_s(work: Work, device: Rates) -> float:
+    """Return the seconds of an operation if every kernel were as efficient as large ones."""
     facts = device.law
     moving = (work.read_bytes + work.write_bytes) / (device.bandwidth * facts.streamed)
     computing = 0.0
     if work.flops:
         peak = device.peak(work.dtype) * facts.sustained
-        computing = _product(work, peak, device) if work.kind == "matrix" else work.flops / peak
+        computing = _product_s(work, peak, device) if work.kind == "matrix" else work.flops / peak
     if work.kind == "recurrent" and work.dims:
         computing += work.dims[1] * CELL_LAUNCHES.get(work.op, 2) * facts.cell_kernel_s
-    return facts.launch_s * min(work.kernels, MOST_LAUNCHES) + max(moving, computing)
+    return facts.launch_s * min(work.kernels, MAX_LAUNCHES) + max(moving, computing)
 
 
-def handing_out(work: Work, facts: LawFacts) -> float:
-    """Seconds that the host is busy with the launches of a recurrent layer, of which there are thousands."""
-    if work.kind != "recurrent" or not work.dims or _persistent(work):
+def recurrent_launch_s(work: Work, facts: LawFacts) -> float:
+    """Return the seconds that the host needs for the thousands of launches of a recurrent layer."""
+    if work.kind != "recurrent" or not work.dims or _is_persistent(work):
         return 0.0
     layers, steps, *_ = work.dims
     return layers * steps * CELL_LAUNCHES.get(work.op, 2) * facts.cell_launch_s
 
 
-def _persistent(work: Work) -> bool:
-    """Whether all steps of a recurrent layer are one kernel, by torch's own rule for recent devices."""
+def _is_persistent(work: Work) -> bool:
+    """Return whether all steps of a recurrent layer are one kernel, by torch's rule for recent devices."""
     layers, _, batch, width = work.dims
     fits = width <= PERSISTENT_WIDTH and batch <= PERSISTENT_BATCH
     return work.dtype == "float16" and layers == 1 and fits and not width % 128 and not batch % 8
 
 
-def _product(work: Work, peak: float, device: Rates) -> float:
-    """A matrix product; where it is several kernels, such as one for each expert, one after another."""
+def _product_s(work: Work, peak: float, device: Rates) -> float:
+    """Return the seconds of a matrix product; several kernels, such as one per expert, run in sequence."""
     if work.kernels <= 1:
-        return _tiled(work, peak, device)
+        return _tiled_s(work, peak, device)
     batch, *rest = work.dims
     each = work.replace(dims=(-(-batch // work.kernels), *rest), kernels=1)
-    return work.kernels * (_tiled(each, peak, device) + device.law.launch_s)
+    return work.kernels * (_tiled_s(each, peak, device) + device.law.launch_s)
 
 
-def _tiled(work: Work, peak: float, device: Rates) -> float:
-    """A matrix product in whole rounds of tiles."""
+def _tiled_s(work: Work, peak: float, device: Rates) -> float:
+    """Return the seconds of a matrix product in whole rounds of tiles."""
     batch, rows, columns, inner = work.dims[:4]
     alignment = work.dims[4] if len(work.dims) > 4 else 16  # noqa: PLR2004 - it may be left out
-    # Plain fp32 loads numbers one by one anyway.
+    # Plain fp32 loads numbers one by one, so alignment does not matter.
     loading = 1.0 if work.dtype in ("float32", "float64") else device.law.loading(alignment)
     each = peak / device.multiprocessors * loading
     best = math.inf
     for height, width, share in device.law.tiles:
         tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
         for split in SPLITS:
-            if split > 1 and inner / split < LEAST_SPLIT:
+            if split > 1 and inner / split < MIN_SPLIT:
                 break
             rounds = math.ceil(tiles * split / device.multiprocessors)
             time = rounds * 2 * height * width * math.ceil(inner / split) / (each * share)
@@ -135,8 +135,8 @@ def _log(count: float) -> float:
     return math.log2(max(count, 1))
 
 
-def place(work: Work) -> tuple[float, ...]:
-    """Where an operation lies among those of its kind: sizes in doublings, traits some doublings apart."""
+def work_coordinates(work: Work) -> tuple[float, ...]:
+    """Return the coordinates of an operation among those of its kind: log2 of sizes, and weighted traits."""
     dims = work.dims
     if work.kind == "matrix":
         batch, rows, columns, inner, *rest = dims
@@ -157,13 +157,13 @@ def place(work: Work) -> tuple[float, ...]:
     moved = work.read_bytes + work.write_bytes
     obstacles, last = (*dims, 0, 0)[:2]
     narrow = _log(last) / 3 if work.kind == "reduction" else 0.0
-    traits = [3.0 * bool(obstacles & one) for one in (PERMUTED, BROADCAST, PROMOTED)]
+    traits = [3.0 * bool(obstacles & flag) for flag in (PERMUTED, BROADCAST, PROMOTED)]
     return (_log(moved) / 2, 4 * work.read_bytes / max(moved, 1), narrow, *traits)
 
 
-def _alone(work: Work, device: Rates) -> float:
-    """What a stopwatch would see of one operation: the device, or the host where that takes longer."""
-    return max(law(work, device), handing_out(work, device.law))
+def _stopwatch_s(work: Work, device: Rates) -> float:
+    """Return the measured time of a single operation: of the device, or of the host if that is longer."""
+    return max(roofline_s(work, device), recurrent_launch_s(work, device.law))
 
 
 class Point(NamedTuple):
@@ -174,24 +174,32 @@ class Point(NamedTuple):
     dtype: str
     at: tuple[float, ...]
     correction: float
-    """Logarithm of measured over law."""
+    """Logarithm of measured time over roofline."""
 
 
-def points(calibration: Calibration, measured_on: Rates) -> list[Point]:
-    """A calibration as corrections of the law."""
+def calibration_points(calibration: Calibration, measured_on: Rates) -> list[Point]:
+    """Return a calibration as corrections of the roofline."""
     return [
-        Point(work.kind, work.op, work.dtype, place(work), math.log(seconds / _alone(work, measured_on)))
+        Point(
+            work.kind,
+            work.op,
+            work.dtype,
+            work_coordinates(work),
+            math.log(seconds / _stopwatch_s(work, measured_on)),
+        )
         for work, seconds in zip(calibration.works, calibration.seconds, strict=True)
     ]
 
 
-def _alike(point: Point, work: Work) -> bool:
-    """Whether dtypes are the same; autocast always hands recurrent layers to cuDNN in fp16."""
-    return point.dtype == work.dtype or (work.kind == "recurrent" and {point.dtype, work.dtype} <= HALF)
+def _has_like_dtype(point: Point, work: Work) -> bool:
+    """Return whether dtypes are the same; autocast always runs recurrent layers of cuDNN in fp16."""
+    return point.dtype == work.dtype or (
+        work.kind == "recurrent" and {point.dtype, work.dtype} <= HALF_DTYPES
+    )
 
 
 class Pace:
-    """Seconds of operations on one device."""
+    """Times of operations on one device, in seconds."""
 
     def __init__(self, target: Rates, points: Sequence[Point] = ()) -> None:
         self.target = target
@@ -199,38 +207,38 @@ class Pace:
         for point in points:
             self._by_kind.setdefault(point.kind, []).append(point)
         self.seconds = lru_cache(maxsize=None)(self._seconds)
-        self.handing_out = lru_cache(maxsize=None)(self._handing_out)
+        self.recurrent_launch_s = lru_cache(maxsize=None)(self._recurrent_launch_s)
 
     def _seconds(self, work: Work) -> float:
-        """What the device is busy."""
-        seconds = law(work, self.target)
+        """Return the seconds that the device is busy."""
+        seconds = roofline_s(work, self.target)
         correction = self._correction(work)
-        # Where the host set the pace, kernels were no faster than their law: they waited.
-        waited = handing_out(work, self.target.law) > seconds
+        # If the host was the bottleneck, kernels waited: they were not faster than the roofline.
+        waited = recurrent_launch_s(work, self.target.law) > seconds
         return seconds * math.exp(max(0.0, correction) if waited else correction)
 
-    def _handing_out(self, work: Work) -> float:
-        """What the host is busy with the launches of a recurrent layer."""
+    def _recurrent_launch_s(self, work: Work) -> float:
+        """Return the seconds that the host needs for the launches of a recurrent layer in a step."""
         facts = self.target.law
-        seconds = handing_out(work, facts)
+        seconds = recurrent_launch_s(work, facts)
         return seconds * math.exp(self._correction(work)) * facts.cell_in_a_step if seconds else 0.0
 
     def _correction(self, work: Work) -> float:
-        known = self._by_kind.get(work.kind)
-        if not known:
+        measured = self._by_kind.get(work.kind)
+        if not measured:
             return 0.0
-        at = place(work)
-        same = [point for point in known if point.op == work.op]
-        found = sorted(
+        at = work_coordinates(work)
+        same = [point for point in measured if point.op == work.op]
+        nearest = sorted(
             (
                 math.dist(at, point.at) ** 2
                 + OTHER_OP * (point.op != work.op)
-                + OTHER_DTYPE * (not _alike(point, work)),
+                + OTHER_DTYPE * (not _has_like_dtype(point, work)),
                 point.correction,
             )
-            for point in (same if len(same) >= NEAREST else known)
-        )[:NEAREST]
-        weights = [1 / (distance + SOFTNESS) for distance, _ in found]
-        return sum(weight * correction for weight, (_, correction) in zip(weights, found, strict=True)) / sum(
-            weights
-        )
+            for point in (same if len(same) >= NEAREST_POINTS else measured)
+        )[:NEAREST_POINTS]
+        weights = [1 / (distance + SOFTNESS) for distance, _ in nearest]
+        return sum(
+            weight * correction for weight, (_, correction) in zip(weights, nearest, strict=True)
+        ) / sum(weights)

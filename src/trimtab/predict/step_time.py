@@ -1,8 +1,8 @@
-"""From a Trace to seconds: the device works through its operations while the host hands them out.
+"""Estimate the time of a step: simulate the host that launches operations and the device that runs them.
 
-Two clocks run through the step in order. The host's moves by what it costs to hand an operation out; the
-device's by how long the operation takes, and not before it was handed out. So a step of many small
-operations is as slow as the host, one of few large ones as slow as the device, and one in between is both.
+Two clocks run through the operations in order. The host's clock advances by the cost of each launch. The
+device's clock advances by the time of each operation, which starts after its launch. So a step of many small
+operations is as slow as the host, a step of few large ones as slow as the device.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections import deque
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.cache import MemoryCache, key_of
+from trimtab.cache import MemoryCache, make_key
 from trimtab.catalog.tables import collectives
-from trimtab.predict.fusion import fused
-from trimtab.predict.memory import gradients
+from trimtab.predict.fusion import fuse_trace
+from trimtab.predict.memory import gradient_sizes
 from trimtab.spec import Recompute, Work
 from trimtab.spec.precision import DTYPE_BYTES
 from trimtab.strategies import strategy_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class HostCosts(NamedTuple):
-    """Seconds of the host for each thing that a step does; h200.toml says what each is."""
+    """Seconds of the host per event of a step; h200.toml explains each field."""
 
     forward_s: float
     backward_s: float
@@ -39,10 +39,10 @@ class HostCosts(NamedTuple):
     wait_s: float
     compiled_s: float
     step: StepFacts
-    """What a step costs whatever the host."""
+    """Costs of a step that do not depend on the host."""
 
 
-def host(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
+def scale_host_costs(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
     """Scale the measured costs of a host by the time of a bare operation on the calibrated one."""
     measured = facts.host
     slower = calibration.get("forward_s", measured.bare_forward_s) / measured.bare_forward_s
@@ -51,16 +51,16 @@ def host(calibration: dict[str, float], facts: DeviceFacts) -> HostCosts:
 
 
 class Clocks(NamedTuple):
-    """A pass through some operations."""
+    """Times of a pass through some operations."""
 
     total_s: float
     device_s: float
-    """What the device was busy."""
+    """Busy time of the device."""
     host_s: float
-    """What the host was busy."""
+    """Busy time of the host."""
 
 
-def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
+def run_clocks(  # noqa: PLR0913 - operations, speeds, and how the step runs
     works: list[Work],
     pace: Pace,
     host: HostCosts,
@@ -69,26 +69,26 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
     compiled: bool = False,
     selective: bool = False,
 ) -> Clocks:
-    """Let both clocks run through operations; `backward` says which of them autograd's engine hands out."""
+    """Run both clocks through operations; `backward` is the range that autograd's engine launches."""
     device_clock = busy = waited = 0.0
     facts = host.step
     host_clock = facts.start_s
     ends: deque[float] = deque()
-    # A step has thousands of operations, and a hundred different ones.
-    known: list[dict[int, tuple[float, float | None]]] = [{}, {}, {}]
+    # A step has thousands of operations, but only about a hundred different ones.
+    cached_costs: list[dict[int, tuple[float, float | None]]] = [{}, {}, {}]
     for place, work in enumerate(works):
         behind = place in backward
         after = bool(backward) and place >= backward.stop
-        costs = known[2 if after else 1 if behind else 0]
+        costs = cached_costs[2 if after else 1 if behind else 0]
         cost = costs.get(id(work))
         if cost is None:
-            handing = _handing_out(work, host, backward=behind, after=after, compiled=compiled)
+            launch = _host_seconds(work, host, backward=behind, after=after, compiled=compiled)
             if selective and not behind and not compiled and work.kernels:
-                handing += facts.selective_s
-            cost = costs[id(work)] = handing, _taken(work, pace, facts.gap_s)
-        handing, taken = cost
-        host_clock += handing
-        if taken is None:
+                launch += facts.selective_s
+            cost = costs[id(work)] = launch, _device_seconds(work, pace, facts.gap_s)
+        launch, device_s = cost
+        host_clock += launch
+        if device_s is None:
             if work.kind == "wait":
                 waited += max(0.0, device_clock - host_clock)
                 host_clock = max(host_clock, device_clock)
@@ -98,24 +98,24 @@ def run(  # noqa: PLR0913 - who works, how fast, and how the step is run
             if free_at > host_clock:
                 waited += free_at - host_clock
                 host_clock = free_at
-        busy += taken
-        device_clock = max(host_clock, device_clock) + taken
+        busy += device_s
+        device_clock = max(host_clock, device_clock) + device_s
         if work.kind == "recurrent":
-            # The device works off the first steps while the host hands out the next.
-            host_clock += pace.handing_out(work)
+            # The device runs the first time steps while the host launches the next ones.
+            host_clock += pace.recurrent_launch_s(work)
             device_clock = max(device_clock, host_clock)
         ends.append(device_clock)
     return Clocks(max(host_clock, device_clock), busy, host_clock - waited)
 
 
-def _taken(work: Work, pace: Pace, gap_s: float) -> float | None:
-    """Seconds of the device for an operation; None where it has nothing to do there."""
+def _device_seconds(work: Work, pace: Pace, gap_s: float) -> float | None:
+    """Return the seconds of the device for an operation; None if it does not run on the device."""
     if work.kind in ("wait", "collective") or not work.kernels:
         return None
     return pace.seconds(work) + gap_s
 
 
-def _handing_out(  # noqa: PLR0911 - one way out for each kind
+def _host_seconds(  # noqa: PLR0911 - one way out for each kind
     work: Work, host: HostCosts, *, backward: bool, after: bool, compiled: bool
 ) -> float:
     if work.kind == "view":
@@ -139,77 +139,79 @@ class Step(NamedTuple):
     """One optimizer step of one rank."""
 
     compute_s: float
-    """The device at matrix products, attention, convolutions and recurrent layers."""
+    """Matrix products, attention, convolutions and recurrent layers."""
     memory_s: float
-    """The device at everything else, bound by its memory."""
+    """All other operations, bound by memory bandwidth."""
     launch_s: float
     """The device waiting for the host."""
     communication_s: float
-    """Collectives, as far as they are not hidden."""
+    """Collectives that do not overlap with computation."""
     bubble_s: float = 0.0
-    """A stage of a pipeline waiting for the others, at the beginning and at the end."""
+    """A pipeline stage waiting for other stages, at the beginning and at the end."""
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.compute_s + self.memory_s + self.launch_s + self.communication_s + self.bubble_s
 
 
-ARITHMETIC = {"matrix", "attention", "convolution", "recurrent"}
+ARITHMETIC_KINDS = {"matrix", "attention", "convolution", "recurrent"}
 
 
-def step(  # noqa: PLR0913 - what runs, how fast, and where
+def estimate_step(  # noqa: PLR0913 - trace, setting and speeds
     trace: Trace,
     setting: Setting,
     pace: Pace,
     host: HostCosts,
-    among: communication_module.Links,
+    links: communication_module.Links,
     *,
     fusing: bool = False,
 ) -> Step:
-    """Seconds of an optimizer step: `accumulation` passes forward and backward, and the optimizer.
+    """Return the time of an optimizer step: `accumulation` forward and backward passes, and the optimizer.
 
-    Of unlike ranks the slowest sets the pace. With `fusing`, a compiled step is guessed from the trace of the
-    eager one (`predict.fusion`). A trace through the compiler itself says it better, and takes a minute where
-    this takes none.
+    If ranks differ, the slowest one determines the time. With `fusing`, a compiled step is guessed from the
+    trace of the eager one (`predict.fusion`); a trace through the compiler itself is more accurate, but takes
+    a minute.
     """
     if fusing and trace.no_compile_gain:
         fusing, setting = False, setting.replace(compile=False)
-    found = []
+    steps = []
     passes = []
     for rank in trace.ranks:
         if fusing:
-            rank = _fused(rank, setting, pace)  # noqa: PLW2901 - the same rank, compiled
-        rounds = rounds_of(rank, setting)
+            rank = _fuse_cached(rank, setting, pace)  # noqa: PLW2901 - the same rank, compiled
+        rounds = count_rounds(rank, setting)
         how = (setting.compile, setting.recompute is Recompute.SELECTIVE)
-        sums = tuple(gradients(rank)) if rounds > 1 or setting.mesh.pp > 1 else None
-        alone = _alone(rank.works, rank.sequence, _bounds(rank), pace, host, how, sums)
-        found.append(_spent(alone, rounds, _exposed(rank, setting, among, alone), host.step))
-        passes.append(alone.again_s)
-    slowest = max(range(len(found)), key=lambda number: found[number].total_s)
-    return found[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))
+        sums = tuple(gradient_sizes(rank)) if rounds > 1 or setting.mesh.pp > 1 else None
+        single = _time_single_device(rank.works, rank.sequence, _backward_bounds(rank), pace, host, how, sums)
+        steps.append(_split_time(single, rounds, _exposed_s(rank, setting, links, single), host.step))
+        passes.append(single.again_s)
+    slowest = max(range(len(steps)), key=lambda number: steps[number].total_s)
+    return steps[slowest]._replace(bubble_s=strategy_of(setting).idle_s(setting, passes, slowest))
 
 
-def rounds_of(trace: Trace, setting: Setting) -> int:
-    """Micro-batches of an optimizer step on ranks of the kind that was traced."""
+def count_rounds(trace: Trace, setting: Setting) -> int:
+    """Return the micro-batches per optimizer step of the traced kind of rank."""
     if not setting.mesh.copies:
         return setting.accumulation
     share = -(-setting.global_batch // setting.mesh.copies[trace.part])
     return -(-share // setting.micro_batch)
 
 
-def _exposed(trace: Trace, setting: Setting, among: communication_module.Links, alone: Alone) -> float:
+def _exposed_s(
+    trace: Trace, setting: Setting, links: communication_module.Links, single: SingleDeviceStep
+) -> float:
     return exposed_communication_s(
-        trace, setting, among, forward_s=alone.forward_s, backward_s=alone.backward_s
+        trace, setting, links, forward_s=single.forward_s, backward_s=single.backward_s
     )
 
 
-def _spent(alone: Alone, rounds: int, exposed: float, facts: StepFacts) -> Step:
-    """What a rank spends the time of so many micro-batches on."""
+def _split_time(single: SingleDeviceStep, rounds: int, exposed: float, facts: StepFacts) -> Step:
+    """Split the time of a rank with this many micro-batches into its parts."""
     extra = rounds - 1
-    total = alone.whole.total_s + extra * alone.again_s
-    busy = alone.whole.device_s + extra * alone.again_device_s
-    arithmetic = alone.arithmetic_s + extra * alone.arithmetic_once_s
+    total = single.whole.total_s + extra * single.again_s
+    busy = single.whole.device_s + extra * single.again_device_s
+    arithmetic = single.arithmetic_s + extra * single.arithmetic_once_s
     share = arithmetic / busy if busy else 0.0
     begin, full = facts.throttles_from, facts.throttles_at
     filled = min(1.0, max(0.0, (share - begin) / (full - begin)))
@@ -222,12 +224,12 @@ def _spent(alone: Alone, rounds: int, exposed: float, facts: StepFacts) -> Step:
     )
 
 
-class Alone(NamedTuple):
-    """A step of one device, as far as neither links nor accumulation have a say in it."""
+class SingleDeviceStep(NamedTuple):
+    """Times of a step on a single device, which depend neither on links nor on accumulation."""
 
     whole: Clocks
     again_s: float
-    """One more pass forward and backward, whose gradients are added to those before."""
+    """One more forward and backward pass, whose gradients are added to the earlier ones."""
     again_device_s: float
     forward_s: float
     backward_s: float
@@ -235,8 +237,8 @@ class Alone(NamedTuple):
     arithmetic_s: float
 
 
-def _bounds(trace: Trace) -> tuple[int, int]:
-    """Where the backward pass begins and ends."""
+def _backward_bounds(trace: Trace) -> tuple[int, int]:
+    """Return where the backward pass begins and ends."""
     length = len(trace.sequence)
     return trace.phases.get("backward", length), trace.phases.get("optimizer", length)
 
@@ -248,17 +250,17 @@ NOT_FUSED = frozenset(
         *("compile", "optimizer", "allocator", "workers"),
     }
 )
-"""Fields of a Setting that do not change what the compiler makes of a trace."""
+"""Fields of a Setting that do not affect the compiled operations of a trace."""
 
 
-def _fused(trace: Trace, setting: Setting, pace: Pace) -> Trace:
-    """Return what the compiler would make of a trace; cached, as a plan asks for it with many layouts."""
-    key = trace.works, trace.sequence, key_of(setting, NOT_FUSED), pace
-    return _FUSED.get(key, lambda: fused(trace, setting, pace))
+def _fuse_cached(trace: Trace, setting: Setting, pace: Pace) -> Trace:
+    """Return the trace with compiled operations; cached, as a plan needs it for many layouts."""
+    key = trace.works, trace.sequence, make_key(setting, NOT_FUSED), pace
+    return _FUSED.get(key, lambda: fuse_trace(trace, setting, pace))
 
 
 @lru_cache(maxsize=128)
-def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, as cache key
+def _time_single_device(  # noqa: PLR0913, PLR0917 - the cache key
     works: tuple[Work, ...],
     sequence: tuple[int, ...],
     bounds: tuple[int, int],
@@ -266,82 +268,82 @@ def _alone(  # noqa: PLR0913, PLR0917 - all that it depends on, as cache key
     host: HostCosts,
     how: tuple[bool, bool],
     sums: tuple[int, ...] | None,
-) -> Alone:
-    """Work through a step; a plan asks for the same one with many layouts and numbers of micro-batches.
+) -> SingleDeviceStep:
+    """Time a step on a single device; cached, as a plan needs it for many layouts and accumulations.
 
-    `sums` are the gradients that a further pass adds to; None where there is no further pass.
+    `sums` are the sizes of the gradients that a further pass adds to; None if there is no further pass.
     """
     begin, end = bounds
     compiled, selective = how
     every = [works[number] for number in sequence]
     backward = range(begin, end)
-    whole = run(every, pace, host, backward=backward, compiled=compiled, selective=selective)
+    whole = run_clocks(every, pace, host, backward=backward, compiled=compiled, selective=selective)
     again_s = again_device_s = 0.0
     if sums is not None:
-        more = [*every[:end], *map(_added, sums)]
-        again = run(more, pace, host, backward=backward, compiled=compiled, selective=selective)
-        again_s, again_device_s = _steady(again, every[:end], host.step.start_s), again.device_s
-    taken = [pace.seconds(work) if work.kernels and work.kind != "collective" else 0.0 for work in works]
-    computed = [pace.seconds(work) if work.kind in ARITHMETIC else 0.0 for work in works]
+        more = [*every[:end], *map(_gradient_add, sums)]
+        again = run_clocks(more, pace, host, backward=backward, compiled=compiled, selective=selective)
+        again_s, again_device_s = _steady_pass_s(again, every[:end], host.step.start_s), again.device_s
+    device_s = [pace.seconds(work) if work.kernels and work.kind != "collective" else 0.0 for work in works]
+    computed = [pace.seconds(work) if work.kind in ARITHMETIC_KINDS else 0.0 for work in works]
     arithmetic = sum(computed[number] for number in sequence[:end])
-    return Alone(
+    return SingleDeviceStep(
         whole=whole,
         again_s=again_s,
         again_device_s=again_device_s,
-        forward_s=sum(taken[number] for number in sequence[:begin]),
-        backward_s=sum(taken[number] for number in sequence[begin:end]),
+        forward_s=sum(device_s[number] for number in sequence[:begin]),
+        backward_s=sum(device_s[number] for number in sequence[begin:end]),
         arithmetic_once_s=arithmetic,
         arithmetic_s=arithmetic + sum(computed[number] for number in sequence[end:]),
     )
 
 
-def _steady(passes: Clocks, works: list[Work], start_s: float) -> float:
-    """Seconds of one more pass: the host runs ahead into the next one, where it waits for nothing."""
+def _steady_pass_s(passes: Clocks, works: list[Work], start_s: float) -> float:
+    """Return the seconds of one more pass: without waits, the host runs ahead into the next pass."""
     if any(work.kind == "wait" for work in works):
         return passes.total_s
     return max(passes.device_s, passes.host_s - start_s)
 
 
-def _added(size: int) -> Work:
-    """A gradient that is added to the sum of those before."""
+def _gradient_add(size: int) -> Work:
+    """Return the operation that adds a gradient to the sum of earlier ones."""
     return Work(
         op="aten::add_", kind="pointwise", dtype="float32", read_bytes=2 * size, write_bytes=size, dims=(0, 1)
     )
 
 
 def model_flops(trace: Trace) -> int:
-    """Operations of one forward and backward pass on one rank, what is computed again left out."""
+    """Return the FLOPs of one forward and backward pass on one rank, without recomputation."""
     return sum(trace.works[number].flops for number in trace.sequence) - trace.recomputed_flops
 
 
 def device_flops(trace: Trace, setting: Setting) -> float:
-    """Operations of an optimizer step on a device, the mean over all of them."""
+    """Return the mean FLOPs of an optimizer step per device."""
     mesh = setting.mesh
     if mesh.pp > 1:
-        first, last = (model_flops(one) for one in (trace.ranks[0], trace.ranks[-1]))
+        first, last = (model_flops(rank) for rank in (trace.ranks[0], trace.ranks[-1]))
         return ((mesh.pp - 1) * first + last) / mesh.pp * setting.accumulation
     if not trace.beside:
         return model_flops(trace) * setting.accumulation
     ranks = mesh.branch_ranks
-    return sum(model_flops(rank) * rounds_of(rank, setting) * ranks[rank.part] for rank in trace.ranks) / sum(
-        ranks
-    )
+    return sum(
+        model_flops(rank) * count_rounds(rank, setting) * ranks[rank.part] for rank in trace.ranks
+    ) / sum(ranks)
 
 
 def gradient_bytes(trace: Trace, setting: Setting) -> int:
-    """What a replica has to tell the others."""
+    """Return the bytes of gradients that a replica exchanges with the others."""
     return trace.trainable * DTYPE_BYTES[setting.dtypes.gradients]
 
 
 def exposed_communication_s(
-    trace: Trace, setting: Setting, among: communication_module.Links, *, forward_s: float, backward_s: float
+    trace: Trace, setting: Setting, links: communication_module.Links, *, forward_s: float, backward_s: float
 ) -> float:
-    """Seconds of collectives that computing does not hide."""
+    """Return the seconds of collectives that do not overlap with computation."""
     return strategy_of(setting).exposed_s(
         Traffic(
             trace=trace,
             setting=setting,
-            links=among,
+            links=links,
             gradient_bytes=gradient_bytes(trace, setting),
             hidden_forward_s=collectives().overlapped * forward_s,
             hidden_backward_s=collectives().overlapped * backward_s,

@@ -1,8 +1,8 @@
-"""The traces of settings with as little tracing as possible: cached, between two cached ones, or traced.
+"""Get the traces of settings with little tracing: from the cache, by interpolation, or else traced.
 
-Settings that differ in the micro-batch alone are a family. Two members give every other (`predict.affine`),
-so a question about one member traces a second one beside it, on another core, and later questions about the
-family need no tracing at all.
+Settings that differ only in the micro-batch are a family. Traces of two members give all others
+(`predict.derive`). So a request for one member also traces a second one, on another core, and later requests
+for the family need no tracing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.cache import TRACES
 from trimtab.errors import TrimtabError
-from trimtab.predict.derive import at, close, corner
+from trimtab.predict.derive import combine_changes, interpolate_trace, is_close
 from trimtab.spec import Trace
 from trimtab.strategies import one_micro_batch, strategy_of
 from trimtab.trace.request import TraceRequest
-from trimtab.trace.tracer import cached_family, family_key, trace_key, traced_all
+from trimtab.trace.tracer import cached_family, family_key, trace_key, trace_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from trimtab.trace.server import WorkerProcess
 
 Family = dict[int, Trace | TrimtabError]
-"""What is known of a family, by micro-batch."""
+"""Traces or errors of a family, by micro-batch."""
 
 
-def traces(  # noqa: PLR0913 - what a Request has, with several settings
+def get_traces(  # noqa: PLR0913 - the fields of a TraceRequest, with several settings
     job: str,
     settings: Sequence[Setting],
     device: Device,
@@ -38,11 +38,11 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
     families: dict[str, Family] | None = None,
     worker: WorkerProcess | None = None,
 ) -> list[Trace | TrimtabError]:
-    """The traces of several settings of one job, or why there is none.
+    """Return the trace or the error of each of several settings of one job.
 
-    Without `cache` nothing is read from disk and nothing is traced for later; settings of one family help
-    each other in any case. `families` are traces of earlier calls, and are added to. Without `worker`, a
-    worker process is started for this call.
+    Without `cache`, nothing is read from disk and nothing is traced for later requests; settings of one
+    family are still interpolated. `families` has traces of earlier calls; new ones are added to it. Without
+    `worker`, a worker process is started for this call.
     """
     requests = [
         TraceRequest(job=job, overrides=overrides or {}, setting=setting, device=device, clip=clip)
@@ -54,144 +54,149 @@ def traces(  # noqa: PLR0913 - what a Request has, with several settings
         if name not in families:
             families[name] = dict(cached_family(request)) if cache else {}
     known = {name: families[name] for name in names}
-    for choose in (_ends, _every):
-        chosen = _chosen(list(zip(names, settings, strict=True)), known, choose)
-        if cache and choose is _ends and _is_alone(chosen, known):
-            name, one = chosen[0]
-            chosen.append((name, resized(one, partner_of(one.micro_batch))))
-        corners = _corners(chosen) if choose is _ends else {}
+    for choose in (_choose_ends, _choose_all):
+        chosen = _choose_missing(list(zip(names, settings, strict=True)), known, choose)
+        if cache and choose is _choose_ends and _needs_partner(chosen, known):
+            name, first = chosen[0]
+            chosen.append((name, with_micro_batch(first, partner_micro_batch(first.micro_batch))))
+        corners = _find_corners(chosen) if choose is _choose_ends else {}
         chosen = [pair for pair in chosen if pair not in corners]
         if chosen:
-            these = [one for _, one in chosen]
-            answers = traced_all(
+            these = [setting for _, setting in chosen]
+            answers = trace_settings(
                 job, these, device, overrides=overrides, clip=clip, cache=cache, worker=worker
             )
-            for (name, one), answer in zip(chosen, answers, strict=True):
-                known[name][one.micro_batch] = answer
-        for (name, one), parts in corners.items():
-            fourth = _at_corner([known[own][micro] for own, micro in parts])
+            for (name, setting), answer in zip(chosen, answers, strict=True):
+                known[name][setting.micro_batch] = answer
+        for (name, setting), parts in corners.items():
+            fourth = _combine_corner([known[own][micro] for own, micro in parts])
             if fourth is not None:
-                known[name][one.micro_batch] = fourth
+                known[name][setting.micro_batch] = fourth
                 if cache:
-                    TRACES.store(trace_key(requests[0].replace(setting=one)), fourth.to_json())
-    every = [between(known[name], setting.micro_batch) for name, setting in zip(names, settings, strict=True)]
-    return [one for one in every if one is not None]
+                    TRACES.store(trace_key(requests[0].replace(setting=setting)), fourth.to_json())
+    every = [
+        interpolate_family(known[name], setting.micro_batch)
+        for name, setting in zip(names, settings, strict=True)
+    ]
+    return [answer for answer in every if answer is not None]
 
 
-def _chosen(
+def _choose_missing(
     asked: list[tuple[str, Setting]], known: dict[str, Family], choose: Callable[[list[int]], list[int]]
 ) -> list[tuple[str, Setting]]:
-    """What of each family is to be traced now."""
+    """Return the settings of each family to trace now."""
     chosen = []
-    for name, found in known.items():
-        mine = {one.micro_batch: one for own, one in asked if own == name}
-        missing = [micro for micro in sorted(mine) if between(found, micro) is None]
+    for name, family_traces in known.items():
+        mine = {setting.micro_batch: setting for family, setting in asked if family == name}
+        missing = [micro for micro in sorted(mine) if interpolate_family(family_traces, micro) is None]
         chosen += [(name, mine[micro]) for micro in choose(missing)]
     return chosen
 
 
-def is_known(request: TraceRequest) -> bool:
-    """Whether the trace of a request can be had without tracing."""
+def has_trace(request: TraceRequest) -> bool:
+    """Return whether a request needs no tracing."""
     return cached_trace(request) is not None
 
 
 def cached_trace(request: TraceRequest) -> Trace | None:
-    """Return the trace of a request from the cache, itself or by two others; None if it has to be traced."""
-    found = between(cached_family(request), request.setting.micro_batch)
-    return found if isinstance(found, Trace) else None
+    """Return the trace of a request from the cache, directly or interpolated; None if it has to be traced."""
+    trace = interpolate_family(cached_family(request), request.setting.micro_batch)
+    return trace if isinstance(trace, Trace) else None
 
 
-def _ends(missing: list[int]) -> list[int]:
-    """Those micro-batches of a family that give the others: the smallest and the largest.
+def _choose_ends(missing: list[int]) -> list[int]:
+    """Return the micro-batches of a family that give the others: the smallest and the largest.
 
-    One sample is traced for itself: a batch of one can be broadcast, or lie in memory both ways.
+    Micro-batch 1 is always traced: such a batch can be broadcast, and has several memory layouts.
     """
     several = [micro for micro in missing if micro > 1]
     return sorted({*missing[:1], *several[:1], *several[-1:]})
 
 
-def _corners(chosen: list[tuple[str, Setting]]) -> dict[tuple[str, Setting], list[tuple[str, int]]]:
-    """Settings that three others give: of two micro-batches at two numbers of shards, the largest of both.
+def _find_corners(chosen: list[tuple[str, Setting]]) -> dict[tuple[str, Setting], list[tuple[str, int]]]:
+    """Return settings to compute from three others: of 2 x 2 micro-batches and shards, the largest of both.
 
-    Those three come by family and micro-batch: the corner that both differ from, then those beside it.
+    The three are given by family and micro-batch: first the smallest of both, then those with one change.
     """
-    found = {}
+    corners = {}
     by_shards: dict[Setting, dict[int, tuple[str, list[Setting]]]] = {}
-    for name, one in chosen:
-        if strategy_of(one).spans_shard_lines and one.micro_batch > 1:
-            alike = one_micro_batch(one).replace(micro_batch=1, global_batch=1)
+    for name, setting in chosen:
+        if strategy_of(setting).spans_shard_lines and setting.micro_batch > 1:
+            alike = one_micro_batch(setting).replace(micro_batch=1, global_batch=1)
             several = by_shards.setdefault(alike, {})
-            several.setdefault(one.mesh.dp_shard, (name, []))[1].append(one)
+            several.setdefault(setting.mesh.dp_shard, (name, []))[1].append(setting)
     for several in by_shards.values():
         first, mine = several[min(several)]
-        sizes = sorted(one.micro_batch for one in mine)
+        sizes = sorted(setting.micro_batch for setting in mine)
         for name, theirs in several.values():
             if name == first or sizes[0] not in {their.micro_batch for their in theirs}:
                 continue
             for their in theirs:
                 if their.micro_batch in sizes[1:]:
-                    found[name, their] = [(first, sizes[0]), (first, their.micro_batch), (name, sizes[0])]
-    return found
+                    corners[name, their] = [(first, sizes[0]), (first, their.micro_batch), (name, sizes[0])]
+    return corners
 
 
-def _at_corner(parts: list[Trace | TrimtabError]) -> Trace | None:
+def _combine_corner(parts: list[Trace | TrimtabError]) -> Trace | None:
     traced = [part for part in parts if isinstance(part, Trace)]
-    found = corner(*traced) if len(traced) == len(parts) else None
-    if found is None:
+    trace = combine_changes(*traced) if len(traced) == len(parts) else None
+    if trace is None:
         return None
-    said = "sizes are worked out from traces at another micro-batch and another number of shards"
-    return found.replace(assumptions=(*found.assumptions, said))
+    note = "sizes are worked out from traces at another micro-batch and another number of shards"
+    return trace.replace(assumptions=(*trace.assumptions, note))
 
 
-def _every(missing: list[int]) -> list[int]:
+def _choose_all(missing: list[int]) -> list[int]:
     return missing
 
 
-def _is_alone(chosen: list[tuple[str, Setting]], known: dict[str, Family]) -> bool:
-    """Whether the first one to trace would be the only one of its family, so that a partner is of use."""
+def _needs_partner(chosen: list[tuple[str, Setting]], known: dict[str, Family]) -> bool:
+    """Return whether the first setting to trace is the only one of its family, so that it needs a second."""
     if not chosen:
         return False
     name = chosen[0][0]
     return len([own for own, _ in chosen if own == name]) == 1 and not known[name]
 
 
-def partner_of(micro: int) -> int:
-    """The second micro-batch to trace beside a first one.
+def partner_micro_batch(micro: int) -> int:
+    """Return the second micro-batch to trace with a first one.
 
-    >>> partner_of(8), partner_of(1)
+    >>> partner_micro_batch(8), partner_micro_batch(1)
     (16, 4)
     """
     return 2 * micro if micro > 1 else 4
 
 
-def resized(setting: Setting, micro: int) -> Setting:
-    """The setting at another micro-batch, without accumulation."""
+def with_micro_batch(setting: Setting, micro: int) -> Setting:
+    """Return the setting at another micro-batch, without accumulation."""
     return setting.replace(micro_batch=micro, accumulation=1, global_batch=micro * setting.data_parallel)
 
 
-def between(known: Mapping[int, Trace | TrimtabError], micro: int) -> Trace | TrimtabError | None:
-    """What is known of a micro-batch: itself, or by two others of its family; None where they do not tell.
+def interpolate_family(family: Mapping[int, Trace | TrimtabError], micro: int) -> Trace | TrimtabError | None:
+    """Return the trace or error at a micro-batch, directly or interpolated; None if it has to be traced.
 
-    A third one, where there is one, has to lie on the same line.
+    If the family has a third trace, it has to be on the same line.
     """
-    if micro in known:
-        return known[micro]
-    near = {size: number for size, number in known.items() if isinstance(number, Trace)}
-    if known and not near:
-        # It fails whatever the size.
-        return next(iter(known.values()))
-    if micro == 1 or len(near) < 2:  # noqa: PLR2004 - a line has two ends
+    if micro in family:
+        return family[micro]
+    traced = {size: trace for size, trace in family.items() if isinstance(trace, Trace)}
+    if family and not traced:
+        # It fails at every micro-batch.
+        return next(iter(family.values()))
+    if micro == 1 or len(traced) < 2:  # noqa: PLR2004 - a line has two ends
         return None
-    by_distance = sorted(near, key=lambda size: (size == 1, abs(size - micro)))
+    by_distance = sorted(traced, key=lambda size: (size == 1, abs(size - micro)))
     below = next((size for size in by_distance if size < micro), None)
     above = next((size for size in by_distance if size > micro), None)
     ends = [below, above] if below is not None and above is not None else by_distance[:2]
     low, high = sorted(size for size in ends if size is not None)
     third = next((size for size in by_distance if size not in (low, high, 1)), None)
-    if third is not None and not close(at(near[low], near[high], low, high, third), near[third]):
+    if third is not None and not is_close(
+        interpolate_trace(traced[low], traced[high], low, high, third), traced[third]
+    ):
         return None
-    found = at(near[low], near[high], low, high, micro)
-    if found is None:
+    trace = interpolate_trace(traced[low], traced[high], low, high, micro)
+    if trace is None:
         return None
-    said = f"sizes are read off a line through traces at micro-batches {low} and {high}"
-    return found.replace(assumptions=(*found.assumptions, said))
+    note = f"sizes are read off a line through traces at micro-batches {low} and {high}"
+    return trace.replace(assumptions=(*trace.assumptions, note))
