@@ -7,15 +7,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.catalog.clusters import stated
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.errors import JobFailed
-from trimtab.predict.derive import _between, at, close, corner, same_program
-from trimtab.predict.memory import memory
-from trimtab.predict.traces import _ends, between, partner_of, resized, traces
-from trimtab.spec import Cause, Mesh, Precision, Setting, Strategy, Trace, Work
+from trimtab.predict.derive import (
+    _interpolate,
+    combine_changes,
+    has_same_program,
+    interpolate_trace,
+    is_close,
+)
+from trimtab.predict.memory import estimate_memory
+from trimtab.predict.traces import (
+    _choose_ends,
+    get_traces,
+    interpolate_family,
+    partner_micro_batch,
+    with_micro_batch,
+)
+from trimtab.spec import Mesh, Precision, Setting, SizeCause, Strategy, Trace, Work
 from trimtab.trace import convolution
-from trimtab.trace.tracer import traced_all
-from trimtab.trace.workspace_formulas import COLUMN_SUM, column_sum, flat, size, unflat
+from trimtab.trace.tracer import trace_settings
+from trimtab.trace.workspace_formulas import (
+    COLUMN_SUM,
+    column_sum_bytes,
+    evaluate_cause,
+    flatten_shape,
+    unflatten_shape,
+)
 
 MIB = 2**20
 
@@ -23,10 +41,10 @@ MIB = 2**20
 def trace(micro: int, **changes: Any) -> Trace:
     """A step that holds weights, makes activations by the sample, and sums a bias gradient."""
     rows = 1024 * micro
-    cause = Cause(rule=COLUMN_SUM, numbers=(rows, 3072))
+    cause = SizeCause(rule=COLUMN_SUM, numbers=(rows, 3072))
     made: dict[str, Any] = {
         "order": (0, 1, 2, 3, ~3, ~1, ~2),
-        "sizes": (4 * MIB, 6144 * rows, 100 + 8 * micro, column_sum(rows, 3072)),
+        "sizes": (4 * MIB, 6144 * rows, 100 + 8 * micro, column_sum_bytes(rows, 3072)),
         "streams": (0, 0, 0, 0),
         "parts": (0, 3, 3, 5),
         "modules": (0, 1, 1, 0),
@@ -50,27 +68,27 @@ def trace(micro: int, **changes: Any) -> Trace:
 
 @pytest.mark.parametrize("micro", [2, 3, 7, 12, 16, 100])
 def test_two_traces_give_every_other_whole(micro: int) -> None:
-    assert at(trace(4), trace(8), 4, 8, micro) == trace(micro)
+    assert interpolate_trace(trace(4), trace(8), 4, 8, micro) == trace(micro)
 
 
 @given(st.integers(2, 50), st.integers(1, 50), st.integers(1, 200))
 def test_any_two_give_the_same(low: int, step: int, micro: int) -> None:
-    found = at(trace(low), trace(low + step), low, low + step, micro)
+    found = interpolate_trace(trace(low), trace(low + step), low, low + step, micro)
     assert found == trace(micro)
-    assert memory(found).reserved_bytes == memory(trace(micro)).reserved_bytes
+    assert estimate_memory(found).reserved_bytes == estimate_memory(trace(micro)).reserved_bytes
 
 
 def test_the_ends_are_themselves_and_one_trace_is_no_line() -> None:
-    assert at(trace(4), trace(8), 4, 8, 8) == trace(8)
-    assert at(trace(4), trace(4), 4, 4, 5) is None
+    assert interpolate_trace(trace(4), trace(8), 4, 8, 8) == trace(8)
+    assert interpolate_trace(trace(4), trace(4), 4, 4, 5) is None
 
 
 def test_frees_in_a_row_may_come_in_any_order_and_others_not() -> None:
-    assert same_program(trace(4), trace(8, order=(0, 1, 2, 3, ~2, ~3, ~1)))
-    assert not same_program(trace(4), trace(8, order=(0, 1, 2, ~1, 3, ~3, ~2)))
+    assert has_same_program(trace(4), trace(8, order=(0, 1, 2, 3, ~2, ~3, ~1)))
+    assert not has_same_program(trace(4), trace(8, order=(0, 1, 2, ~1, 3, ~3, ~2)))
     # Nor may a free move over the beginning of a phase.
     marks = {"build": 0, "batch": 1, "step0": 1, "end": 5}
-    assert not same_program(trace(4, marks=marks), trace(8, marks=marks, order=(0, 1, 2, 3, ~2, ~3, ~1)))
+    assert not has_same_program(trace(4, marks=marks), trace(8, marks=marks, order=(0, 1, 2, 3, ~2, ~3, ~1)))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +101,7 @@ def test_frees_in_a_row_may_come_in_any_order_and_others_not() -> None:
         {"module_names": ("", "other")},
         {"marks": {"build": 0, "step0": 1, "end": 7}},
         {"caused": ()},
-        {"causes": (Cause(rule="another", numbers=(1, 2)),)},
+        {"causes": (SizeCause(rule="another", numbers=(1, 2)),)},
         {"sequence": (0, 1, 0, 1)},
         {"works": (Work(op="aten::mm", kind="matrix", dtype="float32"),) * 2},
         {"phases": {"forward": 0}},
@@ -92,39 +110,39 @@ def test_frees_in_a_row_may_come_in_any_order_and_others_not() -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_another_program_gives_no_answer(change: dict[str, Any]) -> None:
-    assert at(trace(4), trace(8, **change), 4, 8, 6) is None
+    assert interpolate_trace(trace(4), trace(8, **change), 4, 8, 6) is None
 
 
 def test_a_size_never_falls_below_zero() -> None:
     low, high = trace(4, sizes=(1, 100, 1, 0)), trace(8, sizes=(1, 300, 1, 0))
-    found = at(low, high, 4, 8, 1)
+    found = interpolate_trace(low, high, 4, 8, 1)
     assert found is not None
     assert found.sizes[1] == 0
 
 
 def test_names_are_compared_and_not_their_places() -> None:
     turned = trace(8, ops=(2, 1, 1, 0), op_names=("aten::sum", "aten::mm", "aten::empty"))
-    assert same_program(trace(4), turned)
+    assert has_same_program(trace(4), turned)
 
 
 def test_a_rule_that_is_not_known_falls_back_to_the_line() -> None:
-    causes = (Cause(rule="of a later version", numbers=(1, 2)),)
+    causes = (SizeCause(rule="of a later version", numbers=(1, 2)),)
     low, high = trace(4, causes=causes, sizes=(1, 1, 1, 40)), trace(8, causes=causes, sizes=(1, 1, 1, 80))
-    found = at(low, high, 4, 8, 6)
+    found = interpolate_trace(low, high, 4, 8, 6)
     assert found is not None
     assert found.sizes[3] == 60
 
 
 def test_shards_are_a_line_in_one_over_their_number() -> None:
     def shard(ranks: int) -> Trace:
-        return trace(4, sizes=(64 * MIB // ranks, 8 * MIB, 108, column_sum(4096, 3072)))
+        return trace(4, sizes=(64 * MIB // ranks, 8 * MIB, 108, column_sum_bytes(4096, 3072)))
 
-    found = at(shard(4), shard(16), Fraction(1, 4), Fraction(1, 16), Fraction(1, 8))
+    found = interpolate_trace(shard(4), shard(16), Fraction(1, 4), Fraction(1, 16), Fraction(1, 8))
     assert found == shard(8)
 
 
 def test_partial_sums_grow_and_then_stay() -> None:
-    sizes = [column_sum(rows, 3072) for rows in (16, 256, 4096, 8192, 65536)]
+    sizes = [column_sum_bytes(rows, 3072) for rows in (16, 256, 4096, 8192, 65536)]
     assert sizes[:2] == [0, 0]
     assert 0 < sizes[2] < sizes[3]
     # A straight line through the first two that are something would be far off.
@@ -133,72 +151,72 @@ def test_partial_sums_grow_and_then_stay() -> None:
 
 @pytest.mark.parametrize("image", [(14, 14), (400,), (4, 8, 8)])
 def test_a_convolution_survives_being_written_down(image: tuple[int, ...]) -> None:
-    shape = convolution.Shape(
+    shape = convolution.ConvolutionShape(
         samples=3,
-        source=64,
-        result=128,
+        in_channels=64,
+        out_channels=128,
         image=image,
-        made=image,
+        out_image=image,
         kernel=(3,) * len(image),
         stride=1,
         groups=1,
-        weight_source=64,
-        last=len(image) == 2,
-        bytes=2,
+        weight_in_channels=64,
+        is_channels_last=len(image) == 2,
+        element_bytes=2,
         arithmetic="bf16",
     )
-    assert unflat(flat(shape), "bf16") == shape
-    cause = Cause(rule="convolution weight", numbers=flat(shape), word="bf16", beside=7)
-    assert size(cause) == 7 + convolution.workspace(shape, "weight")
+    assert unflatten_shape(flatten_shape(shape), "bf16") == shape
+    cause = SizeCause(rule="convolution weight", numbers=flatten_shape(shape), word="bf16", beside=7)
+    assert evaluate_cause(cause) == 7 + convolution.workspace_bytes(shape, "weight")
 
 
 def test_a_family_answers_from_its_nearest_two() -> None:
     known = {micro: trace(micro) for micro in (2, 4, 16, 32)}
-    found = between(known, 8)
+    found = interpolate_family(known, 8)
     assert isinstance(found, Trace)
     assert found.sizes == trace(8).sizes
     assert found.assumptions == ("sizes are read off a line through traces at micro-batches 4 and 16",)
-    assert between(known, 16) is known[16]
-    far = between(known, 64)
+    assert interpolate_family(known, 16) is known[16]
+    far = interpolate_family(known, 64)
     assert isinstance(far, Trace)
     assert far.sizes == trace(64).sizes
 
 
 def test_a_family_that_cannot_tell_says_so() -> None:
-    assert between({}, 8) is None
-    assert between({4: trace(4)}, 8) is None
+    assert interpolate_family({}, 8) is None
+    assert interpolate_family({4: trace(4)}, 8) is None
     # One sample may take another way through the program.
-    assert between({4: trace(4), 8: trace(8)}, 1) is None
-    assert between({4: trace(4), 8: trace(8, parts=(0, 3, 3, 3))}, 6) is None
+    assert interpolate_family({4: trace(4), 8: trace(8)}, 1) is None
+    assert interpolate_family({4: trace(4), 8: trace(8, parts=(0, 3, 3, 3))}, 6) is None
 
 
 def test_a_third_trace_off_the_line_forbids_the_line() -> None:
     bent = trace(16, sizes=(4 * MIB, 2 * trace(16).sizes[1], 228, trace(16).sizes[3]))
-    assert between({4: trace(4), 8: trace(8), 16: bent}, 6) is None
-    assert between({4: trace(4), 8: trace(8), 16: trace(16)}, 6) is not None
-    assert not close(bent, trace(16))
-    assert not close(None, trace(16))
+    assert interpolate_family({4: trace(4), 8: trace(8), 16: bent}, 6) is None
+    assert interpolate_family({4: trace(4), 8: trace(8), 16: trace(16)}, 6) is not None
+    assert not is_close(bent, trace(16))
+    assert not is_close(None, trace(16))
 
 
 def test_what_fails_at_every_size_is_not_tried_again() -> None:
     error = JobFailed("model()", found="no", cure="Mend it.")
-    assert between({4: error, 8: error}, 6) is error
-    assert between({4: error, 8: trace(8), 16: trace(16)}, 4) is error
+    assert interpolate_family({4: error, 8: error}, 6) is error
+    assert interpolate_family({4: error, 8: trace(8), 16: trace(16)}, 4) is error
 
 
 def test_the_smallest_and_the_largest_are_traced_and_one_sample_for_itself() -> None:
-    assert _ends([]) == []
-    assert _ends([1]) == [1]
-    assert _ends([1, 2, 4, 8]) == [1, 2, 8]
-    assert _ends([2, 4, 8]) == [2, 8]
-    assert (partner_of(8), partner_of(1)) == (16, 4)
+    assert _choose_ends([]) == []
+    assert _choose_ends([1]) == [1]
+    assert _choose_ends([1, 2, 4, 8]) == [1, 2, 8]
+    assert _choose_ends([2, 4, 8]) == [2, 8]
+    assert (partner_micro_batch(8), partner_micro_batch(1)) == (16, 4)
 
 
 def test_a_resized_setting_keeps_everything_but_the_batch() -> None:
     setting = Setting(
         strategy=Strategy.DDP, mesh=Mesh(dp_replicate=4), micro_batch=2, accumulation=3, global_batch=24
     )
-    other = resized(setting, 16)
+    other = with_micro_batch(setting, 16)
     assert (other.micro_batch, other.accumulation, other.global_batch) == (16, 1, 64)
     assert other.mesh == setting.mesh
 
@@ -212,7 +230,7 @@ def test_a_trace_whose_causes_are_not_there_is_refused() -> None:
 
 @given(st.integers(0, 10**12), st.integers(0, 10**12), st.fractions(-4, 4, max_denominator=64))
 def test_between_rounds_as_fractions_do(number: int, other: int, share: Fraction) -> None:
-    assert _between(number, other, share) == max(0, round(number + (other - number) * share))
+    assert _interpolate(number, other, share) == max(0, round(number + (other - number) * share))
 
 
 @given(low=st.integers(2, 9), step=st.integers(1, 40), few=st.integers(1, 8), more=st.integers(1, 56))
@@ -222,13 +240,13 @@ def test_three_corners_give_the_fourth(low: int, step: int, few: int, more: int)
 
     corners = [with_shards(micro, shards) for shards in (few, few + more) for micro in (low, low + step)]
     origin, longer, thinner, both = corners
-    assert corner(origin, longer, thinner) == both
+    assert combine_changes(origin, longer, thinner) == both
 
 
 @pytest.mark.parametrize("change", [{"phases": {"forward": 0}}, {"sequence": (0, 1, 0, 1)}])
 def test_corners_of_another_program_give_no_answer(change: dict[str, Any]) -> None:
-    assert corner(trace(2), trace(4, **change), trace(2)) is None
-    assert corner(trace(2), trace(4), trace(2, **change)) is None
+    assert combine_changes(trace(2), trace(4, **change), trace(2)) is None
+    assert combine_changes(trace(2), trace(4), trace(2, **change)) is None
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -244,11 +262,11 @@ def test_of_two_micro_batches_at_two_numbers_of_shards_three_are_traced() -> Non
         for shards in (4, 16)
         for micro in (2, 6)
     ]
-    device = stated("H100").devices[0]
-    found = [trace for trace in traces("slm:tiny", settings, device) if isinstance(trace, Trace)]
+    device = parse_cluster("H100").devices[0]
+    found = [trace for trace in get_traces("slm:tiny", settings, device) if isinstance(trace, Trace)]
     said = [any("another number of shards" in text for text in one.assumptions) for one in found]
     assert said == [False, False, False, True]
-    assert traces("slm:tiny", settings[-1:], device) == found[-1:], "it is remembered like any other"
-    (real,) = traced_all("slm:tiny", settings[-1:], device, cache=False)
+    assert get_traces("slm:tiny", settings[-1:], device) == found[-1:], "it is remembered like any other"
+    (real,) = trace_settings("slm:tiny", settings[-1:], device, cache=False)
     assert isinstance(real, Trace)
     assert found[-1].replace(assumptions=()) == real.replace(assumptions=())

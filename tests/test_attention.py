@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import trimtab
 from shared_jobs import shared_job
 from trimtab.trace import attention_rules as rules
-from trimtab.trace.attention_rules import CUDNN, EFFICIENT, FLASH, MATH, AttentionTarget, Call
-from trimtab.trace.workspaces import Tiles, efficient_tiles
+from trimtab.trace.attention_rules import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, AttentionTarget
+from trimtab.trace.workspaces import AttentionTiles, choose_efficient_tiles
 
 HOPPER, AMPERE, ADA, TURING, BLACKWELL = (9, 0), (8, 0), (8, 9), (7, 5), (10, 0)
 TODAY = (2, 13)
@@ -49,16 +49,16 @@ def mask(*shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16) -
     return torch.empty(shape or (2, 4, 64, 64), dtype=dtype, device="meta", requires_grad=grad)
 
 
-def call(query: torch.Tensor | None = None, given: torch.Tensor | None = None, **more: Any) -> Call:
+def call(query: torch.Tensor | None = None, given: torch.Tensor | None = None, **more: Any) -> AttentionCall:
     query = qkv() if query is None else query
     keys = {"key": query, "value": query} | {
         name: more.pop(name) for name in ("key", "value") if name in more
     }
-    return Call(query, keys["key"], keys["value"], given, **more)
+    return AttentionCall(query, keys["key"], keys["value"], given, **more)
 
 
-def failed(kernel: str, asked: Call, where: AttentionTarget) -> str:
-    found = rules.first_failure(kernel, asked, where)
+def failed(kernel: str, asked: AttentionCall, where: AttentionTarget) -> str:
+    found = rules.find_refusal(kernel, asked, where)
     return found.check if found else ""
 
 
@@ -72,7 +72,7 @@ def transposed() -> torch.Tensor:
 
 WIDE = qkv(2, 4, 64, 100)
 SINGLE = qkv(2, 4, 1, 64)
-CASES: list[tuple[str, str, Call, AttentionTarget]] = [
+CASES: list[tuple[str, str, AttentionCall, AttentionTarget]] = [
     (CUDNN, "can_use_cudnn_attention: version", call(dropout=0.5), target(cudnn=91200)),
     (CUDNN, "check_tensor_shapes", call(qkv(2, 64, 64)), target()),
     (CUDNN, "check_dtypes_low_precision", call(qkv(dtype=torch.float32)), target()),
@@ -146,7 +146,7 @@ CASES: list[tuple[str, str, Call, AttentionTarget]] = [
     ("kernel", "check", "asked", "where"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES]
 )
 def test_a_kernel_is_refused_by_the_condition(
-    kernel: str, check: str, asked: Call, where: AttentionTarget
+    kernel: str, check: str, asked: AttentionCall, where: AttentionTarget
 ) -> None:
     assert failed(kernel, asked, where) == check
 
@@ -223,7 +223,7 @@ NESTED = [
     ("kernel", "check", "query", "key"), NESTED, ids=[f"{one[0]}-{one[1]}" for one in NESTED]
 )
 def test_nested_tensors_have_conditions_of_their_own(kernel: str, check: str, query: Any, key: Any) -> None:
-    assert failed(kernel, Call(query, key, key), target()) == check
+    assert failed(kernel, AttentionCall(query, key, key), target()) == check
 
 
 def test_every_condition_has_a_case() -> None:
@@ -261,24 +261,24 @@ def test_the_conditions_are_those_that_torch_declares() -> None:
 def test_cudnn_comes_first_on_hopper_and_datacenter_blackwell(
     capability: tuple[int, int], torch_: tuple[int, int], cudnn: int, first: str
 ) -> None:
-    assert rules.choose(call(causal=True), target(capability, torch_, cudnn)).kernel == first
+    assert rules.choose_kernel(call(causal=True), target(capability, torch_, cudnn)).kernel == first
 
 
 def test_cudnn_can_be_deprioritized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert rules.choose(call(), target()).kernel == FLASH
+    assert rules.choose_kernel(call(), target()).kernel == FLASH
 
 
 def test_the_order_that_a_user_sets_is_taken() -> None:
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        assert rules.choose(call(), target()).kernel == EFFICIENT
+        assert rules.choose_kernel(call(), target()).kernel == EFFICIENT
 
 
 def test_nothing_is_chosen_where_the_only_kernel_that_is_on_refuses() -> None:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        found = rules.choose(call(given=mask()), target())
+        found = rules.choose_kernel(call(given=mask()), target())
     assert not found.kernel
-    assert "flash: takes no mask" in rules.explain(found.lost)
+    assert "flash: takes no mask" in rules.explain_refusals(found.refusals)
 
 
 @pytest.mark.parametrize(
@@ -301,33 +301,33 @@ def test_nothing_is_chosen_where_the_only_kernel_that_is_on_refuses() -> None:
         (call(qkv(2, 64, 64)), HOPPER, MATH),
     ],
 )  # fmt: skip
-def test_the_kernel_of_common_calls(asked: Call, capability: tuple[int, int], kernel: str) -> None:
-    assert rules.choose(asked, target(capability)).kernel == kernel
+def test_the_kernel_of_common_calls(asked: AttentionCall, capability: tuple[int, int], kernel: str) -> None:
+    assert rules.choose_kernel(asked, target(capability)).kernel == kernel
 
 
 def test_a_lost_kernel_has_a_cause_and_a_cure() -> None:
-    found = rules.choose(call(given=expanded_mask()), target())
-    words = rules.explain(found.lost)
+    found = rules.choose_kernel(call(given=expanded_mask()), target())
+    words = rules.explain_refusals(found.refusals)
     cause = "refuses a mask whose last dimension has stride 0 (expanded)"
     assert words == f"cuDNN and memory-efficient: {cause}; flash: takes no mask"
-    assert ".contiguous()" in rules.cure(found.lost)
-    assert "attention_mask" in rules.cure(found.lost)
+    assert ".contiguous()" in rules.suggest_fix(found.refusals)
+    assert "attention_mask" in rules.suggest_fix(found.refusals)
 
 
 @pytest.mark.parametrize(
     ("size", "capability", "half", "tiles"),
     [
-        (32, HOPPER, True, Tiles(64, 64, in_registers=True)),
-        (64, AMPERE, False, Tiles(64, 64, in_registers=False)),
-        (128, HOPPER, True, Tiles(128, 128, in_registers=True)),
-        (128, ADA, True, Tiles(64, 64, in_registers=False)),
-        (256, HOPPER, True, Tiles(128, 64, in_registers=False)),
+        (32, HOPPER, True, AttentionTiles(64, 64, in_registers=True)),
+        (64, AMPERE, False, AttentionTiles(64, 64, in_registers=False)),
+        (128, HOPPER, True, AttentionTiles(128, 128, in_registers=True)),
+        (128, ADA, True, AttentionTiles(64, 64, in_registers=False)),
+        (256, HOPPER, True, AttentionTiles(128, 64, in_registers=False)),
     ],
 )
 def test_tiles_of_the_memory_efficient_kernel(
-    size: int, capability: tuple[int, int], half: bool, tiles: Tiles
+    size: int, capability: tuple[int, int], half: bool, tiles: AttentionTiles
 ) -> None:
-    assert efficient_tiles(size, capability, half=half) == tiles
+    assert choose_efficient_tiles(size, capability, half=half) == tiles
 
 
 # ----------------------------------------------------------------------------------- traced

@@ -9,12 +9,12 @@ import torch
 import trimtab
 from shared_jobs import shared_job
 from test_cli import trimtab_cli
-from trimtab.catalog.clusters import row_device
-from trimtab.catalog.devices import reported
+from trimtab.catalog.clusters import device_from_row
+from trimtab.catalog.devices import find_reported_device
 from trimtab.errors import JobFailed, WrongUse
-from trimtab.exams.run import cases, predict
+from trimtab.exams.run import predict_case, read_cases
 from trimtab.spec import PARTS, Device, Estimate
-from trimtab.trace.compiled import Balance, CostClock, Tuning
+from trimtab.trace.compiled import CostClock, KernelTuning, MemoryBalance
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,9 +150,9 @@ def activations(found: Estimate) -> int:
 
 
 def h200() -> Device:
-    row = reported("NVIDIA H200")
+    row = find_reported_device("NVIDIA H200")
     assert row is not None
-    return row_device(row, 0, "the test")
+    return device_from_row(row, 0, "the test")
 
 
 @pytest.mark.slow
@@ -231,8 +231,8 @@ def test_the_command_says_what_it_would_be_without() -> None:
 
 @pytest.mark.slow
 def test_a_recorded_compiled_run_is_predicted() -> None:
-    (case,) = cases("llama2-compile-bf16true-b4")
-    found = predict(case)
+    (case,) = read_cases("llama2-compile-bf16true-b4")
+    found = predict_case(case)
     assert found.allocated_bytes == pytest.approx(case.measurement.allocated_bytes, rel=0.02)
     assert found.reserved_bytes == pytest.approx(case.measurement.reserved_bytes, rel=0.04)
 
@@ -240,8 +240,8 @@ def test_a_recorded_compiled_run_is_predicted() -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("exam")  # they share their traces with the exam
 def test_every_recorded_compiled_run_is_predicted() -> None:
-    for case in cases("*-compile-*"):
-        found = predict(case)
+    for case in read_cases("*-compile-*"):
+        found = predict_case(case)
         assert found.allocated_bytes == pytest.approx(case.measurement.allocated_bytes, rel=0.05), case.id
         assert found.reserved_bytes == pytest.approx(case.measurement.reserved_bytes, rel=0.15), case.id
         assert case.measurement.process_bytes is not None
@@ -296,17 +296,17 @@ def kernel(in_out_ptr0, xnumel, XBLOCK : tl.constexpr):
 
 
 def test_torch_itself_says_how_many_configurations_are_tried() -> None:
-    found = Tuning(KERNEL.format(kind="pointwise", hints="{'x': 1048576}", more=""))
+    found = KernelTuning(KERNEL.format(kind="pointwise", hints="{'x': 1048576}", more=""))
     assert found.configurations >= 1
     assert found.mutated == ("in_out_ptr0",)
-    assert found.spares_memory is False
+    assert found.copies_on_host is False
 
 
 @pytest.mark.parametrize(
     "source", ["", "def kernel(): pass", "@triton_heuristics.no_such(\n    x=1\n)\ndef k(): pass"]
 )
 def test_a_kernel_that_is_not_understood_is_not_tuned(source: str) -> None:
-    assert Tuning(source).configurations == 1
+    assert KernelTuning(source).configurations == 1
 
 
 def test_a_copy_must_not_raise_the_peak() -> None:
@@ -314,6 +314,6 @@ def test_a_copy_must_not_raise_the_peak() -> None:
         order = (0, 1, ~1)
         sizes = (100, 50)
 
-    balance = Balance(Recorded())  # type: ignore[arg-type]
-    assert balance.spare() == 50
-    assert balance.spare() == 50
+    balance = MemoryBalance(Recorded())  # type: ignore[arg-type]
+    assert balance.headroom() == 50
+    assert balance.headroom() == 50

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trimtab.catalog.clusters import stated
+from trimtab.catalog.clusters import parse_cluster
 from trimtab.trace import (
     convolution,
     data_dependent,
@@ -25,11 +25,11 @@ from trimtab.trace.workspaces import LAST_RESULT, RESULT
 AT = "meta"
 
 
-def takes(name: str, args: tuple[Any, ...], out: Any = None) -> list[workspaces.Take]:
+def takes(name: str, args: tuple[Any, ...], out: Any = None) -> list[workspaces.MemoryRequest]:
     return workspaces.RULES[name](args, out)
 
 
-def sizes(found: list[workspaces.Take]) -> list[int]:
+def sizes(found: list[workspaces.MemoryRequest]) -> list[int]:
     return [take.size for take in found if take.size]
 
 
@@ -50,7 +50,7 @@ def sizes(found: list[workspaces.Take]) -> list[int]:
     ],
 )
 def test_partial_sums_over_rows_are_those_of_torch(rows: int, columns: int, seen: int) -> None:
-    assert workspace_formulas.column_sum(rows, columns) == seen
+    assert workspace_formulas.column_sum_bytes(rows, columns) == seen
 
 
 def backward(gradient: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, **how: Any) -> Any:
@@ -169,11 +169,11 @@ def test_packed_layers_take_what_cudnn_took(  # noqa: PLR0917 - a row of facts
 ) -> None:  # fmt: skip
     source = torch.empty(rows, width, dtype=torch.float16, device=AT)
     packed = [batch] + [1] * (steps - 1)
-    found = recurrent.workspace(
+    found = recurrent.workspace_bytes(
         source, mode, hidden, layers, first=False, dropout=dropout, both=both, packed=packed
     )
     assert found == taken
-    out = recurrent.layer(
+    out = recurrent.make_layer_result(
         (source, [], 4, None, None, None, mode, hidden, 0, layers, False, dropout, True, both, packed, None)
     )
     assert out[3].numel() == saved
@@ -192,7 +192,7 @@ def test_padded_layers_take_what_cudnn_took(  # noqa: PLR0917
     batch: int, steps: int, width: int, hidden: int, both: bool, taken: int
 ) -> None:
     source = torch.empty(steps, batch, width, dtype=torch.float16, device=AT)
-    found = recurrent.workspace(source, LSTM, hidden, 2, first=False, dropout=0.3, both=both, packed=())
+    found = recurrent.workspace_bytes(source, LSTM, hidden, 2, first=False, dropout=0.3, both=both, packed=())
     assert abs(found / taken - 1) < 0.01
 
 
@@ -200,7 +200,7 @@ def test_gradients_of_recurrent_weights_lie_in_one_buffer() -> None:
     source = torch.empty(80, 64, 300, dtype=torch.float16, device=AT)
     weights = [torch.empty(2048, 300, device=AT), torch.empty(2048, 512, device=AT)]
     hidden = torch.empty(1, 64, 512, dtype=torch.float16, device=AT)
-    *_, gradients = recurrent.layer_backward((source, weights, 4, None, hidden, hidden))
+    *_, gradients = recurrent.make_layer_gradients((source, weights, 4, None, hidden, hidden))
     assert [gradient.shape for gradient in gradients] == [weight.shape for weight in weights]
     assert {gradient.dtype for gradient in gradients} == {torch.float16}
     assert gradients[0]._base is gradients[1]._base is not None  # noqa: SLF001
@@ -208,13 +208,13 @@ def test_gradients_of_recurrent_weights_lie_in_one_buffer() -> None:
 
 def test_dropout_between_recurrent_layers_keeps_random_states_once() -> None:
     kernels = Kernels.__new__(Kernels)
-    kernels.target, kernels._dropout_state = stated("1xH200").devices[0], False  # noqa: SLF001
+    kernels.target, kernels._dropout_state = parse_cluster("1xH200").devices[0], False  # noqa: SLF001
     kernels._cublas_threads = set()  # noqa: SLF001
     args = (*[None] * 11, 0.3, True)
-    assert kernels.kept("aten::_cudnn_rnn", args) == 6_488_064
-    assert kernels.kept("aten::_cudnn_rnn", args) == 0
+    assert kernels.persistent_bytes("aten::_cudnn_rnn", args) == 6_488_064
+    assert kernels.persistent_bytes("aten::_cudnn_rnn", args) == 0
     kernels._dropout_state = False  # noqa: SLF001
-    assert kernels.kept("aten::_cudnn_rnn", (*[None] * 11, 0.0, True)) == 0
+    assert kernels.persistent_bytes("aten::_cudnn_rnn", (*[None] * 11, 0.0, True)) == 0
 
 
 def test_random_lengths_are_the_same_in_every_process() -> None:
@@ -231,14 +231,14 @@ def test_random_lengths_are_the_same_in_every_process() -> None:
 
 def test_layers_that_are_skipped_at_random_are_taken_to_run() -> None:
     told: list[str] = []
-    found = data_dependent.Values(told.append)
+    found = data_dependent.ValueTracker(told.append)
     for size in ((), (1,)):
         drawn = torch.empty(size, device=AT)
-        found.follow(torch.ops.aten.rand.default, "aten::rand", (list(size),), {}, drawn)
-        assert getattr(drawn, data_dependent.REAL).item() > 0.99
+        found.compute_real(torch.ops.aten.rand.default, "aten::rand", (list(size),), {}, drawn)
+        assert getattr(drawn, data_dependent.REAL_ATTRIBUTE).item() > 0.99
     several = torch.empty(1000, device=AT)
-    found.follow(torch.ops.aten.rand.default, "aten::rand", ([1000],), {}, several)
-    assert getattr(several, data_dependent.REAL).min() < 0.1
+    found.compute_real(torch.ops.aten.rand.default, "aten::rand", ([1000],), {}, several)
+    assert getattr(several, data_dependent.REAL_ATTRIBUTE).min() < 0.1
     assert set(told) == {"layers that are skipped at random are taken to run"}
 
 
@@ -246,7 +246,7 @@ def test_layers_that_are_skipped_at_random_are_taken_to_run() -> None:
 
 
 def matrix(rows: int, entries: int, *, in_order: bool) -> torch.Tensor:
-    return fake_ops.coordinates(
+    return fake_ops.make_sparse(
         torch.empty(2, entries, dtype=torch.int64, device=AT),
         torch.empty(entries, device=AT),
         (rows, rows),
@@ -258,33 +258,36 @@ def test_a_sparse_product_sorts_and_copies_its_result() -> None:
     loose, tight = (matrix(40_000, 600_000, in_order=order) for order in (False, True))
     out = torch.empty(40_000, 512, device=AT)
     whole = 81_920_000
-    sorting, pieces = fake_ops.product_bytes("aten::_sparse_addmm", (out, loose, out), out)
+    sorting, pieces = fake_ops.sparse_product_bytes("aten::_sparse_addmm", (out, loose, out), out)
     assert sorting == 40 * 600_000
     assert pieces == [2_400_000, 9_600_000, 160_004, 2_400_000, whole]
     # A plain product has zeros to add to, and a sorted matrix needs no sorting.
-    assert fake_ops.product_bytes("aten::mm", (tight, out), out) == (0, [whole, 160_004, 2_400_000, whole])
+    assert fake_ops.sparse_product_bytes("aten::mm", (tight, out), out) == (
+        0,
+        [whole, 160_004, 2_400_000, whole],
+    )
 
 
 def test_a_transposed_sparse_matrix_is_a_copy_out_of_order() -> None:
     given = matrix(100, 500, in_order=True)
     for name, args in (("aten::t", (given,)), ("aten::transpose", (given, 0, 1))):
-        found = fake_ops.result(name, args, pytest.fail)
-        assert fake_ops.nonzeros(found) == 500
+        found = fake_ops.make_sparse_result(name, args, pytest.fail)
+        assert fake_ops.count_nonzeros(found) == 500
         assert not found.is_coalesced()
-        assert [part.numel() for part in fake_ops.parts(found)] == [1000, 500]
+        assert [part.numel() for part in fake_ops.list_storage_tensors(found)] == [1000, 500]
     dense = torch.empty(3, 4, device=AT)
-    assert fake_ops.result("aten::t", (dense,), pytest.fail) is None
-    assert fake_ops.parts(dense) == (dense,)
+    assert fake_ops.make_sparse_result("aten::t", (dense,), pytest.fail) is None
+    assert fake_ops.list_storage_tensors(dense) == (dense,)
 
 
 # ------------------------------------------------------------------------------------------ volumes
 
 
-def volume(*channels: int, side: int, kernel: int, arithmetic: str = "bf16") -> convolution.Shape:
-    return convolution.Shape(
-        samples=2, source=channels[0], result=channels[1], image=(side,) * 3, made=(side,) * 3,
-        kernel=(kernel,) * 3, stride=1, groups=1, weight_source=channels[0], last=False,
-        bytes=4 if arithmetic == "fp32" else 2, arithmetic=arithmetic,
+def volume(*channels: int, side: int, kernel: int, arithmetic: str = "bf16") -> convolution.ConvolutionShape:
+    return convolution.ConvolutionShape(
+        samples=2, in_channels=channels[0], out_channels=channels[1], image=(side,) * 3, out_image=(side,) * 3,
+        kernel=(kernel,) * 3, stride=1, groups=1, weight_in_channels=channels[0], is_channels_last=False,
+        element_bytes=4 if arithmetic == "fp32" else 2, arithmetic=arithmetic,
     )  # fmt: skip
 
 
@@ -302,9 +305,9 @@ def volume(*channels: int, side: int, kernel: int, arithmetic: str = "bf16") -> 
     ],
 )
 def test_convolutions_over_volumes_take_what_cudnn_took(
-    shape: convolution.Shape, phase: str, seen: int
+    shape: convolution.ConvolutionShape, phase: str, seen: int
 ) -> None:
-    assert abs(convolution.workspace(shape, phase) - seen) <= 0.01 * seen
+    assert abs(convolution.workspace_bytes(shape, phase) - seen) <= 0.01 * seen
 
 
 def test_the_gradient_of_a_transposed_convolution_is_copied_once() -> None:
@@ -315,24 +318,24 @@ def test_the_gradient_of_a_transposed_convolution_is_copied_once() -> None:
     copied = gradient.numel() * 2
     args = backward(gradient, source, weight, stride=[2, 2, 2], transposed=True, wanted=[True, True, False])
     found = takes("aten::convolution_backward", args)
-    assert found[1] == workspaces.hold(copied)
+    assert found[1] == workspaces.request_for_op(copied)
     assert [take.cause.beside for take in found if take.cause] == [0, 0]
 
 
 def test_volumes_with_channels_last_are_seen_as_such() -> None:
     source = torch.empty(2, 8, 4, 4, 4, device=AT)
     weight = torch.empty(8, 8, 3, 3, 3, device=AT)
-    assert not convolution.channels_last(source, weight)
-    assert convolution.channels_last(source.to(memory_format=torch.channels_last_3d), weight)
+    assert not convolution.is_channels_last(source, weight)
+    assert convolution.is_channels_last(source.to(memory_format=torch.channels_last_3d), weight)
 
 
 def test_a_matrix_product_over_pixels_pads_nothing() -> None:
-    shape = convolution.Shape(
-        samples=8, source=256, result=150, image=(128, 128), made=(128, 128), kernel=(1, 1), stride=1,
-        groups=1, weight_source=256, last=True, bytes=2, arithmetic="bf16",
+    shape = convolution.ConvolutionShape(
+        samples=8, in_channels=256, out_channels=150, image=(128, 128), out_image=(128, 128), kernel=(1, 1), stride=1,
+        groups=1, weight_in_channels=256, is_channels_last=True, element_bytes=2, arithmetic="bf16",
     )  # fmt: skip
-    assert convolution.workspace(shape, "forward") == convolution.workspace(shape, "source") == 0
-    assert convolution.workspace(shape, "weight") < 5 * 2**20
+    assert convolution.workspace_bytes(shape, "forward") == convolution.workspace_bytes(shape, "source") == 0
+    assert convolution.workspace_bytes(shape, "weight") < 5 * 2**20
 
 
 # ------------------------------------------------------------------------------------------ sorting

@@ -1,8 +1,7 @@
 """Run the attention kernel that torch would choose on the target, on fake tensors.
 
-`attention_rules` makes the choice. What torch does before and after each kernel (padding of head sizes, masks
-as numbers, masks with aligned rows) follows aten/src/ATen/native/transformers/attention.cpp of torch 2.11 to
-2.13.
+`attention_rules` chooses the kernel. The steps around each kernel (padded head sizes, additive masks, aligned
+mask rows) follow aten/src/ATen/native/transformers/attention.cpp of torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from trimtab.trace.attention_rules import (
     EFFICIENT,
     FLASH,
     MATH,
+    AttentionCall,
     AttentionTarget,
-    Call,
-    Choice,
-    choose,
-    cure,
-    explain,
-    first_failure,
-    target_of,
+    KernelChoice,
+    choose_kernel,
+    explain_refusals,
+    find_refusal,
+    make_target,
+    suggest_fix,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MASK_ALIGNED = 8
-"""Elements that the rows of a mask must be apart by a multiple of, for the memory-efficient kernel."""
+MASK_ALIGNMENT = 8
+"""The memory-efficient kernel needs mask strides that are multiples of this many elements."""
 
 
-def attend(call: Call, choice: Choice, scale: float | None) -> torch.Tensor:
-    """Run the chosen kernel, on fake tensors."""
-    query, key, value, mask = call.query, call.key, call.value, _additive(call)
+def run_attention_kernel(call: AttentionCall, choice: KernelChoice, scale: float | None) -> torch.Tensor:
+    """Run the chosen kernel on fake tensors and return its output."""
+    query, key, value, mask = call.query, call.key, call.value, _additive_mask(call)
     aten, kernel = torch.ops.aten, choice.kernel
     if kernel == CUDNN:
         return aten._scaled_dot_product_cudnn_attention(
@@ -46,107 +45,108 @@ def attend(call: Call, choice: Choice, scale: float | None) -> torch.Tensor:
         )[0]
     if kernel == FLASH:
         head = query.shape[-1]
-        wide = [pad(one, (0, -head % 8)) if head % 8 else one for one in (query, key, value)]
+        padded = [pad(tensor, (0, -head % 8)) if head % 8 else tensor for tensor in call.tensors]
         scale = head**-0.5 if scale is None else scale
-        out = aten._scaled_dot_product_flash_attention(*wide, call.dropout, call.causal, False, scale=scale)[
-            0
-        ]
+        out = aten._scaled_dot_product_flash_attention(
+            *padded, call.dropout, call.causal, False, scale=scale
+        )[0]
         return out[..., :head] if head % 8 else out
     if kernel == EFFICIENT:
-        bias = _aligned(mask, query, key)
+        bias = _align_mask(mask, query, key)
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, call.needs_grad, call.dropout, call.causal, scale=scale
         )[0]
     if TracingContext.try_get() is None and not any(tensor.is_nested for tensor in call.tensors):
-        return _math(call, mask, scale)
-    # What the compiler sees: torch's own decomposition, which adds masks out of place for fake tensors.
+        return _run_math_attention(call, mask, scale)
+    # The compiler sees torch's own decomposition, which adds masks out of place for fake tensors.
     return aten._scaled_dot_product_attention_math(
         query, key, value, mask, call.dropout, call.causal, None, scale=scale, enable_gqa=call.grouped
     )[0]
 
 
-def _math(call: Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
-    """Plain attention as eager torch runs it on a GPU: in fp32, with the mask added in place.
+def _run_math_attention(call: AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    """Run plain attention as eager torch does on a GPU: in fp32, with the mask added in place.
 
-    torch's own function takes another way for fake tensors: it adds the mask into new memory.
+    torch's own function behaves differently for fake tensors: it adds the mask into new memory.
     """
-    kept = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    precise = [tensor.float() if tensor.dtype in HALF and not kept else tensor for tensor in call.tensors]
-    query, key, value = precise
+    keep_half = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    query, key, value = (
+        tensor.float() if tensor.dtype in HALF and not keep_half else tensor for tensor in call.tensors
+    )
     scale = call.query.shape[-1] ** -0.5 if scale is None else scale
     root = abs(scale) ** 0.5
     query = query * (-root if scale < 0 else root)
     if call.causal:
         if mask is not None:
             raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
-        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        mask = _as_numbers(square, query.dtype)
+        lower = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = _to_additive(lower, query.dtype)
     if call.grouped:
-        key, value = (_repeated(one, query) for one in (key, value))
+        key, value = (_repeat_heads(tensor, query) for tensor in (key, value))
     scores = torch.matmul(query, key.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
     weights = torch.ops.aten._safe_softmax(scores, -1)
-    # torch lets go of the scores here, and of everything else when it returns.
+    # torch frees the scores here, and everything else when it returns.
     del scores
     if call.dropout > 0:
         weights = torch.dropout(weights, call.dropout, train=True)
     out = torch.matmul(weights, value).to(call.query.dtype)
-    # torch gives the weights back as well, in the dtype of the query; nobody takes them.
+    # torch also returns the weights in the dtype of the query; they are not used.
     weights.to(call.query.dtype)
     return out
 
 
-def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def _repeat_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     times = query.shape[-3] // tensor.shape[-3]
     return tensor if times == 1 else tensor.repeat_interleave(times, -3)
 
 
-def _additive(call: Call) -> torch.Tensor | None:
-    """The mask as the numbers that are added to the scores."""
+def _additive_mask(call: AttentionCall) -> torch.Tensor | None:
+    """Return the mask as numbers to add to the scores, or None if there is no mask."""
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask
-    return _as_numbers(call.mask, call.query.dtype)
+    return _to_additive(call.mask, call.query.dtype)
 
 
-def _as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _to_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device))
 
 
-def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the memory-efficient kernel wants it: rows padded to 8, then expanded to every head."""
+def _align_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Return the mask for the memory-efficient kernel: rows padded to 8, expanded to every head."""
     if mask is None:
         return None
-    if mask.stride(-1) != 1 or any(stride % MASK_ALIGNED for stride in mask.stride()[:-1]):
+    if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
         length = mask.shape[-1]
-        # torch pads by 8 where the length is a multiple of 8 already and another stride is not.
-        mask = pad(mask, (0, MASK_ALIGNED - length % MASK_ALIGNED))[..., :length]
+        # If the length is already a multiple of 8 but another stride is not, torch pads by 8.
+        mask = pad(mask, (0, MASK_ALIGNMENT - length % MASK_ALIGNMENT))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def _empty(call: Call) -> torch.Tensor:
-    """The answer to inputs without elements: zeros that depend on all of them."""
+def _make_empty_result(call: AttentionCall) -> torch.Tensor:
+    """Return the result for inputs without elements: zeros that depend on all inputs."""
     shape = (*call.query.shape[:-1], call.value.shape[-1])
     zeros = torch.zeros(shape, dtype=call.query.dtype, device=call.query.device)
     return zeros + (call.query.sum() + call.key.sum() + call.value.sum()) * 0
 
 
-def lost_note(choice: Choice) -> str:
-    """What a user should know of a choice; empty where a fused kernel runs."""
-    if choice.kernel != MATH or not choice.lost:
+def describe_unfused(choice: KernelChoice) -> str:
+    """Return a note for the user if attention is not fused, else an empty string."""
+    if choice.kernel != MATH or not choice.refusals:
         return ""
-    what = "attention is not fused: it is slower and keeps a score for every pair of tokens"
-    return f"{what}. {explain(choice.lost)}. Fix: {cure(choice.lost)}"
+    effect = "attention is not fused: it is slower and keeps a score for every pair of tokens"
+    return f"{effect}. {explain_refusals(choice.refusals)}. Fix: {suggest_fix(choice.refusals)}"
 
 
-def register(
+def register_attention(
     library: torch.library.Library, capability: tuple[int, int], note: Callable[[str], None]
 ) -> None:
-    """Put the choice in place of torch's own, which only a CUDA build can make.
+    """Replace torch's own kernel choice, which only a CUDA build can make.
 
-    `note` is given a sentence for every call: why no fused kernel can run, or nothing.
+    `note` is called once per attention call, with the reason why it is not fused or an empty string.
     """
-    target = target_of(capability)
+    target = make_target(capability)
 
     def attention(  # noqa: PLR0913, PLR0917 - torch's own signature
         query: torch.Tensor,
@@ -159,28 +159,28 @@ def register(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         if target.torch >= (2, 12) and any(tensor.numel() == 0 for tensor in call.tensors):
-            return _empty(call)
-        choice = choose(call, target)
+            return _make_empty_result(call)
+        choice = choose_kernel(call, target)
         if not choice.kernel:
-            raise RuntimeError(f"No available kernel. {explain(choice.lost)}")
-        note(lost_note(choice))
-        return attend(call, choice, scale)
+            raise RuntimeError(f"No available kernel. {explain_refusals(choice.refusals)}")
+        note(describe_unfused(choice))
+        return run_attention_kernel(call, choice, scale)
 
     library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")
-    _answer_questions(target)
+    _patch_can_use(target)
 
 
-def _answer_questions(target: AttentionTarget) -> None:
-    """`torch.backends.cuda.can_use_*` as on the target: nested tensors of layout jagged ask it."""
-    import torch.backends.cuda as questions
+def _patch_can_use(target: AttentionTarget) -> None:
+    """Make `torch.backends.cuda.can_use_*` answer as on the target; jagged nested tensors call it."""
+    import torch.backends.cuda as cuda_backend
     import torch.nested._internal.sdpa as jagged
 
-    def asked(kernel: str) -> Callable[..., bool]:
+    def make_check(kernel: str) -> Callable[..., bool]:
         def can_use(params: Any, debug: bool = False) -> bool:
             del debug
-            call = Call(
+            call = AttentionCall(
                 params.query,
                 params.key,
                 params.value,
@@ -189,11 +189,11 @@ def _answer_questions(target: AttentionTarget) -> None:
                 params.is_causal,
                 params.enable_gqa,
             )
-            return first_failure(kernel, call, target) is None
+            return find_refusal(kernel, call, target) is None
 
         return can_use
 
     names = {"flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN}
     for name, kernel in names.items():
-        for place in (questions, jagged):
-            setattr(place, f"can_use_{name}_attention", asked(kernel))
+        for module in (cuda_backend, jagged):
+            setattr(module, f"can_use_{name}_attention", make_check(kernel))

@@ -1,7 +1,8 @@
-"""The Python half of a CUDA device that is not there: `torch.cuda` answers as the target would.
+"""Make torch behave as if the target GPU were present, on a machine without one.
 
-Jobs and libraries ask for names, capabilities, streams and free memory, and choose kernels and dtypes by the
-answer. Only for a child process that traces and ends.
+Jobs and libraries query names, capabilities, streams and free memory, and choose kernels and dtypes by the
+answers. `install_fake_cuda` replaces `torch.cuda` and torch's C++ hooks, so that they answer as on the GPU.
+Only for a child process that traces and then exits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import mmap
 import platform
 import re
 import struct
+import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.nn import init
 
-from trimtab.catalog.devices import capability, has_bf16
+from trimtab.catalog.devices import has_bf16, parse_capability
 from trimtab.units import MIB
 
 if TYPE_CHECKING:
@@ -33,87 +35,84 @@ if TYPE_CHECKING:
     from trimtab.spec import Device
 
 
-# Makes torch, in this process, believe in a CUDA device that is not there.
+# Torch's C++ side: the device guard, and the hooks that report whether CUDA exists. With both replaced,
+# autograd, autocast, optimizers and every `is_cuda` take the same path as on a GPU, even on a build without
+# CUDA. No kernel ever runs, because FakeTensorMode answers before one is chosen.
 #
-# Covers what stands between fake tensors and CUDA in torch's C++ half: the device guard and the hooks that
-# say whether CUDA exists. With them in place autograd, autocast, optimizers and every `is_cuda` take the same
-# way as on a GPU, on a build without CUDA too; no kernel ever runs, because FakeTensorMode answers before one
-# is chosen. Does not cover `torch.cuda`, whose Python half `trimtab.trace.fake_cuda` replaces.
-#
-# It works by writing two tables of function pointers. A guard whose every function returns the constant 1
-# reads, by the ABI's rules for small structs, as "device type 1 (CUDA), index 0, default stream", so one
-# function serves all of them whatever their order. The hooks are copied, and the answers that matter are
-# replaced by name; `show_cuda` puts the real ones back for a while. Only for a child process that does
-# nothing else.
+# Both are tables of function pointers. By the ABI's rules for small structs, a guard function that returns
+# the constant 1 means "device type 1 (CUDA), index 0, default stream", so one function serves all slots of
+# the guard in any order. The hooks are copied, and some are replaced by name; `set_hooks_visible` can restore
+# the real ones for a while.
 
 
 CUDA_DEVICE_TYPE = 1
 CUDNN_VERSION = 91002
-"""The cuDNN that is pretended: what torch 2.11 to 2.13 ship for CUDA 13."""
+"""The reported cuDNN version: what torch 2.11 to 2.13 ship for CUDA 13."""
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _GET_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
-_MOST_SLOTS = 96
-_BEFORE_VTABLE = 2
-"""Two words stand before the functions of a vtable: the offset to the top and the type."""
+_MAX_SLOTS = 96
+_VTABLE_HEADER_WORDS = 2
+"""Words before the functions of a vtable: the offset to the top and the type."""
 
-YES = (
+HOOKS_ANSWERING_ONE = (
     "isBuilt isAvailable hasPrimaryContext deviceCount hasCUDA hasCUDART hasCuDNN hasCuSOLVER hasCuBLASLt "
     "compiledWithCuDNN supportsDilatedConvolutionWithCuDNN supportsDepthwiseConvolutionWithCuDNN "
     "supportsBFloat16ConvolutionWithCuDNNv8 supportsBFloat16RNNWithCuDNN getNumGPUs"
 )
-NOTHING = (
+HOOKS_ANSWERING_ZERO = (
     "init setCurrentDevice getCurrentDevice exchangeDevice maybeExchangeDevice current_device "
     "deviceSynchronize"
 )
-ANSWERS = (
-    dict.fromkeys(YES.split(), 1)
-    | dict.fromkeys(NOTHING.split(), 0)
+HOOK_ANSWERS = (
+    dict.fromkeys(HOOKS_ANSWERING_ONE.split(), 1)
+    | dict.fromkeys(HOOKS_ANSWERING_ZERO.split(), 0)
     | {"versionCuDNN": CUDNN_VERSION, "versionRuntimeCuDNN": CUDNN_VERSION}
 )
-"""What each function of the hooks answers from now on, by name."""
+"""The constant that each replaced hook returns, by name."""
 
-ZERO_REAL = "batchnormMinEpsilonCuDNN"
-"""The one function of them that answers with a real number, here 0.0."""
+FLOAT_HOOK = "batchnormMinEpsilonCuDNN"
+"""The only replaced hook that returns a floating-point number, here 0.0."""
 
-_kept: list[object] = []
-"""Memory that torch now points into: it must live as long as the process."""
-
+_pinned_memory: list[object] = []
+"""Memory that torch points into: it must live as long as the process."""
 
 _hooks: dict[str, Any] = {}
-"""Where torch looks for its CUDA hooks, the address of the real ones, and of ours."""
+"""pointer: where torch reads the address of its CUDA hooks; real, fake: the two addresses."""
 
 
-def show_cuda(visible: bool) -> None:
-    """Let torch's C++ half see the pretended device, or what there really is."""
+def set_hooks_visible(visible: bool) -> None:
+    """Switch torch's C++ side to the fake device, or to the real machine."""
     if _hooks:
-        _hooks["pointer"].value = _hooks["ours" if visible else "real"]
+        _hooks["pointer"].value = _hooks["fake" if visible else "real"]
 
 
-def pretend_cuda() -> None:
-    """Install the guard and the hooks."""
-    import torch
-
+def install_cuda_hooks() -> None:
+    """Install the device guard and the hooks."""
     folder = Path(torch.__file__).parent
-    codes = [_returning(1), _returning_zero_real(), *map(_returning, ANSWERS.values())]
-    one, zero, *answers = _functions(codes)
-    _install_guard(_library(folder, "c10"), one)
-    functions = dict(zip(ANSWERS, answers, strict=True)) | {ZERO_REAL: zero}
-    _install_hooks(_library(folder, "torch_cpu"), _hook_names(folder / "include"), functions)
+    codes = [
+        _encode_constant_function(1),
+        _encode_zero_float_function(),
+        *map(_encode_constant_function, HOOK_ANSWERS.values()),
+    ]
+    return_one, return_zero_float, *answers = _load_machine_code(codes)
+    _install_guard(_load_library(folder, "c10"), return_one)
+    functions = dict(zip(HOOK_ANSWERS, answers, strict=True)) | {FLOAT_HOOK: return_zero_float}
+    _install_hooks(_load_library(folder, "torch_cpu"), _read_hook_names(folder / "include"), functions)
 
 
-def _library(folder: Path, name: str) -> ctypes.CDLL:
+def _load_library(folder: Path, name: str) -> ctypes.CDLL:
     suffix = {"Darwin": "dylib"}.get(platform.system(), "so")
     return ctypes.CDLL(str(folder / "lib" / f"lib{name}.{suffix}"))
 
 
-def _is_intel() -> bool:
+def _is_x86() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
-def _returning(value: int) -> bytes:
-    """Machine code of a function that returns a constant, with the second return register zero."""
-    if _is_intel():
+def _encode_constant_function(value: int) -> bytes:
+    """Return machine code of a function that returns a constant, with the second return register zero."""
+    if _is_x86():
         # mov eax, value; xor edx, edx; ret
         return b"\xb8" + struct.pack("<I", value) + b"\x31\xd2\xc3"
     # movz x0, low; movk x0, high, lsl 16; movz x1, 0; ret
@@ -121,37 +120,38 @@ def _returning(value: int) -> bytes:
     return struct.pack("<4I", 0xD2800000 | low << 5, 0xF2A00000 | high << 5, 0xD2800001, 0xD65F03C0)
 
 
-def _returning_zero_real() -> bytes:
-    """Xorps xmm0, xmm0; ret, or fmov d0, xzr; ret."""
-    return bytes.fromhex("0f57c0c3" if _is_intel() else "e003679ec0035fd6")
+def _encode_zero_float_function() -> bytes:
+    """Return machine code of a function that returns 0.0."""
+    # xorps xmm0, xmm0; ret, or fmov d0, xzr; ret
+    return bytes.fromhex("0f57c0c3" if _is_x86() else "e003679ec0035fd6")
 
 
-def _functions(codes: list[bytes]) -> list[int]:
-    """The address of a function for each piece of machine code."""
+def _load_machine_code(codes: list[bytes]) -> list[int]:
+    """Load functions given as machine code, and return their addresses."""
     page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     start = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    _kept.append(page)
+    _pinned_memory.append(page)
     for number, code in enumerate(codes):
         page.seek(number * 16)
         page.write(code)
     return [start + number * 16 for number in range(len(codes))]
 
 
-def _install_guard(library: ctypes.CDLL, number: int) -> None:
+def _install_guard(library: ctypes.CDLL, function: int) -> None:
     registry = (ctypes.c_void_p * (CUDA_DEVICE_TYPE + 1)).in_dll(library, _REGISTRY)
-    vtable = (ctypes.c_void_p * _MOST_SLOTS)(*([number] * _MOST_SLOTS))
+    vtable = (ctypes.c_void_p * _MAX_SLOTS)(*([function] * _MAX_SLOTS))
     guard = (ctypes.c_void_p * 1)(ctypes.addressof(vtable))
-    _kept.extend((vtable, guard))
+    _pinned_memory.extend((vtable, guard))
     registry[CUDA_DEVICE_TYPE] = ctypes.addressof(guard)
 
 
-def _hook_names(include: Path) -> list[str]:
-    """The virtual functions of the CUDA hooks in order, from the headers that come with torch."""
+def _read_hook_names(include: Path) -> list[str]:
+    """Return the virtual functions of the CUDA hooks in order, from the headers that come with torch."""
     names = ["destructor", "deleting destructor"]
     for header in ("AcceleratorHooksInterface.h", "CUDAHooksInterface.h"):
         text = (include / "ATen" / "detail" / header).read_text(encoding="utf-8")
-        found = re.findall(r"^\s*virtual\s+[^;{]*?([~\w]+)\s*\(", text, re.MULTILINE)
-        names += [name for name in found if not name.startswith("~")]
+        functions = re.findall(r"^\s*virtual\s+[^;{]*?([~\w]+)\s*\(", text, re.MULTILINE)
+        names += [name for name in functions if not name.startswith("~")]
     return names
 
 
@@ -161,28 +161,26 @@ def _install_hooks(library: ctypes.CDLL, names: list[str], functions: dict[str, 
     vtable_pointer = ctypes.c_void_p.from_address(get_hooks())
     word = ctypes.sizeof(ctypes.c_void_p)
     assert vtable_pointer.value is not None  # noqa: S101 - an object has a vtable
-    begin = vtable_pointer.value - _BEFORE_VTABLE * word
-    count = len(names) + _BEFORE_VTABLE
+    begin = vtable_pointer.value - _VTABLE_HEADER_WORDS * word
+    count = len(names) + _VTABLE_HEADER_WORDS
     copy = (ctypes.c_void_p * count)(*(ctypes.c_void_p * count).from_address(begin))
     for slot, name in enumerate(names):
         if name in functions:
-            copy[slot + _BEFORE_VTABLE] = functions[name]
-    _kept.append(copy)
+            copy[slot + _VTABLE_HEADER_WORDS] = functions[name]
+    _pinned_memory.append(copy)
     _hooks.update(pointer=vtable_pointer, real=vtable_pointer.value)
-    _hooks["ours"] = vtable_pointer.value = ctypes.addressof(copy) + _BEFORE_VTABLE * word
+    _hooks["fake"] = vtable_pointer.value = ctypes.addressof(copy) + _VTABLE_HEADER_WORDS * word
 
 
-# Turns the pretended CUDA device off while installed packages are imported.
-#
-# Packages ask torch for its CUDA at import: for its version, for a driver, for kernels to load. On a build of
-# torch without CUDA such a question fails, or a package loads code that is not there. The job's own files,
-# and all code after it was imported, go on seeing the device. So do torch and the libraries that are known
-# to import well with it, because they choose kernels by what they see at import.
+# The fake device is hidden while installed packages are imported. At import, packages query torch's CUDA
+# version and driver, and load kernels. On a build of torch without CUDA this fails, or a package loads code
+# that does not exist. The job's own files, and all code that runs after its import, still see the device. So
+# do torch and the libraries in SEES_CUDA, which import well with it and choose kernels at import.
 
 
 SEES_CUDA = {"torch", "triton", "transformers", "trimtab"}
-"""Top-level packages that are imported with the pretended device."""
-INSTALLED = ("site-packages", "dist-packages")
+"""Top-level packages that see the fake device when they are imported."""
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 
 @functools.cache
@@ -191,29 +189,29 @@ def _library_folders() -> tuple[Path, ...]:
     return tuple({Path(sysconfig.get_path(name)).resolve() for name in names})
 
 
-def is_installed(file: str) -> bool:
-    """Whether a file belongs to Python or to an installed package, and not to the job.
+def is_library_file(file: str) -> bool:
+    """Whether a file belongs to Python or to an installed package, instead of the job.
 
     >>> is_installed("/usr/lib/python3/dist-packages/numpy/__init__.py"), is_installed("/home/me/job.py")
     (True, False)
     """
     path = Path(file)
-    return any(part in INSTALLED for part in path.parts) or any(
+    return any(part in PACKAGE_FOLDERS for part in path.parts) or any(
         folder in path.parents for folder in _library_folders()
     )
 
 
-def _match_without_values(module: Any) -> None:
-    """Let scipy's linear_sum_assignment answer for costs without values: the sizes are what matters.
+def _patch_linear_sum_assignment(module: Any) -> None:
+    """Let scipy's linear_sum_assignment accept fake tensors, which have no values.
 
-    Losses of detection match what a model found with what is there. Any matching has as many pairs.
+    Detection losses use it to match predictions with targets. Every matching has the same number of pairs.
     """
-    whole = module.linear_sum_assignment
+    original = module.linear_sum_assignment
 
-    @functools.wraps(whole)
+    @functools.wraps(original)
     def linear_sum_assignment(cost_matrix: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(cost_matrix, "fake_mode"):
-            return whole(cost_matrix, *args, **kwargs)
+            return original(cost_matrix, *args, **kwargs)
         import numpy as np
 
         pairs = min(cost_matrix.shape)
@@ -222,57 +220,57 @@ def _match_without_values(module: Any) -> None:
     module.linear_sum_assignment = linear_sum_assignment
 
 
-STAND_INS: dict[str, Callable[[Any], None]] = {"scipy.optimize": _match_without_values}
-"""What is changed in a module after it was imported."""
+MODULE_PATCHES: dict[str, Callable[[Any], None]] = {"scipy.optimize": _patch_linear_sum_assignment}
+"""Patches applied to a module after its import."""
 
 
-def turn_off_at_import(turn: Callable[[bool], bool]) -> None:
-    """From now on call `turn(False)` before a module of an installed package runs, and undo it afterwards.
+def hide_cuda_at_import(set_visible: Callable[[bool], bool]) -> None:
+    """Call `set_visible(False)` before each module of an installed package runs, and undo it afterwards.
 
-    `turn` says whether the device was seen before.
+    `set_visible` returns whether the device was visible before.
     """
-    whole = importlib.machinery.SourceFileLoader.exec_module
+    original = importlib.machinery.SourceFileLoader.exec_module
 
     def exec_module(loader: Any, module: Any) -> None:
         name, file = module.__name__, getattr(loader, "path", "") or ""
-        sees = name.partition(".")[0] in SEES_CUDA or not is_installed(str(file))
-        before = turn(sees)
+        visible = name.partition(".")[0] in SEES_CUDA or not is_library_file(str(file))
+        before = set_visible(visible)
         try:
-            whole(loader, module)
+            original(loader, module)
         finally:
-            turn(before)
-        if name in STAND_INS:
-            STAND_INS[name](module)
+            set_visible(before)
+        if name in MODULE_PATCHES:
+            MODULE_PATCHES[name](module)
 
     importlib.machinery.SourceFileLoader.exec_module = exec_module  # type: ignore[method-assign,assignment]
 
 
-# Numbers that are drawn again until all are within bounds: a loop without an end if there are no values.
+def limit_redraws() -> None:
+    """Limit torch.nn.init.trunc_normal_ to the expected number of draws.
 
-
-def bound_redraws() -> None:
-    """Let torch.nn.init.trunc_normal_ draw as often as it takes on average, and no longer."""
-    # Before torch 2.13 it needed one draw.
+    It draws until all numbers are within bounds, which never ends for fake tensors without values.
+    """
+    # Before torch 2.13 it needs only one draw.
     if "while" in inspect.getsource(init._no_grad_trunc_normal_):
-        init._no_grad_trunc_normal_ = _truncated
+        init._no_grad_trunc_normal_ = _fake_trunc_normal
 
 
-def _truncated(  # noqa: PLR0913, PLR0917 - torch's own
+def _fake_trunc_normal(  # noqa: PLR0913, PLR0917 - torch's own
     tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
 ) -> torch.Tensor:
-    """What torch does, with the number of rounds worked out instead of seen."""
+    """Run torch's trunc_normal_ with the expected number of rounds."""
     outside = 1 - (math.erf((b - mean) / std / 2**0.5) - math.erf((a - mean) / std / 2**0.5)) / 2
     with torch.no_grad():
         result = tensor.normal_(mean, std, generator=generator)
-        for _ in range(redraws(tensor.numel(), outside)):
-            wrong = (result < a) | (result > b)
-            result = torch.where(wrong, torch.empty_like(result).normal_(mean, std), result)
+        for _ in range(expected_redraws(tensor.numel(), outside)):
+            outliers = (result < a) | (result > b)
+            result = torch.where(outliers, torch.empty_like(result).normal_(mean, std), result)
         _ = (result < a) | (result > b)
         return tensor if tensor is result else tensor.copy_(result)
 
 
-def redraws(count: int, outside: float) -> int:
-    """Rounds until less than one of `count` numbers is expected outside: count * outside^(rounds + 1) < 1.
+def expected_redraws(count: int, outside: float) -> int:
+    """Return the rounds until fewer than 1 of `count` is expected outside: count * outside^(rounds + 1) < 1.
 
     >>> redraws(1_000_000, 0.0455), redraws(1_000_000, 0.0), redraws(10, 0.01)
     (4, 0, 0)
@@ -284,15 +282,15 @@ def redraws(count: int, outside: float) -> int:
 
 WARP = 32
 CACHE_MIB = {(7, 0): 6, (7, 5): 4, (8, 0): 40, (8, 6): 6, (8, 9): 72, (9, 0): 50, (10, 0): 126}
-"""L2 by compute capability, as the best-known chip of each has it."""
+"""L2 cache by compute capability, of the best-known chip of each."""
 H200_CACHE_MIB = 60
-"""Seen on one."""
-H100_SHARED = {"block": 49152, "optin": 232448, "multiprocessor": 233472}
+"""Measured on an H200."""
+H100_SHARED_MEMORY = {"block": 49152, "optin": 232448, "multiprocessor": 233472}
 
 
 @dataclass(frozen=True)
 class FakeProperties:
-    """What torch.cuda.get_device_properties gives."""
+    """Result of torch.cuda.get_device_properties."""
 
     name: str
     major: int
@@ -307,9 +305,9 @@ class FakeProperties:
     max_threads_per_multi_processor: int = 2048
     max_threads_per_block: int = 1024
     regs_per_multiprocessor: int = 65536
-    shared_memory_per_block: int = H100_SHARED["block"]
-    shared_memory_per_block_optin: int = H100_SHARED["optin"]
-    shared_memory_per_multiprocessor: int = H100_SHARED["multiprocessor"]
+    shared_memory_per_block: int = H100_SHARED_MEMORY["block"]
+    shared_memory_per_block_optin: int = H100_SHARED_MEMORY["optin"]
+    shared_memory_per_multiprocessor: int = H100_SHARED_MEMORY["multiprocessor"]
     L2_cache_size: int = 50 * 2**20
     clock_rate: int = 1_830_000
     memory_clock_rate: int = 2_619_000
@@ -317,88 +315,85 @@ class FakeProperties:
 
 
 class FakeStream:
-    """A stream on which nothing ever waits. It has a number, because the allocator keeps a pool for each."""
+    """Stream on which nothing ever waits. It has a number, because the allocator has a pool per stream."""
 
     device_index = 0
     device_type = 1
-    made = 0
+    count = 0
     current = 0
-    """The number of the stream that work goes to now; 0 is the default one."""
+    """Number of the current stream; 0 is the default stream."""
 
     def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
-        import torch
-
         self.device = torch.device("cuda", 0)
         if number is None:
-            FakeStream.made += 1
-            number = FakeStream.made
+            FakeStream.count += 1
+            number = FakeStream.count
         self.stream_id = self.cuda_stream = number
-        self._outside = 0
+        self._previous = 0
 
     def __enter__(self) -> Self:
-        self._outside, FakeStream.current = FakeStream.current, self.stream_id
+        self._previous, FakeStream.current = FakeStream.current, self.stream_id
         return self
 
     def __exit__(self, *_: object) -> None:
-        FakeStream.current = self._outside
+        FakeStream.current = self._previous
 
     def is_capturing(self) -> bool:
-        """No graph is being captured."""
+        """Return False: no graph is being captured."""
         return False
 
     def query(self) -> bool:
-        """All work is done."""
+        """Return True: all work is done."""
         return True
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        """An event that has happened."""
+        """Return an event that has already happened."""
         return event or FakeEvent()
 
     def wait_stream(self, *_: object) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     wait_event = synchronize = wait_stream
 
 
 class FakeEvent:
-    """An event that has happened."""
+    """Event that has already happened."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def query(self) -> bool:
-        """It has happened."""
+        """Return True: it has happened."""
         return True
 
     def elapsed_time(self, _: FakeEvent) -> float:
-        """Some milliseconds."""
+        """Return an arbitrary number of milliseconds."""
         return 1.0
 
     def record(self, *_: object) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     wait = synchronize = record
 
 
-def _on_stream(stream: FakeStream | None) -> Any:
-    """`with torch.cuda.stream(s):`, which takes None as well."""
+def _enter_stream(stream: FakeStream | None) -> Any:
+    """Return the context of `with torch.cuda.stream(s):`, which accepts None as well."""
     return contextlib.nullcontext() if stream is None else stream
 
 
-def imitate(target: Device) -> None:
-    """Replace torch.cuda's answers by the target's, and make torch believe in CUDA."""
-    import torch
+def install_fake_cuda(target: Device) -> None:
+    """Make torch and torch.cuda answer as on the target GPU."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    from trimtab.trace.fake_ops import follow_scripts
+    from trimtab.trace.fake_ops import disable_scripting
 
     config = torch._C._show_config()
-    pretend_cuda()
-    # torch would ask its CUDA half to describe itself.
-    torch._C._show_config = _constant(config)
-    bound_redraws()
-    follow_scripts()
-    numbers = capability(target.compute_capability or "9.0") or (9, 0)
+    install_cuda_hooks()
+    # torch would otherwise query its CUDA library.
+    torch._C._show_config = _make_constant(config)
+    limit_redraws()
+    disable_scripting()
+    numbers = parse_capability(target.compute_capability or "9.0") or (9, 0)
     free = target.free_bytes if target.free_bytes is not None else target.memory_bytes
     properties = FakeProperties(
         name=target.name,
@@ -406,7 +401,7 @@ def imitate(target: Device) -> None:
         minor=numbers[1],
         total_memory=target.memory_bytes,
         multi_processor_count=target.multiprocessors or 1,
-        L2_cache_size=_cache_bytes(target, numbers),
+        L2_cache_size=_l2_cache_bytes(target, numbers),
     )
     answers: dict[str, Any] = {
         "is_available": True,
@@ -433,49 +428,47 @@ def imitate(target: Device) -> None:
         "manual_seed_all seed seed_all reset_max_memory_allocated set_per_process_memory_fraction"
     )
     for name, value in (answers | dict.fromkeys(silent.split())).items():
-        setattr(torch.cuda, name, _while_seen(value, getattr(torch.cuda, name)))
+        setattr(torch.cuda, name, _answer_if_visible(value, getattr(torch.cuda, name)))
     raw = {"getDeviceCount": 1, "getDevice": 0, "isCurrentStreamCapturing": False, "getCurrentRawStream": 0}
     quiet = "setDevice exchangeDevice maybeExchangeDevice"
     for name, value in (raw | dict.fromkeys(quiet.split(), 0)).items():
         # A build without CUDA has no such function, and no device.
-        real = getattr(torch._C, f"_cuda_{name}", _constant(0))
-        setattr(torch._C, f"_cuda_{name}", _while_seen(value, real))
+        real = getattr(torch._C, f"_cuda_{name}", _make_constant(0))
+        setattr(torch._C, f"_cuda_{name}", _answer_if_visible(value, real))
     for place in (torch.cuda, torch.accelerator):
         for name in ("current_stream", "default_stream"):
             setattr(place, name, lambda *_, **__: FakeStream(number=FakeStream.current))
     torch.cuda.Stream = FakeStream  # type: ignore[assignment,misc]
     torch.cuda.Event = FakeEvent  # type: ignore[assignment,misc]
-    torch.cuda.stream = _on_stream  # type: ignore[assignment]
-    torch.cuda.set_stream = _constant(None)
-    torch.cuda.amp.common.amp_definitely_not_available = _constant(value=False)
-    torch.backends.cuda.is_built = _constant(value=True)
+    torch.cuda.stream = _enter_stream  # type: ignore[assignment]
+    torch.cuda.set_stream = _make_constant(None)
+    torch.cuda.amp.common.amp_definitely_not_available = _make_constant(value=False)
+    torch.backends.cuda.is_built = _make_constant(value=True)
     real_version = torch.version.cuda
     torch.version.cuda = torch.version.cuda or "13.0"
-    seen_version = torch.version.cuda
+    fake_version = torch.version.cuda
 
-    def turn(seen: bool) -> bool:
-        before, Visibility.now = Visibility.now, seen
-        if seen != before:
-            show_cuda(seen)
-            torch.version.cuda = seen_version if seen else real_version
+    def set_visible(visible: bool) -> bool:
+        before, Visibility.is_visible = Visibility.is_visible, visible
+        if visible != before:
+            set_hooks_visible(visible)
+            torch.version.cuda = fake_version if visible else real_version
         return before
 
-    turn_off_at_import(turn)
-    # It would start CUDA for real, on builds that have it, before the first fake tensor.
-    torch._subclasses.fake_tensor.init_gpu_context = _constant(None)  # type: ignore[assignment]
-    # Recurrent layers lay their weights out for cuDNN by asking cuDNN itself.
-    torch.nn.RNNBase.flatten_parameters = _constant(None)  # type: ignore[method-assign]
-    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
-    FakeTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
-    # A tensor's deep copy copied its mode with it, and with that torch's weak references to storages, which
-    # were then given back twice and corrupted the heap. One mode for all copies.
+    hide_cuda_at_import(set_visible)
+    # On builds with CUDA it would initialise the real CUDA before the first fake tensor.
+    torch._subclasses.fake_tensor.init_gpu_context = _make_constant(None)  # type: ignore[assignment]
+    # Recurrent layers call cuDNN to arrange their weights.
+    torch.nn.RNNBase.flatten_parameters = _make_constant(None)  # type: ignore[method-assign]
+    torch.nn.Module._apply = _apply_to_module  # type: ignore[method-assign]
+    FakeTensor.__deepcopy__ = _deepcopy_tensor  # type: ignore[method-assign]
+    # By default a deep copy of a tensor copies its mode, and with it torch's weak references to storages.
+    # They are then freed twice, which corrupts the heap. So all copies share one mode.
     FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # type: ignore[attr-defined]
 
 
-def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-    """A copy as of a real tensor; torch's own way sets storages, which fake ones do not take."""
-    import torch
-
+def _deepcopy_tensor(tensor: Any, memo: dict[int, Any]) -> Any:
+    """Deep-copy a fake tensor. torch's own method sets storages, which fake tensors do not support."""
     if id(tensor) in memo:
         return memo[id(tensor)]
     if not tensor.is_leaf:
@@ -489,43 +482,39 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
-def _cache_bytes(target: Device, numbers: tuple[int, int]) -> int:
+def _l2_cache_bytes(target: Device, numbers: tuple[int, int]) -> int:
     size = H200_CACHE_MIB if "H200" in target.name else CACHE_MIB.get(numbers, CACHE_MIB[9, 0])
     return size * MIB
 
 
 class Visibility:
-    """Whether code that runs now sees the pretended device: packages that are being imported do not."""
+    """Whether the running code sees the fake device; packages that are being imported do not."""
 
-    now = True
-
-
-def _while_seen(value: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gives the target's answer; and the real one to packages that are being imported."""
-    return lambda *args, **kwargs: value if Visibility.now else real(*args, **kwargs)
+    is_visible = True
 
 
-def _constant(value: Any) -> Callable[..., Any]:
+def _answer_if_visible(value: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that gives the target's answer while the device is visible, else the real answer."""
+    return lambda *args, **kwargs: value if Visibility.is_visible else real(*args, **kwargs)
+
+
+def _make_constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def hide_tracing() -> None:
-    """Libraries that look for fake tensors go another way through their models: tell them there are none."""
-    import sys
-
+def hide_fake_tensors() -> None:
+    """Hide fake tensors from libraries that run their models differently when they see them."""
     library = sys.modules.get("transformers.utils.import_utils")
     if library is not None:
-        library.is_fake_tensor = _constant(value=False)  # type: ignore[attr-defined]
+        library.is_fake_tensor = _make_constant(value=False)  # type: ignore[attr-defined]
 
 
-def _apply(module: Any, change: Callable[[Any], Any], recurse: bool = True) -> Any:
-    """`Module.to`, `.half` and the like for fake parameters: new memory under the old parameter.
+def _apply_to_module(module: Any, change: Callable[[Any], Any], recurse: bool = True) -> Any:
+    """Implement `Module.to`, `.half` and similar methods for fake parameters.
 
-    torch swaps fake parameters as whole objects, which fails as soon as anything refers to one weakly; on a
-    GPU it puts new memory under the old one, and so does this.
+    torch replaces fake parameters by new objects, which fails if there is a weak reference to a parameter. On
+    a GPU it gives the old parameter new memory, and this function does the same.
     """
-    import torch
-
     if recurse:
         for child in module.children():
             child._apply(change)

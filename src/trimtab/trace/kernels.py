@@ -1,4 +1,7 @@
-"""What a CUDA kernel would do that shapes alone do not show: which one runs, and what it takes for itself."""
+"""Model what CUDA kernels do beyond their result shapes: kernel choice, autocast order and workspaces.
+
+`Kernels` runs each operation on fake tensors as on the target, and returns the memory it would request.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trimtab.catalog.devices import capability
+from trimtab.catalog.devices import parse_capability
 from trimtab.trace import attention, convolution, fake_ops, recurrent, workspaces
-from trimtab.trace.data_dependent import Values
+from trimtab.trace.data_dependent import ValueTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,46 +23,46 @@ if TYPE_CHECKING:
     from trimtab.spec import Device
 
 
-# Autocast as it runs on the host of the target GPU, in place of that of the machine that traces.
+# Autocast, as it runs on the host of the target GPU.
 #
-# Autocast's C++ casts all arguments of an operation within one function call, and C++ leaves the order of
-# arguments to the compiler. GCC evaluates them from last to first on x86-64 and from first to last on
-# aarch64: `linear(input, weight)` casts the weight first on the one and the input first on the other. The
-# order decides which block of memory each copy takes, and in which order the backward pass undoes the
-# casts; one job has 18.25 GiB reserved in one order and 18.23 GiB in the other. The casts that autocast
-# caches are freed in the order of their addresses, which differs from run to run.
+# Autocast's C++ casts all arguments of an operation within one function call, and the compiler chooses the
+# order of arguments. GCC evaluates them from last to first on x86-64 and from first to last on aarch64:
+# `linear(input, weight)` casts the weight first on x86-64 and the input first on aarch64. The order decides
+# which block of memory each copy gets, and in which order the backward pass undoes the casts. One job has
+# 18.25 GiB reserved in one order and 18.23 GiB in the other. Cached casts are freed in the order of their
+# addresses, which differs from run to run.
 #
 # Here both orders are fixed: arguments by the host of the target, and the cache by first use. The lists of
 # operations are read from the header that comes with torch.
 
 
-LOWER, FP32, WIDEST = "LOWER_PRECISION_FP", "FP32", "PROMOTE"
-"""What autocast does with the arguments of an operation, as the header names it."""
+LOWER, FP32, PROMOTE = "LOWER_PRECISION_FP", "FP32", "PROMOTE"
+"""Autocast policies, as the header names them."""
 GRACE = re.compile(r"\bG[HB]\d+", re.ASCII)
-"""GPUs that come with an aarch64 CPU: GH200, GB200 and their like."""
+"""GPUs with an aarch64 (Grace) CPU: GH200, GB200 and similar."""
 ENTRY = re.compile(r"_\((\w+)(?:,\s*(\w+))?\)")
 
 
-class Listed(NamedTuple):
-    """An operation of one of autocast's lists."""
+class AutocastOp(NamedTuple):
+    """Operation in one of autocast's lists."""
 
     policy: str
     name: str
     overload: str
 
 
-def read_lists(header: str) -> list[Listed]:
-    """Return the operations that autocast knows on CUDA, from the text of autocast_mode.h."""
-    found = []
-    for policy in (LOWER, FP32, WIDEST):
+def read_autocast_ops(header: str) -> list[AutocastOp]:
+    """Return the operations that autocast handles on CUDA, from the text of autocast_mode.h."""
+    operations = []
+    for policy in (LOWER, FP32, PROMOTE):
         begin = re.search(rf"#define AT_FORALL_{policy}\(_\)((?:.*\\\n)*.*)", header)
         for name, overload in ENTRY.findall(begin[1] if begin else ""):
-            found.append(Listed(policy, name, overload or "default"))
-    return found
+            operations.append(AutocastOp(policy, name, overload or "default"))
+    return operations
 
 
 def casts_last_argument_first(target: Device) -> bool:
-    """Whether torch casts the last argument first on the host of a GPU: on all hosts but Grace."""
+    """Whether torch casts the last argument first on the GPU's host: True for all hosts except Grace."""
     return GRACE.search(target.name) is None
 
 
@@ -69,15 +72,15 @@ class Autocast:
     def __init__(self, *, last_first: bool) -> None:
         self.last_first = last_first
         self._cached: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        """By the id of the weight: the weight, which may be gone, and its cast."""
+        """The weight, which may be freed, and its cast, by the id of the weight."""
 
     def install(self, library: torch.library.Library) -> None:
-        """Take the place of torch's own autocast on CUDA, in this process."""
+        """Replace torch's own autocast on CUDA in this process."""
         header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
-        for listed in read_lists(header.read_text(encoding="utf-8")):
+        for listed in read_autocast_ops(header.read_text(encoding="utf-8")):
             packet = getattr(torch.ops.aten, listed.name, None)
             operation = getattr(packet, listed.overload, None)
-            if operation is not None and (listed.policy == LOWER or _tensors(operation) > 1):
+            if operation is not None and (listed.policy == LOWER or _count_tensor_arguments(operation) > 1):
                 name = operation.name().removeprefix("aten::")
                 library.impl(name, self._kernel(operation, listed.policy), "AutocastCUDA")
         clear = torch.clear_autocast_cache
@@ -100,17 +103,17 @@ class Autocast:
         return run
 
     def cast(self, values: Sequence[Any], policy: str) -> list[Any]:
-        """Return the arguments of an operation, those that its policy is for cast."""
-        dtype = _dtype(values, policy)
-        places = range(len(values))
+        """Return the arguments of an operation, cast as its policy requires."""
+        dtype = _choose_dtype(values, policy)
+        positions = range(len(values))
         out = list(values)
-        for place in reversed(places) if self.last_first else places:
-            value = values[place]
+        for position in reversed(positions) if self.last_first else positions:
+            value = values[position]
             if isinstance(value, torch.Tensor):
-                out[place] = self._cast(value, dtype)
+                out[position] = self._cast(value, dtype)
             elif isinstance(value, list | tuple):
                 # A loop casts a list, from front to back on every host.
-                out[place] = [self._cast(one, dtype) if _is_eligible(one) else one for one in value]
+                out[position] = [self._cast(item, dtype) if _is_eligible(item) else item for item in value]
         return out
 
     def _cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -118,16 +121,16 @@ class Autocast:
             return tensor
         if not _is_cached(tensor, dtype):
             return tensor.to(dtype)
-        known = self._cached.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
-        made = tensor.to(dtype)
-        self._cached[id(tensor)] = weakref.ref(tensor), made
-        return made
+        cached = self._cached.get(id(tensor))
+        if cached is not None and cached[0]() is tensor:
+            return cached[1]
+        cast = tensor.to(dtype)
+        self._cached[id(tensor)] = weakref.ref(tensor), cast
+        return cast
 
 
-def _tensors(operation: Any) -> int:
-    """How many arguments of an operation are tensors or lists of them."""
+def _count_tensor_arguments(operation: Any) -> int:
+    """Return how many arguments of an operation are tensors or lists of tensors."""
     return sum("Tensor" in str(argument.type) for argument in operation._schema.arguments)
 
 
@@ -139,7 +142,7 @@ def _is_eligible(value: Any) -> bool:
 
 
 def _is_cached(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether autocast keeps the cast until it ends: of weights alone."""
+    """Whether autocast caches the cast until it ends, which it does only for weights."""
     return (
         dtype is torch.get_autocast_dtype("cuda")
         and tensor.dtype is torch.float32
@@ -150,16 +153,16 @@ def _is_cached(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _dtype(values: Sequence[Any], policy: str) -> torch.dtype:
-    """The dtype that an operation is to run in."""
+def _choose_dtype(values: Sequence[Any], policy: str) -> torch.dtype:
+    """Return the dtype that an operation runs in."""
     lower = torch.get_autocast_dtype("cuda")
     if policy == FP32:
         return torch.float32
     if policy == LOWER:
         return lower
-    flat = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
-    wide = any(one.dtype is torch.float32 for one in flat if _is_eligible(one))
-    return torch.float32 if wide else lower
+    flat = [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
+    has_fp32 = any(item.dtype is torch.float32 for item in flat if _is_eligible(item))
+    return torch.float32 if has_fp32 else lower
 
 
 MATRIX_OPS = {
@@ -172,79 +175,85 @@ VECTOR_OPS = {
     "aten::linalg_solve_triangular", "aten::triangular_solve", "aten::cholesky_solve",
     "aten::_linalg_solve_ex",
 }  # fmt: skip
-"""Operations beside matrix products that ask for a cuBLAS handle, and with it for its workspace."""
+"""Other operations that need a cuBLAS handle, and with it its workspace."""
 CUBLAS_OPS = frozenset({*MATRIX_OPS, *VECTOR_OPS})
 
 
 class Kernels:
-    """The target's choices, and what had to be assumed."""
+    """Runs operations as the target's kernels would, and collects the assumptions made."""
 
     def __init__(self, target: Device) -> None:
         self.target = target
-        self.capability = capability(target.compute_capability or "9.0") or (9, 0)
+        self.capability = parse_capability(target.compute_capability or "9.0") or (9, 0)
         self.assumptions: dict[str, None] = {}
-        self.values = Values(self.assume)
+        self.values = ValueTracker(self.assume)
         self._cublas_threads: set[int] = set()
         self._dropout_state = False
-        """Whether cuDNN has its random numbers for dropout in recurrent layers."""
+        """Whether cuDNN has allocated its random states for dropout in recurrent layers."""
         self._library = torch.library.Library("aten", "IMPL")
         Autocast(last_first=casts_last_argument_first(target)).install(self._library)
-        self.attended = False
+        self.uses_attention = False
         """Whether torch's function for attention was called."""
         self.double_backward = False
-        """Whether a gradient was computed in a way that it can be differentiated again."""
-        self.asked_compiling = False
-        """Whether code outside of torch asked if it is being compiled."""
-        self.unfused: dict[str, None] = {}
-        """Why attention is not fused, where it is not: one sentence a cause."""
-        attention.register(self._library, self.capability, self._lose)
-        recurrent.register(self._library, self.assume)
-        fake_ops.keep_whole(self._library)
+        """Whether a gradient was computed with create_graph, so that it can be differentiated again."""
+        self.checks_compiling = False
+        """Whether code outside of torch checked if it is being compiled."""
+        self.unfused_notes: dict[str, None] = {}
+        """Reasons why attention is not fused, one sentence each, in order."""
+        attention.register_attention(self._library, self.capability, self._note_attention)
+        recurrent.register_recurrent(self._library, self.assume)
+        fake_ops.keep_composite_ops(self._library)
         fake_ops.add_bias_in_place(self._library)
 
     def assume(self, text: str) -> None:
-        """Note an assumption once."""
+        """Add an assumption to the list, once."""
         self.assumptions[text] = None
 
-    def _lose(self, text: str) -> None:
-        self.attended = True
+    def _note_attention(self, text: str) -> None:
+        self.uses_attention = True
         if text:
-            self.unfused[text] = None
+            self.unfused_notes[text] = None
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, with an answer for those whose result depends on values."""
-        result = fake_ops.RESULTS.get(name)
-        known = fake_ops.result(name, args, self.assume) if name in fake_ops.NAMES else None
-        if known is not None:
-            return known
-        out = self.values.run(func, name, args, kwargs) if result is None else result(args)
-        fake_ops.keep_parts(name, args, out)
+        """Run an operation on fake tensors, including those that FakeTensorMode does not support."""
+        rule = fake_ops.RESULTS.get(name)
+        sparse = fake_ops.make_sparse_result(name, args, self.assume) if name in fake_ops.SPARSE_OPS else None
+        if sparse is not None:
+            return sparse
+        out = self.values.run(func, name, args, kwargs) if rule is None else rule(args)
+        fake_ops.keep_parts_alive(name, args, out)
         if name in fake_ops.DENSE_RESULTS:
-            out = fake_ops.with_dense_first(out)
-        self.values.learn(name, args, out)
-        self.values.trail(name, args, kwargs, out)
-        if result is None:
-            self.values.follow(func, name, args, kwargs, out)
+            out = fake_ops.make_first_dense(out)
+        self.values.record_values(name, args, out)
+        self.values.carry_ragged(name, args, kwargs, out)
+        if rule is None:
+            self.values.compute_real(func, name, args, kwargs, out)
         return out
 
-    def takes(self, name: str, args: tuple[Any, ...], out: Any) -> list[workspaces.Take]:
-        """What the operation asks the allocator for beside its results, and in what order."""
-        if name in fake_ops.PRODUCTS and fake_ops.has_sparse(args):
-            sorting, pieces = fake_ops.product_bytes(name, args, out)
-            return [workspaces.RESULT, workspaces.brief(sorting), *map(workspaces.hold, pieces)]
-        by_gpu = workspaces.BY_GPU.get(name)
-        if by_gpu is not None:
-            return by_gpu(args, out, self.capability)
+    def list_requests(self, name: str, args: tuple[Any, ...], out: Any) -> list[workspaces.MemoryRequest]:
+        """Return the memory that the operation requests besides its results, in order."""
+        if name in fake_ops.PRODUCT_OPS and fake_ops.has_sparse(args):
+            sorting, buffers = fake_ops.sparse_product_bytes(name, args, out)
+            return [
+                workspaces.RESULT,
+                workspaces.request_temporary(sorting),
+                *map(workspaces.request_for_op, buffers),
+            ]
+        gpu_rule = workspaces.GPU_RULES.get(name)
+        if gpu_rule is not None:
+            return gpu_rule(args, out, self.capability)
         rule = workspaces.RULES.get(name)
         return rule(args, out) if rule else []
 
-    def kept(self, name: str, args: tuple[Any, ...]) -> int:
-        """Bytes that a library takes now and keeps: cuBLAS once a thread, cuDNN's dropout once."""
+    def persistent_bytes(self, name: str, args: tuple[Any, ...]) -> int:
+        """Return the bytes that a library allocates now and never frees: cuBLAS per thread, cuDNN dropout."""
         if name == "aten::_cudnn_rnn" and args[11] and args[12] and not self._dropout_state:
             self._dropout_state = True
-            return workspaces.dropout_state(self.target.multiprocessors or convolution.multiprocessors())
+            return workspaces.dropout_state_bytes(
+                self.target.multiprocessors or convolution.reference_multiprocessors()
+            )
         thread = threading.get_ident()
         if name not in CUBLAS_OPS or thread in self._cublas_threads:
             return 0
         self._cublas_threads.add(thread)
-        return workspaces.cublas(self.capability)
+        return workspaces.cublas_workspace_bytes(self.capability)

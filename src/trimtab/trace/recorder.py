@@ -1,7 +1,7 @@
-"""Writes down every allocation, free and operation that a step makes on the pretended device.
+"""Record every allocation, free and operation of a training step on the fake CUDA device.
 
-A TorchDispatchMode above FakeTensorMode: it sees each operation after autograd and autocast, as the GPU
-would, and knows from storages that appear and die what the caching allocator would be asked for.
+The recorder is a TorchDispatchMode above FakeTensorMode. It sees each operation after autograd and autocast,
+as the GPU would. New and freed storages show what the caching allocator would be asked for.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from trimtab.jobs.load import OPERATION
 from trimtab.spec import Work
 from trimtab.spec.trace import ENTER, GRADIENT, LEAVE
 from trimtab.trace.fake_cuda import FakeStream
-from trimtab.trace.fake_ops import PARTS, is_sparse, parts
-from trimtab.trace.op_cost import POSITIONS, finds_positions, work
+from trimtab.trace.fake_ops import PARTS_ATTRIBUTE, is_sparse, list_storage_tensors
+from trimtab.trace.op_cost import FIND_POSITIONS, describe_work, needs_positions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from trimtab.engine.build import Entries
-    from trimtab.spec import Cause
+    from trimtab.engine.build import EntryPoints
+    from trimtab.spec import SizeCause
     from trimtab.trace.kernels import Kernels
 
 
-def _from_engine() -> bool:
-    """Whether autograd's engine itself asks, with no Python between: it runs on a thread of its own."""
-    # Below the recorder itself: nothing, or what torch puts between, which differs between its releases.
+def _is_called_by_autograd() -> bool:
+    """Whether autograd's engine called the operation directly. The engine runs on a separate thread."""
+    # Then all callers of the recorder are frames of torch, which differ between its releases.
     frame: FrameType | None = sys._getframe(1).f_back
     while frame is not None:
         if "/torch/" not in frame.f_code.co_filename:
@@ -51,135 +51,135 @@ META = torch.device("meta")
 
 
 @functools.cache
-def _name(func: Any) -> str:
+def _op_name(func: Any) -> str:
     return str(func.name().partition(".")[0]) if hasattr(func, "name") else str(func)
 
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether an operation only returns what it was given, or a view of it: no memory is taken then.
+    """Whether an operation only returns an input or a view of it, and so allocates nothing.
 
-    Its result may lie in a storage that Python has not seen before, as parameters do after a deep copy.
+    The storage of its result may still be new to Python, as for parameters after a deep copy.
     """
     schema = getattr(func, "_schema", None)
     if schema is None or any(argument.is_out for argument in schema.arguments):
-        # A kernel that fills memory it was given may still ask for a workspace.
+        # A kernel that writes to an `out` argument may still request a workspace.
         return False
-    return any(one.alias_info is not None for one in schema.returns)
+    return any(result.alias_info is not None for result in schema.returns)
 
 
-CALL = Work(op="call", kind="call", dtype="", kernels=0)
-ENTERED, LEFT = (Work(op=op, kind="call", dtype="", kernels=0) for op in (ENTER, LEAVE))
-PLAIN = (FakeTensor,)
-ONE_TENSOR = 2
-"""How often a storage is referred to when one tensor has it: by that tensor, and by whoever asks."""
-SKIPPED = {"prim::device", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}
+CALL_WORK = Work(op="call", kind="call", dtype="", kernels=0)
+ENTER_WORK, LEAVE_WORK = (Work(op=op, kind="call", dtype="", kernels=0) for op in (ENTER, LEAVE))
+PLAIN_TYPES = (FakeTensor,)
+UNSHARED_USE_COUNT = 2
+"""Use count of a storage that belongs to one tensor: that tensor, and the Python object that reads it."""
+SKIPPED_OPS = {"prim::device", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}
 
 
 class Recorder(TorchDispatchMode):
-    """Allocations as (id, bytes, part, module, op) and the order of allocs (id) and frees (~id)."""
+    """Records allocations as columns (bytes, part, module, op, stream), and the order of allocs and frees."""
 
     def __init__(self, kernels: Kernels, fake_mode: FakeTensorMode) -> None:
         super().__init__()
         self.kernels = kernels
         self.fake_mode = fake_mode
         self.order: list[int] = []
-        """An allocation is its id, a free the id inverted (~id)."""
+        """Events: the id for an allocation, the inverted id (~id) for a free."""
         self.sizes: list[int] = []
         self.parts: list[str] = []
         self.modules: list[str] = []
         self.ops: list[str] = []
         self.streams: list[int] = []
-        self.causes: dict[int, Cause] = {}
-        """What the size of an allocation follows from, where it is no straight line in the micro-batch."""
+        self.causes: dict[int, SizeCause] = {}
+        """Formulas of sizes that do not grow linearly with the micro-batch, by id."""
         self.marks: dict[str, int] = {}
-        """Position in `order` by name: where a phase begins."""
+        """Position in `order` where a phase begins, by name."""
         self.part = "weights"
         self.module = ""
         self.paused = False
-        self.working = False
-        """Whether operations are noted as works too."""
+        self.records_work = False
+        """Whether the work of operations is recorded too."""
         self.works: dict[Work, int] = {}
         self.sequence: list[int] = []
         self.by_engine: list[bool] = []
-        """Of each entry of `sequence`, whether autograd's engine ran it."""
+        """Whether autograd's engine ran it, for each entry of `sequence`."""
         self.recomputed_flops = 0
-        self._host = threading.get_ident()
-        self.compiles = False
-        """Whether torch.compile takes part: its code knows no modules, and would compile our hooks too."""
-        self._inside = 0
-        """The id of what is being run that torch.compile would compile as a whole; 0 outside."""
-        self._alive: dict[int, weakref.ref[Any]] = {}
-        self._numbers: dict[int, int | None] = {}
-        """The allocation that a storage lies in, by the storage's id; None while it holds nothing."""
+        self._main_thread = threading.get_ident()
+        self.uses_compile = False
+        """Whether torch.compile is used. Module hooks are left out then, as it would compile them too."""
+        self._compiled_id = 0
+        """Id of the running module or method that torch.compile would compile as a unit; 0 outside."""
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._allocation_ids: dict[int, int | None] = {}
+        """Allocation of a storage, by the storage's id; None while it is empty."""
 
     def __enter__(self) -> Self:
-        whole = torch.UntypedStorage.resize_
+        original = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> Any:
             before = storage.nbytes()
-            out = whole(storage, size)
-            self.resized(storage, before)
+            out = original(storage, size)
+            self.record_resize(storage, before)
             return out
 
-        self._whole_resize = whole
-        self._silence_sharding()
+        self._original_resize = original
+        self._pause_in_sharding()
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        torch.UntypedStorage.resize_ = self._whole_resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
-    def _silence_sharding(self) -> None:
-        """DTensor tries operations on tensors of full size to learn shapes: those are nobody's memory."""
+    def _pause_in_sharding(self) -> None:
+        """Record nothing while DTensor runs operations on full-size tensors only to find shapes."""
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
         for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
-            whole = getattr(ShardingPropagator, name, None)
-            if whole is not None:
-                setattr(ShardingPropagator, name, self._silently(whole))
+            method = getattr(ShardingPropagator, name, None)
+            if method is not None:
+                setattr(ShardingPropagator, name, self._wrap_paused(method))
 
-    def _silently(self, whole: Callable[..., Any]) -> Callable[..., Any]:
-        def silent(*args: Any, **kwargs: Any) -> Any:
+    def _wrap_paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run_paused(*args: Any, **kwargs: Any) -> Any:
             before, self.paused = self.paused, True
             try:
-                return whole(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 self.paused = before
 
-        return silent
+        return run_paused
 
-    def mark(self, name: str, part: str) -> None:
-        """A phase begins; what is allocated from now on counts as `part` until something says otherwise."""
+    def mark_phase(self, name: str, part: str) -> None:
+        """Begin a phase. Later allocations count as `part` until they are relabelled."""
         self.marks[name] = len(self.order)
         self.part = part
 
-    def live(self) -> int:
-        """Bytes of what was allocated since the last mark and is still there."""
+    def live_bytes(self) -> int:
+        """Return the bytes allocated since the last mark and not freed."""
         begin = max(self.marks.values(), default=0)
         alive: set[int] = set()
-        for one in self.order[begin:]:
-            if one >= 0:
-                alive.add(one)
+        for event in self.order[begin:]:
+            if event >= 0:
+                alive.add(event)
             else:
-                alive.discard(~one)
+                alive.discard(~event)
         return sum(self.sizes[number] for number in alive)
 
-    def note(self, done: Work | None) -> None:
-        """An operation of the step that is timed."""
-        if done is None:
+    def add_work(self, work: Work | None) -> None:
+        """Record an operation of the step that is timed; None is ignored."""
+        if work is None:
             return
-        behind = threading.get_ident() != self._host
-        self.sequence.append(self.works.setdefault(done, len(self.works)))
-        self.by_engine.append(behind)
-        if behind and torch.is_grad_enabled():
-            # Autograd's engine builds a graph only where it runs a forward pass again.
-            self.recomputed_flops += done.flops
+        in_engine = threading.get_ident() != self._main_thread
+        self.sequence.append(self.works.setdefault(work, len(self.works)))
+        self.by_engine.append(in_engine)
+        if in_engine and torch.is_grad_enabled():
+            # Autograd's engine builds a graph only when it recomputes a forward pass.
+            self.recomputed_flops += work.flops
 
     def phases(self) -> dict[str, int]:
-        """Where forward, backward and optimizer begin: the backward pass runs on a thread of its own."""
+        """Return where forward, backward and optimizer begin. The backward pass runs on a separate thread."""
         if True not in self.by_engine:
             return {"forward": 0}
         last = len(self.by_engine) - self.by_engine[::-1].index(True)
@@ -189,14 +189,17 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            # Two thirds of all that comes here: what fake tensors answer, without their detours.
+            # Two thirds of all calls: return the answer of fake tensors, without their overhead.
             return META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
-        name = _name(func)
-        if self.paused or name in SKIPPED:
+        name = _op_name(func)
+        if self.paused or name in SKIPPED_OPS:
             return func(*args, **kwargs)
-        if any(not issubclass(type_, PLAIN) and is_traceable_wrapper_subclass_type(type_) for type_ in types):
-            # A DTensor and its like stand for a local tensor: the operation comes back with that one.
+        if any(
+            not issubclass(type_, PLAIN_TYPES) and is_traceable_wrapper_subclass_type(type_)
+            for type_ in types
+        ):
+            # A wrapper such as DTensor: it calls the operation again with its local tensor.
             return NotImplemented
         try:
             out = self.kernels.run(func, name, args, kwargs)
@@ -205,99 +208,101 @@ class Recorder(TorchDispatchMode):
                 with contextlib.suppress(AttributeError):
                     setattr(error, OPERATION, name)
             raise
-        if self.working:
-            self.note(POSITIONS if finds_positions(name, args) else None)
-            self.note(work(func, name, args, kwargs, out))
-        if name == "aten::add" and _from_engine() and self._takes_over(args[0], out):
+        if self.records_work:
+            self.add_work(FIND_POSITIONS if needs_positions(name, args) else None)
+            self.add_work(describe_work(func, name, args, kwargs, out))
+        if name == "aten::add" and _is_called_by_autograd() and self._reuse_memory(args[0], out):
             return out
         if not _is_view(func) or is_sparse(out):
-            self._take(name, args, out)
+            self._record_op(name, args, out)
         return out
 
-    def _take(self, name: str, args: tuple[Any, ...], out: Any) -> None:
-        """Write down what an operation asks for, in the order it does."""
-        leaves = [part for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) for part in parts(leaf)]
-        results = deque(self._unknown(leaves))
-        held = []
-        for take in self.kernels.takes(name, args, out):
-            if take.kind == "result":
-                self._meet(results.popleft() if results else None, name)
-            elif take.kind == "last result":
-                self._meet(results.pop() if results else None, name)
-            elif take.size and take.kind == "hold":
-                held.append(self._new(take.size, "workspace", name))
-            elif take.size or take.cause:
-                self.temporary(take.size, name, take.cause)
+    def _record_op(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        """Record the allocations of an operation, in its order."""
+        leaves = [
+            part
+            for leaf in tree_leaves(out)
+            if isinstance(leaf, torch.Tensor)
+            for part in list_storage_tensors(leaf)
+        ]
+        results = deque(self._select_new(leaves))
+        workspaces = []
+        for request in self.kernels.list_requests(name, args, out):
+            if request.kind == "result":
+                self._record_result(results.popleft() if results else None, name)
+            elif request.kind == "last result":
+                self._record_result(results.pop() if results else None, name)
+            elif request.size and request.kind == "hold":
+                workspaces.append(self._add_allocation(request.size, "workspace", name))
+            elif request.size or request.cause:
+                self.add_temporary(request.size, name, request.cause)
         for leaf in results:
-            self._meet(leaf, name)
-        kept = self.kernels.kept(name, args)
-        if kept:
-            self.keep(kept, "workspace", "cuDNN" if name == "aten::_cudnn_rnn" else "cuBLAS")
-        self.order.extend(~number for number in held)
+            self._record_result(leaf, name)
+        persistent = self.kernels.persistent_bytes(name, args)
+        if persistent:
+            library = "cuDNN" if name == "aten::_cudnn_rnn" else "cuBLAS"
+            self._add_allocation(persistent, "workspace", library)
+        self.order.extend(~number for number in workspaces)
 
-    def _unknown(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that lie in memory not met before."""
-        return [tensor for tensor in tensors if self._storage(tensor) is not None]
+    def _select_new(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors whose storage is not recorded yet."""
+        return [tensor for tensor in tensors if self._find_new_storage(tensor) is not None]
 
-    def _takes_over(self, old: torch.Tensor, new: torch.Tensor) -> bool:
-        """Whether a sum of gradients lies in the memory of its first term.
+    def _reuse_memory(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+        """Give a sum of gradients the memory of its first term; return whether that was possible.
 
-        Autograd adds a second gradient into the first one in place, where nobody else holds it; it does not
-        for fake tensors. The sum then takes over the block, and no memory is asked for.
+        Autograd adds a second gradient to the first one in place if nothing else refers to it. It does not do
+        so for fake tensors, so here the sum takes over the block and nothing is allocated.
         """
         if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
             return False
         before, after = old.untyped_storage(), new.untyped_storage()
-        number = self._numbers.get(id(before))
+        number = self._allocation_ids.get(id(before))
         if number is None or before.nbytes() != after.nbytes():
             return False
-        if torch._C._storage_Use_Count(before._cdata) > ONE_TENSOR:
+        if torch._C._storage_Use_Count(before._cdata) > UNSHARED_USE_COUNT:
             return False
-        self._numbers[id(before)] = None
-        self._adopt(after, number)
+        self._allocation_ids[id(before)] = None
+        self._track_storage(after, number)
         return True
 
-    def _adopt(self, storage: Any, number: int) -> None:
+    def _track_storage(self, storage: Any, number: int) -> None:
         key = id(storage)
-        self._numbers[key] = number
-        self._alive[key] = weakref.ref(storage, lambda _: self._gone(key))
+        self._allocation_ids[key] = number
+        self._storages[key] = weakref.ref(storage, lambda _: self._record_free(key))
 
-    def resized(self, storage: Any, before: int) -> None:
-        """A storage was emptied or filled in place, as FSDP does with gathered parameters."""
+    def record_resize(self, storage: Any, before: int) -> None:
+        """Record that a storage was resized in place, as FSDP does with gathered parameters."""
         key = id(storage)
-        if key not in self._numbers or before == storage.nbytes():
+        if key not in self._allocation_ids or before == storage.nbytes():
             return
-        number = self._numbers[key]
+        number = self._allocation_ids[key]
         if number is not None:
             self.order.append(~number)
-            self._numbers[key] = None
+            self._allocation_ids[key] = None
         if storage.nbytes():
-            self._numbers[key] = self._new(storage.nbytes(), self.part, "resize")
+            self._allocation_ids[key] = self._add_allocation(storage.nbytes(), self.part, "resize")
 
-    def temporary(self, size: int, op: str, cause: Cause | None = None) -> None:
-        """Memory that lives within one operation."""
-        (number,) = self.together([size], op)
+    def add_temporary(self, size: int, op: str, cause: SizeCause | None = None) -> None:
+        """Record memory that is allocated and freed within an operation."""
+        (number,) = self.add_temporaries([size], op)
         if cause is not None:
             self.causes[number] = cause
 
-    def together(self, sizes: list[int], op: str) -> list[int]:
-        """Pieces of memory that live within one operation, all at once."""
-        numbers = [self._new(size, "workspace", op) for size in sizes]
+    def add_temporaries(self, sizes: list[int], op: str) -> list[int]:
+        """Record several blocks of memory that exist together within an operation; return their ids."""
+        numbers = [self._add_allocation(size, "workspace", op) for size in sizes]
         self.order.extend(~number for number in numbers)
         return numbers
 
     @contextlib.contextmanager
-    def holding(self, size: int, op: str) -> Iterator[None]:
-        """Memory that lives as long as the block of code."""
-        number = self._new(size, "workspace", op)
+    def hold_memory(self, size: int, op: str) -> Iterator[None]:
+        """Record memory that is freed at the end of the `with` block."""
+        number = self._add_allocation(size, "workspace", op)
         yield
         self.order.append(~number)
 
-    def keep(self, size: int, part: str, op: str) -> int:
-        """Memory that stays to the end, such as a library's workspace."""
-        return self._new(size, part, op)
-
-    def _new(self, size: int, part: str, op: str) -> int:
+    def _add_allocation(self, size: int, part: str, op: str) -> int:
         number = len(self.sizes)
         self.sizes.append(size)
         self.parts.append("communication" if FakeStream.current or op == "resize" else part)
@@ -307,37 +312,37 @@ class Recorder(TorchDispatchMode):
         self.order.append(number)
         return number
 
-    def _storage(self, tensor: torch.Tensor) -> Any:
-        """The storage of a tensor on the device, where it is new; None where it is known or elsewhere."""
+    def _find_new_storage(self, tensor: torch.Tensor) -> Any:
+        """Return the storage of a tensor if it is on the device and not recorded yet, else None."""
         if (
             not isinstance(tensor, FakeTensor)
             or tensor.fake_mode is not self.fake_mode
             or tensor.fake_device.type != "cuda"
         ):
-            # On the host, or made by torch to think about shapes in a fake mode of its own.
+            # On the host, or created by torch in another fake mode to compute shapes.
             return None
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
             return None
-        known = self._alive.get(id(storage))
-        return None if known is not None and known() is storage else storage
+        recorded = self._storages.get(id(storage))
+        return None if recorded is not None and recorded() is storage else storage
 
-    def _meet(self, tensor: torch.Tensor | None, op: str) -> None:
-        """A tensor that an operation returned: new memory, or memory already known."""
-        storage = self._storage(tensor) if tensor is not None else None
+    def _record_result(self, tensor: torch.Tensor | None, op: str) -> None:
+        """Record the memory of a result of an operation, if it is new."""
+        storage = self._find_new_storage(tensor) if tensor is not None else None
         if storage is not None:
-            self._adopt(storage, self._new(storage.nbytes(), self.part, op))
+            self._track_storage(storage, self._add_allocation(storage.nbytes(), self.part, op))
 
-    def _gone(self, key: int) -> None:
-        number = self._numbers.pop(key, None)
-        self._alive.pop(key, None)
+    def _record_free(self, key: int) -> None:
+        number = self._allocation_ids.pop(key, None)
+        self._storages.pop(key, None)
         if number is not None:
             self.order.append(~number)
 
     @contextlib.contextmanager
-    def unnoticed(self) -> Iterator[None]:
-        """Run something after the end of a trace of which nothing is written down."""
+    def discard_changes(self) -> Iterator[None]:
+        """Discard all that is recorded within the `with` block."""
         columns: list[list[Any]] = [self.order, self.sizes, self.parts, self.modules, self.ops, self.streams]
         lengths = [len(column) for column in columns]
         causes = dict(self.causes)
@@ -348,47 +353,50 @@ class Recorder(TorchDispatchMode):
                 del column[length:]
             self.causes = causes
 
-    def forget_works(self) -> None:
-        """The operations noted so far were not those of the step that is timed."""
+    def clear_works(self) -> None:
+        """Remove all works: they were not those of the step that is timed."""
         self.works.clear()
         self.sequence.clear()
         self.by_engine.clear()
         self.recomputed_flops = 0
 
-    def repeat(self, before: str, last: str, name: str) -> bool:
-        """Write down the last step once more, as `name`, where it left behind what the one before it did.
+    def repeat_step(self, before: str, last: str, name: str) -> bool:
+        """Record a copy of the last step as `name`, if that step has reached a steady state.
 
-        A step is settled when it ends as it began: what it freed of the step before it, its own end leaves in
-        the same order, sizes and all, for the next one to free. That one then does the same again. False, and
-        nothing is written, where it is not so.
+        A step is steady if it leaves allocations equal to those it freed from the step before, in the same
+        order. The next step then does the same. Otherwise return False and record nothing.
         """
         begin, end = self.marks[last], len(self.order)
-        own = [one for one in self.order[begin:end] if one >= 0]
-        freed = {~one for one in self.order[begin:end] if one < 0}
-        earlier = {one for one in self.order[self.marks[before] : begin] if one >= 0}
+        own = [event for event in self.order[begin:end] if event >= 0]
+        freed = {~event for event in self.order[begin:end] if event < 0}
+        earlier = {event for event in self.order[self.marks[before] : begin] if event >= 0}
         left = sorted(set(own) - freed)
-        found = sorted(freed - set(own))
-        if not earlier.issuperset(found) or list(map(self._kind, left)) != list(map(self._kind, found)):
+        inherited = sorted(freed - set(own))
+        left_kinds, inherited_kinds = (
+            [self._describe_allocation(number) for number in numbers] for numbers in (left, inherited)
+        )
+        if not earlier.issuperset(inherited) or left_kinds != inherited_kinds:
             return False
-        self.mark(name, self.part)
-        again = dict(zip(found, left, strict=True))
+        self.mark_phase(name, self.part)
+        copies = dict(zip(inherited, left, strict=True))
         for number in own:
-            again[number] = len(self.sizes)
+            copies[number] = len(self.sizes)
             self.sizes.append(self.sizes[number])
             self.streams.append(self.streams[number])
             for column in (self.parts, self.modules, self.ops):
                 column.append(column[number])
             if number in self.causes:
-                self.causes[again[number]] = self.causes[number]
-        self.order += [again[one] if one >= 0 else ~again[~one] for one in self.order[begin:end]]
+                self.causes[copies[number]] = self.causes[number]
+        events = self.order[begin:end]
+        self.order += [copies[event] if event >= 0 else ~copies[~event] for event in events]
         return True
 
-    def _kind(self, number: int) -> tuple[int, str, str, str, int]:
+    def _describe_allocation(self, number: int) -> tuple[int, str, str, str, int]:
         words = self.parts[number], self.modules[number], self.ops[number]
         return self.sizes[number], *words, self.streams[number]
 
-    def name_modules(self, model: Any, entries: Entries) -> None:
-        """Note from now on in which module of the model memory is taken, and what would be compiled."""
+    def track_modules(self, model: Any, entries: EntryPoints) -> None:
+        """Record from now on which module allocates memory, and where compiled modules begin and end."""
         names = {id(module): name for name, module in model.named_modules()}
         stack = [""]
         children = dict(model.named_children())
@@ -396,77 +404,77 @@ class Recorder(TorchDispatchMode):
 
         def begins_compiled(module: Any) -> bool:
             # Modules inside a compiled one are compiled with it.
-            return id(module) in compiled and self._inside in (0, id(module))
+            return id(module) in compiled and self._compiled_id in (0, id(module))
 
         def enter(module: Any, _: Any) -> None:
             stack.append(names.get(id(module), stack[-1]))
             self.module = stack[-1]
-            if self.working:
-                self.note(ENTERED if begins_compiled(module) else CALL)
+            if self.records_work:
+                self.add_work(ENTER_WORK if begins_compiled(module) else CALL_WORK)
             if begins_compiled(module):
-                self._inside = id(module)
+                self._compiled_id = id(module)
 
         def leave(module: Any, _: Any, __: Any) -> None:
             if len(stack) > 1:
                 stack.pop()
             self.module = stack[-1]
-            if self._inside == id(module):
-                self._inside = 0
-                if self.working:
-                    self.note(LEFT)
+            if self._compiled_id == id(module):
+                self._compiled_id = 0
+                if self.records_work:
+                    self.add_work(LEAVE_WORK)
 
         for name in entries.methods:
-            model.__dict__[name] = self._noting_entry(getattr(model, name))
+            model.__dict__[name] = self._wrap_entry(getattr(model, name))
         torch.nn.modules.module.register_module_forward_pre_hook(enter)
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True)
 
-    def _noting_entry(self, whole: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the model that loss() calls: torch.compile would compile it as a whole."""
+    def _wrap_entry(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method of the model that loss() calls, which torch.compile would compile as a unit."""
 
-        @functools.wraps(whole)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
-                return whole(*args, **kwargs)
-            self._inside = id(called)
+        @functools.wraps(method)
+        def run_entry(*args: Any, **kwargs: Any) -> Any:
+            if self._compiled_id:
+                return method(*args, **kwargs)
+            self._compiled_id = id(run_entry)
             try:
-                if self.working:
-                    self.note(ENTERED)
-                return whole(*args, **kwargs)
+                if self.records_work:
+                    self.add_work(ENTER_WORK)
+                return method(*args, **kwargs)
             finally:
-                self._inside = 0
-                if self.working:
-                    self.note(LEFT)
+                self._compiled_id = 0
+                if self.records_work:
+                    self.add_work(LEAVE_WORK)
 
-        return called
+        return run_entry
 
-    def forget(self, modules: list[Any]) -> None:
-        """Modules turn out not to be for this device: neither they nor what was given back since count."""
+    def forget_modules(self, modules: list[Any]) -> None:
+        """Remove modules that do not belong on this device, and all memory that has been freed."""
         tensors = [parameter for module in modules for parameter in (*module.parameters(), *module.buffers())]
-        numbers = {self._numbers.pop(id(tensor.untyped_storage()), None) for tensor in tensors}
+        numbers = {self._allocation_ids.pop(id(tensor.untyped_storage()), None) for tensor in tensors}
         numbers |= {~number for number in self.order if number < 0}
-        self.order = [one for one in self.order if one not in numbers and ~one not in numbers]
+        self.order = [event for event in self.order if event not in numbers and ~event not in numbers]
 
     def relabel(self, tensor: torch.Tensor, part: str, module: str | None = None) -> None:
-        """Say what a tensor's memory turned out to be for, and of which module or parameter it is."""
+        """Set the part of a tensor's memory, and the module or parameter that it belongs to."""
         if is_sparse(tensor):
-            for held in getattr(tensor, PARTS, ()):
-                self.relabel(held, part, module)
+            for component in getattr(tensor, PARTS_ATTRIBUTE, ()):
+                self.relabel(component, part, module)
             return
-        number = self._numbers.get(id(tensor.untyped_storage()))
+        number = self._allocation_ids.get(id(tensor.untyped_storage()))
         if number is not None:
             self.parts[number] = part
             if module is not None:
                 self.modules[number] = module
 
     def watch_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        """Note when the gradient of a parameter is complete, as an allocation of no bytes.
+        """Record when the gradient of a parameter is complete, as an allocation of 0 bytes.
 
-        Where gradients are views of buckets, autograd's own is added to the view and freed at this point.
+        If gradients are views of buckets, autograd's own gradient is added to the view and freed then.
         """
 
-        def arrived(_: torch.Tensor) -> None:
-            number = self._new(0, "workspace", GRADIENT)
+        def record_gradient(_: torch.Tensor) -> None:
+            number = self._add_allocation(0, "workspace", GRADIENT)
             self.modules[number] = name
             self.order.append(~number)
 
-        parameter.register_post_accumulate_grad_hook(arrived)
+        parameter.register_post_accumulate_grad_hook(record_gradient)

@@ -1,9 +1,9 @@
-"""Recurrent layers and cells as a CUDA build runs them: cuDNN for layers, torch's fused kernels for cells.
+"""Run recurrent layers and cells on fake tensors as on CUDA: cuDNN for layers, fused kernels for cells.
 
-torch describes these operations in its CUDA half alone, so fake tensors cannot answer for them. Sizes follow
-torch's sources (RNN.cpp, RNN.cu, PackedSequence.cpp); what cuDNN takes was measured
-(`catalog/calibrations/h200.toml`). Packed sequences need the lengths of the batch: known lengths are used as
-they are; unknown ones count as full length, which is an assumption of the estimate.
+torch implements these operations only for CUDA, so FakeTensorMode does not support them. Sizes follow torch's
+sources (RNN.cpp, RNN.cu, PackedSequence.cpp); cuDNN's workspaces were measured
+(`catalog/calibrations/h200.toml`). Packed sequences depend on the lengths in the batch. Unknown lengths count
+as full length, which is an assumption of the estimate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimtab.catalog.facts import fallback_facts
-from trimtab.trace.data_dependent import REAL, known_values
+from trimtab.trace.data_dependent import REAL_ATTRIBUTE, read_known_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,43 +25,43 @@ RELU, TANH, LSTM, GRU = range(4)
 GATES = {LSTM: 4, GRU: 3}
 """Gates of a cell by mode; plain cells have one."""
 STATES = {LSTM: 1, GRU: 3}
-"""Numbers a hidden unit that cuDNN saves beside the gates, by mode; plain cells save none."""
+"""Numbers per hidden unit that cuDNN saves besides the gates, by mode; plain cells save none."""
 GRU_SAVED = 5
-"""Numbers a hidden unit that a fused GRU cell saves for its backward pass."""
+"""Numbers per hidden unit that a fused GRU cell saves for its backward pass."""
 
 
-def extent(source: torch.Tensor, batch_sizes: Any, *, batch_first: bool) -> tuple[int, int, int]:
-    """Samples, steps and inputs of a recurrent layer: samples times steps, or fewer of a packed sequence."""
+def read_extent(source: torch.Tensor, batch_sizes: Any, *, batch_first: bool) -> tuple[int, int, int]:
+    """Return samples, steps and inputs of a layer. Inputs are samples x steps, or fewer if packed."""
     if batch_sizes:
         return int(batch_sizes[0]), len(batch_sizes), source.shape[0]
     samples, steps = source.shape[:2] if batch_first else (source.shape[1], source.shape[0])
     return samples, steps, samples * steps
 
 
-def layer(args: tuple[Any, ...]) -> Any:
-    """Output, last states, what cuDNN saves for the backward pass, and the flat weights.
+def make_layer_result(args: tuple[Any, ...]) -> Any:
+    """Return the output, the last states, cuDNN's saved values for the backward pass, and the flat weights.
 
-    Per layer and direction cuDNN saves every gate and the states of each step, and between layers the input;
-    where dropout acts a bit a number and direction, of padded sequences.
+    cuDNN saves every gate and the states of each step per layer and direction, and the input between layers.
+    With dropout it also saves one bit per number and direction of the padded sequences.
     """
     source, _, _, flat, _, _, mode, size, _, layers, first, dropout, train, both = args[:14]
-    ways = 2 if both else 1
-    packed = args[14] if len(args) > 14 else ()  # noqa: PLR2004 - the place of batch_sizes
-    batch, steps, inputs = extent(source, packed, batch_first=first)
-    cells = inputs * size * ways
+    directions = 2 if both else 1
+    packed = args[14] if len(args) > 14 else ()  # noqa: PLR2004 - the position of batch_sizes
+    batch, steps, inputs = read_extent(source, packed, batch_first=first)
+    cells = inputs * size * directions
     numbers = (GATES.get(mode, 1) + STATES.get(mode, 0)) * layers + layers - 1
-    kept = source.element_size() * cells * numbers
-    kept += (layers - 1) * batch * steps * size * ways * ways // 8 if dropout else 0
-    reserve = source.new_empty(((kept + 256) if train else 0,), dtype=torch.uint8)
-    states = (layers * ways, batch, size)
+    saved = source.element_size() * cells * numbers
+    saved += (layers - 1) * batch * steps * size * directions * directions // 8 if dropout else 0
+    reserve = source.new_empty(((saved + 256) if train else 0,), dtype=torch.uint8)
+    states = (layers * directions, batch, size)
     cell = source.new_empty(states if mode == LSTM else (0,))
     # In fp32 the parameters are the flat buffer; under autocast they are copied into one.
     buffer = flat if flat is not None else source.new_empty((0,))
-    out = source.new_empty((*source.shape[:-1], size * ways))
+    out = source.new_empty((*source.shape[:-1], size * directions))
     return out, source.new_empty(states), cell, reserve, buffer
 
 
-def workspace(  # noqa: PLR0913 - cuDNN's own
+def workspace_bytes(  # noqa: PLR0913 - cuDNN's own
     source: torch.Tensor,
     mode: int,
     hidden: int,
@@ -72,19 +72,19 @@ def workspace(  # noqa: PLR0913 - cuDNN's own
     both: bool,
     packed: Any,
 ) -> int:
-    """Bytes that cuDNN takes for a recurrent layer while it runs, forward and backward alike.
+    """Return the bytes of cuDNN's workspace for a recurrent layer, the same forward and backward.
 
-    Gates and states of each input, states of each sample, a copy of the weights, and 8 MiB for each layer and
-    direction. Inputs that are wide beside the hidden state need more. A packed LSTM of 2 layers in both
-    directions, 300 to 512 wide, with 2742 inputs of 64 samples in fp16 takes 88,580,352 bytes.
+    It has gates and states of each input, states of each sample, a copy of the weights, and 8 MiB for each
+    layer and direction. Inputs that are wide compared to the hidden state need more. A packed bidirectional
+    LSTM of 2 layers, 300 to 512 wide, with 2742 inputs of 64 samples in fp16 takes 88,580,352 bytes.
     """
-    batch, _, inputs = extent(source, packed, batch_first=first)
-    ways, width = 2 if both else 1, source.shape[-1]
+    batch, _, inputs = read_extent(source, packed, batch_first=first)
+    directions, width = 2 if both else 1, source.shape[-1]
     kind = mode if mode in GATES else TANH
     facts = fallback_facts().recurrent
     cell = {LSTM: facts.lstm, GRU: facts.gru}.get(kind, facts.plain)
     per_input, per_sample = cell.numbers(packed=bool(packed), both=bool(both))
-    rows, states = inputs * hidden * ways, layers * batch * hidden * ways
+    rows, states = inputs * hidden * directions, layers * batch * hidden * directions
     numbers = per_input * rows + per_sample * states
     if dropout and not both:
         numbers += rows
@@ -98,56 +98,57 @@ def workspace(  # noqa: PLR0913 - cuDNN's own
             numbers += inputs * (10 * hidden + max(2 * width, 6 * hidden))
     gates = GATES.get(mode, 1)
     numbers += sum(
-        gates * hidden * ((hidden * ways if layer else width) + hidden) * ways for layer in range(layers)
+        gates * hidden * ((hidden * directions if layer else width) + hidden) * directions
+        for layer in range(layers)
     )
     return (
         source.element_size() * numbers
-        + facts.kernel_bytes * layers * ways
+        + facts.kernel_bytes * layers * directions
         + (0 if packed else 8 * batch)
         + 256
     )
 
 
-def layer_backward(args: tuple[Any, ...]) -> Any:
-    """Gradients of the input, the states and the weights; those of the weights lie in one buffer."""
+def make_layer_gradients(args: tuple[Any, ...]) -> Any:
+    """Return the gradients of input, states and weights; the weight gradients share one buffer."""
     source, weights, hidden, cell = args[0], args[1], args[4], args[5]
-    none = source.new_empty((0,))
+    empty = source.new_empty((0,))
     return (
         torch.empty_like(source),
         torch.empty_like(hidden),
-        torch.empty_like(cell) if cell is not None else none,
-        _in_one_buffer(weights, source.dtype),
+        torch.empty_like(cell) if cell is not None else empty,
+        _make_buffer_views(weights, source.dtype),
     )
 
 
-def _in_one_buffer(weights: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Views of one new buffer, each with the shape of a weight."""
+def _make_buffer_views(weights: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return views of one new buffer, each with the shape of a weight."""
     flat = weights[0].new_empty((sum(weight.numel() for weight in weights),), dtype=dtype)
     pieces = flat.split([weight.numel() for weight in weights])
     return [piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)]
 
 
-def lstm_cell(args: tuple[Any, ...]) -> Any:
-    """Hidden state, cell state, and the gates for the backward pass."""
+def make_lstm_cell_result(args: tuple[Any, ...]) -> Any:
+    """Return hidden state, cell state, and the gates for the backward pass."""
     gates, cell = args[0], args[2]
     return torch.empty_like(cell), torch.empty_like(cell), torch.empty_like(gates)
 
 
-def lstm_cell_backward(args: tuple[Any, ...]) -> Any:
-    """Gradients of the gates, of the cell state and of the bias."""
+def make_lstm_cell_gradients(args: tuple[Any, ...]) -> Any:
+    """Return the gradients of the gates, of the cell state and of the bias."""
     cell, saved, has_bias = args[2], args[4], args[5]
     bias = saved.new_empty(saved.shape[1:] if has_bias else (0,))
     return torch.empty_like(saved), torch.empty_like(cell), bias
 
 
-def gru_cell(args: tuple[Any, ...]) -> Any:
-    """Hidden state, and five numbers a unit for the backward pass."""
+def make_gru_cell_result(args: tuple[Any, ...]) -> Any:
+    """Return the hidden state, and five numbers per unit for the backward pass."""
     hidden = args[2]
     return torch.empty_like(hidden), hidden.new_empty((hidden.shape[0], GRU_SAVED * hidden.shape[1]))
 
 
-def gru_cell_backward(args: tuple[Any, ...]) -> Any:
-    """Gradients of the gates of input and state, of the state, and of both biases."""
+def make_gru_cell_gradients(args: tuple[Any, ...]) -> Any:
+    """Return the gradients of the gates of input and state, of the state, and of both biases."""
     gradient, saved, has_bias = args[0], args[1], args[2]
     rows, size = saved.shape[0], saved.shape[1] // GRU_SAVED * GATES[GRU]
     biases = [saved.new_empty((size,) if has_bias else (0,)) for _ in range(2)]
@@ -155,40 +156,40 @@ def gru_cell_backward(args: tuple[Any, ...]) -> Any:
 
 
 RESULTS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    "aten::_cudnn_rnn": layer,
-    "aten::_cudnn_rnn_backward": layer_backward,
-    "aten::_thnn_fused_lstm_cell": lstm_cell,
-    "aten::_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
-    "aten::_thnn_fused_gru_cell": gru_cell,
-    "aten::_thnn_fused_gru_cell_backward": gru_cell_backward,
+    "aten::_cudnn_rnn": make_layer_result,
+    "aten::_cudnn_rnn_backward": make_layer_gradients,
+    "aten::_thnn_fused_lstm_cell": make_lstm_cell_result,
+    "aten::_thnn_fused_lstm_cell_backward_impl": make_lstm_cell_gradients,
+    "aten::_thnn_fused_gru_cell": make_gru_cell_result,
+    "aten::_thnn_fused_gru_cell_backward": make_gru_cell_gradients,
 }
 
 
-def register(library: torch.library.Library, assume: Callable[[str], None]) -> None:
-    """Send recurrent layers to cuDNN, and pack sequences by what is known of their lengths."""
+def register_recurrent(library: torch.library.Library, assume: Callable[[str], None]) -> None:
+    """Run recurrent layers with cuDNN, and pack sequences by their known or assumed lengths."""
     for name, mode in {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}.items():
         library.impl(f"{name}.input", functools.partial(_run_padded, mode), "AutogradCUDA")
         library.impl(f"{name}.data", functools.partial(_run_packed, mode), "AutogradCUDA")
 
     def pack(source: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-        sizes = _batch_sizes(lengths, source.shape[1 if batch_first else 0], assume)
-        return _Pack.apply(source, sizes, batch_first), with_values(sizes)
+        sizes = _compute_batch_sizes(lengths, source.shape[1 if batch_first else 0], assume)
+        return _PackSequence.apply(source, sizes, batch_first), make_known_tensor(sizes)
 
     for key in ("AutogradCUDA", "CUDA"):
         library.impl("_pack_padded_sequence", pack, key)
-    library.impl("_pad_packed_sequence", _pad, "AutogradCUDA")
+    library.impl("_pad_packed_sequence", _pad_packed, "AutogradCUDA")
 
 
 def _run_padded(mode: int, source: Any, states: Any, weights: Any, *settings: Any) -> Any:
-    return _run(mode, source, list(states) if mode == LSTM else [states], list(weights), settings)
+    return _run_cudnn(mode, source, list(states) if mode == LSTM else [states], list(weights), settings)
 
 
 def _run_packed(mode: int, source: Any, batch_sizes: Any, states: Any, weights: Any, *settings: Any) -> Any:
-    held = list(states) if mode == LSTM else [states]
-    return _run(mode, source, held, list(weights), settings, _known_sizes(batch_sizes))
+    state_list = list(states) if mode == LSTM else [states]
+    return _run_cudnn(mode, source, state_list, list(weights), settings, _read_batch_sizes(batch_sizes))
 
 
-def _run(  # noqa: PLR0913, PLR0917 - cuDNN's own
+def _run_cudnn(  # noqa: PLR0913, PLR0917 - cuDNN's own
     mode: int,
     source: Any,
     states: list[Any],
@@ -198,7 +199,7 @@ def _run(  # noqa: PLR0913, PLR0917 - cuDNN's own
 ) -> Any:
     biases, layers, dropout, train, both, *first = settings
     if torch.is_autocast_enabled("cuda") and source.dtype == torch.float32:
-        # Autocast hands cuDNN's recurrent layers fp16, whatever dtype it is set to.
+        # Autocast always runs cuDNN's recurrent layers in fp16, whatever its dtype.
         half = torch.float16
         weights = list(_CastWeights.apply(half, *weights))
         source, states = source.to(half), [state.to(half) for state in states]
@@ -211,39 +212,39 @@ def _run(  # noqa: PLR0913, PLR0917 - cuDNN's own
     return (out, hidden, cell) if mode == LSTM else (out, hidden)
 
 
-def _batch_sizes(lengths: torch.Tensor, longest: int, assume: Callable[[str], None]) -> list[int]:
-    """How many samples each step has."""
-    known = known_values(lengths)
-    if known is None:
+def _compute_batch_sizes(lengths: torch.Tensor, longest: int, assume: Callable[[str], None]) -> list[int]:
+    """Return the number of samples of each step."""
+    values = read_known_values(lengths)
+    if values is None:
         assume("sequences of unknown length are packed as if all had the full length")
-        known = [longest] * lengths.shape[0]
-    return [sum(1 for one in known if one > step) for step in range(max(known))]
+        values = [longest] * lengths.shape[0]
+    return [sum(1 for length in values if length > step) for step in range(max(values))]
 
 
-def _known_sizes(batch_sizes: torch.Tensor) -> list[int]:
-    known = known_values(batch_sizes)
-    if known is None:
-        # Such a packed sequence was made by other means than packing a padded one.
+def _read_batch_sizes(batch_sizes: torch.Tensor) -> list[int]:
+    sizes = read_known_values(batch_sizes)
+    if sizes is None:
+        # The packed sequence was not made by packing a padded batch.
         raise NotImplementedError("a packed sequence whose batch_sizes follow from data")
-    return [int(one) for one in known]
+    return [int(size) for size in sizes]
 
 
-def _pad(data: Any, batch_sizes: Any, batch_first: bool, value: Any, total: int = -1) -> Any:
-    """The padded batch of a packed one, by the operations that torch uses."""
-    sizes = _known_sizes(batch_sizes)
+def _pad_packed(data: Any, batch_sizes: Any, batch_first: bool, value: Any, total: int = -1) -> Any:
+    """Return the padded batch and lengths of a packed one, with the operations that torch uses."""
+    sizes = _read_batch_sizes(batch_sizes)
     out = data.new_full((max(total, len(sizes)), sizes[0], *data.shape[1:]), value)
     offset = 0
-    for begin, end in _stretches(sizes):
+    for begin, end in _equal_size_ranges(sizes):
         count = (end - begin) * sizes[begin]
         piece = data[offset : offset + count].view(end - begin, sizes[begin], *data.shape[1:])
         out[begin:end, : sizes[begin]].copy_(piece)
         offset += count
-    lengths = with_values([sum(1 for size in sizes if size > index) for index in range(sizes[0])])
+    lengths = make_known_tensor([sum(1 for size in sizes if size > index) for index in range(sizes[0])])
     return (out.transpose(0, 1) if batch_first else out), lengths
 
 
-def _stretches(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """First and last step of the stretches over which as many samples take part.
+def _equal_size_ranges(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and last step (exclusive) of each range of steps with the same number of samples.
 
     >>> list(_stretches([3, 3, 2, 1, 1]))
     [(0, 2), (2, 3), (3, 5)]
@@ -255,22 +256,22 @@ def _stretches(sizes: list[int]) -> Iterator[tuple[int, int]]:
             begin = step
 
 
-def with_values(values: list[int]) -> torch.Tensor:
-    """Whole numbers on the host that later operations can read."""
+def make_known_tensor(values: list[int]) -> torch.Tensor:
+    """Return a fake tensor of integers on the host whose values later operations can read."""
     with _disable_current_modes():
         real = torch.tensor(values, dtype=torch.int64)
-    made = torch.empty((len(values),), dtype=torch.int64, device="cpu")
-    setattr(made, REAL, real)
-    return made
+    fake = torch.empty((len(values),), dtype=torch.int64, device="cpu")
+    setattr(fake, REAL_ATTRIBUTE, real)
+    return fake
 
 
 class _CastWeights(torch.autograd.Function):
-    """Weights in another dtype, in one buffer as cuDNN wants them."""
+    """Casts weights to another dtype, in one buffer as cuDNN requires."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> Any:
         ctx.dtypes = [weight.dtype for weight in weights]
-        return tuple(_in_one_buffer(weights, dtype))
+        return tuple(_make_buffer_views(weights, dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -280,8 +281,8 @@ class _CastWeights(torch.autograd.Function):
         )
 
 
-class _Pack(torch.autograd.Function):
-    """Steps of a padded batch without the padding, by the operations that torch uses."""
+class _PackSequence(torch.autograd.Function):
+    """Packs a padded batch, with the operations that torch uses."""
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, sizes: list[int], batch_first: bool) -> torch.Tensor:
@@ -289,15 +290,15 @@ class _Pack(torch.autograd.Function):
         ordered = source.transpose(0, 1) if batch_first else source
         pieces = [
             ordered[begin:end, : sizes[begin]].contiguous().view(-1, *ordered.shape[2:])
-            for begin, end in _stretches(sizes)
+            for begin, end in _equal_size_ranges(sizes)
         ]
         return torch.cat(pieces)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        made, offset = gradients[0].new_zeros(ctx.shape), 0
-        ordered = made.transpose(0, 1) if ctx.batch_first else made
+        gradient, offset = gradients[0].new_zeros(ctx.shape), 0
+        ordered = gradient.transpose(0, 1) if ctx.batch_first else gradient
         for step, size in enumerate(ctx.sizes):
             ordered[step, :size].copy_(gradients[0][offset : offset + size])
             offset += size
-        return made, None, None
+        return gradient, None, None

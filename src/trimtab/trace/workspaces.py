@@ -1,8 +1,8 @@
-"""Memory that kernels take for themselves, which no shape shows: workspaces of cuBLAS, cuDNN and torch.
+"""Rules for the temporary memory of operations: workspaces of cuBLAS, cuDNN and torch's kernels.
 
-Each rule was read off allocator traces of an H200 (torch 2.11, cuDNN 9.19) and names what the memory is for;
-sizes it gives agree with the traces to a few hundred bytes unless it says otherwise (bench/op_memory.py
-records such traces). Not covered: reductions other than over rows.
+Each rule comes from allocator traces of an H200 (torch 2.11, cuDNN 9.19), which bench/op_memory.py records.
+Its sizes agree with the traces to a few hundred bytes unless it says otherwise. Not covered: reductions other
+than over rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trimtab.spec import Cause
+from trimtab.spec import SizeCause
 from trimtab.trace import convolution, recurrent, workspace_formulas
 from trimtab.units import MIB
 
@@ -21,62 +21,66 @@ if TYPE_CHECKING:
 
 CUBLAS_HOPPER = 32 * MIB
 CUBLAS_OLDER = 4096 * 1024 * 2 + 16 * 1024 * 8
-"""One block a thread that runs matrix products, kept for ever."""
+"""Bytes for each thread that runs matrix products, never freed."""
 WARP = 32
-FP32 = 4
-DESCRIPTOR = 256
-"""cuDNN rounds its own workspaces up to this."""
-FEW_INDICES = 3072
-"""Up to so many, the gradient of an embedding needs no sorting (Embedding.cu)."""
+FP32_BYTES = 4
+CUDNN_ROUNDING = 256
+"""cuDNN rounds its workspaces up to a multiple of this."""
+UNSORTED_INDICES = 3072
+"""Up to this many indices, the gradient of an embedding needs no sorting (Embedding.cu)."""
 
 
-class Take(NamedTuple):
-    """One thing that an operation asks the allocator for, in order."""
+class MemoryRequest(NamedTuple):
+    """One allocation of an operation. A list of them is in the order of the allocations."""
 
     kind: str
-    """hold: to the end of the operation; brief: given back at once; result: the next of its results; last
-    result: the last of those that are left."""
+    """hold: freed at the end of the operation; brief: freed at once; result: the next of its results; last
+    result: the last of its remaining results."""
     size: int = 0
-    cause: Cause | None = None
-    """What a size follows from that is no straight line in the micro-batch."""
+    cause: SizeCause | None = None
+    """Formula of a size that does not grow linearly with the micro-batch."""
 
 
-RESULT = Take("result")
-LAST_RESULT = Take("last result")
+RESULT = MemoryRequest("result")
+LAST_RESULT = MemoryRequest("last result")
 
 
-def hold(size: int) -> Take:
-    """Memory for the whole operation."""
-    return Take("hold", size)
+def request_for_op(size: int) -> MemoryRequest:
+    """Request memory until the end of the operation."""
+    return MemoryRequest("hold", size)
 
 
-def brief(size: int) -> Take:
-    """Memory for one kernel of it."""
-    return Take("brief", size)
+def request_temporary(size: int) -> MemoryRequest:
+    """Request memory for one kernel of the operation."""
+    return MemoryRequest("brief", size)
 
 
-def caused(rule: str, numbers: tuple[int, ...], word: str = "", *, beside: int = 0) -> Take:
-    """Memory for one kernel of it, by a formula; written down even where it is nothing."""
-    cause = Cause(rule=rule, numbers=numbers, word=word, beside=beside)
-    return Take("brief", workspace_formulas.size(cause) or 0, cause)
+def request_by_formula(
+    rule: str, numbers: tuple[int, ...], word: str = "", *, beside: int = 0
+) -> MemoryRequest:
+    """Request memory for one kernel, by a formula of `workspace_formulas`. It is recorded even if it is 0."""
+    cause = SizeCause(rule=rule, numbers=numbers, word=word, beside=beside)
+    return MemoryRequest("brief", workspace_formulas.evaluate_cause(cause) or 0, cause)
 
 
-def _cudnn(shape: convolution.Shape, phase: str, *, beside: int = 0) -> Take:
-    return caused(
+def _request_convolution(
+    shape: convolution.ConvolutionShape, phase: str, *, beside: int = 0
+) -> MemoryRequest:
+    return request_by_formula(
         workspace_formulas.CONVOLUTION + phase,
-        workspace_formulas.flat(shape),
+        workspace_formulas.flatten_shape(shape),
         shape.arithmetic,
         beside=beside,
     )
 
 
-def cublas(capability: tuple[int, int]) -> int:
-    """The workspace of a cuBLAS handle."""
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """Return the bytes of the workspace of a cuBLAS handle."""
     return CUBLAS_HOPPER if capability >= (9, 0) else CUBLAS_OLDER
 
 
-def dropout_state(multiprocessors: int) -> int:
-    """Random states for dropout in cuDNN's recurrent layers: 24 bytes a thread, kept for ever."""
+def dropout_state_bytes(multiprocessors: int) -> int:
+    """Return the bytes of random states for cuDNN's recurrent dropout: 24 per thread, never freed."""
     return 24 * workspace_formulas.MULTIPROCESSOR_THREADS * multiprocessors
 
 
@@ -84,249 +88,291 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _copied(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> int:
-    """The copy that a kernel makes of an input that does not lie as it wants; 0 where it does."""
+def _copy_bytes(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> int:
+    """Return the bytes of a kernel's copy of an input with another layout; 0 if the layout fits."""
     return 0 if tensor.is_contiguous(memory_format=layout) else _bytes(tensor)
 
 
-def _layout(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    if not convolution.channels_last(source, weight):
+def _choose_memory_format(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    if not convolution.is_channels_last(source, weight):
         return torch.contiguous_format
     return torch.channels_last if source.dim() == 4 else torch.channels_last_3d  # noqa: PLR2004
 
 
-def _convolution(args: tuple[Any, ...], out: Any) -> list[Take]:
+def _convolution(args: tuple[Any, ...], out: Any) -> list[MemoryRequest]:
     source, weight = args[0], args[1]
-    shape = convolution.shape_of(source, weight, out, args[3], args[8])
-    moved = _copied(source, _layout(source, weight))
-    return [hold(moved), RESULT, _cudnn(shape, "forward")]
+    shape = convolution.read_shape(source, weight, out, args[3], args[8])
+    copy = _copy_bytes(source, _choose_memory_format(source, weight))
+    return [request_for_op(copy), RESULT, _request_convolution(shape, "forward")]
 
 
-def _convolution_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    gradient, source, weight, stride, groups, wanted = args[0], args[1], args[2], args[4], args[9], args[10]
-    layout = _layout(source, weight)
-    shape = convolution.shape_of(source, weight, gradient, stride, groups)
-    moved, given = _copied(source, layout) if wanted[1] else 0, _copied(gradient, layout)
+def _convolution_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    gradient, source, weight, stride, groups, needed = args[0], args[1], args[2], args[4], args[9], args[10]
+    layout = _choose_memory_format(source, weight)
+    shape = convolution.read_shape(source, weight, gradient, stride, groups)
+    source_copy = _copy_bytes(source, layout) if needed[1] else 0
+    gradient_copy = _copy_bytes(gradient, layout)
     # A gradient in the other memory format is copied once; a slice is copied for each of the two, unless the
     # convolution is a transposed one.
     transposed = args[7]
-    other_format = _looks_last(gradient) != (layout is not torch.contiguous_format)
-    once = given if given and (transposed or other_format) else 0
-    each = given - once
-    takes = [hold(moved), hold(once)]
-    if wanted[0]:
-        takes += [RESULT, _cudnn(shape, "source", beside=each)]
-    if wanted[1]:
-        takes += [RESULT, _cudnn(shape, "weight", beside=each)]
-    if wanted[2]:
-        # torch sums up the gradient of the bias itself, over all dimensions but the channels.
-        takes += [RESULT, *_partial_sums(gradient, [dim for dim in range(gradient.dim()) if dim != 1])]
-    return takes
+    other_format = _is_channels_last(gradient) != (layout is not torch.contiguous_format)
+    once = gradient_copy if gradient_copy and (transposed or other_format) else 0
+    each = gradient_copy - once
+    requests = [request_for_op(source_copy), request_for_op(once)]
+    if needed[0]:
+        requests += [RESULT, _request_convolution(shape, "source", beside=each)]
+    if needed[1]:
+        requests += [RESULT, _request_convolution(shape, "weight", beside=each)]
+    if needed[2]:
+        # torch itself sums the gradient of the bias, over all dimensions except the channels.
+        requests += [
+            RESULT,
+            *_request_partial_sums(gradient, [dim for dim in range(gradient.dim()) if dim != 1]),
+        ]
+    return requests
 
 
-def _looks_last(tensor: torch.Tensor) -> bool:
+def _is_channels_last(tensor: torch.Tensor) -> bool:
     strides = tensor.stride()
     return tensor.dim() > 2 and strides[1] == 1 and tensor.shape[1] > 1 and strides[-1] != 1  # noqa: PLR2004
 
 
-def _cudnn_attention_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    """Query gradients in fp32 and a row sum; keys and values once a query head where heads are shared."""
+def _cudnn_attention_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Request query gradients in fp32 and a row sum; if heads are shared, keys and values per query head."""
     query, key = args[1], args[2]
     batch, heads, length, size = query.shape
     shared = 4 * batch * heads * key.shape[2] * size if key.shape[1] != heads else 0
-    own = 4 * batch * heads * length * size + 4 * batch * heads * length + DESCRIPTOR
-    return [RESULT, RESULT, RESULT, brief(own), brief(shared)]
+    own = 4 * batch * heads * length * size + 4 * batch * heads * length + CUDNN_ROUNDING
+    return [RESULT, RESULT, RESULT, request_temporary(own), request_temporary(shared)]
 
 
-def _flash_attention_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    """Query gradients in fp32 with lengths padded to 128 and heads to 32, and a row sum. From the source."""
+def _flash_attention_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Request query gradients in fp32 (lengths padded to 128, heads to 32) and a row sum. From the source."""
     batch, heads, length, size = args[1].shape
     padded = -(-length // 128) * 128
     wide = -(-size // 32) * 32
     own = 4 * batch * heads * padded * wide + 4 * batch * heads * padded
-    return [RESULT, RESULT, RESULT, brief(own)]
+    return [RESULT, RESULT, RESULT, request_temporary(own)]
 
 
-def _efficient_attention(args: tuple[Any, ...], _: Any, __: tuple[int, int]) -> list[Take]:
-    """Results in fp32, where a head of values is too large for registers. From the source."""
+def _efficient_attention(args: tuple[Any, ...], _: Any, __: tuple[int, int]) -> list[MemoryRequest]:
+    """Request results in fp32 if a head of values is too large for registers. From the source."""
     query, value = args[0], args[2]
     batch, heads, length, _size = query.shape
-    wide = value.shape[-1] > 128 and query.element_size() < FP32  # noqa: PLR2004
-    return [RESULT, RESULT, hold(FP32 * batch * heads * length * value.shape[-1] if wide else 0)]
+    wide = value.shape[-1] > 128 and query.element_size() < FP32_BYTES  # noqa: PLR2004
+    return [
+        RESULT,
+        RESULT,
+        request_for_op(FP32_BYTES * batch * heads * length * value.shape[-1] if wide else 0),
+    ]
 
 
-def _efficient_attention_backward(args: tuple[Any, ...], _: Any, capability: tuple[int, int]) -> list[Take]:
-    """A row sum, and query gradients in fp32 in whole tiles. From the source.
+def _efficient_attention_backward(
+    args: tuple[Any, ...], _: Any, capability: tuple[int, int]
+) -> list[MemoryRequest]:
+    """Request a row sum, and query gradients in fp32 in full tiles. From the source.
 
     A window of 49 queries with heads of 32 takes a tile of 64 x 64: 16,400 bytes for 3,136 of gradients.
     """
-    given, query, key, value, bias = args[:5]
+    gradient, query, key, value, bias = args[:5]
     batch, heads, length, size = query.shape
-    half = query.element_size() < FP32
-    tiles = efficient_tiles(max(size, value.shape[-1]), capability, half=half)
+    half = query.element_size() < FP32_BYTES
+    tiles = choose_efficient_tiles(max(size, value.shape[-1]), capability, half=half)
     elements = -(-length // tiles.rows) * -(-size // tiles.columns) * (tiles.rows * tiles.columns + 4)
     if half and not tiles.in_registers:
         splits = max(1, min(-(-key.shape[2] // tiles.columns), 200 // (batch * heads)))
-        wide = sum(-(-one // tiles.rows) * tiles.rows for one in (size, value.shape[-1]))
-        elements += splits * tiles.columns * wide
+        padded = sum(-(-width // tiles.rows) * tiles.rows for width in (size, value.shape[-1]))
+        elements += splits * tiles.columns * padded
     results = [RESULT] * (4 if bias is not None and args[10][3] else 3)
-    product = [] if half else [brief(_bytes(given))]
-    sums = hold(FP32 * batch * heads * length)
-    own = hold(FP32 * batch * heads * (-(-elements // 4) * 4))
-    return [hold(_copied(given.transpose(1, 2))), *results, *product, sums, own]
+    product = [] if half else [request_temporary(_bytes(gradient))]
+    sums = request_for_op(FP32_BYTES * batch * heads * length)
+    own = request_for_op(FP32_BYTES * batch * heads * (-(-elements // 4) * 4))
+    return [request_for_op(_copy_bytes(gradient.transpose(1, 2))), *results, *product, sums, own]
 
 
-class Tiles(NamedTuple):
-    """The blocks that the memory-efficient kernel works in, backward."""
+class AttentionTiles(NamedTuple):
+    """Tile sizes of the backward memory-efficient kernel."""
 
     rows: int
     columns: int
     in_registers: bool
-    """Whether gradients of keys and values need no memory of their own."""
+    """Whether gradients of keys and values need no extra memory."""
 
 
-def efficient_tiles(size: int, capability: tuple[int, int], *, half: bool) -> Tiles:
-    """The kernel for a head size, of those that torch generates (mem_eff_attention/kernels)."""
-    most = next(limit for limit in (32, 64, 128, 2**16) if size <= limit)
+def choose_efficient_tiles(size: int, capability: tuple[int, int], *, half: bool) -> AttentionTiles:
+    """Return the tiles of the kernel for a head size, among those of torch (mem_eff_attention/kernels)."""
+    max_size = next(limit for limit in (32, 64, 128, 2**16) if size <= limit)
     little_memory = capability == (7, 5) or (8, 6) <= capability <= (8, 9) or capability[0] == 12  # noqa: PLR2004
     large = capability >= (8, 0) or (capability >= (7, 0) and half)
-    rows = 128 if most > 64 and large and not little_memory else 64  # noqa: PLR2004
-    in_registers = half and most <= rows
-    columns = 128 if in_registers and capability >= (8, 0) and most > 64 else 64  # noqa: PLR2004
-    return Tiles(rows, columns, in_registers)
+    rows = 128 if max_size > 64 and large and not little_memory else 64  # noqa: PLR2004
+    in_registers = half and max_size <= rows
+    columns = 128 if in_registers and capability >= (8, 0) and max_size > 64 else 64  # noqa: PLR2004
+    return AttentionTiles(rows, columns, in_registers)
 
 
-def _embedding_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    """Partial sums over sorted indices, fp32."""
+def _embedding_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Request partial sums over sorted indices, in fp32."""
     count = args[1].numel()
-    if count <= FEW_INDICES:
+    if count <= UNSORTED_INDICES:
         return []
-    return [RESULT, brief((count + count // 10) * args[0].shape[-1] * 4)]
+    return [RESULT, request_temporary((count + count // 10) * args[0].shape[-1] * 4)]
 
 
-def _rnn(args: tuple[Any, ...], _: Any) -> list[Take]:
-    """Output and last states, then a workspace while what the backward pass needs is allocated."""
+def _rnn(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Request output and last states, then a workspace; the saved values for the backward pass come last."""
     source, mode, size, layers, first, dropout, both, packed = (
         args[place] for place in (0, 6, 7, 9, 10, 11, 13, 14)
     )
-    taken = recurrent.workspace(
+    taken = recurrent.workspace_bytes(
         source, mode, size, layers, first=first, dropout=dropout, both=both, packed=packed
     )
-    return [RESULT, RESULT, RESULT, hold(taken)]
+    return [RESULT, RESULT, RESULT, request_for_op(taken)]
 
 
-def _rnn_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    """A workspace once for the gradients of inputs, once for those of weights."""
+def _rnn_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Request a workspace for the gradients of inputs, then another for those of weights."""
     source, mode, size, layers, first, dropout, both, packed = (
         args[place] for place in (0, 10, 11, 13, 14, 15, 17, 18)
     )
-    taken = recurrent.workspace(
+    taken = recurrent.workspace_bytes(
         source, mode, size, layers, first=first, dropout=dropout, both=both, packed=packed
     )
-    return [RESULT, RESULT, RESULT, brief(taken), RESULT, brief(taken)]
+    return [RESULT, RESULT, RESULT, request_temporary(taken), RESULT, request_temporary(taken)]
 
 
-def _softmax(args: tuple[Any, ...], _: Any) -> list[Take]:
-    """The kernels read a dense input: one with channels last is copied."""
-    return [RESULT, hold(_copied(args[0]))]
+def _softmax(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Request a copy of an input that is not contiguous, such as one with channels last."""
+    return [RESULT, request_for_op(_copy_bytes(args[0]))]
 
 
-def _softmax_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    """The product of gradient and result, and a dense copy of it and of the result where they are not."""
+def _softmax_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Request the product of gradient and result, and copies of both where they are not contiguous."""
     gradient, result = args[0], args[1]
-    return [RESULT, hold(_bytes(gradient)), hold(_copied(gradient)), hold(_copied(result))]
+    return [
+        RESULT,
+        request_for_op(_bytes(gradient)),
+        request_for_op(_copy_bytes(gradient)),
+        request_for_op(_copy_bytes(result)),
+    ]
 
 
-def _log_softmax_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    return [RESULT, hold(_copied(args[0])), hold(_copied(args[1]))]
+def _log_softmax_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    return [RESULT, request_for_op(_copy_bytes(args[0])), request_for_op(_copy_bytes(args[1]))]
 
 
-def _safe_softmax(args: tuple[Any, ...], _: Any) -> list[Take]:
-    """Which rows are masked out whole: a byte a number."""
-    return [RESULT, brief(args[0].numel())]
+def _safe_softmax(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Request the mask of fully masked rows: one byte per number."""
+    return [RESULT, request_temporary(args[0].numel())]
 
 
-def _ctc_loss_backward(args: tuple[Any, ...], out: Any) -> list[Take]:
-    """The sums read backwards, and the gradient once more where infinite losses are set to zero."""
+def _ctc_loss_backward(args: tuple[Any, ...], out: Any) -> list[MemoryRequest]:
+    """Request the backward sums (log_beta), and a second gradient if infinite losses are set to zero."""
     sums, without_infinite = _bytes(args[6]), args[8] if len(args) > 8 else False  # noqa: PLR2004
-    return [hold(sums), hold(_bytes(out) if without_infinite else 0), brief(sums // 2), RESULT]
+    return [
+        request_for_op(sums),
+        request_for_op(_bytes(out) if without_infinite else 0),
+        request_temporary(sums // 2),
+        RESULT,
+    ]
 
 
-def _layer_norm(args: tuple[Any, ...], _: Any) -> list[Take]:
-    return [hold(_copied(args[0]))]
+def _layer_norm(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    return [request_for_op(_copy_bytes(args[0]))]
 
 
-def _layer_norm_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    return [hold(_copied(args[0])), hold(_copied(args[1]))]
+def _layer_norm_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    return [request_for_op(_copy_bytes(args[0])), request_for_op(_copy_bytes(args[1]))]
 
 
-def _column_sum(args: tuple[Any, ...], _: Any) -> list[Take]:
-    return [RESULT, *_partial_sums(args[0], args[1] if len(args) > 1 else None)]
+def _column_sum(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    return [RESULT, *_request_partial_sums(args[0], args[1] if len(args) > 1 else None)]
 
 
-def _partial_sums(source: torch.Tensor, dims: Any) -> list[Take]:
-    """The buffer of a reduction whose kept dimensions lie closest together in memory; else there is none."""
-    given = [dims] if isinstance(dims, int) else dims
-    reduced = {dim % source.dim() for dim in given or range(source.dim())} if source.dim() else set()
-    steps = {dim: source.stride(dim) for dim in range(source.dim()) if source.shape[dim] > 1}
-    kept = [steps[dim] for dim in steps if dim not in reduced]
-    over = [steps[dim] for dim in steps if dim in reduced]
-    if not kept or not over or max(kept) >= min(over) or min(kept) != 1:
+def _request_partial_sums(source: torch.Tensor, dims: Any) -> list[MemoryRequest]:
+    """Request the buffer of a reduction if the remaining dimensions have the smallest strides."""
+    dim_list = [dims] if isinstance(dims, int) else dims
+    reduced = {dim % source.dim() for dim in dim_list or range(source.dim())} if source.dim() else set()
+    strides = {dim: source.stride(dim) for dim in range(source.dim()) if source.shape[dim] > 1}
+    remaining_strides = [strides[dim] for dim in strides if dim not in reduced]
+    reduced_strides = [strides[dim] for dim in strides if dim in reduced]
+    if not remaining_strides or not reduced_strides:
+        return []
+    if max(remaining_strides) >= min(reduced_strides) or min(remaining_strides) != 1:
         return []
     rows = prod(source.shape[dim] for dim in reduced)
-    return [caused(workspace_formulas.COLUMN_SUM, (rows, source.numel() // rows))]
+    return [request_by_formula(workspace_formulas.COLUMN_SUM, (rows, source.numel() // rows))]
 
 
-def _dropout(_: tuple[Any, ...], __: Any) -> list[Take]:
-    """The mask comes first."""
+def _dropout(_: tuple[Any, ...], __: Any) -> list[MemoryRequest]:
+    """Request the mask first, then the output."""
     return [LAST_RESULT, RESULT]
 
 
-def _upsample_backward(args: tuple[Any, ...], _: Any) -> list[Take]:
-    """The kernels read a dense gradient, in either memory format; at equal sizes they only copy it."""
-    gradient, made, given = args[:3]
+def _upsample_backward(args: tuple[Any, ...], _: Any) -> list[MemoryRequest]:
+    """Request a copy of a gradient that is dense in neither memory format, unless the sizes are equal."""
+    gradient, out_size, in_shape = args[:3]
     last = gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)  # noqa: PLR2004
-    equal = list(made) == list(given[2:])
-    return [RESULT, hold(0 if last or equal else _copied(gradient))]
+    equal = list(out_size) == list(in_shape[2:])
+    return [RESULT, request_for_op(0 if last or equal else _copy_bytes(gradient))]
 
 
 TOPK_COUNTS, TOPK_THREADS, TOPK_BLOCKS = 256, 256, 6
-"""Of torch's top-k in several blocks: counts a pass, threads a block, and blocks a multiprocessor."""
-MANY_BLOCKS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (2**31, 400))
-"""Up to so many rows, top-k takes several blocks from that length on (TensorTopK.cu)."""
+"""torch's multi-block top-k: counts per pass, threads per block, and blocks per multiprocessor."""
+MULTI_BLOCK_LENGTHS = (
+    (20, 20_000),
+    (40, 10_000),
+    (80, 8000),
+    (199, 5000),
+    (799, 3000),
+    (4000, 800),
+    (2**31, 400),
+)
+"""Rows (at most) and the row length from which top-k uses several blocks (TensorTopK.cu)."""
 
 
-def _topk(args: tuple[Any, ...], out: Any) -> list[Take]:
-    """Counts of each radix for each block (2 bytes) and their sums (4 bytes), where rows are long."""
+def _topk(args: tuple[Any, ...], out: Any) -> list[MemoryRequest]:
+    """Request counts of each radix for each block (2 bytes) and their sums (4 bytes), if rows are long."""
     source, count = args[0], out[0].numel()
     if not count or not source.dim():
         return []
     dim = args[2] if len(args) > 2 else -1  # noqa: PLR2004
     length = source.shape[dim]
     rows = source.numel() // length
-    if length < next(least for most, least in MANY_BLOCKS if rows <= most):
+    if length < next(min_length for max_rows, min_length in MULTI_BLOCK_LENGTHS if rows <= max_rows):
         return []
-    each = -(-source.numel() // (convolution.multiprocessors() * TOPK_BLOCKS * TOPK_THREADS))
+    each = -(-source.numel() // (convolution.reference_multiprocessors() * TOPK_BLOCKS * TOPK_THREADS))
     blocks = -(-length // (min(max(each, 4), 64) * TOPK_THREADS))
-    return [RESULT, RESULT, hold(2 * TOPK_COUNTS * rows * blocks), hold(4 * TOPK_COUNTS * rows)]
+    return [
+        RESULT,
+        RESULT,
+        request_for_op(2 * TOPK_COUNTS * rows * blocks),
+        request_for_op(4 * TOPK_COUNTS * rows),
+    ]
 
 
-SMALL_SORT, MANY_ROWS = 4096, 128
-"""Rows up to this length are sorted in place; fewer rows than that are sorted all at once."""
+SMALL_SORT, SEGMENTED_SORT_ROWS = 4096, 128
+"""Rows up to the first length are sorted in place; fewer rows than the second are sorted in one call."""
 
 
-def _sort(args: tuple[Any, ...], out: Any) -> list[Take]:
-    """Positions before the sort, and a second copy of values and positions to sort into."""
+def _sort(args: tuple[Any, ...], out: Any) -> list[MemoryRequest]:
+    """Request positions before the sort, and a second copy of values and positions to sort into."""
     numbers, size = args[0].numel(), args[0].element_size()
     length = max(out[0].shape[-1:], default=1)
     if length <= SMALL_SORT:
         return []
-    whole = [] if length == numbers or numbers // length >= MANY_ROWS else [hold(8 * numbers)]
-    beside = size * numbers if whole else 0
-    return [RESULT, RESULT, hold(8 * numbers), *whole, brief(beside + (8 + size) * numbers)]
+    sorts_at_once = length != numbers and numbers // length < SEGMENTED_SORT_ROWS
+    segments = [request_for_op(8 * numbers)] if sorts_at_once else []
+    extra = size * numbers if sorts_at_once else 0
+    return [
+        RESULT,
+        RESULT,
+        request_for_op(8 * numbers),
+        *segments,
+        request_temporary(extra + (8 + size) * numbers),
+    ]
 
 
-RULES: dict[str, Callable[[tuple[Any, ...], Any], list[Take]]] = {
+RULES: dict[str, Callable[[tuple[Any, ...], Any], list[MemoryRequest]]] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
@@ -354,10 +400,10 @@ RULES: dict[str, Callable[[tuple[Any, ...], Any], list[Take]]] = {
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
 }
-"""What an operation asks for and in what order; results that no rule places come last."""
+"""Rule of each operation: its requests in order. Results that a rule does not list come last."""
 
-BY_GPU: dict[str, Callable[[tuple[Any, ...], Any, tuple[int, int]], list[Take]]] = {
+GPU_RULES: dict[str, Callable[[tuple[Any, ...], Any, tuple[int, int]], list[MemoryRequest]]] = {
     "aten::_scaled_dot_product_efficient_attention": _efficient_attention,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
 }
-"""The same, for operations whose memory depends on the GPU's compute capability."""
+"""Rules of operations whose memory depends on the GPU's compute capability."""
