@@ -1,10 +1,10 @@
-"""The cache: results that take long to compute, on disk by kind and key, and in memory.
+"""Cache slow results on disk by kind and key, and in memory.
 
     plan = PLANS.load(key, Plan.from_json)    # None on a cache miss
     PLANS.store(key, plan.to_json())
 
-A key is a fingerprint of everything that the result depends on. Values are in it with all of their fields,
-except those that are left out by name: a field that is added later changes the key by default.
+A key is a fingerprint of everything that the result depends on. It contains all fields of a value except
+those left out by name, so a field that is added later changes the key by default.
 
 The folder is the one in TRIMTAB_CACHE, or `trimtab` in the user's cache folder. Every kind has a subfolder
 and its own limit; beyond the limit the oldest entries are removed. Any failure to read is a cache miss.
@@ -41,10 +41,10 @@ ABANDONED_S = 3600.0
 
 
 def cache_folder() -> Path:
-    """Return the folder of all caches; TRIMTAB_CACHE names another one."""
-    named = os.environ.get("TRIMTAB_CACHE")
-    if named:
-        return Path(named)
+    """Return the folder of all caches: TRIMTAB_CACHE, or `trimtab` in the user's cache folder."""
+    folder = os.environ.get("TRIMTAB_CACHE")
+    if folder:
+        return Path(folder)
     from platformdirs import user_cache_path
 
     return user_cache_path("trimtab")
@@ -52,7 +52,7 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """Entries of one kind on disk, and how many may stay."""
+    """Entries of one kind on disk, with their limits."""
 
     name: str
     max_entries: int | None = 200
@@ -84,13 +84,13 @@ class CacheKind:
             return None
         try:
             return decode(data)
-        except Exception:  # noqa: BLE001 - whatever is wrong with an entry, it is computed again
+        except Exception:  # noqa: BLE001 - a damaged entry is computed again
             with contextlib.suppress(OSError):
                 file.unlink()
             return None
 
     def store(self, key: str, data: str | bytes) -> None:
-        """Write an entry and evict the oldest ones; a cache that cannot be written is no reason to fail."""
+        """Write an entry and evict the oldest ones; do nothing if the cache cannot be written."""
         with contextlib.suppress(OSError):
             if not self.folder.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ class CacheKind:
             self._evict()
 
     def _evict(self) -> None:
-        """Remove the oldest entries of this kind beyond its limits, and what killed processes left."""
+        """Remove the oldest entries beyond the limits, and temporary files of killed processes."""
         entries = []
         for file in self.folder.iterdir():
             # Another process may remove one in between.
@@ -133,11 +133,11 @@ PLANS = CacheKind("plans")
 ESTIMATES = CacheKind("estimates", max_bytes=256 * MIB)
 """All estimates of one job by the planner, one entry a job."""
 WORKLOADS = CacheKind("workloads")
-"""What jobs say of themselves."""
+"""Workloads that jobs describe."""
 BATCH_LOSSES = CacheKind("batch_losses")
 """Whether the losses of jobs are additive over samples."""
 JOB_FAULTS = CacheKind("job_faults")
-"""Why jobs cannot be trained."""
+"""Reasons why jobs cannot be trained."""
 MODULE_CLASSES = CacheKind("module_classes")
 TOKENS = CacheKind("text", max_entries=None)
 """Tokenised texts, a folder each. They have no limit: running jobs map them into memory."""
@@ -154,7 +154,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def make_key(value: msgspec.Struct, leave_out: frozenset[str] = frozenset()) -> str:
-    """Return a value as a text of all its fields but those left out; a new field is in it by default."""
+    """Return a text of all fields of a value except those left out; a new field is included by default."""
     return _ENCODER.encode(_getter(type(value), leave_out)(value)).decode()
 
 
@@ -174,17 +174,17 @@ def code_fingerprint(leave_out: frozenset[str]) -> str:
     """Return a fingerprint of trimtab's own files; a package that is not left out by name is in it."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
-    for room in sorted(package.iterdir()):
-        if room.stem in leave_out or room.name == "__pycache__":
+    for entry in sorted(package.iterdir()):
+        if entry.stem in leave_out or entry.name == "__pycache__":
             continue
-        for file in sorted(room.rglob("*")) if room.is_dir() else [room]:
+        for file in sorted(entry.rglob("*")) if entry.is_dir() else [entry]:
             if file.suffix != ".pyc" and file.is_file():
                 digest.update(f"\0{file.relative_to(package)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:32]
 
 
 class MemoryCache(Generic[T]):
-    """Results in memory, a limited number of them; the oldest makes room."""
+    """A limited number of results in memory; the oldest is removed first."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
@@ -192,7 +192,7 @@ class MemoryCache(Generic[T]):
 
     def get(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the entry; compute it on a cache miss."""
-        # Keys may be long tuples, which take time to hash: look once.
+        # Keys may be long tuples that are slow to hash, so look up once.
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = compute()

@@ -1,13 +1,13 @@
-"""The errors a user can meet, each in three parts: what was given, what was found, what to do.
+"""The errors that a user can get, each in three parts: what was given, what was found, what to do.
 
-    TrimtabError            1   our bug, when nothing more precise applies
-    |- CannotFollow         1   an operation of the job that trimtab cannot trace: our limit
-    |- WrongUse             2   a flag, a name, a file or a value that cannot be meant
+    TrimtabError            1   a bug of trimtab, if nothing more precise applies
+    |- CannotFollow         1   an operation of the job that trimtab cannot trace
+    |- WrongUse             2   a wrong flag, name, file or value
     |  |- UnknownName       2   no such device, word or key; the nearest are listed
-    |  `- BrokenFile        2   a file of ours that cannot be read
-    |- NothingFits          3   no configuration fits; the nearest that would is named
+    |  `- BrokenFile        2   a file of trimtab that cannot be read
+    |- NothingFits          3   no configuration fits; the nearest change that would fit is named
     |- JobFailed            4   the job's own code raised
-    `- EnvironmentFault     5   a driver, a variable or a machine that is not in order
+    `- EnvironmentFault     5   a problem of a driver, a variable or a machine
 
 The number is the exit code of the command line.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TrimtabError(Exception):
-    """What was given, what was found, and what to do about it."""
+    """An error with what was given, what was found, and what to do."""
 
     exit_code: ClassVar[int] = 1
 
@@ -44,7 +44,7 @@ class TrimtabError(Exception):
 
 
 def error_from_dict(parts: Mapping[str, str]) -> TrimtabError:
-    """Return the error that `to_dict` described; of a kind that is not known, a plain TrimtabError."""
+    """Return the error that `to_dict` described; a plain TrimtabError if its kind is unknown."""
     kind = globals().get(parts["kind"])
     cls = kind if isinstance(kind, type) and issubclass(kind, TrimtabError) else TrimtabError
     return cls(parts["given"], found=parts["found"], cure=parts["cure"])
@@ -55,21 +55,21 @@ def _rebuild(cls: type[TrimtabError], given: str, found: str, cure: str) -> Trim
 
 
 class WrongUse(TrimtabError, ValueError):  # noqa: N818 - the names read as sentences in `raise`
-    """A flag, a name, a file or a value that cannot be meant."""
+    """A wrong flag, name, file or value."""
 
     exit_code = 2
 
 
 class UnknownName(WrongUse, LookupError):  # noqa: N818
-    """A name that nothing here has; the nearest known ones are in `found`."""
+    """An unknown name; the nearest known names are in `found`."""
 
 
 class BrokenFile(WrongUse):
-    """A file that should hold one of our nouns and does not."""
+    """A file of trimtab that cannot be read or decoded."""
 
 
 class NothingFits(TrimtabError):  # noqa: N818
-    """No configuration fits; the nearest thing that would is in `cure`, and as values in `nearest`."""
+    """No configuration fits; the nearest changes that would fit are in `cure`, and as values in `nearest`."""
 
     exit_code = 3
     nearest: tuple[Any, ...] = ()
@@ -86,13 +86,13 @@ class CannotFollow(TrimtabError):  # noqa: N818
 
 
 class EnvironmentFault(TrimtabError):  # noqa: N818
-    """The machine, its drivers or its variables are not in order."""
+    """A problem of the machine, its drivers or its environment variables."""
 
     exit_code = 5
 
 
 def shorten(text: str, most: int = 120) -> str:
-    """A text that an error repeats, cut in the middle where it is too long to read.
+    """Return a text for an error message, shortened in the middle if it is too long.
 
     >>> shortened("4xH100"), shortened("x" * 500, 9)
     ('4xH100', 'xx ... xx')
@@ -104,11 +104,11 @@ def shorten(text: str, most: int = 120) -> str:
 
 
 def find_nearest(name: str, known: Iterable[str], *, count: int = 4) -> list[str]:
-    """The known names that look most like the one given, best first.
+    """Return the known names that are most similar to a name, best first.
 
     >>> nearest("H1000", ["H100", "H200", "T4"])
     ['H100', 'H200']
     """
     by_lower = {text.lower(): text for text in known}
-    found = get_close_matches(name.lower(), list(by_lower), n=count, cutoff=0.5)
-    return [by_lower[one] for one in found]
+    matches = get_close_matches(name.lower(), list(by_lower), n=count, cutoff=0.5)
+    return [by_lower[match] for match in matches]

@@ -1,4 +1,4 @@
-"""Writes files so that no reader and no crash sees half of one, and reads files that may be damaged."""
+"""Write files atomically, and read JSON lines that a crash may have damaged."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def write_atomic(file: Path, data: str | bytes, *, sync: bool = False) -> None:
 
 
 def read_json_lines(data: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects in lines; leave out what is none, such as a line that a crash has cut off."""
-    found = []
+    """Return the JSON objects in lines; skip other lines, such as one that a crash has cut off."""
+    objects = []
     for line in data.split(b"\n"):
         try:
             value = msgspec.json.decode(line) if line else None
         except msgspec.DecodeError:
             continue
         if isinstance(value, dict):
-            found.append(value)
-    return found
+            objects.append(value)
+    return objects
 
 
 def write_synced(file: Path, data: bytes) -> None:
@@ -59,7 +59,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems sync names by themselves, and refuse to be asked.
+        # Some network file systems sync names automatically and refuse the call.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

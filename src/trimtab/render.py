@@ -1,7 +1,7 @@
-"""Values as people read them on a terminal. Returns rich renderables; prints nothing.
+"""Turn plans, estimates, clusters and errors into rich renderables for the terminal; prints nothing.
 
-Text that comes from drivers, files and variables passes through `inert`: neither markup nor control
-characters in it do anything.
+Text from drivers, files and variables passes through `escape_control`, so that markup and control characters
+in it have no effect.
 """
 
 from __future__ import annotations
@@ -54,69 +54,71 @@ if TYPE_CHECKING:
 SEVERITY_STYLE = {"info": "cyan", "warning": "yellow", "error": "bold red"}
 UNKNOWN = "-"
 LARGE_BYTES = 2**28
-"""Operations that move more than this do not live in a cache."""
+"""Operations that move more than this do not fit in a cache of the GPU."""
 WORD = re.compile(r"\s*\S+\s*")
 VERY_WIDE = 10_000
-"""Characters of a line on which nothing has to be broken."""
+"""Width in characters at which no line is broken."""
 WIDER = 4
-"""Steps by which a table is widened until its paths are whole."""
+"""Characters by which a table is widened at a time until no path is broken."""
 MOST_LINKS = 8
 """More pairs than this are counted, not listed."""
 
 
 def escape_control(text: str) -> str:
-    r"""Text without power over the terminal: control and invisible characters are spelt out.
+    r"""Return a text with control and invisible characters spelt out.
 
     >>> inert("H100\x1b[31m\n")
     'H100\\x1b[31m\\n'
     """
-    hidden = {one for one in text if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
-    for one in hidden:
-        text = text.replace(one, one.encode("unicode_escape", "backslashreplace").decode("ascii"))
+    hidden = {
+        character for character in text if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    }
+    for character in hidden:
+        text = text.replace(character, character.encode("unicode_escape", "backslashreplace").decode("ascii"))
     return text
 
 
 def _escape_cell(text: str) -> str:
-    """Text as a table's cell shows it, whatever is in it."""
+    """Return a text for a table cell, with markup and control characters escaped."""
     return escape(escape_control(text))
 
 
-def render_cluster(found: Cluster, *, heading: str) -> RenderableType:
-    """What detect found: devices, links, host, scheduler, versions and notes."""
-    groups = _group_nodes(found)
+def render_cluster(cluster: Cluster, *, heading: str) -> RenderableType:
+    """Return a cluster with devices, links, host, scheduler, versions and notes."""
+    groups = _group_nodes(cluster)
     parts: list[RenderableType] = [
-        Text.assemble((escape_control(heading), "bold"), f": {format_counts(found)}"),
+        Text.assemble((escape_control(heading), "bold"), f": {format_counts(cluster)}"),
         Text(),
     ]
     for nodes in groups:
-        if len(found.nodes) > 1:
+        if len(cluster.nodes) > 1:
             parts.append(
                 Text(escape_control(f"{_format_names(nodes)}{', each' * (len(nodes) > 1)}:"), style="bold")
             )
         if nodes[0].devices:
             parts += [Padding(render_devices(nodes[0].devices), (0, 0, 1, 1), expand=False)]
-    parts.append(Padding(_render_host(found, groups), (0, 0, 0, 1), expand=False))
-    parts += [_render_indented("note", note, "cyan") for note in _list_notes(found)]
+    parts.append(Padding(_render_host(cluster, groups), (0, 0, 0, 1), expand=False))
+    parts += [render_labelled("note", note, "cyan") for note in _list_notes(cluster)]
     return Group(*parts)
 
 
-def _list_notes(found: Cluster) -> list[str]:
+def _list_notes(cluster: Cluster) -> list[str]:
     elsewhere = "Other hardware is described with --on, as in --on 4xA100-40GB."
-    return [*found.notes, *([] if found.devices else [elsewhere])]
+    return [*cluster.notes, *([] if cluster.devices else [elsewhere])]
 
 
-def format_counts(found: Cluster) -> str:
-    """How many nodes and devices, in words."""
-    nodes, total = len(found.nodes), len(found.devices)
+def format_counts(cluster: Cluster) -> str:
+    """Return the numbers of nodes and GPUs in words."""
+    nodes, total = len(cluster.nodes), len(cluster.devices)
     gpus = plural(total, "GPU") if total else "no GPU"
     return f"{plural(nodes, 'node')}, {gpus}"
 
 
-def _group_nodes(found: Cluster) -> list[list[Node]]:
-    """Nodes in groups that would print the same."""
+def _group_nodes(cluster: Cluster) -> list[list[Node]]:
+    """Return neighbouring nodes in groups that print the same."""
     groups: list[list[Node]] = []
-    looks = [(_printed_facts(node), _list_links(found, index)) for index, node in enumerate(found.nodes)]
-    for index, node in enumerate(found.nodes):
+    looks = [(_printed_facts(node), _list_links(cluster, index)) for index, node in enumerate(cluster.nodes)]
+    for index, node in enumerate(cluster.nodes):
         if index and looks[index - 1] == looks[index]:
             groups[-1].append(node)
         else:
@@ -131,9 +133,9 @@ def _printed_facts(node: Node) -> Any:
     return (rows, node.cpu_cores, node.ram_bytes)
 
 
-def _list_links(found: Cluster, node: int) -> list[str]:
-    """The lines about the links of one node."""
-    within = [link for link in found.links if link.node == node]
+def _list_links(cluster: Cluster, node: int) -> list[str]:
+    """Return the lines about the links of one node."""
+    within = [link for link in cluster.links if link.node == node]
     lines = [f"{_format_ends(link)}: {link.kind}{_format_speed(link)}" for link in within[:MOST_LINKS]]
     if len(within) > len(lines):
         lines.append(f"and {len(within) - len(lines)} more pairs; --json has them all")
@@ -148,43 +150,43 @@ def _format_names(nodes: list[Node]) -> str:
 
 @dataclass(frozen=True)
 class Columns:
-    """A table that drops whole columns from the right where the terminal is too narrow for them.
+    """A table that drops columns from the right if the terminal is too narrow.
 
-    The first `kept` columns stay whatever the width; the one called `folds` takes several lines before
-    anything is dropped, down to `narrowest` letters.
+    The first `required` columns always stay. The column `folds` is wrapped before any column is dropped,
+    down to `narrowest` characters.
     """
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     left: tuple[str, ...]
-    """Headings of the columns that hold words."""
+    """Headings of the left-justified columns."""
     folds: str = "name"
     narrowest: int = 20
-    kept: int = 3
+    required: int = 3
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The widest table that fits."""
-        for count in range(len(self.headings), self.kept, -1):
-            if self._needs(console, options, count) <= options.max_width:
+        """Yield the table with the most columns that fit."""
+        for count in range(len(self.headings), self.required, -1):
+            if self._measure_width(console, options, count) <= options.max_width:
                 yield self.table(count)
                 return
-        yield self.table(self.kept)
+        yield self.table(self.required)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """As wide as the whole table, at most."""
+        """Return at most the width of the whole table."""
         return Measurement(1, Measurement.get(console, options, self.table(len(self.headings))).maximum)
 
-    def _needs(self, console: Console, options: ConsoleOptions, count: int) -> int:
-        """The width of the first columns, with the one that folds at its narrowest."""
-        whole = Measurement.get(console, options.update(width=1000), self.table(count)).maximum
+    def _measure_width(self, console: Console, options: ConsoleOptions, count: int) -> int:
+        """Return the width of the first columns, with the folding one at its narrowest."""
+        width = Measurement.get(console, options.update(width=1000), self.table(count)).maximum
         place = self.headings.index(self.folds)
         if place >= count:
-            return whole
+            return width
         longest = max(len(row[place]) for row in self.rows)
-        return whole - max(0, longest - self.narrowest)
+        return width - max(0, longest - self.narrowest)
 
     def table(self, count: int) -> Table:
-        """The first columns."""
+        """Return a table of the first columns."""
         table = _make_table()
         for heading in self.headings[:count]:
             table.add_column(
@@ -195,22 +197,22 @@ class Columns:
                 header_style="dim",
             )
         for row in self.rows:
-            table.add_row(*(_escape_cell(one) for one in row[:count]))
+            table.add_row(*(_escape_cell(text) for text in row[:count]))
         return table
 
 
 def render_devices(listed: tuple[Device, ...]) -> Columns:
-    """One line a device, or a run of devices alike; columns without a known value are left out."""
+    """Return one line per device or run of equal devices, without columns that are all unknown."""
     columns: list[tuple[str, Any]] = [
-        ("GPU", lambda one: str(one.index)),
+        ("GPU", lambda row: str(row.index)),
         ("name", _format_device),
-        ("GiB", lambda one: format_gib(one.memory_bytes)),
-        ("free", lambda one: None if one.free_bytes is None else format_gib(one.free_bytes)),
-        ("sm", lambda one: one.compute_capability),
-        ("bf16", lambda one: None if one.bf16 is None else "yes" if one.bf16 else "no"),
+        ("GiB", lambda row: format_gib(row.memory_bytes)),
+        ("free", lambda row: None if row.free_bytes is None else format_gib(row.free_bytes)),
+        ("sm", lambda row: row.compute_capability),
+        ("bf16", lambda row: None if row.bf16 is None else "yes" if row.bf16 else "no"),
         ("dense peak", _format_peak),
-        ("bandwidth", lambda one: _format_known(format_bandwidth, one.bandwidth_bytes_per_s)),
-        ("power", lambda one: None if one.power_limit_w is None else f"{one.power_limit_w:.0f} W"),
+        ("bandwidth", lambda row: _format_known(format_bandwidth, row.bandwidth_bytes_per_s)),
+        ("power", lambda row: None if row.power_limit_w is None else f"{row.power_limit_w:.0f} W"),
     ]
     rows = _merge_rows([[cell(device) for _, cell in columns] for device in listed])
     used = [index for index in range(len(columns)) if any(row[index] for row in rows)]
@@ -222,14 +224,14 @@ def render_devices(listed: tuple[Device, ...]) -> Columns:
 
 
 def _merge_rows(rows: list[list[str | None]]) -> list[list[str | None]]:
-    """Neighbouring rows that differ in their first cell only, as one row for "0-7"."""
-    kept: list[list[str | None]] = []
+    """Merge neighbouring rows that differ only in their first cell, as in "0-7"."""
+    merged: list[list[str | None]] = []
     for row in rows:
-        if kept and kept[-1][1:] == row[1:]:
-            kept[-1][0] = f"{str(kept[-1][0]).partition('-')[0]}-{row[0]}"
+        if merged and merged[-1][1:] == row[1:]:
+            merged[-1][0] = f"{str(merged[-1][0]).partition('-')[0]}-{row[0]}"
         else:
-            kept.append(list(row))
-    return kept
+            merged.append(list(row))
+    return merged
 
 
 def _format_device(device: Device) -> str:
@@ -237,7 +239,7 @@ def _format_device(device: Device) -> str:
 
 
 def _format_peak(device: Device) -> str | None:
-    """The best 16-bit rate, with a mark where it is derived rather than catalogued."""
+    """Return the best 16-bit rate, with ~ if it is derived rather than from the catalogue."""
     rate = device.peaks.bf16 or device.peaks.fp16
     if rate is None:
         return None
@@ -253,15 +255,15 @@ def _make_table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
 
 
-def _render_host(found: Cluster, groups: list[list[Node]]) -> Table:
+def _render_host(cluster: Cluster, groups: list[list[Node]]) -> Table:
     table = _make_table()
     table.show_header = False
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    rows: list[tuple[str, str]] = [("links", link) for link in _list_all_links(found, groups)]
-    rows += [("host", one) for nodes in groups if (one := _format_host(nodes[0]))]
-    rows += [("scheduler", _format_scheduler(found.scheduler))] if _is_detected(found) else []
-    rows += [("versions", one)] if (one := _format_versions(found.versions)) else []
+    rows: list[tuple[str, str]] = [("links", link) for link in _list_all_links(cluster, groups)]
+    rows += [("host", text) for nodes in groups if (text := _format_host(nodes[0]))]
+    rows += [("scheduler", _format_scheduler(cluster.scheduler))] if _is_detected(cluster) else []
+    rows += [("versions", text)] if (text := _format_versions(cluster.versions)) else []
     last = None
     for name, text in rows:
         table.add_row("" if name == last else name, _escape_cell(text))
@@ -269,17 +271,17 @@ def _render_host(found: Cluster, groups: list[list[Node]]) -> Table:
     return table
 
 
-def _is_detected(found: Cluster) -> bool:
-    """Whether this cluster was looked at, rather than stated."""
-    return found.versions.python is not None
+def _is_detected(cluster: Cluster) -> bool:
+    """Whether this cluster was detected rather than stated by the user."""
+    return cluster.versions.python is not None
 
 
-def _list_all_links(found: Cluster, groups: list[list[Node]]) -> list[str]:
-    """Each group's own links, then the one between nodes."""
+def _list_all_links(cluster: Cluster, groups: list[list[Node]]) -> list[str]:
+    """Return the lines about the links of each group, then those between nodes."""
     lines: list[str] = []
     index = 0
     for nodes in groups:
-        own = _list_links(found, index)
+        own = _list_links(cluster, index)
         index += len(nodes)
         if len(groups) > 1:
             own = [f"{_format_names(nodes)}: {text}" for text in own]
@@ -288,7 +290,7 @@ def _list_all_links(found: Cluster, groups: list[list[Node]]) -> list[str]:
         lines += own
     lines += [
         f"between nodes: {link.kind}{_format_speed(link)}{_format_link_source(link)}"
-        for link in found.links
+        for link in cluster.links
         if link.node is None
     ]
     return lines
@@ -311,7 +313,7 @@ def _format_speed(link: Link) -> str:
 
 
 def _format_link_source(link: Link) -> str:
-    """What a bandwidth between nodes is for, and where it is from."""
+    """Return that a bandwidth between nodes is per GPU, and its source."""
     return "" if link.bandwidth_bytes_per_s is None else f" for each GPU ({link.source})"
 
 
@@ -325,48 +327,48 @@ def _format_host(node: Node) -> str:
     free = _format_known(format_bytes, node.ram_free_bytes)
     memory = f"{ram} RAM ({free} free)" if ram and free else f"{ram} RAM" if ram else None
     shm = f"{format_bytes(node.shm_bytes)} /dev/shm" if node.shm_bytes else None
-    facts = ", ".join(one for one in (cores, memory, shm) if one)
+    facts = ", ".join(fact for fact in (cores, memory, shm) if fact)
     return f"{node.name}: {facts}" if facts else ""
 
 
-def _format_scheduler(found: Scheduler) -> str:
-    if found.name is None and found.launcher is None:
+def _format_scheduler(scheduler: Scheduler) -> str:
+    if scheduler.name is None and scheduler.launcher is None:
         return "none"
     rank = None
-    if found.rank is not None and found.world_size is not None:
-        rank = f"rank {found.rank} of {found.world_size}"
+    if scheduler.rank is not None and scheduler.world_size is not None:
+        rank = f"rank {scheduler.rank} of {scheduler.world_size}"
     facts = (
-        found.name,
-        f"job {found.job_id}" if found.job_id else None,
-        f"partition {found.partition}" if found.partition else None,
-        f"{found.num_nodes} nodes" if found.num_nodes else None,
-        f"{found.gpus_on_node} GPUs on this node" if found.gpus_on_node is not None else None,
-        found.launcher,
+        scheduler.name,
+        f"job {scheduler.job_id}" if scheduler.job_id else None,
+        f"partition {scheduler.partition}" if scheduler.partition else None,
+        f"{scheduler.num_nodes} nodes" if scheduler.num_nodes else None,
+        f"{scheduler.gpus_on_node} GPUs on this node" if scheduler.gpus_on_node is not None else None,
+        scheduler.launcher,
         rank,
     )
     return ", ".join(fact for fact in facts if fact)
 
 
-def _format_versions(found: Versions) -> str:
-    cuda = f" (CUDA {found.driver_cuda})" if found.driver_cuda else ""
-    built = f" for CUDA {found.torch_cuda}" if found.torch_cuda else ""
+def _format_versions(versions: Versions) -> str:
+    cuda = f" (CUDA {versions.driver_cuda})" if versions.driver_cuda else ""
+    built = f" for CUDA {versions.torch_cuda}" if versions.torch_cuda else ""
     facts = (
-        f"torch {found.torch}{built}" if found.torch else None,
-        f"driver {found.driver}{cuda}" if found.driver else None,
-        f"NCCL {found.nccl}" if found.nccl else None,
-        f"Python {found.python}" if found.python else None,
-        f"trimtab {found.trimtab}" if found.trimtab else None,
+        f"torch {versions.torch}{built}" if versions.torch else None,
+        f"driver {versions.driver}{cuda}" if versions.driver else None,
+        f"NCCL {versions.nccl}" if versions.nccl else None,
+        f"Python {versions.python}" if versions.python else None,
+        f"trimtab {versions.trimtab}" if versions.trimtab else None,
     )
     return ", ".join(fact for fact in facts if fact)
 
 
-def render_sources(found: Cluster) -> Table:
-    """Every known fact with where it comes from."""
+def render_sources(cluster: Cluster) -> Table:
+    """Return every known fact of a cluster with its source."""
     table = _make_table()
     for name in ("fact", "value", "source"):
         table.add_column(name, header_style="dim", overflow="fold")
-    holders: list[tuple[str, Any]] = [("versions", found.versions), ("scheduler", found.scheduler)]
-    for node in found.nodes:
+    holders: list[tuple[str, Any]] = [("versions", cluster.versions), ("scheduler", cluster.scheduler)]
+    for node in cluster.nodes:
         holders.append((node.name, node))
         holders += [(f"{node.name} GPU {device.index}", device) for device in node.devices]
     for label, holder in holders:
@@ -374,9 +376,9 @@ def render_sources(found: Cluster) -> Table:
             if field not in ("devices", "name"):
                 value = _format_field(field, getattr(holder, field))
                 table.add_row(_escape_cell(f"{label} {field}"), _escape_cell(value), _escape_cell(source))
-    for link in found.links:
+    for link in cluster.links:
         where = (
-            "between nodes" if link.node is None else f"{found.nodes[link.node].name} {_format_ends(link)}"
+            "between nodes" if link.node is None else f"{cluster.nodes[link.node].name} {_format_ends(link)}"
         )
         table.add_row(
             _escape_cell(f"link {where}"),
@@ -398,7 +400,7 @@ FIELD_FORMATS: dict[str, Callable[[Any], str]] = {
     "processes": lambda value: f"{len(value)} other" if value else "none",
     "slice": lambda value: f"{value.profile}, {value.sm_share:.3f} of {value.parent}",
 }
-"""How a field's value is written in few letters, where str() will not do."""
+"""Short formats of fields for which str() is not enough."""
 
 
 def _format_field(field: str, value: Any) -> str:
@@ -406,35 +408,31 @@ def _format_field(field: str, value: Any) -> str:
 
 
 def render_finding(finding: Finding) -> RenderableType:
-    """A finding: what, the evidence, why, and what to do."""
+    """Return a finding with evidence, cause and fix."""
     style = SEVERITY_STYLE[finding.severity.value]
     return Group(
         Text.assemble((f"{finding.severity.value}: ", style), escape_control(finding.what)),
-        _render_indented("seen", finding.evidence, "dim"),
-        _render_indented("why", finding.cause, "dim"),
-        _render_indented("do", finding.cure, "green"),
+        render_labelled("seen", finding.evidence, "dim"),
+        render_labelled("why", finding.cause, "dim"),
+        render_labelled("do", finding.cure, "green"),
     )
 
 
 def render_labelled(label: str, text: str, style: str) -> RenderableType:
-    """A sentence below something else, with its label before it."""
-    return _render_indented(label, text, style)
-
-
-def _render_indented(label: str, text: str, style: str) -> RenderableType:
+    """Return an indented text with a label before it."""
     return Hanging(Text(f"  {label}:", style=style), Text(escape_control(text)))
 
 
 def _wrap_lines(text: Text, width: int) -> list[Text]:
-    """Return the lines of a text, broken at blanks alone; a word that is too wide has a line of its own."""
+    """Return the lines of a text, broken only at spaces; a word that is too wide gets its own line."""
     lines: list[Text] = []
     for line in text.split(allow_blank=True):
         breaks, used = [], 0
-        for found in WORD.finditer(line.plain):
-            if used and used + cell_len(found[0].rstrip()) > width:
-                breaks.append(found.start())
+        for word in WORD.finditer(line.plain):
+            if used and used + cell_len(word[0].rstrip()) > width:
+                breaks.append(word.start())
                 used = 0
-            used += cell_len(found[0])
+            used += cell_len(word[0])
         lines += line.divide(breaks) if breaks else [line]
     for line in lines:
         line.rstrip()
@@ -443,36 +441,36 @@ def _wrap_lines(text: Text, width: int) -> list[Text]:
 
 @dataclass(frozen=True)
 class Hanging:
-    """A label and a text beside it, whose lines begin below each other; no word of it is ever broken."""
+    """A label with a text beside it, as a hanging indent; no word is broken."""
 
     label: Text
     text: Text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Wrap at blanks; a word that is wider than the terminal has a line of its own."""
+        """Yield the lines, wrapped at spaces; a word wider than the terminal gets its own line."""
         margin = self.label.cell_len + 1
         for number, line in enumerate(_wrap_lines(self.text, options.max_width - margin)):
             before = Text(" " * margin) if number else Text.assemble(self.label, " ")
             yield Text.assemble(before, line, no_wrap=True, overflow="ignore")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """As wide as its text on one line, at most."""
-        whole = self.label.cell_len + 1 + self.text.cell_len
-        return Measurement(min(whole, options.max_width), min(whole, options.max_width))
+        """Return at most the width of the text on one line."""
+        width = min(self.label.cell_len + 1 + self.text.cell_len, options.max_width)
+        return Measurement(width, width)
 
 
 @dataclass(frozen=True)
 class WholePaths:
-    """Lays out what it holds so that no path is broken, wider than the terminal where a path needs it.
+    """Lays out a renderable without breaking paths, wider than the terminal if a path needs it.
 
-    Print it uncropped. rich would break a word that is wider than its column at any letter, and nobody could
-    read or copy the path then.
+    Print it uncropped. rich breaks a word that is wider than its column at any character, and then a path
+    cannot be copied.
     """
 
     what: RenderableType
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Part by part: only what holds the long path gets wider."""
+        """Render part by part: only the part with the long path gets wider."""
         if isinstance(self.what, Group):
             for renderable in self.what.renderables:
                 yield WholePaths(renderable)
@@ -488,13 +486,13 @@ class WholePaths:
             yield from console.render(self.what, options.update(width=width) if width else options)
 
     def _width(self, console: Console, options: ConsoleOptions) -> int | None:
-        """The first width at which every path is whole; None where that of the terminal will do."""
+        """Return the first width at which no path is broken; None if the terminal is wide enough."""
         narrow = options.max_width
-        whole = self._words(console, options, VERY_WIDE)
-        longest = max((len(one) for one in whole if "/" in one), default=0)
+        words = self._words(console, options, VERY_WIDE)
+        longest = max((len(word) for word in words if "/" in word), default=0)
         for width in range(narrow, narrow + longest + 1, WIDER):
-            fragments = self._words(console, options, width) - whole
-            if not any(path.startswith(fragment) for fragment in fragments for path in whole if "/" in path):
+            fragments = self._words(console, options, width) - words
+            if not any(path.startswith(fragment) for fragment in fragments for path in words if "/" in path):
                 return None if width == narrow else width
         return None
 
@@ -504,36 +502,36 @@ class WholePaths:
 
 
 def render_error(trimtab_error: TrimtabError) -> RenderableType:
-    """What was given, what was found, what to do."""
+    """Return an error in its three parts: given, found, do."""
     return Group(
         Text.assemble(("error: ", "bold red"), escape_control(trimtab_error.given)),
-        _render_indented("found", trimtab_error.found, "dim"),
-        _render_indented("do", trimtab_error.cure, "green"),
+        render_labelled("found", trimtab_error.found, "dim"),
+        render_labelled("do", trimtab_error.cure, "green"),
     )
 
 
 def render_word(word: Word) -> RenderableType:
-    """An entry of the glossary."""
+    """Return an entry of the glossary."""
     parts: list[RenderableType] = [Text.assemble((word.name, "bold"), (f"  ({word.kind})", "dim"))]
     labels = (("what", word.what), ("cost", word.cost), ("when", word.change))
-    parts += [_render_indented(label, text, "cyan") for label, text in labels if text]
-    parts += [_render_indented("here", text, "cyan") for text in word.use]
+    parts += [render_labelled(label, text, "cyan") for label, text in labels if text]
+    parts += [render_labelled("here", text, "cyan") for text in word.use]
     if word.see:
-        parts.append(_render_indented("see", ", ".join(word.see), "dim"))
+        parts.append(render_labelled("see", ", ".join(word.see), "dim"))
     return Group(*parts)
 
 
 def render_word_list(known: dict[str, Word]) -> RenderableType:
-    """Every word, by kind."""
+    """Return the names of all glossary entries by kind."""
     kinds: dict[str, list[str]] = {}
     for text in known.values():
         kinds.setdefault(text.kind, []).append(text.name)
-    parts = [_render_indented(kind, ", ".join(sorted(names)), "cyan") for kind, names in kinds.items()]
+    parts = [render_labelled(kind, ", ".join(sorted(names)), "cyan") for kind, names in kinds.items()]
     return Group(Text("trimtab explain WORD, with one of:", style="bold"), *parts)
 
 
 def render_device_names(rows: tuple[DeviceRow, ...]) -> Columns:
-    """Every device of the catalogue, as people type it."""
+    """Return every device of the catalogue with the name for --on."""
     return Columns(
         headings=("name", "GiB", "16-bit peak", "bandwidth", "also"),
         rows=tuple(
@@ -548,12 +546,12 @@ def render_device_names(rows: tuple[DeviceRow, ...]) -> Columns:
         ),
         left=("name", "also"),
         folds="also",
-        kept=2,
+        required=2,
     )
 
 
 BAR = 48
-"""Characters of the bar of parts."""
+"""Width of the memory bar in characters."""
 PART_COLOURS = {
     "weights": "blue",
     "gradients": "cyan",
@@ -574,38 +572,38 @@ LETTERS = {
     "communication": "C",
     "context": "X",
 }
-"""What a part is drawn with: letters, so that the bar reads without colour too."""
+"""Letters of the parts in the memory bar, which is readable without colour."""
 
 
 def render_estimate(
-    found: Estimate,
+    estimate: Estimate,
     details: MemoryPeaks,
     *,
     heading: str,
     help_lines: tuple[str, ...] = (),
     classes: dict[str, str] | None = None,
 ) -> RenderableType:
-    """A verdict, the bar of parts, the three figures, and where the memory goes."""
+    """Return the verdict, the memory bar, the figures and the largest modules of an estimate."""
     parts: list[RenderableType] = [
-        _render_verdict(found, heading),
+        _render_verdict(estimate, heading),
         Text(),
-        _render_bar(found),
+        _render_bar(estimate),
         Text(),
-        _render_figures(found),
+        _render_figures(estimate),
     ]
     moment = f"{details.operation}, {_describe_phase(details.phase)}"
-    rows = [("verdict", found.verdict_reason)] if found.verdict_reason else []
+    rows = [("verdict", estimate.verdict_reason)] if estimate.verdict_reason else []
     rows += [("peak", f"{moment}: the parts above are what is live at that moment")]
-    if gradients := describe_gradients(found):
+    if gradients := describe_gradients(estimate):
         rows.append(("", gradients))
     rows += [
         ("largest" if not index else "", f"{_format_module(name, classes or {})}  {format_bytes(size)}")
         for index, (name, size) in enumerate(details.modules)
     ]
-    if found.mfu is not None and found.mfu_reference is not None:
-        rows.append(("MFU", _describe_mfu(found.mfu, found.mfu_reference)))
+    if estimate.mfu is not None and estimate.mfu_reference is not None:
+        rows.append(("MFU", _describe_mfu(estimate.mfu, estimate.mfu_reference)))
     rows += [("help" if not index else "", line) for index, line in enumerate(help_lines)]
-    rows += [("assumed" if not index else "", line) for index, line in enumerate(found.assumptions)]
+    rows += [("assumed" if not index else "", line) for index, line in enumerate(estimate.assumptions)]
     table = _make_table()
     table.show_header = False
     table.add_column(style="dim", no_wrap=True)
@@ -615,16 +613,16 @@ def render_estimate(
     return Group(*parts, Text(), Padding(table, (0, 0, 0, 1), expand=False))
 
 
-def describe_gradients(found: Estimate) -> str:
-    """What gradients hold where that is at another moment than the peak; empty where it is not."""
-    if found.gradients_bytes is None or found.gradients_bytes <= found.parts.gradients:
+def describe_gradients(estimate: Estimate) -> str:
+    """Return the memory of gradients if it is larger at other times than at the peak; else empty."""
+    if estimate.gradients_bytes is None or estimate.gradients_bytes <= estimate.parts.gradients:
         return ""
-    then, most = format_bytes(found.parts.gradients), format_bytes(found.gradients_bytes)
-    return f"gradients hold {then} at the peak, and up to {most} at another moment"
+    then, most = format_bytes(estimate.parts.gradients), format_bytes(estimate.gradients_bytes)
+    return f"gradients: {then} at the peak, up to {most} at other times"
 
 
 def _describe_mfu(mfu: float, usual: MfuReference) -> str:
-    """An MFU beside what published runs reach.
+    """Return an MFU compared with published runs.
 
     >>> from trimtab.spec import MfuReference
     >>> _mfu_words(0.28, MfuReference(low=0.36, high=0.46, model="transformer", figures="X, 48 runs"))
@@ -638,7 +636,7 @@ def _describe_mfu(mfu: float, usual: MfuReference) -> str:
 
 
 def _format_module(name: str, classes: dict[str, str]) -> str:
-    """A module as a person finds it: a number alone is no name.
+    """Return the name of a module, with its class if the name is only a number.
 
     >>> _module("0", {"0": "Linear"}), _module("h.0.mlp", {})
     ('0 (Linear)', 'h.0.mlp')
@@ -646,58 +644,58 @@ def _format_module(name: str, classes: dict[str, str]) -> str:
     return f"{name} ({classes[name]})" if name in classes else name
 
 
-def _render_verdict(found: Estimate, heading: str) -> Text:
-    if found.capacity_bytes is None or found.fits is None:
-        return Text.assemble((heading, "bold"), f": {format_bytes(found.process_bytes)}")
-    share = found.process_bytes / found.capacity_bytes
-    need = f"{format_bytes(found.process_bytes)} of {format_bytes(found.capacity_bytes)} ({share:.0%})"
-    word, style = ("fits", "bold green") if found.fits else ("does not fit", "bold red")
-    if _is_tight(found):
+def _render_verdict(estimate: Estimate, heading: str) -> Text:
+    if estimate.capacity_bytes is None or estimate.fits is None:
+        return Text.assemble((heading, "bold"), f": {format_bytes(estimate.process_bytes)}")
+    share = estimate.process_bytes / estimate.capacity_bytes
+    need = f"{format_bytes(estimate.process_bytes)} of {format_bytes(estimate.capacity_bytes)} ({share:.0%})"
+    word, style = ("fits", "bold green") if estimate.fits else ("does not fit", "bold red")
+    if _is_tight(estimate):
         word, style = "fits tightly", "bold yellow"
     return Text.assemble((heading, "bold"), ": ", (word, style), f", {need}")
 
 
-def _is_tight(found: Estimate) -> bool:
+def _is_tight(estimate: Estimate) -> bool:
     """Whether it fits only because torch releases cached blocks."""
-    return found.verdict is not None and found.verdict.value == "fits-tight"
+    return estimate.verdict is not None and estimate.verdict.value == "fits-tight"
 
 
 def _describe_phase(phase: str) -> str:
     return f"step {int(phase.removeprefix('step')) + 1}" if phase.startswith("step") else phase
 
 
-def _render_bar(found: Estimate) -> Text:
-    """Parts of the peak and, after them, what the allocator holds beyond it, as a share of the device."""
-    whole = max(found.capacity_bytes or 0, found.process_bytes)
+def _render_bar(estimate: Estimate) -> Text:
+    """Return the bar of the parts at the peak, then what the allocator reserves beyond them."""
+    total = max(estimate.capacity_bytes or 0, estimate.process_bytes)
     text = Text(" ")
-    sizes = {name: getattr(found.parts, name) for name in found.parts.__struct_fields__}
-    sizes["held"] = max(0, found.reserved_bytes - found.allocated_bytes)
+    sizes = {name: getattr(estimate.parts, name) for name in estimate.parts.__struct_fields__}
+    sizes["held"] = max(0, estimate.reserved_bytes - estimate.allocated_bytes)
     drawn = 0.0
     printed = 0
     for name, size in sizes.items():
-        drawn += size / whole * BAR
+        drawn += size / total * BAR
         count = round(drawn) - printed
         printed += count
         text.append(LETTERS.get(name, "-") * count, style=PART_COLOURS.get(name, "dim"))
     return text.append("." * max(0, BAR - printed), style="dim")
 
 
-def _render_figures(found: Estimate) -> Table:
+def _render_figures(estimate: Estimate) -> Table:
     table = _make_table()
     table.show_header = False
     for justify in ("left", "right", "left", "right"):
         table.add_column(justify=justify, no_wrap=True)
-    sizes = [(name, getattr(found.parts, name)) for name in found.parts.__struct_fields__]
+    sizes = [(name, getattr(estimate.parts, name)) for name in estimate.parts.__struct_fields__]
     left = [(f" {LETTERS[name]} {name}", format_bytes(size)) for name, size in sizes]
-    low, high = format_bytes(found.band.low_bytes), format_bytes(found.band.high_bytes)
-    # The unit once, where both have the same.
+    low, high = format_bytes(estimate.band.low_bytes), format_bytes(estimate.band.high_bytes)
+    # If both have the same unit, print it once.
     band = f"{low.removesuffix(high[-4:])} to {high}"
     right = [
-        ("allocated", format_bytes(found.allocated_bytes, digits=2)),
-        ("reserved", format_bytes(found.reserved_bytes, digits=2)),
-        ("process", format_bytes(found.process_bytes, digits=2)),
+        ("allocated", format_bytes(estimate.allocated_bytes, digits=2)),
+        ("reserved", format_bytes(estimate.reserved_bytes, digits=2)),
+        ("process", format_bytes(estimate.process_bytes, digits=2)),
         ("band", band),
-        *_list_speed_rows(found),
+        *_list_speed_rows(estimate),
     ]
     for index, (name, size) in enumerate(left):
         label, value = right[index] if index < len(right) else ("", "")
@@ -705,24 +703,24 @@ def _render_figures(found: Estimate) -> Table:
     return table
 
 
-def _list_speed_rows(found: Estimate) -> list[tuple[str, str]]:
-    """Time of a step, samples a second and MFU, where they are known."""
-    if found.step_s is None or found.samples_per_s is None:
+def _list_speed_rows(estimate: Estimate) -> list[tuple[str, str]]:
+    """Return the rows of step time, samples per second and MFU, if known."""
+    if estimate.step_s is None or estimate.samples_per_s is None:
         return []
-    rows = [("step", format_duration(found.step_s)), ("samples/s", f"{found.samples_per_s:,.1f}")]
-    if found.mfu is not None:
-        rated = f", {found.mfu_rating}" if found.mfu_rating else ""
-        rows.append(("MFU", f"{found.mfu:.0%}{rated}"))
+    rows = [("step", format_duration(estimate.step_s)), ("samples/s", f"{estimate.samples_per_s:,.1f}")]
+    if estimate.mfu is not None:
+        rated = f", {estimate.mfu_rating}" if estimate.mfu_rating else ""
+        rows.append(("MFU", f"{estimate.mfu:.0%}{rated}"))
     return rows
 
 
-def render_marks(found: ExamResult) -> RenderableType:
-    """Every case with its errors, and the summary."""
+def render_marks(result: ExamResult) -> RenderableType:
+    """Return every exam case with its errors, and the summary."""
     table = _make_table()
     table.add_column("case", header_style="dim", overflow="fold")
     for name in ("allocated", "error", "reserved", "process", "step", "error"):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
-    for case in found.cases:
+    for case in result.cases:
         if case.failed:
             table.add_row(escape(case.case), "failed", *[""] * 5)
             continue
@@ -734,31 +732,31 @@ def render_marks(found: ExamResult) -> RenderableType:
             f"{case.measured['step_s'] * 1e3:.1f} ms" if "step_s" in case.measured else UNKNOWN,
             f"{case.error['step_s']:+.1%}" if "step_s" in case.error else UNKNOWN,
         )
-    lines = [_render_mark(found, figure) for figure in found.median]
-    failures = [_render_indented(case.case, case.failed, "red") for case in found.cases if case.failed]
+    lines = [_render_mark(result, figure) for figure in result.median]
+    failures = [render_labelled(case.case, case.failed, "red") for case in result.cases if case.failed]
     return Group(table, Text(), *lines, *failures)
 
 
-def _render_mark(found: ExamResult, figure: str) -> Text:
+def _render_mark(result: ExamResult, figure: str) -> Text:
     name = figure.removesuffix("_bytes").removesuffix("_s")
     return Text(
-        f"{name:10} median error {found.median[figure]:.2%}, worst {found.worst[figure]:.2%}, "
-        f"furthest too low {min(0.0, found.lowest[figure]):.2%}"
+        f"{name:10} median error {result.median[figure]:.2%}, worst {result.worst[figure]:.2%}, "
+        f"largest underestimate {min(0.0, result.lowest[figure]):.2%}"
     )
 
 
-def render_profile(found: dict[str, Any], *, heading: str) -> RenderableType:
-    """Predicted against measured, or that it ran out of memory."""
+def render_profile(report: dict[str, Any], *, heading: str) -> RenderableType:
+    """Return predicted and measured figures of a profile, or that it ran out of memory."""
     title = Text(heading, style="bold")
-    if found["run"]["out_of_memory"]:
-        return Group(title, _render_indented("out of memory", found["run"]["out_of_memory"], "red"))
+    if report["run"]["out_of_memory"]:
+        return Group(title, render_labelled("out of memory", report["run"]["out_of_memory"], "red"))
     table = _make_table()
     for name in ("", "predicted", "measured", "error"):
         table.add_column(name, justify="right" if name else "left", header_style="dim")
-    for figure, measured in found["measured"].items():
+    for figure, measured in report["measured"].items():
         if measured is None:
             continue
-        guess, error = found["predicted"][figure], found["error"][figure]
+        guess, error = report["predicted"][figure], report["error"][figure]
         shown = format_duration if figure.endswith("_s") else format_bytes
         table.add_row(
             f" {figure.rpartition('_')[0]}",
@@ -769,17 +767,17 @@ def render_profile(found: dict[str, Any], *, heading: str) -> RenderableType:
     return Group(title, table)
 
 
-def render_calibration(found: Calibration, file: Path) -> RenderableType:
-    """The best rates that were seen, by dtype, and what the host costs."""
+def render_calibration(calibration: Calibration, file: Path) -> RenderableType:
+    """Return the best measured rates by dtype, and the host's time per operation."""
     table = _make_table()
     for name in ("", "best", "at"):
         table.add_column(name, justify="right" if name == "best" else "left", header_style="dim")
-    pairs = list(zip(found.works, found.seconds, strict=True))
+    pairs = list(zip(calibration.works, calibration.seconds, strict=True))
     for dtype in ("bfloat16", "float16", "tf32", "float32"):
         products = [pair for pair in pairs if pair[0].kind == "matrix" and pair[0].dtype == dtype]
         rated = [(work.flops / seconds, work) for work, seconds in products]
         if rated:
-            rate, work = max(rated, key=lambda one: one[0])
+            rate, work = max(rated, key=lambda row: row[0])
             size = " x ".join(str(dim) for dim in work.dims[1:4])
             table.add_row(f" matrix products, {dtype}", f"{rate / 1e12:.0f} TFLOP/s", size)
     large = [
@@ -790,67 +788,69 @@ def render_calibration(found: Calibration, file: Path) -> RenderableType:
     if large:
         rate, op = max(large)
         table.add_row(" memory", f"{rate / 1e9:.0f} GB/s", op.removeprefix("aten::"))
-    for name, rate in found.copy_bytes_per_s.items():
+    for name, rate in calibration.copy_bytes_per_s.items():
         table.add_row(f" copies {name.replace('_', ' ')}", f"{rate / 1e9:.0f} GB/s", "256 MiB, pinned")
-    if "forward_s" in found.host:
-        table.add_row(" one operation, on the host", f"{found.host['forward_s'] * 1e6:.1f} us", "64 numbers")
-    title = Text(f"{found.device}: {len(found.works)} operations measured", style="bold")
-    left = [Text(f" left out: {one}", style="dim") for one in found.left_out]
+    if "forward_s" in calibration.host:
+        table.add_row(
+            " one operation, on the host", f"{calibration.host['forward_s'] * 1e6:.1f} us", "64 numbers"
+        )
+    title = Text(f"{calibration.device}: {len(calibration.works)} operations measured", style="bold")
+    left = [Text(f" left out: {text}", style="dim") for text in calibration.left_out]
     return Group(title, table, *left, Text(f" kept in {file}"))
 
 
 MOST_REJECTED = 10
-"""Causes shown; the rest are counted."""
+"""Causes to list; the others are only counted."""
 
 
 STOPPED = "the search was stopped before it ended; something better may exist"
 
 
-def render_plan(found: Plan) -> RenderableType:
-    """The recommendation, the memory, every choice with its reason, and what else there was."""
+def render_plan(plan: Plan) -> RenderableType:
+    """Return the recommendation, the memory, every choice with its reason, and the alternatives."""
     parts: list[RenderableType] = [
         Text.assemble(
-            (escape_control(_format_plan_name(found)), "bold"), f": {describe_setting(found.choice)}"
+            (escape_control(_format_plan_name(plan)), "bold"), f": {describe_setting(plan.choice)}"
         ),
         Text(),
-        *([] if found.complete else [_render_indented("best so far", STOPPED, "yellow"), Text()]),
-        Padding(Text(escape_control(found.recommendation), style="green"), (0, 0, 0, 1)),
+        *([] if plan.complete else [render_labelled("best so far", STOPPED, "yellow"), Text()]),
+        Padding(Text(escape_control(plan.recommendation), style="green"), (0, 0, 0, 1)),
         Text(),
-        _render_bar(found.estimate),
-        Padding(Text(_describe_headroom(found)), (0, 0, 0, 1)),
+        _render_bar(plan.estimate),
+        Padding(Text(_describe_headroom(plan)), (0, 0, 0, 1)),
         Text(),
-        Padding(_render_reasons(found), (0, 0, 0, 1), expand=False),
+        Padding(_render_reasons(plan), (0, 0, 0, 1), expand=False),
     ]
     for heading, table in (
-        ("GPUs side by side", _render_comparison(found)),
-        ("what if", _render_what_ifs(found)),
-        ("runners-up", _render_runners_up(found)),
+        ("GPUs side by side", _render_comparison(plan)),
+        ("what if", _render_what_ifs(plan)),
+        ("runners-up", _render_runners_up(plan)),
     ):
         if table is not None:
             parts += [Text(), Text(f" {heading}", style="bold"), Padding(table, (0, 0, 0, 1), expand=False)]
         if heading == "what if":
             parts += [
-                _render_indented(one.change, one.why, "dim")
-                for one in found.what_if
-                if _needs_explanation(one)
+                render_labelled(what_if.change, what_if.why, "dim")
+                for what_if in plan.what_if
+                if _needs_explanation(what_if)
             ]
     parts += [
         Text(),
         Text(" rejected", style="bold"),
-        Padding(_render_rejected(found), (0, 0, 0, 1), expand=False),
+        Padding(_render_rejected(plan), (0, 0, 0, 1), expand=False),
     ]
-    parts += [_render_indented("assumed", line, "dim") for line in found.estimate.assumptions]
-    parts += [_render_indented("left out", line, "dim") for line in found.left_out]
+    parts += [render_labelled("assumed", line, "dim") for line in plan.estimate.assumptions]
+    parts += [render_labelled("left out", line, "dim") for line in plan.left_out]
     return Group(*parts)
 
 
-def render_staged_plan(found: StagedPlan) -> RenderableType:
-    """A line a stage, and what all of them take together."""
-    first = found.stages[0].plan
+def render_staged_plan(staged_plan: StagedPlan) -> RenderableType:
+    """Return one line per stage, and the total time."""
+    first = staged_plan.stages[0].plan
     table = _make_table()
     for heading in ("stage", "batch", "how", "memory", "step", "epochs", "rate", "time"):
         table.add_column(heading, justify="left" if heading in ("stage", "how") else "right")
-    for stage in found.stages:
+    for stage in staged_plan.stages:
         choice, estimate = stage.plan.choice, stage.plan.estimate
         ways = "" if choice.recompute.value == "none" else f"recompute {choice.recompute.value}"
         ranks = f" x {choice.data_parallel}" * (choice.data_parallel > 1)
@@ -864,27 +864,27 @@ def render_staged_plan(found: StagedPlan) -> RenderableType:
             "-" if stage.stage.rate is None else f"{stage.stage.rate:g}",
             _format_hours(estimate) or "-",
         )
-    whole = "" if found.hours is None else f", {format_duration(found.hours * 3600)} in all"
+    total = "" if staged_plan.hours is None else f", {format_duration(staged_plan.hours * 3600)} in all"
     return Group(
         Text.assemble(
-            (escape_control(_format_plan_name(first)), "bold"), f": {len(found.stages)} stages{whole}"
+            (escape_control(_format_plan_name(first)), "bold"), f": {len(staged_plan.stages)} stages{total}"
         ),
         Text(),
         Padding(table, (0, 0, 0, 1), expand=False),
         Text(),
-        Padding(Text(f"global batch {found.global_batch} in every stage, exactly"), (0, 0, 0, 1)),
+        Padding(Text(f"global batch {staged_plan.global_batch} in every stage, exactly"), (0, 0, 0, 1)),
     )
 
 
-def _format_plan_name(found: Plan) -> str:
+def _format_plan_name(plan: Plan) -> str:
     from trimtab.planner.validity import describe_places
 
-    name = found.workload.name if found.workload else found.job
-    return f"{name} on {describe_places(found.places)}"
+    name = plan.workload.name if plan.workload else plan.job
+    return f"{name} on {describe_places(plan.places)}"
 
 
 def describe_setting(setting: Setting) -> str:
-    """A setting in a line.
+    """Return a setting in one line.
 
     >>> from trimtab.spec import Setting
     >>> setting_words(Setting(micro_batch=8, accumulation=2, global_batch=16))
@@ -903,11 +903,11 @@ def describe_setting(setting: Setting) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _describe_headroom(found: Plan) -> str:
-    """Memory of the fullest GPU against what may be used."""
-    estimate = found.estimate
+def _describe_headroom(plan: Plan) -> str:
+    """Return the memory of the fullest GPU and the limit."""
+    estimate = plan.estimate
     capacity = estimate.capacity_bytes or estimate.process_bytes
-    most = found.policy.memory_share * capacity
+    most = plan.policy.memory_share * capacity
     words = (
         f"{format_bytes(estimate.process_bytes)} of {format_bytes(capacity)} free on the fullest GPU, "
         f"{format_bytes(estimate.band.high_bytes)} at most; {format_bytes(most)} may be used"
@@ -931,82 +931,82 @@ def _make_words_table(*justify: str) -> Table:
     return table
 
 
-def _render_reasons(found: Plan) -> Table:
+def _render_reasons(plan: Plan) -> Table:
     table = _make_words_table("left", "left", "left")
-    for reason in found.reasons:
+    for reason in plan.reasons:
         table.add_row(_escape_cell(reason.subject), _escape_cell(reason.value), _escape_cell(reason.why))
     return table
 
 
-def _render_comparison(found: Plan) -> Columns | None:
-    """One line for each number of GPUs; columns without a known value are left out."""
-    if not found.comparison:
+def _render_comparison(plan: Plan) -> Columns | None:
+    """Return one line per GPU count, without columns that are all unknown."""
+    if not plan.comparison:
         return None
     return _make_columns(
         (
-            ("GPUs", lambda one: str(one.gpus)),
-            ("how", lambda one: _format_setting_briefly(one.setting) if one.setting else one.why),
-            ("GiB", lambda one: one.estimate and format_gib(one.estimate.process_bytes)),
-            ("samples/s", lambda one: one.estimate and _format_figure(one.estimate.samples_per_s)),
-            ("epoch", lambda one: None if one.epoch_s is None else format_duration(one.epoch_s)),
-            ("total", lambda one: _format_hours(one.estimate)),
-            ("GPU-h", lambda one: one.estimate and _format_figure(one.estimate.gpu_hours)),
-            ("cost", lambda one: None if one.cost is None else f"{one.cost:,.2f}"),
-            ("in time", lambda one: _format_bool(one.meets_deadline)),
+            ("GPUs", lambda row: str(row.gpus)),
+            ("how", lambda row: _format_setting_briefly(row.setting) if row.setting else row.why),
+            ("GiB", lambda row: row.estimate and format_gib(row.estimate.process_bytes)),
+            ("samples/s", lambda row: row.estimate and _format_figure(row.estimate.samples_per_s)),
+            ("epoch", lambda row: None if row.epoch_s is None else format_duration(row.epoch_s)),
+            ("total", lambda row: _format_hours(row.estimate)),
+            ("GPU-h", lambda row: row.estimate and _format_figure(row.estimate.gpu_hours)),
+            ("cost", lambda row: None if row.cost is None else f"{row.cost:,.2f}"),
+            ("in time", lambda row: _format_bool(row.meets_deadline)),
             ("unused", _format_unused),
             (
                 "scaling",
-                lambda one: None if one.scaling_efficiency is None else f"{one.scaling_efficiency:.0%}",
+                lambda row: None if row.scaling_efficiency is None else f"{row.scaling_efficiency:.0%}",
             ),
         ),
-        found.comparison,
+        plan.comparison,
         "how",
     )
 
 
 def _format_unused(comparison: Comparison) -> str | None:
-    """GPUs of the cluster that are left for others: in words, since memory is free or not as well."""
+    """Return the number of unused GPUs in words, not to confuse it with free memory."""
     if comparison.free_share is None or comparison.free_share >= 1:
         return None
     count = round(comparison.gpus * comparison.free_share / (1 - comparison.free_share))
     return plural(count, "GPU")
 
 
-def _render_what_ifs(found: Plan) -> Columns | None:
-    if not found.what_if:
+def _render_what_ifs(plan: Plan) -> Columns | None:
+    if not plan.what_if:
         return None
     return _make_columns(
         (
-            ("change", lambda one: one.change),
-            ("GPUs", lambda one: str(one.gpus)),
-            ("how", lambda one: _format_setting(one.setting) if one.setting else None),
-            ("total", lambda one: _format_hours(one.estimate)),
-            ("samples/s", lambda one: one.estimate and _format_figure(one.estimate.samples_per_s)),
-            ("GPU-h", lambda one: one.estimate and _format_figure(one.estimate.gpu_hours)),
-            ("cost", lambda one: None if one.cost is None else f"{one.cost:,.2f}"),
-            ("in time", lambda one: _format_bool(one.meets_deadline)),
+            ("change", lambda row: row.change),
+            ("GPUs", lambda row: str(row.gpus)),
+            ("how", lambda row: _format_setting(row.setting) if row.setting else None),
+            ("total", lambda row: _format_hours(row.estimate)),
+            ("samples/s", lambda row: row.estimate and _format_figure(row.estimate.samples_per_s)),
+            ("GPU-h", lambda row: row.estimate and _format_figure(row.estimate.gpu_hours)),
+            ("cost", lambda row: None if row.cost is None else f"{row.cost:,.2f}"),
+            ("in time", lambda row: _format_bool(row.meets_deadline)),
         ),
-        found.what_if,
+        plan.what_if,
         "how",
     )
 
 
 def _needs_explanation(what_if: WhatIf) -> bool:
-    """Whether a row is without a setting, or without a pin: the line below says why."""
+    """Whether a row has no setting or has dropped a pin, so that a line below says why."""
     return what_if.setting is None or bool(what_if.unpinned)
 
 
-def _render_runners_up(found: Plan) -> Columns | None:
-    if not found.runners_up:
+def _render_runners_up(plan: Plan) -> Columns | None:
+    if not plan.runners_up:
         return None
     return _make_columns(
         (
-            ("how", lambda one: describe_setting(one.setting)),
-            ("GiB", lambda one: format_gib(one.estimate.process_bytes)),
-            ("samples/s", lambda one: _format_figure(one.estimate.samples_per_s)),
-            ("why not", lambda one: one.why),
+            ("how", lambda row: describe_setting(row.setting)),
+            ("GiB", lambda row: format_gib(row.estimate.process_bytes)),
+            ("samples/s", lambda row: _format_figure(row.estimate.samples_per_s)),
+            ("why not", lambda row: row.why),
         ),
-        found.runners_up,
+        plan.runners_up,
         "how",
         left=("how", "why not"),
     )
@@ -1015,7 +1015,7 @@ def _render_runners_up(found: Plan) -> Columns | None:
 def _make_columns(
     columns: tuple[tuple[str, Any], ...], rows: tuple[Any, ...], folds: str, left: tuple[str, ...] = ()
 ) -> Columns:
-    """A table of the columns in which something is known."""
+    """Return a table without columns that are all unknown."""
     cells = [[cell(row) for _, cell in columns] for row in rows]
     used = [index for index in range(len(columns)) if any(row[index] for row in cells)]
     headings = tuple(columns[index][0] for index in used)
@@ -1025,17 +1025,17 @@ def _make_columns(
         left=left or (folds, "change"),
         folds=folds,
         narrowest=10,
-        kept=min(4, len(headings)),
+        required=min(4, len(headings)),
     )
 
 
 def _format_setting(setting: Setting) -> str:
-    """A setting without the number of GPUs, which has its own column."""
+    """Return a setting without the number of GPUs, which has its own column."""
     return describe_setting(setting).partition(", ")[2].replace("micro-batch ", "")
 
 
 def _format_setting_briefly(setting: Setting) -> str:
-    """Strategy and cut of the batch, and recomputing where there is some."""
+    """Return strategy, micro-batch, accumulation and recompute mode."""
     again = "" if setting.recompute.value == "none" else f" {setting.recompute.value}"
     return f"{setting.strategy} {setting.micro_batch}x{setting.accumulation}{again}"
 
@@ -1052,15 +1052,16 @@ def _format_bool(value: bool | None) -> str | None:
     return None if value is None else "yes" if value else "no"
 
 
-def _render_rejected(found: Plan) -> Table:
-    """Causes with how many settings each removed."""
+def _render_rejected(plan: Plan) -> Table:
+    """Return the causes of rejections with the number of settings of each."""
     table = _make_words_table("right", "left")
-    listed = found.rejected
-    for one in listed[:MOST_REJECTED]:
-        table.add_row(f"{one.count:,}", _escape_cell(one.why))
+    listed = plan.rejected
+    for rejection in listed[:MOST_REJECTED]:
+        table.add_row(f"{rejection.count:,}", _escape_cell(rejection.why))
     if len(listed) > MOST_REJECTED:
         rest = listed[MOST_REJECTED:]
         table.add_row(
-            f"{sum(one.count for one in rest):,}", f"for {len(rest)} other causes; --json has them all"
+            f"{sum(rejection.count for rejection in rest):,}",
+            f"for {len(rest)} other causes; --json has them all",
         )
     return table

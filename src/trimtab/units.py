@@ -1,8 +1,7 @@
-"""Sizes, durations and rates: read as people write them, printed as people read them.
+"""Parse and format sizes, durations and rates.
 
-Inside trimtab everything is bytes, seconds and operations; GiB, hours and TFLOP/s exist only here,
-where values meet people. A GiB is 2**30 bytes and a GB is 10**9: 80 GB is 74.5 GiB, and the two are never
-taken for one another.
+All other modules count in bytes, seconds and operations; GiB, hours and TFLOP/s exist only here. A GiB is
+2**30 bytes and a GB is 10**9: 80 GB is 74.5 GiB.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _DURATION_CURE = "Write it like 12h, 90m, 45s or 1d6h."
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from what people type.
+    """Return the bytes of a size that a user typed.
 
     >>> parse_bytes("80GB"), parse_bytes("1.5 GiB"), parse_bytes("512")
     (80000000000, 1610612736, 512)
@@ -64,7 +63,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_whole(text: str) -> int | None:
-    """A whole number from 0 up in plain digits; None for anything else, other scripts' digits included.
+    """Return a whole number from 0 up in ASCII digits; None for anything else.
 
     >>> parse_whole(" 12 "), parse_whole(chr(0xB2)), parse_whole("-1"), parse_whole("9" * 30)
     (12, None, None, None)
@@ -74,7 +73,7 @@ def parse_whole(text: str) -> int | None:
 
 
 def parse_duration(text: str, option: str = "duration") -> float:
-    """Seconds from what people type; an error names the option that it was typed for.
+    """Return the seconds of a duration that a user typed; an error names the option.
 
     >>> parse_duration("12h"), parse_duration("90m"), parse_duration("1d6h")
     (43200.0, 5400.0, 108000.0)
@@ -103,7 +102,7 @@ def _is_number(text: str) -> bool:
 
 
 def format_bytes(count: float, *, digits: int = 1) -> str:
-    """Bytes in the largest binary unit that leaves at least one whole.
+    """Return bytes in the largest binary unit in which they are at least 1.
 
     >>> format_bytes(85 * 10**9), format_bytes(512), format_bytes(-3 * 2**20)
     ('79.2 GiB', '512 B', '-3.0 MiB')
@@ -116,7 +115,7 @@ def format_bytes(count: float, *, digits: int = 1) -> str:
 
 
 def format_gib(count: float) -> str:
-    """Bytes as a bare number of GiB, for columns whose heading says GiB.
+    """Return bytes as a number of GiB without the unit, for columns with the heading GiB.
 
     >>> format_gib(85 * 10**9)
     '79.2'
@@ -125,7 +124,7 @@ def format_gib(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration in the one or two units that matter; parse_duration reads it back.
+    """Return a duration in its one or two largest units; parse_duration reads it back.
 
     >>> format_duration(43200), format_duration(108000), format_duration(0.0123)
     ('12h', '1d6h', '0.012s')
@@ -145,12 +144,11 @@ def format_duration(seconds: float) -> str:
         (whole % 60, "s"),
     ]
     first = next(index for index, (number, _) in enumerate(parts) if number)
-    kept = parts[first : first + 2]
-    return "".join(f"{number}{unit}" for number, unit in kept if number)
+    return "".join(f"{number}{unit}" for number, unit in parts[first : first + 2] if number)
 
 
 def format_flops(per_second: float) -> str:
-    """An operation rate in TFLOP/s or PFLOP/s.
+    """Return an operation rate in TFLOP/s or PFLOP/s.
 
     >>> format_flops(989.4e12), format_flops(2.25e15), format_flops(8.1e12)
     ('989 TFLOP/s', '2.25 PFLOP/s', '8.1 TFLOP/s')
@@ -162,7 +160,7 @@ def format_flops(per_second: float) -> str:
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """A bandwidth in GB/s or TB/s: vendors and links count in decimal here, and so do we.
+    """Return a bandwidth in GB/s or TB/s, in decimal units as vendors state it.
 
     >>> format_bandwidth(3.35e12), format_bandwidth(31e9), format_bandwidth(1e12)
     ('3.35 TB/s', '31 GB/s', '1 TB/s')

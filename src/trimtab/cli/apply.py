@@ -16,7 +16,7 @@ from trimtab.cli.console import Json, print_json, print_notes, print_text
 from trimtab.cli.options import Yes, command, state_devices
 from trimtab.cli.progress import progress
 from trimtab.errors import WrongUse
-from trimtab.render import Columns, _indented, _words_table, inert, setting_words
+from trimtab.render import Columns, _make_words_table, describe_setting, escape_control, render_labelled
 from trimtab.spec.requests import ApplyRequest, ShowRequest
 from trimtab.units import format_bytes, format_duration
 
@@ -173,7 +173,7 @@ def _print_diff(diff: str) -> None:
     text = Text(no_wrap=True, overflow="ignore")
     for line in diff.splitlines():
         bold = line.startswith(("+++", "---"))
-        text.append(f"{inert(line)}\n", style="bold" if bold else _COLOURS.get(line[:1]))
+        text.append(f"{escape_control(line)}\n", style="bold" if bold else _COLOURS.get(line[:1]))
     text.rstrip()
     print_text(text)
 
@@ -182,10 +182,10 @@ def _written(written: WriteResult) -> RenderableType:
     """Return which files are new, and how to revert them."""
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     return Group(
-        Text(inert(f"written: {files}"), style="bold"),
-        *(_indented("backup", backup, "dim") for backup in written.backups),
-        _indented("back", "; ".join(f"trimtab revert {file}" for file in written.files), "dim"),
-        *(_indented("note", note, "yellow") for note in written.said),
+        Text(escape_control(f"written: {files}"), style="bold"),
+        *(render_labelled("backup", backup, "dim") for backup in written.backups),
+        render_labelled("back", "; ".join(f"trimtab revert {file}" for file in written.files), "dim"),
+        *(render_labelled("note", note, "yellow") for note in written.said),
     )
 
 
@@ -211,27 +211,30 @@ def show_display(found: Display) -> RenderableType:
     """Return a config: what was found, what each stage needs, what would be better."""
     where = f" on {found.device}" if found.device and found.job else ""
     job = f", job {found.job}{where}" if found.job else ""
-    parts: list[RenderableType] = [Text(inert(f"{found.file}: {found.title}{job}"), style="bold"), Text()]
-    table = _words_table("left", "left", "left")
+    parts: list[RenderableType] = [
+        Text(escape_control(f"{found.file}: {found.title}{job}"), style="bold"),
+        Text(),
+    ]
+    table = _make_words_table("left", "left", "left")
     for item in found.found:
         line = "default" if item.line is None else f"line {item.line}"
-        table.add_row(inert(item.key), inert(_value(item.computed or item.value)), line)
+        table.add_row(escape_control(item.key), escape_control(_value(item.computed or item.value)), line)
     parts.append(Padding(table, (0, 0, 0, 1), expand=False))
     if found.stages:
-        parts += [_indented("runs as", _as_it_runs(found), "dim"), Text()]
+        parts += [render_labelled("runs as", _as_it_runs(found), "dim"), Text()]
     if any(stage.memory_bytes is not None for stage in found.stages):
         parts.append(Padding(_stages(found.stages), (0, 0, 0, 1), expand=False))
-    parts += [_indented(stage.name, line, "green") for stage in found.stages for line in stage.advice]
+    parts += [render_labelled(stage.name, line, "green") for stage in found.stages for line in stage.advice]
     warnings = [warning.text for warning in found.warnings]
-    parts += [_indented("note", note, "yellow") for note in found.said if note not in warnings]
-    return Group(*parts, *(_indented("warning", warning, "bold red") for warning in warnings))
+    parts += [render_labelled("note", note, "yellow") for note in found.said if note not in warnings]
+    return Group(*parts, *(render_labelled("warning", warning, "bold red") for warning in warnings))
 
 
 def _as_it_runs(found: Display) -> str:
     setting = found.stages[0].setting
     batch = f", global batch {found.global_batch}" if found.global_batch else ""
     length = f", {found.seq} tokens a sample" if found.seq else ""
-    return f"{setting_words(setting)}{batch}{length}"
+    return f"{describe_setting(setting)}{batch}{length}"
 
 
 def _stages(stages: Sequence[ShownStage]) -> Columns:
@@ -253,11 +256,11 @@ def _stages(stages: Sequence[ShownStage]) -> Columns:
 
 def _targets(targets: Sequence[ConfigTarget]) -> RenderableType:
     """Return every target, with the keys it is known by."""
-    table = _words_table("left", "left")
+    table = _make_words_table("left", "left")
     for target in targets:
         marks = "; ".join(" or ".join(group[:3]) for group in target.marks)
         kinds = f" ({', '.join(target.formats)})" if target.formats else ""
-        table.add_row(target.name, inert(f"{target.title}{kinds}. Known by {marks}."))
+        table.add_row(target.name, escape_control(f"{target.title}{kinds}. Known by {marks}."))
     return Group(Text("targets", style="bold"), table)
 
 

@@ -43,10 +43,10 @@ def print_json(value: dict[str, Any]) -> None:
 
 def print_notes(notes: Iterable[str], *, label: str = "note", style: str = "yellow") -> None:
     """Print remarks on stderr, each after a label."""
-    from trimtab.render import _indented
+    from trimtab.render import render_labelled
 
     for note in notes:
-        print_text(_indented(label, note, style), errors=True)
+        print_text(render_labelled(label, note, style), errors=True)
 
 
 def say(text: str) -> None:

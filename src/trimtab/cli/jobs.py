@@ -12,7 +12,7 @@ from rich.text import Text
 from trimtab import api, render
 from trimtab.cli.console import Json, print_json, print_text
 from trimtab.errors import WrongUse
-from trimtab.render import _render_indented, escape_control
+from trimtab.render import escape_control, render_labelled
 from trimtab.units import format_duration, plural
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def show_cancelled(job: JobView) -> RenderableType:
         return Text(escape_control(f"{_named(job)} is cancelled; no run has begun"))
     return Group(
         Text(escape_control(f"{_named(job)} is told to end; it saves the step it is at")),
-        _render_indented("at", _progress(job.run), "dim"),
-        _render_indented("run", job.run.folder, "dim"),
+        render_labelled("at", _progress(job.run), "dim"),
+        render_labelled("run", job.run.folder, "dim"),
     )
 
 
@@ -132,19 +132,19 @@ def _job(job: JobView) -> list[RenderableType]:
         )
     ]
     if job.why:
-        parts.append(_render_indented("why", job.why, style))
+        parts.append(render_labelled("why", job.why, style))
     if job.run is not None:
         parts += [
-            _render_indented("at", _progress(job.run), "dim"),
-            _render_indented("run", job.run.folder, "dim"),
+            render_labelled("at", _progress(job.run), "dim"),
+            render_labelled("run", job.run.folder, "dim"),
         ]
         last = job.run.last_incident
         if last is not None:
             parts.append(
-                _render_indented("last", f"{last.kind} at step {last.step}: {last.why}; {last.done}", "dim")
+                render_labelled("last", f"{last.kind} at step {last.step}: {last.why}; {last.done}", "dim")
             )
     if job.log is not None:
-        parts.append(_render_indented("log", job.log, "dim"))
+        parts.append(render_labelled("log", job.log, "dim"))
     parts += [
         Text(f"    {escape_control(line)}", style="dim", no_wrap=True, overflow="ellipsis")
         for line in job.tail

@@ -17,7 +17,7 @@ from trimtab import api
 from trimtab.cli.console import console
 from trimtab.cli.jobs import beside, last_steps
 from trimtab.errors import WrongUse
-from trimtab.render import Columns, inert
+from trimtab.render import Columns, escape_control
 from trimtab.units import format_bytes, format_duration, format_gib
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from trimtab.spec import Advice, Gauge, Incident, Sample, WatchedRun
+    from trimtab.spec import Advice, GpuReading, Incident, WatchedRun, WatchSample
 
 BAR = 10
 """Letters of a bar."""
@@ -39,7 +39,7 @@ def clock(at_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at_s))
 
 
-def picture(sample: Sample) -> RenderableType:
+def picture(sample: WatchSample) -> RenderableType:
     """Return everything at one moment."""
     parts: list[RenderableType] = [Text(f"{clock(sample.at_s)}  Ctrl-C ends", style="dim"), Text()]
     if sample.gpus:
@@ -47,7 +47,7 @@ def picture(sample: Sample) -> RenderableType:
         parts += [_said(words, label, "red") for label, words in _troubles(sample.gpus)]
         parts += [_said(process, "process") for process in _processes(sample.gpus)]
     else:
-        parts.append(Text(inert(f" no GPUs: {sample.no_gpus}"), style="dim"))
+        parts.append(Text(escape_control(f" no GPUs: {sample.no_gpus}"), style="dim"))
     for run in sample.runs:
         parts += [Text(), *_run(run)]
     if not sample.runs:
@@ -58,7 +58,7 @@ def picture(sample: Sample) -> RenderableType:
     return Group(*parts)
 
 
-def _gpus(gauges: tuple[Gauge, ...]) -> Columns:
+def _gpus(gauges: tuple[GpuReading, ...]) -> Columns:
     headings = ("GPU", "memory", "", "GiB", "busy", "power", "temp", "MHz", "name")
     rows = tuple(_gpu_row(gauge) for gauge in gauges)
     kept = [index for index in range(len(headings)) if any(row[index] not in (UNKNOWN, "") for row in rows)]
@@ -68,11 +68,11 @@ def _gpus(gauges: tuple[Gauge, ...]) -> Columns:
         left=("memory", "name"),
         folds="name" if any(row[-1] != UNKNOWN for row in rows) else "GPU",
         narrowest=12,
-        kept=min(5, len(kept)),
+        required=min(5, len(kept)),
     )
 
 
-def _gpu_row(gauge: Gauge) -> tuple[str, ...]:
+def _gpu_row(gauge: GpuReading) -> tuple[str, ...]:
     share = (
         gauge.used_bytes / gauge.memory_bytes if gauge.used_bytes is not None and gauge.memory_bytes else None
     )
@@ -108,7 +108,7 @@ def _bar(share: float) -> str:
     return "#" * full + "." * (BAR - full)
 
 
-def _troubles(gauges: tuple[Gauge, ...]) -> Iterator[tuple[str, str]]:
+def _troubles(gauges: tuple[GpuReading, ...]) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with GPUs, for separate lines: a narrow table would drop it."""
     for gauge in gauges:
         if gauge.fault:
@@ -117,30 +117,30 @@ def _troubles(gauges: tuple[Gauge, ...]) -> Iterator[tuple[str, str]]:
             yield "held down", f"{_number(gauge)} by {', '.join(gauge.throttles)}"
 
 
-def _processes(gauges: tuple[Gauge, ...]) -> Iterator[str]:
+def _processes(gauges: tuple[GpuReading, ...]) -> Iterator[str]:
     for gauge in gauges:
         for process in gauge.processes or ():
             memory = "" if process.used_bytes is None else f", {format_bytes(process.used_bytes)}"
             yield f"{process.pid} {process.name or 'of another user'} on {_number(gauge)}{memory}"
 
 
-def _number(gauge: Gauge) -> str:
+def _number(gauge: GpuReading) -> str:
     return gauge.key.replace("gpu", "GPU ").replace("/mig", " slice ")
 
 
 def _run(run: WatchedRun) -> Iterator[RenderableType]:
-    head = Text(f" {inert(run.folder)}", style="bold")
+    head = Text(f" {escape_control(run.folder)}", style="bold")
     head.append(f"  {run.state}", style=STATE_STYLE.get(run.state, ""))
-    head.append(inert(f"  {run.why}") if run.why else "", style="dim")
+    head.append(escape_control(f"  {run.why}") if run.why else "", style="dim")
     yield head
     if words := figures(run):
-        yield Padding(Text(inert(", ".join(words))), (0, 0, 0, 3))
+        yield Padding(Text(escape_control(", ".join(words))), (0, 0, 0, 3))
     yield from (_said(event(incident), "event", "yellow") for incident in run.events)
     yield from (_said(advice(item), item.kind, "magenta") for item in run.advice)
 
 
 def _said(words: str, label: str, style: str = "dim") -> RenderableType:
-    return Padding(Text.assemble((f"{label}: ", style), inert(words)), (0, 0, 0, 3))
+    return Padding(Text.assemble((f"{label}: ", style), escape_control(words)), (0, 0, 0, 3))
 
 
 def figures(run: WatchedRun) -> list[str]:
@@ -177,7 +177,7 @@ def advice(item: Advice) -> str:
     return f"{item.where} {item.what}; {item.cure}".strip()
 
 
-def gpu_line(gauge: Gauge) -> str:
+def gpu_line(gauge: GpuReading) -> str:
     """Return a GPU in a line, for a log."""
     if gauge.fault:
         return f"{_number(gauge)}: does not answer: {gauge.fault}"
@@ -191,7 +191,7 @@ def gpu_line(gauge: Gauge) -> str:
     words += [f"held down by {', '.join(gauge.throttles)}"] if gauge.throttles else []
     many = len(gauge.processes or ())
     words += [f"{many} process{'es' * (many > 1)}"] if many else []
-    return f"{_number(gauge)} {gauge.name}: {', '.join(words) or 'says nothing of itself'}"
+    return f"{_number(gauge)} {gauge.name}: {', '.join(words) or 'no data'}"
 
 
 @dataclass
@@ -200,7 +200,7 @@ class Lines:
 
     known: dict[str, set[str]] = field(default_factory=dict)
 
-    def of(self, sample: Sample) -> Iterator[str]:
+    def of(self, sample: WatchSample) -> Iterator[str]:
         """Yield the lines of a sample."""
         at = clock(sample.at_s)
         first = not self.known
@@ -278,21 +278,21 @@ def watch(
         sys.stdout.flush()
 
 
-def _as_json_lines(each: Iterator[Sample]) -> None:
+def _as_json_lines(each: Iterator[WatchSample]) -> None:
     for sample in each:
         sys.stdout.write(sample.to_json() + "\n")
         sys.stdout.flush()
 
 
-def _as_lines(each: Iterator[Sample]) -> None:
+def _as_lines(each: Iterator[WatchSample]) -> None:
     lines = Lines()
     for sample in each:
         for line in lines.of(sample):
-            sys.stdout.write(f"{inert(line)}\n")
+            sys.stdout.write(f"{escape_control(line)}\n")
         sys.stdout.flush()
 
 
-def _as_picture(each: Iterator[Sample]) -> None:
+def _as_picture(each: Iterator[WatchSample]) -> None:
     from rich.live import Live
 
     with Live(console=console(), auto_refresh=False, vertical_overflow="ellipsis") as live:
