@@ -17,9 +17,7 @@ from trimtab.engine.build import (
     EntryPoints,
     build_model,
     find_entries,
-    find_repeated_blocks,
     make_batch,
-    use_build_defaults,
 )
 from trimtab.engine.compile import CompileSwitch
 from trimtab.engine.fsdp import move_module, shard_model
@@ -46,11 +44,9 @@ if TYPE_CHECKING:
 __all__ = [
     "PreparedJob",
     "build_model",
-    "find_repeated_blocks",
     "make_batch",
     "prepare_job",
     "run_step",
-    "use_build_defaults",
 ]
 
 LOSS_SCALE = 2.0**16
