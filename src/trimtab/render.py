@@ -204,15 +204,15 @@ class Columns:
 def render_devices(listed: tuple[Device, ...]) -> Columns:
     """Return one line per device or run of equal devices, without columns that are all unknown."""
     columns: list[tuple[str, Any]] = [
-        ("GPU", lambda row: str(row.index)),
+        ("GPU", lambda device: str(device.index)),
         ("name", _format_device),
-        ("GiB", lambda row: format_gib(row.memory_bytes)),
-        ("free", lambda row: None if row.free_bytes is None else format_gib(row.free_bytes)),
-        ("sm", lambda row: row.compute_capability),
-        ("bf16", lambda row: None if row.bf16 is None else "yes" if row.bf16 else "no"),
+        ("GiB", lambda device: format_gib(device.memory_bytes)),
+        ("free", lambda device: None if device.free_bytes is None else format_gib(device.free_bytes)),
+        ("sm", lambda device: device.compute_capability),
+        ("bf16", lambda device: None if device.bf16 is None else "yes" if device.bf16 else "no"),
         ("dense peak", _format_peak),
-        ("bandwidth", lambda row: _format_known(format_bandwidth, row.bandwidth_bytes_per_s)),
-        ("power", lambda row: None if row.power_limit_w is None else f"{row.power_limit_w:.0f} W"),
+        ("bandwidth", lambda device: _format_known(format_bandwidth, device.bandwidth_bytes_per_s)),
+        ("power", lambda device: None if device.power_limit_w is None else f"{device.power_limit_w:.0f} W"),
     ]
     rows = _merge_rows([[cell(device) for _, cell in columns] for device in listed])
     used = [index for index in range(len(columns)) if any(row[index] for row in rows)]
@@ -714,7 +714,7 @@ def _list_speed_rows(estimate: Estimate) -> list[tuple[str, str]]:
     return rows
 
 
-def render_marks(result: ExamResult) -> RenderableType:
+def render_exam(result: ExamResult) -> RenderableType:
     """Return every exam case with its errors, and the summary."""
     table = _make_table()
     table.add_column("case", header_style="dim", overflow="fold")
@@ -732,12 +732,12 @@ def render_marks(result: ExamResult) -> RenderableType:
             f"{case.measured['step_s'] * 1e3:.1f} ms" if "step_s" in case.measured else UNKNOWN,
             f"{case.error['step_s']:+.1%}" if "step_s" in case.error else UNKNOWN,
         )
-    lines = [_render_mark(result, figure) for figure in result.median]
+    lines = [_render_exam_summary(result, figure) for figure in result.median]
     failures = [render_labelled(case.case, case.failed, "red") for case in result.cases if case.failed]
     return Group(table, Text(), *lines, *failures)
 
 
-def _render_mark(result: ExamResult, figure: str) -> Text:
+def _render_exam_summary(result: ExamResult, figure: str) -> Text:
     name = figure.removesuffix("_bytes").removesuffix("_s")
     return Text(
         f"{name:10} median error {result.median[figure]:.2%}, worst {result.worst[figure]:.2%}, "

@@ -29,19 +29,19 @@ def exam(
 
     Takes some minutes the first time. Needs transformers and peft for some of the cases.
     """
-    from trimtab.exams.run import sit
+    from trimtab.exams.run import run_exam
 
     def done(answer: Any) -> None:
         if not json:
             print(f"  {answer.case}", file=sys.stderr)  # noqa: T201 - progress
 
-    marks = sit(only, own=own, cache=not no_cache, done=done)
+    marks = run_exam(only, own=own, cache=not no_cache, done=done)
     if json:
         print_json(marks.to_builtins())
     else:
         from trimtab import render
 
-        print_text(render.marks(marks))
+        print_text(render.render_exam(marks))
 
 
 @command(ProfileRequest)
@@ -70,7 +70,7 @@ def profile(request: ProfileRequest, *, json: Json = False) -> None:
         heading = f"{request.job} on {device.name}, micro-batch {request.micro_batch}, {request.precision}"
         from trimtab import render
 
-        print_text(render.profile(result, heading=heading))
+        print_text(render.render_profile(result, heading=heading))
     if result["run"]["out_of_memory"]:
         raise typer.Exit(3)
 
@@ -104,4 +104,4 @@ def calibrate(
     else:
         from trimtab import render
 
-        print_text(render.calibration(calibration, file))
+        print_text(render.render_calibration(calibration, file))

@@ -173,7 +173,7 @@ class TraceEstimator:
                     family_times[key] = self._family_key(setting, layout)
         for layout, settings in by_device.values():
             first, *others = settings.values()
-            self.say(f"tracing {describe_setting(first)}" + f" and {len(others)} more" * bool(others))
+            self.say(f"tracing {summarize_setting(first)}" + f" and {len(others)} more" * bool(others))
             answers = self.trace_all(list(settings.values()), strip_device(layout.device), self.changes)
             for key, answer in zip(settings, answers, strict=True):
                 self.traces[key] = answer
@@ -547,7 +547,7 @@ def to_traced_setting(setting: Setting) -> Setting:
     )
 
 
-def describe_setting(setting: Setting) -> str:
+def summarize_setting(setting: Setting) -> str:
     """Return a setting in a few words, for progress messages."""
     compiled = ", compiled" if setting.compile else ""
     again = "" if setting.recompute is Recompute.NONE else f", recompute {setting.recompute}"

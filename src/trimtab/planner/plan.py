@@ -12,7 +12,7 @@ import msgspec
 from trimtab.cache import ESTIMATES, PLANS, TRACES, code_fingerprint, fingerprint
 from trimtab.errors import WrongUse
 from trimtab.planner.decision import PlanQuestion, choose_plan
-from trimtab.planner.estimator import EstimateCache, TraceEstimator, describe_setting, strip_device
+from trimtab.planner.estimator import EstimateCache, TraceEstimator, strip_device, summarize_setting
 from trimtab.planner.protocol import available_bytes
 from trimtab.planner.space import list_shard_counts
 from trimtab.planner.validity import collect_fingerprints, read_versions
@@ -213,7 +213,7 @@ def _describe_best(seen: Evaluation) -> str:
     """Return a setting with its speed in words."""
     setting, step_s = seen.setting, seen.estimate.step_s
     speed = "" if not step_s else f", {setting.global_batch / step_s:.3g} samples/s"
-    return f"{describe_setting(setting)} on {plural(setting.gpus, 'GPU')}{speed}"
+    return f"{summarize_setting(setting)} on {plural(setting.gpus, 'GPU')}{speed}"
 
 
 def _read_estimates(data: bytes) -> EstimateCache:
