@@ -19,8 +19,8 @@ from torch.utils.data import default_collate
 import trimtab
 from trimtab.errors import WrongUse
 from trimtab.jobs import synthetic
-from trimtab.jobs.bridge.data import made_up, passages
-from trimtab.jobs.head import Lesson, weighted_token_loss
+from trimtab.jobs.bridge.data import load_passages, make_hash_tokenizer
+from trimtab.jobs.head import TeacherTargets, weighted_token_loss
 from trimtab.spec import Mesh, Setting, Strategy
 from worlds import everywhere
 
@@ -202,7 +202,7 @@ def test_weighted_losses_with_a_lesson_are_those_of_torch(pieces: int, *, autoca
     weight.requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         loss = weighted_token_loss(
-            hidden, weight, targets, shares, pieces=pieces, lesson=Lesson(taught, taught_shares, 2.0)
+            hidden, weight, targets, shares, pieces=pieces, teacher=TeacherTargets(taught, taught_shares, 2.0)
         )
     found = torch.autograd.grad(3 * loss, (hidden, weight))
     logits = (hidden @ weight.t()).flatten(0, 1)
@@ -390,10 +390,10 @@ def test_options_that_cannot_be_are_refused_before_anything_is_built(
 def test_samples_are_passages_with_their_topic() -> None:
     job = trimtab.load("bridge", ahead=4, teacher=True, samples=20_000)
     data = job.dataset()
-    texts = passages()
+    texts = load_passages()
     assert len(texts) > 1000
     assert sorted(texts) != list(texts)
-    say = made_up(job.vocab_of("qwen"))
+    say = make_hash_tokenizer(job.vocab_of("qwen"))
     sample = data[3]
     length = int(sample["source_length"])
     assert bytes(sample["source"][:length].tolist()) == texts[3].text.encode()[: job.source]
@@ -412,11 +412,11 @@ def test_samples_are_passages_with_their_topic() -> None:
 
 def test_tokens_are_within_the_vocabulary_and_depend_on_the_text_alone() -> None:
     for vocab in (256, 4095, 4096, 151_936):
-        found = made_up(vocab)("Words, words: naïve words.")
+        found = make_hash_tokenizer(vocab)("Words, words: naïve words.")
         assert max(found) < vocab
-        assert found == made_up(vocab)("Words, words: naïve words.")
-    assert len(made_up(300)("abc d")) == 5
-    assert len(made_up(30_000)("abc d")) == 2
+        assert found == make_hash_tokenizer(vocab)("Words, words: naïve words.")
+    assert len(make_hash_tokenizer(300)("abc d")) == 5
+    assert len(make_hash_tokenizer(30_000)("abc d")) == 2
 
 
 # --------------------------------------------------------------------------------------------------- folders
@@ -490,7 +490,7 @@ def test_weights_of_a_folder_lie_in_its_mapped_files(
 
 def test_the_tokenizer_of_a_folder_makes_the_answers(folders: dict[str, Path]) -> None:
     sample = from_folders(folders).dataset()[0]
-    topic = passages()[0].topic
+    topic = load_passages()[0].topic
     assert sample["answers"]["llama"]["ids"][: len(topic)].tolist() == [ord(one) for one in topic][:12]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trimtab
-from trimtab.catalog.clusters import network_link, stated
+from trimtab.catalog.clusters import assume_network_link, parse_cluster
 from trimtab.catalog.tables import devices, fabrics
 from trimtab.errors import BrokenFile, TrimtabError, WrongUse
 
@@ -37,7 +37,7 @@ def test_an_on_string_gives_its_nodes_and_devices(text: str, layout: list[list[s
 
 
 def test_a_stated_device_has_its_facts_from_the_catalogue() -> None:
-    (device,) = stated("A100-40GB").devices
+    (device,) = parse_cluster("A100-40GB").devices
     assert (device.name, device.bf16) == ("NVIDIA A100-SXM4-40GB", True)
     assert device.memory_bytes == round(39.49 * 2**30)
     assert device.free_bytes is None
@@ -46,7 +46,7 @@ def test_a_stated_device_has_its_facts_from_the_catalogue() -> None:
 
 
 def test_usable_memory_that_nobody_read_is_marked_as_derived() -> None:
-    (device,) = stated("A5000").devices
+    (device,) = parse_cluster("A5000").devices
     assert device.sources["memory_bytes"] == "derived: 0.98 of 24 GiB as sold"
 
 
@@ -63,14 +63,14 @@ def test_usable_memory_that_nobody_read_is_marked_as_derived() -> None:
     ],
 )
 def test_devices_of_a_stated_node_are_joined_as_such_nodes_are(text: str, kind: str, speed: float) -> None:
-    (link,) = stated(text).links
+    (link,) = parse_cluster(text).links
     assert (link.kind, link.bandwidth_bytes_per_s) == (kind, speed)
 
 
 def test_a_bridge_that_was_not_named_is_not_assumed_and_that_is_said() -> None:
-    (link,) = stated("2xA6000").links
+    (link,) = parse_cluster("2xA6000").links
     assert link.source == "assumed: no bridge, since none was named"
-    assert stated("2xL40S").links[0].source == "assumed: a slot of PCIe4 x16 for each card"
+    assert parse_cluster("2xL40S").links[0].source == "assumed: a slot of PCIe4 x16 for each card"
 
 
 @pytest.mark.parametrize(
@@ -88,19 +88,19 @@ def test_a_bridge_that_was_not_named_is_not_assumed_and_that_is_said() -> None:
     ],
 )
 def test_a_pair_gets_its_own_links_and_a_device_all_of_them(text: str, pair: float, total: float) -> None:
-    (link,) = stated(text).links
+    (link,) = parse_cluster(text).links
     assert (link.bandwidth_bytes_per_s, link.total_bytes_per_s) == (pair, total)
 
 
 def test_what_is_assumed_of_a_v100_board_is_said() -> None:
-    cluster = stated("8xV100-SXM2-32GB")
+    cluster = parse_cluster("8xV100-SXM2-32GB")
     assert cluster.links[0].source.startswith("assumed: one NVLink a pair")
     assert any("V100 boards have no switch" in note for note in cluster.notes)
-    assert stated("V100-SXM2-32GB").notes == ()
+    assert parse_cluster("V100-SXM2-32GB").notes == ()
 
 
 def test_the_network_of_nodes_without_known_devices_has_no_known_speed() -> None:
-    assert network_link(set()).bandwidth_bytes_per_s is None
+    assert assume_network_link(set()).bandwidth_bytes_per_s is None
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_network_of_nodes_without_known_devices_has_no_known_speed() -> None
     ],
 )
 def test_the_network_between_nodes_is_assumed_by_device_and_says_so(text: str, per_gpu: float) -> None:
-    link = stated(text).links[-1]
+    link = parse_cluster(text).links[-1]
     assert (link.node, link.bandwidth_bytes_per_s) == (None, per_gpu)
     assert link.source.startswith("assumed: ")
 
@@ -157,7 +157,7 @@ def test_a_stated_network_takes_the_place_of_the_assumed_one(text: str, per_gpu:
         ("400gb/gpu", "gb may mean bits or bytes"),
         ("400GiB/gpu", "it is not a bandwidth"),
         ("400Gb/rack", "rack is neither gpu nor node"),
-        ("0Gb/gpu", "that is no bandwidth"),
+        ("0Gb/gpu", "it is not a bandwidth"),
         ("9999TB/gpu", "more than any network has"),
     ],
 )
@@ -171,13 +171,13 @@ def test_a_network_that_cannot_be_meant_is_refused_in_three_parts(text: str, fou
 
 def test_one_node_has_no_use_for_a_network_and_says_so() -> None:
     cluster = trimtab.cluster("8xH100", network="400Gb/gpu")
-    assert cluster.links == stated("8xH100").links
+    assert cluster.links == parse_cluster("8xH100").links
     assert cluster.notes[-1] == "--network 400Gb/gpu changes nothing: there is one node"
 
 
 def test_a_node_file_states_its_network(tmp_path: Path) -> None:
     file = tmp_path / "nodes.json"
-    values = stated("2x8xH100").to_builtins()
+    values = parse_cluster("2x8xH100").to_builtins()
     file.write_text(json.dumps({**values, "network": "100Gb/node"}), encoding="utf-8")
     (link,) = [link for link in trimtab.cluster(file).links if link.node is None]
     assert link.bandwidth_bytes_per_s == 12.5e9 / 8
@@ -193,8 +193,8 @@ def test_a_node_file_states_its_network(tmp_path: Path) -> None:
 
 def test_a_path_is_a_detect_file_and_none_is_this_machine(tmp_path: Path) -> None:
     file = tmp_path / "machine"
-    file.write_text(stated("H200").to_json(), encoding="utf-8")
-    assert trimtab.cluster(file) == stated("H200")
+    file.write_text(parse_cluster("H200").to_json(), encoding="utf-8")
+    assert trimtab.cluster(file) == parse_cluster("H200")
     assert trimtab.cluster(None).versions.python == trimtab.cluster().versions.python is not None
     with pytest.raises(WrongUse, match="it is of type int"):
         trimtab.cluster(4)  # type: ignore[arg-type]
@@ -205,19 +205,19 @@ def test_a_file_called_like_a_device_does_not_shadow_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("H100", "A100", "mine"):
-        (tmp_path / name).write_text(stated("T4").to_json(), encoding="utf-8")
-    assert stated("H100").devices[0].model == "H100 SXM5 80GB"
-    assert stated("mine").devices[0].model == "Tesla T4"
-    assert stated("./H100").devices[0].model == "Tesla T4"
+        (tmp_path / name).write_text(parse_cluster("T4").to_json(), encoding="utf-8")
+    assert parse_cluster("H100").devices[0].model == "H100 SXM5 80GB"
+    assert parse_cluster("mine").devices[0].model == "Tesla T4"
+    assert parse_cluster("./H100").devices[0].model == "Tesla T4"
     with pytest.raises(WrongUse, match="comes in 2 sizes"):
-        stated("A100")
+        parse_cluster("A100")
 
 
 def test_a_detect_file_gives_the_same_cluster_back(tmp_path: Path) -> None:
-    cluster = stated("2x8xH100")
+    cluster = parse_cluster("2x8xH100")
     file = tmp_path / "machine.json"
     file.write_text(cluster.to_json(indent=2), encoding="utf-8")
-    assert stated(str(file)) == cluster
+    assert parse_cluster(str(file)) == cluster
 
 
 @pytest.mark.parametrize(
@@ -235,18 +235,18 @@ def test_a_detect_file_gives_the_same_cluster_back(tmp_path: Path) -> None:
         ("1x2x3xH100", "more than two counts"),
         ("99999xH100", "99999 devices"),
         ("300x300xH100", "90000 devices"),
-        ("H100x4", "the count stands after the name"),
+        ("H100x4", "the count is after the name"),
         ("-2xH100", "no device is called"),
         ("2,4xH100", "no device is called"),
         ("A100", "comes in 2 sizes"),
-        ("A100-40GB-MIG-3g.20gb", "a MIG slice has no name of its own here"),
-        ("7x1g.5gb", "a MIG slice has no name of its own here"),
-        ("2xH100 MIG 1g.10gb", "a MIG slice has no name of its own here"),
+        ("A100-40GB-MIG-3g.20gb", "a MIG slice cannot be named"),
+        ("7x1g.5gb", "a MIG slice cannot be named"),
+        ("2xH100 MIG 1g.10gb", "a MIG slice cannot be named"),
     ],
 )
 def test_a_bad_on_string_is_refused_with_what_was_found(text: str, found: str) -> None:
     with pytest.raises(WrongUse, match=found) as caught:
-        stated(text)
+        parse_cluster(text)
     assert caught.value.exit_code == 2
     assert caught.value.cure
 
@@ -273,7 +273,7 @@ def test_a_broken_detect_file_is_refused_by_name(tmp_path: Path, content: bytes 
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(BrokenFile, match=found) as caught:
-        stated(str(file))
+        parse_cluster(str(file))
     assert str(file) in caught.value.given
 
 
@@ -281,26 +281,26 @@ def test_a_file_of_another_version_says_so(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text('{"nodes": [{"name": "a", "flavour": "new"}]}', encoding="utf-8")
     with pytest.raises(BrokenFile, match="flavour") as caught:
-        stated(str(file))
+        parse_cluster(str(file))
     assert "written by another version of trimtab" in caught.value.cure
 
 
 @pytest.mark.parametrize("text", ["a/\x00", "\x00", "x" * 300, "y" * 10**6, "\ud800/"])
 def test_a_text_that_can_be_no_file_is_refused(text: str) -> None:
     with pytest.raises(WrongUse) as caught:
-        stated(text)
+        parse_cluster(text)
     assert len(str(caught.value)) < 500
 
 
 def test_a_folder_is_not_a_detect_file(tmp_path: Path) -> None:
     with pytest.raises(BrokenFile, match="it is a folder"):
-        stated(f"{tmp_path}/")
+        parse_cluster(f"{tmp_path}/")
 
 
 @given(st.text(max_size=20))
 def test_no_text_breaks_the_reader(text: str) -> None:
     try:
-        cluster = stated(text)
+        cluster = parse_cluster(text)
     except TrimtabError as error:
         assert error.exit_code == 2
     else:
@@ -311,5 +311,5 @@ def test_no_text_breaks_the_reader(text: str) -> None:
     st.integers(1, 4), st.integers(1, 16), st.sampled_from([name for row in devices() for name in row.typed])
 )
 def test_every_typed_name_works_in_every_form(nodes: int, count: int, name: str) -> None:
-    cluster = stated(f"{nodes}x{count}x{name}")
+    cluster = parse_cluster(f"{nodes}x{count}x{name}")
     assert [len(node.devices) for node in cluster.nodes] == [count] * nodes

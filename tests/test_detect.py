@@ -6,7 +6,7 @@ import pytest
 
 import machines as m
 from trimtab.probe.detect import detect
-from trimtab.probe.machine import recorded, replayed, this_machine
+from trimtab.probe.machine import record_machine, replay_machine, this_machine
 from trimtab.spec import Cluster, Severity
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def look(record: dict[str, Any]) -> Cluster:
-    return detect(replayed(record))
+    return detect(replay_machine(record))
 
 
 def errors(found: Cluster) -> list[str]:
@@ -447,17 +447,17 @@ def test_nvidia_smi_without_memory_means_the_hosts_or_a_finding(memory: str, kep
     )
     found = look(record)
     assert [device.memory_bytes for device in found.devices] == [512 * GIB] * kept
-    assert errors(found) == ([] if kept else ["GPU 0 does not tell how much memory it has."])
+    assert errors(found) == ([] if kept else ["GPU 0 does not report how much memory it has."])
 
 
 def test_torch_answers_where_neither_nvml_nor_nvidia_smi_does() -> None:
-    from trimtab.probe.devices import _TORCH
+    from trimtab.probe.devices import _TORCH_SCRIPT
 
     answer = (
         '[{"name": "AMD Instinct MI300X", "total": 205822885888, "free": 205000000000,'
         ' "multiprocessors": 304, "capability": "gfx942", "hip": true, "uuid": null}]'
     )
-    record = m.machine(None, names={"/dev": ["kfd"]}, run={f"python3 -c {_TORCH}": answer})
+    record = m.machine(None, names={"/dev": ["kfd"]}, run={f"python3 -c {_TORCH_SCRIPT}": answer})
     (device,) = look(record).devices
     assert (device.model, device.vendor, device.bf16) == ("MI300X 192GB", "amd", True)
     assert device.sources["memory_bytes"] == "detected: torch"
@@ -478,7 +478,7 @@ def test_a_gpu_on_the_bus_without_a_driver_is_an_error() -> None:
 
 
 def test_a_recording_replays_to_the_same_cluster() -> None:
-    world, record = recorded(this_machine())
+    world, record = record_machine(this_machine())
     seen = detect(world)
     again = look(record)
     assert again == seen

@@ -16,10 +16,10 @@ from test_cli import trimtab_cli
 from test_jobs import DECODER, ENCODER, written
 from trimtab.errors import EnvironmentFault, JobFailed, TrimtabError, WrongUse
 from trimtab.jobs import pretrained
-from trimtab.jobs.head import IGNORED
-from trimtab.jobs.huggingface import HIDDEN
+from trimtab.jobs.head import IGNORE_INDEX
+from trimtab.jobs.huggingface import MASK_BYTE
 from trimtab.jobs.text.blocks import TokenBlocks
-from trimtab.jobs.text.model_tokenizer import Foreign
+from trimtab.jobs.text.model_tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,7 +147,7 @@ def test_pickled_weights_are_left_alone(tmp_path: Path) -> None:
     job = trimtab.load(llama(tmp_path), seq=16, data=TEXT)
     job.model()
     assert any("pickled weights are not read" in remark for remark in job.remarks)
-    assert pretrained.stored(tmp_path) == []
+    assert pretrained.list_weight_files(tmp_path) == []
 
 
 # ---------------------------------------------------------------------------------------------- tokenizers
@@ -185,7 +185,7 @@ def test_the_tokenizer_of_the_folder_is_used_and_its_end_stands_after_a_document
     assert any("the tokenizer in" in remark for remark in job.remarks)
     assert not any("has no tokenizer" in remark for remark in job.remarks)
     own = trimtab.load(llama(tmp_path / "bare"), seq=6, data=prose(tmp_path))
-    assert any("has no tokenizer: tokens are learnt from the text" in remark for remark in own.remarks)
+    assert any("has no tokenizer: a tokenizer is trained on the text" in remark for remark in own.remarks)
 
 
 def test_a_tokenizer_in_parts_is_read_by_transformers(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_tokenizer_in_parts_is_read_by_transformers(tmp_path: Path) -> None:
     job = trimtab.load(written(folder, "BertConfig", ENCODER, "BertForMaskedLM"), seq=6, data=prose(tmp_path))
     torch.manual_seed(0)
     found = job.dataset()[0]
-    hidden = found["labels"] != IGNORED
+    hidden = found["labels"] != IGNORE_INDEX
     assert hidden.any()
     assert (found["input_ids"][hidden] == 4).all()
     assert set(found["labels"][hidden].tolist()) <= {5, 6, 7, 8, 9}
@@ -244,7 +244,7 @@ def test_without_the_tokenizers_library_the_error_says_what_to_install(
     tokenizer(tmp_path, ["?"])
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(EnvironmentFault, match=r"needs the package 'tokenizers'.*pip install"):
-        Foreign(tmp_path, ("tokenizer.json",), 9, None).library()
+        ModelTokenizer(tmp_path, ("tokenizer.json",), 9, None).load()
 
 
 # ---------------------------------------------------------------------------------------------- samples
@@ -256,10 +256,10 @@ def test_what_is_hidden_changes_while_training_and_stays_while_evaluating(tmp_pa
     assert not torch.equal(samples[0]["labels"], samples[0]["labels"])
     torch.testing.assert_close(held[0], held[0])
     one = held[0]
-    hidden = one["labels"] != IGNORED
-    assert (one["input_ids"][hidden] == HIDDEN).all()
+    hidden = one["labels"] != IGNORE_INDEX
+    assert (one["input_ids"][hidden] == MASK_BYTE).all()
     short = trimtab.load(written(tmp_path, "BertConfig", ENCODER, "BertForMaskedLM"), seq=2, data=TEXT)
-    assert all((short.dataset()[number]["labels"] != IGNORED).any() for number in range(30))
+    assert all((short.dataset()[number]["labels"] != IGNORE_INDEX).any() for number in range(30))
 
 
 def test_a_classifier_learns_which_part_of_the_text_it_reads(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ from trimtab.jobs.naics.codes import (
     END,
     LENGTHS,
     LEVELS,
-    RELATION_WORDS,
+    RELATION_NAMES,
     UNRELATED,
-    codes,
-    text,
-    tokens,
-    words,
+    build_codes,
+    code_words,
+    make_text,
+    make_tokens,
 )
-from trimtab.jobs.naics.pairs import Pairs, negatives_of, read_pairs, rows
+from trimtab.jobs.naics.pairs import Pairs, allowed_negatives, read_pairs, select_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,7 +108,7 @@ def test_a_step_compiles_as_one_graph() -> None:
 
 
 def test_the_tree_has_the_shape_of_the_real_one() -> None:
-    tree = codes()
+    tree = build_codes()
     assert len(tree.names) == len({*tree.names}) == 2125
     assert tuple(int((tree.levels == level).sum()) for level in LEVELS) == COUNTS
     for name, level, line in zip(tree.names, tree.levels, tree.lines, strict=True):
@@ -120,7 +120,7 @@ def test_the_tree_has_the_shape_of_the_real_one() -> None:
 
 @pytest.mark.parametrize("total", [10, 11, 17, 120, 9000])
 def test_trees_of_other_sizes_have_that_many_codes_and_every_level(total: int) -> None:
-    tree = codes(total)
+    tree = build_codes(total)
     assert len({*tree.names}) == total
     assert {*tree.levels.tolist()} == {*LEVELS}
     parents = {name[:-1] for name in tree.names if len(name) > 2}
@@ -134,9 +134,9 @@ def test_a_tree_that_cannot_be_is_refused(total: int) -> None:
 
 
 def relation(text: str, other: str) -> str:
-    tree = codes()
-    number = tree.relations(tree.names.index(text))[tree.names.index(other)]
-    return RELATION_WORDS[number - 1] if number else ""
+    tree = build_codes()
+    number = tree.relations_to(tree.names.index(text))[tree.names.index(other)]
+    return RELATION_NAMES[number - 1] if number else ""
 
 
 @pytest.mark.parametrize(
@@ -161,27 +161,27 @@ def test_relations_are_named_as_in_a_family(text: str, other: str, expected: str
 
 
 def test_relations_are_the_same_seen_from_either_end() -> None:
-    tree = codes(60)
+    tree = build_codes(60)
     for index in range(60):
-        up, down = tree.apart(index)
+        up, down = tree.steps_from(index)
         for other in range(60):
-            back_up, back_down = tree.apart(other)
+            back_up, back_down = tree.steps_from(other)
             assert (up[other], down[other]) == (back_down[index], back_up[index])
 
 
 def test_texts_are_always_the_same_and_near_codes_share_words() -> None:
-    tree = codes()
-    assert text(tree, 5, "description") == text(tree, 5, "description")
-    own = {name: {*words(tree, tree.names.index(name))} for name in ("11111", "11112", "11211", "12111")}
+    tree = build_codes()
+    assert make_text(tree, 5, "description") == make_text(tree, 5, "description")
+    own = {name: {*code_words(tree, tree.names.index(name))} for name in ("11111", "11112", "11211", "12111")}
     near, far, other = (len(own["11111"] & own[name]) for name in ("11112", "11211", "12111"))
     assert near > far > other
-    empty = [code for code in range(400) if not text(tree, code, "excluded")]
+    empty = [code for code in range(400) if not make_text(tree, code, "excluded")]
     assert 50 < len(empty) < 150
 
 
 def test_tokens_begin_and_end_fit_their_length_and_stay_in_the_vocabulary() -> None:
     for channel in LENGTHS:
-        found = tokens(120, channel, 16, 300)
+        found = make_tokens(120, channel, 16, 300)
         assert found.shape == (120, 16)
         assert found.max() < 300
         assert (found[:, 0] == BEGIN).all()
@@ -194,7 +194,7 @@ def test_tokens_begin_and_end_fit_their_length_and_stay_in_the_vocabulary() -> N
 
 
 def test_rows_keep_to_levels_relations_distances_and_margins() -> None:
-    tree = codes(200)
+    tree = build_codes(200)
     pairs = read_pairs(
         {
             "anchor_level": 5,
@@ -205,26 +205,26 @@ def test_rows_keep_to_levels_relations_distances_and_margins() -> None:
             "relation_margin": [7, 16, 22, 24],
         }
     )
-    anchors, positives = rows(tree, pairs, 3)
+    anchors, positives = select_rows(tree, pairs, 3)
     assert len(anchors)
     assert {*tree.levels[anchors].tolist()} == {5}
     for anchor, positive in zip(anchors.tolist(), positives.tolist(), strict=True):
-        ranks = tree.relations(anchor)
-        up, down = tree.apart(anchor)
+        ranks = tree.relations_to(anchor)
+        up, down = tree.steps_from(anchor)
         steps = up + down
-        assert RELATION_WORDS[ranks[positive] - 1] in ("sibling", "child")
-        for negative in negatives_of(tree, pairs, anchor, positive).tolist():
-            assert RELATION_WORDS[ranks[negative] - 1] in ("cousin", "second-cousin", "unrelated")
+        assert RELATION_NAMES[ranks[positive] - 1] in ("sibling", "child")
+        for negative in allowed_negatives(tree, pairs, anchor, positive).tolist():
+            assert RELATION_NAMES[ranks[negative] - 1] in ("cousin", "second-cousin", "unrelated")
             assert tree.levels[negative] >= 4
             assert steps[negative] - steps[positive] >= 2
             assert ranks[negative] - ranks[positive] in (7, 16, 22, 24)
 
 
 def test_an_anchor_has_as_many_rows_as_positives_are_asked_for_and_unlike_ones_first() -> None:
-    tree = codes(200)
-    anchors, positives = rows(tree, Pairs(), 4)
+    tree = build_codes(200)
+    anchors, positives = select_rows(tree, Pairs(), 4)
     assert len(anchors) == 200 * 4
-    ranks = tree.relations(int(anchors[0]))
+    ranks = tree.relations_to(int(anchors[0]))
     near = int(np.isin(ranks, [1, 2, 3]).sum())
     assert len({*positives[:4].tolist()}) == min(4, near)
     job = trimtab.load("naics", codes=200, positives=4)
@@ -235,15 +235,15 @@ def test_an_anchor_has_as_many_rows_as_positives_are_asked_for_and_unlike_ones_f
 def test_a_row_is_an_anchor_a_positive_and_unlike_negatives() -> None:
     data = trimtab.load("naics:tiny", negatives=9).dataset()
     for index in range(0, 320, 40):
-        anchor, positive, *negatives = data.chosen(index).tolist()
+        anchor, positive, *negatives = data.row_codes(index).tolist()
         assert len({anchor, positive, *negatives}) == 11
     with pytest.raises(IndexError):
-        data.chosen(320)
+        data.row_codes(320)
 
 
 def test_too_few_negatives_are_repeated_and_none_at_all_is_an_error() -> None:
     pairs = {"anchor_level": 2, "positive_relation": "child", "negative_level": 2}
-    anchor, _, *negatives = trimtab.load("naics", codes=10, pairs=pairs, negatives=5).dataset().chosen(0)
+    anchor, _, *negatives = trimtab.load("naics", codes=10, pairs=pairs, negatives=5).dataset().row_codes(0)
     # There is one other sector.
     assert len(negatives) == 5
     assert len({*negatives}) == 1

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 
 import trimtab
 from trimtab.errors import EnvironmentFault, WrongUse
-from trimtab.jobs.slm import share_of_rate
+from trimtab.jobs.slm import learning_rate_share
 from trimtab.jobs.text import corpus as texts
 from trimtab.jobs.text import tokens as kept
 from trimtab.jobs.text.blocks import BlockLayout
-from trimtab.jobs.text.byte_pairs import WORD, Pieces, count, learn
-from trimtab.jobs.text.corpus import find, standard_library
-from trimtab.jobs.text.tokens import ABOUT, TOKENS, Learnt, Tokens, tokenised
+from trimtab.jobs.text.byte_pairs import WORD, BytePairs, count_words, train_byte_pairs
+from trimtab.jobs.text.corpus import find_text, standard_library
+from trimtab.jobs.text.tokens import ABOUT, TOKENS, BytePairTokenizer, Tokens, tokenize
 
 PROSE = "\n".join(f"the cat {n} sat on the mat and the dog sat on cat {n % 7}" for n in range(400)) + "\n"
 
@@ -47,7 +47,7 @@ def test_the_examples_are_true(name: str) -> None:
 
 
 def test_without_a_name_the_text_is_the_standard_library() -> None:
-    found = find()
+    found = find_text()
     names = [Path(document.path) for document in found.documents]
     assert found.size_bytes > 5_000_000
     assert "standard library" in found.origin
@@ -69,7 +69,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     (folder / "empty.txt").touch()
     os.mkfifo(folder / "pipe")
     (folder / "loop").symlink_to(folder)
-    found = find(str(folder))
+    found = find_text(str(folder))
     assert [Path(document.path).relative_to(folder).as_posix() for document in found.documents] == [
         "a/z.md",
         "a.txt",
@@ -117,20 +117,20 @@ def test_what_is_no_text_is_refused_with_the_reason(tmp_path: Path, make: Any, f
     file = tmp_path / "given"
     make(file)
     with pytest.raises(WrongUse, match=found) as caught:
-        find(str(file))
+        find_text(str(file))
     assert str(file) in caught.value.given
     assert caught.value.exit_code == 2
     with pytest.raises(WrongUse, match=found):
         trimtab.load("slm:tiny", data=str(file)).dataset()
     with pytest.raises(WrongUse, match="cannot be read"):
-        find(f"{__file__}/under")
+        find_text(f"{__file__}/under")
 
 
 def test_what_is_binary_further_on_is_refused_when_it_is_read(tmp_path: Path) -> None:
     file = tmp_path / "late.txt"
     file.write_bytes(b"text\n" * (texts.CHUNK // 5 + 10) + b"\0")
     with pytest.raises(WrongUse, match="bytes that are zero"):
-        tokenised(find(str(file)), Learnt(256))
+        tokenize(find_text(str(file)), BytePairTokenizer(256))
     assert not [path for path in (tmp_path / "cache" / "text").iterdir() if path.is_dir()]
 
 
@@ -141,7 +141,7 @@ def test_a_long_file_comes_whole_in_pieces(
     monkeypatch.setattr(texts, "CHUNK", 100)
     file = tmp_path / "long.txt"
     file.write_bytes(b"x" * 350 + b"\n" + PROSE.encode() + b"y" * 250 + ending)
-    pieces = list(find(str(file)).chunks())
+    pieces = list(find_text(str(file)).chunks())
     assert b"".join(pieces) == file.read_bytes() + b"\0"
     assert len(pieces) > 100
 
@@ -154,7 +154,7 @@ def test_every_byte_is_in_one_word(text: bytes) -> None:
     assert b"".join(WORD.findall(text)) == text
 
 
-LEARNT = learn(count([PROSE.encode(), b"aaaaaaa aaa aa aaaa aaaaaaaaaa" * 9]), 400)
+LEARNT = train_byte_pairs(count_words([PROSE.encode(), b"aaaaaaa aaa aa aaaa aaaaaaaaaa" * 9]), 400)
 
 
 @settings(max_examples=200)
@@ -178,10 +178,10 @@ def test_pieces_are_learnt_from_what_comes_again() -> None:
     ]
     # Words that are new fall apart into bytes, and no further.
     assert LEARNT.encode("żółw".encode()).tolist() == list("żółw".encode())
-    assert Pieces().encode(b"abc").tolist() == list(b"abc")
-    assert learn(Counter(), 999).size == 256
-    assert learn(count([PROSE.encode()]), 256).size == 256
-    assert learn(count([PROSE.encode()]), 261).size == 261
+    assert BytePairs().encode(b"abc").tolist() == list(b"abc")
+    assert train_byte_pairs(Counter(), 999).size == 256
+    assert train_byte_pairs(count_words([PROSE.encode()]), 256).size == 256
+    assert train_byte_pairs(count_words([PROSE.encode()]), 261).size == 261
 
 
 def by_hand(rounds: list[Any], word: bytes) -> list[int]:
@@ -205,9 +205,9 @@ def test_a_round_done_at_once_is_the_round_done_by_hand(text: bytes) -> None:
 
 
 def test_the_same_words_in_any_order_give_the_same_pieces() -> None:
-    words = reversed(count([PROSE.encode()]).items())
-    again = learn(Counter(dict(words)), 400)
-    straight = learn(count([PROSE.encode()]), 400)
+    words = reversed(count_words([PROSE.encode()]).items())
+    again = train_byte_pairs(Counter(dict(words)), 400)
+    straight = train_byte_pairs(count_words([PROSE.encode()]), 400)
     assert [one.tolist() for one in again.rounds] == [one.tolist() for one in straight.rounds]
     # Written down once: another machine or version has to come to the same.
     assert [straight.decode([index]) for index in range(256, 264)] == [
@@ -228,34 +228,34 @@ def written(tmp_path: Path, text: str = PROSE) -> str:
 def test_a_text_is_tokenised_once_and_comes_back(
     tmp_path: Path, own_cache: Path, size: int, kind: str
 ) -> None:
-    text = find(written(tmp_path))
-    first = tokenised(text, Learnt(size))
+    text = find_text(written(tmp_path))
+    first = tokenize(text, BytePairTokenizer(size))
     stamp = (own_cache / Path(first.folder).name / TOKENS).stat().st_mtime_ns
-    again = tokenised(text, Learnt(size))
+    again = tokenize(text, BytePairTokenizer(size))
     assert again == first
     assert (own_cache / Path(first.folder).name / TOKENS).stat().st_mtime_ns == stamp
     assert first.kind == kind
     assert len(first.array()) == first.count
-    assert first.pieces().decode(first.array()) == PROSE.encode() + b"\0"
-    assert int(first.array().max()) < first.pieces().size <= size
+    assert first.byte_pairs().decode(first.array()) == PROSE.encode() + b"\0"
+    assert int(first.array().max()) < first.byte_pairs().size <= size
 
 
 def test_another_text_vocabulary_or_a_damaged_file_is_tokenised_again(tmp_path: Path) -> None:
     name = written(tmp_path)
-    first = tokenised(find(name), Learnt(300))
-    assert tokenised(find(name), Learnt(301)).folder != first.folder
+    first = tokenize(find_text(name), BytePairTokenizer(300))
+    assert tokenize(find_text(name), BytePairTokenizer(301)).folder != first.folder
     with (Path(first.folder) / TOKENS).open("ab") as file:
         file.write(b"x")
-    again = tokenised(find(name), Learnt(300))
+    again = tokenize(find_text(name), BytePairTokenizer(300))
     assert again == first
     assert len(again.array()) == first.count
     (Path(first.folder) / ABOUT).write_text("{", encoding="utf-8")
     (Path(first.folder).parent / f".{Path(first.folder).name}.77").mkdir()
-    assert tokenised(find(name), Learnt(300)) == first
+    assert tokenize(find_text(name), BytePairTokenizer(300)) == first
     assert not list(Path(first.folder).parent.glob(".*"))
     written(tmp_path, PROSE.replace("dog", "hen"))
     os.utime(name, ns=(1, 1))
-    assert tokenised(find(name), Learnt(300)).folder != first.folder
+    assert tokenize(find_text(name), BytePairTokenizer(300)).folder != first.folder
 
 
 TOGETHER = """
@@ -285,7 +285,7 @@ def test_a_cache_that_cannot_be_written_says_which_variable_names_another(
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "file"))
     with pytest.raises(EnvironmentFault, match=r"cannot be written.*TRIMTAB_CACHE"):
-        tokenised(find(written(tmp_path)), Learnt(256))
+        tokenize(find_text(written(tmp_path)), BytePairTokenizer(256))
 
 
 def test_a_full_disk_is_seen_before_it_is_full(tmp_path: Path) -> None:
@@ -297,20 +297,20 @@ def test_a_vocabulary_of_a_long_text_is_learnt_from_parts_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(texts, "CHUNK", 2000)
-    monkeypatch.setattr(kept, "LEARNT_FROM", 4000)
-    found = tokenised(find(written(tmp_path)), Learnt(400))
-    assert found.pieces().decode(found.array()) == PROSE.encode() + b"\0"
-    assert 256 < found.pieces().size <= 400
+    monkeypatch.setattr(kept, "TRAINING_BYTES", 4000)
+    found = tokenize(find_text(written(tmp_path)), BytePairTokenizer(400))
+    assert found.byte_pairs().decode(found.array()) == PROSE.encode() + b"\0"
+    assert 256 < found.byte_pairs().size <= 400
 
 
 def test_long_work_says_so_on_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept.Tell, "QUICK_S", 0.0)
-    monkeypatch.setattr(kept.Tell, "APART_S", 0.0)
-    tell = kept.Tell("tokenising")
-    assert list(tell.through([b"ab", b"c"], 3, "writing")) == [b"ab", b"c"]
-    tell.done("3 tokens")
+    monkeypatch.setattr(kept.TokenProgress, "QUICK_S", 0.0)
+    monkeypatch.setattr(kept.TokenProgress, "APART_S", 0.0)
+    tell = kept.TokenProgress("tokenising")
+    assert list(tell.track([b"ab", b"c"], 3, "writing")) == [b"ab", b"c"]
+    tell.finish("3 tokens")
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[0] == "trimtab: tokenising"
@@ -322,15 +322,15 @@ def test_long_work_says_so_on_stderr(
 
 @given(st.integers(1, 500), st.none() | st.integers(1, 1500))
 def test_no_sample_is_held_out_and_blocks_are_shared_fairly(blocks: int, wanted: int | None) -> None:
-    layout = BlockLayout(blocks=blocks, wanted=wanted)
+    layout = BlockLayout(blocks=blocks, epoch_samples=wanted)
     taken = Counter(layout.block(index) for index in range(layout.samples))
     held = {layout.held_out_block(index, layout.held_out) for index in range(layout.held_out)}
     assert len(held) == layout.held_out
     assert not held & set(taken)
-    assert layout.learnt + layout.held_out == blocks
+    assert layout.training_blocks + layout.held_out == blocks
     assert all(0 <= one < blocks for one in held | set(taken))
     assert max(taken.values()) - min(taken.values()) <= 1
-    assert len(taken) == min(layout.samples, layout.learnt)
+    assert len(taken) == min(layout.samples, layout.training_blocks)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_no_sample_is_held_out_and_blocks_are_shared_fairly(blocks: int, wanted:
     ],
 )
 def test_what_becomes_of_the_text_is_said(blocks: int, wanted: int | None, words: str) -> None:
-    assert words in BlockLayout(blocks=blocks, wanted=wanted).words
+    assert words in BlockLayout(blocks=blocks, epoch_samples=wanted).description
 
 
 def test_slm_learns_from_a_text_of_the_users(tmp_path: Path) -> None:
@@ -389,8 +389,8 @@ def test_the_standard_library_becomes_thirty_thousand_pieces_and_comes_back(tmp_
     assert len(job.dataset()) == 2_400_000
     (folder,) = (path for path in (tmp_path / "cache" / "text").iterdir() if path.is_dir())
     found = Tokens.from_json((folder / ABOUT).read_bytes(), origin="")
-    assert found.pieces().size == 30_000
-    assert found.pieces().decode(found.array()) == b"".join(find().chunks())
+    assert found.byte_pairs().size == 30_000
+    assert found.byte_pairs().decode(found.array()) == b"".join(find_text().chunks())
     assert found.size_bytes / found.count > 3.5
     assert np.bincount(found.array()).max() < found.count / 5
 
@@ -415,7 +415,7 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_a_tenth_in_optimizer_steps
     assert rates[30] == rates[32] == pytest.approx(job.rate / 10)
     # Without a horizon of its own, that of the job: 4800 samples in steps of 16, twice.
     whole = trimtab.load("slm:tiny", epochs=2).schedule(optimizer).lr_lambdas[0]
-    assert whole(599) > whole(600) == pytest.approx(0.1) == share_of_rate(600, warmup=10, horizon=600)
+    assert whole(599) > whole(600) == pytest.approx(0.1) == learning_rate_share(600, warmup=10, horizon=600)
 
 
 @pytest.mark.parametrize("betas", ["[0.9]", "[0.9, 1.0]", "[0.9, -0.1]", "[0.9, 0.95, 0.99]", '["a", "b"]'])

@@ -251,7 +251,7 @@ def _build_cluster(layouts: list[list[DeviceRow]], given: str, notes: list[str])
         largest = max(len(rows) for rows in layouts)
         joined.append(assume_network_link({row.name for rows in layouts for row in rows}, largest))
     notes += [
-        f"{row.name}: taken is {links()[row.board].assumes}"
+        f"{row.name}: assumed is {links()[row.board].assumes}"
         for rows in layouts
         for row in rows
         if len(rows) > 1 and row.board and links()[row.board].assumes

@@ -1,6 +1,7 @@
 """Find a device's catalogue row by its driver name or typed name, and derive peaks and bandwidth.
 
-Full names are compared, without case, vendor words and punctuation: A10 does not match A100, and an RTX 4090 Laptop GPU is not an RTX 4090.
+Full names are compared, without case, vendor words and punctuation: A10 does not match A100, and
+an RTX 4090 Laptop GPU is not an RTX 4090.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def find_typed_device(name: str, *, given: str = "") -> tuple[DeviceRow, str]:
 
 
 def _unknown_device_error(name: str, given: str) -> UnknownName:
-    known = [row.typed[0] for row in devices()]
-    close = find_nearest(name, known) or find_nearest(plain_name(name), known)
+    names = [row.typed[0] for row in devices()]
+    close = find_nearest(name, names) or find_nearest(plain_name(name), names)
     listing = "`trimtab detect --list` shows every name."
     if not close:
         return UnknownName(given, found=f"no device is called {shorten(name)!r}", cure=listing)

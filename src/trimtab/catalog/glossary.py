@@ -83,11 +83,14 @@ def find_word(text: str, verbs: tuple[str, ...], more: dict[str, Word] | None = 
     >>> find_word("BFloat16", ()).name
     'bf16'
     """
-    known = words(verbs)
-    by_spelling = {_normalize(spelling): text for text in known.values() for spelling in text.aliases}
-    by_spelling |= {_normalize(name): one for names in (more or {}, known) for name, one in names.items()}
-    if found := by_spelling.get(_normalize(text)):
-        return found
-    close = list(dict.fromkeys(by_spelling[one].name for one in find_nearest(_normalize(text), by_spelling)))
-    found_text = f"no such word; the nearest are {', '.join(close)}" if close else "no such word"
+    entries = words(verbs)
+    by_spelling = {_normalize(alias): entry for entry in entries.values() for alias in entry.aliases}
+    by_spelling |= {
+        _normalize(name): entry for table in (more or {}, entries) for name, entry in table.items()
+    }
+    plain = _normalize(text)
+    if entry := by_spelling.get(plain):
+        return entry
+    close = list(dict.fromkeys(by_spelling[name].name for name in find_nearest(plain, by_spelling)))
+    fault = f"no such word; the nearest are {', '.join(close)}" if close else "no such word"
     raise UnknownName(f"explain {text!r}", found=fault, cure="`trimtab explain` alone lists every word.")

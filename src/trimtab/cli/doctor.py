@@ -59,23 +59,25 @@ def _shown(found: Diagnosis, *, about_logs: bool) -> RenderableType:
 
     from trimtab import render
 
-    parts: list[RenderableType] = [Text(render.inert(_heading(found, about_logs=about_logs)), style="bold")]
+    parts: list[RenderableType] = [
+        Text(render.escape_control(_heading(found, about_logs=about_logs)), style="bold")
+    ]
     for finding in found.findings:
-        parts += [Text(), render.finding(finding), *_below(finding)]
+        parts += [Text(), render.render_finding(finding), *_below(finding)]
     if not found.findings and found.read:
         said = TO_SEND if about_logs else _checked()
-        parts.append(render.labelled("send" if about_logs else "checked", said, "cyan"))
-    parts += [render.labelled("note", note, "cyan") for note in found.notes]
+        parts.append(render.render_labelled("send" if about_logs else "checked", said, "cyan"))
+    parts += [render.render_labelled("note", note, "cyan") for note in found.notes]
     return Group(*parts)
 
 
 def _below(finding: Diagnosed) -> list[RenderableType]:
     from trimtab import render
 
-    parts = [render.labelled("then", text, "dim") for text in finding.consequences[:MOST_CONSEQUENCES]]
+    parts = [render.render_labelled("then", text, "dim") for text in finding.consequences[:MOST_CONSEQUENCES]]
     more = len(finding.consequences) - MOST_CONSEQUENCES
     if more > 0:
-        parts.append(render.labelled("then", f"{more} more; --json has them all", "dim"))
+        parts.append(render.render_labelled("then", f"{more} more; --json has them all", "dim"))
     return parts
 
 
@@ -91,7 +93,7 @@ def _heading(found: Diagnosis, *, about_logs: bool) -> str:
     parts = [f"{number} {name}{'s' * (number > 1 and name != 'info')}" for name, number in counts.items()]
     heading = f"{what if about_logs else 'This machine'}: {', '.join(parts)}"
     if about_logs and counts.get("error", 0) > 1:
-        return f"{heading}; begin with the first, which came first"
+        return f"{heading}; start with the first: it happened first"
     return heading
 
 
@@ -110,4 +112,4 @@ def _progress() -> Iterator[Callable[[str], None]]:
     from trimtab import render
 
     with console(errors=True).status("looking") as status:
-        yield lambda what: status.update(render.inert(what))
+        yield lambda what: status.update(render.escape_control(what))

@@ -1,4 +1,4 @@
-"""Jobs whose loss compares samples: embed() and loss_of() in place of loss()."""
+"""Compute the loss of jobs that compare samples, with embed() and loss_of() instead of loss()."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trimtab.errors import JobFailed
 
-LOW = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 """Embeddings in these dtypes are compared in float32."""
 
 
 class Embeddings(NamedTuple):
-    """What embed() returned, as a flat list of tensors and the structure to rebuild it."""
+    """The tensors that embed() returned as a flat list, and the structure to rebuild it."""
 
     tensors: list[torch.Tensor]
     structure: Any
 
-    def rebuilt(self) -> Any:
-        """The same tensors in the structure that embed() returned."""
+    def rebuild(self) -> Any:
+        """Return the tensors in the structure that embed() returned."""
         return tree_unflatten(self.tensors, self.structure)
 
 
-def takes_model(job: Any) -> bool:
-    """Whether loss_of() has the form loss_of(model, embeddings)."""
+def loss_takes_model(job: Any) -> bool:
+    """Return whether loss_of() has the form loss_of(model, embeddings)."""
     required = [
         parameter
         for parameter in inspect.signature(job.loss_of).parameters.values()
@@ -36,8 +36,8 @@ def takes_model(job: Any) -> bool:
     return len(required) > 1
 
 
-def embed(job: Any, model: Any, batch: Any) -> Embeddings:
-    """The embeddings of a batch; raises where they are no tensors with samples in their first dimension."""
+def compute_embeddings(job: Any, model: Any, batch: Any) -> Embeddings:
+    """Return the embeddings of a batch; raise JobFailed unless samples are the first dimension of each."""
     returned = job.embed(model, batch)
     tensors, structure = tree_flatten(returned)
     if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
@@ -51,37 +51,37 @@ def embed(job: Any, model: Any, batch: Any) -> Embeddings:
         raise JobFailed(
             "embed()",
             found=f"it returned tensors of shapes {shapes}",
-            cure="Let the first dimension of every tensor count the samples of the batch.",
+            cure="Make the samples of the batch the first dimension of every tensor.",
         )
     return Embeddings(tensors, structure)
 
 
 def check_samples(embeddings: Embeddings, samples: int) -> None:
-    """Raise where embed() returned more or fewer rows than the batch has samples."""
+    """Raise JobFailed if embed() returned more or fewer rows than the batch has samples."""
     rows = embeddings.tensors[0].shape[0]
     if rows != samples:
         raise JobFailed(
             "embed()",
             found=f"it returned {rows} rows for {samples} samples",
-            cure="Return one row per sample; several views of it go into a second dimension or tensor.",
+            cure="Return one row per sample; put several views of it into a second dimension or tensor.",
         )
 
 
-def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as loss_of() gets it: half precision becomes float32."""
-    return tensor.float() if tensor.dtype in LOW else tensor
+def to_comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor for loss_of(): half precision becomes float32."""
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
 
-def loss_of(job: Any, model: Any, embeddings: Embeddings) -> torch.Tensor:
-    """The job's loss of embeddings, in float32 or better, outside of autocast."""
-    exact = Embeddings([comparable(tensor) for tensor in embeddings.tensors], embeddings.structure)
+def compute_loss(job: Any, model: Any, embeddings: Embeddings) -> torch.Tensor:
+    """Return the job's loss of embeddings, in float32 or float64, outside of autocast."""
+    comparable = Embeddings([to_comparable(tensor) for tensor in embeddings.tensors], embeddings.structure)
     device = embeddings.tensors[0].device.type
     with torch.autocast(device, enabled=False):
-        given = exact.rebuilt()
-        loss: torch.Tensor = job.loss_of(model, given) if takes_model(job) else job.loss_of(given)
+        rebuilt = comparable.rebuild()
+        loss: torch.Tensor = job.loss_of(model, rebuilt) if loss_takes_model(job) else job.loss_of(rebuilt)
     return loss
 
 
 def direct_loss(job: Any, model: Any, batch: Any) -> torch.Tensor:
-    """The loss of a batch that is not cut: loss_of(embed(model, batch))."""
-    return loss_of(job, model, embed(job, model, batch))
+    """Return the loss of a batch without gradient caching: loss_of(embed(model, batch))."""
+    return compute_loss(job, model, compute_embeddings(job, model, batch))

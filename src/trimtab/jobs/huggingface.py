@@ -1,6 +1,6 @@
-"""hf:FOLDER: a job made from a folder's config.json, with its weights and tokenizer where it has any.
+"""Job hf:FOLDER: train the model of a Hugging Face folder, with its weights and tokenizer if present.
 
-Planning reads the config alone. Nothing comes from the network, and no code of the folder's is run.
+Planning reads only config.json. Nothing is downloaded, and no code from the folder is run.
 """
 
 from __future__ import annotations
@@ -13,42 +13,48 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trimtab.errors import JobFailed, TrimtabError, UnknownName, WrongUse, nearest
-from trimtab.jobs.head import IGNORED
+from trimtab.errors import JobFailed, TrimtabError, UnknownName, WrongUse, find_nearest
+from trimtab.jobs.head import IGNORE_INDEX
 from trimtab.jobs.job import Job
-from trimtab.jobs.lora import adapt
-from trimtab.jobs.pretrained import in_autocast, is_planned, library, loaded, stored
-from trimtab.jobs.synthetic import CPU, Synthetic, integer
-from trimtab.jobs.text.blocks import TokenBlocks, described, laid_out
+from trimtab.jobs.lora import add_adapters
+from trimtab.jobs.pretrained import (
+    import_transformers,
+    is_planning,
+    list_weight_files,
+    load_pretrained,
+    run_experts_in_autocast,
+)
+from trimtab.jobs.synthetic import CPU, Synthetic, draw_integer
+from trimtab.jobs.text.blocks import TokenBlocks, describe_text, lay_out_blocks
 from trimtab.jobs.text.byte_pairs import BYTES
-from trimtab.jobs.text.corpus import find
-from trimtab.jobs.text.model_tokenizer import tokenizer_in
-from trimtab.jobs.text.tokens import Learnt, tokenised
+from trimtab.jobs.text.corpus import find_text
+from trimtab.jobs.text.model_tokenizer import find_tokenizer
+from trimtab.jobs.text.tokens import BytePairTokenizer, tokenize
 
 if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.jobs.text.blocks import BlockLayout
-    from trimtab.jobs.text.model_tokenizer import Foreign
+    from trimtab.jobs.text.model_tokenizer import ModelTokenizer
     from trimtab.jobs.text.tokens import Tokens
 
-LONGEST = 1024
-"""Tokens a sample where --seq is not given and the model can take that many."""
-MASKED = 0.15
-"""Share of tokens that a masked language model has to say."""
-HIDDEN = 255
-"""The byte that stands for a hidden token where the tokenizer has none: in UTF-8 it stands for nothing."""
+DEFAULT_LONGEST = 1024
+"""Maximum tokens per sample without --seq."""
+MASKED_SHARE = 0.15
+"""Share of tokens that are masked for a masked language model."""
+MASK_BYTE = 255
+"""Byte that replaces a masked token if the tokenizer has no mask token; it is not used in UTF-8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTask:
-    """What a head is for."""
+    """A training task, by the head of the model."""
 
     name: str
     endings: tuple[str, ...]
-    """How the names of such architectures end."""
+    """Endings of the names of such architectures."""
     auto: str
-    """The class of transformers that builds them."""
+    """The class of transformers that builds the model."""
 
 
 TASKS = (
@@ -66,24 +72,24 @@ TASKS = (
         auto="AutoModelForSequenceClassification",
     ),
 )
-"""In the order in which they are tried where a config names no architecture."""
+"""In the order in which they are tried if a config names no architecture."""
 SUPPORTED = (
     "It can be ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM, ...ForConditionalGeneration (text to text), "
 )
 SUPPORTED += "...ForSequenceClassification or ...ForImageClassification."
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""Names of the longest sequence a model takes, in the configs of transformers."""
+"""Config keys for the longest sequence of a model."""
 COUNTED_FROM_PADDING = frozenset(
     (
         *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta"),
         *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
     )
 )
-"""Model types whose first position is the one after the padding token's."""
+"""Model types whose positions start after the id of the padding token."""
 
 
 class HuggingFace(Job):
-    """A model built from a config; --seq, --lora and --frozen shape it."""
+    """Train a model of a Hugging Face folder, with options --seq, --lora and --frozen."""
 
     name = "hf"
     additive = True
@@ -91,20 +97,20 @@ class HuggingFace(Job):
     samples: int | None = 10_000
     folder = ""
     seq: int | None = None
-    """Tokens a sample."""
+    """Tokens per sample."""
     lora: int | None = None
-    """Rank of adapters beside every linear layer but the head's; everything else is frozen."""
+    """Rank of LoRA adapters on every linear layer except the head; the rest is frozen."""
     frozen = False
-    """Only the head learns."""
+    """Train only the head."""
     rate = 1e-4
     data = ""
-    """A file of text, or a folder with such files; empty for the sources of Python's standard library."""
+    """Text file, or folder of text files; empty for the sources of Python's standard library."""
     pretrained = True
-    """Whether the folder's safetensors are read, where it has any."""
+    """Whether to load the folder's safetensors, if it has any."""
     validation_batches = 8
-    """Global batches of held-out text that an evaluation takes, as far as there is so much."""
+    """Maximum global batches of held-out text per evaluation."""
     _weights = ""
-    """Where the weights came from."""
+    """Origin of the weights, for a note."""
     _eager = False
     """Whether the model has no fused attention."""
 
@@ -115,13 +121,13 @@ class HuggingFace(Job):
 
     @cached_property
     def _config(self) -> Any:
-        """The config, as transformers understands it."""
+        """The config as a transformers object."""
         text = read_config(self.folder)
-        transformers = library(self._given)
+        transformers = import_transformers(self._given)
         kind = text["model_type"]
-        known = transformers.CONFIG_MAPPING
-        if kind not in known:
-            close = nearest(kind, list(known))
+        mapping = transformers.CONFIG_MAPPING
+        if kind not in mapping:
+            close = find_nearest(kind, list(mapping))
             listed = f" (near it: {', '.join(close)})" if close else ""
             raise UnknownName(
                 self._given,
@@ -138,7 +144,7 @@ class HuggingFace(Job):
             ) from error
         config.use_cache = False
         if getattr(config, "pad_token_id", None) is None:
-            # Classifiers look for it to find the last token, and decoders start from it.
+            # Classifiers use it to find the last token, and decoders start with it.
             config.pad_token_id = 0
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id
@@ -150,45 +156,45 @@ class HuggingFace(Job):
 
     @cached_property
     def _task(self) -> HeadTask:
-        """What the architecture in the config is for."""
+        """The task of the architecture in the config."""
         named = read_config(self.folder).get("architectures") or []
         config = self._config
         if not named:
-            found = next((task for task in TASKS if self._maps(task)), None)
+            chosen = next((task for task in TASKS if self._supports(task)), None)
         else:
             fitting = (task for task in TASKS if named[0].endswith(task.endings))
-            found = next((one for one in fitting if self._maps(one)), None)
-        if found is None:
+            chosen = next((task for task in fitting if self._supports(task)), None)
+        if chosen is None:
             what = (
                 f"the architecture {named[0]}" if named else f"no head for model_type {config.model_type!r}"
             )
             raise WrongUse(
                 self._given, found=f"config.json names {what}, which cannot be trained here", cure=SUPPORTED
             )
-        return found
+        return chosen
 
-    def _maps(self, task: HeadTask) -> bool:
-        return type(self._config) in getattr(library(self._given), task.auto)._model_mapping  # noqa: SLF001
+    def _supports(self, task: HeadTask) -> bool:
+        return type(self._config) in getattr(import_transformers(self._given), task.auto)._model_mapping  # noqa: SLF001
 
     def import_ahead(self) -> None:
-        """The library, and the file of the architecture, which it loads late."""
-        _ = getattr(library(self._given), self._task.auto)._model_mapping[type(self._config)]  # noqa: SLF001
+        """Import transformers and the module of the architecture, which it loads lazily."""
+        _ = getattr(import_transformers(self._given), self._task.auto)._model_mapping[type(self._config)]  # noqa: SLF001
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What was chosen for the user; an estimate lists it."""
-        said = []
+        """Choices made for the user, listed in an estimate."""
+        notes = []
         if self.seq is None and not self._is_image:
-            said.append(f"sequences of {self.tokens} tokens (--seq)")
+            notes.append(f"sequences of {self.tokens} tokens (--seq)")
         if not read_config(self.folder).get("architectures"):
-            said.append(f"config.json names no architecture: taken as {self._task.name}")
+            notes.append(f"config.json names no architecture: taken as {self._task.name}")
         if (self.lora or self.frozen) and self._frozen_dtype is not torch.get_default_dtype():
-            said.append(
+            notes.append(
                 f"frozen weights in {str(self._frozen_dtype).removeprefix('torch.')}, as in config.json"
             )
         if self._eager and hasattr(self._config, "num_attention_heads"):
-            said.append("attention without fused kernels: this model has no other")
-        return tuple(said)
+            notes.append("attention without fused kernels: this model has no fused ones")
+        return tuple(notes)
 
     @property
     def _is_image(self) -> bool:
@@ -200,28 +206,28 @@ class HuggingFace(Job):
 
     @property
     def _limit(self) -> int | None:
-        """The longest sequence that the model takes."""
+        """The longest sequence of the model; None if unlimited."""
         config = self._text_config
-        # XLNet has -1 for none.
-        found = next(
+        # XLNet has -1 for no limit.
+        longest = next(
             (limit for position in POSITIONS if (limit := getattr(config, position, None) or 0) > 0), None
         )
-        if found is not None and config.model_type in COUNTED_FROM_PADDING:
-            return int(found) - (config.pad_token_id or 0) - 1
-        return found
+        if longest is not None and config.model_type in COUNTED_FROM_PADDING:
+            return int(longest) - (config.pad_token_id or 0) - 1
+        return longest
 
     @property
     def tokens(self) -> int:
-        """Tokens a sample."""
+        """Tokens per sample."""
         limit = self._limit
         if self.seq is None:
-            return min(limit or LONGEST, LONGEST)
+            return min(limit or DEFAULT_LONGEST, DEFAULT_LONGEST)
         if self._is_image:
             raise WrongUse(f"--seq {self.seq}", found="this model reads images", cure="Leave it out.")
         if self.seq < 1:
             raise WrongUse(f"--seq {self.seq}", found="it is below 1", cure="Give at least 1 token.")
-        # A model without a table of positions (T5) names a number and does not mind.
-        if limit is not None and self.seq > limit and not self._counts_distances:
+        # A model with relative positions (T5) states a number but can exceed it.
+        if limit is not None and self.seq > limit and not self._has_relative_positions:
             raise WrongUse(
                 f"--seq {self.seq}",
                 found=f"{self._given.removeprefix('job ')} has {limit} positions",
@@ -231,168 +237,175 @@ class HuggingFace(Job):
 
     @property
     def sample_length(self) -> int | None:
-        """Tokens a sample, whether chosen or assumed; None for a model that reads images."""
+        """Tokens per sample, given or assumed; None for an image model."""
         return None if self._is_image else self.tokens
 
     @property
-    def _counts_distances(self) -> bool:
+    def _has_relative_positions(self) -> bool:
         return hasattr(self._text_config, "relative_attention_num_buckets")
 
     @property
     def _frozen_dtype(self) -> torch.dtype:
-        """Frozen weights stay as they are stored, where nothing asks for narrower ones."""
+        """Dtype of frozen weights: as stored, unless the default dtype is narrower."""
         default = torch.get_default_dtype()
         text = read_config(self.folder)
-        stored = getattr(torch, str(text.get("dtype") or text.get("torch_dtype")), None)
+        stored_dtype = getattr(torch, str(text.get("dtype") or text.get("torch_dtype")), None)
         tied = bool(getattr(self._text_config, "tie_word_embeddings", False)) and not self.lora
-        if default is not torch.float32 or not isinstance(stored, torch.dtype) or tied:
+        if default is not torch.float32 or not isinstance(stored_dtype, torch.dtype) or tied:
             return default
-        return stored
+        return stored_dtype
 
     def model(self) -> nn.Module:
-        """The model with random weights, with adapters or frozen as asked."""
+        """Return the model, with adapters or frozen weights if chosen."""
         if self.lora is not None and self.lora < 1:
             raise WrongUse(f"--lora {self.lora}", found="it is below 1", cure="Give a rank such as 8 or 16.")
-        _ = self.tokens  # Before a large model is built in vain.
-        built = self._built()
+        _ = self.tokens  # Check --seq before a large model is built.
+        built = self._build()
         if not self.lora and not self.frozen:
             return built
         heads = head_modules(built)
         built.requires_grad_(False)
-        if self.lora and not adapt(built, self.lora, alpha=2 * self.lora, but=heads):
+        if self.lora and not add_adapters(built, self.lora, alpha=2 * self.lora, exclude=heads):
             raise WrongUse(
                 f"--lora {self.lora}",
-                found=f"{type(built).__name__} has no linear layer but its head",
+                found=f"{type(built).__name__} has no linear layer except its head",
                 cure="Use --frozen, or train all of it.",
             )
-        # The head of a classifier is new, so it learns beside the adapters.
+        # The head of a classifier is new, so it is trained with the adapters.
         if not self.lora or "classification" in self._task.name:
             for head in heads:
-                _let_learn(head)
+                _unfreeze_head(head)
         return built
 
-    def _built(self) -> nn.Module:
-        transformers = library(self._given)
+    def _build(self) -> nn.Module:
+        transformers = import_transformers(self._given)
         auto = getattr(transformers, self._task.auto)
         dtype = self._frozen_dtype if self.lora or self.frozen else torch.get_default_dtype()
-        files = stored(Path(self.folder)) if self.pretrained and not is_planned() else []
-        make = partial(loaded, auto, self.folder, self._config) if files else partial(self._random, auto)
+        files = list_weight_files(Path(self.folder)) if self.pretrained and not is_planning() else []
+        build = (
+            partial(load_pretrained, auto, self.folder, self._config)
+            if files
+            else partial(self._build_random, auto)
+        )
         try:
             try:
-                built, self._weights = make(dtype=dtype, attn_implementation="sdpa")
+                built, self._weights = build(dtype=dtype, attn_implementation="sdpa")
             except ValueError as error:
                 if "scaled_dot_product_attention" not in str(error):
                     raise
                 self._eager = True
-                built, self._weights = make(dtype=dtype, attn_implementation="eager")
+                built, self._weights = build(dtype=dtype, attn_implementation="eager")
         except TrimtabError:
             raise
         except Exception as error:
             raise JobFailed(
                 self._given,
                 found=f"transformers cannot build it: {type(error).__name__}: {_first_line(error)}",
-                cure="Mend the folder: its weights do not fit config.json; or use --set pretrained=false."
+                cure="Fix the folder: its weights do not fit config.json; or use --set pretrained=false."
                 if files
                 else "Correct config.json: its sizes may not fit together.",
             ) from error
         if built.main_input_name not in ("input_ids", "pixel_values"):
             raise WrongUse(
                 self._given,
-                found=f"{type(built).__name__} reads {built.main_input_name}, which cannot be made up here",
+                found=f"{type(built).__name__} reads {built.main_input_name}, which trimtab cannot generate",
                 cure=SUPPORTED,
             )
-        in_autocast(built)
+        run_experts_in_autocast(built)
         return built
 
-    def _random(self, auto: Any, **how: Any) -> tuple[Any, str]:
+    def _build_random(self, auto: Any, **options: Any) -> tuple[Any, str]:
         pickled = any(Path(self.folder).glob("*.bin"))
-        why = "as asked" if not self.pretrained else f"{self.folder} has no safetensors"
+        why = "as chosen" if not self.pretrained else f"{self.folder} has no safetensors"
         why += "; pickled weights are not read, as reading them runs code" if pickled else ""
-        return auto.from_config(self._config, **how), f"random, {why}"
+        return auto.from_config(self._config, **options), f"random, {why}"
 
     def batch(self, size: int) -> dict[str, torch.Tensor]:
-        """Random tokens or pixels, with labels."""
+        """Return random tokens or pixels, with labels."""
         if self._is_image:
             shape = self._image_shape
-            made = {"pixel_values": torch.randn(size, *shape)}
-            return made | {"labels": torch.randint(self._config.num_labels, (size,))}
+            images = {"pixel_values": torch.randn(size, *shape)}
+            return images | {"labels": torch.randint(self._config.num_labels, (size,))}
         ids = torch.randint(self._vocab, (size, self.tokens))
         if self._task.name == "sequence classification":
             return {"input_ids": ids, "labels": self._classes((size,), None)}
         if self._task.name == "masked LM":
-            return {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape) < MASKED, ids, IGNORED)}
+            return {
+                "input_ids": ids,
+                "labels": torch.where(torch.rand(ids.shape) < MASKED_SHARE, ids, IGNORE_INDEX),
+            }
         return {"input_ids": ids, "labels": ids.clone()}
 
     def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """The model's own."""
+        """Return the model's own loss."""
         return model(**batch).loss
 
     def weight(self, batch: dict[str, torch.Tensor]) -> Any:
-        """Tokens that have a label, or samples."""
+        """Return the number of tokens with a label, or of samples."""
         labels = batch["labels"]
         if "LM" not in self._task.name:
             return labels.numel() if self._task.name == "seq2seq" else labels.shape[0]
-        # A causal model says nothing about the first token.
+        # A causal model does not predict the first token.
         counted = labels[:, 1:] if self._task.name == "causal LM" else labels
-        return (counted != IGNORED).sum()
+        return (counted != IGNORE_INDEX).sum()
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Return AdamW."""
         return torch.optim.AdamW(params, lr=self.rate)
 
     def dataset(self) -> Synthetic | TokenBlocks:
-        """Blocks of text, without those that are held out; or images of which each class has a brightness."""
+        """Return the training blocks of the text, or images whose brightness depends on the class."""
         if self._is_image:
             return Synthetic(self.samples or 0, self._image)
         tokens, layout, _ = self._text()
-        sample = partial(self._sample, blocks=layout.blocks, hidden=self._hidden, fixed=False)
+        sample = partial(self._sample, blocks=layout.blocks, mask=self._mask_token, fixed=False)
         return TokenBlocks(tokens, self.tokens, layout.samples, layout.block, sample)
 
     def validation(self) -> TokenBlocks | None:
-        """Blocks that are held out, evenly spaced; None for images and for texts too short for any."""
+        """Return held-out blocks, evenly spaced; None for images and for a text that is too short."""
         if self._is_image:
             return None
         tokens, layout, _ = self._text()
         count = min(layout.held_out, self.validation_batches * self.global_batch)
         if count < 1:
             return None
-        sample = partial(self._sample, blocks=layout.blocks, hidden=self._hidden, fixed=True)
+        sample = partial(self._sample, blocks=layout.blocks, mask=self._mask_token, fixed=True)
         return TokenBlocks(tokens, self.tokens, count, partial(layout.held_out_block, samples=count), sample)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is trained on, and where the weights came from."""
+        """Notes on the training data and the origin of the weights."""
         weights = (f"weights: {self._weights}",) if self._weights else ()
         if self._is_image:
-            return (*weights, "images: made up, of a brightness that says their class")
-        tokens, layout, foreign = self._text()
-        own = () if foreign else (f"{self.folder} has no tokenizer: tokens are learnt from the text",)
-        return (*weights, *described(tokens, layout, self.tokens), *own)
+            return (*weights, "images: synthetic, with a brightness that depends on the class")
+        tokens, layout, tokenizer = self._text()
+        own = () if tokenizer else (f"{self.folder} has no tokenizer: a tokenizer is trained on the text",)
+        return (*weights, *describe_text(tokens, layout, self.tokens), *own)
 
-    def _text(self) -> tuple[Tokens, BlockLayout, Foreign | None]:
-        foreign = self._tokenizer
-        if foreign is None and self._vocab < BYTES:
+    def _text(self) -> tuple[Tokens, BlockLayout, ModelTokenizer | None]:
+        tokenizer = self._tokenizer
+        if tokenizer is None and self._vocab < BYTES:
             raise WrongUse(
                 self._given,
                 found=f"config.json has vocab_size {self._vocab}, and text is made of {BYTES} kinds of bytes",
                 cure=f"Give the folder a tokenizer, or a vocab_size of {BYTES} or more.",
             )
-        tokens = tokenised(find(self.data), foreign or Learnt(self._vocab))
-        return tokens, laid_out(tokens, self.tokens, self.samples), foreign
+        tokens = tokenize(find_text(self.data), tokenizer or BytePairTokenizer(self._vocab))
+        return tokens, lay_out_blocks(tokens, self.tokens, self.samples), tokenizer
 
     @cached_property
-    def _tokenizer(self) -> Foreign | None:
-        """The folder's own, where it has one."""
+    def _tokenizer(self) -> ModelTokenizer | None:
+        """The folder's tokenizer, if it has one."""
         named = getattr(self._text_config, "eos_token_id", None)
-        ends = [one for one in (named if isinstance(named, list) else [named]) if isinstance(one, int)]
+        ends = [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
         end = next((end for end in ends if 0 <= end < self._vocab), None)
-        return tokenizer_in(Path(self.folder), self._vocab, end)
+        return find_tokenizer(Path(self.folder), self._vocab, end)
 
     @cached_property
-    def _hidden(self) -> int:
-        """The token in place of one that is to be said."""
-        mask = None if self._tokenizer is None else self._tokenizer.mask()
-        return min(HIDDEN, self._vocab - 1) if mask is None else mask
+    def _mask_token(self) -> int:
+        """The token that replaces a masked token."""
+        mask = None if self._tokenizer is None else self._tokenizer.mask_token()
+        return min(MASK_BYTE, self._vocab - 1) if mask is None else mask
 
     @property
     def _vocab(self) -> int:
@@ -405,41 +418,41 @@ class HuggingFace(Job):
         return int(getattr(self._config, "num_channels", 3)), int(high), int(wide)
 
     def _classes(self, shape: tuple[int, ...], generator: torch.Generator | None) -> torch.Tensor:
-        """Labels of sequences; a model of one label has a number to say."""
+        """Return labels of sequences: numbers for a model with one label, else classes."""
         labels = self._config.num_labels
-        made = torch.randint(max(2, labels), shape, generator=generator)
-        return made.to(torch.get_default_dtype()) if labels == 1 else made
+        classes = torch.randint(max(2, labels), shape, generator=generator)
+        return classes.to(torch.get_default_dtype()) if labels == 1 else classes
 
     def _image(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        kind = integer(generator, 0, self._config.num_labels)
+        kind = draw_integer(generator, 0, self._config.num_labels)
         noise = torch.randn(*self._image_shape, generator=generator)
         return {"pixel_values": noise + 4 * kind / self._config.num_labels, "labels": torch.tensor(kind)}
 
     def _sample(
-        self, ids: torch.Tensor, number: int, *, blocks: int, hidden: int, fixed: bool
+        self, ids: torch.Tensor, number: int, *, blocks: int, mask: int, fixed: bool
     ) -> dict[str, torch.Tensor]:
-        """Block `number` of so many with its labels; what is hidden is drawn anew unless it is `fixed`."""
+        """Return a block with its labels; masked positions are redrawn each time unless `fixed`."""
         if self._task.name == "sequence classification":
-            return {"input_ids": ids, "labels": self._place(number / blocks)}
+            return {"input_ids": ids, "labels": self._position_label(number / blocks)}
         if self._task.name == "causal LM":
             return {"input_ids": ids, "labels": ids.clone()}
         draw = torch.Generator().manual_seed(number) if fixed else torch.default_generator
-        asked = torch.rand(ids.shape, generator=draw, device=CPU) < MASKED
-        # A sample without a question would have no loss.
-        asked[int(torch.randint(len(ids), (), generator=draw, device=CPU))] = True
-        shown = ids.masked_fill(asked, hidden)
+        masked = torch.rand(ids.shape, generator=draw, device=CPU) < MASKED_SHARE
+        # A sample without a masked token would have no loss.
+        masked[int(torch.randint(len(ids), (), generator=draw, device=CPU))] = True
+        shown = ids.masked_fill(masked, mask)
         if self._task.name == "masked LM":
-            return {"input_ids": shown, "labels": torch.where(asked, ids, IGNORED)}
+            return {"input_ids": shown, "labels": torch.where(masked, ids, IGNORE_INDEX)}
         return {"input_ids": shown, "labels": ids.clone()}
 
-    def _place(self, share: float) -> torch.Tensor:
-        """Which part of the text it is, of as many as there are labels; a model of one says how far it is."""
+    def _position_label(self, share: float) -> torch.Tensor:
+        """Return the part of the text as a class, or the position in it for a model with one label."""
         labels = int(self._config.num_labels)
         return torch.tensor(share if labels == 1 else int(share * labels))
 
 
 def head_modules(model: Any) -> list[nn.Module]:
-    """What lies outside of the base model, or the output layer of a model that is its own base."""
+    """Return the modules outside of the base model, or the output layer if the model is its own base."""
     base = model.base_model
     if base is model:
         output = model.get_output_embeddings()
@@ -449,25 +462,25 @@ def head_modules(model: Any) -> list[nn.Module]:
     return [child for child in outside if any(True for _ in child.parameters())]
 
 
-def _let_learn(head: nn.Module) -> None:
-    """Train a head in the dtype of the day, whatever the frozen model hands it."""
+def _unfreeze_head(head: nn.Module) -> None:
+    """Make a head trainable in the default dtype, and cast its inputs."""
     head.requires_grad_(True)
     head.to(torch.get_default_dtype())
 
-    def fitted(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         kind = next(module.parameters())
         if torch.is_autocast_enabled(kind.device.type):
-            return given
+            return inputs
         return tuple(
             item.to(kind.dtype) if torch.is_tensor(item) and item.is_floating_point() else item
-            for item in given
+            for item in inputs
         )
 
-    head.register_forward_pre_hook(fitted)
+    head.register_forward_pre_hook(cast_inputs)
 
 
 def read_config(folder: str, *, given: str = "") -> dict[str, Any]:
-    """The text of FOLDER/config.json, if it is one that can be built without anybody's code."""
+    """Return FOLDER/config.json; raise WrongUse if it is invalid or needs code from the folder."""
     cure = "Name a folder with a Hugging Face config.json"
     cure += "." if given else ", as in hf:./my-model."
     given = given or f"job hf:{folder}"
@@ -484,7 +497,7 @@ def read_config(folder: str, *, given: str = "") -> dict[str, Any]:
     except ValueError as error:
         raise WrongUse(given, found=f"config.json is not JSON ({error})", cure="Correct the file.") from error
     if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
-        raise WrongUse(given, found="config.json has no model_type", cure="Say which model it is.")
+        raise WrongUse(given, found="config.json has no model_type", cure="Add a model_type.")
     if text.get("auto_map"):
         raise WrongUse(
             given,

@@ -1,4 +1,4 @@
-"""Job: what to train, said once, with no thought of hardware."""
+"""Job: the base class of training jobs, independent of hardware."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 
 class Job:
-    """The base class that fills in what a job may leave out.
+    """Base class with defaults for the optional members of a job.
 
     class MyJob(trimtab.Job):
         global_batch = 64
@@ -15,26 +15,26 @@ class Job:
         def batch(self, size): return torch.randn(size, 8)
         def loss(self, model, batch): return model(batch).square().mean()
 
-    A class that has model(), batch() and loss() and does not inherit from this one is a job too.
+    Any class with model(), batch() and loss() is a job, even if it does not inherit from this class.
     """
 
     name: str = ""
     global_batch: int = 1
-    """Samples per optimizer step: kept exactly, on any hardware."""
+    """Samples per optimizer step, exactly the same on any hardware."""
     samples: int | None = None
     epochs: int = 1
     branches: ClassVar[dict[str, str]] = {}
     additive: bool | None = None
-    """Whether the loss of a batch is the weighted mean of those of its parts; None: trimtab finds out."""
+    """Whether the loss of a batch is the weighted mean of its parts' losses; None: trimtab finds out."""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the job chose for the user; an estimate lists it."""
+        """Choices that the job made for the user, listed in an estimate."""
         return ()
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the job has to say about its data and weights; said once, when training begins."""
+        """Notes about data and weights, printed once when training starts."""
         return ()
 
     def model(self) -> Any:
@@ -42,40 +42,40 @@ class Job:
         raise NotImplementedError
 
     def batch(self, size: int) -> Any:
-        """One micro-batch of `size` samples, on the current default device."""
+        """Return a micro-batch of `size` samples on the current default device."""
         raise NotImplementedError
 
     def loss(self, model: Any, batch: Any) -> Any:
-        """A scalar tensor: the mean over what weight() counts.
+        """Return a scalar tensor: the mean over what weight() counts.
 
-        A job that has embed(model, batch) and loss_of(embeddings) needs none: it is loss_of(embed(...)).
+        A job with embed(model, batch) and loss_of(embeddings) does not need it.
         """
-        if not is_cached(self):
+        if not has_embeddings(self):
             raise NotImplementedError
         from trimtab.jobs.embeddings import direct_loss
 
         return direct_loss(self, model, batch)
 
     def import_ahead(self) -> None:
-        """Import what the other members will, where that takes long: called once before many traces."""
+        """Import slow modules that the other members need; called once before many traces."""
 
     def settle(self, given: frozenset[str]) -> None:
-        """Called with the names of options that were just set: one may stand for others, or not suit them."""
+        """Adjust or check options after some were set; `given` has the names of those."""
 
     def weight(self, batch: Any) -> Any:
-        """What the loss is a mean over: samples, unless a job says otherwise."""
+        """Return the number that the loss is a mean over: samples by default."""
         return samples_in(batch)
 
 
-def is_cached(job: Any) -> bool:
-    """Whether a job gives embed() and loss_of(), so that its batch can be cut by gradient caching."""
+def has_embeddings(job: Any) -> bool:
+    """Return whether a job has embed() and loss_of(), so that gradient caching can split its batch."""
     return callable(getattr(job, "embed", None)) and callable(getattr(job, "loss_of", None))
 
 
 def stated_additive(job: Any) -> bool | None:
-    """What a job says of its loss in `additive`; None where it says nothing.
+    """Return a job's `additive`; None if it is not set.
 
-    A class that has a loss of its own does not inherit what was said of another.
+    A class with its own loss does not inherit `additive` from a base class.
     """
     if isinstance(vars(job).get("additive"), bool):
         return bool(job.additive)
@@ -88,7 +88,7 @@ def stated_additive(job: Any) -> bool | None:
 
 
 def loss_function(job: Any) -> Any:
-    """The function (model, batch) -> loss of a job, for one that has loss() or embed() and loss_of()."""
+    """Return a job's function (model, batch) -> loss, from loss() or from embed() and loss_of()."""
     if callable(getattr(job, "loss", None)):
         return job.loss
     from functools import partial
@@ -99,7 +99,7 @@ def loss_function(job: Any) -> Any:
 
 
 def samples_in(batch: Any) -> int:
-    """How many samples a batch holds: the first length of its first tensor.
+    """Return the number of samples in a batch: the first length of its first tensor.
 
     >>> import torch
     >>> samples_in({"ids": [torch.zeros(4, 7)]})

@@ -1,6 +1,6 @@
-"""Finds a job by name, and names a job so that another process finds it.
+"""Load a job by name, and find the name by which another process can load it.
 
-FILE.py:NAME, package.module:NAME, a built-in, or hf:FOLDER. A file is run only because the user named it.
+Names: FILE.py:NAME, package.module:NAME, a built-in, or hf:FOLDER.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import CannotFollow, JobFailed, TrimtabError, UnknownName, WrongUse, nearest
-from trimtab.jobs.job import Job, is_cached
-from trimtab.jobs.options import change, options
+from trimtab.errors import CannotFollow, JobFailed, TrimtabError, UnknownName, WrongUse, find_nearest
+from trimtab.jobs.job import Job, has_embeddings
+from trimtab.jobs.options import list_options, set_options
 from trimtab.jobs.registry import BUILT_IN, FOLDER, FOLDER_JOB, BuiltInJob, base_name
 
 REQUIRED = ("model", "batch", "loss")
@@ -26,56 +26,58 @@ _FORMS = (
 )
 
 
-def load(name: str, given: dict[str, Any] | None = None) -> Any:
-    """The job of that name, built, with options set; raises what is wrong with it."""
-    return change(_found(name), given or {})
+def load_job(name: str, given: dict[str, Any] | None = None) -> Any:
+    """Return the job of that name with options set; raise a TrimtabError if it cannot be loaded."""
+    return set_options(_find_job(name), given or {})
 
 
-def expanded(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What was given, with what `stage` stands for written out, so that caches and plans see it."""
+def expand_stage(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with those of `stage` added, so that cache keys and plans include them."""
     if "stage" not in given:
         return given
-    plain, chosen = (
-        load(name, {key: text for key, text in given.items() if key != "stage"}),
-        load(name, given),
-    )
-    felt = {key: var for key, var in vars(chosen).items() if key not in given and getattr(plain, key) != var}
-    return given | felt
+    without_stage = load_job(name, {key: value for key, value in given.items() if key != "stage"})
+    with_stage = vars(load_job(name, given))
+    added = {
+        key: value
+        for key, value in with_stage.items()
+        if key not in given and getattr(without_stage, key) != value
+    }
+    return given | added
 
 
-def _found(name: str) -> Any:
+def _find_job(name: str) -> Any:
     if name.startswith(FOLDER):
-        return _class(FOLDER_JOB)(name.removeprefix(FOLDER))
+        return _import_class(FOLDER_JOB)(name.removeprefix(FOLDER))
     if base_name(name) in BUILT_IN:
-        return _built_in(name)
+        return _build_built_in(name)
     place, colon, attribute = name.rpartition(":")
     if (not colon or not attribute) and (name.endswith(".py") or "/" in name):
         raise WrongUse(f"job {name!r}", found="it names a file and no class in it", cure=_FORMS)
     if not colon or not place or not attribute:
-        close = nearest(name, BUILT_IN)
+        close = find_nearest(name, BUILT_IN)
         meant = f"; did you mean {close[0]}?" if close else ""
         raise UnknownName(f"job {name!r}", found=f"there is no built-in of that name{meant}", cure=_FORMS)
-    module = _module(place)
-    found = getattr(module, attribute, None)
-    if found is None:
-        known = [key for key, value in vars(module).items() if _is_job(value)]
-        close = nearest(attribute, known) or known
+    module = _import_module(place)
+    job = getattr(module, attribute, None)
+    if job is None:
+        jobs = [key for key, value in vars(module).items() if _is_job(value)]
+        close = find_nearest(attribute, jobs) or jobs
         listed = f"; it has {', '.join(close)}" if close else ""
         raise UnknownName(f"job {name!r}", found=f"{place} has no {attribute}{listed}", cure=_FORMS)
-    return checked(_built(found, name), name)
+    return check_job(_build_job(job, name), name)
 
 
-def _class(job: BuiltInJob) -> Any:
+def _import_class(job: BuiltInJob) -> Any:
     return getattr(importlib.import_module(job.module), job.class_name)
 
 
-def _built_in(name: str) -> Any:
-    """A job of ours, or another size of it."""
+def _build_built_in(name: str) -> Any:
+    """Return a built-in job, or another size of it."""
     base, _, size = name.partition(":")
-    job = _class(BUILT_IN[base])()
+    job = _import_class(BUILT_IN[base])()
     sizes = {"tiny": job.tiny} | getattr(job, "sizes", {})
     if size in sizes:
-        change(job, sizes[size])
+        set_options(job, sizes[size])
         job.name = name
     elif size or name.endswith(":"):
         listed = ", ".join(f"{base}:{size}" for size in sizes)
@@ -88,18 +90,18 @@ def _built_in(name: str) -> Any:
     return job
 
 
-def name_of(job: Any) -> tuple[str, dict[str, Any]]:
-    """What load() finds a job by in another process: its name, and what was changed on the instance."""
+def find_job_name(job: Any) -> tuple[str, dict[str, Any]]:
+    """Return a job's name for load_job() in another process, and the options set on the instance."""
     if isinstance(job, str):
         return job, {}
     cls = job if isinstance(job, type) else type(job)
     state = {} if isinstance(job, type) else dict(vars(job))
     home = (cls.__module__, cls.__qualname__)
     if home == FOLDER_JOB[1:3]:
-        return f"{FOLDER}{cls.folder if job is cls else state['folder']}", _options_of(job, state)
+        return f"{FOLDER}{cls.folder if job is cls else state['folder']}", _select_options(job, state)
     for name, built_in in BUILT_IN.items():
         if home == built_in[1:3]:
-            return name, _options_of(job, state)
+            return name, _select_options(job, state)
     try:
         file = inspect.getfile(cls)
     except (TypeError, OSError):
@@ -108,15 +110,15 @@ def name_of(job: Any) -> tuple[str, dict[str, Any]]:
         raise WrongUse(
             f"job {cls.__qualname__}",
             found="it is not defined at the top of a file, where another process could find it",
-            cure="Put the class into a .py file of its own.",
+            cure="Put the class into a separate .py file.",
         )
     return f"{file}:{cls.__qualname__}", state
 
 
-def file_of(name: str) -> Path | None:
-    """The file that a job which load() found is written in; None for one that comes with trimtab.
+def find_job_file(name: str) -> Path | None:
+    """Return the file of a loaded job; None for a built-in.
 
-    >>> file_of("slm:tiny") is None, file_of("hf:models/bert").name
+    >>> find_job_file("slm:tiny") is None, find_job_file("hf:models/bert").name
     (True, 'config.json')
     """
     if name.startswith(FOLDER):
@@ -129,27 +131,27 @@ def file_of(name: str) -> Path | None:
     return Path(place).absolute() if place else None
 
 
-def _options_of(job: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Of what an instance of ours holds, what a user may have set."""
-    known = options(job)
-    return {name: value for name, value in state.items() if name in known and name != "folder"}
+def _select_options(job: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of an instance's state that are options."""
+    names = list_options(job)
+    return {name: value for name, value in state.items() if name in names and name != "folder"}
 
 
-def _built(found: Any, name: str) -> Any:
-    if not isinstance(found, type):
-        return found
+def _build_job(job: Any, name: str) -> Any:
+    if not isinstance(job, type):
+        return job
     try:
-        return found()
+        return job()
     except Exception as error:
-        raise failed(f"job {name!r}", error, "Let the class be built without arguments.") from error
+        raise job_error(f"job {name!r}", error, "Make the class work without arguments.") from error
 
 
-def checked(job: Any, name: str) -> Any:
-    """The job, if it has the members that a job needs and a batch that can be."""
+def check_job(job: Any, name: str) -> Any:
+    """Return the job if it has the members that a job needs; raise JobFailed otherwise."""
     # embed() and loss_of() together take the place of loss().
-    required = [one for one in REQUIRED if one != "loss" or not is_cached(job)]
-    lacking = [one for one in required if not callable(getattr(job, one, None))]
-    lacking += [one for one in required if getattr(type(job), one, None) is getattr(Job, one)]
+    required = [member for member in REQUIRED if member != "loss" or not has_embeddings(job)]
+    lacking = [member for member in required if not callable(getattr(job, member, None))]
+    lacking += [member for member in required if getattr(type(job), member, None) is getattr(Job, member)]
     if "loss" in lacking:
         half = [name for name in ("embed", "loss_of") if callable(getattr(job, name, None))]
         if half:
@@ -161,26 +163,26 @@ def checked(job: Any, name: str) -> Any:
     if lacking:
         raise JobFailed(
             f"job {name!r}",
-            found=f"it lacks {', '.join(f'{one}()' for one in lacking)}",
+            found=f"it lacks {', '.join(f'{member}()' for member in lacking)}",
             cure="A job has model(), batch(size) and loss(model, batch).",
         )
     return job
 
 
 def _is_job(value: Any) -> bool:
-    needed = ("model", "batch") if is_cached(value) else REQUIRED
-    return isinstance(value, type) and all(callable(getattr(value, one, None)) for one in needed)
+    needed = ("model", "batch") if has_embeddings(value) else REQUIRED
+    return isinstance(value, type) and all(callable(getattr(value, member, None)) for member in needed)
 
 
-def _module(place: str) -> Any:
+def _import_module(place: str) -> Any:
     path = Path(place)
     if path.suffix != ".py" and "/" not in place:
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
-            raise _missing(place, error) from error
+            raise _missing_package_error(place, error) from error
         except Exception as error:
-            raise failed(f"job {place}", error, "Mend the module, or run it alone to see more.") from error
+            raise job_error(f"job {place}", error, "Fix the module, or run it alone to see more.") from error
     if not path.is_file():
         raise WrongUse(f"job {place}", found="there is no such file", cure=_FORMS)
     spec = importlib.util.spec_from_file_location(f"trimtab_job_{path.stem}", path)
@@ -193,53 +195,55 @@ def _module(place: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
-        raise _missing(place, error) from error
+        raise _missing_package_error(place, error) from error
     except Exception as error:
-        raise failed(f"job {place}", error, "Mend the file, or run it alone to see more.") from error
+        raise job_error(f"job {place}", error, "Fix the file, or run it alone to see more.") from error
     return module
 
 
-def _missing(place: str, error: ModuleNotFoundError) -> JobFailed:
+def _missing_package_error(place: str, error: ModuleNotFoundError) -> JobFailed:
     return JobFailed(
         f"job {place}",
-        found=f"it needs the package {error.name!r}, which is not installed here{_where(error, place)}",
+        found=f"it needs the package {error.name!r}, which is not installed here"
+        f"{_describe_location(error, place)}",
         cure=f"Install it: pip install {error.name}",
     )
 
 
-def failed(given: str, error: Exception, cure: str) -> TrimtabError:
-    """An error of the user's own code, with the line it came from."""
+def job_error(given: str, error: Exception, cure: str) -> TrimtabError:
+    """Return the error for a failure of the user's code, with its file and line."""
     if isinstance(error, TrimtabError):
         return error
     text = str(error).strip().split("\n")[0][:300] or "no message"
-    return JobFailed(given, found=f"{type(error).__name__}: {text}{_where(error)}", cure=cure)
+    return JobFailed(given, found=f"{type(error).__name__}: {text}{_describe_location(error)}", cure=cure)
 
 
 OPERATION = "_trimtab_operation"
-"""The attribute of an error that was raised while an operation was traced: the operation's name."""
+"""Attribute of an error that was raised during tracing: the name of the operation."""
 
 
-def cannot_follow(member: str, error: Exception, cure: str) -> TrimtabError:
-    """An error of tracing, with the operation that it came from and the line of the job."""
+def tracing_error(member: str, error: Exception, cure: str) -> TrimtabError:
+    """Return the error for a failure of tracing, with the operation and the line of the job."""
     if isinstance(error, TrimtabError):
         return error
     text = str(error).strip().split("\n")[0][:200] or "no message"
-    found = f"trimtab cannot follow {_operation(error)} here{_where(error)}; {type(error).__name__}: {text}"
+    where = f"{_failed_operation(error)} here{_describe_location(error)}"
+    found = f"trimtab cannot follow {where}; {type(error).__name__}: {text}"
     return CannotFollow(member, found=found, cure=cure)
 
 
-def _operation(error: Exception) -> str:
-    """The operation that tracing failed at, as well as it is known."""
-    known = getattr(error, OPERATION, None)
+def _failed_operation(error: Exception) -> str:
+    """Return the operation at which tracing failed, as far as it is known."""
+    recorded = getattr(error, OPERATION, None)
     named = re.search(r"\b(?:aten|prims|torchvision|transformers)::\w+(?:\.\w+)?", str(error))
-    if known or named:
-        return str(known or (named and named[0]))
+    if recorded or named:
+        return str(recorded or (named and named[0]))
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].name}()" if frames else "an operation"
 
 
-def _where(error: BaseException, place: str = "") -> str:
-    """The user's line nearest to where it went wrong: the last one outside of installed packages."""
+def _describe_location(error: BaseException, place: str = "") -> str:
+    """Return the file and line of an error in parentheses: the last frame outside installed packages."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)

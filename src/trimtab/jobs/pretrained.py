@@ -1,4 +1,4 @@
-"""Weights from the safetensors of a model's folder."""
+"""Load pretrained weights and models with transformers."""
 
 from __future__ import annotations
 
@@ -13,45 +13,42 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-NAMED = 3
-"""Tensors that are named where several are new."""
+MOST_NAMED = 3
+"""Maximum number of new tensors that a message names."""
 
 
-def is_planned() -> bool:
-    """Whether what is built now has no memory behind it, so that there is nothing to load into."""
+def is_planning() -> bool:
+    """Return whether tensors are fake or meta, so that weights cannot be loaded."""
     return _get_current_dispatch_mode() is not None or torch.get_default_device().type == "meta"
 
 
-def stored(folder: Path) -> list[Path]:
-    """The files with weights. Pickles are not among them: reading one runs what is in it."""
+def list_weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder. Pickles are left out: reading one runs code."""
     return sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.safetensors.index.json"))
 
 
-def loaded(auto: Any, folder: str, config: Any, **how: Any) -> tuple[Any, str]:
-    """The model with the weights of a folder, and in words which of them it has."""
+def load_pretrained(auto: Any, folder: str, config: Any, **how: Any) -> tuple[Any, str]:
+    """Return the model with the weights of a folder, and a description of their origin."""
     # transformers reads onto the CPU and moves nothing by itself.
     with torch.device("cpu"):
         how |= {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-        model, about = auto.from_pretrained(folder, config=config, **how)
-    new = sorted(about["missing_keys"])
-    words = f"from the safetensors in {folder}"
+        model, info = auto.from_pretrained(folder, config=config, **how)
+    new = sorted(info["missing_keys"])
+    description = f"from the safetensors in {folder}"
     if new:
-        more = f" and {len(new) - NAMED} more" if len(new) > NAMED else ""
-        words += f"; not in them, so random: {', '.join(new[:NAMED])}{more}"
-    # Ready to learn, as a model that is built from a config is.
-    return model.train().to(torch.get_default_device()), words
+        more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
+        description += f"; not in them, so random: {', '.join(new[:MOST_NAMED])}{more}"
+    # In training mode, like a model that is built from a config.
+    return model.train().to(torch.get_default_device()), description
 
 
-# The transformers library, for the jobs that need it: an extra, so it may be missing.
-
-
-def library(who: str) -> Any:
-    """The module `transformers`, or an error that says how to get it."""
+def import_transformers(user: str) -> Any:
+    """Return the module `transformers`; raise EnvironmentFault with the way to install it."""
     try:
         import transformers
     except ImportError as error:
         raise EnvironmentFault(
-            who,
+            user,
             found=f"it needs the package 'transformers', which cannot be imported here ({error})",
             cure="Install it: pip install 'trimtab[jobs]'",
         ) from error
@@ -61,14 +58,18 @@ def library(who: str) -> Any:
 EXPERTS = "trimtab_autocast"
 
 
-def in_autocast(model: Any) -> None:
-    """Let experts compute in the dtype of autocast, as linear layers do.
+def run_experts_in_autocast(model: Any) -> None:
+    """Make experts compute in the dtype of autocast, as linear layers do.
 
-    Their weights are bare parameters that go through a grouped product, which autocast does not know: under
-    bf16 they would be multiplied in fp32, and torch predicts that product in bf16 alone.
+    Their weights are bare parameters in a grouped matrix product, which autocast does not cast: under bf16
+    they would be multiplied in fp32, and torch traces that product only in bf16.
     """
-    able = getattr(model, "_can_set_experts_implementation", None)
-    if able is None or not able() or getattr(model.config, "_experts_implementation", None) != "grouped_mm":
+    can_set = getattr(model, "_can_set_experts_implementation", None)
+    if (
+        can_set is None
+        or not can_set()
+        or getattr(model.config, "_experts_implementation", None) != "grouped_mm"
+    ):
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
@@ -77,21 +78,21 @@ def in_autocast(model: Any) -> None:
         if not torch.is_autocast_enabled(kind):
             return grouped_mm_experts_forward(self, hidden, index, weights)
         half = torch.get_autocast_dtype(kind)
-        narrow: Any = _Narrow(self, half)
-        found = grouped_mm_experts_forward(narrow, hidden.to(half), index, weights)
-        return found.to(hidden.dtype)
+        narrow: Any = _NarrowExperts(self, half)
+        output = grouped_mm_experts_forward(narrow, hidden.to(half), index, weights)
+        return output.to(hidden.dtype)
 
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, forward)
     model.set_experts_implementation(EXPERTS)
 
 
-class _Narrow:
-    """Experts whose weights come in another dtype."""
+class _NarrowExperts:
+    """Wrap experts so that their weights have another dtype."""
 
     def __init__(self, experts: Any, dtype: torch.dtype) -> None:
         self._experts = experts
         self._dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._experts, name)
-        return found.to(self._dtype) if isinstance(found, torch.nn.Parameter) else found
+        value = getattr(self._experts, name)
+        return value.to(self._dtype) if isinstance(value, torch.nn.Parameter) else value

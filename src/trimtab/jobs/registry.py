@@ -1,6 +1,6 @@
-"""The jobs that come with trimtab, one row each: their names, their classes, and flags of their own.
+"""Registry of built-in jobs: names, classes and command-line flags.
 
-To add a job: a package beside this file, and a row in `JOBS`. Nothing else names it.
+To add a job, add a package next to this file and a row in `JOBS`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = "hf:"
-"""What the name of a folder with a config.json starts with."""
+"""Prefix of a job that is a Hugging Face folder."""
 
 
 class JobFlag(NamedTuple):
@@ -21,7 +21,7 @@ class JobFlag(NamedTuple):
     help: str
     metavar: str | None = None
     training: bool = False
-    """Whether only commands that train have it."""
+    """Whether only training commands have it."""
     jobs: tuple[str, ...] = ()
     """The jobs that have it, by name; `job_flags` fills it in."""
 
@@ -83,11 +83,11 @@ JOBS = (
 )
 FOLDER_JOB = next(job for job in JOBS if job.name == FOLDER)
 BUILT_IN = {job.name: job for job in JOBS if job is not FOLDER_JOB}
-"""The jobs that have a name of their own, by it."""
+"""Built-in jobs by name, without hf:."""
 
 
 def base_name(job: str) -> str:
-    """Return the name that a job is registered by, if it comes with trimtab.
+    """Return the registered name of a built-in job, or the first part of another name.
 
     >>> base_name("slm:tiny"), base_name("hf:models/bert"), base_name("job.py:MyJob")
     ('slm', 'hf:', 'job.py')
@@ -105,7 +105,7 @@ def comes_with_trimtab(job: str) -> bool:
 
 
 def job_flags(*, training: bool = False) -> tuple[JobFlag, ...]:
-    """Return every flag of every job once, with the jobs that have it.
+    """Return every job flag once, with the jobs that have it.
 
     >>> [flag.help for flag in job_flags() if flag.name == "frozen"]
     ['hf: freeze the model except its head.']

@@ -1,4 +1,4 @@
-"""slm: a small language model trained from nothing on text, of the kind that fits one GPU."""
+"""Job slm: train a small language model from scratch on text."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.nn import functional
 from trimtab.errors import WrongUse
 from trimtab.jobs.head import mean_token_loss
 from trimtab.jobs.job import Job
-from trimtab.jobs.text.blocks import TokenBlocks, described, laid_out
+from trimtab.jobs.text.blocks import TokenBlocks, describe_text, lay_out_blocks
 from trimtab.jobs.text.byte_pairs import BYTES
-from trimtab.jobs.text.corpus import find
-from trimtab.jobs.text.tokens import Learnt, tokenised
+from trimtab.jobs.text.corpus import find_text
+from trimtab.jobs.text.tokens import BytePairTokenizer, tokenize
 
 if TYPE_CHECKING:
     from trimtab.jobs.text.blocks import BlockLayout
     from trimtab.jobs.text.tokens import Tokens
 
-LOWEST = 0.1
-"""Share of the learning rate that is left at the end."""
+FINAL_RATE_SHARE = 0.1
+"""Share of the learning rate at the end of the schedule."""
 
 
 class Attention(nn.Module):
-    """Every token looks at itself and at those before it."""
+    """Causal self-attention."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -39,16 +39,18 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.inward(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         dropped = self.dropout if self.training else 0.0
-        seen = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
-        return self.outward(seen.transpose(1, 2).flatten(2))
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropped, is_causal=True
+        )
+        return self.outward(attended.transpose(1, 2).flatten(2))
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU by the tanh that GPT-2 uses.
+    """Return GELU in the tanh approximation of GPT-2.
 
-    (1 + tanh u) / 2 is the sigmoid of 2u. Compiled, that is one exponential an element, where tanh and erf
-    are long enough programs to keep a kernel from the memory's pace: 4 % of a step on an H200. Uncompiled,
-    it would be six kernels instead of one.
+    (1 + tanh u) / 2 is the sigmoid of 2u. Compiled, that is one exponential per element; tanh and erf are
+    slow enough to keep a kernel from memory speed: 4 % of a step on an H200. Uncompiled, it would be six
+    kernels instead of one.
     """
     if torch.compiler.is_compiling():
         return x * torch.sigmoid(x * (_SLOPE + _CUBE * x * x))
@@ -60,7 +62,7 @@ _CUBE = 0.044715 * _SLOPE
 
 
 class Block(nn.Module):
-    """Attention, then two layers on every token by itself; each on a normed copy, added to the original."""
+    """Pre-norm transformer block: attention, then a two-layer MLP."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder with learned positions, whose head is its table of tokens."""
+    """A decoder with learned positions and a head tied to the token embedding."""
 
     def __init__(self, job: Slm) -> None:
         super().__init__()
@@ -88,18 +90,18 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(job.width, job.heads, job.dropout) for _ in range(job.layers))
         self.norm = nn.LayerNorm(job.width, bias=False)
         for name, weight in self.named_parameters():
-            # What is added to the stream of each of the 2 x layers is scaled down, so that the sum is not.
-            onto_stream = name.endswith(("outward.weight", "narrow.weight"))
+            # Scale down the 2 x layers outputs that are added to the residual stream, as in GPT-2.
+            on_residual = name.endswith(("outward.weight", "narrow.weight"))
             if weight.dim() > 1:
-                nn.init.normal_(weight, std=0.02 / (2 * job.layers) ** 0.5 if onto_stream else 0.02)
+                nn.init.normal_(weight, std=0.02 / (2 * job.layers) ** 0.5 if on_residual else 0.02)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean loss of a token."""
+        """Return the mean loss per token."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16:
-            # Else the sum that every block adds to stays in fp32, at twice the traffic. fp16 could overflow.
+            # Otherwise the residual stream stays in fp32, at twice the memory traffic. fp16 could overflow.
             x = x.to(torch.bfloat16)
         for block in self.blocks:
             x = block(x)
@@ -113,9 +115,9 @@ class Slm(Job):
     additive = True
     global_batch = 40
     samples: int | None = 2_400_000
-    """In an epoch; more than the text has blocks read it several times, none reads it once."""
+    """Samples per epoch; more than the text has blocks repeat them, None reads each block once."""
     data = ""
-    """A file of text, or a folder with such files; empty for the sources of Python's standard library."""
+    """Text file, or folder of text files; empty for the sources of Python's standard library."""
     layers = 12
     heads = 12
     width = 768
@@ -126,15 +128,15 @@ class Slm(Job):
     warmup = 500
     """Optimizer steps over which the learning rate rises."""
     horizon: int | None = None
-    """Optimizer steps at whose end the rate has fallen to a tenth; by default all of the job's."""
+    """Optimizer steps until the rate has fallen to a tenth; default: all steps of the job."""
     decay = 0.1
-    """Of weights, by AdamW."""
+    """Weight decay of AdamW."""
     betas = (0.9, 0.95)
     clip: float | None = 1.0
     validation_batches = 100
-    """Global batches of held-out text that an evaluation takes, as far as there is so much."""
+    """Maximum global batches of held-out text per evaluation."""
     pieces = 8
-    """In how many pieces the logits are made; 1 for all of them at once."""
+    """Number of pieces in which logits are computed; 1 for all at once."""
     tiny: ClassVar[dict[str, Any]] = {
         "global_batch": 16,
         "samples": 4800,
@@ -161,24 +163,24 @@ class Slm(Job):
     }
 
     def model(self) -> LanguageModel:
-        """The model with fresh weights."""
+        """Return the model with random weights."""
         return LanguageModel(self)
 
     def batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, and for each the one that comes next."""
+        """Return random tokens, and the next token of each."""
         tokens = torch.randint(self.vocab, (size, self.seq + 1))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def loss(self, model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        """The mean over tokens."""
+        """Return the mean loss per token."""
         return model(*batch)
 
     def weight(self, batch: tuple[torch.Tensor, torch.Tensor]) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return batch[1].numel()
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        """AdamW that decays matrices and tables, and leaves norms alone."""
+        """Return AdamW with weight decay for matrices and embeddings, not for norms."""
         params = list(params)
         groups = [
             {"params": [param for param in params if param.dim() > 1], "weight_decay": self.decay},
@@ -198,33 +200,33 @@ class Slm(Job):
         return self.betas
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """A rise over the warm-up, then half a cosine down to a tenth."""
+        """Return a schedule with linear warm-up, then cosine decay to a tenth."""
         horizon = self.horizon
         if horizon is None:
             samples = len(self.dataset()) if self.samples is None else self.samples
             horizon = -(-samples // self.global_batch) * self.epochs
-        share = partial(share_of_rate, warmup=self.warmup, horizon=horizon)
+        share = partial(learning_rate_share, warmup=self.warmup, horizon=horizon)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
     def dataset(self) -> TokenBlocks:
-        """Blocks of the text, without those that are held out."""
+        """Return the training blocks of the text."""
         tokens, layout = self._text()
-        return TokenBlocks(tokens, self.seq + 1, layout.samples, layout.block, shifted)
+        return TokenBlocks(tokens, self.seq + 1, layout.samples, layout.block, shift_tokens)
 
     def validation(self) -> TokenBlocks | None:
-        """Blocks that are held out, evenly spaced; None where the text is too short for any."""
+        """Return held-out blocks, evenly spaced; None if the text is too short."""
         tokens, layout = self._text()
         count = min(layout.held_out, self.validation_batches * self.global_batch)
         if count < 1:
             return None
         block = partial(layout.held_out_block, samples=count)
-        return TokenBlocks(tokens, self.seq + 1, count, block, shifted)
+        return TokenBlocks(tokens, self.seq + 1, count, block, shift_tokens)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is trained on, in words."""
+        """Notes on the training data."""
         tokens, layout = self._text()
-        return described(tokens, layout, self.seq + 1)
+        return describe_text(tokens, layout, self.seq + 1)
 
     def _text(self) -> tuple[Tokens, BlockLayout]:
         if self.vocab < BYTES:
@@ -233,22 +235,22 @@ class Slm(Job):
                 found=f"text is made of {BYTES} kinds of bytes, and each needs a token",
                 cure=f"Give a vocabulary of {BYTES} or more.",
             )
-        tokens = tokenised(find(self.data), Learnt(self.vocab))
-        return tokens, laid_out(tokens, self.seq + 1, self.samples)
+        tokens = tokenize(find_text(self.data), BytePairTokenizer(self.vocab))
+        return tokens, lay_out_blocks(tokens, self.seq + 1, self.samples)
 
 
-def shifted(tokens: torch.Tensor, _: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and for each the one that comes next."""
+def shift_tokens(tokens: torch.Tensor, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens, and the next token of each."""
     return tokens[:-1], tokens[1:]
 
 
-def share_of_rate(step: int, *, warmup: int, horizon: int) -> float:
-    """The share of the full learning rate in a step that comes after so many.
+def learning_rate_share(step: int, *, warmup: int, horizon: int) -> float:
+    """Return the share of the full learning rate after this many steps.
 
-    >>> [round(share_of_rate(step, warmup=2, horizon=10), 3) for step in (0, 1, 2, 6, 10, 99)]
+    >>> [round(learning_rate_share(step, warmup=2, horizon=10), 3) for step in (0, 1, 2, 6, 10, 99)]
     [0.333, 0.667, 1.0, 0.55, 0.1, 0.1]
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    way = min(1.0, (step - warmup) / max(1, horizon - warmup))
-    return LOWEST + (1 - LOWEST) * (1 + math.cos(math.pi * way)) / 2
+    progress = min(1.0, (step - warmup) / max(1, horizon - warmup))
+    return FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * (1 + math.cos(math.pi * progress)) / 2

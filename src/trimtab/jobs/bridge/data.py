@@ -1,4 +1,4 @@
-"""Passages of text that is on every machine with Python, and tokens of them for any vocabulary.
+"""Text passages from Python's help(), and simple tokenizers for any vocabulary size.
 
 The text is Python's own language reference, as `help()` shows it: 70 to 80 topics of plain English.
 """
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
     Tokenise = Callable[[str], list[int]]
 
-SHORTEST = 40
-"""Characters of a paragraph that is worth a passage."""
+SHORTEST_PARAGRAPH = 40
+"""Minimum characters of a paragraph that starts a passage."""
 LONGEST_PIECE = 8
 FEWEST_WORDS = 4096
-"""A vocabulary below this spells: too many words would fall together."""
+"""A smaller vocabulary uses letters as tokens: too many words would have the same hash."""
 _PIECES = re.compile(rf"\w{{1,{LONGEST_PIECE}}}|[^\w\s]")
 
 
 class Passage(NamedTuple):
-    """Some text, and what it is about."""
+    """A text and its topic."""
 
     topic: str
     text: str
 
 
 @cache
-def passages() -> tuple[Passage, ...]:
-    """Every paragraph with what follows it in its topic, in one order on every machine."""
+def load_passages() -> tuple[Passage, ...]:
+    """Return every paragraph with the next ones of its topic, in the same order on every machine."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -44,47 +44,48 @@ def passages() -> tuple[Passage, ...]:
             found="this Python comes without pydoc_data, the texts of help()",
             cure="Install the whole standard library (python3-full, libpython3-stdlib).",
         ) from error
-    found = []
+    passages = []
     for topic, text in sorted(topics.items()):
         parts = [" ".join(part.split()) for part in text.split("\n\n")]
         for number, part in enumerate(parts):
-            if len(part) >= SHORTEST:
-                found.append(Passage(topic, " ".join(parts[number : number + 8])))
-    # Neighbours come from different topics, as far as a stride can do that.
-    stride = _stride(len(found))
-    return tuple(found[number * stride % len(found)] for number in range(len(found)))
+            if len(part) >= SHORTEST_PARAGRAPH:
+                passages.append(Passage(topic, " ".join(parts[number : number + 8])))
+    # With a stride, most neighbours are from different topics.
+    count = len(passages)
+    stride = _coprime_stride(count)
+    return tuple(passages[number * stride % count] for number in range(count))
 
 
-def _stride(count: int) -> int:
-    """A step that visits all of so many places, about 0.618 of the way at a time."""
+def _coprime_stride(count: int) -> int:
+    """Return a stride of about 0.618 x count that is coprime to it, so that it visits all places."""
     step = max(1, round(count * 0.618))
     while math.gcd(step, count) != 1:
         step += 1
     return step
 
 
-def made_up(vocab: int) -> Tokenise:
-    """Text as numbers below `vocab`, for a model that has no tokenizer: words, or letters where it knows few.
+def make_hash_tokenizer(vocab: int) -> Tokenise:
+    """Return a tokenizer that hashes words, or letters for a small vocabulary, to numbers below `vocab`.
 
-    >>> made_up(100_000)("to be or not to be")
+    >>> make_hash_tokenizer(100_000)("to be or not to be")
     [76417, 48313, 33229, 52921, 76417, 48313]
-    >>> made_up(1000)("to be")
+    >>> make_hash_tokenizer(1000)("to be")
     [696, 671, 192, 588, 606]
     """
-    whole = vocab >= FEWEST_WORDS
+    has_words = vocab >= FEWEST_WORDS
 
     def tokens(text: str) -> list[int]:
-        pieces = _PIECES.findall(text) if whole else text
+        pieces = _PIECES.findall(text) if has_words else text
         return [zlib.crc32(piece.encode()) % vocab for piece in pieces]
 
     return tokens
 
 
-def from_tokenizer(tokenizer: Any) -> Tokenise:
-    """A tokenizer of transformers, without the marks that it puts around a text."""
+def wrap_tokenizer(tokenizer: Any) -> Tokenise:
+    """Wrap a tokenizer of transformers, without special tokens."""
 
     def tokens(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     return tokens

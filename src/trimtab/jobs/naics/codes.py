@@ -1,8 +1,8 @@
-"""A made-up classification of industries: codes of two to six digits, how they are related, and their texts.
+"""Generate a synthetic tree of industry codes: codes of two to six digits, their relations and their texts.
 
-It has the shape of the real one (20 sectors, 96 subsectors, 308 groups, 689 industries, 1,012 national
-industries: 2,125 codes) and nothing of its content. A code shares words with all codes above it, so that what
-is near in the tree is near in its words: that can be learnt. The same on every machine.
+It has the shape of the real NAICS (20 sectors, 96 subsectors, 308 groups, 689 industries, 1,012 national
+industries: 2,125 codes) and none of its content. A code shares words with all codes above it, so that codes
+near in the tree have similar texts, which a model can learn. It is the same on every machine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 LEVELS = (2, 3, 4, 5, 6)
-"""Digits of a code."""
+"""Numbers of digits of a code."""
 COUNTS = (20, 96, 308, 689, 1012)
-"""Codes of so many digits."""
+"""Number of codes per level."""
 FEWEST, MOST = 10, 9000
-"""Codes that a tree can be made of: beyond that, two digits are too few for the sectors."""
+"""Limits on the number of codes: with more, two digits are too few for the sectors."""
 
 RELATIONS = {
     "child": (0, 1),
@@ -52,11 +52,11 @@ RELATIONS = {
     "second-cousin-once-ascending": (4, 3),
     "third-cousin": (4, 4),
 }
-"""Steps up from a code to the nearest code above both, and steps down from there to its relative; near ones
-first. Codes of two sectors are `unrelated`."""
+"""Steps up from a code to the nearest common ancestor, and steps down to its relative; nearest first. Codes of
+different sectors are `unrelated`."""
 UNRELATED = "unrelated"
-RELATION_WORDS = (*RELATIONS, UNRELATED)
-"""Their number, from 1, is how far a relation is: what relation_margin counts in."""
+RELATION_NAMES = (*RELATIONS, UNRELATED)
+"""The number of a relation, from 1, is its distance, the unit of relation_margin."""
 
 SECTORS = (
     ("crop", "field", "harvest", "seed", "grain", "orchard", "soil", "farm"),
@@ -80,14 +80,14 @@ SECTORS = (
     ("school", "hospital", "clinic", "nursing", "training", "childcare", "therapy", "college"),
     ("hotel", "restaurant", "museum", "sport", "theatre", "laundry", "repair", "association"),
 )
-"""A theme a sector; those beyond the twentieth take them again with words of their own."""
+"""Words of each sector; more than twenty sectors reuse them, with additional words."""
 
 
-def _words(page: str) -> tuple[str, ...]:
+def _split_words(page: str) -> tuple[str, ...]:
     return tuple(page.split())
 
 
-STEMS = _words(
+STEMS = _split_words(
     "alder amber anchor apron arch barrel basin beacon bell birch blade bolt brass brick bridge buckle cable "
     "candle canvas cedar chain chalk clay cloth cobalt coil copper cork cotton crane crystal dome drum elm "
     "enamel fabric fern fibre filter flax flint foam frame gauge gear glass granite hemp hinge hull iron "
@@ -96,53 +96,53 @@ STEMS = _words(
     "rack reed ribbon rivet rope saddle salt sand satin scale shaft shell silk silver slate socket spindle "
     "spring stone tar thread tile timber tin tub tube twine valve varnish velvet wax wheel wicker willow zinc"
 )
-TRADES = _words(
+TRADES = _split_words(
     "assembly blending bonding bottling cleaning coating cutting drying fitting grading grinding hauling "
     "inspection installing labelling mending mixing moulding packing polishing pressing processing rolling "
     "sorting spinning stitching supply testing trading treating"
 )
-COMMON = _words(
+COMMON = _split_words(
     "and of the for in to with by or on from this industry establishments primarily engaged except such as "
     "other services products goods their own account including made used under contract"
 )
 WORDS_EACH = 4
-"""Words that a code adds to those of the codes above it."""
+"""Words that a code has in addition to those of the codes above it."""
 LENGTHS = {
     "title": (3, 12, 0.0),
     "description": (40, 640, 0.0),
     "excluded": (20, 560, 0.25),
     "examples": (20, 400, 0.0),
 }
-"""Of each channel: words of its shortest and longest text, and the share of codes that have none."""
+"""Per channel: words of the shortest and the longest text, and the share of codes without text."""
 
 
 class Codes(NamedTuple):
-    """A tree of codes, in the order of their levels."""
+    """A tree of codes, ordered by level."""
 
     names: tuple[str, ...]
-    """As in 11, 111, 1111."""
+    """Such as 11, 111, 1111."""
     depths: Numbers
-    """From 1, of the sectors, to 5."""
+    """From 1 (sectors) to 5."""
     lines: Numbers
-    """[codes, 5]: the number of the code above each at every depth, itself included; -1 below itself."""
+    """[codes, 5]: the index of each code's ancestor at every depth, itself included; -1 below itself."""
 
     @property
     def levels(self) -> Numbers:
-        """Digits."""
-        found: Numbers = self.depths + 1
-        return found
+        """Digits of each code."""
+        digits: Numbers = self.depths + 1
+        return digits
 
-    def apart(self, code: int) -> tuple[Numbers, Numbers]:
-        """Of all codes, the steps up and down to them from one; over the root where sectors differ."""
+    def steps_from(self, code: int) -> tuple[Numbers, Numbers]:
+        """Return the steps up and down from a code to all codes; via the root between sectors."""
         shared = ((self.lines == self.lines[code]) & (self.lines >= 0)).sum(axis=1)
         return self.depths[code] - shared, self.depths - shared
 
-    def relations(self, code: int) -> Numbers:
-        """Of all codes, the number of their relation to one of them, from 1; 0 for itself."""
-        up, down = self.apart(code)
-        found: Numbers = _RANKS[up, down].copy()
-        found[(up == self.depths[code]) & (up + down > 0)] = len(RELATION_WORDS)
-        return found
+    def relations_to(self, code: int) -> Numbers:
+        """Return the number of the relation of all codes to a code, from 1; 0 for itself."""
+        up, down = self.steps_from(code)
+        ranks: Numbers = _RANKS[up, down].copy()
+        ranks[(up == self.depths[code]) & (up + down > 0)] = len(RELATION_NAMES)
+        return ranks
 
 
 _RANKS = np.zeros((len(LEVELS) + 1, len(LEVELS) + 1), dtype=np.int64)
@@ -151,10 +151,10 @@ for _rank, _steps in enumerate(RELATIONS.values(), start=1):
 
 
 @cache
-def codes(total: int = sum(COUNTS)) -> Codes:
-    """A tree of so many codes.
+def build_codes(total: int = sum(COUNTS)) -> Codes:
+    """Return a tree with this many codes.
 
-    >>> codes(2125).names[0], codes(2125).names[-1], len(codes(40).names)
+    >>> build_codes(2125).names[0], build_codes(2125).names[-1], len(build_codes(40).names)
     ('11', '309423', 40)
     """
     if not FEWEST <= total <= MOST:
@@ -166,7 +166,7 @@ def codes(total: int = sum(COUNTS)) -> Codes:
     names: list[str] = []
     lines: list[list[int]] = []
     above = range(0)
-    for depth, count in enumerate(_counts(total)):
+    for depth, count in enumerate(_level_counts(total)):
         start = len(names)
         for number in range(count):
             if depth == 0:
@@ -182,50 +182,50 @@ def codes(total: int = sum(COUNTS)) -> Codes:
     return Codes(tuple(names), (table >= 0).sum(axis=1), table)
 
 
-def _counts(total: int) -> list[int]:
-    """How many codes each level has: of a whole tree its own, of another the same shares."""
-    # Two sectors at least: else no code is unrelated to another. Each level has as many as the one above it.
-    found = [max(2, round(total * COUNTS[0] / sum(COUNTS)))]
+def _level_counts(total: int) -> list[int]:
+    """Return the number of codes per level, in the shares of the full tree."""
+    # At least two sectors, for unrelated codes. Each level has at least as many codes as the one above.
+    counts = [max(2, round(total * COUNTS[0] / sum(COUNTS)))]
     for above, count in enumerate(COUNTS[1:-1], start=1):
-        left = (total - sum(found)) // (len(COUNTS) - above)
-        found.append(max(found[-1], min(left, round(total * count / sum(COUNTS)))))
-    return [*found, total - sum(found)]
+        left = (total - sum(counts)) // (len(COUNTS) - above)
+        counts.append(max(counts[-1], min(left, round(total * count / sum(COUNTS)))))
+    return [*counts, total - sum(counts)]
 
 
-def words(tree: Codes, code: int) -> list[str]:
-    """The words that a code's texts are made of: its sector's, then those that each code above it adds."""
+def code_words(tree: Codes, code: int) -> list[str]:
+    """Return the words for a code's texts: its sector's, then those that each code above it adds."""
     sector, *below = [int(line) for line in tree.lines[code] if line >= 0]
-    found = list(SECTORS[sector % len(SECTORS)])
-    for one in (sector, *below):
-        draw = random.Random(f"words of {tree.names[one]}")  # noqa: S311 - for data, not for secrets
-        found += [f"{draw.choice(STEMS)} {draw.choice(TRADES)}" for _ in range(WORDS_EACH // 2)]
-    return found
+    words = list(SECTORS[sector % len(SECTORS)])
+    for ancestor in (sector, *below):
+        draw = random.Random(f"words of {tree.names[ancestor]}")  # noqa: S311 - for data, not for secrets
+        words += [f"{draw.choice(STEMS)} {draw.choice(TRADES)}" for _ in range(WORDS_EACH // 2)]
+    return words
 
 
-def text(tree: Codes, code: int, channel: str) -> str:
-    """One of a code's four texts; empty where it has none.
+def make_text(tree: Codes, code: int, channel: str) -> str:
+    """Return one of a code's four texts; empty if it has none.
 
-    >>> text(codes(), 0, "title").split()[0] in " ".join(words(codes(), 0))
+    >>> make_text(build_codes(), 0, "title").split()[0] in " ".join(code_words(build_codes(), 0))
     True
     """
     draw = random.Random(f"{channel} of {tree.names[code]}")  # noqa: S311 - as above
     shortest, longest, without = LENGTHS[channel]
     if draw.random() < without:
         return ""
-    # Short texts are the more common, as in any such book.
+    # Short texts are more common, as in the real classification.
     count = shortest + int((longest - shortest) * draw.random() ** 2)
-    own = words(tree, code)
+    own = code_words(tree, code)
     if channel == "excluded":
-        # What belongs to a code beside it.
-        own = words(tree, _beside(tree, code, draw)) + own[: len(own) // 2]
+        # Text of a sibling code.
+        own = code_words(tree, _draw_sibling(tree, code, draw)) + own[: len(own) // 2]
     if channel == "title":
         return " ".join(" ".join(draw.sample(own, min(count, len(own)))).split()[:count])
     drawn = draw.choices(own, k=count)
     linked = draw.choices(COMMON, k=count)
-    return " ".join(one for pair in zip(linked, drawn, strict=True) for one in pair[draw.random() < 0.6 :])  # noqa: PLR2004
+    return " ".join(word for pair in zip(linked, drawn, strict=True) for word in pair[draw.random() < 0.6 :])  # noqa: PLR2004
 
 
-def _beside(tree: Codes, code: int, draw: random.Random) -> int:
+def _draw_sibling(tree: Codes, code: int, draw: random.Random) -> int:
     depth = int(tree.depths[code])
     above = tree.lines[code][depth - 2] if depth > 1 else -1
     same = tree.depths == depth
@@ -235,23 +235,23 @@ def _beside(tree: Codes, code: int, draw: random.Random) -> int:
 
 
 RESERVED = 100
-"""Tokens at the start of the vocabulary that are no words: 0 fills a text up, 1 begins it, 2 ends it."""
+"""Special tokens at the start of the vocabulary: 0 is padding, 1 starts a text, 2 ends it."""
 BEGIN, END = 1, 2
 
 
 @cache
-def tokens(total: int, channel: str, length: int, vocab: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The texts of a channel as tokens, [codes, length]: cut off or filled up to one length.
+def make_tokens(total: int, channel: str, length: int, vocab: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the texts of a channel as tokens [codes, length], truncated or padded.
 
-    A word is the number that it hashes to: there is no list of words to be kept.
+    The token of a word is its hash, so no vocabulary file is needed.
     """
-    tree = codes(total)
+    tree = build_codes(total)
     number: dict[str, int] = {}
-    found = np.zeros((total, length), dtype=np.int32)
+    table = np.zeros((total, length), dtype=np.int32)
     for code in range(total):
-        said = text(tree, code, channel).split()[: length - 2]
-        for word in set(said) - number.keys():
+        words = make_text(tree, code, channel).split()[: length - 2]
+        for word in set(words) - number.keys():
             number[word] = RESERVED + zlib.crc32(word.encode()) % (vocab - RESERVED)
-        line = [BEGIN, *(number[word] for word in said), END]
-        found[code, : len(line)] = line
-    return found
+        line = [BEGIN, *(number[word] for word in words), END]
+        table[code, : len(line)] = line
+    return table

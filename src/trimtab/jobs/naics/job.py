@@ -1,9 +1,9 @@
-"""naics: embeddings of industry codes, from four short texts a code, in a hyperbolic space.
+"""Job naics: train hyperbolic embeddings of industry codes from four short texts per code.
 
-Four frozen MiniLM encoders with LoRA, one a channel of text; a mixture of experts over their outputs; a
-projection, and a map onto the hyperboloid. The loss is contrastive: an anchor must lie nearer to its
-positive than to its negatives. model.py has the network, codes.py the codes, pairs.py which of them are set
-against which, stages.py the curriculum.
+Four frozen MiniLM encoders with LoRA, one per text channel; a mixture of experts over their outputs; a
+projection, and a map onto the hyperboloid. The loss is contrastive: an anchor must be nearer to its positive
+than to its negatives. codes.py generates the codes, pairs.py selects anchors, positives and negatives, and
+stages.py reads the curriculum.
 """
 
 from __future__ import annotations
@@ -19,32 +19,30 @@ from torch.utils.data import Dataset
 
 from trimtab.errors import WrongUse
 from trimtab.jobs.job import Job
-from trimtab.jobs.naics.codes import RESERVED, codes, tokens
-from trimtab.jobs.naics.pairs import negatives_of, read_pairs, rows
+from trimtab.jobs.naics.codes import RESERVED, build_codes, make_tokens
+from trimtab.jobs.naics.pairs import allowed_negatives, read_pairs, select_rows
 from trimtab.jobs.naics.stages import find_stage, read_stages
 
 if TYPE_CHECKING:
     from trimtab.spec.plan import Stage
 
 
-# The network of naics: four texts of a code to a point on a hyperboloid, and the contrast between points.
-#
-# Shapes never follow from values and nothing is read back from the device, so that the host runs ahead of it
-# and a step compiles as one graph: all texts of a channel go through its encoder at once, all experts are one
-# batched product, all anchors are compared with their candidates in one.
+# The network. Shapes do not depend on values and nothing is read back from the device, so that the host runs
+# ahead and a step compiles as one graph: all texts of a channel are one encoder batch, all experts one batched
+# product, and all anchors are compared with their candidates at once.
 
 
 CHANNELS = ("title", "description", "excluded", "examples")
 PADDING = 0
-"""The token that fills a text up to the length of its channel."""
+"""The padding token."""
 NEAREST, FURTHEST = 1e-6, 6.0
-"""Between these the hyperbolic functions and their gradients are safe in fp32."""
+"""Range in which the hyperbolic functions and their gradients are safe in fp32."""
 
 
-class Adapted(nn.Module):
-    """Frozen linear layers that read one input, computed as one, with a narrow trained pair beside each.
+class AdaptedLinear(nn.Module):
+    """Frozen linear layers with the same input, computed as one, each with a LoRA adapter.
 
-    Of layer p: W_p x + b_p + alpha / rank * U_p D_p x. U starts at zero, so that nothing changes at first.
+    Layer p computes W_p x + b_p + alpha / rank * U_p D_p x. U starts at zero: nothing changes at first.
     """
 
     def __init__(self, wide_in: int, wide_out: int, job: Naics, *, layers: int = 1) -> None:
@@ -62,34 +60,34 @@ class Adapted(nn.Module):
         out = functional.linear(x, self.weight, self.bias)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.down.dtype)
-        # Scaled where it is narrow; one product for all layers, whose other blocks are zero.
+        # Scale the narrow tensor; one block-diagonal product for all layers.
         narrow = self.scale * functional.linear(self.dropout(x), self.down)
         up = self.up[0] if len(self.up) == 1 else torch.block_diag(*self.up.unbind())
         return out + functional.linear(narrow, up).to(out.dtype)
 
 
 class EncoderLayer(nn.Module):
-    """Attention, then two layers on every token; each added to its input and normed, as in BERT."""
+    """Post-norm transformer layer, as in BERT."""
 
     def __init__(self, job: Naics) -> None:
         super().__init__()
         self.heads = job.heads
-        self.inward = Adapted(job.width, job.width, job, layers=3)
-        self.outward = Adapted(job.width, job.width, job)
+        self.inward = AdaptedLinear(job.width, job.width, job, layers=3)
+        self.outward = AdaptedLinear(job.width, job.width, job)
         self.norm = nn.LayerNorm(job.width)
-        self.wide = Adapted(job.width, job.wide, job)
-        self.narrow = Adapted(job.wide, job.width, job)
+        self.wide = AdaptedLinear(job.width, job.wide, job)
+        self.narrow = AdaptedLinear(job.wide, job.width, job)
         self.last_norm = nn.LayerNorm(job.width)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         query, key, value = self.inward(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        x = halved(self.norm(x + self.outward(seen.transpose(1, 2).flatten(2))))
-        return halved(self.last_norm(x + self.narrow(functional.gelu(self.wide(x)))))
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = to_autocast_dtype(self.norm(x + self.outward(attended.transpose(1, 2).flatten(2))))
+        return to_autocast_dtype(self.last_norm(x + self.narrow(functional.gelu(self.wide(x)))))
 
 
 class TextEncoder(nn.Module):
-    """A MiniLM-L6: a BERT of six narrow layers, frozen, with adapters."""
+    """A frozen MiniLM-L6, a BERT of six narrow layers, with LoRA adapters."""
 
     def __init__(self, job: Naics) -> None:
         super().__init__()
@@ -100,27 +98,27 @@ class TextEncoder(nn.Module):
         for table in (self.words, self.positions, self.kinds):
             nn.init.normal_(table.weight, std=job.spread)
         self.layers = nn.ModuleList(EncoderLayer(job) for _ in range(job.layers))
-        # Part of the original, and of no use to the mean of the tokens: it never gets a gradient.
-        self.pooler = Adapted(job.width, job.width, job)
+        # Part of the original model, but not used for the mean of the tokens: it never gets a gradient.
+        self.pooler = AdaptedLinear(job.width, job.width, job)
         for name, weight in self.named_parameters():
             weight.requires_grad_(name.endswith((".down", ".up")))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The mean of the tokens that are not padding."""
-        said = ids != PADDING
+        """Return the mean over the tokens that are not padding."""
+        valid = ids != PADDING
         positions = self.positions.weight[: ids.size(1)]
-        x = halved(self.norm(self.words(ids) + positions + self.kinds.weight[0]))
-        mask = said[:, None, None, :]
+        x = to_autocast_dtype(self.norm(self.words(ids) + positions + self.kinds.weight[0]))
+        mask = valid[:, None, None, :]
         for layer in self.layers:
             x = layer(x, mask)
-        # Ones and noughts are exact in any dtype, as shares are not.
-        return torch.einsum("nt,ntw->nw", said.to(x.dtype), x) / said.sum(dim=1, keepdim=True)
+        # Ones and zeros are exact in any dtype; shares are not.
+        return torch.einsum("nt,ntw->nw", valid.to(x.dtype), x) / valid.sum(dim=1, keepdim=True)
 
 
 class Mixture(nn.Module):
-    """Several experts, of which the gate's favourites count.
+    """Mixture of experts with a top-k gate.
 
-    All of them run, on a vector a code: that is cheap, and asks no questions of the device.
+    All experts run, on one vector per code: that is cheap and needs no synchronisation with the device.
     """
 
     def __init__(self, job: Naics) -> None:
@@ -135,18 +133,18 @@ class Mixture(nn.Module):
         self.dropout = nn.Dropout(job.dropout)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The mixed output, and for each expert how likely it was and how much it counted."""
-        likely = torch.softmax(exact(self.gate(x)), dim=-1)
-        best, which = likely.topk(self.favourites, dim=-1)
-        counted = torch.zeros_like(likely).scatter(-1, which, best / best.sum(dim=-1, keepdim=True))
+        """Return the mixed output, and per expert its gate probability and its weight."""
+        probability = torch.softmax(to_fp32(self.gate(x)), dim=-1)
+        best, which = probability.topk(self.favourites, dim=-1)
+        counted = torch.zeros_like(probability).scatter(-1, which, best / best.sum(dim=-1, keepdim=True))
         for_each = x.expand(len(self.inward), *x.shape)
         hidden = self.dropout(functional.relu(torch.baddbmm(self.inward_bias, for_each, self.inward)))
-        said = torch.baddbmm(self.outward_bias, hidden, self.outward)
-        return (said * counted.T[..., None]).sum(dim=0), likely, counted
+        outputs = torch.baddbmm(self.outward_bias, hidden, self.outward)
+        return (outputs * counted.T[..., None]).sum(dim=0), probability, counted
 
 
 class NaicsModel(nn.Module):
-    """From the texts of anchors and their candidates to the loss."""
+    """Compute the loss from the texts of anchors and their candidates."""
 
     def __init__(self, job: Naics) -> None:
         super().__init__()
@@ -157,94 +155,93 @@ class NaicsModel(nn.Module):
         self.hyperbolic = nn.Linear(job.width, job.width + 1)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The mean over anchors of the contrastive loss and of what uneven use of experts costs.
+        """Return the mean over anchors of the contrastive loss plus the load-balancing loss of the experts.
 
-        Texts [anchors, codes, tokens] by channel; of the codes the first is the anchor, the second its
+        `batch` has texts [anchors, codes, tokens] by channel; the first code is the anchor, the second its
         positive, and the others are its negatives.
         """
-        points, likely, counted = self.embed(batch)
+        points, probability, counted = self.embed(batch)
         distances = lorentz_distance(points[:, :1], points[:, 1:], self.job.curvature)
         contrast = -functional.log_softmax(-distances / self.job.temperature, dim=-1)[:, 0]
-        # Anchor by anchor, so that the loss of a batch is the mean of the losses of its halves.
-        uneven = self.job.experts * (likely.mean(dim=1) * counted.mean(dim=1)).sum(dim=-1)
+        # Per anchor, so that the loss of a batch is the mean of its parts' losses.
+        uneven = self.job.experts * (probability.mean(dim=1) * counted.mean(dim=1)).sum(dim=-1)
         return (contrast + self.job.balance * uneven).mean()
 
     def embed(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Points [anchors, codes, width + 1] with the gate's choices [anchors, codes, experts]."""
+        """Return points [anchors, codes, width + 1], and gate probabilities and weights [anchors, codes, experts]."""
         rows = batch[CHANNELS[0]].shape[:2]
         pooled = [self.encoders[channel](batch[channel].flatten(0, 1)) for channel in CHANNELS]
-        mixed, likely, counted = self.mixture(torch.cat(pooled, dim=-1))
+        mixed, probability, counted = self.mixture(torch.cat(pooled, dim=-1))
         tangent = self.hyperbolic(self.projection(mixed.to(pooled[0].dtype)))
         points = on_hyperboloid(tangent, self.job.curvature)
-        return points.unflatten(0, rows), likely.unflatten(0, rows), counted.unflatten(0, rows)
+        return points.unflatten(0, rows), probability.unflatten(0, rows), counted.unflatten(0, rows)
 
 
-def halved(x: torch.Tensor) -> torch.Tensor:
-    """The sum that every layer adds to, in the dtype of autocast.
+def to_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
+    """Cast the residual stream to the dtype of autocast.
 
-    A norm leaves it in fp32, at twice the traffic; normed after every addition as it is here, it cannot
+    A norm returns fp32, at twice the memory traffic. The stream is normed after every addition, so it cannot
     overflow in fp16 either.
     """
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def exact(x: torch.Tensor) -> torch.Tensor:
-    """At least fp32, whatever autocast made of it."""
+def to_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Cast to at least fp32, for operations after autocast."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _uniform(shape: tuple[int, ...], inputs: int) -> torch.Tensor:
-    """As torch draws the weights of a linear layer with so many inputs."""
+    """Draw weights like those of a torch linear layer with this many inputs."""
     return torch.empty(shape).uniform_(-(inputs**-0.5), inputs**-0.5)
 
 
 def on_hyperboloid(tangent: torch.Tensor, curvature: float = 1.0) -> torch.Tensor:
-    """The exponential map at the origin: (cosh n, sinh n * v / |v|) / sqrt(c) with n = sqrt(c) |v|.
+    """Return the exponential map at the origin: (cosh n, sinh n * v / |v|) / sqrt(c) with n = sqrt(c) |v|.
 
-    v is the tangent without its time, and -c the curvature.
+    v is the tangent without its time component, and -c the curvature.
     """
     root = math.sqrt(curvature)
-    space = root * exact(tangent[..., 1:])
+    space = root * to_fp32(tangent[..., 1:])
     length = space.norm(dim=-1, keepdim=True).clamp(NEAREST, FURTHEST)
     direction = functional.normalize(space, dim=-1)
     return torch.cat([length.cosh(), length.sinh() * direction], dim=-1) / root
 
 
 def lorentz_distance(anchor: torch.Tensor, others: torch.Tensor, curvature: float = 1.0) -> torch.Tensor:
-    """arcosh(c (t t' - x . x')) / sqrt(c) between each anchor and its others.
+    """Return arcosh(c (t t' - x . x')) / sqrt(c) between each anchor and its others.
 
-    From the difference of the points, whose Lorentz square is 2 / c (arcosh's argument - 1): in fp32 the
-    product of two points far out cancels to nothing.
+    Computed from the difference of the points, whose Lorentz square is 2 / c (arcosh's argument - 1): in fp32
+    the product of two points far from the origin would cancel.
     """
     apart = (anchor - others).square()
     beyond = (curvature / 2 * (apart[..., 1:].sum(dim=-1) - apart[..., 0])).clamp(min=NEAREST)
     return torch.log1p(beyond + (beyond * (beyond + 2)).sqrt()) / math.sqrt(curvature)
 
 
-OF_STAGES = ("pairs", "positives", "negatives", "epochs", "rate")
-"""What differs from stage to stage; all else that files say is said once, of the whole training."""
+STAGE_OPTIONS = ("pairs", "positives", "negatives", "epochs", "rate")
+"""Options that differ between stages; all other keys of the files apply to the whole training."""
 
 
 class Naics(Job):
-    """105,542,277 parameters, of which 14,689,413 learn; 2,125 codes with 32 positives each."""
+    """105,542,277 parameters, 14,689,413 of them trained; 2,125 codes with 32 positives each."""
 
     name = "naics"
     additive = True
     global_batch = 256
     samples: int | None = None
-    """Rows in an epoch; None: every anchor with its positives."""
+    """Rows per epoch; None: every anchor with its positives."""
     epochs = 5
     codes = 2125
     positives = 32
-    """Rows that an anchor has in an epoch, each with another positive while there are others: one positive
-    goes through the model with an anchor."""
+    """Rows per anchor and epoch, with different positives as far as possible: a row has one positive."""
     negatives = 24
-    """Negatives of a row, all of which go through the model."""
+    """Negatives per row."""
     pairs: ClassVar[dict[str, Any]] = {}
     """Which codes may be anchors, positives and negatives: levels, relations, distances, margins."""
     title = 24
-    """Tokens of a title; every text is cut off or filled up to its channel's length."""
+    """Tokens of a title; every text is truncated or padded to its channel's length."""
     text = 512
     """Tokens of each of the other three channels."""
     vocab = 30_522
@@ -266,15 +263,15 @@ class Naics(Job):
     balance = 0.01
     rate = 2e-4
     warmup = 500
-    """Steps in which the rate rises to its value."""
+    """Steps of linear learning-rate warm-up."""
     decay = 0.01
     clip = 1.0
     pace = 1.0
-    """Times every rate: a small model takes larger steps."""
+    """Factor on every learning rate: a small model takes larger steps."""
     stage_files = ""
-    """A folder with a curriculum of the user's own; empty: the one that ships."""
+    """Folder with your own curriculum; empty for the built-in one."""
     stage = ""
-    """The stage to be in: it sets positives, negatives, pairs, rate and epochs that are not given."""
+    """Current stage: it sets positives, negatives, pairs, rate and epochs unless they are given."""
     unfelt: ClassVar[tuple[str, ...]] = (
         "pairs",
         "positives",
@@ -312,22 +309,21 @@ class Naics(Job):
     }
 
     def stages(self) -> tuple[Stage, ...]:
-        """The curriculum: parts of the training, one after the other."""
-        found = read_stages(self.stage_files)
-        return tuple(self._fitted(one) for one in found)
+        """Return the stages of the curriculum in order."""
+        return tuple(self._reduce_options(stage) for stage in read_stages(self.stage_files))
 
-    def _fitted(self, stage: Stage) -> Stage:
-        """A stage as what it changes of this job; a small one keeps its sizes."""
+    def _reduce_options(self, stage: Stage) -> Stage:
+        """Return a stage with only the options that differ from this job; naics:tiny keeps its sizes."""
         small = self.name.endswith(":tiny")
-        kept = {
+        options = {
             key: value
             for key, value in stage.options.items()
-            if getattr(self, key) != value and (not small or key in OF_STAGES)
+            if getattr(self, key) != value and (not small or key in STAGE_OPTIONS)
         }
-        return stage.replace(options=kept)
+        return stage.replace(options=options)
 
     def settle(self, given: frozenset[str]) -> None:
-        """A stage stands for what it sets."""
+        """Set the options of the chosen stage, and check all options."""
         if self.stage and "stage" in given:
             chosen = find_stage(self.stage, self.stages())
             for name, value in chosen.options.items():
@@ -336,52 +332,52 @@ class Naics(Job):
         self._check()
 
     def model(self) -> NaicsModel:
-        """The whole, with frozen encoders."""
+        """Return the model with frozen encoders."""
         self._check()
         return NaicsModel(self)
 
     def batch(self, size: int) -> dict[str, torch.Tensor]:
-        """Random texts of anchors, each with its positive and its negatives."""
+        """Return random texts of anchors, positives and negatives."""
         self._check()
         return {channel: self._random_texts(size, self.length(channel)) for channel in CHANNELS}
 
-    def _random_texts(self, size: int, long: int) -> torch.Tensor:
-        ids = torch.randint(RESERVED, self.vocab, (size, 2 + self.negatives, long), dtype=torch.int32)
-        lengths = torch.randint(long // 2, long + 1, (*ids.shape[:2], 1))
-        return ids * (torch.arange(long) < lengths)
+    def _random_texts(self, size: int, length: int) -> torch.Tensor:
+        ids = torch.randint(RESERVED, self.vocab, (size, 2 + self.negatives, length), dtype=torch.int32)
+        lengths = torch.randint(length // 2, length + 1, (*ids.shape[:2], 1))
+        return ids * (torch.arange(length) < lengths)
 
     def length(self, channel: str) -> int:
-        """Tokens of a text of that channel."""
+        """Return the tokens per text of a channel."""
         return self.title if channel == "title" else self.text
 
     def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """The mean over anchors."""
+        """Return the mean loss over anchors."""
         return model(batch)
 
     def weight(self, batch: dict[str, torch.Tensor]) -> int:
-        """Anchors."""
+        """Return the number of anchors."""
         return len(batch["title"])
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Return AdamW."""
         return torch.optim.AdamW(params, lr=self.rate * self.pace, weight_decay=self.decay)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The rate rises in a straight line, and stays."""
+        """Return a schedule with linear warm-up, then a constant rate."""
         warmup = max(1, self.warmup)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
 
     def dataset(self) -> Rows:
-        """The codes that ship, as rows of an anchor, a positive and negatives."""
+        """Return the built-in codes as rows of an anchor, a positive and negatives."""
         self._check()
         return Rows(self)
 
     def _check(self) -> None:
-        """Raise for sizes that cannot be."""
+        """Raise WrongUse for invalid sizes."""
         if self.negatives < 1:
             raise WrongUse(
                 f"n_negatives of {self.negatives}",
-                found="an anchor is told from its negatives: without one the loss is zero, always",
+                found="at least one negative is needed; without it the loss is always zero",
                 cure="Give negatives=1 or more.",
             )
         if self.positives < 1:
@@ -399,16 +395,16 @@ class Naics(Job):
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Rows of an epoch; number 7 is the same whenever and wherever it is made."""
+    """Rows of an epoch; a row depends only on its index."""
 
     def __init__(self, job: Naics) -> None:
-        self.tree = codes(job.codes)
+        self.tree = build_codes(job.codes)
         self.pairs = read_pairs(job.pairs)
-        self.anchors, self.positives = rows(self.tree, self.pairs, job.positives)
+        self.anchors, self.positives = select_rows(self.tree, self.pairs, job.positives)
         if not len(self.anchors):
             raise WrongUse(
                 f"pairs {job.pairs}",
-                found=f"of {job.codes} codes, none is an anchor that has a positive and a negative",
+                found=f"none of {job.codes} codes is an anchor with a positive and a negative",
                 cure="Allow more levels, relations or distances, or smaller margins.",
             )
         self.negatives = job.negatives
@@ -419,16 +415,16 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        chosen = self.chosen(index)
-        return {channel: torch.from_numpy(tokens(*size)[chosen]) for channel, size in self.sizes.items()}
+        codes = self.row_codes(index)
+        return {channel: torch.from_numpy(make_tokens(*size)[codes]) for channel, size in self.sizes.items()}
 
-    def chosen(self, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The codes of a row: anchor, positive, negatives; these repeat where there are too few."""
+    def row_codes(self, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the codes of a row: anchor, positive, negatives; negatives repeat if there are too few."""
         if not 0 <= index < self.count:
             raise IndexError(index)
         place = index % len(self.anchors)
         anchor, positive = int(self.anchors[place]), int(self.positives[place])
-        allowed = negatives_of(self.tree, self.pairs, anchor, positive)
+        allowed = allowed_negatives(self.tree, self.pairs, anchor, positive)
         draw = np.random.default_rng(index)
         negatives = draw.choice(allowed, self.negatives, replace=len(allowed) < self.negatives)
         return np.array([anchor, positive, *negatives], dtype=np.int64)

@@ -1,10 +1,10 @@
-"""The curriculum of naics from YAML: a main config, a file a stage, and a chain that puts them in order.
+"""Read the curriculum of naics from YAML: a main config, a file per stage, and a chain with their order.
 
     FOLDER/config.yaml                     sizes, rates and the global batch that all stages share
-    FOLDER/curriculum/01_stage.yaml        which codes are set against which, and how many
+    FOLDER/curriculum/01_stage.yaml        conditions on positives and negatives, and their numbers
     FOLDER/curriculum/chain_default.yaml   the order, with epochs and learning rate of each
 
-Files are known by their keys, so folders and files may have other names. Every key is understood or refused.
+Files are recognised by their keys, so folders and files may have other names. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import UnknownName, WrongUse, nearest
+from trimtab.errors import UnknownName, WrongUse, find_nearest
 from trimtab.jobs.naics.pairs import Pairs, read_pairs
 from trimtab.jobs.yaml_files import read_yaml
 from trimtab.spec.plan import Stage
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parent / "conf"
 PAIRS = Pairs.__struct_fields__
 COUNTS = {"n_positives": "positives", "n_negatives": "negatives"}
-CUT = ("batch_size", "accumulate_grad_batches")
-"""What `trimtab apply` writes into a stage for other trainers; here every stage is planned."""
-STAGE_KEYS = ("name", *PAIRS, *COUNTS, *CUT)
+BATCH_KEYS = ("batch_size", "accumulate_grad_batches")
+"""Keys that `trimtab apply` writes into a stage for other trainers; not used here, where each stage is planned."""
+STAGE_KEYS = ("name", *PAIRS, *COUNTS, *BATCH_KEYS)
 CHAIN_KEYS = ("chain_name", "stages")
 LINK_KEYS = ("name", "max_epochs", "learning_rate")
 MAIN = {
@@ -48,9 +48,13 @@ MAIN = {
     "training.trainer.gradient_clip_val": "clip",
 }
 """Keys of the main config that are options of the job."""
-BATCH = ("data_loader.batch_size", "training.trainer.accumulate_grad_batches", "training.trainer.devices")
-"""Whose product is the global batch."""
-LEFT = (
+GLOBAL_BATCH_KEYS = (
+    "data_loader.batch_size",
+    "training.trainer.accumulate_grad_batches",
+    "training.trainer.devices",
+)
+"""Keys whose product is the global batch."""
+IGNORED_KEYS = (
     "defaults",
     "hydra",
     "experiment_name",
@@ -70,26 +74,28 @@ LEFT = (
     "training.trainer.log_every_n_steps",
     "training.trainer.val_check_interval",
 )
-"""What belongs to another trainer, or to the plan: read, and not used."""
-WHOLE = ("rank", "experts", "favourites", "expert_width", "epochs", "warmup")
+"""Keys of another trainer or of the plan: accepted and not used."""
+INTEGER_OPTIONS = ("rank", "experts", "favourites", "expert_width", "epochs", "warmup")
 
 
 def read_stages(folder: str) -> tuple[Stage, ...]:
-    """The stages that a folder describes, in order; those that ship where none is named."""
-    main, files, chains = _sorted_out(Path(folder) if folder else SHIPPED)
-    shared = {} if main is None else _main(main)
-    found = {file.name: file for file in map(_stage, files)}
-    if len(found) < len(files):
-        names = [_stage(file).name for file in files]
-        twice = next(name for name in names if names.count(name) > 1)
-        both = " and ".join(str(file.file) for file in files if _stage(file).name == twice)
-        raise WrongUse(f"stage {twice}", found=f"{both} both have this name", cure="Give one another name.")
-    links = _chain(chains, found) if chains else [(name, {}) for name in sorted(found)]
-    return tuple(_linked(found[name], shared, own) for name, own in links)
+    """Return the stages of a folder in order; the built-in ones without a folder."""
+    main, files, chains = _classify_files(Path(folder) if folder else SHIPPED)
+    shared = {} if main is None else _read_main(main)
+    stages = {stage.name: stage for stage in map(_read_stage, files)}
+    if len(stages) < len(files):
+        names = [_read_stage(file).name for file in files]
+        duplicate = next(name for name in names if names.count(name) > 1)
+        both = " and ".join(str(file.file) for file in files if _read_stage(file).name == duplicate)
+        raise WrongUse(
+            f"stage {duplicate}", found=f"{both} both have this name", cure="Give one another name."
+        )
+    links = _read_chain(chains, stages) if chains else [(name, {}) for name in sorted(stages)]
+    return tuple(_merge_options(stages[name], shared, own) for name, own in links)
 
 
 def find_stage(given: str, among: tuple[Stage, ...]) -> Stage:
-    """One of them by its name, or by the beginning of it.
+    """Return a stage by its name or the start of its name.
 
     >>> find_stage("02", read_stages("")).options["negatives"]
     8
@@ -98,16 +104,16 @@ def find_stage(given: str, among: tuple[Stage, ...]) -> Stage:
         stage for stage in among if given and stage.name.startswith(given)
     ]
     if len(matches) != 1:
-        known = [stage.name for stage in among]
-        close = nearest(given, known)
+        names = [stage.name for stage in among]
+        close = find_nearest(given, names)
         meant = f"; did you mean {close[0]}?" if close and not matches else ""
-        how = "several begin so" if matches else "there is none of that name"
-        raise UnknownName(f"stage {given!r}", found=f"{how}{meant}", cure=f"There are {', '.join(known)}.")
+        how = "several start with it" if matches else "there is none of that name"
+        raise UnknownName(f"stage {given!r}", found=f"{how}{meant}", cure=f"There are {', '.join(names)}.")
     return matches[0]
 
 
-def _sorted_out(folder: Path) -> tuple[YamlPage | None, list[YamlPage], list[YamlPage]]:
-    """The main config, the stage files in the order of their names, and the chains of a folder."""
+def _classify_files(folder: Path) -> tuple[YamlPage | None, list[YamlPage], list[YamlPage]]:
+    """Return the main config, the stage files sorted by name, and the chains of a folder."""
     if not folder.is_dir():
         found = "it is a file" if folder.exists() else "there is no such folder"
         raise WrongUse(f"--stages {folder}", found=found, cure="Name a folder with stage files below it.")
@@ -116,13 +122,13 @@ def _sorted_out(folder: Path) -> tuple[YamlPage | None, list[YamlPage], list[Yam
     pages = [read_yaml(file) for file in files]
     kinds: dict[str, list[YamlPage]] = {"main": [], "stage": [], "chain": [], "other": []}
     for page in pages:
-        kinds[_kind(page)].append(page)
-    beside = {kind.file.parent for kind in kinds["stage"]} - {folder}
-    stray = next((kind for kind in kinds["other"] if kind.file.parent in beside), None)
+        kinds[_file_kind(page)].append(page)
+    stage_folders = {page.file.parent for page in kinds["stage"]} - {folder}
+    stray = next((page for page in kinds["other"] if page.file.parent in stage_folders), None)
     if stray is not None:
         raise WrongUse(
             str(stray.file),
-            found="it lies among stages, and is neither one nor a chain",
+            found="it is in a folder of stages, but is neither a stage nor a chain",
             cure=f"A stage has {', '.join(COUNTS)}, and a chain has stages. Move anything else away.",
         )
     if not kinds["stage"]:
@@ -132,12 +138,12 @@ def _sorted_out(folder: Path) -> tuple[YamlPage | None, list[YamlPage], list[Yam
             cure="Name a folder with files such as curriculum/01_stage.yaml.",
         )
     if len(kinds["main"]) > 1:
-        both = " and ".join(str(kind.file) for kind in kinds["main"][:2])
+        both = " and ".join(str(page.file) for page in kinds["main"][:2])
         raise WrongUse(f"--stages {folder}", found=f"{both} are both main configs", cure="Keep one of them.")
     return next(iter(kinds["main"]), None), kinds["stage"], kinds["chain"]
 
 
-def _kind(page: YamlPage) -> str:
+def _file_kind(page: YamlPage) -> str:
     body = page.values.get("curriculum", page.values)
     if isinstance(body, dict) and (body.keys() & {*PAIRS, *COUNTS}):
         return "stage"
@@ -151,7 +157,7 @@ def _refuse_unknown(
 ) -> None:
     for key in keys:
         if key not in known:
-            close = nearest(key, known)
+            close = find_nearest(key, known)
             meant = f"; did you mean {close[0]}?" if close else ""
             raise UnknownName(
                 page.at(*root, *key.split(".")),
@@ -160,17 +166,19 @@ def _refuse_unknown(
             )
 
 
-def _stage(page: YamlPage) -> Stage:
-    """A stage as its file has it, without epochs and rate."""
+def _read_stage(page: YamlPage) -> Stage:
+    """Read the stage of a file, without epochs and rate."""
     nested = "curriculum" in page.values
     root: tuple[Any, ...] = ("curriculum",) if nested else ()
     body = page.values["curriculum"] if nested else page.values
-    # A name may stand beside the section as well as in it.
-    beside = {key: value for key, value in page.values.items() if nested and key != "curriculum"}
-    _refuse_unknown(page, beside, ("name",), ())
+    # The name may be next to the section or in it.
+    outer = {key: value for key, value in page.values.items() if nested and key != "curriculum"}
+    _refuse_unknown(page, outer, ("name",), ())
     _refuse_unknown(page, body, STAGE_KEYS, root)
-    name = body.get("name", beside.get("name", page.file.stem))
-    counts = {option: _count(page, root, key, body[key]) for key, option in COUNTS.items() if key in body}
+    name = body.get("name", outer.get("name", page.file.stem))
+    counts = {
+        option: _parse_count(page, root, key, body[key]) for key, option in COUNTS.items() if key in body
+    }
     pairs = {key: body[key] for key in PAIRS if body.get(key) is not None}
     for key, value in pairs.items():
         try:
@@ -191,13 +199,15 @@ def _stage(page: YamlPage) -> Stage:
         ) from None
 
 
-def _count(page: YamlPage, root: tuple[Any, ...], key: str, value: Any) -> int:
+def _parse_count(page: YamlPage, root: tuple[Any, ...], key: str, value: Any) -> int:
     where = page.at(*root, key)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise WrongUse(f"{where}: {key}: {value}", found="it is no whole number", cure="Give one from 1 up.")
+        raise WrongUse(
+            f"{where}: {key}: {value}", found="it is not a whole number", cure="Give one from 1 up."
+        )
     if value < 1:
         why = (
-            "an anchor is told from its negatives: without one the loss is zero, always"
+            "at least one negative is needed; without it the loss is always zero"
             if key == "n_negatives"
             else "that leaves no rows to learn from"
         )
@@ -205,55 +215,56 @@ def _count(page: YamlPage, root: tuple[Any, ...], key: str, value: Any) -> int:
     return value
 
 
-def _main(page: YamlPage) -> dict[str, Any]:
-    """Options of the job that all stages share."""
-    flat = _flat(page.values, ())
-    known = (*MAIN, *BATCH, *LEFT)
+def _read_main(page: YamlPage) -> dict[str, Any]:
+    """Return the options that all stages share."""
+    flat = _flatten(page.values, ())
+    accepted = (*MAIN, *GLOBAL_BATCH_KEYS, *IGNORED_KEYS)
     for path in flat:
         key = ".".join(map(str, path))
-        if not any(key == one or key.startswith(f"{one}.") for one in known):
-            _refuse_unknown(page, [key], known, ())
+        if not any(key == known or key.startswith(f"{known}.") for known in accepted):
+            _refuse_unknown(page, [key], accepted, ())
     values = {".".join(map(str, path)): value for path, value in flat.items()}
-    found: dict[str, Any] = {
-        option: _number(page, tuple(key.split(".")), values[key], whole=option in WHOLE)
+    options: dict[str, Any] = {
+        option: _parse_number(page, tuple(key.split(".")), values[key], whole=option in INTEGER_OPTIONS)
         for key, option in MAIN.items()
         if values.get(key) is not None
     }
     sizes = [
-        int(_number(page, tuple(key.split(".")), values[key], whole=True))
-        for key in BATCH
-        # auto, -1 and lists of devices say how many there are, which is not the config's to know.
-        if key in values and (key != BATCH[-1] or (isinstance(values[key], int) and values[key] > 0))
+        int(_parse_number(page, tuple(key.split(".")), values[key], whole=True))
+        for key in GLOBAL_BATCH_KEYS
+        # auto, -1 and lists of devices do not give a number of devices.
+        if key in values
+        and (key != GLOBAL_BATCH_KEYS[-1] or (isinstance(values[key], int) and values[key] > 0))
     ]
-    if BATCH[0] in values:
-        found["global_batch"] = math.prod(sizes)
-    return found
+    if GLOBAL_BATCH_KEYS[0] in values:
+        options["global_batch"] = math.prod(sizes)
+    return options
 
 
-def _flat(section: dict[str, Any], root: tuple[str, ...]) -> dict[tuple[str, ...], Any]:
-    found: dict[tuple[str, ...], Any] = {}
+def _flatten(section: dict[str, Any], root: tuple[str, ...]) -> dict[tuple[str, ...], Any]:
+    flat: dict[tuple[str, ...], Any] = {}
     for key, value in section.items():
         if isinstance(value, dict) and value:
-            found |= _flat(value, (*root, key))
+            flat |= _flatten(value, (*root, key))
         else:
-            found[*root, key] = value
-    return found
+            flat[*root, key] = value
+    return flat
 
 
-def _number(page: YamlPage, path: tuple[Any, ...], value: Any, *, whole: bool = False) -> float:
+def _parse_number(page: YamlPage, path: tuple[Any, ...], value: Any, *, whole: bool = False) -> float:
     key = ".".join(str(item) for item in path if not isinstance(item, int))
     where = f"{page.at(*path)}: {key}: {value}"
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         quoted = " (it is text, in quotes)" if isinstance(value, str) else ""
         kind, such = ("whole number", "8") if whole else ("number", "2e-4")
-        raise WrongUse(where, found=f"it is no {kind}{quoted}", cure=f"Write it like {key}: {such}.")
+        raise WrongUse(where, found=f"it is not a {kind}{quoted}", cure=f"Write it like {key}: {such}.")
     if value < 0 or (whole and value == 0 and not key.endswith("warmup_steps")):
         raise WrongUse(where, found=f"it is {value}", cure=f"Give {key} a value above 0.")
     return value if whole else float(value)
 
 
-def _chain(chains: list[YamlPage], found: dict[str, Stage]) -> list[tuple[str, dict[str, Any]]]:
-    """Names of stages in order, with epochs and rate of each."""
+def _read_chain(chains: list[YamlPage], stages: dict[str, Stage]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names of stages in order, with epochs and rate of each."""
     page = next((chain for chain in chains if chain.file.stem == "chain_default"), chains[0])
     if len(chains) > 1 and page.file.stem != "chain_default":
         several = ", ".join(chain.file.name for chain in chains)
@@ -268,32 +279,34 @@ def _chain(chains: list[YamlPage], found: dict[str, Stage]) -> list[tuple[str, d
         raise WrongUse(
             page.at("stages"), found="there is no list of stages", cure="Write - name: 01_stage ..."
         )
-    return [_link(page, number, link, found) for number, link in enumerate(links)]
+    return [_read_link(page, number, link, stages) for number, link in enumerate(links)]
 
 
-def _link(page: YamlPage, number: int, link: Any, found: dict[str, Stage]) -> tuple[str, dict[str, Any]]:
+def _read_link(
+    page: YamlPage, number: int, link: Any, stages: dict[str, Stage]
+) -> tuple[str, dict[str, Any]]:
     root = ("stages", number)
     given = {"name": link} if isinstance(link, str) else link
     if not isinstance(given, dict) or "name" not in given:
         raise WrongUse(page.at(*root), found="it has no name", cure="Write - name: 01_stage.")
     _refuse_unknown(page, given, LINK_KEYS, root)
     name = str(given["name"])
-    if name not in found:
-        close = nearest(name, found)
+    if name not in stages:
+        close = find_nearest(name, stages)
         meant = f"; did you mean {close[0]}?" if close else ""
         raise UnknownName(
             f"{page.at(*root)}: {name}",
-            found=f"no file is that stage{meant}",
-            cure=f"There are {', '.join(sorted(found))}.",
+            found=f"no file has that stage{meant}",
+            cure=f"There are {', '.join(sorted(stages))}.",
         )
     own: dict[str, Any] = {}
     if given.get("max_epochs") is not None:
-        own["epochs"] = _number(page, (*root, "max_epochs"), given["max_epochs"], whole=True)
+        own["epochs"] = _parse_number(page, (*root, "max_epochs"), given["max_epochs"], whole=True)
     if given.get("learning_rate") is not None:
-        own["rate"] = _number(page, (*root, "learning_rate"), given["learning_rate"])
+        own["rate"] = _parse_number(page, (*root, "learning_rate"), given["learning_rate"])
     return name, own
 
 
-def _linked(found: Stage, shared: dict[str, Any], own: dict[str, Any]) -> Stage:
-    options = {**shared, **found.options, **own}
-    return found.replace(options=options, epochs=options.get("epochs"), rate=options.get("rate"))
+def _merge_options(stage: Stage, shared: dict[str, Any], own: dict[str, Any]) -> Stage:
+    options = {**shared, **stage.options, **own}
+    return stage.replace(options=options, epochs=options.get("epochs"), rate=options.get("rate"))

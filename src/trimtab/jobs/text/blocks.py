@@ -1,4 +1,4 @@
-"""Samples of a text: blocks of as many tokens, one after the other, without overlap; some are held out."""
+"""Split a text into blocks of equal length without overlap, and hold some out for validation."""
 
 from __future__ import annotations
 
@@ -16,66 +16,66 @@ if TYPE_CHECKING:
 
     from trimtab.jobs.text.tokens import Tokens
 
-APART = 20
-"""Of so many blocks the last is held out."""
+HELD_OUT_EVERY = 20
+"""The last of this many blocks is held out."""
 
 
 class BlockLayout(Noun, frozen=True, kw_only=True):
-    """How a text is cut, and which of its blocks a sample is.
+    """The mapping from samples to blocks of a text.
 
-    >>> layout = Layout(blocks=45, wanted=4)
-    >>> layout.learnt, layout.held_out, [layout.block(one) for one in range(4)]
+    >>> layout = BlockLayout(blocks=45, epoch_samples=4)
+    >>> layout.training_blocks, layout.held_out, [layout.block(sample) for sample in range(4)]
     (43, 2, [0, 10, 22, 33])
     """
 
     blocks: int
-    """In the text."""
-    wanted: int | None = None
-    """Samples in an epoch; None: every block once."""
+    """Blocks in the text."""
+    epoch_samples: int | None = None
+    """Samples per epoch as chosen; None: every block once."""
 
     @property
     def held_out(self) -> int:
-        """Blocks that nothing is learnt from: every twentieth."""
-        return self.blocks // APART
+        """Blocks for validation: every twentieth."""
+        return self.blocks // HELD_OUT_EVERY
 
     @property
-    def learnt(self) -> int:
-        """The other blocks."""
+    def training_blocks(self) -> int:
+        """Blocks for training."""
         return self.blocks - self.held_out
 
     @property
     def samples(self) -> int:
-        """In an epoch."""
-        return self.learnt if self.wanted is None else self.wanted
+        """Samples per epoch."""
+        return self.training_blocks if self.epoch_samples is None else self.epoch_samples
 
     def block(self, sample: int) -> int:
-        """The block of a sample: evenly spaced where there are fewer samples, again and again where more."""
-        samples, learnt = self.samples, self.learnt
-        place = sample * learnt // samples if samples < learnt else sample % learnt
-        # Nineteen blocks that are learnt from, then one that is not.
-        return place + place // (APART - 1)
+        """Return the block of a sample: evenly spaced for fewer samples than blocks, else repeated."""
+        samples, blocks = self.samples, self.training_blocks
+        place = sample * blocks // samples if samples < blocks else sample % blocks
+        # Nineteen training blocks, then one that is held out.
+        return place + place // (HELD_OUT_EVERY - 1)
 
     def held_out_block(self, sample: int, samples: int) -> int:
-        """The block of one of so many samples that are held out, evenly spaced."""
-        return APART * (sample * self.held_out // samples) + APART - 1
+        """Return the block of a held-out sample; `samples` of them are evenly spaced."""
+        return HELD_OUT_EVERY * (sample * self.held_out // samples) + HELD_OUT_EVERY - 1
 
     @property
-    def words(self) -> str:
-        """What becomes of the text, said plainly."""
-        samples, learnt = self.samples, self.learnt
-        held = f"{self.held_out:,} more are held out" if self.held_out else "too few to hold any out"
-        blocks = f"{plural(learnt, 'block', ',')} to learn from ({held})"
-        if samples == learnt:
-            return f"{blocks}, each once an epoch"
-        if samples < learnt:
-            return f"{blocks}, of which an epoch takes {samples:,}, evenly spaced (samples={samples})"
-        least, rest = divmod(samples, learnt)
+    def description(self) -> str:
+        """How the text is used, for a message."""
+        samples, blocks = self.samples, self.training_blocks
+        held_out = f"{self.held_out:,} more are held out" if self.held_out else "too few to hold any out"
+        text = f"{plural(blocks, 'block', ',')} to learn from ({held_out})"
+        if samples == blocks:
+            return f"{text}, each once an epoch"
+        if samples < blocks:
+            return f"{text}, of which an epoch takes {samples:,}, evenly spaced (samples={samples})"
+        least, rest = divmod(samples, blocks)
         times = f"{least:,}" if not rest else f"{least:,} or {least + 1:,}"
-        return f"{blocks}, so that an epoch of {samples:,} samples has each {times} times (samples={samples})"
+        return f"{text}, so that an epoch of {samples:,} samples has each {times} times (samples={samples})"
 
 
-def laid_out(tokens: Tokens, length: int, samples: int | None) -> BlockLayout:
-    """Blocks of `length` tokens; raises where the text has not one."""
+def lay_out_blocks(tokens: Tokens, length: int, samples: int | None) -> BlockLayout:
+    """Return the layout for blocks of `length` tokens; raise WrongUse if the text is shorter."""
     blocks = tokens.count // length
     if not blocks:
         raise WrongUse(
@@ -84,19 +84,19 @@ def laid_out(tokens: Tokens, length: int, samples: int | None) -> BlockLayout:
             f"and one block takes {length:,}",
             cure=f"Give a longer text, or shorter sequences: at most {max(tokens.count - 1, 0):,} tokens.",
         )
-    return BlockLayout(blocks=blocks, wanted=samples)
+    return BlockLayout(blocks=blocks, epoch_samples=samples)
 
 
-def described(tokens: Tokens, layout: BlockLayout, length: int) -> tuple[str, ...]:
-    """What is read, and how it is cut, in words."""
+def describe_text(tokens: Tokens, layout: BlockLayout, length: int) -> tuple[str, ...]:
+    """Return lines that describe the text and its blocks."""
     return (
         f"text: {tokens.origin}",
-        f"{tokens.count:,} tokens ({tokens.tokeniser}) in blocks of {length:,}: {layout.words}",
+        f"{tokens.count:,} tokens ({tokens.tokeniser}) in blocks of {length:,}: {layout.description}",
     )
 
 
 class TokenBlocks(Dataset[Any]):
-    """Samples made of blocks; the file is opened by each process when it first reads."""
+    """Dataset of token blocks; each process opens the file on first access."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class TokenBlocks(Dataset[Any]):
         block: Callable[[int], int],
         sample: Callable[[torch.Tensor, int], Any],
     ) -> None:
-        """`block` says which block a sample is, and `sample` what becomes of its tokens and its number."""
+        """`block` maps a sample to its block; `sample` makes the item from its tokens and block number."""
         self._tokens = tokens
         self._length = length
         self._count = count
@@ -118,7 +118,7 @@ class TokenBlocks(Dataset[Any]):
         return self._count
 
     def __getstate__(self) -> dict[str, Any]:
-        # A mapped file would travel to worker processes by value.
+        # Pickling a mapped file for a worker process would copy its content.
         return {**self.__dict__, "_array": None}
 
     def __getitem__(self, index: int) -> Any:
@@ -127,5 +127,5 @@ class TokenBlocks(Dataset[Any]):
         if self._array is None:
             self._array = self._tokens.array()
         number = self._block(index)
-        some = self._array[number * self._length : (number + 1) * self._length].astype("int64")
-        return self._sample(torch.from_numpy(some), number)
+        tokens = self._array[number * self._length : (number + 1) * self._length].astype("int64")
+        return self._sample(torch.from_numpy(tokens), number)

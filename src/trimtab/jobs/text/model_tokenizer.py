@@ -1,4 +1,4 @@
-"""The tokenizer that comes with a model's folder."""
+"""Use the tokenizer of a model's folder."""
 
 from __future__ import annotations
 
@@ -16,71 +16,74 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trimtab.jobs.text.corpus import Corpus
-    from trimtab.jobs.text.tokens import Tell
+    from trimtab.jobs.text.tokens import TokenProgress
 
     Numbers = np.ndarray[Any, np.dtype[Any]]
 
-WHOLE = "tokenizer.json"
-ABOUT = "tokenizer_config.json"
-PARTS = (
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+VOCABULARY_FILES = (
     *("vocab.txt", "vocab.json", "merges.txt"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
-"""Files of tokenizers that are not written as one."""
-_CURE = f"Add the tokenizer's files, or take {ABOUT} out: tokens are then learnt from the text."
+"""Files of tokenizers that have no tokenizer.json."""
+_CURE = f"Add the tokenizer's files, or remove {TOKENIZER_CONFIG}: a tokenizer is then trained on the text."
 
 
-def tokenizer_in(folder: Path, size: int, end: int | None) -> Foreign | None:
-    """The tokenizer of a folder; None where it has none. `end` is the token that stands after a document."""
+def find_tokenizer(folder: Path, size: int, end: int | None) -> ModelTokenizer | None:
+    """Return the tokenizer of a folder; None if it has none. `end` is the token after a document."""
     given = f"the tokenizer of {folder}"
-    parts = [name for name in PARTS if (folder / name).is_file()]
-    if (folder / WHOLE).is_file():
-        return Foreign(folder, (WHOLE,), size, end)
-    if parts:
-        return Foreign(folder, tuple(parts), size, end)
-    if (folder / ABOUT).is_file():
+    files = [name for name in VOCABULARY_FILES if (folder / name).is_file()]
+    if (folder / TOKENIZER_JSON).is_file():
+        return ModelTokenizer(folder, (TOKENIZER_JSON,), size, end)
+    if files:
+        return ModelTokenizer(folder, tuple(files), size, end)
+    if (folder / TOKENIZER_CONFIG).is_file():
         raise WrongUse(
-            given, found=f"there is {ABOUT}, and none of {', '.join((WHOLE, *PARTS[:4]))}", cure=_CURE
+            given,
+            found=f"there is {TOKENIZER_CONFIG}, and none of "
+            f"{', '.join((TOKENIZER_JSON, *VOCABULARY_FILES[:4]))}",
+            cure=_CURE,
         )
     return None
 
 
-class Foreign:
-    """Tokens as the model was trained with."""
+class ModelTokenizer:
+    """The tokenizer that the model was trained with."""
 
     def __init__(self, folder: Path, files: tuple[str, ...], size: int, end: int | None) -> None:
         self.folder = folder
         self.files = files
         self.size = size
         self.end = end
-        self._library: Any = None
+        self._loaded: Any = None
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the files."""
-        held = hashlib.blake2b(digest_size=12)
+        """Cache key part that changes with the files."""
+        digest = hashlib.blake2b(digest_size=12)
         for name in self.files:
-            held.update((self.folder / name).read_bytes())
-        return f"{self.folder.absolute()} {held.hexdigest()} {self.size} {self.end}"
+            digest.update((self.folder / name).read_bytes())
+        return f"{self.folder.absolute()} {digest.hexdigest()} {self.size} {self.end}"
 
     @property
     def words(self) -> str:
-        """Which one it is, for people."""
+        """Description for messages."""
         return f"the tokenizer in {self.folder}"
 
-    def prepared(self, corpus: Corpus, tell: Tell) -> Foreign:  # noqa: ARG002 - the text has no say
-        """Read from its files; nothing is learnt."""
-        tell.at(0.0, "reading the tokenizer")
-        self.library()
+    def prepare(self, corpus: Corpus, progress: TokenProgress) -> ModelTokenizer:  # noqa: ARG002 - not trained
+        """Load the tokenizer's files and return it."""
+        progress.update(0.0, "reading the tokenizer")
+        self.load()
         return self
 
-    def library(self) -> Any:
-        """The tokenizer itself, from whichever library reads it."""
-        if self._library is None:
-            self._library = self._whole() if self.files == (WHOLE,) else self._parts()
-        return self._library
+    def load(self) -> Any:
+        """Return the tokenizer of the library tokenizers or transformers, loaded once."""
+        if self._loaded is None:
+            self._loaded = self._load_json() if self.files == (TOKENIZER_JSON,) else self._load_files()
+        return self._loaded
 
-    def _whole(self) -> Any:
+    def _load_json(self) -> Any:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
@@ -90,46 +93,46 @@ class Foreign:
                 cure="Install it: pip install 'trimtab[jobs]'",
             ) from error
         try:
-            found = Tokenizer.from_file(str(self.folder / WHOLE))
+            tokenizer = Tokenizer.from_file(str(self.folder / TOKENIZER_JSON))
         except Exception as error:  # the library raises bare exceptions
-            raise self._broken(error) from error
-        found.no_truncation()
-        found.no_padding()
-        return found
+            raise self._unreadable_error(error) from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
-    def _parts(self) -> Any:
+    def _load_files(self) -> Any:
         from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
         except Exception as error:
-            raise self._broken(error) from error
+            raise self._unreadable_error(error) from error
 
-    def _broken(self, error: Exception) -> WrongUse:
+    def _unreadable_error(self, error: Exception) -> WrongUse:
         why = (str(error).strip().split("\n") or [""])[0][:200]
         files = ", ".join(self.files)
         return WrongUse(f"the tokenizer of {self.folder}", found=f"{files} cannot be read: {why}", cure=_CURE)
 
-    def mask(self) -> int | None:
-        """The token for what is hidden; None where there is none."""
-        library = self.library()
-        if self.files != (WHOLE,):
-            found = library.mask_token_id
+    def mask_token(self) -> int | None:
+        """Return the mask token; None if there is none."""
+        tokenizer = self.load()
+        if self.files != (TOKENIZER_JSON,):
+            mask = tokenizer.mask_token_id
         else:
-            known = map(library.token_to_id, ("[MASK]", "<mask>"))
-            found = next((one for one in known if one is not None), None)
-        return found if found is not None and found < self.size else None
+            ids = map(tokenizer.token_to_id, ("[MASK]", "<mask>"))
+            mask = next((token for token in ids if token is not None), None)
+        return mask if mask is not None and mask < self.size else None
 
-    def encoded(self, chunks: Iterable[bytes]) -> Iterator[Numbers]:
-        """The tokens of a text, chunk by chunk; what ends within a letter waits for the rest of it."""
-        library = self.library()
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[Numbers]:
+        """Yield the tokens of a text, chunk by chunk; a split character waits for its other bytes."""
+        tokenizer = self.load()
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for chunk in chunks:
             if chunk == SEPARATOR:
                 yield np.array([] if self.end is None else [self.end], dtype=np.int64)
                 continue
-            found = library.encode(decoder.decode(chunk), add_special_tokens=False)
-            numbers = np.array(found if isinstance(found, list) else found.ids, dtype=np.int64)
+            encoding = tokenizer.encode(decoder.decode(chunk), add_special_tokens=False)
+            numbers = np.array(encoding if isinstance(encoding, list) else encoding.ids, dtype=np.int64)
             if numbers.max(initial=0) >= self.size:
                 raise WrongUse(
                     self.words,
@@ -138,5 +141,5 @@ class Foreign:
                 )
             yield numbers
 
-    def keep(self, folder: Path) -> None:
-        """The folder has it already."""
+    def save(self, folder: Path) -> None:
+        """Do nothing: the model's folder has the tokenizer."""

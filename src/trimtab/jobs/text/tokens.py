@@ -1,7 +1,7 @@
-"""A text as numbers in a file: tokenised once, then mapped into memory by every process that reads it.
+"""Tokenize a text once into a cached file that every process maps into memory.
 
-The file lies in the user's cache, under a name that follows from the files of the text and the tokeniser. It
-is written beside its place and moved there whole; of several processes one writes and the others wait.
+The cache key depends on the files of the text and the tokenizer. The file is written to a temporary folder
+and renamed; of several processes one writes and the others wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from trimtab.cache import TOKENS as CACHE
 from trimtab.errors import EnvironmentFault, TrimtabError
-from trimtab.jobs.text.byte_pairs import BYTES, Pieces, count, learn
+from trimtab.jobs.text.byte_pairs import BYTES, BytePairs, count_words, train_byte_pairs
 from trimtab.spec.base import Noun
 from trimtab.units import format_bytes
 
@@ -32,121 +32,125 @@ if TYPE_CHECKING:
     Numbers = np.ndarray[Any, np.dtype[Any]]
 
 FORMAT = 1
-"""Counts up when the same text would become other tokens, or the files change their form."""
-LEARNT_FROM = 32 * 2**20
-"""Bytes of text that a vocabulary is learnt from; of a longer one, evenly spaced parts."""
+"""Format version: increase it when the same text gives other tokens, or the file format changes."""
+TRAINING_BYTES = 32 * 2**20
+"""Bytes of text to train a vocabulary on; evenly spaced parts of a longer text."""
 NARROW = 2**16
-"""Vocabularies up to this size take two bytes a token."""
+"""Vocabularies up to this size take two bytes per token."""
 TOKENS, ABOUT, PAIRS = "tokens.bin", "about.json", "pairs.npy"
 
 
 class Tokeniser(Protocol):
-    """What makes tokens of a text."""
+    """A tokenizer that may need training."""
 
     size: int
     """Tokens are below this number."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the same text would become other tokens."""
+        """Cache key part that changes when the same text gives other tokens."""
 
-    def prepared(self, corpus: Corpus, tell: Tell) -> TokenEncoder:
-        """Ready for a text; learns from it, where it does that."""
+    def prepare(self, corpus: Corpus, progress: TokenProgress) -> TokenEncoder:
+        """Return the encoder for a text, trained on it if necessary."""
 
 
 class TokenEncoder(Protocol):
-    """A tokeniser that is ready."""
+    """A tokenizer that is ready to use."""
 
     @property
     def words(self) -> str:
-        """Which one it is, for people."""
+        """Description for messages."""
 
-    def encoded(self, chunks: Iterable[bytes]) -> Iterator[Numbers]:
-        """The tokens of a text, chunk by chunk."""
+    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[Numbers]:
+        """Yield the tokens of a text, chunk by chunk."""
 
-    def keep(self, folder: Path) -> None:
-        """Write what is needed to read the tokens again."""
+    def save(self, folder: Path) -> None:
+        """Write what is needed to decode the tokens."""
 
 
 class Tokens(Noun, frozen=True, kw_only=True):
-    """A text that was tokenised, and where its tokens are."""
+    """A tokenized text in the cache."""
 
     folder: str
     count: int
     kind: str
     """The numpy dtype of a token."""
     size_bytes: int
-    """Of the text."""
+    """Size of the text."""
     origin: str
     tokeniser: str
 
     def array(self) -> Numbers:
-        """The tokens, mapped into memory: read when they are used, and shared by processes."""
+        """Return the tokens, memory-mapped: read on access and shared by processes."""
         return np.memmap(Path(self.folder) / TOKENS, dtype=self.kind, mode="r")
 
-    def pieces(self) -> Pieces:
-        """The vocabulary that was learnt; raises where it was another's tokeniser."""
-        return read_pieces(Path(self.folder) / PAIRS)
+    def byte_pairs(self) -> BytePairs:
+        """Return the trained vocabulary; raise OSError if the tokenizer was a model's own."""
+        return read_byte_pairs(Path(self.folder) / PAIRS)
 
 
-class Learnt:
-    """Byte pairs learnt from the text itself; 256 are the bytes, and nothing has to be learnt."""
+class BytePairTokenizer:
+    """Tokenizer of byte pairs trained on the text; a size of 256 needs no training."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     @property
     def fingerprint(self) -> str:
-        """The size is all that can be chosen."""
+        """Cache key part: format version and size."""
         return f"byte pairs {FORMAT}, {self.size}"
 
-    def prepared(self, corpus: Corpus, tell: Tell) -> TokenEncoder:
-        """With the vocabulary learnt."""
+    def prepare(self, corpus: Corpus, progress: TokenProgress) -> TokenEncoder:
+        """Train the vocabulary and return the encoder."""
         if self.size <= BYTES:
-            return Own(Pieces())
-        apart = -(-corpus.size_bytes // LEARNT_FROM)
-        some = (chunk for number, chunk in enumerate(corpus.chunks()) if number % apart == 0)
-        words = count(tell.through(some, corpus.size_bytes // apart, "counting words"))
-        return Own(learn(words, self.size, lambda known: tell.at(known / self.size, "learning pieces")))
+            return BytePairEncoder(BytePairs())
+        step = -(-corpus.size_bytes // TRAINING_BYTES)
+        sample = (chunk for number, chunk in enumerate(corpus.chunks()) if number % step == 0)
+        words = count_words(progress.track(sample, corpus.size_bytes // step, "counting words"))
+        return BytePairEncoder(
+            train_byte_pairs(
+                words, self.size, lambda size: progress.update(size / self.size, "training the tokenizer")
+            )
+        )
 
 
-class Own:
-    """Byte pairs, ready."""
+class BytePairEncoder:
+    """Encoder with trained byte pairs."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-        self.words = f"{pieces.size:,} byte pairs learnt from it" if pieces.rounds else "bytes"
-        self.encoded = pieces.encoded
+    def __init__(self, byte_pairs: BytePairs) -> None:
+        self._byte_pairs = byte_pairs
+        self.words = f"{byte_pairs.size:,} byte pairs trained on it" if byte_pairs.rounds else "bytes"
+        self.encode_chunks = byte_pairs.encode_chunks
 
-    def keep(self, folder: Path) -> None:
-        """The pairs, each with its round."""
-        rounds = self._pieces.rounds
-        rows = [np.column_stack([np.full(len(one), number), one]) for number, one in enumerate(rounds)]
+    def save(self, folder: Path) -> None:
+        """Write the pairs, each with its round."""
+        rounds = self._byte_pairs.rounds
+        rows = [np.column_stack([np.full(len(pairs), number), pairs]) for number, pairs in enumerate(rounds)]
         table = np.concatenate(rows) if rows else np.zeros((0, 3), dtype=np.int64)
         np.save(folder / PAIRS, table, allow_pickle=False)
 
 
-def read_pieces(file: Path) -> Pieces:
-    """The vocabulary that was kept."""
+def read_byte_pairs(file: Path) -> BytePairs:
+    """Read the vocabulary that BytePairEncoder.save() wrote."""
     table = np.load(file, allow_pickle=False)
     last = int(table[-1, 0]) if len(table) else -1
-    return Pieces([table[table[:, 0] == number, 1:] for number in range(last + 1)])
+    return BytePairs([table[table[:, 0] == number, 1:] for number in range(last + 1)])
 
 
-def tokenised(corpus: Corpus, tokeniser: Tokeniser) -> Tokens:
-    """The tokens of a text, from the cache where they are there."""
-    question = f"{FORMAT}\n{corpus.state}\n{tokeniser.fingerprint}"
-    key = hashlib.blake2b(question.encode(), digest_size=12).hexdigest()
+def tokenize(corpus: Corpus, tokeniser: Tokeniser) -> Tokens:
+    """Return the tokens of a text, from the cache if possible."""
+    inputs = f"{FORMAT}\n{corpus.state}\n{tokeniser.fingerprint}"
+    key = hashlib.blake2b(inputs.encode(), digest_size=12).hexdigest()
     home = CACHE.folder
     place = home / key
-    found = _kept(place)
-    if found is not None:
-        return found
+    cached = _read_cached(place)
+    if cached is not None:
+        return cached
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with _locked(home / f"{key}.lock"):
+        with _lock_file(home / f"{key}.lock"):
             # Another process may have done it while this one waited.
-            return _kept(place) or _made(place, corpus, tokeniser)
+            return _read_cached(place) or _write_tokens(place, corpus, tokeniser)
     except OSError as error:
         raise EnvironmentFault(
             f"the cache of tokens in {home}",
@@ -155,50 +159,50 @@ def tokenised(corpus: Corpus, tokeniser: Tokeniser) -> Tokens:
         ) from error
 
 
-def _kept(place: Path) -> Tokens | None:
-    """What lies in the cache, if it is whole."""
+def _read_cached(place: Path) -> Tokens | None:
+    """Return the cached tokens; None if they are missing or incomplete."""
     try:
-        found = Tokens.from_json((place / ABOUT).read_bytes(), origin=str(place))
+        tokens = Tokens.from_json((place / ABOUT).read_bytes(), origin=str(place))
         size = (place / TOKENS).stat().st_size
     except (OSError, TrimtabError):
         return None
     # The cache may have been moved since.
-    whole = size == found.count * np.dtype(found.kind).itemsize
-    return found.replace(folder=str(place)) if whole else None
+    is_complete = size == tokens.count * np.dtype(tokens.kind).itemsize
+    return tokens.replace(folder=str(place)) if is_complete else None
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """One process at a time; the system lets go of the lock of a process that is killed."""
-    with file.open("w") as held:
+def _lock_file(file: Path) -> Iterator[None]:
+    """Hold an exclusive file lock; the system releases the lock of a killed process."""
+    with file.open("w") as lock:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Not an error of ours, so nobody is told: the process that has the lock shows its progress.
-            fcntl.flock(held, fcntl.LOCK_EX)
+            # Wait silently: the process with the lock shows its progress.
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _made(place: Path, corpus: Corpus, tokeniser: Tokeniser) -> Tokens:
-    """Tokenise, and move the whole folder to its place."""
+def _write_tokens(place: Path, corpus: Corpus, tokeniser: Tokeniser) -> Tokens:
+    """Tokenize into a temporary folder and rename it."""
     kind = np.dtype(np.uint16 if tokeniser.size <= NARROW else np.uint32)
     _check_room(place.parent, corpus.size_bytes * kind.itemsize)
     for old in (place, *place.parent.glob(f".{place.name}.*")):
-        # Damaged, or left by a process that was killed: nobody else is here, under the lock.
+        # Damaged, or left by a killed process; the lock excludes other writers.
         shutil.rmtree(old, ignore_errors=True)
-    beside = place.parent / f".{place.name}.{os.getpid()}"
-    beside.mkdir()
-    tell = Tell(f"tokenising {corpus.origin}, {format_bytes(corpus.size_bytes)}, once")
+    temporary = place.parent / f".{place.name}.{os.getpid()}"
+    temporary.mkdir()
+    progress = TokenProgress(f"tokenising {corpus.origin}, {format_bytes(corpus.size_bytes)}, once")
     try:
-        encoder = tokeniser.prepared(corpus, tell)
+        encoder = tokeniser.prepare(corpus, progress)
         number = 0
-        with (beside / TOKENS).open("wb") as file:
-            chunks = tell.through(corpus.chunks(), corpus.size_bytes, "writing tokens")
-            for some in encoder.encoded(chunks):
-                some.astype(kind).tofile(file)
-                number += len(some)
-        encoder.keep(beside)
-        found = Tokens(
+        with (temporary / TOKENS).open("wb") as file:
+            chunks = progress.track(corpus.chunks(), corpus.size_bytes, "writing tokens")
+            for part in encoder.encode_chunks(chunks):
+                part.astype(kind).tofile(file)
+                number += len(part)
+        encoder.save(temporary)
+        tokens = Tokens(
             folder=str(place),
             count=number,
             kind=kind.name,
@@ -206,13 +210,13 @@ def _made(place: Path, corpus: Corpus, tokeniser: Tokeniser) -> Tokens:
             origin=corpus.origin,
             tokeniser=encoder.words,
         )
-        (beside / ABOUT).write_text(found.to_json(), encoding="utf-8")
-        beside.rename(place)
+        (temporary / ABOUT).write_text(tokens.to_json(), encoding="utf-8")
+        temporary.rename(place)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
-    tell.done(f"{number:,} tokens kept in {place}")
-    return found
+    progress.finish(f"{number:,} tokens kept in {place}")
+    return tokens
 
 
 def _check_room(home: Path, need: int) -> None:
@@ -225,41 +229,41 @@ def _check_room(home: Path, need: int) -> None:
         )
 
 
-class Tell:
-    """Progress on stderr: a line that changes on a terminal, a line at both ends elsewhere."""
+class TokenProgress:
+    """Progress on stderr: an updated line on a terminal, otherwise a line at the start and at the end."""
 
     QUICK_S = 0.5
-    """Nothing is said about what takes less."""
+    """Shorter work prints nothing."""
     APART_S = 0.1
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, title: str) -> None:
+        self._title = title
         self._began = self._last = time.monotonic()
-        self._said = False
+        self._printed = False
 
-    def at(self, share: float, doing: str) -> None:
-        """So much of what is being done is done."""
+    def update(self, share: float, doing: str) -> None:
+        """Show the share of the current work that is done."""
         now = time.monotonic()
         if now - self._began < self.QUICK_S or now - self._last < self.APART_S:
             return
         self._last = now
         if sys.stderr.isatty():
             self._write(f"\r\x1b[Ktrimtab: {doing}: {min(share, 1.0):.0%}")
-        elif not self._said:
-            self._write(f"trimtab: {self._what}\n")
-        self._said = True
+        elif not self._printed:
+            self._write(f"trimtab: {self._title}\n")
+        self._printed = True
 
-    def through(self, chunks: Iterable[bytes], total: int, doing: str) -> Iterator[bytes]:
-        """The same chunks, with progress by their bytes."""
+    def track(self, chunks: Iterable[bytes], total: int, doing: str) -> Iterator[bytes]:
+        """Yield the chunks and show progress by their bytes."""
         done = 0
         for chunk in chunks:
             yield chunk
             done += len(chunk)
-            self.at(done / max(1, total), doing)
+            self.update(done / max(1, total), doing)
 
-    def done(self, result: str) -> None:
-        """The end, where it was worth a beginning."""
-        if self._said:
+    def finish(self, result: str) -> None:
+        """Print the result, if progress was printed."""
+        if self._printed:
             clear = "\r\x1b[K" if sys.stderr.isatty() else ""
             took = time.monotonic() - self._began
             self._write(f"{clear}trimtab: {result}, in {took:.1f} s\n")
