@@ -71,20 +71,20 @@ def test_a_port_that_another_program_has_is_refused(
     with pytest.raises(
         EnvironmentFault, match=f"127.0.0.1:{port}: another program listens .* it is not torchrun"
     ):
-        Rendezvous.parse(f"127.0.0.1:{port}").check("127.0.0.1")
+        Rendezvous.parse(f"127.0.0.1:{port}").check_host("127.0.0.1")
 
 
 def test_a_port_where_torchrun_waits_already_is_the_right_one() -> None:
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    assert Rendezvous("127.0.0.1", store.port).check("127.0.0.1") is False
+    assert Rendezvous("127.0.0.1", store.port).check_host("127.0.0.1") is False
 
 
 def test_a_free_port_of_this_machine_needs_no_word_where_torchrun_knows_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert Rendezvous("127.0.0.1", port).check("127.0.0.1") is False
+    assert Rendezvous("127.0.0.1", port).check_host("127.0.0.1") is False
 
 
 def test_a_host_that_does_not_answer_is_said_after_a_while(
@@ -95,7 +95,7 @@ def test_a_host_that_does_not_answer_is_said_after_a_while(
     monkeypatch.setattr(torchrun, "WAIT_NOTICE_S", 0.1)
     # An address that is kept for documentation, and that nobody has.
     with pytest.raises(EnvironmentFault, match=r"192.0.2.1:29400: it did not answer within 1 s"):
-        Rendezvous.parse("192.0.2.1:29400").check("10.9.9.9")
+        Rendezvous.parse("192.0.2.1:29400").check_host("10.9.9.9")
     assert "waiting for 192.0.2.1:29400" in capsys.readouterr().err
 
 

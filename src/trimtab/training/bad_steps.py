@@ -565,7 +565,7 @@ def find_bad_module(run: Run, window: Window) -> BadModule | None:
     most = max(gather_values(run.world, len(parts), everyone=True))
     batches = [run.on_device(part) for part in parts]
     passes: list[Callable[[], torch.Tensor | None]] = [
-        functools.partial(run.passed, batch) for batch in batches
+        functools.partial(run.forward_backward, batch) for batch in batches
     ]
     along = run.on_device(window.filler())
     passes += [functools.partial(_run_filler_pass, run, along)] * (most - len(parts))

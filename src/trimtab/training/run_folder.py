@@ -1,7 +1,7 @@
-"""The folder of a run: who it belongs to, its plan, one line a step, one line an event, its checkpoints.
+"""Run folder: RunFolder writes it during training, read_run() reads it later without raising.
 
-Everything that can be wrong with a folder is notes when it is opened, before any training. Only the first
-rank writes.
+It has the run's identity, its plan, a line for each step and each event, and its checkpoints. Opening it
+raises everything that can be wrong with it, before any training. Only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -34,49 +34,56 @@ if TYPE_CHECKING:
 _PROBE_BYTES = 1 << 20
 _DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RUN_ONLY = ("log.jsonl", "checkpoints")
-"""What only a run leaves behind; a folder with them and without a run.json is somebody else's."""
+"""Only runs have these; a folder with them but without a run.json was not written by trimtab."""
+LOG_FILE, EVENTS_FILE, PLAN_FILE, IDENTITY_FILE, LOCK_FILE = (
+    "log.jsonl",
+    "events.jsonl",
+    "plan.json",
+    "run.json",
+    "run.lock",
+)
 ATTEMPT_FILE = "attempt.json"
-"""What the next attempt finds: whether the last one ended in order."""
+"""The last attempt: when it began, and whether it ended in order."""
 STAGES_FILE = "stages.json"
-"""What a training in stages leaves in its folder; its runs are in folders below."""
+"""A training in stages has this file in its folder, and its runs in subfolders."""
 _USE_ANOTHER_FOLDER = "Give another folder with --out."
 
 
 class RunIdentity(Noun, frozen=True, kw_only=True):
-    """What makes two trainings the same run. Devices, strategy and micro-batch do not."""
+    """What two attempts must have in common to be the same run; not devices, strategy or micro-batch."""
 
     job: str
-    """As it was named; the folder that its file is in does not count."""
+    """The name as given; the folder of its file is not compared."""
     options: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies an empty dict given as a default
-    """Members of the job that were set from outside."""
+    """Job options that were set from outside."""
     global_batch: int
     seed: int = 0
     file: str = ""
-    """That the job is written in, with its folder; empty where it is not known, or the job is ours."""
+    """Path of the file with the job's code; empty if unknown, or if the job comes with trimtab."""
     digest: str = ""
-    """Of what is in that file."""
+    """SHA-256 of that file."""
 
     def faults(self) -> list[str]:
-        """A step takes something."""
+        """List what is wrong: a global batch below 1."""
         return check_minimum(1, global_batch=self.global_batch)
 
     def differences(self, other: RunIdentity) -> list[str]:
-        """A phrase for each thing in which another run differs.
+        """Return a phrase for each difference to another run.
 
-        >>> one = RunIdentity(job="a.py:A", global_batch=8)
-        >>> one.differences(RunIdentity(job="b/a.py:A", global_batch=16))
+        >>> run = RunIdentity(job="a.py:A", global_batch=8)
+        >>> run.differences(RunIdentity(job="b/a.py:A", global_batch=16))
         ['global_batch 8, not 16']
         """
         mine, its = msgspec.to_builtins(self), msgspec.to_builtins(other)
-        mine["job"], its["job"] = (one["job"].rpartition("/")[2] for one in (mine, its))
+        mine["job"], its["job"] = (values["job"].rpartition("/")[2] for values in (mine, its))
         return [
-            f"{name} {told}, not {its[name]}"
-            for name, told in mine.items()
-            if told != its[name] and name not in ("file", "digest")
+            f"{name} {value}, not {its[name]}"
+            for name, value in mine.items()
+            if value != its[name] and name not in ("file", "digest")
         ]
 
     def with_file(self, file: Path | None) -> RunIdentity:
-        """With the file that the job is written in, as it is now; without, where it cannot be read."""
+        """Return a copy with the path and digest of the job's file; unchanged if it cannot be read."""
         if file is None:
             return self
         try:
@@ -85,9 +92,9 @@ class RunIdentity(Noun, frozen=True, kw_only=True):
             return self
 
     def is_namesake(self, other: RunIdentity) -> bool:
-        """Whether the job of another run only has the same name: another file, with something else in it.
+        """Return whether another run's job has the same name but a different path and different content.
 
-        A file that was edited, or moved as it is, is the same; what is not known does not count.
+        A file that was only edited or only moved is the same job. Unknown files are not compared.
         """
         return bool(self.digest and other.digest and self.file != other.file and self.digest != other.digest)
 
@@ -103,12 +110,12 @@ class RunFolder:
 
     root: Path
     main: bool = True
-    """Whether this process writes; the others only know where things are."""
+    """Whether this process writes; other ranks only use the paths."""
     _lock: int | None = field(default=None, repr=False)
     _writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
-    def open(  # noqa: PLR0913 - all that an opening asks, by name
+    def open(  # noqa: PLR0913 - by keyword
         cls,
         out: str | Path,
         *,
@@ -118,10 +125,10 @@ class RunFolder:
         needs_bytes: int = 0,
         patience_s: float = 15.0,
     ) -> RunFolder:
-        """Make the folder or take it up again; raises what is wrong with it.
+        """Create the folder or reopen it; raise what is wrong with it.
 
-        `needs_bytes` have to be free on its disk. Another process that still holds the folder is given
-        `patience_s` to end: an earlier attempt may be on its way out.
+        `needs_bytes` must be free on its disk. If another process has the folder locked, wait up to
+        `patience_s`: an earlier attempt may be ending.
         """
         folder = cls(root=Path(out).absolute(), main=main)
         if not main:
@@ -136,76 +143,77 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are kept."""
+        """Folder of the checkpoints."""
         return self.root / "checkpoints"
 
     @property
     def plan_file(self) -> Path:
-        """The plan that the run is under now."""
-        return self.root / "plan.json"
+        """File with the current plan."""
+        return self.root / PLAN_FILE
 
     @property
     def log_file(self) -> Path:
-        """One JSON line a step."""
-        return self.root / "log.jsonl"
+        """File with a JSON line for each step."""
+        return self.root / LOG_FILE
 
     @property
     def events_file(self) -> Path:
-        """One JSON line an incident."""
-        return self.root / "events.jsonl"
+        """File with a JSON line for each incident."""
+        return self.root / EVENTS_FILE
 
     def log_step(self, line: dict[str, Any]) -> None:
-        """Add the line of a step."""
+        """Append the line of a step."""
         self._append(self.log_file, msgspec.json.encode(line))
 
     def log_event(self, incident: Incident) -> None:
-        """Add an incident; any thread may."""
+        """Append an incident; may be called from any thread."""
         self._append(self.events_file, incident.to_json().encode())
 
     def read_lines(self) -> list[dict[str, Any]]:
-        """What was logged, in order."""
+        """Return the logged steps, in order."""
         return _read_objects(self.log_file)
 
     def read_events(self) -> list[Incident]:
-        """What happened, in order; lines of other versions that cannot be read are left out."""
-        found = []
+        """Return the incidents, in order; skip lines of other versions that cannot be read."""
+        events = []
         for line in _read_objects(self.events_file):
             try:
-                found.append(Incident.from_builtins(line))
+                events.append(Incident.from_builtins(line))
             except msgspec.ValidationError:
                 continue
-        return found
+        return events
 
     def rewind(self, step: int) -> int:
-        """Drop the log lines of steps after `step`, which will be taken again; how many there were."""
+        """Remove the log lines of steps after `step`, which will be repeated; return how many there were."""
         if not self.main or not self.log_file.exists():
             return 0
         lines = self.read_lines()
-        kept = [line for line in lines if line.get("step", 0) <= step]
-        if len(kept) < len(lines):
-            write_atomic(self.log_file, b"".join(msgspec.json.encode(one) + b"\n" for one in kept), sync=True)
-        return len(lines) - len(kept)
+        remaining = [line for line in lines if line.get("step", 0) <= step]
+        if len(remaining) < len(lines):
+            text = b"".join(msgspec.json.encode(line) + b"\n" for line in remaining)
+            write_atomic(self.log_file, text, sync=True)
+        return len(lines) - len(remaining)
 
     def write_plan(self, plan: Noun) -> None:
-        """Write the plan that the run is under from now on."""
+        """Write the plan that the run has from now on."""
         if self.main:
             write_atomic(self.plan_file, plan.to_json(indent=2).encode() + b"\n", sync=True)
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the lock, so that another process can open the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _claim(self, identity: RunIdentity, needs_bytes: int, patience_s: float) -> None:
-        """The folder is there, may be written, has room, is of this run, and no one else's now."""
+        """Create and lock the folder; raise if it belongs to another run, cannot be written or is full."""
         given = f"--out {self.root}"
         if self.root.exists() and not self.root.is_dir():
             raise WrongUse(given, found="it is a file", cure=_USE_ANOTHER_FOLDER)
         try:
             self._refuse_others(identity)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock_file(self.root / "run.lock", patience_s)
+            self._lock = _lock_file(self.root / LOCK_FILE, patience_s)
             probe = self.root / f".probe-{os.getpid()}"
             try:
                 write_synced(probe, bytes(_PROBE_BYTES))
@@ -216,7 +224,7 @@ class RunFolder:
             self.close()
             raise make_folder_error(given, error) from error
         if self._lock is None:
-            holder = _read_text(self.root / "run.lock") or "another process"
+            holder = _read_text(self.root / LOCK_FILE) or "another process"
             raise EnvironmentFault(
                 given,
                 found=f"{holder} is training into it",
@@ -232,13 +240,13 @@ class RunFolder:
             )
 
     def _refuse_others(self, identity: RunIdentity) -> None:
-        """An error where the folder is of another run."""
-        given, file = f"--out {self.root}", self.root / "run.json"
+        """Raise if the folder belongs to another run."""
+        given, file = f"--out {self.root}", self.root / IDENTITY_FILE
         if (self.root / STAGES_FILE).exists():
             raise WrongUse(given, found="it is the folder of a training in stages", cure=_USE_ANOTHER_FOLDER)
         if not file.exists():
             strange = [name for name in _RUN_ONLY if (self.root / name).exists()]
-            # A first attempt that was ended between making the folder and writing run.json left it empty.
+            # A first attempt may have been killed after it created the folder and before it wrote run.json.
             if "checkpoints" in strange and not any((self.root / "checkpoints").iterdir()):
                 strange.remove("checkpoints")
             if strange:
@@ -257,7 +265,7 @@ class RunFolder:
                 cure="Give another folder with --out, or resume with what that run has.",
             )
         if before.is_namesake(identity) and not any(self.checkpoints.glob("step-*")):
-            # With a checkpoint, its weights would tell whether they fit.
+            # With a checkpoint, loading checks whether the weights match.
             raise WrongUse(
                 given,
                 found=f"a run of {before.file} was begun in it, which ended before its first checkpoint; you "
@@ -267,9 +275,9 @@ class RunFolder:
 
     def _write_run_files(self, identity: RunIdentity, plan: Noun) -> None:
         try:
-            file = self.root / "run.json"
+            file = self.root / IDENTITY_FILE
             before = RunIdentity.from_json(file.read_bytes(), origin=str(file)) if file.exists() else None
-            # Again where the job has moved or was edited since, so that it is known where it is now.
+            # Written again if the job's file was moved or edited, so that run.json has its current path.
             if before is None or (before != identity and not before.is_namesake(identity)):
                 write_atomic(file, identity.to_json(indent=2).encode() + b"\n", sync=True)
             self.write_plan(plan)
@@ -279,7 +287,7 @@ class RunFolder:
             raise make_folder_error(f"--out {self.root}", error) from error
 
     def _append(self, file: Path, line: bytes) -> None:
-        """One line in one write: a crash leaves it whole or leaves it out, or torn at the very end."""
+        """Append a line with a single write: a crash can only leave the last line incomplete."""
         if not self.main:
             return
         with self._writing:
@@ -287,7 +295,7 @@ class RunFolder:
             try:
                 os.write(handle, line + b"\n")
             except OSError as error:
-                # Nothing that is only told may stop what is being told of; a full disk is notes elsewhere.
+                # A full disk must not stop training because of a log line; checkpoints report it.
                 if error.errno not in _DISK_FULL_CODES:
                     raise
             finally:
@@ -295,7 +303,7 @@ class RunFolder:
 
 
 def make_folder_error(given: str, error: OSError) -> TrimtabError:
-    """What an error of the file system means for a folder."""
+    """Turn an OSError on a run folder into a TrimtabError."""
     if error.errno in _DISK_FULL_CODES:
         return EnvironmentFault(
             given,
@@ -312,14 +320,14 @@ def make_folder_error(given: str, error: OSError) -> TrimtabError:
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether there was no room left."""
+    """Return whether an error means that the disk or the quota is full."""
     return error.errno in _DISK_FULL_CODES
 
 
 def _lock_file(file: Path, patience_s: float, wait: Callable[[float], None] = time.sleep) -> int | None:
-    """Hold a file for this process alone; None where another one does not let go of it in time.
+    """Lock a file; return its handle, or None if another process does not release it in time.
 
-    A lock of this kind is the process's own: workers that it forked do not hold it after its end.
+    POSIX locks belong to the process: forked workers do not hold the lock after its end.
     """
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + patience_s
@@ -328,7 +336,7 @@ def _lock_file(file: Path, patience_s: float, wait: Callable[[float], None] = ti
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-                return handle  # a file system without locks: nothing to be learnt from it
+                return handle  # the file system has no locks
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 os.close(handle)
                 raise
@@ -354,7 +362,7 @@ def _read_objects(file: Path) -> list[dict[str, Any]]:
 
 
 def _remove_torn_line(file: Path) -> None:
-    """Take a torn last line off, so that the next one does not run into it."""
+    """Remove an incomplete last line, so that the next line is not appended to it."""
     if not file.exists():
         return
     data = file.read_bytes()
@@ -362,35 +370,24 @@ def _remove_torn_line(file: Path) -> None:
         write_atomic(file, data[: data.rfind(b"\n") + 1], sync=True)
 
 
-# A run's folder as those read it who do not train: whatever is in it, and what is wrong with it.
-#
-# A run may be under way, ended, killed in the middle of a line, of another version, or no run at all. Nothing
-# here raises for what a file holds; what could not be read is notes.
-
+# Below: the read-only, fault-tolerant view. A run may be in progress, ended, killed in the middle of a line,
+# or written by another version. Nothing here raises because of a file's content; problems go to `notes`.
 
 N = TypeVar("N", bound=Noun)
 
-LOG_FILE, EVENTS_FILE, PLAN_FILE, IDENTITY_FILE, ATTEMPT_FILE, LOCK_FILE = (
-    "log.jsonl",
-    "events.jsonl",
-    "plan.json",
-    "run.json",
-    "attempt.json",
-    "run.lock",
-)
 RUN_FILES = (LOG_FILE, EVENTS_FILE, PLAN_FILE)
-"""What a folder has at least one of if it is a run's."""
+"""A run folder has at least one of these."""
 LONGEST_LINE = 1 << 20
-"""No line of ours is longer; whatever is, is read past in pieces."""
+"""trimtab writes no longer line; a longer one is skipped in pieces of this size."""
 LARGEST_STEP = 2**53
-"""Beyond it a step is no number that could be drawn."""
+"""Larger step numbers are invalid: a float64 cannot represent them exactly."""
 LARGEST_FILE = 64 << 20
-"""A plan is far smaller; what is larger is not read."""
+"""Larger JSON files are not read; a plan is far smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run's folder says."""
+    """The content of a run folder."""
 
     root: Path
     plan: Plan | None = None
@@ -400,29 +397,29 @@ class RunRecord:
     """In the order of steps, each step once."""
     events: tuple[Incident, ...] = ()
     notes: tuple[str, ...] = ()
-    """What is missing or could not be read."""
+    """What is missing or could not be read, in sentences."""
 
 
 @dataclass
 class JsonLineTail:
-    """A file of JSON lines that grows: each asking gives what has come since the last."""
+    """Follows a growing file of JSON lines: each call of read_new() returns the lines since the last."""
 
     file: Path
     at: int = 0
     unread: int = 0
     """Lines that were no JSON object."""
     torn: bool = False
-    """Whether the last line has no end yet."""
+    """Whether the last line is incomplete."""
     example: str = ""
-    """The first line that was JSON and nothing of ours."""
+    """The first line that was a JSON object but could not be converted."""
 
     def read_new(self, kind: type[N]) -> Iterator[N | None]:
-        """The nouns of new whole lines, None for one that is JSON and no such noun; raises OSError."""
+        """Yield the objects of new complete lines, None for a JSON object of another kind; raise OSError."""
         decoder = msgspec.json.Decoder(kind)
         with self.file.open("rb") as stream:
             size = stream.seek(0, 2)
             if size < self.at:
-                # Written anew, as a resumed run does: what is known of it is void.
+                # The file was rewritten, as a resumed run does: read it from the start.
                 self.at, self.unread = 0, 0
             stream.seek(self.at)
             self.torn = False
@@ -437,7 +434,7 @@ class JsonLineTail:
                     yield from self._decode_leniently(piece, kind)
 
     def _decode_leniently(self, piece: bytes, kind: type[N]) -> Iterator[N | None]:
-        """A line that is not just what this version writes."""
+        """Decode a line that strict decoding rejects: it may have fields of another version."""
         value = _parse_object(piece)
         if value is None:
             self.unread += bool(piece.strip())
@@ -458,12 +455,12 @@ def _parse_object(piece: bytes) -> dict[str, Any] | None:
 
 
 def is_step(line: StepLine | None) -> bool:
-    """Whether a line is of a step that can be counted."""
+    """Return whether a line has a valid step number."""
     return line is not None and 0 <= line.step < LARGEST_STEP
 
 
 def read_run(root: Path) -> RunRecord:
-    """All that a run's folder says."""
+    """Read a run folder; never raises because of its content."""
     notes: list[str] = []
     lines, events = _read_steps(root, notes), _read_events(root, notes)
     plan = _read_noun(root / PLAN_FILE, Plan, notes)
@@ -479,38 +476,38 @@ def read_run(root: Path) -> RunRecord:
 
 
 def read_attempt(root: Path) -> Attempt | None:
-    """What the last attempt noted; None where there is no such note, which is no loss to speak of."""
+    """Return the record of the last attempt; None if it is missing or cannot be read."""
     return _read_noun(root / ATTEMPT_FILE, Attempt, [])
 
 
 def read_run_plan(root: Path) -> Plan | None:
-    """The plan that a run is under; None where it cannot be read."""
+    """Return the run's current plan; None if it is missing or cannot be read."""
     return _read_noun(root / PLAN_FILE, Plan, [])
 
 
 def _read_steps(root: Path, notes: list[str]) -> tuple[StepLine, ...]:
-    told = _read_nouns(root / LOG_FILE, StepLine, notes)
-    # A step that was taken again counts as it was taken last.
-    found = {n.step: n for n in told if n is not None and is_step(n)}
-    return tuple(found[step] for step in sorted(found))
+    lines = _read_nouns(root / LOG_FILE, StepLine, notes)
+    # Of a step that was repeated, the last line counts.
+    by_step = {line.step: line for line in lines if line is not None and is_step(line)}
+    return tuple(by_step[step] for step in sorted(by_step))
 
 
 def _read_events(root: Path, notes: list[str]) -> tuple[Incident, ...]:
-    return tuple(one for one in _read_nouns(root / EVENTS_FILE, Incident, notes) if one is not None)
+    return tuple(event for event in _read_nouns(root / EVENTS_FILE, Incident, notes) if event is not None)
 
 
 def _read_nouns(file: Path, kind: type[N], notes: list[str]) -> list[N | None]:
-    """The nouns of a file of lines, and what is wrong with it."""
+    """Return the objects of a file of JSON lines; append what is wrong with it to `notes`."""
     tail = JsonLineTail(file)
     try:
-        found = list(tail.read_new(kind))
+        nouns = list(tail.read_new(kind))
     except FileNotFoundError:
         notes.append(f"{file.name} is missing")
         return []
     except OSError as error:
         notes.append(f"{file.name} cannot be read ({error.strerror})")
         return []
-    foreign = sum(one is None or (isinstance(one, StepLine) and not is_step(one)) for one in found)
+    foreign = sum(noun is None or (isinstance(noun, StepLine) and not is_step(noun)) for noun in nouns)
     if foreign:
         such = f", such as {tail.example}" if tail.example else ""
         many = "a line is" if foreign == 1 else f"{foreign:,} lines are"
@@ -520,7 +517,7 @@ def _read_nouns(file: Path, kind: type[N], notes: list[str]) -> list[N | None]:
         notes.append(f"{file.name}: {many} could not be read")
     if tail.torn:
         notes.append(f"{file.name}: the last line is not whole and is left out")
-    return found
+    return nouns
 
 
 def _shorten(value: dict[str, Any], most: int = 80) -> str:
@@ -529,7 +526,7 @@ def _shorten(value: dict[str, Any], most: int = 80) -> str:
 
 
 def _read_noun(file: Path, kind: type[N], notes: list[str]) -> N | None:
-    """A noun from its file; None, and a word about it, where there is none."""
+    """Read an object from its JSON file; if that fails, return None and append the reason to `notes`."""
     try:
         if file.stat().st_size > LARGEST_FILE:
             notes.append(f"{file.name} is too large to be one of ours")
@@ -545,19 +542,22 @@ def _read_noun(file: Path, kind: type[N], notes: list[str]) -> N | None:
 
 
 def parse_noun(data: bytes, kind: type[N], notes: list[str], *, name: str) -> N | None:
-    """A noun from text, of another version too where only fields were added; None where it is none."""
+    """Parse an object from JSON text; ignore fields that other versions added.
+
+    If that fails, return None and append the reason to `notes`.
+    """
     value = _parse_object(data)
     if value is None:
         notes.append(f"{name} is no JSON object, or not a whole one")
         return None
-    kept = remove_unknown_keys(value, kind)
+    recognized = remove_unknown_keys(value, kind)
     try:
-        found = kind.from_builtins(kept)
+        noun = kind.from_builtins(recognized)
     except (msgspec.ValidationError, ValueError) as error:
         notes.append(f"{name} is no {kind.__name__} of this version of trimtab: {error}")
         return None
-    if kept != remove_derived_keys(value, kind):
+    if recognized != remove_derived_keys(value, kind):
         notes.append(
             f"{name} was written by another version of trimtab; what this one does not know is left out"
         )
-    return found
+    return noun

@@ -1,4 +1,4 @@
-"""Task: what one `trimtab train` is asked to do, as its processes tell each other."""
+"""The task of a `trimtab train`, plans for CPUs, and how ranks agree on one plan for all of them."""
 
 from __future__ import annotations
 
@@ -48,41 +48,41 @@ if TYPE_CHECKING:
 CHECKPOINT_S = 600.0
 CHECKPOINTS_KEPT = 3
 RUNS_FOLDER = Path("runs")
-"""Where runs are kept that are given no folder."""
+"""Where run folders are created by default."""
 
 
 class TrainTask(Noun, frozen=True, kw_only=True):
-    """A job, a plan, where to keep the run, and how far to go."""
+    """What to train: a job, a plan, the run folder, and the number of steps. Sent to every rank."""
 
     job: str
-    """As load() finds it."""
+    """Name of the job, as on the command line."""
     options: dict[str, Any] = {}
-    """Members of the job that were set from outside."""
+    """Job options that were set from outside."""
     plan: Plan | None = None
-    """None in a rank that learns it from rank 0."""
+    """None on a rank that gets it from rank 0."""
     out: str
     begin_from: str = ""
-    """The folder of a run whose weights this one begins with, as a stage of a curriculum does."""
+    """Folder of a run whose weights this one begins with, as in a training in stages."""
     steps: int | None = None
-    """Optimizer steps in all; None: to the job's horizon."""
+    """Optimizer steps in total; None: as many as the job's samples and epochs make."""
     seed: int = 0
     checkpoint_steps: int | None = None
-    """Steps between checkpoints, beside the time between them."""
+    """Steps between checkpoints, in addition to `checkpoint_s`."""
     checkpoint_s: float = CHECKPOINT_S
     keep: int = CHECKPOINTS_KEPT
-    """Checkpoints that are kept beside the best."""
+    """Checkpoints to keep, besides the best."""
     evaluate_steps: int | None = None
     """Steps between evaluations; None: at the end of every epoch."""
     every: int | None = None
-    """Steps between printed lines; None: by the length of the run."""
+    """Steps between printed lines; None: 1 or 10, by the length of the run."""
     json: bool = False
     faults_due: tuple[Fault, ...] = ()
-    """Of a drill."""
+    """Faults to inject."""
     timeout_min: float = 10.0
     """How long a collective may wait for a rank."""
 
     def faults(self) -> list[str]:
-        """Counts start at one."""
+        """List what is wrong: counts below 1, or a negative seed or time."""
         return [
             *check_minimum(
                 1,
@@ -100,22 +100,22 @@ class RunEnding(Noun, frozen=True, kw_only=True):
     """How a run, or this attempt at it, ended."""
 
     step: int
-    """Optimizer steps that the run has taken."""
+    """Optimizer steps of the run so far."""
     loss: float | None = None
-    """Of the last step."""
+    """Loss of the last step."""
     out: str
     """The run's folder."""
     asked: str = ""
-    """The signal that ended it before its time; empty where it is done."""
+    """Name of the signal that ended it early; empty if it is finished."""
 
     @property
     def exit_code(self) -> int:
-        """What the command line leaves with: 0, or 128 and the signal's number."""
+        """Exit code of the command: 0, or 128 + the signal's number."""
         return exit_code(Signals[self.asked]) if self.asked else 0
 
 
 def check_counts(**counts: float | None) -> None:
-    """Raise for a count of the command line that cannot be; some may be 0."""
+    """Raise if an option of the command line is below 1 (some: below 0) or not finite."""
     for name, value in counts.items():
         least = 0 if name in {"seed", "checkpoint_minutes"} else 1
         if value is not None and not least <= value < float("inf"):  # false for not-a-number too
@@ -125,7 +125,7 @@ def check_counts(**counts: float | None) -> None:
 
 
 def check_trainable(job: Any, name: str) -> None:
-    """Raise for a job that can be planned and not trained."""
+    """Raise if the job has no dataset(): it can be planned but not trained."""
     if not callable(getattr(job, "dataset", None)):
         raise JobFailed(
             f"job {name}",
@@ -135,20 +135,19 @@ def check_trainable(job: Any, name: str) -> None:
 
 
 def choose_run_folder(out: Path | str | None, job: str) -> Path:
-    """The folder of a run: the one given, or one by the name of the job.
+    """Return the run folder: `out`, or a folder in RUNS_FOLDER named after the job.
 
-    >>> place(None, "work/job.py:MyJob").as_posix(), place(None, "slm:tiny").as_posix()
-    ('runs/job-MyJob', 'runs/slm-tiny')
+    >>> choose_run_folder(None, "work/job.py:MyJob").as_posix()
+    'runs/job-MyJob'
+    >>> choose_run_folder(None, "slm:tiny").as_posix()
+    'runs/slm-tiny'
     """
     if out is not None:
         return Path(out)
     file, _, attribute = job.rpartition(":")
     stem = Path(file).stem if file.endswith(".py") else Path(file).name if file else ""
     name = "-".join(part for part in (stem, Path(attribute).name) if part)
-    return RUNS_FOLDER / "".join(one if one.isalnum() or one in "-._" else "-" for one in name)
-
-
-# The same global batch on another number of processes, and the settings of machines without a GPU.
+    return RUNS_FOLDER / "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in name)
 
 
 NOT_ESTIMATED = "nothing was estimated: the memory and the speed of a CPU are not predicted"
@@ -157,7 +156,7 @@ NOT_ESTIMATED = "nothing was estimated: the memory and the speed of a CPU are no
 def build_cpu_plan(
     job: str, workload: Workload, procs: int, pins: Mapping[str, Any], options: dict[str, Any]
 ) -> Plan:
-    """A plan for processes without a GPU: the batch divided, in fp32, unless pins say otherwise."""
+    """Build a plan for processes without a GPU: fp32 and an even split of the batch, unless pinned."""
     choice = build_cpu_setting(workload, procs, pins)
     return Plan(
         job=job,
@@ -188,7 +187,7 @@ def build_cpu_plan(
 
 
 def repeat_node(cluster: Cluster, nodes: int) -> Cluster:
-    """A cluster of so many nodes like this one: what a rank knows of the machines it cannot see."""
+    """Return a cluster of `nodes` copies of the first node; a rank cannot see the other machines."""
     if nodes <= 1:
         return cluster
     node, within = cluster.nodes[0], [link for link in cluster.links if link.node == 0]
@@ -201,7 +200,7 @@ def repeat_node(cluster: Cluster, nodes: int) -> Cluster:
 
 
 def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -> Setting:
-    """How processes without a GPU share the work."""
+    """Build the setting for processes without a GPU; raise if the pins contradict."""
     strategy = Strategy(pins.get("strategy", usual_strategy(procs)[0]))
     wrong = find_contradictions({**pins, "gpus": procs, "strategy": strategy}, workload, procs)
     if pins.get("gpus", procs) != procs:
@@ -235,7 +234,7 @@ def build_cpu_setting(workload: Workload, procs: int, pins: Mapping[str, Any]) -
 
 
 def _refuse_cut(workload: Workload, strategy: Strategy, mesh: Mesh, pins: Mapping[str, Any]) -> None:
-    """Raise where the batch would be cut, and the job says that it cannot be."""
+    """Raise if the setting would split a batch that the job declares indivisible."""
     refused = batch_loss_rules.explain_refusal(workload, strategy, mesh)
     cuts_it = (
         pins.get("micro_batch", workload.global_batch) < workload.global_batch
@@ -254,95 +253,92 @@ def _refuse_cut(workload: Workload, strategy: Strategy, mesh: Mesh, pins: Mappin
 def _split_batch(
     global_batch: int, data_parallel: int, pins: Mapping[str, Any], *, least: int
 ) -> tuple[int, int]:
-    """The largest micro-batch that agrees with the pins and makes so many rounds, where that can be."""
+    """Return the largest micro-batch with at least `least` rounds that fits the pins, and its rounds."""
     if "micro_batch" in pins:
-        found = find_split(global_batch, data_parallel, micro_batch=int(pins["micro_batch"]))
-        if found is not None:
-            return found
+        split = find_split(global_batch, data_parallel, micro_batch=int(pins["micro_batch"]))
+        if split is not None:
+            return split
     if "accumulation" in pins:
-        wanted = int(pins["accumulation"])
-        fitting = [cut for cut in list_splits(global_batch, data_parallel) if cut[1] == wanted]
+        rounds = int(pins["accumulation"])
+        fitting = [cut for cut in list_splits(global_batch, data_parallel) if cut[1] == rounds]
         if fitting:
             return fitting[0]
         raise WrongUse(
-            f"--pin accumulation={wanted}",
+            f"--pin accumulation={rounds}",
             found=f"a share of the global batch {global_batch} cannot be cut into that many even parts",
             cure=f"Pin one of {', '.join(str(cut[1]) for cut in list_splits(global_batch, data_parallel))}.",
         )
-    known = list_splits(global_batch, data_parallel)
-    return next((one for one in known if one[1] >= least), known[-1])
+    splits = list_splits(global_batch, data_parallel)
+    return next((split for split in splits if split[1] >= least), splits[-1])
 
 
 def divide_setting(setting: Setting, procs: int, *, nodes: int = 1, branches: int = 0) -> tuple[Setting, str]:
-    """A setting for another number of processes, with the same global batch, and what was done in words.
+    """Return the setting for another number of processes, with the same global batch, and a description.
 
-    The micro-batch never grows, so that what fitted one device still does where weights are replicated; a
-    strategy that the new number does not allow gives way to its nearest kin.
+    The micro-batch never grows, so with replicated weights it still fits the device. A strategy that the new
+    number does not allow is replaced by the nearest one.
     """
     strategy, mesh = strategy_of(setting).resized(setting.mesh, procs, nodes=nodes, branches=branches)
     share = -(-setting.global_batch // mesh.data_parallel)
     micro = min(setting.micro_batch, share)
     rounds = -(-share // micro)
-    # As even as that many rounds allow.
+    # Make the rounds as even as possible.
     micro = -(-share // rounds)
-    found = setting.replace(
+    divided = setting.replace(
         strategy=strategy, mesh=mesh, micro_batch=micro, accumulation=-(-share // micro), shares=()
     )
     words = f"{setting.gpus} -> {procs} processes"
-    if found.compile and found.sync_batchnorm and procs > 1:
-        found = found.replace(compile=False)
+    if divided.compile and divided.sync_batchnorm and procs > 1:
+        divided = divided.replace(compile=False)
         words += ", not compiled any more, for the sake of sync_batchnorm"
     if strategy is not setting.strategy:
         words += f", {setting.strategy} -> {strategy}"
     words += (
         f", micro-batch {setting.micro_batch} x {setting.accumulation} -> "
-        f"{found.micro_batch} x {found.accumulation}; the global batch stays {setting.global_batch}"
+        f"{divided.micro_batch} x {divided.accumulation}; the global batch stays {setting.global_batch}"
     )
-    return found, words
-
-
-# What ranks settle before the first step: the plan, and what rank 0 found out for all.
+    return divided, words
 
 
 REPLAN_TIMEOUT_S = 300.0
-"""How long ranks wait for a new plan before they divide the old one."""
+"""How long ranks wait for a new plan before they adapt the old one."""
 
 
 def gather_values(world: World, value: Any, *, everyone: bool = False) -> list[Any]:
-    """What each rank said, in the order of ranks; other ranks than 0 get an empty list unless `everyone`."""
+    """Return the values of all ranks, in order, on rank 0; other ranks get [] unless `everyone`."""
     if world.size == 1:
         return [value]
     import torch.distributed as dist
 
-    found: list[Any] = [None] * world.size
+    values: list[Any] = [None] * world.size
     if everyone:
-        dist.all_gather_object(found, value)
-        return found
-    dist.gather_object(value, found if world.is_main else None)
-    return found if world.is_main else []
+        dist.all_gather_object(values, value)
+        return values
+    dist.gather_object(value, values if world.is_main else None)
+    return values if world.is_main else []
 
 
 def run_on_rank_zero(world: World, act: Callable[[], Any]) -> Any:
-    """Let rank 0 do something for all: its answer, or its error on every rank."""
+    """Call `act` on rank 0; return its result, or raise its error, on every rank."""
     answer, error = None, None
     if world.is_main:
         try:
             answer = act()
-        except TrimtabError as found:
-            error = found
+        except TrimtabError as raised:
+            error = raised
     if world.size > 1:
         import torch.distributed as dist
 
-        told = [(answer, error)]
-        dist.broadcast_object_list(told, src=0)
-        answer, error = told[0]
+        results = [(answer, error)]
+        dist.broadcast_object_list(results, src=0)
+        answer, error = results[0]
     if error is not None:
         raise error
     return answer
 
 
 def agree_on_plan(task: TrainTask, job: Any, world: World) -> tuple[Plan, str]:
-    """The plan for the processes that there are, and in words what had to be changed for it."""
+    """Return rank 0's plan, adapted to the number of processes, and a description of the changes."""
 
     def decide() -> tuple[str, str]:
         plan = task.plan
@@ -358,15 +354,15 @@ def agree_on_plan(task: TrainTask, job: Any, world: World) -> tuple[Plan, str]:
 
 
 def resize_plan(task: TrainTask, plan: Plan, job: Any, world: World) -> tuple[Plan, str]:
-    """A plan for another number of processes, with the same global batch."""
+    """Return a plan for the number of processes, with the same global batch, and a description."""
     nodes = count_nodes(world)
     choice, words = divide_setting(
         plan.choice, world.size, nodes=nodes, branches=len(getattr(job, "branches", {}) or {})
     )
     if world.device.startswith("cuda"):
-        # Of the other nodes no more is known than that they are like this one.
-        where = repeat_node(detect(), nodes) if nodes > 1 else None
-        planned = replan_in_child(task, plan, world.size, where)
+        # The other nodes cannot be seen; they are assumed to be like this one.
+        cluster = repeat_node(detect(), nodes) if nodes > 1 else None
+        planned = replan_in_child(task, plan, world.size, cluster)
         if planned is not None:
             over = f" on {nodes} nodes" if nodes > 1 else ""
             return (
@@ -377,32 +373,32 @@ def resize_plan(task: TrainTask, plan: Plan, job: Any, world: World) -> tuple[Pl
 
 
 def scale_estimate(plan: Plan, gpus: int) -> Estimate:
-    """The estimate of a plan as if time went down with the devices: the work of a step stays the same."""
-    known, ratio = plan.estimate, plan.choice.gpus / gpus
-    return known.replace(
-        step_s=None if known.step_s is None else known.step_s * ratio,
-        samples_per_s=None if known.samples_per_s is None else known.samples_per_s / ratio,
+    """Return the plan's estimate with times scaled by the number of GPUs; the work of a step is the same."""
+    estimate, ratio = plan.estimate, plan.choice.gpus / gpus
+    return estimate.replace(
+        step_s=None if estimate.step_s is None else estimate.step_s * ratio,
+        samples_per_s=None if estimate.samples_per_s is None else estimate.samples_per_s / ratio,
         step_time=None,
         hours=None,
         gpu_hours=None,
         assumptions=(
-            *known.assumptions,
+            *estimate.assumptions,
             f"divided for {gpus} processes, not planned again: times are scaled",
         ),
     )
 
 
 def count_nodes(world: World) -> int:
-    """On how many nodes the ranks are, as far as the launcher says."""
-    together_here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    per_node = int(together_here) if together_here.isdigit() and int(together_here) else world.size
+    """Return the number of nodes, from LOCAL_WORLD_SIZE; 1 if it is not set."""
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    per_node = int(local_size) if local_size.isdigit() and int(local_size) else world.size
     return max(1, world.size // per_node)
 
 
-def replan_in_child(task: TrainTask, plan: Plan, gpus: int, where: Cluster | None) -> Plan | None:
-    """A new plan from `trimtab plan`, in a process of its own: a rank has no business tracing.
+def replan_in_child(task: TrainTask, plan: Plan, gpus: int, cluster: Cluster | None) -> Plan | None:
+    """Make a new plan with `trimtab plan` in a child process; return None if that fails.
 
-    None `where` is the machine that this process sees. None comes where there is no plan to be had.
+    `cluster` is the cluster; None is the machine that this process sees.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
@@ -425,11 +421,11 @@ def replan_in_child(task: TrainTask, plan: Plan, gpus: int, where: Cluster | Non
             str(file),
         ]
         if "global_batch" not in task.options:
-            # The plan's own: it may have been made for another batch than the job names.
+            # The plan may have been made for another global batch than the job's.
             command += ["--global-batch", str(plan.choice.global_batch)]
-        if where is not None:
+        if cluster is not None:
             machine = Path(folder) / "cluster.json"
-            machine.write_text(where.to_json(), encoding="utf-8")
+            machine.write_text(cluster.to_json(), encoding="utf-8")
             command += ["--on", str(machine)]
         for key, value in pins.items():
             command += ["--pin", f"{key}={value}"]

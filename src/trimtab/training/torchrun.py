@@ -1,7 +1,7 @@
-"""Starts the ranks of a run on this machine through torchrun, and waits for them.
+"""Start the ranks of a run on this machine with torchrun, and wait for them.
 
-`python -m trimtab.training.torchrun ARGUMENTS` is torchrun with three habits more: it ends when its parent
-does, it leaves SIGUSR1 to the ranks, and it does not print a traceback when it is asked to end.
+`python -m trimtab.training.torchrun ARGUMENTS` is torchrun with three changes: it ends when its parent ends,
+it ignores SIGUSR1 (which ranks handle), and it prints no traceback when a signal ends it.
 """
 
 from __future__ import annotations
@@ -42,34 +42,31 @@ if TYPE_CHECKING:
     from trimtab.training.task import RunEnding, TrainTask
 
 
-# Where the nodes of a run meet, and by which of its addresses this one takes part.
-#
-# torchrun hands out a node's host name, and gloo takes the interface that this name leads to. Either may be
-# one that the other nodes cannot reach: a container's, a loopback. So the way to the meeting place decides:
-# what leads there leads to the others.
-
+# torchrun announces a node by its host name, and gloo uses the interface of that name. Other nodes may not
+# reach either: it may be a container's address or a loopback. So use the address and the interface by which
+# this node reaches the rendezvous host.
 
 JOIN_TIMEOUT_S = 120.0
-"""How long the host where nodes meet may be silent: it may start last."""
+"""How long to wait for the rendezvous host, which may start last."""
 ANSWER_TIMEOUT_S = 5.0
-"""How long a program that listens there may take to show that it is torchrun."""
+"""How long the program on the rendezvous port may take to answer as torchrun."""
 WAIT_NOTICE_S = 2.0
-"""After this the wait is told."""
+"""After this time, print that we are waiting."""
 _PLACE = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]\s]+)):(?P<port>[0-9]+)")
 
 
 class Rendezvous(NamedTuple):
-    """A host and a port of it."""
+    """Host and port where the nodes of a run meet."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From HOST:PORT.
+        """Parse HOST:PORT.
 
-        >>> Meeting.read("head:29400"), Meeting.read("[::1]:29400").host
-        (Meeting(host='head', port=29400), '::1')
+        >>> Rendezvous.parse("head:29400"), Rendezvous.parse("[::1]:29400").host
+        (Rendezvous(host='head', port=29400), '::1')
         """
         match = _PLACE.fullmatch(text)
         port = parse_whole(match["port"]) if match else None
@@ -82,13 +79,13 @@ class Rendezvous(NamedTuple):
         return cls(match["six"] or match["host"], port)
 
     def find_route(self) -> tuple[str, str]:
-        """This machine's address on the way there, and the interface that has it."""
-        # In Kubernetes a name comes with its pod; anywhere else it is there or will never be.
-        found = self._addresses(JOIN_TIMEOUT_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
-        family, kind, _, _, place = found[0]
+        """Return this machine's address on the route to the host, and the interface with that address."""
+        # In Kubernetes a name appears with its pod; elsewhere waiting for a name is useless.
+        addresses = self._resolve(JOIN_TIMEOUT_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
+        family, kind, _, _, place = addresses[0]
         with contextlib.closing(socket.socket(family, kind)) as probe:
             try:
-                # Nothing is sent: the kernel chooses the way.
+                # UDP: nothing is sent, but the kernel chooses the route.
                 probe.connect(place)
             except OSError as error:
                 raise self._fault(
@@ -97,7 +94,7 @@ class Rendezvous(NamedTuple):
             address = str(probe.getsockname()[0])
         return address, _find_interface(address)
 
-    def _addresses(self, patience_s: float) -> list[Any]:
+    def _resolve(self, patience_s: float) -> list[Any]:
         until = time.monotonic() + patience_s
         while True:
             try:
@@ -110,39 +107,39 @@ class Rendezvous(NamedTuple):
                     ) from error
                 time.sleep(1.0)
 
-    def check(self, address: str) -> bool:
-        """Whether this node has to be told that it is the host; raises where nobody can meet there."""
-        there = {str(one[4][0]) for one in socket.getaddrinfo(self.host, self.port)}
-        if address not in there and not any(one.startswith("127.") for one in there):
+    def check_host(self, address: str) -> bool:
+        """Return whether torchrun must be given is_host=true; raise if nodes cannot meet there."""
+        hosts = {str(entry[4][0]) for entry in socket.getaddrinfo(self.host, self.port)}
+        if address not in hosts and not any(host.startswith("127.") for host in hosts):
             self._wait_for_answer()
             return False
         if _is_free(address, self.port):
             return not _is_own_address(address)
-        # Another node on this machine, or an agent that was faster; or something else.
+        # The port is in use: by torchrun of another node on this machine, or by another program.
         self._check_answers_as_torchrun()
         return False
 
     def _check_answers_as_torchrun(self) -> None:
-        """A store answers at once; torch itself would wait for ever for a program that says nothing."""
+        """Raise if no torchrun store answers; torch itself would wait for a silent program for ever."""
         from torch._C._distributed_c10d import TCPStore
 
         answered = threading.Event()
-        threading.Thread(target=self._greet, args=(TCPStore, answered), daemon=True).start()
+        threading.Thread(target=self._connect_store, args=(TCPStore, answered), daemon=True).start()
         if not answered.wait(ANSWER_TIMEOUT_S):
             raise self._fault(
                 "another program listens on that port, and it is not torchrun",
                 f"Give another port to all nodes, or end what has {self.port}.",
             )
 
-    def _greet(self, store: Any, answered: threading.Event) -> None:
+    def _connect_store(self, store: Any, answered: threading.Event) -> None:
         wait = timedelta(seconds=ANSWER_TIMEOUT_S)
         with contextlib.suppress(RuntimeError):
             store(self.host, self.port, None, is_master=False, timeout=wait, wait_for_workers=False)
             answered.set()
 
     def _wait_for_answer(self) -> None:
-        """The host may be starting still."""
-        began, told = time.monotonic(), False
+        """Wait until the host answers; raise after JOIN_TIMEOUT_S."""
+        began, is_announced = time.monotonic(), False
         while True:
             try:
                 socket.create_connection(self, timeout=ANSWER_TIMEOUT_S).close()
@@ -153,8 +150,8 @@ class Rendezvous(NamedTuple):
                         f"it did not answer within {JOIN_TIMEOUT_S:.0f} s: {error.strerror or error}",
                         "Start the run there too; every node must reach it by that name and port.",
                     ) from error
-                if waited > WAIT_NOTICE_S and not told:
-                    told = True
+                if waited > WAIT_NOTICE_S and not is_announced:
+                    is_announced = True
                     sys.stderr.write(
                         f"trimtab: waiting for {self.host}:{self.port}, up to {JOIN_TIMEOUT_S:.0f} s\n"
                     )
@@ -167,12 +164,13 @@ class Rendezvous(NamedTuple):
 
 
 def _find_interface(address: str) -> str:
-    """The network interface that has an address; empty where none is found."""
+    """Return the network interface with an address; '' if there is none."""
     import psutil
 
-    there = psutil.net_if_addrs().items()
-    found = next((name for name, held in there if any(one.address == address for one in held)), "")
-    return found or ("lo" if address.startswith("127.") else "")
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return "lo" if address.startswith("127.") else ""
 
 
 def _is_free(address: str, port: int) -> bool:
@@ -193,58 +191,58 @@ def _is_free(address: str, port: int) -> bool:
 
 
 def _is_own_address(address: str) -> bool:
-    """Whether torchrun knows an address for this machine's own: a loopback, or what its name leads to."""
+    """Return whether torchrun recognizes an address as this machine's: a loopback, or its host name's."""
     if address.startswith("127.") or address == "::1":
         return True
     with contextlib.suppress(OSError):
-        return address in {str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None)}
+        return address in {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
     return False
 
 
 RESTARTS = 10
 POLL_S = 0.1
 MONITOR_S = 0.5
-"""How often torchrun looks whether its ranks are alive."""
+"""Seconds between torchrun's checks that its ranks are alive."""
 LOGS_FOLDER = "logs"
-"""Where in a run's folder the output of ranks is kept."""
+"""Folder in the run folder for the output of ranks."""
 NOTES_FOLDER = "control"
-"""Where in a run's folder the ranks of several nodes leave notes."""
+"""Folder in the run folder for the RankFiles of several nodes."""
 TRACEBACK_LINES = 12
-"""Lines of a traceback that are shown."""
+"""Lines of a traceback that are printed."""
 SHUTDOWN_S = 60
-"""How long torchrun lets ranks save before it kills them."""
+"""How long torchrun waits for ranks to save before it kills them."""
 WORKER_MODULE = "trimtab.training.worker"
 
 
 class TorchrunOptions(Noun, frozen=True, kw_only=True):
-    """How many ranks to start here, and which other nodes take part."""
+    """How many ranks to start on this node, and how to join the other nodes."""
 
     procs: int
     nodes: str = "1"
-    """As torchrun takes them: 2, or 1:4 for as many as there are."""
+    """Number of nodes as torchrun takes it: 2, or MIN:MAX as 1:4."""
     rendezvous: str = ""
-    """host:port where nodes meet; empty on one node."""
+    """HOST:PORT where nodes meet; empty on one node."""
     restarts: int = RESTARTS
     logs: str = ""
-    """The folder for what ranks print, but for the first of each node, which prints here; empty: all do."""
+    """Folder for the output of all ranks but the first of each node; empty: all print to the terminal."""
     address: str = ""
-    """The address of this node that the others reach it by; empty where there are no others."""
+    """Address by which other nodes reach this one; empty on one node."""
     hosts: bool | None = None
-    """Whether this node is where they meet; None where torchrun finds out by the address itself."""
+    """Whether this node is the rendezvous host; None if torchrun finds out by itself."""
 
     def faults(self) -> list[str]:
-        """At least one process."""
+        """List what is wrong: fewer than 1 process, or negative restarts."""
         return check_minimum(1, procs=self.procs) + check_minimum(0, restarts=self.restarts)
 
 
 def parse_node_range(text: str) -> tuple[int, int]:
-    """The least and the most nodes of what torchrun takes.
+    """Parse N or MIN:MAX into the least and the most nodes.
 
-    >>> node_range("2"), node_range("1:4")
+    >>> parse_node_range("2"), parse_node_range("1:4")
     ((2, 2), (1, 4))
     """
     least, colon, most = text.partition(":")
-    numbers = [one for one in (least, most if colon else least) if one.isascii() and one.isdigit()]
+    numbers = [text for text in (least, most if colon else least) if text.isascii() and text.isdigit()]
     if len(numbers) != 2 or not 1 <= int(numbers[0]) <= int(numbers[1]):  # noqa: PLR2004 - least and most
         raise WrongUse(
             f"--nodes {text}",
@@ -255,9 +253,9 @@ def parse_node_range(text: str) -> tuple[int, int]:
 
 
 def check_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
-    """Nodes as torchrun takes them, checked: 2, or 1:4.
+    """Check --nodes and --rendezvous together and return them; several nodes need a rendezvous.
 
-    >>> read_nodes("1:4", "head:29400")
+    >>> check_nodes("1:4", "head:29400")
     ('1:4', 'head:29400')
     """
     _, most = parse_node_range(text)
@@ -270,98 +268,98 @@ def check_nodes(text: str, rendezvous: str | None) -> tuple[str, str]:
     return text, rendezvous or ""
 
 
-def build_arguments(fleet: TorchrunOptions, task_file: Path, run_id: str) -> list[str]:
-    """The command line of torchrun."""
-    if fleet.rendezvous:
+def build_arguments(options: TorchrunOptions, task_file: Path, run_id: str) -> list[str]:
+    """Build the arguments of torchrun."""
+    if options.rendezvous:
         place = [
-            f"--nnodes={fleet.nodes}",
+            f"--nnodes={options.nodes}",
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={fleet.rendezvous}",
+            f"--rdzv-endpoint={options.rendezvous}",
             f"--rdzv-id={run_id}",
-            *([f"--local-addr={fleet.address}"] if fleet.address else []),
-            *([] if fleet.hosts is None else [f"--rdzv-conf=is_host={str(fleet.hosts).lower()}"]),
+            *([f"--local-addr={options.address}"] if options.address else []),
+            *([] if options.hosts is None else [f"--rdzv-conf=is_host={str(options.hosts).lower()}"]),
         ]
     else:
         place = ["--standalone", "--nnodes=1"]
     return [
         *place,
-        f"--nproc-per-node={fleet.procs}",
-        f"--max-restarts={fleet.restarts}",
+        f"--nproc-per-node={options.procs}",
+        f"--max-restarts={options.restarts}",
         f"--monitor-interval={MONITOR_S}",
-        *_log_arguments(fleet),
+        *_log_arguments(options),
         "-m",
         WORKER_MODULE,
         str(task_file),
     ]
 
 
-def _log_arguments(fleet: TorchrunOptions) -> list[str]:
-    """Output of all ranks of a node but the first goes to files, so that lines of many do not mingle."""
-    if not fleet.logs or fleet.procs == 1:
+def _log_arguments(options: TorchrunOptions) -> list[str]:
+    """Return the arguments that send the output of all ranks of a node but the first to files."""
+    if not options.logs or options.procs == 1:
         return []
-    others = ",".join(f"{rank}:3" for rank in range(1, fleet.procs))
-    return [f"--log-dir={fleet.logs}", f"--redirects={others}"]
+    others = ",".join(f"{rank}:3" for rank in range(1, options.procs))
+    return [f"--log-dir={options.logs}", f"--redirects={others}"]
 
 
 def build_environment(
-    before: Mapping[str, str], fleet: TorchrunOptions, control: RankFiles, cores: int
+    before: Mapping[str, str], options: TorchrunOptions, control: RankFiles, cores: int
 ) -> dict[str, str]:
-    """Variables of the ranks: no launcher's, cores shared out, and torchrun's own talk turned down."""
-    found = {name: value for name, value in before.items() if name not in LAUNCHER_VARIABLES}
-    found |= control.variables()
-    found.setdefault("OMP_NUM_THREADS", str(max(1, cores // fleet.procs)))
-    found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    found.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
-    return found
+    """Build the ranks' environment: no launcher variables, cores divided, torchrun's logging reduced."""
+    env = {name: value for name, value in before.items() if name not in LAUNCHER_VARIABLES}
+    env |= control.variables()
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.procs)))
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
+    return env
 
 
-def locate_node(fleet: TorchrunOptions) -> tuple[TorchrunOptions, str]:
-    """The fleet with this node's own address, and the network interface that leads to the others.
+def locate_node(options: TorchrunOptions) -> tuple[TorchrunOptions, str]:
+    """Return the options with this node's address, and the network interface to the other nodes.
 
-    Raises where nobody can meet: an address that is none, a port that another program has, a silent host.
+    Raises if the rendezvous cannot work: unknown host, port of another program, or no answer.
     """
-    if not fleet.rendezvous:
-        return fleet, ""
-    meeting = Rendezvous.parse(fleet.rendezvous)
-    address, interface = meeting.find_route()
-    hosts: bool | None = meeting.check(address) or None
+    if not options.rendezvous:
+        return options, ""
+    rendezvous = Rendezvous.parse(options.rendezvous)
+    address, interface = rendezvous.find_route()
+    hosts: bool | None = rendezvous.check_host(address) or None
     if os.environ.get("SLURM_NODEID", "0") != "0":
-        # They meet on the first node of the job. Where nodes share a machine, another one that came first
-        # would be the host, and would take the meeting place along when it is lost.
+        # The first node of the job is the host. If nodes share a machine, another node that starts first
+        # would become the host, and losing it would end the rendezvous.
         hosts = False
-    return fleet.replace(address=address, hosts=hosts), interface
+    return options.replace(address=address, hosts=hosts), interface
 
 
-def launch_ranks(task: TrainTask, fleet: TorchrunOptions) -> RunEnding:
-    """Start the ranks and wait for the end; raises the error of a rank."""
+def launch_ranks(task: TrainTask, options: TorchrunOptions) -> RunEnding:
+    """Start the ranks and wait for them; raise the error of a rank."""
     folder = Path(tempfile.mkdtemp(prefix="trimtab-run-"))
     try:
-        fleet, interface = locate_node(fleet.replace(logs=str(Path(task.out) / LOGS_FOLDER)))
-        control = _open_rank_files(fleet, Path(task.out), folder)
+        options, interface = locate_node(options.replace(logs=str(Path(task.out) / LOGS_FOLDER)))
+        control = _open_rank_files(options, Path(task.out), folder)
         task_file = folder / "task.json"
         task_file.write_text(task.to_json(), encoding="utf-8")
-        words = build_arguments(fleet, task_file, make_run_id(task.out))
+        words = build_arguments(options, task_file, make_run_id(task.out))
         command = [sys.executable, "-m", "trimtab.training.torchrun", *words]
-        env = build_environment(os.environ, fleet, control, _count_cores()) | {
+        env = build_environment(os.environ, options, control, _count_cores()) | {
             LEADER_VARIABLE: str(os.getpid())
         }
         if interface:
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        # A session of its own: Ctrl-C reaches the ranks once, through us.
+        # The agent gets its own session, so that Ctrl-C reaches the ranks once, through this process.
         with _start_agent(command, env) as agent:
             code = _wait_for_agent(agent, control)
         try:
-            return read_ending(task, _judge_end(code, control, fleet))
+            return read_ending(task, _judge_end(code, control, options))
         except TrimtabError:
-            sys.stderr.write(format_failure(control.first_failure(), fleet.logs))
+            sys.stderr.write(format_failure(control.first_failure(), options.logs))
             raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _open_rank_files(fleet: TorchrunOptions, out: Path, here: Path) -> RankFiles:
-    """Where ranks leave notes: on one node in a folder of ours, over several in the run's own."""
-    if not fleet.rendezvous:
+def _open_rank_files(options: TorchrunOptions, out: Path, here: Path) -> RankFiles:
+    """Return the RankFiles: on one node in the temporary folder `here`, on several in the run folder."""
+    if not options.rendezvous:
         return RankFiles(here)
     folder = out / NOTES_FOLDER
     own = f"{socket.gethostname()}-{os.getpid()}"
@@ -369,7 +367,7 @@ def _open_rank_files(fleet: TorchrunOptions, out: Path, here: Path) -> RankFiles
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / f"since-{own}"
         mark.write_text("", encoding="ascii")
-        # By the clock of the file system, which all nodes share: notes of earlier attempts do not count.
+        # Use the clock of the shared file system: files of earlier attempts are ignored.
         since_ns = mark.stat().st_mtime_ns
         mark.unlink()
     except OSError as error:
@@ -382,9 +380,9 @@ def _open_rank_files(fleet: TorchrunOptions, out: Path, here: Path) -> RankFiles
 
 
 def format_failure(failure: RankFailure | None, logs: str) -> str:
-    """The rank that failed first and the end of its traceback; nothing where no rank left one.
+    """Return the rank that failed first and the end of its traceback; '' if there is no traceback.
 
-    Short enough that it and the error below it stand in the last twenty lines.
+    It is short, so that it and the error below it are in the last twenty lines of a log.
     """
     if failure is None or not failure.trace:
         return ""
@@ -394,8 +392,9 @@ def format_failure(failure: RankFailure | None, logs: str) -> str:
 
 
 def make_run_id(out: str) -> str:
-    """What nodes of the same run call it, by its folder."""
-    return "trimtab-" + "".join(one if one.isascii() and one.isalnum() else "-" for one in out)[-48:]
+    """Return torchrun's id of a run, made from its folder: the same on all nodes."""
+    letters = (letter if letter.isascii() and letter.isalnum() else "-" for letter in out)
+    return "trimtab-" + "".join(letters)[-48:]
 
 
 def _count_cores() -> int:
@@ -413,20 +412,20 @@ def _start_agent(command: list[str], env: dict[str, str]) -> Iterator[subprocess
 
 
 def _wait_for_agent(agent: subprocess.Popen[bytes], control: RankFiles) -> int:
-    """Wait for torchrun, and pass on what we are asked."""
-    heard: list[signal.Signals] = []
+    """Wait for torchrun, and forward signals to the ranks; return its exit code."""
+    received: list[signal.Signals] = []
 
     def note(number: int, _: object) -> None:
-        heard.append(signal.Signals(number))
+        received.append(signal.Signals(number))
 
-    before = {one: signal.signal(one, note) for one in handled_signals()}
-    told: set[tuple[int, int]] = set()
+    before = {handled: signal.signal(handled, note) for handled in handled_signals()}
+    sent: set[tuple[int, int]] = set()
     try:
         while (code := agent.poll()) is None:
-            if heard:
-                control.request_stop(heard[0])
-                if not _forward_signals(agent.pid, heard, told) and told:
-                    # All ranks have ended as they were asked: there is nothing left to start again.
+            if received:
+                control.request_stop(received[0])
+                if not _forward_signals(agent.pid, received, sent) and sent:
+                    # All ranks have ended because of the signal: torchrun must not restart them.
                     agent.terminate()
             time.sleep(POLL_S)
     finally:
@@ -435,10 +434,10 @@ def _wait_for_agent(agent: subprocess.Popen[bytes], control: RankFiles) -> int:
     return code
 
 
-def _forward_signals(agent: int, heard: list[signal.Signals], told: set[tuple[int, int]]) -> bool:
-    """Every signal to every rank, once, those included that torchrun has only just started.
+def _forward_signals(agent: int, received: list[signal.Signals], sent: set[tuple[int, int]]) -> bool:
+    """Send each signal to each rank once, also to ranks that torchrun has just restarted.
 
-    False where there is no rank left.
+    Returns False if no rank is left.
     """
     import psutil
 
@@ -447,13 +446,13 @@ def _forward_signals(agent: int, heard: list[signal.Signals], told: set[tuple[in
     except psutil.NoSuchProcess:
         return False
     for rank in ranks:
-        for number, signals in enumerate(heard):
-            if (rank.pid, number) in told:
+        for index, number in enumerate(received):
+            if (rank.pid, index) in sent:
                 continue
-            told.add((rank.pid, number))
+            sent.add((rank.pid, index))
             with contextlib.suppress(psutil.NoSuchProcess):
-                # Python that is still waking up dies of SIGINT with a traceback, and of SIGTERM without.
-                rank.send_signal(signals if signals is signal.SIGUSR1 else signal.SIGTERM)
+                # While Python starts, SIGINT ends it with a traceback, and SIGTERM without one.
+                rank.send_signal(number if number is signal.SIGUSR1 else signal.SIGTERM)
     return any(_is_alive(rank) for rank in ranks)
 
 
@@ -466,8 +465,8 @@ def _is_alive(rank: Any) -> bool:
         return False
 
 
-def _judge_end(code: int, control: RankFiles, fleet: TorchrunOptions) -> str:
-    """The signal that ended the run, if one did; raises what went wrong."""
+def _judge_end(code: int, control: RankFiles, options: TorchrunOptions) -> str:
+    """Return the name of the signal that ended the run, or ''; raise the error of a failed run."""
     error = control.read_error()
     if error is not None:
         raise error
@@ -476,21 +475,20 @@ def _judge_end(code: int, control: RankFiles, fleet: TorchrunOptions) -> str:
         return ""
     if asked is not None:
         return asked.name
-    signals = {-int(one): one.name for one in STOP_SIGNALS} | {
-        exit_code(one): one.name for one in STOP_SIGNALS
-    }
+    signals = {value: number.name for number in STOP_SIGNALS for value in (-int(number), exit_code(number))}
     if code in signals:
         return signals[code]
     last = control.last_crash() or control.lost_rank()
     raise EnvironmentFault(
-        f"trimtab train with {fleet.procs} process{'es' * (fleet.procs > 1)}",
-        found=(last or "a rank ended without a word") + f"; {plural(fleet.restarts, 'restart')} did not help",
+        f"trimtab train with {options.procs} process{'es' * (options.procs > 1)}",
+        found=(last or "a rank ended without a word")
+        + f"; {plural(options.restarts, 'restart')} did not help",
         cure="Read the lines above; the same command resumes from the last checkpoint.",
     )
 
 
 def read_ending(task: TrainTask, asked: str) -> RunEnding:
-    """Where the run's folder says that it ended."""
+    """Return how far the run got, from its folder."""
     from trimtab.training.run_folder import RunFolder
     from trimtab.training.task import RunEnding
 
@@ -500,7 +498,7 @@ def read_ending(task: TrainTask, asked: str) -> RunEnding:
 
 
 def main() -> int:
-    """Be torchrun."""
+    """Run torchrun with the changes that the module's docstring lists."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     end_with_parent()
     import logging
@@ -510,12 +508,12 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if "TORCHELASTIC_LOG" not in os.environ:
-        # What it would say is said by the ranks and by their parent, in their words.
+        # The ranks and their parent print these errors themselves.
         logging.disable(logging.ERROR)
     try:
         run.main(sys.argv[1:])
     except SignalException as asked:
-        # A scheduler asks every process, and our parent asks once more: torch's handler would raise again.
+        # A scheduler signals every process, and our parent forwards it: torch's handler would raise again.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return 128 + asked.sigval
     except ChildFailedError as error:
